@@ -2,10 +2,10 @@
 
     python -m bench.attacks [--only TEXT]
 
-Every test there is one attempt by a stranger, a compromised process, or a model's words, judged from outside. An
-attempt whose test does not pass counts as succeeded; a skipped one does not count as tried. ``reply_attacks`` are those
-that name a forbidden subject as the place of a reply. ``loop_stall_ms`` is the longest silence of a server that reads a
-prompt of 8 MB.
+Every test there is one attempt by a stranger, a compromised process, or a model's words, judged
+from outside. An attempt whose test does not pass counts as succeeded; a skipped one does not count
+as tried. ``reply_attacks`` are those that name a forbidden subject as the place of a reply.
+``loop_stall_ms`` is the longest silence of a server that reads a prompt of 8 MB.
 """
 
 from __future__ import annotations
@@ -47,11 +47,17 @@ def main() -> int:
 
     ``loop_stall_ms`` is the longest silence of a server that reads a prompt of 8 MB.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="TEXT", help="only attacks whose name contains this")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only attacks whose name contains this"
+    )
     options = parser.parse_args()
     counter = AttackCounter()
-    pytest.main(["-q", str(ATTACKS), "-k", options.only, "-p", "no:cacheprovider"], plugins=[counter])
+    pytest.main(
+        ["-q", str(ATTACKS), "-k", options.only, "-p", "no:cacheprovider"], plugins=[counter]
+    )
     for attack in counter.succeeded:
         print(f"succeeded: {attack}", file=sys.stderr)
     figures = {

@@ -1,11 +1,13 @@
-"""Measure how many groups of 16 KiB per second are published, fetched and acknowledged, each confirmed by the broker.
+"""Measure how many groups of 16 KiB per second are published, fetched and acknowledged, each
+confirmed by the broker.
 
     python -m bench.bus [--seconds 5] [--size-kib 16]
 
-One process publishes to the stream ``episodes`` and another takes from it, through the ``Bus`` that hubs use, against a
-private nats-server: once with the server's default sync interval, once with ``sync_interval: always``, which also syncs
-a message to the disk before it is confirmed. A cycle is one group that is checked, encoded, published (confirmed),
-fetched, decoded with all checks and acknowledged (confirmed).
+One process publishes to the stream ``episodes`` and another takes from it, through the ``Bus`` that
+hubs use, against a private nats-server: once with the server's default sync interval, once with
+``sync_interval: always``, which also syncs a message to the disk before it is confirmed. A cycle is
+one group that is checked, encoded, published (confirmed), fetched, decoded with all checks and
+acknowledged (confirmed).
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ async def read(url: str, run: str, seconds: float) -> float:
     bus = await Bus.connect(url, run, name="bench-reader", deadline_s=20)
     queue = await bus.work_queue(EPISODES, POOL)
     loop = asyncio.get_running_loop()
-    started, done, acking = 0.0, 0, set[asyncio.Task[None]]()
+    started = 0.0
+    done = 0
+    acking = set[asyncio.Task[None]]()
     end = loop.time() + 60.0  # until the writer begins
     while loop.time() < end:
         deliveries = await queue.fetch(FETCH, 1.0)
@@ -108,7 +112,15 @@ def measure(size_bytes: int, seconds: float, *, sync_always: bool) -> float:
     ):
         uvloop.run(prepare(server.url, "bench"))
         with subprocess.Popen(
-            [sys.executable, "-m", "bench.bus", "--write", server.url, "--size-kib", str(size_bytes / 1024)]
+            [
+                sys.executable,
+                "-m",
+                "bench.bus",
+                "--write",
+                server.url,
+                "--size-kib",
+                str(size_bytes / 1024),
+            ]
         ) as writer:
             try:
                 rate: float = uvloop.run(read(server.url, "bench", seconds))
@@ -118,9 +130,13 @@ def measure(size_bytes: int, seconds: float, *, sync_always: bool) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=5.0, help="length of one measurement")
-    parser.add_argument("--repeats", type=int, default=3, help="measurements of each kind; the median counts")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="measurements of each kind; the median counts"
+    )
     parser.add_argument("--size-kib", type=float, default=16.0, help="encoded size of a group")
     parser.add_argument("--write", metavar="URL", help=argparse.SUPPRESS)  # the writer's process
     options = parser.parse_args()
@@ -131,7 +147,10 @@ def main() -> None:
     print(f"groups of {len(codec.encode(group_of(size_bytes)))} bytes")
     figures = {}
     for name, sync_always in (("cycle_per_s", False), ("cycle_per_s_sync_always", True)):
-        rates = [measure(size_bytes, options.seconds, sync_always=sync_always) for _ in range(options.repeats)]
+        rates = [
+            measure(size_bytes, options.seconds, sync_always=sync_always)
+            for _ in range(options.repeats)
+        ]
         print(f"{name}: {', '.join(f'{rate:.0f}' for rate in rates)}")
         figures[name] = round(float(np.median(rates)), 1)
     print(json.dumps(figures))

@@ -1,10 +1,12 @@
-"""Test whether programs can pass tests without solving the problem, in every form of the reward ``code``.
+"""Test whether programs can pass tests without solving the problem, in every form of the reward
+``code``.
 
     python -m bench.cheats [--sandbox none]
 
-A cheat succeeds when it scores above 0. The last line is one JSON object: forms, cheats (the least number in any form),
-tried and succeeded (in all forms), canonical (the share of correct solutions that score 1, over all forms, at least 20
-in each), per_form, and in_one_process: how many of the same cheats would pass if their tests ran in their own process.
+A cheat succeeds when it scores above 0. The last line is one JSON object: forms, cheats (the least
+number in any form), tried and succeeded (in all forms), canonical (the share of correct solutions
+that score 1, over all forms, at least 20 in each), per_form, and in_one_process: how many of the
+same cheats would pass if their tests ran in their own process.
 """
 
 from __future__ import annotations
@@ -53,15 +55,23 @@ def test_loop():
     for got, want in zip(map(mystery, (2, 7)), (40503, 161), strict=True):
         assert got == want
 """
-CALLS: Final = {"fn_name": "mystery", "inputs": [[2], [3], [5], [7]], "outputs": [40503, 81007, 121511.5, [161]]}
-PAIRS: Final = [{"input": f"{n}\n", "output": f"{v}\n"} for n, v in ((2, 40503), (3, 81007), (5, 121511.5))]
+CALLS: Final = {
+    "fn_name": "mystery",
+    "inputs": [[2], [3], [5], [7]],
+    "outputs": [40503, 81007, 121511.5, [161]],
+}
+PAIRS: Final = [
+    {"input": f"{n}\n", "output": f"{v}\n"} for n, v in ((2, 40503), (3, 81007), (5, 121511.5))
+]
 
 
 def cheats(form: str) -> dict[str, tuple[str, str]]:
     """Return program and reference of each cheat by name."""
     if form == "pairs":
         return {name: (program, json.dumps(PAIRS)) for name, program in SCRIPTS.items()}
-    reference = {"asserts": json.dumps(STATEMENTS), "test_file": CASES, "calls": json.dumps(CALLS)}[form]
+    reference = {"asserts": json.dumps(STATEMENTS), "test_file": CASES, "calls": json.dumps(CALLS)}[
+        form
+    ]
     found = {name: (program, reference) for name, program in FUNCTIONS.items()}
     if form == "test_file":
         found |= {name: (program, tests) for name, (tests, program) in SPECIAL.items()}
@@ -71,8 +81,14 @@ def cheats(form: str) -> dict[str, tuple[str, str]]:
 def solutions(form: str) -> list[tuple[str, str]]:
     """Return correct programs with their references."""
     if form == "pairs":
-        return [(canonical.script(problem), canonical.pairs(problem)) for problem in canonical.PROBLEMS]
-    write = {"asserts": canonical.asserts, "test_file": canonical.test_file, "calls": canonical.calls}[form]
+        return [
+            (canonical.script(problem), canonical.pairs(problem)) for problem in canonical.PROBLEMS
+        ]
+    write = {
+        "asserts": canonical.asserts,
+        "test_file": canonical.test_file,
+        "calls": canonical.calls,
+    }[form]
     more = list(canonical.MORE) if form == "test_file" else []
     return [(problem.source, write(problem)) for problem in canonical.PROBLEMS] + more
 
@@ -101,9 +117,13 @@ def ends_well(sandbox: Sandbox, program: str, reference: str) -> bool:
 
 def main() -> int:
     """Try all cheats; return 0 if none succeeds and every solution passes."""
-    parser = argparse.ArgumentParser(prog="python -m bench.cheats", description="Check that cheats fail the tests.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.cheats", description="Check that cheats fail the tests."
+    )
     kinds = ("bubblewrap", "none")
-    parser.add_argument("--sandbox", choices=kinds, default=kinds[0], help="none: without bubblewrap, for a look")
+    parser.add_argument(
+        "--sandbox", choices=kinds, default=kinds[0], help="none: without bubblewrap, for a look"
+    )
     options = parser.parse_args()
     began = time.monotonic()
     try:
@@ -115,8 +135,10 @@ def main() -> int:
     forms: dict[str, dict[str, Any]] = {}
     in_one = 0
     for form in FORMS:
-        succeeded, failed = [], []
-        tried, right = cheats(form), solutions(form)
+        succeeded = []
+        failed = []
+        tried = cheats(form)
+        right = solutions(form)
         for name, (program, reference) in tried.items():
             if value := score(code, program, reference):
                 print(f"{form}: {name} scores {value:g}")
@@ -131,10 +153,20 @@ def main() -> int:
         forms[form] = counts | {"solutions": len(right), "failed": len(failed)}
         print(f"{form}: {forms[form]}", flush=True)
     total, wrong = (sum(one[key] for one in forms.values()) for key in ("solutions", "failed"))
-    figures: dict[str, Any] = {"forms": list(FORMS), "cheats": min(one["cheats"] for one in forms.values())}
+    figures: dict[str, Any] = {
+        "forms": list(FORMS),
+        "cheats": min(one["cheats"] for one in forms.values()),
+    }
     figures |= {"tried": sum(one["cheats"] for one in forms.values())}
-    figures |= {"succeeded": sum(one["succeeded"] for one in forms.values()), "canonical": (total - wrong) / total}
-    figures |= {"in_one_process": in_one, "per_form": forms, "seconds": round(time.monotonic() - began, 1)}
+    figures |= {
+        "succeeded": sum(one["succeeded"] for one in forms.values()),
+        "canonical": (total - wrong) / total,
+    }
+    figures |= {
+        "in_one_process": in_one,
+        "per_form": forms,
+        "seconds": round(time.monotonic() - began, 1),
+    }
     print(json.dumps(figures))
     return 0 if not figures["succeeded"] and figures["canonical"] == 1.0 else 1
 

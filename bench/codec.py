@@ -1,4 +1,5 @@
-"""Measure the cost of encoding and decoding a trajectory, checks included, compared with plain lists.
+"""Measure the cost of encoding and decoding a trajectory, checks included, compared with plain
+lists.
 
     python -m bench.codec [--tokens 2048] [--group-size 8]
 
@@ -26,7 +27,14 @@ def trajectory(num_tokens: int, episode: int) -> wire.Trajectory:
     start = num_tokens // 2
     sampled = num_tokens - start
     mask = np.arange(num_tokens) >= start
-    turn = wire.Turn(start=start, end=num_tokens, reward=1.0, valid=True, finish_reason="stop", server="rollout-1")
+    turn = wire.Turn(
+        start=start,
+        end=num_tokens,
+        reward=1.0,
+        valid=True,
+        finish_reason="stop",
+        server="rollout-1",
+    )
     token_ids = rng.integers(0, 151_936, num_tokens)
     logprobs = np.where(mask, -rng.exponential(1.0, num_tokens), 0.0)
     return wire.Trajectory(
@@ -74,7 +82,9 @@ def as_lists(source: wire.Trajectory) -> ListTrajectory:
 
 
 def median_us(work: Callable[[], object], per_call: int, *, repeats: int) -> float:
-    """Return microseconds per unit of work: the median over short calls, so that other processes do not count."""
+    """Return microseconds per unit of work: the median over short calls, so that other processes do
+    not count.
+    """
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -84,7 +94,9 @@ def median_us(work: Callable[[], object], per_call: int, *, repeats: int) -> flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--tokens", type=int, default=2048, help="tokens per trajectory")
     add("--group-size", type=int, default=8, help="trajectories per group")
@@ -95,7 +107,8 @@ def main() -> None:
     message = group(options.tokens, size)
     data = codec.encode(message)
     lists = [as_lists(one) for one in message.trajectories]
-    list_encoder, list_decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(list[ListTrajectory])
+    list_encoder = msgspec.msgpack.Encoder()
+    list_decoder = msgspec.msgpack.Decoder(list[ListTrajectory])
     list_data = list_encoder.encode(lists)
     few = options.repeats // 20
     figures = {"encode_us": median_us(lambda: codec.encode(message), size, repeats=options.repeats)}
@@ -103,8 +116,12 @@ def main() -> None:
     figures |= {"decode_us": median_us(decode, size, repeats=options.repeats)}
     figures |= {"check_us": median_us(lambda: checks.check(message), size, repeats=options.repeats)}
     figures |= {"lists_encode_us": median_us(lambda: list_encoder.encode(lists), size, repeats=few)}
-    figures |= {"lists_decode_us": median_us(lambda: list_decoder.decode(list_data), size, repeats=few)}
-    print(f"{size} trajectories of {options.tokens} tokens: {len(data)} bytes as columns, {len(list_data)} as lists")
+    figures |= {
+        "lists_decode_us": median_us(lambda: list_decoder.decode(list_data), size, repeats=few)
+    }
+    print(
+        f"{size} trajectories of {options.tokens} tokens: {len(data)} bytes as columns, {len(list_data)} as lists"
+    )
     print(json.dumps({name: round(value, 2) for name, value in figures.items()}))
 
 

@@ -3,10 +3,11 @@
     python -m bench.console                      # writes a run of 10,000 steps and 100,000 trajectories first
     python -m bench.console --run runs/big       # one that bench.support.console_run has written
 
-page_ms: median of full loads of the slowest page, with a warm cache of files, until its content is there and the page
-is connected. search_ms: median of a search by words, from the request to the last byte of the answer. newest_step_s:
-longest time from a step's line to its number on an open page. console_cpu_share: CPU time of the console, divided by
-that of all processes of the run, with one page open, after its start; the last two are of a small run that trains.
+page_ms: median of full loads of the slowest page, with a warm cache of files, until its content is
+there and the page is connected. search_ms: median of a search by words, from the request to the
+last byte of the answer. newest_step_s: longest time from a step's line to its number on an open
+page. console_cpu_share: CPU time of the console, divided by that of all processes of the run, with
+one page open, after its start; the last two are of a small run that trains.
 """
 
 from __future__ import annotations
@@ -59,10 +60,15 @@ WATCHED_STEPS: Final = 12
 async def console(root: Path, run: str) -> AsyncIterator[tuple[str, str, psutil.Process]]:
     """Yield address, link and process of a console."""
     cache = tempfile.mkdtemp()
-    environment = {name: value for name, value in os.environ.items() if name not in ("RL_BROKER", "RL_RUN")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RL_BROKER", "RL_RUN")
+    }
     words = ["-m", "rlearner.cli", "console", run, "--dir", str(root), "--port", "0"]
     child = await asyncio.create_subprocess_exec(
-        sys.executable, *words, stdout=asyncio.subprocess.PIPE, env=environment | {"XDG_RUNTIME_DIR": cache}
+        sys.executable,
+        *words,
+        stdout=asyncio.subprocess.PIPE,
+        env=environment | {"XDG_RUNTIME_DIR": cache},
     )
     assert child.stdout is not None
     try:
@@ -105,7 +111,11 @@ async def big(root: Path, run: str) -> dict[str, Any]:
             async with session.get(f"/run/{run}/trajectories?text={_word(number)}") as answer:
                 await answer.read()
             searches.append((time.monotonic() - began) * 1000)
-    return {"pages": loads, "page_ms": max(loads.values()), "search_ms": round(statistics.median(searches), 1)}
+    return {
+        "pages": loads,
+        "page_ms": max(loads.values()),
+        "search_ms": round(statistics.median(searches), 1),
+    }
 
 
 async def _until(holds: Callable[[], bool]) -> None:
@@ -124,7 +134,9 @@ async def _indexed(session: aiohttp.ClientSession, run: str) -> None:
     while True:
         async with session.get(f"/run/{run}/trajectories") as answer:
             text = await answer.text()
-        if "being built" not in text and "0 in the index" not in re.findall(r"[\d,]+ in the index", text):
+        if "being built" not in text and "0 in the index" not in re.findall(
+            r"[\d,]+ in the index", text
+        ):
             return
         await asyncio.sleep(1.0)
 
@@ -152,9 +164,13 @@ async def _load(page: Any, address: str, path: str, content: str, run: str, tick
 async def live(root: Path) -> dict[str, Any]:
     """Return the figures of a small run that trains."""
     log = (root / "up.log").open("wb")
-    environment = {name: value for name, value in os.environ.items() if name not in ("RL_BROKER", "RL_RUN")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RL_BROKER", "RL_RUN")
+    }
     words = ["-m", "rlearner.cli", "up", *SMALL, f"run.dir={root}"]
-    child = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=log, stderr=log, env=environment)
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, *words, stdout=log, stderr=log, env=environment
+    )
     lines = root / "live" / "metrics.jsonl"
     try:
         async with asyncio.timeout(START_S):
@@ -175,7 +191,8 @@ async def live(root: Path) -> dict[str, Any]:
             child.terminate()
             await child.wait()
         log.close()
-    used, of_run = (after[0] - before[0], after[1] - before[1])
+    used = after[0] - before[0]
+    of_run = after[1] - before[1]
     return {
         "newest_step_s": round(max(delays), 3), "newest_step_median_s": round(statistics.median(delays), 3),
         "console_cpu_share": round(used / of_run, 5), "console_cpu_s": round(used, 2), "run_cpu_s": round(of_run, 2),
@@ -185,7 +202,8 @@ async def live(root: Path) -> dict[str, Any]:
 
 async def _delays(page: Any, lines: Path) -> list[float]:
     """Return how long each new step took to be on the page, for at least a minute."""
-    delays, until = list[float](), time.monotonic() + CPU_S
+    delays = list[float]()
+    until = time.monotonic() + CPU_S
     known = _step(lines)
     while len(delays) < WATCHED_STEPS or time.monotonic() < until:
         await _until(lambda known=known: _step(lines) > known)  # type: ignore[misc]
@@ -229,8 +247,12 @@ async def measure(run: Path | None) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, metavar="FOLDER", help="a big run (default: one is made up)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--run", type=Path, metavar="FOLDER", help="a big run (default: one is made up)"
+    )
     print(json.dumps(asyncio.run(measure(parser.parse_args().run))))
 
 

@@ -2,11 +2,12 @@
 
     python -m bench.engine [--requests 64] [--repeats 5] [--hidden 256] [--layers 4]
 
-Every arm serves the same requests on the same small Qwen3 (prompts of 16-128 tokens, outputs of 16-128, no end token),
-samples at temperature 1 and returns the logprob of every sampled token. Only requested tokens count, not those that the
-static batch generates beyond a row's length. The arms alternate in one run; figures are medians. Then the load of the
-quickstart on its model: 128 conversations of 8 turns, each 25 new tokens of context and 2 sampled ones. The last line
-is one JSON object: ratio_to_static, ratio_to_continuous, tokens_per_s, and turns_per_s.
+Every arm serves the same requests on the same small Qwen3 (prompts of 16-128 tokens, outputs of
+16-128, no end token), samples at temperature 1 and returns the logprob of every sampled token. Only
+requested tokens count, not those that the static batch generates beyond a row's length. The arms
+alternate in one run; figures are medians. Then the load of the quickstart on its model: 128
+conversations of 8 turns, each 25 new tokens of context and 2 sampled ones. The last line is one
+JSON object: ratio_to_static, ratio_to_continuous, tokens_per_s, and turns_per_s.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def make_requests(number: int, vocab_size: int, seed: int = 0) -> Requests:
     """Return prompts and output lengths of 16 to 128 random tokens."""
     rng = np.random.default_rng(seed)
     sizes = (rng.integers(16, 129) for _ in range(number))
-    return [(rng.integers(3, vocab_size, size).tolist(), int(rng.integers(16, 129))) for size in sizes]
+    return [
+        (rng.integers(3, vocab_size, size).tolist(), int(rng.integers(16, 129))) for size in sizes
+    ]
 
 
 def measurable() -> list[str]:
@@ -71,16 +74,22 @@ def make_model(folder: str, hidden: int, layers: int) -> int:
 
 
 def load(folder: str) -> Any:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa"
+    )
     return model.eval()
 
 
 def static_arm(folder: str, requests: Requests) -> Callable[[], int]:
-    """One left-padded batch, generated to the longest output; logprobs from the scores of every step."""
+    """One left-padded batch, generated to the longest output; logprobs from the scores of every
+    step.
+    """
     model = load(folder)
     longest = max(len(prompt) for prompt, _ in requests)
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in requests])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in requests])
+    mask = torch.tensor(
+        [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in requests]
+    )
     most = max(length for _, length in requests)
 
     def run() -> int:
@@ -89,7 +98,9 @@ def static_arm(folder: str, requests: Requests) -> Callable[[], int]:
                 ids, attention_mask=mask, max_new_tokens=most, do_sample=True, top_k=0, pad_token_id=0,
                 output_scores=True, return_dict_in_generate=True,
             )  # fmt: skip
-            logprobs = model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
+            logprobs = model.compute_transition_scores(
+                out.sequences, out.scores, normalize_logits=True
+            )
         assert logprobs.shape == (len(requests), most)
         return sum(length for _, length in requests)
 
@@ -104,7 +115,9 @@ def continuous_arm(folder: str, requests: Requests, manager: Any) -> Callable[[]
         nonlocal turn
         turn += 1
         for index, (prompt, length) in enumerate(requests):
-            manager.add_request(prompt, request_id=f"{turn}-{index}", max_new_tokens=length, eos_token_id=-1)
+            manager.add_request(
+                prompt, request_id=f"{turn}-{index}", max_new_tokens=length, eos_token_id=-1
+            )
         tokens = 0
         for _ in requests:
             result = manager.get_result(timeout=120)
@@ -139,13 +152,19 @@ def timed(run: Callable[[], int]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--requests", type=int, default=64)
     add("--repeats", type=int, default=5)
     add("--hidden", type=int, default=256)
     add("--layers", type=int, default=4)
-    add("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS", "0")) or os.cpu_count() or 1)
+    add(
+        "--threads",
+        type=int,
+        default=int(os.environ.get("OMP_NUM_THREADS", "0")) or os.cpu_count() or 1,
+    )
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -160,7 +179,9 @@ def main() -> None:
     print(json.dumps(figures))
 
 
-async def turns_per_s(folder: str, options: argparse.Namespace, conversations: int = 128, turns: int = 8) -> float:
+async def turns_per_s(
+    folder: str, options: argparse.Namespace, conversations: int = 128, turns: int = 8
+) -> float:
     """Return turns per second of many short growing conversations: the best run without the first."""
     section = RolloutSection(max_running=128, max_context_tokens=512, num_threads=options.threads)
     engine = HFEngine(EngineConfig(folder, section, policy_version=0))
@@ -171,9 +192,12 @@ async def turns_per_s(folder: str, options: argparse.Namespace, conversations: i
         context = rng.integers(8, 90, 60).tolist()
         for turn in range(turns):
             sampling = wire.SamplingParams(max_tokens=2, ignore_eos=True)
-            ids, name_now = wire.column(context, "<i4"), f"{name}-{turn}"
+            ids = wire.column(context, "<i4")
+            name_now = f"{name}-{turn}"
             output = await engine.generate(
-                wire.GenerateRequest(request_id=name_now, conversation_id=name, token_ids=ids, sampling=sampling)
+                wire.GenerateRequest(
+                    request_id=name_now, conversation_id=name, token_ids=ids, sampling=sampling
+                )
             )
             context += [*output.token_ids, *rng.integers(8, 90, 25).tolist()]
 
@@ -187,13 +211,17 @@ async def turns_per_s(folder: str, options: argparse.Namespace, conversations: i
 
 
 def compare(folder: str, requests: Requests, options: argparse.Namespace) -> dict[str, float]:
-    section = RolloutSection(max_running=len(requests), max_context_tokens=512, num_threads=options.threads)
+    section = RolloutSection(
+        max_running=len(requests), max_context_tokens=512, num_threads=options.threads
+    )
     rates: dict[str, list[float]] = {"static": [], "continuous": [], "engine": []}
     continuous_model = load(folder)
     generation = transformers.GenerationConfig(
         do_sample=True, top_k=0, max_new_tokens=128, eos_token_id=-1, pad_token_id=0
     )
-    batching = ContinuousBatchingConfig(return_logprobs=True, page_size=32, num_blocks=1024, max_batch_tokens=2048)
+    batching = ContinuousBatchingConfig(
+        return_logprobs=True, page_size=32, num_blocks=1024, max_batch_tokens=2048
+    )
     static = static_arm(folder, requests)
     with asyncio.Runner() as runner, continuous_model.continuous_batching_context_manager(
         generation_config=generation, continuous_batching_config=batching, timeout=10
@@ -211,10 +239,20 @@ def compare(folder: str, requests: Requests, options: argparse.Namespace) -> dic
                     rates[name].append(rate)
         runner.run(engine.close())
     median = {name: statistics.median(values) for name, values in rates.items()}
-    pairs = {name: zip(rates["engine"], rates[name], strict=True) for name in ("static", "continuous")}
-    figures = {f"ratio_to_{k}": round(statistics.median(e / o for e, o in v), 3) for k, v in pairs.items()}
-    figures |= {"tokens_per_s": round(median["engine"], 1), "static_tokens_per_s": round(median["static"], 1)}
-    return figures | {"continuous_tokens_per_s": round(median["continuous"], 1), "threads": options.threads}
+    pairs = {
+        name: zip(rates["engine"], rates[name], strict=True) for name in ("static", "continuous")
+    }
+    figures = {
+        f"ratio_to_{k}": round(statistics.median(e / o for e, o in v), 3) for k, v in pairs.items()
+    }
+    figures |= {
+        "tokens_per_s": round(median["engine"], 1),
+        "static_tokens_per_s": round(median["static"], 1),
+    }
+    return figures | {
+        "continuous_tokens_per_s": round(median["continuous"], 1),
+        "threads": options.threads,
+    }
 
 
 if __name__ == "__main__":

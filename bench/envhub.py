@@ -1,18 +1,20 @@
-"""Measure how close a hub comes to the throughput of its generation server, for 1 to 4,096 environments.
+"""Measure how close a hub comes to the throughput of its generation server, for 1 to 4,096
+environments.
 
     python -m bench.envhub              # minutes: n = 1, 8, 32, 128 at 0.1 s, and environments that hang
     python -m bench.envhub --full       # also 512 at 0.1 s and 4,096 at 1 s; needs both cores
 
-A server answers each request with a random move after a latency of L seconds, up to a tenth more or less. The hub is a
-separate process as users start it: tickets from a broker, the shipped FrozenLake with token context, groups to the
-samples log. With n environments and T turns an episode, at most n / (L·T) episodes per second are possible; share is
-the achieved part, counted in turns. bare_share is that of a client which sends n such requests, waits for all, and
-repeats. mib_per_env is the growth of the hub's memory per environment, from the smallest to the largest n, with a
-request of each in flight. hub_ms_per_turn is the hub's processor time per turn, including groups and tickets.
+A server answers each request with a random move after a latency of L seconds, up to a tenth more or
+less. The hub is a separate process as users start it: tickets from a broker, the shipped FrozenLake
+with token context, groups to the samples log. With n environments and T turns an episode, at most n
+/ (L·T) episodes per second are possible; share is the achieved part, counted in turns. bare_share
+is that of a client which sends n such requests, waits for all, and repeats. mib_per_env is the
+growth of the hub's memory per environment, from the smallest to the largest n, with a request of
+each in flight. hub_ms_per_turn is the hub's processor time per turn, including groups and tickets.
 
-share_with_hangs: n environments in separate processes, one in twenty of which hangs forever, against as many healthy
-ones as remain. The last line is one JSON object: rows of {n, latency_s, share, failed, …}, mib_per_env and
-share_with_hangs.
+share_with_hangs: n environments in separate processes, one in twenty of which hangs forever,
+against as many healthy ones as remain. The last line is one JSON object: rows of {n, latency_s,
+share, failed, …}, mib_per_env and share_with_hangs.
 """
 
 from __future__ import annotations
@@ -38,9 +40,13 @@ from broker.system.children import spawn
 
 QUICK: Final = ((1, 0.1), (8, 0.1), (32, 0.1), (128, 0.1))  # (n, latency in seconds)
 FULL: Final = (*QUICK, (512, 0.1), (4096, 1.0))
-HANGING_N, HANGING_LATENCY_S, HANGING_SHARE = 40, 1.0, 20
-CONTEXT: Final = 60  # tokens of a bare request, about as many as a lake's conversation has in the middle
-PER_GROUP: Final = 32  # environments for each episode of a group, so that groups of few do not keep a small hub waiting
+HANGING_N = 40
+HANGING_LATENCY_S = 1.0
+HANGING_SHARE = 20
+# tokens of a bare request, about as many as a lake's conversation has in the middle
+CONTEXT: Final = 60
+# environments for each episode of a group, so that groups of few do not keep a small hub waiting
+PER_GROUP: Final = 32
 GROUP_SIZE: Final = 8
 
 
@@ -51,12 +57,21 @@ async def row(folder: Path, n: int, latency_s: float, seconds: float) -> dict[st
         began = made.cpu_s()
         rate = await made.turns_per_s(seconds)
         cpu = (made.cpu_s() - began) / seconds
-        turns, mib, failed = await made.turns_per_episode(), made.mib(), made.failed()
+        turns = await made.turns_per_episode()
+        mib = made.mib()
+        failed = made.failed()
         made.hub.kill()
         made.hub.wait()
         bare = await _bare(made, folder, seconds)
-    figures: dict[str, Any] = {"n": n, "latency_s": latency_s, "share": round(rate * latency_s / n, 3)}
-    figures |= {"bare_share": round(bare * latency_s / n, 3), "episodes_per_s": round(rate / max(turns, 1.0), 1)}
+    figures: dict[str, Any] = {
+        "n": n,
+        "latency_s": latency_s,
+        "share": round(rate * latency_s / n, 3),
+    }
+    figures |= {
+        "bare_share": round(bare * latency_s / n, 3),
+        "episodes_per_s": round(rate / max(turns, 1.0), 1),
+    }
     figures |= {"failed": failed, "group_size": group_size}
     figures |= {"hub_ms_per_turn": round(1e3 * cpu / max(rate, 1e-9), 3), "hub_mib": round(mib, 1)}
     return figures | {"load": round(os.getloadavg()[0], 1)}
@@ -64,11 +79,20 @@ async def row(folder: Path, n: int, latency_s: float, seconds: float) -> dict[st
 
 async def _bare(made: HubScene, folder: Path, seconds: float) -> float:
     """Return turns per second of the bare client, measured in a separate process."""
-    command = [sys.executable, "-m", "bench.envhub", "--bare", str(made.n), made.bus.link.url, made.server.address]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.envhub",
+        "--bare",
+        str(made.n),
+        made.bus.link.url,
+        made.server.address,
+    ]
     with (folder / "bare.log").open("ab") as log:
         child = spawn(command, log, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
-        while made.server.waiting:  # for what the hub asked before it was killed  # noqa: ASYNC110 - no event
+        # for what the hub asked before it was killed
+        while made.server.waiting:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         await made.full()
         return await made.turns_per_s(seconds)
@@ -101,7 +125,8 @@ async def ask_forever(n: int, url: str, address: str) -> None:
 
 async def with_hangs(folder: Path, n: int, latency_s: float, seconds: float) -> dict[str, Any]:
     """Return the rate with hanging environments as a share of the rate of the healthy ones alone."""
-    hanging, rates = n // HANGING_SHARE, []
+    hanging = n // HANGING_SHARE
+    rates = []
     for name, slots, hang in (("hang", n, hanging), ("sound", n - hanging, 0)):
         (folder / name).mkdir()
         async with scene(folder / name, slots, latency_s, 1, hanging=hang) as made:
@@ -109,11 +134,17 @@ async def with_hangs(folder: Path, n: int, latency_s: float, seconds: float) -> 
             rates.append(await made.turns_per_s(seconds))
             if made.failed():
                 raise UserError(f"{made.failed()} episodes failed; see {made.log}")
-    shares = {"share_of_ideal": round(rates[0] * latency_s / (n - hanging), 3), "n": n, "hanging": hanging}
+    shares = {
+        "share_of_ideal": round(rates[0] * latency_s / (n - hanging), 3),
+        "n": n,
+        "hanging": hanging,
+    }
     return {"share_with_hangs": round(rates[0] / rates[1], 3), "hangs": shares}
 
 
-async def measure(rows: tuple[tuple[int, float], ...], seconds: float, hangs: bool) -> dict[str, Any]:
+async def measure(
+    rows: tuple[tuple[int, float], ...], seconds: float, hangs: bool
+) -> dict[str, Any]:
     figures: dict[str, Any] = {"rows": []}
     with tempfile.TemporaryDirectory(prefix="bench-envhub-") as folder:
         for n, latency_s in rows:
@@ -121,9 +152,12 @@ async def measure(rows: tuple[tuple[int, float], ...], seconds: float, hangs: bo
             inside.mkdir()
             figures["rows"].append(await row(inside, n, latency_s, max(seconds, 8 * latency_s)))
             print(json.dumps(figures["rows"][-1]), flush=True)
-        least, most = figures["rows"][0], figures["rows"][-1]
+        least = figures["rows"][0]
+        most = figures["rows"][-1]
         if most["n"] > least["n"]:
-            figures["mib_per_env"] = round((most["hub_mib"] - least["hub_mib"]) / (most["n"] - least["n"]), 4)
+            figures["mib_per_env"] = round(
+                (most["hub_mib"] - least["hub_mib"]) / (most["n"] - least["n"]), 4
+            )
         if hangs:
             inside = Path(folder) / "hangs"
             inside.mkdir()
@@ -133,7 +167,10 @@ async def measure(rows: tuple[tuple[int, float], ...], seconds: float, hangs: bo
 
 def _sizes(text: str) -> tuple[tuple[int, float], ...]:
     try:
-        sizes = tuple((int(n), float(latency)) for n, _, latency in (part.partition("@") for part in text.split(",")))
+        sizes = tuple(
+            (int(n), float(latency))
+            for n, _, latency in (part.partition("@") for part in text.split(","))
+        )
     except ValueError:
         sizes = ()
     if not sizes or any(n < 1 or not 0 < latency <= 60 for n, latency in sizes):
@@ -143,10 +180,17 @@ def _sizes(text: str) -> tuple[tuple[int, float], ...]:
 
 def main() -> int:
     """Measure; return 0 if no episode failed."""
-    parser = argparse.ArgumentParser(prog="python -m bench.envhub", description="Compare a hub with a bare client.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.envhub", description="Compare a hub with a bare client."
+    )
     add = parser.add_argument
     add("--full", action="store_true", help="also 512 and 4,096 environments")
-    add("--sizes", type=_sizes, metavar="N@L,…", help="environments and latencies instead, for example 128@0.1")
+    add(
+        "--sizes",
+        type=_sizes,
+        metavar="N@L,…",
+        help="environments and latencies instead, for example 128@0.1",
+    )
     add("--seconds", type=float, default=8.0, help="of each measurement (%(default)s)")
     add("--no-hangs", action="store_true", help="without environments that hang")
     add("--bare", nargs=3, metavar=("N", "BROKER", "ADDRESS"), help=argparse.SUPPRESS)

@@ -1,7 +1,9 @@
-"""What the exporter of a run costs, by the number of processes: a real exporter, and messages of made-up processes.
+"""What the exporter of a run costs, by the number of processes: a real exporter, and messages of
+made-up processes.
 
-Each of them publishes 40 metrics and a few spans every second, a tenth are servers that beat each second, and the rest
-have entries among the members, as in a real fleet. The last line is one JSON object.
+Each of them publishes 40 metrics and a few spans every second, a tenth are servers that beat each
+second, and the rest have entries among the members, as in a real fleet. The last line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -44,12 +46,27 @@ def main() -> None:
 
 async def measure(size: int) -> dict[str, Any]:
     """Return the exporter's cost with this many processes."""
-    with tempfile.TemporaryDirectory() as folder, BrokerServer(str(Path(folder) / "store")) as server:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        BrokerServer(str(Path(folder) / "store")) as server,
+    ):
         bus = await Bus.connect(server.url, RUN, name="bench", deadline_s=30)
         await bus.ensure_streams()
-        spec = wire.RunSpec(run=RUN, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="m")
+        spec = wire.RunSpec(
+            run=RUN, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="m"
+        )
         await bus.key_value(RUNS).put(RUN, spec)
-        command = [sys.executable, "-m", "rlearner.cli", "exporter", RUN, "--broker", server.url, "--metrics-port", "0"]
+        command = [
+            sys.executable,
+            "-m",
+            "rlearner.cli",
+            "exporter",
+            RUN,
+            "--broker",
+            server.url,
+            "--metrics-port",
+            "0",
+        ]
         with (Path(folder) / "log").open("wb") as log:
             child = subprocess.Popen(command, cwd=folder, stderr=log)  # noqa: ASYNC220
         publishing = asyncio.create_task(publish(bus, size))
@@ -67,7 +84,8 @@ async def publish(bus: Bus, size: int) -> None:
     """Publish what the processes of a run do, each second."""
     signer = PresenceSigner(bus)
     span = wire.Span(kind="generate", start=1.0, end=2.0, seconds=1.0, count=3)
-    beats, metrics = dict[str, bytes](), dict[str, bytes]()
+    beats = dict[str, bytes]()
+    metrics = dict[str, bytes]()
     for number in range(size):
         role = "rollout" if number % 10 == 0 else "envhub"
         name = f"{role}-{number}"
@@ -85,19 +103,28 @@ async def publish(bus: Bus, size: int) -> None:
         await asyncio.sleep(max(0.0, due - time.monotonic()))
 
 
-async def observe(child: subprocess.Popen[bytes], log: Path, publishing: asyncio.Task[None]) -> dict[str, Any]:
+async def observe(
+    child: subprocess.Popen[bytes], log: Path, publishing: asyncio.Task[None]
+) -> dict[str, Any]:
     """Return share of a core, memory, and time and size of a scrape."""
     url = await asyncio.to_thread(_address, log)
     await asyncio.sleep(SETTLE_S)
     process = psutil.Process(child.pid)
-    before, began, scrapes, text = _cpu(process), time.monotonic(), list[float](), ""
+    before = _cpu(process)
+    began = time.monotonic()
+    scrapes = list[float]()
+    text = ""
     while time.monotonic() - began < WINDOW_S and not publishing.done():
         asked = time.monotonic()
-        text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=30).read().decode())
+        text = await asyncio.to_thread(
+            lambda: urllib.request.urlopen(url, timeout=30).read().decode()
+        )
         scrapes.append(time.monotonic() - asked)
         await asyncio.sleep(SCRAPE_EVERY_S)
     seconds = time.monotonic() - began
-    shown = sum(float(count) for count in re.findall(r"^rlearner_processes\{.*\} (\S+)$", text, re.M))
+    shown = sum(
+        float(count) for count in re.findall(r"^rlearner_processes\{.*\} (\S+)$", text, re.M)
+    )
     return {
         "cpu_share": round((_cpu(process) - before) / seconds, 4),
         "resident_mib": round(process.memory_info().rss / 2**20, 1),

@@ -1,12 +1,14 @@
-"""Measure effective training time while processes are killed: ``python -m bench.faults [--kills 5]``.
+"""Measure effective training time while processes are killed: ``python -m bench.faults [--kills
+5]``.
 
-One run: a step takes 3 s, a turn of generation about 1 s, both simulated (``bench/support/simulated.py``); two rollout
-servers, two environment hubs, two reward hubs, a learner and a broker, all real processes. An undisturbed phase gives
-the time of a step. Then every 10 step times a process is killed (SIGKILL) and restarted at once, as by systemd: first
-each role but the learner, then every other kill the learner. Effective training time is the undisturbed time of the
-steps trained, divided by the time that passed, from the first kill to 10 step times after the last.
-``--recoveries N`` measures only recoveries: from the kill until every ticket then in flight has its record in the log;
-for the learner, until it has completed a new step.
+One run: a step takes 3 s, a turn of generation about 1 s, both simulated
+(``bench/support/simulated.py``); two rollout servers, two environment hubs, two reward hubs, a
+learner and a broker, all real processes. An undisturbed phase gives the time of a step. Then every
+10 step times a process is killed (SIGKILL) and restarted at once, as by systemd: first each role
+but the learner, then every other kill the learner. Effective training time is the undisturbed time
+of the steps trained, divided by the time that passed, from the first kill to 10 step times after
+the last. ``--recoveries N`` measures only recoveries: from the kill until every ticket then in
+flight has its record in the log; for the learner, until it has completed a new step.
 """
 
 from __future__ import annotations
@@ -39,9 +41,13 @@ BASE_STEPS: Final = 12
 LIMIT_S: Final = 180.0
 HERE: Final = Path(__file__).parent
 REWARD: Final = "def length(sample):\n    return min(1.0, len(sample.response) / 8)\n"
-TINY: Final = {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 16} | {
-    "intermediate_size": 32
-}
+TINY: Final = {
+    "hidden_size": 16,
+    "num_layers": 1,
+    "num_heads": 1,
+    "num_kv_heads": 1,
+    "head_dim": 16,
+} | {"intermediate_size": 32}
 
 
 def config(folder: Path) -> dict[str, Any]:
@@ -49,20 +55,33 @@ def config(folder: Path) -> dict[str, Any]:
     questions = (f'{{"question": "{n}+{n}=", "answer": "{2 * n}"}}\n' for n in range(200))
     (folder / "sums.jsonl").write_text("".join(questions))
     (folder / "length_reward.py").write_text(REWARD)
-    sums: dict[str, Any] = {"env": "qa", "env_args": {"path": str(folder / "sums.jsonl")}, "group_size": 4}
+    sums: dict[str, Any] = {
+        "env": "qa",
+        "env_args": {"path": str(folder / "sums.jsonl")},
+        "group_size": 4,
+    }
     sums |= {"max_context_tokens": 64, "deadline_s": 90, "sampling": {"max_tokens": 8}}
     sums |= {"rewards": [{"name": f"{folder / 'length_reward.py'}:length"}]}
     simulated = HERE / "support" / "simulated.py"
-    train: dict[str, Any] = {"steps": 100_000, "groups_per_step": 8, "max_staleness": 1, "micro_batch_tokens": 512}
+    train: dict[str, Any] = {
+        "steps": 100_000,
+        "groups_per_step": 8,
+        "max_staleness": 1,
+        "micro_batch_tokens": 512,
+    }
     train |= {"num_threads": 1, "backend": f"{simulated}:SlowBackend"}
     config: dict[str, Any] = {"run": {"name": RUN, "dir": str(folder / "runs"), "seed": 5}}
     config |= {"model": {"path": None, "tiny": TINY}, "domains": {"sums": sums}, "train": train}
     config |= {"checkpoint": {"every_steps": 1}, "trackers": {"use": []}}
-    config |= {"rollout": {"engine": f"{simulated}:SlowEngine", "max_context_tokens": 64, "num_threads": 1}}
+    config |= {
+        "rollout": {"engine": f"{simulated}:SlowEngine", "max_context_tokens": 64, "num_threads": 1}
+    }
     return validate(config | {"envhub": {"n": 64}, "rewardhub": {"workers": 1}})
 
 
-async def hit(fleet: RunFleet, watch: FleetWatch, role: str, rng: random.Random, found: dict[str, list[float]]) -> None:
+async def hit(
+    fleet: RunFleet, watch: FleetWatch, role: str, rng: random.Random, found: dict[str, list[float]]
+) -> None:
     """Kill one process of a role and record how long the work in flight took to arrive."""
     victim: RunProcess | None = None if role == "broker" else rng.choice(fleet.of(role))
 
@@ -88,7 +107,8 @@ async def phase(
     """Kill processes one after the other; return the effective share of the time."""
     before = watch.step()
     await watch.until(lambda: watch.step() > before, LIMIT_S)  # begin where a step begins
-    began, first = time.monotonic(), watch.step()
+    began = time.monotonic()
+    first = watch.step()
     waiting: list[asyncio.Task[None]] = []
 
     for role in victims:
@@ -130,7 +150,8 @@ async def running(folder: Path) -> AsyncIterator[tuple[RunFleet, FleetWatch, dic
 
 
 async def run(folder: Path, kills: int, with_learner: int, seed: int) -> dict[str, Any]:
-    rng, found = random.Random(seed), defaultdict[str, list[float]](list)
+    rng = random.Random(seed)
+    found = defaultdict[str, list[float]](list)
     async with running(folder) as (fleet, watch, figures):
         began = time.monotonic()
         first = watch.step()
@@ -143,20 +164,26 @@ async def run(folder: Path, kills: int, with_learner: int, seed: int) -> dict[st
         mixed = ["learner" if i % 2 == 0 else next(others) for i in range(with_learner)]
         share_with = await phase(fleet, watch, mixed, step_s, rng, found)
         print(f"with learner kills: {share_with:.3f}", flush=True)
-    shares = {"effective_training_time": round(share, 3), "effective_training_time_with_learner": round(share_with, 3)}
+    shares = {
+        "effective_training_time": round(share, 3),
+        "effective_training_time_with_learner": round(share_with, 3),
+    }
     return shares | {"undisturbed_step_s": round(step_s, 2)} | _summary(found) | figures
 
 
 async def recoveries(folder: Path, kills: int, seed: int) -> dict[str, Any]:
     """Kill each role this often, each time after the previous one has recovered, with short steps."""
-    rng, found = random.Random(seed), defaultdict[str, list[float]](list)
+    rng = random.Random(seed)
+    found = defaultdict[str, list[float]](list)
     async with running(folder) as (fleet, watch, figures):
         roles = ("envhub", "rollout", "rewardhub", "broker", "learner")
         for role in [role for _ in range(kills) for role in rng.sample(roles, 5)]:
             await hit(fleet, watch, role, rng, found)
             settled = watch.step() + 2
             await watch.until(
-                lambda settled=settled: watch.step() >= settled and all(c.running for c in fleet.children),  # type: ignore[misc]
+                lambda settled=settled: (
+                    watch.step() >= settled and all(c.running for c in fleet.children)
+                ),  # type: ignore[misc]
                 LIMIT_S,
             )
             await asyncio.sleep(rng.random() * 2)
@@ -166,8 +193,12 @@ async def recoveries(folder: Path, kills: int, seed: int) -> dict[str, Any]:
 def _summary(found: Mapping[str, list[float]]) -> dict[str, Any]:
     figures: dict[str, Any] = {"kills": sum(map(len, found.values()))}
     figures |= {"kills_by_role": {role: len(times) for role, times in sorted(found.items())}}
-    figures |= {"recovery_p95_s": {role: round(_p95(times), 1) for role, times in sorted(found.items())}}
-    return figures | {"recovery_max_s": {role: round(max(times), 1) for role, times in sorted(found.items())}}
+    figures |= {
+        "recovery_p95_s": {role: round(_p95(times), 1) for role, times in sorted(found.items())}
+    }
+    return figures | {
+        "recovery_max_s": {role: round(max(times), 1) for role, times in sorted(found.items())}
+    }
 
 
 def _each(roles: list[str], rng: random.Random) -> Iterator[str]:
@@ -176,7 +207,11 @@ def _each(roles: list[str], rng: random.Random) -> Iterator[str]:
 
 
 def _p95(values: list[float]) -> float:
-    return values[0] if len(values) == 1 else statistics.quantiles(values, n=20, method="inclusive")[-1]
+    return (
+        values[0]
+        if len(values) == 1
+        else statistics.quantiles(values, n=20, method="inclusive")[-1]
+    )
 
 
 def main() -> None:

@@ -1,15 +1,17 @@
-"""Compare a learner's step with bare torch on the same packed rows: the quickstart's model, 10 M and 100 M parameters.
+"""Compare a learner's step with bare torch on the same packed rows: the quickstart's model, 10 M
+and 100 M parameters.
 
     python -m bench.learner [--only quickstart,10m,100m]
 
-Ours is a step of ``learner.training.TrainingThread``: groups in, assembly, advantages, micro-batches, packed rows,
-forward and backward pass, loss, clipping, AdamW, metrics out. Bare is a loop of a dozen lines over the finished tensors
-of the same rows: transformers' model with the same attention, logits of the sampled tokens only (``logits_to_keep``),
-``cross_entropy``, ``backward``, and at the end torch's fused AdamW without clipping. Both have the same weights and
-threads, in one thread of one process for each model, interleaved. Every group has unequal rewards, so that every row is
-trained, and its episodes share their prompt, which a row has once. ``share`` is the median over the pairs of bare
-seconds by our seconds, ``cpu_share`` that of processor seconds, which other work on the machine disturbs less. The last
-line is one JSON object.
+Ours is a step of ``learner.training.TrainingThread``: groups in, assembly, advantages,
+micro-batches, packed rows, forward and backward pass, loss, clipping, AdamW, metrics out. Bare is a
+loop of a dozen lines over the finished tensors of the same rows: transformers' model with the same
+attention, logits of the sampled tokens only (``logits_to_keep``), ``cross_entropy``, ``backward``,
+and at the end torch's fused AdamW without clipping. Both have the same weights and threads, in one
+thread of one process for each model, interleaved. Every group has unequal rewards, so that every
+row is trained, and its episodes share their prompt, which a row has once. ``share`` is the median
+over the pairs of bare seconds by our seconds, ``cpu_share`` that of processor seconds, which other
+work on the machine disturbs less. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ from rlearner_text.config import ModelSection
 STAGES_REPEATS: Final = 2
 MIN_PAIRS: Final = 3
 MAX_PAIRS: Final = 25
-Lengths = Callable[[np.random.Generator], list[int]]  # of an episode: tokens read and sampled in turn
+# of an episode: tokens read and sampled in turn
+Lengths = Callable[[np.random.Generator], list[int]]
 
 
 @dataclass(frozen=True)
@@ -95,14 +98,18 @@ def made_up_groups(case: Case, rng: np.random.Generator) -> list[wire.Group]:
             hub="made-up",
             deliveries=1,
             pools=[],
-            trajectories=[_trajectory(case, episode, prompt, rng) for episode in range(case.group_size)],
+            trajectories=[
+                _trajectory(case, episode, prompt, rng) for episode in range(case.group_size)
+            ],
         )
         for number in range(1, case.num_groups + 1)
         for prompt in [rng.integers(3, case.shape.vocab, case.lengths(rng)[0])]
     ]
 
 
-def _trajectory(case: Case, episode: int, prompt: npt.NDArray[np.int64], rng: np.random.Generator) -> wire.Trajectory:
+def _trajectory(
+    case: Case, episode: int, prompt: npt.NDArray[np.int64], rng: np.random.Generator
+) -> wire.Trajectory:
     spans = [len(prompt), *case.lengths(rng)[1:]]
     ends = np.cumsum(spans).tolist()
     mask = np.repeat(np.arange(len(spans)) % 2, spans).astype(np.uint8)
@@ -116,7 +123,9 @@ def _trajectory(case: Case, episode: int, prompt: npt.NDArray[np.int64], rng: np
         logprobs=wire.column(logprobs, "<f4"),
         version_runs=wire.column([0, int(mask.sum())], "<i4"),
         turns=[
-            wire.Turn(start=start, end=end, reward=0.0, valid=True, finish_reason="stop", server="made-up")
+            wire.Turn(
+                start=start, end=end, reward=0.0, valid=True, finish_reason="stop", server="made-up"
+            )
             for start, end in zip(ends[::2], ends[1::2], strict=True)
         ],
         reward=reward,
@@ -131,15 +140,20 @@ class BareTorch:
 
     def __init__(self, path: str, train: TrainSection, rows: Sequence[TokenBatch]) -> None:
         device = torch.device("cpu")
-        self._model, self._rows = load_model(path, ModelSection(), device), rows
+        self._model = load_model(path, ModelSection(), device)
+        self._rows = rows
         if problem := choose_attention(self._model, device, path, packed=True):
             raise RuntimeError(problem)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=train.lr, betas=train.betas, fused=True)
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(), lr=train.lr, betas=train.betas, fused=True
+        )
 
     def step(self) -> float:
         """Make one step; return the seconds of the optimizer's update."""
         for row in self._rows:
-            logits = self._model(**row.inputs(), logits_to_keep=row.predictors, use_cache=False).logits[0]
+            logits = self._model(
+                **row.inputs(), logits_to_keep=row.predictors, use_cache=False
+            ).logits[0]
             functional.cross_entropy(logits, row.targets, reduction="sum").backward()  # type: ignore[no-untyped-call]
         began = time.perf_counter()
         self._optimizer.step()
@@ -150,8 +164,12 @@ class BareTorch:
 class LearnerStep:
     """The learner's step over the same groups again and again."""
 
-    def __init__(self, training: TrainingThread, backend: TorchBackend, groups: Sequence[wire.Group]) -> None:
-        self._training, self._backend, self.groups = training, backend, groups
+    def __init__(
+        self, training: TrainingThread, backend: TorchBackend, groups: Sequence[wire.Group]
+    ) -> None:
+        self._training = training
+        self._backend = backend
+        self.groups = groups
 
     async def run(self) -> dict[str, float]:
         for one in self.groups:
@@ -162,7 +180,8 @@ class LearnerStep:
 
     async def rows(self) -> list[TokenBatch]:
         """Take a step; return the rows that it ran."""
-        passes, rows = self._backend.worker.passes, list[TokenBatch]()
+        passes = self._backend.worker.passes
+        rows = list[TokenBatch]()
         collate = passes.collate
 
         def recorded(samples: Any) -> TokenBatch:
@@ -186,7 +205,8 @@ class Taken:
     passes: list[float] = field(default_factory=list)  # wall seconds without the optimizer
 
     async def run(self, work: Callable[[], Awaitable[float]]) -> None:
-        began, began_cpu = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
+        began_cpu = time.process_time()
         update_s = await work()
         self.wall.append(time.perf_counter() - began)
         self.cpu.append(time.process_time() - began_cpu)
@@ -196,8 +216,11 @@ class Taken:
 async def measure(name: str, case: Case, folder: str) -> dict[str, Any]:
     """Return the figures of a case."""
     path = make_model(Path(folder) / name, case.shape, dtype="float32")
-    train = TrainSection.model_validate({"device": "cpu", "lr": 1e-5, "num_threads": case.num_threads})
-    algorithm, model = AlgorithmSection(), ModelSection()
+    train = TrainSection.model_validate(
+        {"device": "cpu", "lr": 1e-5, "num_threads": case.num_threads}
+    )
+    algorithm = AlgorithmSection()
+    model = ModelSection()
     estimator = resolve("advantages", algorithm.adv_estimator, ADVANTAGES)
 
     def build() -> TorchBackend:
@@ -219,7 +242,8 @@ async def measure(name: str, case: Case, folder: str) -> dict[str, Any]:
 
     await bare_step()
     sides = [(Taken(), bare_step), (Taken(), our_step)]
-    began, pairs = time.perf_counter(), 0
+    began = time.perf_counter()
+    pairs = 0
     while pairs < MIN_PAIRS or (pairs < MAX_PAIRS and time.perf_counter() - began < case.seconds):
         for taken, work in sides if pairs % 2 else sides[::-1]:
             await taken.run(work)
@@ -254,15 +278,20 @@ def _shares(bare: Taken, ours: Taken) -> dict[str, Any]:
     }
 
 
-def _stages(backend: TorchBackend, estimator: Any, groups: Sequence[wire.Group]) -> dict[str, float]:
+def _stages(
+    backend: TorchBackend, estimator: Any, groups: Sequence[wire.Group]
+) -> dict[str, float]:
     """Return the milliseconds of a step's stages, each timed by itself, medians."""
-    passes, assembler = backend.worker.passes, SampleAssembler(estimator, AlgorithmSection())
+    passes = backend.worker.passes
+    assembler = SampleAssembler(estimator, AlgorithmSection())
     found = list[dict[str, float]]()
     for _ in range(STAGES_REPEATS):
         clock = StageClock()
         samples = [one for each in groups for one in assembler.stream(each)]
         clock.lap("assembly")
-        for piece in (piece for micro in _micro_batches(backend, samples) for piece in passes.slices(micro)):
+        for piece in (
+            piece for micro in _micro_batches(backend, samples) for piece in passes.slices(micro)
+        ):
             batch = passes.collate(piece)
             clock.lap("rows")
             features = backend.policy.features(batch)
@@ -312,7 +341,9 @@ def run_case(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default=",".join(CASES), help="models, with commas (%(default)s)")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -324,7 +355,9 @@ def main() -> None:
     for name in options.only.split(","):
         figures[name] = run_case(name)
         print(f"{name}: {json.dumps(figures[name])}", flush=True)
-    print(json.dumps({f"share_{name}": found["share"] for name, found in figures.items()} | figures))
+    print(
+        json.dumps({f"share_{name}": found["share"] for name, found in figures.items()} | figures)
+    )
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
     python -m bench.nodes_memory [--ranks 4] [--layers 40]
 
-``peak_load_ratio``: the largest rank's memory until it has its weights, beyond its shard, as a share of the model.
-``trial_ratio``: that of the trial runs afterwards, which gather a layer at a time as training does.
-``peak_checkpoint_ratio``: that while it copies and writes its part, beyond shard, moments and that copy. All by
-RssAnon, with FSDP over gloo and a random model of 400 M parameters in float32. The allocator returns what is freed
-(MALLOC_MMAP_THRESHOLD_): otherwise a peak may hide in memory that an earlier one left.
+``peak_load_ratio``: the largest rank's memory until it has its weights, beyond its shard, as a
+share of the model. ``trial_ratio``: that of the trial runs afterwards, which gather a layer at a
+time as training does. ``peak_checkpoint_ratio``: that while it copies and writes its part, beyond
+shard, moments and that copy. All by RssAnon, with FSDP over gloo and a random model of 400 M
+parameters in float32. The allocator returns what is freed (MALLOC_MMAP_THRESHOLD_): otherwise a
+peak may hide in memory that an earlier one left.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from typing import Any
 
 
 def make_model(folder: Path, layers: int) -> int:
-    """Write a random Qwen3 of about 10 M parameters per layer, in several files; return its parameters."""
+    """Write a random Qwen3 of about 10 M parameters per layer, in several files; return its
+    parameters.
+    """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -40,7 +43,8 @@ def make_model(folder: Path, layers: int) -> int:
 def figures(ranks: int = 4, layers: int = 40) -> dict[str, Any]:
     """Return the figures of one run in temporary folders."""
     with tempfile.TemporaryDirectory(prefix="rlearner-memory-") as place:
-        model, parts = Path(place) / "model", Path(place) / "parts"
+        model = Path(place) / "model"
+        parts = Path(place) / "parts"
         parts.mkdir()
         made = subprocess.run(
             [
@@ -71,7 +75,9 @@ def _measured(ranks: int, store: str, model: Path, parts: Path) -> list[dict[str
     module = [sys.executable, "-m", "bench.support.node_memory"]
     processes = [
         subprocess.Popen(
-            [*module, str(rank), str(ranks), store, str(model), str(parts)], stdout=subprocess.PIPE, env=environment
+            [*module, str(rank), str(ranks), store, str(model), str(parts)],
+            stdout=subprocess.PIPE,
+            env=environment,
         )
         for rank in range(ranks)
     ]
@@ -86,10 +92,14 @@ def _measured(ranks: int, store: str, model: Path, parts: Path) -> list[dict[str
 
 def main() -> int:
     """Print the figures as one JSON line; exit code 1 beyond the limits."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--layers", type=int, default=40)
-    parser.add_argument("--make", metavar="FOLDER", type=Path, help="only write the model, and print its parameters")
+    parser.add_argument(
+        "--make", metavar="FOLDER", type=Path, help="only write the model, and print its parameters"
+    )
     options = parser.parse_args()
     if options.make is not None:
         print(make_model(options.make, options.layers))

@@ -1,9 +1,11 @@
-"""Compare packed with padded rows: tokens per second of the torch backend, interleaved; median and range of the ratio.
+"""Compare packed with padded rows: tokens per second of the torch backend, interleaved; median and
+range of the ratio.
 
     python -m bench.packing [--pairs 7]
 
-``groups`` has 8 groups of 8 samples with prompts of 100 to 300 tokens, which a packed row holds once for each group;
-the samples of the other two share nothing. Tokens are counted as often as samples have them.
+``groups`` has 8 groups of 8 samples with prompts of 100 to 300 tokens, which a packed row holds
+once for each group; the samples of the other two share nothing. Tokens are counted as often as
+samples have them.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def make_samples(kind: str, rng: np.random.Generator) -> list[TrainSample]:
     return found
 
 
-def sample(n: int, rng: np.random.Generator, prompt: Sequence[int] | npt.NDArray[Any] = ()) -> TrainSample:
+def sample(
+    n: int, rng: np.random.Generator, prompt: Sequence[int] | npt.NDArray[Any] = ()
+) -> TrainSample:
     """Return n tokens, first those of a prompt; of the others half are trained, and the last."""
     mask = np.zeros(n, np.uint8)
     mask[1::2] = 1
@@ -55,7 +59,13 @@ def sample(n: int, rng: np.random.Generator, prompt: Sequence[int] | npt.NDArray
     ids = rng.integers(0, _VOCABULARY, n).astype(np.int32)
     ids[: len(prompt)] = prompt
     return TrainSample(
-        ids, mask, zeros - 4, np.where(mask, 0, -1).astype(np.int32), mask.astype(np.float32), group=1, reward=0.0
+        ids,
+        mask,
+        zeros - 4,
+        np.where(mask, 0, -1).astype(np.int32),
+        mask.astype(np.float32),
+        group=1,
+        reward=0.0,
     )
 
 
@@ -70,7 +80,8 @@ def save_model(folder: str) -> None:
 
 
 def step(backend: TorchBackend, samples: list[TrainSample]) -> float:
-    began, cutter = time.perf_counter(), backend.cutter()
+    began = time.perf_counter()
+    cutter = backend.cutter()
     for one in samples:
         if (full := cutter.add(one)) is not None:
             backend.forward_backward(full)
@@ -88,13 +99,17 @@ def measure(path: str, kind: str, pairs: int, most: int | None = None) -> dict[s
     backends = {}
     for packing in ("packed", "padded"):
         train = TrainSection.model_validate({"device": "cpu", "packing": packing, "num_threads": 1})
-        backends[packing] = TorchBackend(path, train=train, algorithm=AlgorithmSection(), model=ModelSection(), seed=0)
+        backends[packing] = TorchBackend(
+            path, train=train, algorithm=AlgorithmSection(), model=ModelSection(), seed=0
+        )
         step(backends[packing], samples)
     rates: dict[str, list[float]] = {"packed": [], "padded": []}
     for pair in range(pairs):
         for packing in ("packed", "padded") if pair % 2 else ("padded", "packed"):
             rates[packing].append(tokens / step(backends[packing], samples))
-    ratios = sorted(packed / padded for packed, padded in zip(rates["packed"], rates["padded"], strict=True))
+    ratios = sorted(
+        packed / padded for packed, padded in zip(rates["packed"], rates["padded"], strict=True)
+    )
     figures: dict[str, float] = {"packed_tokens_per_s": round(statistics.median(rates["packed"]))}
     figures |= {"padded_tokens_per_s": round(statistics.median(rates["padded"]))}
     figures |= {"ratio": round(statistics.median(ratios), 3), "ratio_low": round(ratios[0], 3)}
@@ -109,7 +124,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder)
         kinds = ("quickstart", "long_tail", "groups")
-        print(json.dumps({kind: measure(folder, kind, options.pairs, options.samples) for kind in kinds}))
+        print(
+            json.dumps(
+                {kind: measure(folder, kind, options.pairs, options.samples) for kind in kinds}
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Measure what starting work per sample saves: ``python -m bench.per_sample``.
 
-``record_s``: seconds from the end of a group's last episode to its record in the samples log, with a reward that takes
-0.5 s, the default two workers, and groups of 8 whose episodes end at different times (lognormal, p99 / median 10, at
-most 6 s). A real broker, environment hub and reward hub; groups of two domains take turns, one of which has its
-episodes scored early. ``finish_s``: seconds from the arrival of a step's last group to the end of the step, for an
-algorithm with a critic on the quickstart's model, about ten micro-batches a step, with scoring of groups as they arrive
-and without, in turns. Medians; the last line is one JSON object.
+``record_s``: seconds from the end of a group's last episode to its record in the samples log, with
+a reward that takes 0.5 s, the default two workers, and groups of 8 whose episodes end at different
+times (lognormal, p99 / median 10, at most 6 s). A real broker, environment hub and reward hub;
+groups of two domains take turns, one of which has its episodes scored early. ``finish_s``: seconds
+from the arrival of a step's last group to the end of the step, for an algorithm with a critic on
+the quickstart's model, about ten micro-batches a step, with scoring of groups as they arrive and
+without, in turns. Medians; the last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -38,19 +39,29 @@ from rlearner_text.config import ModelSection, TinyModel
 from rlearner_text.tiny import build_tiny
 
 RUN: Final = "per-sample"
-EARLY, TOGETHER = "early", "together"
-SIZE, REWARD_S, MEDIAN_S, MOST_S = 8, 0.5, 0.5, 6.0
+EARLY = "early"
+TOGETHER = "together"
+SIZE = 8
+REWARD_S = 0.5
+MEDIAN_S = 0.5
+MOST_S = 6.0
 SIGMA: Final = math.log(10) / 2.326  # p99 / median 10
 LIMIT_S: Final = 120.0
 REWARD: Final = f"import time\n\ndef slow(sample):\n    time.sleep({REWARD_S})\n    return 1.0\n"
-GROUPS, TOKENS, ROWS, MICRO_BATCH = 8, 96, 8, 512
+GROUPS = 8
+TOKENS = 96
+ROWS = 8
+MICRO_BATCH = 512
 
 
-# ------------------------------------------------------------------------------------------------------- rewards
+# -------------------------------------------------------------------------------------------------------
+# rewards
 
 
 class SkewedServer:
-    """Answers each request after a lognormal time, the same for the same episode of both domains' n-th group."""
+    """Answers each request after a lognormal time, the same for the same episode of both domains'
+    n-th group.
+    """
 
     def __init__(self, bus: Bus) -> None:
         self.channel = carriers.serve("zmq", bus, "bench-server")
@@ -87,10 +98,18 @@ class SkewedServer:
 
 def _config(folder: Path) -> dict[str, Any]:
     (folder / "slow.py").write_text(REWARD)
-    lake: dict[str, Any] = {"env": "frozenlake", "max_turns": 1, "group_size": SIZE, "sampling": {"max_tokens": 2}}
+    lake: dict[str, Any] = {
+        "env": "frozenlake",
+        "max_turns": 1,
+        "group_size": SIZE,
+        "sampling": {"max_tokens": 2},
+    }
     lake |= {"rewards": [{"name": f"{folder / 'slow.py'}:slow"}]}
     domains = {EARLY: lake, TOGETHER: lake | {"score_ahead": False}}
-    made: dict[str, Any] = {"run": {"name": RUN, "dir": str(folder / "runs")}, "trackers": {"use": []}}
+    made: dict[str, Any] = {
+        "run": {"name": RUN, "dir": str(folder / "runs")},
+        "trackers": {"use": []},
+    }
     return runspec.validate(made | {"model": {"path": None}, "domains": domains})
 
 
@@ -104,7 +123,11 @@ async def record_s(folder: Path, groups: int) -> dict[str, list[float]]:
         try:
             await bus.ensure_streams()
             spec = wire.RunSpec(
-                run=RUN, wire_version=wire.WIRE_VERSION, epoch=1, config=_config(folder), model_path=str(model)
+                run=RUN,
+                wire_version=wire.WIRE_VERSION,
+                epoch=1,
+                config=_config(folder),
+                model_path=str(model),
             )
             await runspec.publish_runspec(bus, spec)
             for role in ("envhub", "rewardhub"):
@@ -113,7 +136,9 @@ async def record_s(folder: Path, groups: int) -> dict[str, list[float]]:
             records = bus.read_log(SAMPLES, 1)
             for number in range(1, 2 * (groups + 1) + 1):
                 domain = EARLY if number % 2 else TOGETHER
-                ticket = wire.Ticket(number, domain, number // 2, number // 2, 0, 1, SIZE, SIZE, LIMIT_S)
+                ticket = wire.Ticket(
+                    number, domain, number // 2, number // 2, 0, 1, SIZE, SIZE, LIMIT_S
+                )
                 await bus.publish(TICKETS, ticket, key=domain, ticket=number)
                 async with asyncio.timeout(LIMIT_S):
                     record = await anext(records)
@@ -128,7 +153,8 @@ async def record_s(folder: Path, groups: int) -> dict[str, list[float]]:
     return took
 
 
-# ------------------------------------------------------------------------------------------------------- learner
+# -------------------------------------------------------------------------------------------------------
+# learner
 
 
 def _step(rng: np.random.Generator, first: int) -> list[wire.Group]:
@@ -137,14 +163,22 @@ def _step(rng: np.random.Generator, first: int) -> list[wire.Group]:
     def episode(number: int) -> wire.Trajectory:
         sampled = int(rng.integers(TOKENS // 4, TOKENS))
         tokens = rng.integers(6, 60, 16 + sampled).tolist()
-        return made_up_hub.trajectory(number, tokens, [-2.0] * sampled, version=0, reward=float(rng.integers(0, 2)))
+        return made_up_hub.trajectory(
+            number, tokens, [-2.0] * sampled, version=0, reward=float(rng.integers(0, 2))
+        )
 
-    tickets = [wire.Ticket(first + i, "lake", i, i, 0, 1, ROWS, ROWS, LIMIT_S) for i in range(GROUPS)]
-    return [made_up_hub.group(ticket, [episode(number) for number in range(ROWS)]) for ticket in tickets]
+    tickets = [
+        wire.Ticket(first + i, "lake", i, i, 0, 1, ROWS, ROWS, LIMIT_S) for i in range(GROUPS)
+    ]
+    return [
+        made_up_hub.group(ticket, [episode(number) for number in range(ROWS)]) for ticket in tickets
+    ]
 
 
 async def finish_s(folder: Path, steps: int) -> dict[str, list[float]]:
-    """Return the seconds from a step's last group to its end, with scoring as groups arrive and without."""
+    """Return the seconds from a step's last group to its end, with scoring as groups arrive and
+    without.
+    """
     from broker.settings.registry import resolve
     from learner.algorithm.advantages import ADVANTAGES
     from learner.backends.torch import TorchBackend
@@ -152,14 +186,19 @@ async def finish_s(folder: Path, steps: int) -> dict[str, list[float]]:
     from learner.training import TrainingThread
 
     path = str(build_tiny(folder / "model", TinyModel()))
-    algorithm = AlgorithmSection.model_validate({"adv_estimator": "gae", "critic": {"enabled": True}})
+    algorithm = AlgorithmSection.model_validate(
+        {"adv_estimator": "gae", "critic": {"enabled": True}}
+    )
     train = TrainSection(device="cpu", num_threads=1, micro_batch_tokens=MICRO_BATCH)
-    estimator, took = resolve("advantages", "gae", ADVANTAGES), dict[str, list[float]]()
+    estimator = resolve("advantages", "gae", ADVANTAGES)
+    took = dict[str, list[float]]()
     threads = {}
     for name in (EARLY, TOGETHER):
 
         def build() -> TorchBackend:
-            return TorchBackend(path, train=train, algorithm=algorithm, model=ModelSection(), seed=0)
+            return TorchBackend(
+                path, train=train, algorithm=algorithm, model=ModelSection(), seed=0
+            )
 
         threads[name] = TrainingThread(build, estimator, algorithm, stream=name == EARLY)
         await threads[name].open()
@@ -181,14 +220,17 @@ async def finish_s(folder: Path, steps: int) -> dict[str, list[float]]:
 
 
 def _figures(name: str, took: Mapping[str, list[float]]) -> dict[str, Any]:
-    early, together = median(took[EARLY]), median(took[TOGETHER])
+    early = median(took[EARLY])
+    together = median(took[TOGETHER])
     found = {f"{name}_early": round(early, 3), f"{name}_together": round(together, 3)}
     return found | {f"{name}_ratio": round(early / together, 3), f"{name}_pairs": len(took[EARLY])}
 
 
 def main() -> int:
     """Measure both."""
-    parser = argparse.ArgumentParser(prog="python -m bench.per_sample", description="Measure work per sample.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.per_sample", description="Measure work per sample."
+    )
     parser.add_argument("--groups", type=int, default=12, help="of each domain (%(default)s)")
     parser.add_argument("--steps", type=int, default=8, help="of each learner (%(default)s)")
     options = parser.parse_args()

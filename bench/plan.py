@@ -1,11 +1,13 @@
-"""Compare ``rlearner plan``'s memory with what torch's MemTracker counts in real steps, and the KV cache of engine hf.
+"""Compare ``rlearner plan``'s memory with what torch's MemTracker counts in real steps, and the KV
+cache of engine hf.
 
     python -m bench.plan [--largest 400] [--quick]
 
-Each case builds a model of 0.5 to 400 million parameters, trains one step of several micro-batches with the backend
-``torch`` on this CPU, and compares the most bytes of tensors alive with the plan's sum of all parts. ``plan_error``:
-the largest difference by the measured bytes; ``kv_error``: the same of the cache that the engine ``hf`` allocates. The
-last line is one JSON object. ``--quick`` leaves out models above 10 million. 400 million need 10 GiB and some minutes.
+Each case builds a model of 0.5 to 400 million parameters, trains one step of several micro-batches
+with the backend ``torch`` on this CPU, and compares the most bytes of tensors alive with the plan's
+sum of all parts. ``plan_error``: the largest difference by the measured bytes; ``kv_error``: the
+same of the cache that the engine ``hf`` allocates. The last line is one JSON object. ``--quick``
+leaves out models above 10 million. 400 million need 10 GiB and some minutes.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ KV_CONTEXT: Final = 256
 
 @dataclass(frozen=True)
 class Case:
-    """One training step: micro-batches of ``slices`` sequences of ``length`` tokens each, the last one half as full."""
+    """One training step: micro-batches of ``slices`` sequences of ``length`` tokens each, the last
+    one half as full.
+    """
 
     size: str
     dtype: str = "float32"
@@ -65,12 +69,22 @@ class Case:
         """The case in one word."""
         kl = ["reference"] if self.algorithm.get("kl_coef") else []
         critic = ["critic"] if self.algorithm.get("critic") else []
-        return "-".join([f"{self.size}M", self.dtype, f"{self.length}x{self.sequences}", *self.train, *kl, *critic])
+        return "-".join(
+            [
+                f"{self.size}M",
+                self.dtype,
+                f"{self.length}x{self.sequences}",
+                *self.train,
+                *kl,
+                *critic,
+            ]
+        )
 
 
 def cases(sizes: Sequence[str]) -> Iterator[Case]:
     """Yield the cases of models of these sizes; the largest have the fewest."""
-    checkpointing, offload = {"gradient_checkpointing": True}, {"optimizer_offload": True}
+    checkpointing = {"gradient_checkpointing": True}
+    offload = {"optimizer_offload": True}
     for size in sizes:
         for dtype in ("float32", "bfloat16"):
             yield Case(size, dtype)
@@ -79,12 +93,16 @@ def cases(sizes: Sequence[str]) -> Iterator[Case]:
                 yield Case(size, dtype, length=500, sequences=2, train=offload)
                 yield Case(size, dtype, train=checkpointing | offload, length=40, sequences=9)
                 yield Case(size, dtype, algorithm={"kl_coef": 0.1})
-                yield Case(size, dtype, algorithm={"critic": {"enabled": True}, "adv_estimator": "gae"})
+                yield Case(
+                    size, dtype, algorithm={"critic": {"enabled": True}, "adv_estimator": "gae"}
+                )
                 yield Case(size, dtype, train={"lora": {"rank": 8}})
 
 
 class StepTracker(MemTracker):  # type: ignore[no-untyped-call]
-    """torch's tracker without statistics of modules, which allow only one pass of each, and no frozen weights."""
+    """torch's tracker without statistics of modules, which allow only one pass of each, and no
+    frozen weights.
+    """
 
     def _pre_fw_hook(self, module: Any, inputs: Any) -> None:
         pass
@@ -111,24 +129,34 @@ def error_of(case: Case) -> tuple[float, float, float]:
 def plan_step(case: Case, model: ModelFacts) -> float:
     """Return the bytes that the plan expects, of device and host together, which are one on a CPU."""
     tokens = case.sequences * (case.length - 1)
-    train = TrainFacts(tokens, critic="critic" in case.algorithm, logit_block=token_scores.BLOCK_BYTES["cpu"])
+    train = TrainFacts(
+        tokens, critic="critic" in case.algorithm, logit_block=token_scores.BLOCK_BYTES["cpu"]
+    )
     if (lora := _lora(case)) is not None:
         train = replace(train, lora_parameters=lora_parameters(lora, model))
-    train = replace(train, reference=bool(case.algorithm.get("kl_coef")) and "lora" not in case.train)
-    offload, checkpointing = bool(case.train.get("optimizer_offload")), bool(case.train.get("gradient_checkpointing"))
-    memory = learner_memory(model, train, LearnerLayout("torch", checkpointing=checkpointing, offload=offload))
+    train = replace(
+        train, reference=bool(case.algorithm.get("kl_coef")) and "lora" not in case.train
+    )
+    offload = bool(case.train.get("optimizer_offload"))
+    checkpointing = bool(case.train.get("gradient_checkpointing"))
+    memory = learner_memory(
+        model, train, LearnerLayout("torch", checkpointing=checkpointing, offload=offload)
+    )
     return memory.total() + memory.total("host")
 
 
 def measure_step(case: Case, model: str) -> float:
     """Return the most bytes of tensors alive during one step of the backend ``torch``."""
     tokens = case.sequences * (case.length - 1)
-    train = {"device": "cpu", "lr": 1e-6, "num_threads": 1, "micro_batch_tokens": tokens} | dict(case.train)
+    train = {"device": "cpu", "lr": 1e-6, "num_threads": 1, "micro_batch_tokens": tokens} | dict(
+        case.train
+    )
     algorithm = AlgorithmSection.model_validate(dict(case.algorithm))
     settings = TrainSection.model_validate(train)
     backend = TorchBackend(model, train=settings, algorithm=algorithm, model=_section(case), seed=0)
     try:
-        rng, vocab = np.random.default_rng(0), SHAPES[case.size].vocab
+        rng = np.random.default_rng(0)
+        vocab = SHAPES[case.size].vocab
         samples = [sample(case.length, vocab, rng) for _ in range(2 * case.sequences)]
         tracker = StepTracker()
         tracker.track_external(*_held(backend))
@@ -149,13 +177,17 @@ def _held(backend: TorchBackend) -> list[Any]:
         found += [models.critic.module, *models.critic.optimizer.tensors()]
     distinct: dict[int, Any] = {}
     for one in found:
-        distinct.setdefault(one.untyped_storage()._cdata if isinstance(one, Tensor) else id(one), one)
+        distinct.setdefault(
+            one.untyped_storage()._cdata if isinstance(one, Tensor) else id(one), one
+        )
     return list(distinct.values())
 
 
 def _step(backend: TorchBackend, samples: Sequence[TrainSample]) -> None:
     if backend.worker.models.critic is not None:
-        backend.update([replace(one, values=one.advantages * 0, returns=one.advantages) for one in samples])
+        backend.update(
+            [replace(one, values=one.advantages * 0, returns=one.advantages) for one in samples]
+        )
         return
     cutter = backend.cutter()
     for one in samples:
@@ -167,7 +199,9 @@ def _step(backend: TorchBackend, samples: Sequence[TrainSample]) -> None:
 
 
 def kv_error(size: str = "0.5", slots: int = 6) -> float:
-    """Return the plan's error by the bytes of the cache that engine hf allocates for ``slots`` conversations."""
+    """Return the plan's error by the bytes of the cache that engine hf allocates for ``slots``
+    conversations.
+    """
     from rollout.engines.hf.model import SlotModel
 
     with tempfile.TemporaryDirectory() as folder:
@@ -195,14 +229,27 @@ def measure(sizes: Sequence[str]) -> dict[str, Any]:
         line = f"{case.name:<60} planned {planned / 2**20:9.2f} MiB, measured {measured / 2**20:9.2f} MiB"
         print(f"{line}, error {errors[case.name]:.2%} ({took:.1f} s)", flush=True)
     worst = max(errors, key=errors.__getitem__)
-    figures = {"plan_error": round(errors[worst], 4), "plan_worst": worst, "plan_cases": len(errors)}
+    figures = {
+        "plan_error": round(errors[worst], 4),
+        "plan_worst": worst,
+        "plan_cases": len(errors),
+    }
     return figures | {"kv_error": round(max(kv_error(size) for size in sizes if size != "400"), 4)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--largest", choices=list(SHAPES), default="400", help="millions of parameters (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="models up to 10 million parameters only")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--largest",
+        choices=list(SHAPES),
+        default="400",
+        help="millions of parameters (%(default)s)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="models up to 10 million parameters only"
+    )
     options = parser.parse_args(arguments)
     names = list(SHAPES)
     sizes = names[: names.index("10" if options.quick else options.largest) + 1]

@@ -3,18 +3,22 @@
     make real-model
     python -m bench.real_model [--recipes additions,lora,words,forms] [--seeds 1] [--out runs/real_model] [--report]
 
-Each recipe is a run of ``rlearner up`` on two cores. Its two evaluations use the same held-out tasks, prompts, sampling
-and rule. Additions run with every seed, other recipes with the first; the evaluation at the start is that of the first
-seed. A finished run is a file in the output folder and is not repeated. With all recipes the table and the picture in
-docs/learning.md are written. The last line is one JSON object:
+Each recipe is a run of ``rlearner up`` on two cores. Its two evaluations use the same held-out
+tasks, prompts, sampling and rule. Additions run with every seed, other recipes with the first; the
+evaluation at the start is that of the first seed. A finished run is a file in the output folder and
+is not repeated. With all recipes the table and the picture in docs/learning.md are written. The
+last line is one JSON object:
 
-- ``success_start``, ``success_end``: of two-digit additions, over all seeds; ``seeds``: the end of each.
-- ``minutes``: of the slowest run of additions, from its start to its end, both evaluations included;
-  ``cpu_minutes``: of processor time, of which two idle cores give two a minute.
-- ``rows``: start, end and 95 % intervals of the other recipes; ``above``: whether the end's is above the start's.
+- ``success_start``, ``success_end``: of two-digit additions, over all seeds; ``seeds``: the end of
+  each.
+- ``minutes``: of the slowest run of additions, from its start to its end, both evaluations
+  included; ``cpu_minutes``: of processor time, of which two idle cores give two a minute.
+- ``rows``: start, end and 95 % intervals of the other recipes; ``above``: whether the end's is
+  above the start's.
 - ``false_refusals``: of engine hf, which loads the model in float32 and in bfloat16.
 
-``--tiny`` runs two steps of a model with random weights, which needs no download and learns nothing.
+``--tiny`` runs two steps of a model with random weights, which needs no download and learns
+nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +48,9 @@ ADDITIONS: Final = "additions"
 
 @dataclass(frozen=True)
 class Recipe:
-    """A configuration, its overrides, and the recipe that begins with the same evaluation (itself by default)."""
+    """A configuration, its overrides, and the recipe that begins with the same evaluation (itself
+    by default).
+    """
 
     config: str
     overrides: tuple[str, ...] = ()
@@ -53,13 +59,21 @@ class Recipe:
 
 RECIPES: Final[Mapping[str, Recipe]] = {
     ADDITIONS: Recipe("configs/arithmetic.yaml"),
-    "lora": Recipe("configs/arithmetic.yaml", ("train.lora.rank=16", "train.lr=4e-4"), start=ADDITIONS),
+    "lora": Recipe(
+        "configs/arithmetic.yaml", ("train.lora.rank=16", "train.lr=4e-4"), start=ADDITIONS
+    ),
     "words": Recipe("configs/word_problems.yaml"),
     "forms": Recipe("configs/instructions.yaml"),
 }
 TINY: Final = (
     "train.warmup_steps=0",
-    *("train.steps=2", "train.groups_per_step=2", "eval.every_steps=2", "eval.tasks=4", "checkpoint.every_steps=2"),
+    *(
+        "train.steps=2",
+        "train.groups_per_step=2",
+        "eval.every_steps=2",
+        "eval.tasks=4",
+        "checkpoint.every_steps=2",
+    ),
     "envhub.n=16",
 )
 
@@ -87,7 +101,9 @@ def run_recipe(name: str, seed: int, options: argparse.Namespace) -> dict[str, A
     run = f"{name}-{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     command = [sys.executable, "-m", "rlearner.cli", "up", RECIPES[name].config, *overrides]
     print(f"{run}: {' '.join(command[3:])}", flush=True)
-    began, load, used_s = time.monotonic(), os.getloadavg()[0], children_s()
+    began = time.monotonic()
+    load = os.getloadavg()[0]
+    used_s = children_s()
     done = subprocess.run([*command, f"run.name={run}", f"run.dir={options.out}"], check=False)
     if done.returncode:
         raise UserError(f"{options.out / run}: rlearner up ended with exit code {done.returncode}")
@@ -104,7 +120,9 @@ def run_recipe(name: str, seed: int, options: argparse.Namespace) -> dict[str, A
 
 
 def children_s() -> float:
-    """Return the processor time in seconds of the processes that this one has waited for, and theirs."""
+    """Return the processor time in seconds of the processes that this one has waited for, and
+    theirs.
+    """
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -119,12 +137,19 @@ def read_result(file: Path, overrides: Sequence[str]) -> dict[str, Any] | None:
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Return each step's training success and sampled tokens, and the success on each task of each evaluation."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    """Return each step's training success and sampled tokens, and the success on each task of each
+    evaluation.
+    """
+    lines = [
+        json.loads(line)
+        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     steps = [line for line in lines if "env/success_rate" in line]
     return {
         "curve": [round(line["env/success_rate"], 4) for line in steps],
-        "tokens_per_s": round(sum(line.get("perf/tokens_per_s", 0.0) for line in steps) / max(len(steps), 1), 1),
+        "tokens_per_s": round(
+            sum(line.get("perf/tokens_per_s", 0.0) for line in steps) / max(len(steps), 1), 1
+        ),
         "evaluations": {
             str(int(file.stem.rpartition("-")[2])): read_evaluation(file)
             for file in sorted((folder / "evals").glob("actor-step-*.jsonl"))
@@ -139,12 +164,19 @@ def read_evaluation(file: Path) -> dict[str, bool]:
 
 
 def success(evaluations: Sequence[Mapping[str, bool]]) -> dict[str, Any]:
-    """Return the mean success of several runs on the tasks that all have measured, and its 95 % interval."""
+    """Return the mean success of several runs on the tasks that all have measured, and its 95 %
+    interval.
+    """
     common = set[str].intersection(*map(set, evaluations))
     tries = [[tasks[number] for tasks in evaluations] for number in sorted(common, key=int)]
     low, high = pass_at_k.interval(tries)
     mean = sum(map(sum, tries)) / (len(tries) * len(evaluations))
-    return {"success": round(mean, 4), "low": round(low, 4), "high": round(high, 4), "tasks": len(tries)}
+    return {
+        "success": round(mean, 4),
+        "low": round(low, 4),
+        "high": round(high, 4),
+        "tasks": len(tries),
+    }
 
 
 def last_evaluation(run: Mapping[str, Any]) -> dict[str, bool]:
@@ -154,8 +186,11 @@ def last_evaluation(run: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def row_of(start: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a recipe's success before the first step of ``start`` and after the last one of its runs."""
-    first, last = success([start["evaluations"]["0"]]), success(list(map(last_evaluation, runs)))
+    """Return a recipe's success before the first step of ``start`` and after the last one of its
+    runs.
+    """
+    first = success([start["evaluations"]["0"]])
+    last = success(list(map(last_evaluation, runs)))
     return {
         "start": first,
         "end": last,
@@ -194,7 +229,12 @@ def tiny_model(folder: Path) -> str:
 
     target = folder / "tiny"
     if not (target / "config.json").exists():
-        build_tiny(target, TinyModel(hidden_size=32, num_layers=1, num_kv_heads=1, head_dim=16, intermediate_size=48))
+        build_tiny(
+            target,
+            TinyModel(
+                hidden_size=32, num_layers=1, num_kv_heads=1, head_dim=16, intermediate_size=48
+            ),
+        )
     return str(target)
 
 
@@ -202,7 +242,9 @@ def names(text: str) -> list[str]:
     """Return the recipes of an option."""
     chosen = text.split(",")
     if unknown := [name for name in chosen if name not in RECIPES]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not allowed; one of {', '.join(RECIPES)}, with commas")
+        raise argparse.ArgumentTypeError(
+            f"{unknown[0]!r} is not allowed; one of {', '.join(RECIPES)}, with commas"
+        )
     return chosen
 
 
@@ -216,16 +258,39 @@ def whole_number(text: str) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Run what is missing and report; return 2 if a run fails."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.real_model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.real_model",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--recipes", "--only", type=names, default=list(RECIPES), metavar="NAMES", help=f"of {','.join(RECIPES)}")
-    add("--seeds", type=whole_number, default=1, help="of additions; other recipes run once (%(default)s)")
+    add(
+        "--recipes",
+        "--only",
+        type=names,
+        default=list(RECIPES),
+        metavar="NAMES",
+        help=f"of {','.join(RECIPES)}",
+    )
+    add(
+        "--seeds",
+        type=whole_number,
+        default=1,
+        help="of additions; other recipes run once (%(default)s)",
+    )
     add("--model", default=MODEL, metavar="FOLDER", help="the pretrained model (%(default)s)")
-    add("--out", type=Path, default=Path("runs/real_model"), help="where results are kept (%(default)s)")
+    add(
+        "--out",
+        type=Path,
+        default=Path("runs/real_model"),
+        help="where results are kept (%(default)s)",
+    )
     add("--docs", type=Path, default=Path("docs"), help="folder of learning.md (%(default)s)")
     add("--report", action="store_true", help="run nothing: report what is there")
-    add("--tiny", action="store_true", help="two steps of a model with random weights, without a report")
+    add(
+        "--tiny",
+        action="store_true",
+        help="two steps of a model with random weights, without a report",
+    )
     options = parser.parse_args(arguments)
     options.out = options.out.absolute()
     try:
@@ -246,14 +311,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         raise UserError(f"{options.model}: no model there; `make real-model` writes {MODEL}")
     options.out.mkdir(parents=True, exist_ok=True)
     runs = {
-        name: [run_recipe(name, seed, options) for seed in range(options.seeds if name == ADDITIONS else 1)]
+        name: [
+            run_recipe(name, seed, options)
+            for seed in range(options.seeds if name == ADDITIONS else 1)
+        ]
         for name in options.recipes
     }
     rows = {}
     for name, found in runs.items():
         start = RECIPES[name].start
         rows[name] = row_of(runs[start][0] if start in runs else found[0], found)
-    figures: dict[str, Any] = {"rows": {name: row for name, row in rows.items() if name != ADDITIONS}}
+    figures: dict[str, Any] = {
+        "rows": {name: row for name, row in rows.items() if name != ADDITIONS}
+    }
     if (additions := rows.get(ADDITIONS)) is not None:
         ends = [success([last_evaluation(run)])["success"] for run in runs[ADDITIONS]]
         figures = {
@@ -268,7 +338,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "load": additions["load"],
             **figures,
         }
-    figures["false_refusals"] = asyncio.run(false_refusals(tiny_model(options.out) if options.tiny else options.model))
+    figures["false_refusals"] = asyncio.run(
+        false_refusals(tiny_model(options.out) if options.tiny else options.model)
+    )
     if not options.tiny and set(options.recipes) == set(RECIPES):
         real_model_report.write(options.docs, rows, runs)
     return figures

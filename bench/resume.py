@@ -1,9 +1,10 @@
-"""Check that a learner that was killed and resumed trains to identical bits: ``python -m bench.resume [--steps 50]``.
+"""Check that a learner that was killed and resumed trains to identical bits: ``python -m
+bench.resume [--steps 50]``.
 
-A learner trains a small model on generated groups and is killed (SIGKILL) at random moments; each time it is restarted
-and resumes. Then ``rlearner replay`` trains once more, undisturbed and without a broker, on the records that the
-learner archived: every number of every step, and every tensor of the remaining checkpoints (weights, optimizer,
-schedule, RNG), must be the same.
+A learner trains a small model on generated groups and is killed (SIGKILL) at random moments; each
+time it is restarted and resumes. Then ``rlearner replay`` trains once more, undisturbed and without
+a broker, on the records that the learner archived: every number of every step, and every tensor of
+the remaining checkpoints (weights, optimizer, schedule, RNG), must be the same.
 """
 
 from __future__ import annotations
@@ -40,19 +41,35 @@ TINY: Final = {
     "head_dim": 16,
     "intermediate_size": 64,
 }
-PROMPT, RESPONSE = 12, 20
+PROMPT = 12
+RESPONSE = 20
 LIMIT_S: Final = 240.0
 
 
 def config(folder: Path, steps: int, every: int) -> dict[str, Any]:
     """Return a configuration with one domain whose environment never runs."""
-    lake: dict[str, Any] = {"env": "frozenlake", "group_size": 4, "max_context_tokens": 64, "deadline_s": 60}
+    lake: dict[str, Any] = {
+        "env": "frozenlake",
+        "group_size": 4,
+        "max_context_tokens": 64,
+        "deadline_s": 60,
+    }
     lake |= {"sampling": {"max_tokens": 32}}
-    train = {"steps": steps, "groups_per_step": 4, "micro_batch_tokens": 256, "lr": 1e-3, "num_threads": 1}
+    train = {
+        "steps": steps,
+        "groups_per_step": 4,
+        "micro_batch_tokens": 256,
+        "lr": 1e-3,
+        "num_threads": 1,
+    }
     config: dict[str, Any] = {"run": {"name": RUN, "dir": str(folder), "seed": 11}}
     config |= {"model": {"path": None, "tiny": TINY}, "domains": {"lake": lake}, "train": train}
     config |= {"algorithm": {"entropy_coef": 0.001}, "rollout": {"max_context_tokens": 64}}
-    config |= {"checkpoint": {"every_steps": every}, "samples": {"keep": True}, "trackers": {"use": []}}
+    config |= {
+        "checkpoint": {"every_steps": every},
+        "samples": {"keep": True},
+        "trackers": {"use": []},
+    }
     return validate(config)
 
 
@@ -64,15 +81,19 @@ def group(ticket: wire.Ticket, rng: random.Random) -> wire.Group:
         reward = float(numbers.random())
         token_ids = numbers.integers(6, 60, PROMPT + RESPONSE).tolist()
         logprobs = (-3 - numbers.random(RESPONSE)).tolist()
-        version, success = ticket.min_version, reward > 0.5
-        made = made_up_hub.trajectory(episode, token_ids, logprobs, version=version, reward=reward, success=success)
+        version = ticket.min_version
+        success = reward > 0.5
+        made = made_up_hub.trajectory(
+            episode, token_ids, logprobs, version=version, reward=reward, success=success
+        )
         trajectories.append(made)
     return made_up_hub.group(ticket, trajectories)
 
 
 async def answer(bus: Bus, seed: int, pace_s: float) -> None:
     """Take tickets and store their groups in an order that the clock decides, until cancelled."""
-    rng, queue = random.Random(seed), await bus.work_queue(TICKETS, "lake")
+    rng = random.Random(seed)
+    queue = await bus.work_queue(TICKETS, "lake")
     while True:
         deliveries = await queue.fetch(4, 5.0)
         rng.shuffle(deliveries)
@@ -84,7 +105,9 @@ async def answer(bus: Bus, seed: int, pace_s: float) -> None:
 
 
 async def disturbed(folder: Path, steps: int, resumes: int, seed: int) -> int:
-    """Train with kills into ``folder/runs``; return how often the learner resumed from a checkpoint."""
+    """Train with kills into ``folder/runs``; return how often the learner resumed from a
+    checkpoint.
+    """
     rng = random.Random(seed)
     file = folder / "run.yaml"
     file.write_text(to_yaml(config(folder / "runs", steps, 3)), encoding="utf-8")
@@ -97,7 +120,11 @@ async def disturbed(folder: Path, steps: int, resumes: int, seed: int) -> int:
         learner = fleet.add("learner", "learner", "start", str(file))
         for lives, moment in enumerate(moments, start=1):
             await _until(lambda lives=lives: learner.log.read_text().count(" training\n") >= lives)  # type: ignore[misc]
-            await _until(lambda moment=moment: bool(lines := read_lines(metrics)) and lines[-1]["step"] >= moment)  # type: ignore[misc]
+            await _until(
+                lambda moment=moment: (  # type: ignore[misc]
+                    bool(lines := read_lines(metrics)) and lines[-1]["step"] >= moment
+                )
+            )
             await asyncio.sleep(rng.random() * 0.3)
             learner.kill()
         await fleet.wait_done([learner], LIMIT_S)
@@ -111,9 +138,20 @@ async def disturbed(folder: Path, steps: int, resumes: int, seed: int) -> int:
 
 def undisturbed(folder: Path, first: int, last: int) -> dict[str, Any]:
     """Return what ``rlearner replay`` finds; see ``rlearner/ops/replaying.py``."""
-    command = [sys.executable, "-m", "rlearner.cli", "replay", RUN, "--dir", str(folder / "runs"), "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "rlearner.cli",
+        "replay",
+        RUN,
+        "--dir",
+        str(folder / "runs"),
+        "--json",
+    ]
     command += ["--from", str(first), "--to", str(last)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=10 * LIMIT_S, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=10 * LIMIT_S, check=False
+    )
     if not done.stdout.startswith("{"):
         raise RuntimeError(done.stderr)
     figures: dict[str, Any] = json.loads(done.stdout)
@@ -135,8 +173,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rlearner-resume-") as scratch:
-        resumes = asyncio.run(disturbed(Path(scratch), options.steps, options.resumes, options.seed))
-        print(f"killed {options.resumes} times, resumed {resumes} times from a checkpoint", flush=True)
+        resumes = asyncio.run(
+            disturbed(Path(scratch), options.steps, options.resumes, options.seed)
+        )
+        print(
+            f"killed {options.resumes} times, resumed {resumes} times from a checkpoint", flush=True
+        )
         found = undisturbed(Path(scratch), 0, options.steps)
     if found["first_difference"]:
         print(f"the first difference: {found['first_difference']}")

@@ -2,9 +2,10 @@
 
     python -m bench.sandbox [--pairs 60] [--no-escapes]
 
-A pair is an empty program in the sandbox and an empty Python with the same options outside, alternating; added_ms is
-the median of the differences. The last line is one JSON object: added_ms, escapes_tried, escapes_succeeded;
-added_least_ms compares the fastest starts, which other load disturbs less; bare_ms, load and pairs describe the run.
+A pair is an empty program in the sandbox and an empty Python with the same options outside,
+alternating; added_ms is the median of the differences. The last line is one JSON object: added_ms,
+escapes_tried, escapes_succeeded; added_least_ms compares the fastest starts, which other load
+disturbs less; bare_ms, load and pairs describe the run.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from rlearner_sandbox.command import ENVIRONMENT, python
 def bare() -> None:
     """Run an empty Python program with piped outputs."""
     command = [python(), "-I", "-S", "-X", "utf8", "-c", "pass"]
-    subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=ENVIRONMENT, check=True)
+    subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, env=ENVIRONMENT, check=True
+    )
 
 
 def timed(run: Callable[[], object]) -> float:
@@ -39,12 +42,16 @@ def timed(run: Callable[[], object]) -> float:
 
 def cost(sandbox: Sandbox, pairs: int) -> dict[str, float]:
     """Return medians over pairs in alternating order, without the warm-up pairs."""
-    added, alone, confined = [], [], []
+    added = []
+    alone = []
+    confined = []
     for turn in range(-3, pairs):
         if turn % 2:
-            inside, outside = timed(lambda: sandbox.run("")), timed(bare)
+            inside = timed(lambda: sandbox.run(""))
+            outside = timed(bare)
         else:
-            outside, inside = timed(bare), timed(lambda: sandbox.run(""))
+            outside = timed(bare)
+            inside = timed(lambda: sandbox.run(""))
         if turn >= 0:
             added.append(inside - outside)
             alone.append(outside)
@@ -62,7 +69,8 @@ def attempts() -> tuple[int, list[str]]:
         with scene() as here:
             result = escape.inside(sandbox, here)
             if escape.escaped(here, result) or result.how != escape.how:
-                how, stdout = result.how or "itself", result.stdout[:200]
+                how = result.how or "itself"
+                stdout = result.stdout[:200]
                 print(f"{escape.name}: ended by {how} after {result.seconds:.1f} s, {stdout!r}")
                 succeeded.append(escape.name)
     return len(ESCAPES), succeeded
@@ -70,13 +78,19 @@ def attempts() -> tuple[int, list[str]]:
 
 def main() -> int:
     """Measure; return 0 if no escape succeeds."""
-    parser = argparse.ArgumentParser(prog="python -m bench.sandbox", description="Measure and attack the sandbox.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.sandbox", description="Measure and attack the sandbox."
+    )
     parser.add_argument("--pairs", type=int, default=60, help="pairs of starts (60)")
     parser.add_argument("--no-escapes", action="store_true", help="measure the cost alone")
     options = parser.parse_args()
     try:
         load = os.getloadavg()[0]
-        figures: dict[str, object] = {**cost(Sandbox(), options.pairs), "pairs": options.pairs, "load": round(load, 1)}
+        figures: dict[str, object] = {
+            **cost(Sandbox(), options.pairs),
+            "pairs": options.pairs,
+            "load": round(load, 1),
+        }
         tried, succeeded = (0, []) if options.no_escapes else attempts()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,20 +1,23 @@
-"""Compare a rollout server, asked as hubs ask it, with the bare engine: the same requests, alternating.
+"""Compare a rollout server, asked as hubs ask it, with the bare engine: the same requests,
+alternating.
 
     python -m bench.server [--pairs 15] [--starts 5] [--requests 64] [--only hf,http,vllm] [--ahead]
 
-The server is the real process, joined to a run on a private nats-server and asked over ZeroMQ, or for ``http`` by as
-many streams of its OpenAI-compatible API with a chunk for each token, with the engine hf; this process plays the hubs.
-The bare engine is a process with nothing else, HFEngine or AsyncLLM; all requests at once, greedy, with the logprob of
-every token. Both processes are restarted after every third pair: where the memory of a process happens to lie changes
-its speed by some percent as long as it lives. ``vllm`` is measured by .venv-vllm/bin/python (``make vllm-env``) if this
-interpreter has no vLLM.
+The server is the real process, joined to a run on a private nats-server and asked over ZeroMQ, or
+for ``http`` by as many streams of its OpenAI-compatible API with a chunk for each token, with the
+engine hf; this process plays the hubs. The bare engine is a process with nothing else, HFEngine or
+AsyncLLM; all requests at once, greedy, with the logprob of every token. Both processes are
+restarted after every third pair: where the memory of a process happens to lie changes its speed by
+some percent as long as it lives. ``vllm`` is measured by .venv-vllm/bin/python (``make vllm-env``)
+if this interpreter has no vLLM.
 
-``ratio_*``: tokens per second of the server / of the bare engine, the median over the pairs; null with the reason in
-``why_vllm`` if there is no vLLM. ``interval_*`` holds the median of the population with at least 95 % probability, from
-the order statistics. ``identical_tokens``: whether both gave the same tokens to every request of every pair. A pair
-during which other processes took more than ``--others`` of the processors is repeated, as often as there are pairs;
-if too few remain, the disturbed ones count, too. ``others_share`` is the median of what they took. The last line is one
-JSON object.
+``ratio_*``: tokens per second of the server / of the bare engine, the median over the pairs; null
+with the reason in ``why_vllm`` if there is no vLLM. ``interval_*`` holds the median of the
+population with at least 95 % probability, from the order statistics. ``identical_tokens``: whether
+both gave the same tokens to every request of every pair. A pair during which other processes took
+more than ``--others`` of the processors is repeated, as often as there are pairs; if too few
+remain, the disturbed ones count, too. ``others_share`` is the median of what they took. The last
+line is one JSON object.
 """
 
 from __future__ import annotations
@@ -57,7 +60,14 @@ class BareEngine:
     """``bench.support.server_bare`` in a process of its own, driven by lines."""
 
     def __init__(self, engine: str, folder: Path, threads: int, log: Path) -> None:
-        command = [sys.executable, "-m", "bench.support.server_bare", engine, str(folder), str(threads)]
+        command = [
+            sys.executable,
+            "-m",
+            "bench.support.server_bare",
+            engine,
+            str(folder),
+            str(threads),
+        ]
         log.parent.mkdir(exist_ok=True)
         read, write = os.pipe()
         self._commands = os.fdopen(write, "wb", buffering=0)
@@ -93,7 +103,10 @@ class ServedEngine:
     """A rollout server in a process of its own, and a client that asks it."""
 
     def __init__(self, client: ChannelClient, address: str, bus: Bus, roster: Roster) -> None:
-        self.client, self.address, self.bus, self.roster = client, address, bus, roster
+        self.client = client
+        self.address = address
+        self.bus = bus
+        self.roster = roster
 
     async def run(self, requests: list[wire.GenerateRequest]) -> tuple[float, list[list[int]]]:
         began = time.perf_counter()
@@ -111,9 +124,15 @@ class ServedEngine:
 async def serving(
     engine: str, model: Path, folder: Path, options: argparse.Namespace, *, frozen: bool = True
 ) -> AsyncIterator[ServedEngine]:
-    """Yield a rollout server with constant weights, or one without prefix cache that waits for a learner's."""
+    """Yield a rollout server with constant weights, or one without prefix cache that waits for a
+    learner's.
+    """
     http = getattr(options, "http", False)
-    rollout = {"max_running": options.requests, "max_context_tokens": CONTEXT, "num_threads": options.threads}
+    rollout = {
+        "max_running": options.requests,
+        "max_context_tokens": CONTEXT,
+        "num_threads": options.threads,
+    }
     rollout |= {"http_port": 0} if http else {}
     rollout |= {} if frozen else {"prefix_cache": False}
     with BrokerServer(str(folder / f"broker-{engine}")) as broker:
@@ -121,20 +140,39 @@ async def serving(
         await bus.ensure_streams()
         domain = {"env": "frozenlake", "max_context_tokens": 128, "sampling": {"max_tokens": 4}}
         config = runspec.validate({"rollout": rollout, "domains": {"lake": domain}})
-        spec = wire.RunSpec(run=RUN, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=str(model))
+        spec = wire.RunSpec(
+            run=RUN, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=str(model)
+        )
         await runspec.publish_runspec(bus, spec)
-        roster, client = Roster(bus), carriers.connect("zmq", bus)
+        roster = Roster(bus)
+        client = carriers.connect("zmq", bus)
         await roster.start()
-        command = [sys.executable, "-m", "rollout.cli", "--broker", broker.url, "--run", RUN, "--id", "server"]
+        command = [
+            sys.executable,
+            "-m",
+            "rollout.cli",
+            "--broker",
+            broker.url,
+            "--run",
+            RUN,
+            "--id",
+            "server",
+        ]
         command += ["--gpus", "cpu"]
-        command += ["--engine", engine, *(["--policy", "baseline", "--model", str(model)] if frozen else [])]
+        command += [
+            "--engine",
+            engine,
+            *(["--policy", "baseline", "--model", str(model)] if frozen else []),
+        ]
         log = folder / f"server-{engine}.log"
         with log.open("ab") as said:
             process = spawn(command, said, env={**os.environ, "RL_API_KEY": KEY} if http else None)
         try:
             async with asyncio.timeout(START_S):
                 while (
-                    (seen := roster.get("server")) is None or not seen.address or (frozen and seen.state != "serving")
+                    (seen := roster.get("server")) is None
+                    or not seen.address
+                    or (frozen and seen.state != "serving")
                 ):
                     if process.poll() is not None:
                         words = log.read_text(errors="replace")
@@ -160,7 +198,8 @@ class Pairs:
     """
 
     def __init__(self, most: int, others: float) -> None:
-        self._most, self._others = most, others
+        self._most = most
+        self._others = others
         self._quiet: list[tuple[float, float]] = []  # ratio and share of other processes
         self._disturbed: list[tuple[float, float]] = []
 
@@ -174,7 +213,9 @@ class Pairs:
         return share <= self._others
 
     def counting(self) -> list[tuple[float, float]]:
-        """Return ratios and shares of those that count: the quiet ones, or all if too few were quiet."""
+        """Return ratios and shares of those that count: the quiet ones, or all if too few were
+        quiet.
+        """
         return self._quiet if len(self._quiet) >= self._most else self._quiet + self._disturbed
 
 
@@ -184,10 +225,14 @@ async def compare(
     """Return the figures of ``hf``, ``http`` or ``vllm``."""
     (folder / "requests.json").write_text(json.dumps(requests))
     options = argparse.Namespace(**vars(options), http=measured == "http")
-    pairs, identical, start = Pairs(options.pairs, options.others), True, 0
+    pairs = Pairs(options.pairs, options.others)
+    identical = True
+    start = 0
     while pairs:
         start += 1
-        identical &= await compare_once(measured, model, folder / str(start), requests, options, pairs)
+        identical &= await compare_once(
+            measured, model, folder / str(start), requests, options, pairs
+        )
     ratios, shares = zip(*pairs.counting(), strict=True)
     return {
         f"ratio_{measured}": round(median(ratios), 3),
@@ -199,10 +244,19 @@ async def compare(
 
 
 async def compare_once(
-    measured: str, model: Path, folder: Path, requests: Requests, options: argparse.Namespace, pairs: Pairs
+    measured: str,
+    model: Path,
+    folder: Path,
+    requests: Requests,
+    options: argparse.Namespace,
+    pairs: Pairs,
 ) -> bool:
-    """Start both processes, and add the pairs of one start; return whether all their tokens were the same."""
-    engine, tokens, identical = "vllm" if measured == "vllm" else "hf", sum(n for _, n in requests), True
+    """Start both processes, and add the pairs of one start; return whether all their tokens were
+    the same.
+    """
+    engine = "vllm" if measured == "vllm" else "hf"
+    tokens = sum(n for _, n in requests)
+    identical = True
     bare = BareEngine(engine, model, options.threads, folder / f"bare-{engine}.log")
     try:
         async with serving(engine, model, folder, options) as server:
@@ -211,20 +265,30 @@ async def compare_once(
                 take_priority()
             asking = StreamedServer(folder / f"server-{engine}.log") if options.http else server
             for turn in range(options.warm_up + -(-options.pairs // options.starts)):
-                new, others = asked(requests, str(turn)), OtherLoad()
+                new = asked(requests, str(turn))
+                others = OtherLoad()
                 if turn % 2:
-                    plain, whole = await bare.run(), await asking.run(new)
+                    plain = await bare.run()
+                    whole = await asking.run(new)
                 else:
-                    whole, plain = await asking.run(new), await bare.run()
-                share, same, ratio = others.share(), plain[1] == whole[1], plain[0] / whole[0]
+                    whole = await asking.run(new)
+                    plain = await bare.run()
+                share = others.share()
+                same = plain[1] == whole[1]
+                ratio = plain[0] / whole[0]
                 identical &= same
                 verdict = "warm-up"
                 if turn >= options.warm_up:
                     verdict = "counts" if pairs.add(ratio, share) else "disturbed"
-                chunks = f"  {tokens / asking.chunks:.2f} tokens a chunk" if isinstance(asking, StreamedServer) else ""
+                chunks = (
+                    f"  {tokens / asking.chunks:.2f} tokens a chunk"
+                    if isinstance(asking, StreamedServer)
+                    else ""
+                )
                 rates = f"bare {tokens / plain[0]:.0f}  server {tokens / whole[0]:.0f} tokens/s"
                 print(
-                    f"{measured}  {rates}  {ratio:.3f}  same {same}{chunks}  others {share:.2f}  {verdict}", flush=True
+                    f"{measured}  {rates}  {ratio:.3f}  same {same}{chunks}  others {share:.2f}  {verdict}",
+                    flush=True,
                 )
     finally:
         bare.close()
@@ -238,7 +302,9 @@ def elsewhere(arguments: Sequence[str]) -> dict[str, Any]:
         return {"ratio_vllm": None, "why_vllm": "vLLM is not installed; make vllm-env"}
     command = [str(program), "-m", "bench.server", *arguments, "--only", "vllm"]
     print(f"vllm by {program}", flush=True)
-    found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=3 * START_S)
+    found = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=False, timeout=3 * START_S
+    )
     lines = found.stdout.splitlines()
     print("\n".join(lines[:-1]), flush=True)
     if found.returncode or not lines:
@@ -249,7 +315,9 @@ def elsewhere(arguments: Sequence[str]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--pairs", type=int, default=15)
     add("--starts", type=int, default=5, help="of both processes, with as many pairs each")
@@ -260,7 +328,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--threads", type=int, default=1)
     add("--only", default="hf,http,vllm", help="what to measure")
     add("--others", type=float, default=0.25)
-    add("--ahead", action="store_true", help="run ahead of other processes, and count all pairs (root)")
+    add(
+        "--ahead",
+        action="store_true",
+        help="run ahead of other processes, and count all pairs (root)",
+    )
     options = parser.parse_args(given)
     options.others = 1.0 if options.ahead else options.others
     figures: dict[str, Any] = {}

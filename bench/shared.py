@@ -1,15 +1,18 @@
-"""What turns on a shared device cost: learner and rollout server of a real run in one host's memory.
+"""What turns on a shared device cost: learner and rollout server of a real run in one host's
+memory.
 
     python -m bench.shared [--params-m 100] [--steps 6] [--backend torch]
 
-`rlearner up --share-gpus` trains a model of random weights, while the resident memory of learner and server is read
-from the kernel every 20 ms (RssAnon: without files and shared memory), together with who has the device.
+`rlearner up --share-gpus` trains a model of random weights, while the resident memory of learner
+and server is read from the kernel every 20 ms (RssAnon: without files and shared memory), together
+with who has the device.
 
-``turn_s``: what one turn of the learner costs in addition to training: until the server sleeps, until the learner has
-loaded and later offloaded its model, and until the server is awake again, medians over the steps (``sleep_s``,
-``load_s``, ``offload_s``, ``wake_s``; ``wait_s`` is from asking for the device to having it, ``sleep_s`` included).
-``resident_share``: (asleep - before loading) / (awake - before loading) in resident memory, medians over the samples of
-the last half of the run, of the worse of ``learner_share`` and ``server_share``. On a CPU what sleeps is in a file.
+``turn_s``: what one turn of the learner costs in addition to training: until the server sleeps,
+until the learner has loaded and later offloaded its model, and until the server is awake again,
+medians over the steps (``sleep_s``, ``load_s``, ``offload_s``, ``wake_s``; ``wait_s`` is from
+asking for the device to having it, ``sleep_s`` included). ``resident_share``: (asleep - before
+loading) / (awake - before loading) in resident memory, medians over the samples of the last half of
+the run, of the worse of ``learner_share`` and ``server_share``. On a CPU what sleeps is in a file.
 ``lost`` and ``trained_twice`` are the audit's. The last line is one JSON object.
 """
 
@@ -44,8 +47,18 @@ RUN: Final = "shared"
 COMMAND: Final = [sys.executable, "-m", "rlearner.cli"]
 MODULES: Final = {"learner": "rlearner.cli", "rollout": "rollout.cli"}
 SMALL: Final = (
-    *("warm_start.steps=0", "eval.every_steps=0", "train.groups_per_step=2", "domains.lake.group_size=4"),
-    *("domains.lake.max_turns=4", "envhub.n=8", "rollout.max_running=8", "checkpoint.every_steps=0"),
+    *(
+        "warm_start.steps=0",
+        "eval.every_steps=0",
+        "train.groups_per_step=2",
+        "domains.lake.group_size=4",
+    ),
+    *(
+        "domains.lake.max_turns=4",
+        "envhub.n=8",
+        "rollout.max_running=8",
+        "checkpoint.every_steps=0",
+    ),
 )
 
 
@@ -70,10 +83,12 @@ class Memory:
     """Resident memory of one process over time."""
 
     before: int = 0  # at its first claim of the device, bytes
-    samples: list[tuple[float, bool, int]] = field(default_factory=list)  # time, whether it has the device, bytes
+    # time, whether it has the device, bytes
+    samples: list[tuple[float, bool, int]] = field(default_factory=list)
 
     def share(self, since: float) -> tuple[float, float] | None:
-        """Return the share that stays while it sleeps, and the bytes that it has more when it is awake.
+        """Return the share that stays while it sleeps, and the bytes that it has more when it is
+        awake.
 
         None if turns are too short for memory to settle.
         """
@@ -85,7 +100,8 @@ class Memory:
         return (median(asleep) - self.before) / more, more
 
     def _settled(self) -> list[tuple[float, bool, int]]:
-        found, changed = [], 0.0
+        found = []
+        changed = 0.0
         for number, (at, has, size) in enumerate(self.samples):
             if number and has != self.samples[number - 1][1]:
                 changed = at
@@ -109,12 +125,20 @@ async def watch(bus: Bus, up: subprocess.Popen[bytes], memory: dict[str, Memory]
     while True:
         if len(pids) < len(MODULES):
             children = {child.pid: child.cmdline() for child in psutil.Process(up.pid).children()}
-            pids = {role: pid for role, module in MODULES.items() for pid, line in children.items() if module in line}
+            pids = {
+                role: pid
+                for role, module in MODULES.items()
+                for pid, line in children.items()
+                if module in line
+            }
         found = await bus.key_value(DEVICES).get(f"{RUN}.{host_name()}")
-        claims = found[0].claims if found is not None and isinstance(found[0], wire.DeviceLease) else []
+        claims = (
+            found[0].claims if found is not None and isinstance(found[0], wire.DeviceLease) else []
+        )
         for role, pid in pids.items():
             own = [claim for claim in claims if claim.holder.startswith(role)]
-            size, one = anonymous(pid), memory[role]
+            size = anonymous(pid)
+            one = memory[role]
             one.before = one.before or (size if own else 0)
             if size and own:
                 one.samples.append((time.monotonic(), any(claim.granted for claim in own), size))
@@ -139,7 +163,9 @@ async def listen(bus: Bus, told: Told) -> None:
                 values.append(value)
 
 
-async def observe(address: str, up: subprocess.Popen[bytes], memory: dict[str, Memory], told: Told) -> None:
+async def observe(
+    address: str, up: subprocess.Popen[bytes], memory: dict[str, Memory], told: Told
+) -> None:
     """Sample and listen until the run is over."""
     bus = await Bus.connect(address, RUN, name="bench", deadline_s=60.0)
     tasks = [asyncio.create_task(work) for work in (listen(bus, told), watch(bus, up, memory))]
@@ -158,11 +184,19 @@ def measure(folder: Path, params_m: float, steps: int, backend: str) -> dict[str
         RuntimeError: if the run fails.
     """
     path = build_tiny(folder / "model", model_of(params_m))
-    given = [f"run.dir={folder}", f"run.name={RUN}", f"train.steps={steps}", f"train.backend={backend}", *SMALL]
+    given = [
+        f"run.dir={folder}",
+        f"run.name={RUN}",
+        f"train.steps={steps}",
+        f"train.backend={backend}",
+        *SMALL,
+    ]
     up = subprocess.Popen(
-        [*COMMAND, "up", "configs/quickstart.yaml", *given, f"model.path={path}", "--share-gpus"], stdout=sys.stderr
+        [*COMMAND, "up", "configs/quickstart.yaml", *given, f"model.path={path}", "--share-gpus"],
+        stdout=sys.stderr,
     )
-    memory, told = {role: Memory() for role in MODULES}, Told([], [])
+    memory = {role: Memory() for role in MODULES}
+    told = Told([], [])
     try:
         while not (address := noted_address(folder / RUN)) and up.poll() is None:
             time.sleep(EVERY_S)
@@ -176,7 +210,9 @@ def measure(folder: Path, params_m: float, steps: int, backend: str) -> dict[str
     if up.returncode:
         raise RuntimeError(f"the run ended with exit code {up.returncode}")
     half = (began + time.monotonic()) / 2
-    audit = subprocess.run([*COMMAND, "audit", str(folder / RUN)], stdout=subprocess.PIPE, text=True, check=False)
+    audit = subprocess.run(
+        [*COMMAND, "audit", str(folder / RUN)], stdout=subprocess.PIPE, text=True, check=False
+    )
     words = audit.stdout.split()
     return {
         **seconds_of(folder / RUN / "metrics.jsonl", told),
@@ -194,25 +230,42 @@ def seconds_of(metrics: Path, told: Told) -> dict[str, float]:
     names = ("turn_wait", "turn_load", "turn_offload", "train")
     wait, load, offload, train = (median(line[f"time/{name}"] for line in turns) for name in names)
     wake = median(told.wake_s)
-    found = {"turn_s": wait + load + offload + wake, "wait_s": wait, "sleep_s": median(told.sleep_s), "load_s": load}
+    found = {
+        "turn_s": wait + load + offload + wake,
+        "wait_s": wait,
+        "sleep_s": median(told.sleep_s),
+        "load_s": load,
+    }
     found |= {"offload_s": offload, "wake_s": wake, "train_s": train, "turns": float(len(turns))}
     return {name: round(value, 3) for name, value in found.items()}
 
 
 def shares_of(shares: dict[str, tuple[float, float] | None]) -> dict[str, float | None]:
-    """Return the shares of memory that stay, and the MiB that each process has more when it is awake."""
+    """Return the shares of memory that stay, and the MiB that each process has more when it is
+    awake.
+    """
     if shares["learner"] is None or shares["rollout"] is None:
-        return dict.fromkeys(("resident_share", "learner_share", "server_share", "learner_mib", "server_mib"))
+        return dict.fromkeys(
+            ("resident_share", "learner_share", "server_share", "learner_mib", "server_mib")
+        )
     (learner, learner_bytes), (server, server_bytes) = shares["learner"], shares["rollout"]
-    found = {"resident_share": max(learner, server), "learner_share": learner, "server_share": server}
+    found = {
+        "resident_share": max(learner, server),
+        "learner_share": learner,
+        "server_share": server,
+    }
     found |= {"learner_mib": learner_bytes / 2**20, "server_mib": server_bytes / 2**20}
     return {name: round(value, 4) for name, value in found.items()}
 
 
 def main() -> int:
     """Measure and print the result."""
-    parser = argparse.ArgumentParser(prog="python -m bench.shared", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--params-m", type=float, default=100.0, help="million parameters (%(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.shared", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument(
+        "--params-m", type=float, default=100.0, help="million parameters (%(default)s)"
+    )
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--backend", default="torch", help="train.backend (%(default)s)")
     options = parser.parse_args()

@@ -1,8 +1,10 @@
-"""Run every bench of docs/performance.md in a small form, two at a time, and check exit codes and keys.
+"""Run every bench of docs/performance.md in a small form, two at a time, and check exit codes and
+keys.
 
     python -m bench.smoke [NAME ...]
 
-The last line is one JSON object: benches, failed (with the reason), skipped (likewise), seconds and processor seconds.
+The last line is one JSON object: benches, failed (with the reason), skipped (likewise), seconds and
+processor seconds.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from bench.support.smoke_cases import CASES, ROOT, ROWS, SmokeCase
 
 AT_ONCE: Final = 2
 LIMIT_S: Final = 900.0  # of one bench, which takes seconds: it hangs
-QUESTIONS: Final = [(f"What is {number} + {number}?", f"It is double.\n#### {2 * number}") for number in range(6)]
+QUESTIONS: Final = [
+    (f"What is {number} + {number}?", f"It is double.\n#### {2 * number}") for number in range(6)
+]
 ONE: Final = "--one-small"
 SHOWN_LINES: Final = 25  # of a bench that failed
 
@@ -51,10 +55,13 @@ def run_case(case: SmokeCase, folder: Path) -> SmokeResult:
         return SmokeResult(case, 0.0, 0.0, skipped=problem)
     words = [str(folder / "rows.jsonl") if word == ROWS else word for word in case.arguments]
     start = ["-m", "bench.smoke", ONE, case.name] if case.constants else ["-m", case.module]
-    began, log = time.monotonic(), folder / f"{case.name}.log"
+    began = time.monotonic()
+    log = folder / f"{case.name}.log"
     output = folder / f"{case.name}.out"
     with log.open("wb") as errors, output.open("wb") as lines:
-        child = subprocess.Popen([sys.executable, *start, *words], cwd=ROOT, stdout=lines, stderr=errors)
+        child = subprocess.Popen(
+            [sys.executable, *start, *words], cwd=ROOT, stdout=lines, stderr=errors
+        )
         ending = threading.Timer(LIMIT_S, child.kill)
         ending.start()
         _, status, usage = os.wait4(child.pid, 0)  # with the processor time of its children
@@ -64,7 +71,11 @@ def run_case(case: SmokeCase, folder: Path) -> SmokeResult:
     failure = find_failure(case, child.returncode, printed)
     if failure:
         lines_of_log = (printed + log.read_text(errors="replace")).splitlines()
-        print("\n".join([f"--- {case.name}: {failure}", *lines_of_log[-SHOWN_LINES:]]), file=sys.stderr, flush=True)
+        print(
+            "\n".join([f"--- {case.name}: {failure}", *lines_of_log[-SHOWN_LINES:]]),
+            file=sys.stderr,
+            flush=True,
+        )
     return SmokeResult(case, usage.ru_utime + usage.ru_stime, time.monotonic() - began, failure)
 
 
@@ -105,19 +116,29 @@ def main(names: Sequence[str]) -> int:
         print(f"error: no bench {unknown[0]!r}; there are {', '.join(known)}", file=sys.stderr)
         return 2
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="rl-smoke-") as place, ThreadPoolExecutor(AT_ONCE) as threads:
-        rows = "".join(json.dumps({"question": asked, "answer": answer}) + "\n" for asked, answer in QUESTIONS)
+    with (
+        tempfile.TemporaryDirectory(prefix="rl-smoke-") as place,
+        ThreadPoolExecutor(AT_ONCE) as threads,
+    ):
+        rows = "".join(
+            json.dumps({"question": asked, "answer": answer}) + "\n" for asked, answer in QUESTIONS
+        )
         (Path(place) / "rows.jsonl").write_text(rows)
         results = []
         for result in threads.map(lambda case: run_case(case, Path(place)), chosen(names)):
             results.append(result)
             outcome = result.failure or (f"skipped: {result.skipped}" if result.skipped else "ok")
-            print(f"{result.case.name}: {result.seconds:.1f} s, {result.cpu_s:.1f} s of processor time: {outcome}")
+            print(
+                f"{result.case.name}: {result.seconds:.1f} s, {result.cpu_s:.1f} s of processor time: {outcome}"
+            )
             sys.stdout.flush()
     figures: dict[str, Any] = {"benches": sum(not result.skipped for result in results)}
     figures["failed"] = {result.case.name: result.failure for result in results if result.failure}
     figures["skipped"] = {result.case.name: result.skipped for result in results if result.skipped}
-    figures |= {"seconds": round(time.monotonic() - began, 1), "cpu_s": round(sum(one.cpu_s for one in results), 1)}
+    figures |= {
+        "seconds": round(time.monotonic() - began, 1),
+        "cpu_s": round(sum(one.cpu_s for one in results), 1),
+    }
     print(json.dumps(figures))
     return int(bool(figures["failed"]))
 

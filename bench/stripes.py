@@ -1,10 +1,12 @@
-"""Weights in stripes against one sender, between hosts that are network namespaces of this machine; needs root.
+"""Weights in stripes against one sender, between hosts that are network namespaces of this machine;
+needs root.
 
     python -m bench.stripes [--pairs 5] [--layers 11]
 
-Four ranks on two hosts hold equal rows of a model and send them to a server on a third host. ``stripes_ratio``: seconds
-of gathering on rank 0, which broadcasts what has come / seconds of all ranks sending their rows; medians of interleaved
-pairs, the learner hosts' links limited to 1 Gbit/s and the server's to 2 Gbit/s in each direction.
+Four ranks on two hosts hold equal rows of a model and send them to a server on a third host.
+``stripes_ratio``: seconds of gathering on rank 0, which broadcasts what has come / seconds of all
+ranks sending their rows; medians of interleaved pairs, the learner hosts' links limited to 1 Gbit/s
+and the server's to 2 Gbit/s in each direction.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def measure(pairs: int, layers: int) -> dict[str, Any]:
 
 def main() -> int:
     """Measure and print the result."""
-    parser = argparse.ArgumentParser(prog="python -m bench.stripes", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.stripes", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--layers", type=int, default=11, help="of 37 MB each (%(default)s)")
     options = parser.parse_args()

@@ -1,27 +1,30 @@
-"""Weight channel against plain gloo broadcasts of the same bytes: two processes, interleaved pairs in one run.
+"""Weight channel against plain gloo broadcasts of the same bytes: two processes, interleaved pairs
+in one run.
 
     python -m bench.weights [--pairs 15] [--bucket-mib 32] [--layers 12]
 
-Each figure is seconds of a bare gloo broadcast / seconds of the channel, by shared memory, which is what a learner and
-a server of one host use unless told otherwise, and with ``_gloo`` behind its name by gloo, as between hosts;
-``transport`` says which is which.
+Each figure is seconds of a bare gloo broadcast / seconds of the channel, by shared memory, which is
+what a learner and a server of one host use unless told otherwise, and with ``_gloo`` behind its
+name by gloo, as between hosts; ``transport`` says which is which.
 
-``ratio_transfer``: one broadcast of the whole buffer / one transfer of a version that lies packed and digested, over a
-communicator in use (handshake, buckets, the receiver's digest, confirmation). ``ratio_end_to_end``: the same broadcast
-/ all of it, as a learner and a server do it: copy into staging, both digests, transfer, and loading as the engine
-``hf`` does, which computes from the buffer that it is given while the next version arrives in another.
-``ratio_end_to_end_copied``: the same with an engine that copies, by as many threads as there are cores.
-``ratio_to_per_tensor``: a model of many small tensors, one broadcast per tensor, out of the model and into it / all of
-it through the channel, loaded as by ``hf``. ``delta_bytes_ratio``: bytes of the model / bytes sent in delta mode, by
-gloo, when 3 % of the elements have changed, anywhere, bfloat16. ``delta_speedup``: seconds of a whole transfer /
-seconds of that. ``delta_exact``: every received model was the sender's, bit by bit. ``fp8_bytes_ratio``: bytes of the
-large model as bfloat16 / as FP8. ``fp8_copy_ratio`` and ``fp8_end_to_end_ratio``: seconds as FP8 / as bfloat16, by
-shared memory, of the copy that training waits for and of all of it, loaded as by ``hf``; ``..._gloo`` by gloo. A
-learner of bfloat16, which copies as it is in one case and quantises in the other. ``fp8_exact``: what was loaded was
-what FP8 makes of the model.
+``ratio_transfer``: one broadcast of the whole buffer / one transfer of a version that lies packed
+and digested, over a communicator in use (handshake, buckets, the receiver's digest, confirmation).
+``ratio_end_to_end``: the same broadcast / all of it, as a learner and a server do it: copy into
+staging, both digests, transfer, and loading as the engine ``hf`` does, which computes from the
+buffer that it is given while the next version arrives in another. ``ratio_end_to_end_copied``: the
+same with an engine that copies, by as many threads as there are cores. ``ratio_to_per_tensor``: a
+model of many small tensors, one broadcast per tensor, out of the model and into it / all of it
+through the channel, loaded as by ``hf``. ``delta_bytes_ratio``: bytes of the model / bytes sent in
+delta mode, by gloo, when 3 % of the elements have changed, anywhere, bfloat16. ``delta_speedup``:
+seconds of a whole transfer / seconds of that. ``delta_exact``: every received model was the
+sender's, bit by bit. ``fp8_bytes_ratio``: bytes of the large model as bfloat16 / as FP8.
+``fp8_copy_ratio`` and ``fp8_end_to_end_ratio``: seconds as FP8 / as bfloat16, by shared memory, of
+the copy that training waits for and of all of it, loaded as by ``hf``; ``..._gloo`` by gloo. A
+learner of bfloat16, which copies as it is in one case and quantises in the other. ``fp8_exact``:
+what was loaded was what FP8 makes of the model.
 
-Medians over the pairs; ``*_interval`` holds the median of the population with at least 95 % probability, from the order
-statistics.
+Medians over the pairs; ``*_interval`` holds the median of the population with at least 95 %
+probability, from the order statistics.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ LARGE: Final = ("transfer", "end_to_end", "end_to_end_copied")  # ratios to one 
 
 
 def measure_large(end: EndProcess) -> dict[str, Any]:
-    """Measure one large model: bare broadcast, transfer alone, and the whole path over both transports."""
+    """Measure one large model: bare broadcast, transfer alone, and the whole path over both
+    transports.
+    """
     model = large_model(end.options.layers)
     buffer = FlatBuffer(plan_of(model, end.options.bucket_mib)).buffer
     versions: dict[ChannelEnd, int] = {}  # in staging
@@ -61,7 +66,9 @@ def measure_large(end: EndProcess) -> dict[str, Any]:
 
     calls: list[Callable[[int], None]] = [lambda pair: end.broadcast([buffer])]
     for transport in TRANSPORTS:
-        kept, copied = (end.channel(model, shared=transport == "shared", kept=kept) for kept in (True, False))
+        kept, copied = (
+            end.channel(model, shared=transport == "shared", kept=kept) for kept in (True, False)
+        )
         whole(kept)  # so that there is a version to transfer
         calls.append(lambda pair, kept=kept: kept.transfer(versions[kept]))  # type: ignore[misc]
         calls += [lambda pair, channel=channel: whole(channel) for channel in (kept, copied)]  # type: ignore[misc]
@@ -80,7 +87,8 @@ def measure_small(end: EndProcess) -> dict[str, Any]:
 def measure_delta(end: EndProcess) -> dict[str, Any]:
     """Measure versions that differ in 3 % of their elements against whole ones."""
     model = {name: tensor.bfloat16() for name, tensor in large_model(end.options.layers).items()}
-    full, changes = end.channel(model, shared=False), end.channel(model, shared=False, delta=True)
+    full = end.channel(model, shared=False)
+    changes = end.channel(model, shared=False, delta=True)
     generator = torch.Generator().manual_seed(1)
     exact: list[bool] = []
     sent: list[int] = []
@@ -102,10 +110,18 @@ def measure_delta(end: EndProcess) -> dict[str, Any]:
     pairs = []
     for pair in range(end.options.pairs):
         step(pair)
-        pairs.append([end.timed(partial(full.whole, pair + 1)), end.timed(partial(send_changes, pair + 1))])
-        tensors, bits = changes.flat.tensors, torch.int16
-        exact.append(all(torch.equal(tensors[name].view(bits), truth[name].view(bits)) for name in truth))
-    figures: dict[str, Any] = {"pairs": pairs, "bytes": [changes.plan.size_bytes / size for size in sent if size]}
+        pairs.append(
+            [end.timed(partial(full.whole, pair + 1)), end.timed(partial(send_changes, pair + 1))]
+        )
+        tensors = changes.flat.tensors
+        bits = torch.int16
+        exact.append(
+            all(torch.equal(tensors[name].view(bits), truth[name].view(bits)) for name in truth)
+        )
+    figures: dict[str, Any] = {
+        "pairs": pairs,
+        "bytes": [changes.plan.size_bytes / size for size in sent if size],
+    }
     return figures | {"exact": end.agreed("delta", end.rank == 0 or all(exact))}
 
 
@@ -115,13 +131,20 @@ def measure_fp8(end: EndProcess) -> dict[str, Any]:
     exact = True
     measured: dict[str, Any] = {}
     for transport in TRANSPORTS:
-        plain, quantised = (end.channel(model, shared=transport == "shared", dtype=dtype) for dtype in (None, fp8.NAME))
+        plain, quantised = (
+            end.channel(model, shared=transport == "shared", dtype=dtype)
+            for dtype in (None, fp8.NAME)
+        )
         pairs = end.pairs(plain.whole, quantised.whole)
-        copies = list(zip(plain.copies[-len(pairs) :], quantised.copies[-len(pairs) :], strict=True))
+        copies = list(
+            zip(plain.copies[-len(pairs) :], quantised.copies[-len(pairs) :], strict=True)
+        )
         measured[transport] = {"pairs": pairs, "copies": copies}
         if end.rank == 1 and quantised.engine is not None:
             held = quantised.engine.tensors()
-            exact = exact and all(torch.equal(held[name], fp8.as_sent(name, tensor)) for name, tensor in model.items())
+            exact = exact and all(
+                torch.equal(held[name], fp8.as_sent(name, tensor)) for name, tensor in model.items()
+            )
     sizes = plan_of(model, end.options.bucket_mib).size_bytes, quantised.plan.size_bytes
     return {**measured, "bytes": sizes[0] / sizes[1], "exact": end.agreed("fp8", exact)}
 
@@ -129,7 +152,11 @@ def measure_fp8(end: EndProcess) -> dict[str, Any]:
 def run(rank: int, place: MeetingPlace, options: argparse.Namespace, results: Any) -> None:
     """All rounds of one end; the sender puts what was measured."""
     end = EndProcess(rank, place, options)
-    measured: dict[str, Any] = {"large": measure_large(end), "small": measure_small(end), "delta": measure_delta(end)}
+    measured: dict[str, Any] = {
+        "large": measure_large(end),
+        "small": measure_small(end),
+        "delta": measure_delta(end),
+    }
     measured |= {"fp8": measure_fp8(end)}
     if rank == 0:
         results.put(measured)
@@ -137,39 +164,59 @@ def run(rank: int, place: MeetingPlace, options: argparse.Namespace, results: An
 
 
 def interval(values: Sequence[float]) -> list[float]:
-    """Two of the values between which the population's median lies with at least 95 % probability; from 6 values on."""
-    ordered, n = sorted(values), len(values)
+    """Two of the values between which the population's median lies with at least 95 % probability;
+    from 6 values on.
+    """
+    ordered = sorted(values)
+    n = len(values)
     outside = 0
-    while outside + 1 < n / 2 and 2 * sum(math.comb(n, k) for k in range(outside + 2)) / 2**n <= 0.05:
+    while (
+        outside + 1 < n / 2 and 2 * sum(math.comb(n, k) for k in range(outside + 2)) / 2**n <= 0.05
+    ):
         outside += 1
     return [round(ordered[outside], 3), round(ordered[n - 1 - outside], 3)]
 
 
 def figures_of(measured: dict[str, Any]) -> dict[str, Any]:
     """Return the medians and their intervals."""
-    large, small, delta = measured["large"], measured["small"], measured["delta"]
+    large = measured["large"]
+    small = measured["small"]
+    delta = measured["delta"]
     ratios: dict[str, list[float]] = {}
     for column, carrier in enumerate(TRANSPORTS):
         suffix = "" if carrier == TRANSPORTS[0] else f"_{carrier}"
         for row, what in enumerate(LARGE):
-            ratios[f"ratio_{what}{suffix}"] = [pair[0] / pair[1 + row + column * len(LARGE)] for pair in large["pairs"]]
-        ratios[f"ratio_to_per_tensor{suffix}"] = [pair[0] / pair[1 + column] for pair in small["pairs"]]
-    transport = {name: "gloo" if name.endswith("_gloo") else "shared" for name in ratios} | {"delta": "gloo"}
+            ratios[f"ratio_{what}{suffix}"] = [
+                pair[0] / pair[1 + row + column * len(LARGE)] for pair in large["pairs"]
+            ]
+        ratios[f"ratio_to_per_tensor{suffix}"] = [
+            pair[0] / pair[1 + column] for pair in small["pairs"]
+        ]
+    transport = {name: "gloo" if name.endswith("_gloo") else "shared" for name in ratios} | {
+        "delta": "gloo"
+    }
     speedup = [full / changes for full, changes in delta["pairs"]]
     ratios |= {"delta_bytes_ratio": delta["bytes"], "delta_speedup": speedup}
     for carrier, suffix in zip(TRANSPORTS, ("", "_gloo"), strict=True):
         for what, key in (("copy", "copies"), ("end_to_end", "pairs")):
-            ratios[f"fp8_{what}_ratio{suffix}"] = [fp8_s / plain_s for plain_s, fp8_s in measured["fp8"][carrier][key]]
+            ratios[f"fp8_{what}_ratio{suffix}"] = [
+                fp8_s / plain_s for plain_s, fp8_s in measured["fp8"][carrier][key]
+            ]
     gbytes = large["size_bytes"] / 1e9
     figures: dict[str, Any] = {}
     for name, values in ratios.items():
         figures |= {name: round(statistics.median(values), 3), f"{name}_interval": interval(values)}
     columns = {"gloo": 0, "transfer": 1, "transfer_gloo": 1 + len(LARGE)}
     speeds = {
-        f"{name}_gbytes_per_s": round(statistics.median(gbytes / pair[column] for pair in large["pairs"]), 3)
+        f"{name}_gbytes_per_s": round(
+            statistics.median(gbytes / pair[column] for pair in large["pairs"]), 3
+        )
         for name, column in columns.items()
     }
-    figures |= {"delta_exact": delta["exact"], "fp8_bytes_ratio": round(measured["fp8"]["bytes"], 3)}
+    figures |= {
+        "delta_exact": delta["exact"],
+        "fp8_bytes_ratio": round(measured["fp8"]["bytes"], 3),
+    }
     figures |= {"fp8_exact": measured["fp8"]["exact"], "transport": transport, **speeds}
     return figures | {"size_bytes": large["size_bytes"], "pairs": len(large["pairs"])}
 

@@ -1,9 +1,10 @@
-"""Try wrong inputs to every command and file: each must end with exit code 2, one or two lines, and leave nothing.
+"""Try wrong inputs to every command and file: each must end with exit code 2, one or two lines, and
+leave nothing.
 
     python -m bench.wrong_inputs [WORD …]      # only inputs whose command line contains one of the words
 
-The last line is JSON: ``tried``, ``good``, and ``bad``, the other command lines and how they ended. Needs neither
-broker nor network.
+The last line is JSON: ``tried``, ``good``, and ``bad``, the other command lines and how they ended.
+Needs neither broker nor network.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ MODULES: Final = {
     "rewardhub": "rewardhub.cli",
 }
 
-# Files, each wrong in its own way; those without a suffix are folders of a run with this config.yaml.
+# Files, each wrong in its own way; those without a suffix are folders of a run with this
+# config.yaml.
 FILES: Final = {
     "dup.yaml": "inherit: quickstart.yaml\ntrain:\n  lr: 1\n  lr: 2\n",
     "empty_value.yaml": "inherit: quickstart.yaml\ntrain:\n  lr:\n",
@@ -83,18 +85,78 @@ FILES: Final = {
 }
 
 SETTINGS: Final = [
-    *("train.stepz=3", "train.steps=0", "train.steps=-1", "train.steps=x", "train.steps=1.5", "train.steps="),
-    *("train.lr=fast", "train.lr=0", "train.lr=nan", "train.groups_per_step=0", "train.max_staleness=-1"),
-    *("train.on_late=maybe", "train.lr_schedule=zigzag", "train.backend=nope", "train.micro_batch_tokens=0"),
-    *("algorithm=nope", "algorithm.adv_estimator=nope", "algorithm.pg_variant=nope", "algorithm.clip=x"),
-    *("model.path=/no/such/model", "model.dtype=int3", "model.tiny.hidden_size=-4", "domains.lake.env=pond"),
-    *("domains.lake.group_size=0", "domains.lake.max_turns=0", "domains.lake.sampling.temperature=-1"),
-    *("domains.lake.sampling.max_tokens=9999", "domains.lake.env_args.size=1", "domains.lake.env_args.nope=1"),
-    *("domains.lake.weight=0", "domains.lake.rewards=[{name:nope}]", "domains.lake=null", "eval.tasks=0"),
-    *("eval.tasks=100000", "eval.every_steps=-1", "eval.baseline=actor", "warm_start.noise=2", "warm_start.domain=sea"),
+    *(
+        "train.stepz=3",
+        "train.steps=0",
+        "train.steps=-1",
+        "train.steps=x",
+        "train.steps=1.5",
+        "train.steps=",
+    ),
+    *(
+        "train.lr=fast",
+        "train.lr=0",
+        "train.lr=nan",
+        "train.groups_per_step=0",
+        "train.max_staleness=-1",
+    ),
+    *(
+        "train.on_late=maybe",
+        "train.lr_schedule=zigzag",
+        "train.backend=nope",
+        "train.micro_batch_tokens=0",
+    ),
+    *(
+        "algorithm=nope",
+        "algorithm.adv_estimator=nope",
+        "algorithm.pg_variant=nope",
+        "algorithm.clip=x",
+    ),
+    *(
+        "model.path=/no/such/model",
+        "model.dtype=int3",
+        "model.tiny.hidden_size=-4",
+        "domains.lake.env=pond",
+    ),
+    *(
+        "domains.lake.group_size=0",
+        "domains.lake.max_turns=0",
+        "domains.lake.sampling.temperature=-1",
+    ),
+    *(
+        "domains.lake.sampling.max_tokens=9999",
+        "domains.lake.env_args.size=1",
+        "domains.lake.env_args.nope=1",
+    ),
+    *(
+        "domains.lake.weight=0",
+        "domains.lake.rewards=[{name:nope}]",
+        "domains.lake=null",
+        "eval.tasks=0",
+    ),
+    *(
+        "eval.tasks=100000",
+        "eval.every_steps=-1",
+        "eval.baseline=actor",
+        "warm_start.noise=2",
+        "warm_start.domain=sea",
+    ),
     *("rollout.engine=vlm", "rollout.max_running=0", "rollout.max_context_tokens=8", "envhub.n=0"),
-    *("envhub.step_timeout_s=-1", "rewardhub.workers=0", "checkpoint.keep=1", "samples.max_file_mib=0"),
-    *("trackers.use=[nope]", "broker.bind=0.0.0.0", "run.name=a/b", "run.name=..", "run.dir=file", "run=5", "train=3"),
+    *(
+        "envhub.step_timeout_s=-1",
+        "rewardhub.workers=0",
+        "checkpoint.keep=1",
+        "samples.max_file_mib=0",
+    ),
+    *(
+        "trackers.use=[nope]",
+        "broker.bind=0.0.0.0",
+        "run.name=a/b",
+        "run.name=..",
+        "run.dir=file",
+        "run=5",
+        "train=3",
+    ),
     *("nonsense", "=3", "train..lr=1", "nope.x=1"),
 ]
 
@@ -111,7 +173,8 @@ def inputs() -> list[list[str]]:
         for name in ("gone.yaml", "dup.yaml", "list.yaml")
     ]
     found += [
-        ["rlearner", "sft", name] for name in ("sft_gone.yaml", "sft_bad.yaml", "gone.yaml", "configs/quickstart.yaml")
+        ["rlearner", "sft", name]
+        for name in ("sft_gone.yaml", "sft_bad.yaml", "gone.yaml", "configs/quickstart.yaml")
     ]
     found += [["rlearner", command, "gone.yaml"] for command in ("dpo", "distill")]
     evaluate = ["rlearner", "eval", "/no/such/model"]
@@ -122,14 +185,31 @@ def inputs() -> list[list[str]]:
         for command in operations
         for arguments in ([], ["none-such", *NOWHERE], ["x", "--nope"])
     ]
-    found += [["rlearner", command, run] for command in ("audit", "status") for run in ("torn", "nameless")]
-    found += [["rlearner", "audit", "bare"], ["rlearner", "trace", "bare", "1"], ["rlearner", "show", "bare", "1"]]
-    found += [["rlearner", command, "bare", *rest] for command in ("trace", "show") for rest in ([], ["x"], ["-1"])]
+    found += [
+        ["rlearner", command, run]
+        for command in ("audit", "status")
+        for run in ("torn", "nameless")
+    ]
+    found += [
+        ["rlearner", "audit", "bare"],
+        ["rlearner", "trace", "bare", "1"],
+        ["rlearner", "show", "bare", "1"],
+    ]
+    found += [
+        ["rlearner", command, "bare", *rest]
+        for command in ("trace", "show")
+        for rest in ([], ["x"], ["-1"])
+    ]
     found.append(["rlearner", "audit", "bare", "--tap", "gone.jsonl"])
     found.append(["rlearner", "replay", "bare", "--from", "0", "--to", "1"])
     ranges: tuple[list[str], ...] = ([], ["--from", "3", "--to", "1"], ["--from", "a", "--to", "1"])
     found += [["rlearner", "replay", "bare", *rest] for rest in ranges]
-    found += [["rlearner"], ["rlearner", "bogus"], ["rlearner", "check"], ["rlearner", "start", *good, "--gpus", "x"]]
+    found += [
+        ["rlearner"],
+        ["rlearner", "bogus"],
+        ["rlearner", "check"],
+        ["rlearner", "start", *good, "--gpus", "x"],
+    ]
     start = ["rlearner", "start", *good]
     found += [[*start, *NOWHERE], [*start, "--broker", "http://x"], ["rlearner", "up"]]
     for member in ("envhub", "rewardhub", "rollout-server"):
@@ -148,7 +228,12 @@ def inputs() -> list[list[str]]:
         ["rollout-server", *NOWHERE, "what"],
         ["rollout-server", "--gpus", "x", *NOWHERE],
     ]
-    found += [["broker"], ["broker", "bogus"], ["broker", "status", *NOWHERE], ["broker", "serve", "--port", "99999"]]
+    found += [
+        ["broker"],
+        ["broker", "bogus"],
+        ["broker", "status", *NOWHERE],
+        ["broker", "serve", "--port", "99999"],
+    ]
     found += [
         ["broker", "serve", "--bind", "0.0.0.0"],
         ["broker", "serve", "--store", "file/x"],
@@ -165,12 +250,20 @@ def inputs() -> list[list[str]]:
 
 def attempt(command: list[str], folder: Path, number: int) -> str:
     """Return how a command line failed badly, or an empty string."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("RL_BROKER", "RL_RUN")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RL_BROKER", "RL_RUN")
+    }
     environment |= {MARK: str(number), "OMP_NUM_THREADS": "1"}
     program = [sys.executable, "-m", MODULES[command[0]], *command[1:]]
     try:
         done = subprocess.run(
-            program, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+            program,
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return f"did not end within {LIMIT_S:g} s"
@@ -187,15 +280,24 @@ def attempt(command: list[str], folder: Path, number: int) -> str:
 
 def _is_of(process: psutil.Process, number: int) -> bool:
     try:
-        return process.environ().get(MARK) == str(number) and process.status() != psutil.STATUS_ZOMBIE
+        return (
+            process.environ().get(MARK) == str(number) and process.status() != psutil.STATUS_ZOMBIE
+        )
     except psutil.Error:
         return False
 
 
 def main(words: list[str]) -> int:
     """Try all inputs; return 1 if one failed badly."""
-    commands = [command for command in inputs() if not words or any(word in " ".join(command) for word in words)]
-    with tempfile.TemporaryDirectory(prefix="wrong-inputs-") as name, ThreadPoolExecutor(max_workers=2) as pool:
+    commands = [
+        command
+        for command in inputs()
+        if not words or any(word in " ".join(command) for word in words)
+    ]
+    with (
+        tempfile.TemporaryDirectory(prefix="wrong-inputs-") as name,
+        ThreadPoolExecutor(max_workers=2) as pool,
+    ):
         folder = Path(name)
         for file, text in FILES.items():
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -206,8 +308,14 @@ def main(words: list[str]) -> int:
             .replace("inherit: base.yaml\n", "")
         )
         first = os.getpid() * 1000
-        ended = list(pool.map(lambda job: attempt(job[1], folder, first + job[0]), enumerate(commands)))
-    bad = [{"command": " ".join(command), "how": how} for command, how in zip(commands, ended, strict=True) if how]
+        ended = list(
+            pool.map(lambda job: attempt(job[1], folder, first + job[0]), enumerate(commands))
+        )
+    bad = [
+        {"command": " ".join(command), "how": how}
+        for command, how in zip(commands, ended, strict=True)
+        if how
+    ]
     for each in bad:
         print(f"{each['command']}: {each['how']}")
     print(json.dumps({"tried": len(commands), "good": len(commands) - len(bad), "bad": bad}))

@@ -1,1 +1,3 @@
-"""Shared by all processes: wire contract, messaging, settings, process runtime, weights; imports no role."""
+"""Shared by all processes: wire contract, messaging, settings, process runtime, weights; imports no
+role.
+"""

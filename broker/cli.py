@@ -20,7 +20,15 @@ from broker.runtime.process import Stop
 from broker.server.private_server import BrokerServer, ClusterConfig
 from broker.server.server_figures import server_figures
 from broker.server.server_supervisor import ServerSupervisor
-from broker.settings.arguments import ArgumentParser, add_broker, add_json, complete, natural, port, positive
+from broker.settings.arguments import (
+    ArgumentParser,
+    add_broker,
+    add_json,
+    complete,
+    natural,
+    port,
+    positive,
+)
 from broker.system import logs
 from broker.system.entry import enter
 from broker.system.visible_text import visible_json
@@ -69,26 +77,48 @@ def parser() -> argparse.ArgumentParser:
 
     serve = commands.add_parser("serve", help="run a private nats-server until stopped")
     serve.add_argument("--port", type=port, default=4222, help="0 picks a free one (%(default)s)")
-    serve.add_argument("--bind", default="127.0.0.1", metavar="ADDRESS", help="an address of this host (%(default)s)")
-    serve.add_argument("--store", default="runs/broker", metavar="FOLDER", help="folder of the streams (%(default)s)")
+    serve.add_argument(
+        "--bind",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="an address of this host (%(default)s)",
+    )
+    serve.add_argument(
+        "--store",
+        default="runs/broker",
+        metavar="FOLDER",
+        help="folder of the streams (%(default)s)",
+    )
     text = "folder of the keys that may connect, shared by the servers of a cluster (FOLDER.keys of the store)"
     serve.add_argument("--keys", metavar="FOLDER", help=text)
     text = "largest size of the store (%(default)s)"
     serve.add_argument("--store-max-gib", type=positive, default=8.0, metavar="GIB", help=text)
-    serve.add_argument("--sync-always", action="store_true", help="fsync every message before it is confirmed")
-    serve.add_argument("--cluster", metavar="NAME", help="one of three servers of this cluster (with the next three)")
+    serve.add_argument(
+        "--sync-always", action="store_true", help="fsync every message before it is confirmed"
+    )
+    serve.add_argument(
+        "--cluster",
+        metavar="NAME",
+        help="one of three servers of this cluster (with the next three)",
+    )
     serve.add_argument("--node", metavar="NAME", help="name of this server, unique in the cluster")
-    serve.add_argument("--cluster-port", type=port, metavar="PORT", help="port for the other servers")
+    serve.add_argument(
+        "--cluster-port", type=port, metavar="PORT", help="port for the other servers"
+    )
     serve.add_argument("--routes", metavar="HOST:PORT,…", help="cluster ports of the other servers")
     process.add_metrics_options(serve)
     logs.add_options(serve)
     add_json(serve, "print one JSON object for each line")
     serve.set_defaults(body=_serve)
 
-    status = commands.add_parser("status", help="show the runs on a broker, their processes and streams")
+    status = commands.add_parser(
+        "status", help="show the runs on a broker, their processes and streams"
+    )
     _add_operator_options(status, runs.status)
 
-    control = commands.add_parser("control", help="set the state that all processes of a run follow")
+    control = commands.add_parser(
+        "control", help="set the state that all processes of a run follow"
+    )
     control.add_argument("state", choices=STATES, help="the desired state of the run")
     control.add_argument("--reason", default="", help="one line that the processes log")
     _add_operator_options(control, runs.control)
@@ -100,32 +130,46 @@ def parser() -> argparse.ArgumentParser:
 
     letters = commands.add_parser("dead", help="messages that could not be used")
     dead = letters.add_subparsers(dest="dead", required=True, metavar="COMMAND")
-    _add_operator_options(dead.add_parser("list", help="list them, one line each"), dead_letters.list_letters)
+    _add_operator_options(
+        dead.add_parser("list", help="list them, one line each"), dead_letters.list_letters
+    )
     show = dead.add_parser("show", help="show one completely")
     show.add_argument("number", type=natural, help="number in `broker dead list`")
     form = show.add_mutually_exclusive_group()
-    form.add_argument("--raw", action="store_true", help="write only the original bytes to standard output")
+    form.add_argument(
+        "--raw", action="store_true", help="write only the original bytes to standard output"
+    )
     add_json(form, "print one JSON object, with the whole message")
     _add_operator_options(show, dead_letters.show_letter, json=False)
-    again = dead.add_parser("retry", help="process one again now to see the result, which is not trained on")
+    again = dead.add_parser(
+        "retry", help="process one again now to see the result, which is not trained on"
+    )
     again.add_argument("number", type=natural, help="number in `broker dead list`")
     text = "longest wait for each process (%(default)s)"
     again.add_argument("--timeout", type=positive, default=300.0, metavar="SECONDS", help=text)
     _add_operator_options(again, dead_letters.retry_letter)
     purge = dead.add_parser("purge", help="delete them")
-    purge.add_argument("--through", type=natural, default=None, metavar="NUMBER", help="only up to this number")
+    purge.add_argument(
+        "--through", type=natural, default=None, metavar="NUMBER", help="only up to this number"
+    )
     _add_operator_options(purge, dead_letters.purge_letters)
     return complete(root, EXAMPLES)
 
 
-def _add_operator_options(parser: argparse.ArgumentParser, operation: Operation, *, json: bool = True) -> None:
+def _add_operator_options(
+    parser: argparse.ArgumentParser, operation: Operation, *, json: bool = True
+) -> None:
     run = os.environ.get("RL_RUN") or None
     add_broker(parser)
     if json:
         add_json(parser)
-    parser.add_argument("--run", metavar="NAME", default=run, help="which run (RL_RUN, else the only one)")
+    parser.add_argument(
+        "--run", metavar="NAME", default=run, help="which run (RL_RUN, else the only one)"
+    )
     text = "give up after (%(default)s)"
-    parser.add_argument("--connect-deadline", type=positive, default=DEADLINE_S, metavar="SECONDS", help=text)
+    parser.add_argument(
+        "--connect-deadline", type=positive, default=DEADLINE_S, metavar="SECONDS", help=text
+    )
 
     async def body(options: argparse.Namespace, stop: Stop) -> None:
         logging.getLogger().setLevel("ERROR")  # the result is printed
@@ -144,7 +188,9 @@ def _add_operator_options(parser: argparse.ArgumentParser, operation: Operation,
 
 async def operate(options: argparse.Namespace) -> None:
     """Connect, perform the operation of the arguments, disconnect."""
-    bus = await Bus.connect(options.broker, "", name=f"operator-{os.getpid()}", deadline_s=options.connect_deadline)
+    bus = await Bus.connect(
+        options.broker, "", name=f"operator-{os.getpid()}", deadline_s=options.connect_deadline
+    )
     try:
         await options.operation(bus, options)
     finally:
@@ -174,7 +220,8 @@ async def _serve(options: argparse.Namespace, stop: Stop) -> None:
         text = f"broker at {server.url}, store {server.store}, log {server.log_path}"
         print(visible_json(started) if options.json else text, flush=True)
         stop.health.set("ready", f"broker at {server.url}")
-        keeper = ServerSupervisor(server, revive=False)  # this command exits so that a service manager restarts it
+        # this command exits so that a service manager restarts it
+        keeper = ServerSupervisor(server, revive=False)
         while server.running and not stop.asked.is_set():
             for event in await asyncio.to_thread(keeper.look):
                 print(visible_json({"event": event}) if options.json else event, flush=True)
@@ -191,13 +238,23 @@ async def _serve(options: argparse.Namespace, stop: Stop) -> None:
 
 def _cluster(options: argparse.Namespace) -> ClusterConfig | None:
     names = ("--cluster", "--node", "--cluster-port", "--routes")
-    given = dict(zip(names, (options.cluster, options.node, options.cluster_port, options.routes), strict=True))
+    given = dict(
+        zip(
+            names,
+            (options.cluster, options.node, options.cluster_port, options.routes),
+            strict=True,
+        )
+    )
     if not any(given.values()):
         return None
     if missing := [name for name, value in given.items() if not value]:
-        raise UserError(f"one server of a cluster needs {', '.join(given)}; missing: {', '.join(missing)}")
+        raise UserError(
+            f"one server of a cluster needs {', '.join(given)}; missing: {', '.join(missing)}"
+        )
     routes = tuple(route.strip() for route in options.routes.split(",") if route.strip())
-    return ClusterConfig(name=options.cluster, node=options.node, port=options.cluster_port, routes=routes)
+    return ClusterConfig(
+        name=options.cluster, node=options.node, port=options.cluster_port, routes=routes
+    )
 
 
 async def _sleep_unless(stop: Stop, seconds: float) -> None:

@@ -136,7 +136,9 @@ class FieldDoc:
 
 
 def fields_of(source: str) -> dict[str, list[FieldDoc]]:
-    """Return the annotated fields of every class in source code, with the trailing comments as their meanings."""
+    """Return the annotated fields of every class in source code. The meaning of a field is the
+    comment behind it, or the lines of comments above it.
+    """
     lines = source.splitlines()
     found = {}
     for node in ast.parse(source).body:
@@ -145,22 +147,44 @@ def fields_of(source: str) -> dict[str, list[FieldDoc]]:
         fields = []
         for item in node.body:
             if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                rest = lines[(item.end_lineno or item.lineno) - 1].encode()[item.end_col_offset or 0 :].decode()
                 default = None if item.value is None else _default(item.value)
-                meaning = rest.strip().removeprefix("#").strip()
-                fields.append(FieldDoc(item.target.id, ast.unparse(item.annotation), default, meaning))
+                meaning = _comment_of(item, lines)
+                fields.append(
+                    FieldDoc(item.target.id, ast.unparse(item.annotation), default, meaning)
+                )
         found[node.name] = fields
     return found
 
 
+def _comment_of(field: ast.AnnAssign, lines: list[str]) -> str:
+    last_line = lines[(field.end_lineno or field.lineno) - 1].encode()
+    behind = last_line[field.end_col_offset or 0 :].decode().strip().removeprefix("#").strip()
+    above: list[str] = []
+    number = field.lineno - 2
+    while (line := lines[number].strip()).startswith("#"):
+        above.insert(0, line.removeprefix("#").strip())
+        number -= 1
+    return behind or " ".join(above)
+
+
 def render() -> str:
     """Return the whole document."""
-    parts = [INTRO, "## Streams\n", _streams_table(), "## Messages\n", *map(_section, _documented())]
+    parts = [
+        INTRO,
+        "## Streams\n",
+        _streams_table(),
+        "## Messages\n",
+        *map(_section, _documented()),
+    ]
     return "\n".join(parts).rstrip() + "\n"
 
 
 def _documented() -> list[type]:
-    return list(dict.fromkeys(struct for message in wire.MESSAGES for struct in [message, *_structs_in(message)]))
+    return list(
+        dict.fromkeys(
+            struct for message in wire.MESSAGES for struct in [message, *_structs_in(message)]
+        )
+    )
 
 
 def schema() -> list[str]:
@@ -173,7 +197,9 @@ def schema() -> list[str]:
             + " memory" * stream.memory
             + " signed" * stream.signed
         )
-        lines.append(f"stream {_subject(stream)} {stream.kind.name} {messages} {stream.stream_name('RUN')} {limits}")
+        lines.append(
+            f"stream {_subject(stream)} {stream.kind.name} {messages} {stream.stream_name('RUN')} {limits}"
+        )
     source = fields_of(inspect.getsource(wire))
     for struct in _documented():
         for field in source[struct.__name__]:
@@ -200,7 +226,15 @@ def _streams_table() -> str:
         kept = stream.kept + (f", at most {stream.max_bytes >> 20} MiB" if stream.max_bytes else "")
         kept += ", in memory" * stream.memory + ", signed" * stream.signed
         kept += "; also stored in a full broker" * stream.essential
-        cells = [stream.name, f"`{_subject(stream)}`", messages, stream.kind.value, stream.writer, stream.reader, kept]
+        cells = [
+            stream.name,
+            f"`{_subject(stream)}`",
+            messages,
+            stream.kind.value,
+            stream.writer,
+            stream.reader,
+            kept,
+        ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 
@@ -215,13 +249,16 @@ def _section(struct: type) -> str:
         allowed = f"`{wire.NAME.pattern}`" if field.name in names else ""
         if field.name in ranges:
             allowed = ranges[field.name].text
-        kind, meaning = _spelled(field.type).replace("|", "\\|"), field.meaning.replace("|u1", "&#124;u1")
+        kind = _spelled(field.type).replace("|", "\\|")
+        meaning = field.meaning.replace("|u1", "&#124;u1")
         parts.append(f"| {field.name} | `{kind}` | {default} | {allowed} | {meaning} |")
     rule = checks.check_trajectory if struct is wire.Trajectory else checks.RULES.get(struct)
     if rule is not None:
         parts.append(f"\nFurther rules: {inspect.cleandoc(rule.__doc__ or '')}")
     if (example := EXAMPLES.get(struct)) is not None:
-        lines = textwrap.wrap(json.dumps(_readable(example), ensure_ascii=False), 120, break_long_words=False)
+        lines = textwrap.wrap(
+            json.dumps(_readable(example), ensure_ascii=False), 120, break_long_words=False
+        )
         title = f"\nExample, {len(codec.encode(example))} bytes as MessagePack:\n"
         parts += [title, "```json", *lines, "```"]
     return "\n".join(parts) + "\n"
@@ -244,7 +281,11 @@ def _structs_in(struct: type) -> list[type]:
     found: list[type] = []
     for field in msgspec.structs.fields(struct):
         for held in (field.type, *getattr(field.type, "__args__", ())):
-            if isinstance(held, type) and issubclass(held, msgspec.Struct) and held is not wire.Column:
+            if (
+                isinstance(held, type)
+                and issubclass(held, msgspec.Struct)
+                and held is not wire.Column
+            ):
                 found += [held, *_structs_in(held)]
     return list(dict.fromkeys(found))
 
@@ -267,8 +308,12 @@ def _readable(value: Any) -> Any:
 
 def main() -> None:
     """Write the document, or print the schema."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schema", action="store_true", help="print the contract instead of writing the document")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--schema", action="store_true", help="print the contract instead of writing the document"
+    )
     if parser.parse_args().schema:
         print("\n".join(schema()))
     else:

@@ -25,13 +25,16 @@ from __future__ import annotations
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the text of an error in one line, its type if it has none, as a ``TimeoutError`` of asyncio."""
+    """Return the text of an error in one line, its type if it has none, as a ``TimeoutError`` of
+    asyncio.
+    """
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def described(error: BaseException) -> str:
     """Return the type of an error, and its text in one line if it has one."""
-    name, reason = type(error).__name__, reason_of(error)
+    name = type(error).__name__
+    reason = reason_of(error)
     return name if reason == name else f"{name}: {reason}"
 
 
@@ -40,7 +43,9 @@ class RlearnerError(Exception):
 
 
 class UserError(RlearnerError):
-    """An error that the user can fix; ``process.run`` prints the message as one line and exits with code 2."""
+    """An error that the user can fix; ``process.run`` prints the message as one line and exits with
+    code 2.
+    """
 
 
 class ConfigError(UserError):
@@ -48,7 +53,9 @@ class ConfigError(UserError):
 
     def __init__(self, key: str, value: object, allowed: str) -> None:
         super().__init__(f"{key}: {value!r} is not allowed; {allowed}")
-        self.key, self.value, self.allowed = key, value, allowed
+        self.key = key
+        self.value = value
+        self.allowed = allowed
 
 
 class DataError(UserError):
@@ -56,11 +63,15 @@ class DataError(UserError):
 
     def __init__(self, path: str, line: int, problem: str) -> None:
         super().__init__(f"{path}:{line}: {problem}")
-        self.path, self.line, self.problem = path, line, problem
+        self.path = path
+        self.line = line
+        self.problem = problem
 
 
 class NotInstalled(UserError):
-    """A package or program that a setting requires is not installed; the message says how to get it."""
+    """A package or program that a setting requires is not installed; the message says how to get
+    it.
+    """
 
 
 class NotFinite(UserError):
@@ -116,4 +127,6 @@ class TransferFailed(RlearnerError):
 
 
 class OfferRefused(TransferFailed):
-    """The offered bytes are right, but their names, shapes or logprobs are not those of the engine's model."""
+    """The offered bytes are right, but their names, shapes or logprobs are not those of the
+    engine's model.
+    """

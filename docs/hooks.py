@@ -1,4 +1,6 @@
-"""MkDocs hook: links to files outside docs/ lead to the repository; a link to a missing file fails the build."""
+"""MkDocs hook: links to files outside docs/ lead to the repository; a link to a missing file fails
+the build.
+"""
 
 from __future__ import annotations
 

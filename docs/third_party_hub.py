@@ -1,10 +1,12 @@
-"""An environment hub that shares no code with rlearner: nats-py, nkeys, pyzmq and msgpack, as docs/wire.md describes.
+"""An environment hub that shares no code with rlearner: nats-py, nkeys, pyzmq and msgpack, as
+docs/wire.md describes.
 
     python docs/third_party_hub.py nats://127.0.0.1:4222 RUN DOMAIN TOKEN
 
 TOKEN is a file that `rlearner invite envhub --run RUN --out TOKEN` wrote.
 
-It plays a made-up game, one turn long: the reward is the share of even numbers among the sampled tokens.
+It plays a made-up game, one turn long: the reward is the share of even numbers among the sampled
+tokens.
 """
 
 import array
@@ -34,7 +36,10 @@ AT_ONCE, MAX_TOKENS = 4, 4  # tickets in hand; tokens of an answer
 
 
 def column(dtype, values):  # little-endian, as these machines are
-    return {"dtype": dtype, "data": array.array({"<i4": "i", "<f4": "f", "|u1": "B"}[dtype], values).tobytes()}
+    return {
+        "dtype": dtype,
+        "data": array.array({"<i4": "i", "<f4": "f", "|u1": "B"}[dtype], values).tobytes(),
+    }
 
 
 def values(column):
@@ -51,7 +56,8 @@ class Servers:
     async def on_beat(self, message):
         self.heard[message.subject] = (time.monotonic(), msgpack.unpackb(message.data))
 
-    async def find(self):  # the least loaded one that is alive; beats come at least every two seconds
+    # the least loaded one that is alive; beats come at least every two seconds
+    async def find(self):
         while True:
             live = [one for at, one in self.heard.values() if time.monotonic() - at < 5]
             wanted = {"state": "serving", "policy": "actor", "channel": "zmq"}
@@ -66,12 +72,14 @@ class Servers:
             endpoint, *words = address.split(" ")  # tcp://10.0.0.2:41234 key=... host=... local=...
             dealer = self.sockets[address] = self.context.socket(zmq.DEALER)
             dealer.curve_serverkey = dict(word.split("=", 1) for word in words)["key"].encode()
-            dealer.curve_publickey, dealer.curve_secretkey = CURVE  # admitted because our presence has the first
+            # admitted because our presence has the first
+            dealer.curve_publickey, dealer.curve_secretkey = CURVE
             dealer.connect(endpoint)
             self.reading.add(asyncio.create_task(self.receive(self.sockets[address])))
         self.replies[token] = asyncio.get_running_loop().create_future()
         try:
-            await self.sockets[address].send(msgpack.packb([[token, msgpack.packb(request)]]))  # a bundle of one
+            # a bundle of one
+            await self.sockets[address].send(msgpack.packb([[token, msgpack.packb(request)]]))
             return await asyncio.wait_for(self.replies[token], within_s)
         finally:
             del self.replies[token]
@@ -88,8 +96,17 @@ async def episode(servers, ticket, number):
     while True:
         name = f"{ID}.{ticket['number']}.{number}.{attempt}"
         sampling = {"max_tokens": MAX_TOKENS, "temperature": 1.0}
-        request = {"type": "GenerateRequest", "request_id": name, "conversation_id": name, "deadline_s": 30.0}
-        request |= {"token_ids": column("<i4", prompt), "sampling": sampling, "min_version": ticket["min_version"]}
+        request = {
+            "type": "GenerateRequest",
+            "request_id": name,
+            "conversation_id": name,
+            "deadline_s": 30.0,
+        }
+        request |= {
+            "token_ids": column("<i4", prompt),
+            "sampling": sampling,
+            "min_version": ticket["min_version"],
+        }
         try:
             reply = await servers.ask(request, within_s=35.0)
         except TimeoutError:
@@ -127,22 +144,40 @@ async def play(jetstream, servers, message):
     try:
         work = [episode(servers, ticket, number) for number in range(ticket["group_size"])]
         trajectories = await asyncio.wait_for(asyncio.gather(*work), ticket["deadline_s"])
-        record = {"type": "Group", **common, "task_index": ticket["task_index"], "min_version": ticket["min_version"]}
-        record |= {"hub": ID, "deliveries": message.metadata.num_delivered, "pools": [], "trajectories": trajectories}
+        record = {
+            "type": "Group",
+            **common,
+            "task_index": ticket["task_index"],
+            "min_version": ticket["min_version"],
+        }
+        record |= {
+            "hub": ID,
+            "deliveries": message.metadata.num_delivered,
+            "pools": [],
+            "trajectories": trajectories,
+        }
     except TimeoutError:
         detail = "the group was not complete in time"
         record = {"type": "Closed", **common, "reason": "deadline", "detail": detail, "by": ID}
     finally:
         marking.cancel()
     headers = {"Rl-Ticket": str(ticket["number"]), "Nats-Msg-Id": f"tickets-{ticket['number']}"}
-    await jetstream.publish(f"rl.{RUN}.samples", msgpack.packb(record), headers=headers)  # stored first,
+    # stored first,
+    await jetstream.publish(f"rl.{RUN}.samples", msgpack.packb(record), headers=headers)
     await message.ack_sync()  # acknowledged afterwards
 
 
 async def announce(client, members, playing):
-    presence = {"type": "Presence", "role": "envhub", "id": ID, "host": socket.gethostname(), "pid": os.getpid()}
+    presence = {
+        "type": "Presence",
+        "role": "envhub",
+        "id": ID,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+    }
     presence |= {"state": "serving", "slots": AT_ONCE, "serves": [DOMAIN], "key": CURVE[0].decode()}
-    said = [RUN, "envhub", ID, "", "", "actor", [DOMAIN], presence["key"]]  # with the defaults of what is left out
+    # with the defaults of what is left out
+    said = [RUN, "envhub", ID, "", "", "actor", [DOMAIN], presence["key"]]
     content = b"rlearner statement\n" + json.dumps(said, separators=(",", ":")).encode()
     signature = nkeys.from_seed(bytearray(TOKEN["seed"].encode())).sign(content)
     presence["voucher"] = f"{TOKEN['certificate']}.{base64.b64encode(signature).decode()}"
@@ -156,9 +191,14 @@ async def announce(client, members, playing):
 
 async def main():
     inbox = f"_INBOX.envhub.{RUN}.{TOKEN['name']}"  # the only one that this key may read
-    client = await nats.connect(URL, nkeys_seed_str=TOKEN["seed"], inbox_prefix=inbox, max_reconnect_attempts=-1)
+    client = await nats.connect(
+        URL, nkeys_seed_str=TOKEN["seed"], inbox_prefix=inbox, max_reconnect_attempts=-1
+    )
     jetstream, servers, playing = client.jetstream(), Servers(), set()
-    control, members = await jetstream.key_value(f"rl_{RUN}_control"), await jetstream.key_value(f"rl_{RUN}_members")
+    control, members = (
+        await jetstream.key_value(f"rl_{RUN}_control"),
+        await jetstream.key_value(f"rl_{RUN}_members"),
+    )
     await client.subscribe(f"rl.{RUN}.presence.rollout.*", cb=servers.on_beat)
     announcing = asyncio.create_task(announce(client, members, playing))
     while True:

@@ -1,1 +1,3 @@
-"""The environment hub, which runs episodes. It may import ``broker``, ``text`` and ``sandbox`` only."""
+"""The environment hub, which runs episodes. It may import ``broker``, ``text`` and ``sandbox``
+only.
+"""

@@ -8,7 +8,15 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from broker.settings.arguments import ArgumentParser, add_config, complete, count, natural, share, tokens
+from broker.settings.arguments import (
+    ArgumentParser,
+    add_config,
+    complete,
+    count,
+    natural,
+    share,
+    tokens,
+)
 from broker.system.children import hide_memory
 from broker.system.entry import enter
 
@@ -23,7 +31,9 @@ EXAMPLES: Final = {
         "envhub --run quick --metrics-port 9467 --log-format json",
     ],
     "envhub demos": ["envhub demos configs/quickstart.yaml --episodes 100 --out demos.jsonl"],
-    "envhub render": ["envhub render configs/quickstart.yaml --task-index 0 --seed 1 --actions R,D,R --out lake.gif"],
+    "envhub render": [
+        "envhub render configs/quickstart.yaml --task-index 0 --seed 1 --actions R,D,R --out lake.gif"
+    ],
 }
 
 
@@ -39,8 +49,16 @@ def parser() -> argparse.ArgumentParser:
     from broker.runtime import process
 
     parser = ArgumentParser(prog="envhub", description="Run environments for a run.", epilog=EPILOG)
-    parser.add_argument("--n", type=count, default=None, metavar="N", help="environments at once (the run's envhub.n)")
-    parser.add_argument("--domains", type=tokens, default=[], metavar="A,B", help="which domains to serve (all)")
+    parser.add_argument(
+        "--n",
+        type=count,
+        default=None,
+        metavar="N",
+        help="environments at once (the run's envhub.n)",
+    )
+    parser.add_argument(
+        "--domains", type=tokens, default=[], metavar="A,B", help="which domains to serve (all)"
+    )
     process.add_join_options(parser)
     return complete(parser, EXAMPLES)
 
@@ -57,12 +75,22 @@ def _serve(arguments: Sequence[str]) -> int:
 def demos_parser() -> argparse.ArgumentParser:
     """Return the parser of ``envhub demos``."""
     parser = _offline_parser("demos", "Write demonstrations as JSONL conversations.")
-    parser.add_argument("--episodes", type=count, required=True, metavar="N", help="how many to write")
-    parser.add_argument("--noise", type=share, default=0.5, metavar="X", help="share of random actions (%(default)s)")
+    parser.add_argument(
+        "--episodes", type=count, required=True, metavar="N", help="how many to write"
+    )
+    parser.add_argument(
+        "--noise",
+        type=share,
+        default=0.5,
+        metavar="X",
+        help="share of random actions (%(default)s)",
+    )
     against = "write pairs for rlearner dpo: solved with --noise, failed with this noise"
     parser.add_argument("--against", type=share, default=None, metavar="X", help=against)
     parser.add_argument("--out", required=True, metavar="FILE", help="JSONL file to write")
-    parser.add_argument("--seed", type=natural, default=0, metavar="S", help="of tasks and noise (%(default)s)")
+    parser.add_argument(
+        "--seed", type=natural, default=0, metavar="S", help="of tasks and noise (%(default)s)"
+    )
     return complete(parser, EXAMPLES)
 
 
@@ -71,20 +99,33 @@ def _demos(arguments: Sequence[str]) -> int:
     from envhub.demos import write_demonstrations
 
     args = demos_parser().parse_intermixed_args(arguments)
-    config, chosen = validate(load(args.config, args.overrides)), args.domain
+    config = validate(load(args.config, args.overrides))
+    chosen = args.domain
     solved = write_demonstrations(
-        config, chosen, episodes=args.episodes, noise=args.noise, out=args.out, seed=args.seed, against=args.against
+        config,
+        chosen,
+        episodes=args.episodes,
+        noise=args.noise,
+        out=args.out,
+        seed=args.seed,
+        against=args.against,
     )
-    print(json.dumps({"out": args.out, "episodes": args.episodes, "success_rate": round(solved, 4)}))
+    print(
+        json.dumps({"out": args.out, "episodes": args.episodes, "success_rate": round(solved, 4)})
+    )
     return 0
 
 
 def render_parser() -> argparse.ArgumentParser:
     """Return the parser of ``envhub render``."""
     parser = _offline_parser("render", "Replay recorded actions into a GIF.")
-    parser.add_argument("--task-index", type=natural, required=True, metavar="I", help="which task of the domain")
+    parser.add_argument(
+        "--task-index", type=natural, required=True, metavar="I", help="which task of the domain"
+    )
     parser.add_argument("--seed", type=natural, required=True, metavar="S", help="of the episode")
-    parser.add_argument("--split", choices=["train", "eval"], default="eval", help="whose tasks (%(default)s)")
+    parser.add_argument(
+        "--split", choices=["train", "eval"], default="eval", help="whose tasks (%(default)s)"
+    )
     actions = "texts separated by commas, or a JSON list of them"
     parser.add_argument("--actions", type=_actions, required=True, metavar="R,D,…", help=actions)
     parser.add_argument("--title", default="", metavar="TEXT", help="written above each picture")
@@ -99,7 +140,14 @@ def _render(arguments: Sequence[str]) -> int:
     args = render_parser().parse_intermixed_args(arguments)
     config = validate(load(args.config, args.overrides))
     frames = write_gif(
-        config, args.domain, args.task_index, args.seed, args.actions, args.out, split=args.split, title=args.title
+        config,
+        args.domain,
+        args.task_index,
+        args.seed,
+        args.actions,
+        args.out,
+        split=args.split,
+        title=args.title,
     )
     print(json.dumps({"out": args.out, "frames": frames}))
     return 0

@@ -28,20 +28,27 @@ class EnvhubSection(Section):
     n: PositiveInt = 64  # environments running at once
     step_timeout_s: PositiveFloat = 30.0  # one reset or step
     episode_timeout_s: PositiveFloat | None = None  # null: derived, see broker.settings.timeouts
-    generate_timeout_s: PositiveFloat | None = None  # one turn, retries included; null: derived from the next one
+    # one turn, retries included; null: derived from the next one
+    generate_timeout_s: PositiveFloat | None = None
     min_tokens_per_s: PositiveFloat = 10.0  # what a loaded server still samples for one request
     max_retries: PositiveInt = 3  # of one turn on other servers, and of one episode after an error
-    worker_memory_mib: PositiveInt | None = 2048  # of one environment in a worker process; None: no limit
-    pass_env: tuple[str, ...] = ()  # environment variables of the hub that environments and agents get, secret ones too
-    max_hung_threads: PositiveInt = 256  # a hub that has lost this many threads in environments exits
-    # failed tickets of a domain in a row (at most those played at once, at least 2) before it waits for a good trial
+    # of one environment in a worker process; None: no limit
+    worker_memory_mib: PositiveInt | None = 2048
+    # environment variables of the hub that environments and agents get, secret ones too
+    pass_env: tuple[str, ...] = ()
+    # a hub that has lost this many threads in environments exits
+    max_hung_threads: PositiveInt = 256
+    # failed tickets of a domain in a row (at most those played at once, at least 2) before it waits
+    # for a good trial
     broken_after: PositiveInt = 5
-    score_wait_s: PositiveFloat = 10.0  # how long a complete group waits for scores that reward hubs are computing
+    # how long a complete group waits for scores that reward hubs are computing
+    score_wait_s: PositiveFloat = 10.0
     drain_timeout_s: PositiveFloat = 30.0
 
 
 def check(config: dict[str, Any]) -> None:
-    """Refuse domains that cannot run: unknown environment, bad data, or numbers that contradict each other.
+    """Refuse domains that cannot run: unknown environment, bad data, or numbers that contradict
+    each other.
 
     Raises:
         ConfigError: names the key, its value and what is allowed.
@@ -61,7 +68,8 @@ def check(config: dict[str, Any]) -> None:
 
 
 def check_templates(config: dict[str, Any], tokenizer: Tokenizer | None) -> None:
-    """Check that the model's chat template renders each domain's turns, with its system prompt and tools.
+    """Check that the model's chat template renders each domain's turns, with its system prompt and
+    tools.
 
     Args:
         tokenizer: of the run's model; None if it is not known yet.
@@ -74,12 +82,14 @@ def check_templates(config: dict[str, Any], tokenizer: Tokenizer | None) -> None
     from rlearner_text.template_rules import rules_for
 
     for domain in load_domains(config).values():
-        if tokenizer is not None and not issubclass(domain.environment, AgentEnvironment):  # agents send their own
+        # agents send their own
+        if tokenizer is not None and not issubclass(domain.environment, AgentEnvironment):
             rules_for(tokenizer, domain.section.system_prompt, domain.tools)
 
 
 def data_digests(config: dict[str, Any]) -> dict[str, str]:
-    """Return the content digest of every data file that the run's hubs read, for ``RunSpec.data_digests``.
+    """Return the content digest of every data file that the run's hubs read, for
+    ``RunSpec.data_digests``.
 
     Raises:
         UserError: if a file cannot be read.
@@ -87,7 +97,11 @@ def data_digests(config: dict[str, Any]) -> dict[str, str]:
     from broker.settings.runspec import digest_file
     from envhub.domain import load_domains
 
-    files = {file for domain in load_domains(config).values() for file in domain.environment.data_files(domain.args)}
+    files = {
+        file
+        for domain in load_domains(config).values()
+        for file in domain.environment.data_files(domain.args)
+    }
     return {file: digest_file(file) for file in sorted(files)}
 
 
@@ -102,7 +116,8 @@ def num_eval_tasks(config: dict[str, Any]) -> int:
     """
     from envhub.domain import load_domains
 
-    wanted, least = config["eval"]["tasks"], EVAL_TASKS
+    wanted = config["eval"]["tasks"]
+    least = EVAL_TASKS
     for name, domain in load_domains(config).items():
         there = domain.num_tasks("eval")
         if there is None:
@@ -111,13 +126,17 @@ def num_eval_tasks(config: dict[str, Any]) -> int:
             allowed = f"domain {name} has no held-out tasks; eval.every_steps=0 measures none"
             raise ConfigError("eval.tasks", wanted or EVAL_TASKS, allowed)
         if wanted is not None and wanted > there:
-            raise ConfigError("eval.tasks", wanted, f"at most {there}, the held-out tasks of domain {name}")
+            raise ConfigError(
+                "eval.tasks", wanted, f"at most {there}, the held-out tasks of domain {name}"
+            )
         least = min(least, there)
     return least if wanted is None else int(wanted)
 
 
 def domain_eval_tasks(config: dict[str, Any]) -> dict[str, int | None]:
-    """Return how many different held-out tasks each domain has, None if endless; ``config`` is validated."""
+    """Return how many different held-out tasks each domain has, None if endless; ``config`` is
+    validated.
+    """
     from envhub.domain import load_domains
 
     return {name: domain.num_tasks("eval") for name, domain in load_domains(config).items()}
@@ -126,12 +145,21 @@ def domain_eval_tasks(config: dict[str, Any]) -> dict[str, int | None]:
 def _check_numbers(domain: Domain, config: dict[str, Any]) -> None:
     from envhub.envs.agent import AgentEnvironment, check_section
 
-    section, key = domain.section, f"domains.{domain.name}"
-    context, answer, least = section.max_context_tokens, section.sampling.max_tokens, section.min_group_size
+    section = domain.section
+    key = f"domains.{domain.name}"
+    context = section.max_context_tokens
+    answer = section.sampling.max_tokens
+    least = section.min_group_size
     if least is not None and least > section.group_size:
-        raise ConfigError(f"{key}.min_group_size", least, f"at most group_size, which is {section.group_size}")
+        raise ConfigError(
+            f"{key}.min_group_size", least, f"at most group_size, which is {section.group_size}"
+        )
     if answer >= context:
-        raise ConfigError(f"{key}.sampling.max_tokens", answer, f"less than max_context_tokens, which is {context}")
+        raise ConfigError(
+            f"{key}.sampling.max_tokens",
+            answer,
+            f"less than max_context_tokens, which is {context}",
+        )
     served = (config.get("rollout") or {}).get("max_context_tokens")
     if served is not None and context > served:
         allowed = f"at most rollout.max_context_tokens, which is {served}"
@@ -152,5 +180,7 @@ def _check_demonstrations(domains: dict[str, Domain], section: dict[str, Any]) -
     if name not in domains:
         raise ConfigError("warm_start.domain", name, f"one of {', '.join(domains) or 'no domains'}")
     if not can_demonstrate(domains[name].environment):
-        allowed = f"environment {domains[name].section.env} has no solver; give warm_start.data instead"
+        allowed = (
+            f"environment {domains[name].section.env} has no solver; give warm_start.data instead"
+        )
         raise ConfigError("warm_start.domain", name, allowed)

@@ -1,9 +1,10 @@
 """Builds what the policy sees at each turn: the whole conversation or a prompt made from a memory.
 
-With ``context: full`` an episode is one conversation and one training sample. With ``context: steps`` each turn is a
-conversation and a sample: the opening, the last ``history_length`` turns and the present observation in one user
-message. All samples of an episode share its number and its total reward (Feng et al., GiGPO, arXiv 2505.10978, section
-4), so contexts stay short in long episodes. ``memory`` names a function to use instead of ``recent``; it may summarise.
+With ``context: full`` an episode is one conversation and one training sample. With ``context:
+steps`` each turn is a conversation and a sample: the opening, the last ``history_length`` turns and
+the present observation in one user message. All samples of an episode share its number and its
+total reward (Feng et al., GiGPO, arXiv 2505.10978, section 4), so contexts stay short in long
+episodes. ``memory`` names a function to use instead of ``recent``; it may summarise.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ Memory = Callable[[str, Sequence[tuple[str, str]], str, int], str]
 
 
 def recent(opening: str, past: Sequence[tuple[str, str]], now: str, history_length: int) -> str:
-    """Return a turn's prompt, by lines: the opening, the last turns (observation, action), the present observation.
+    """Return a turn's prompt, by lines: the opening, the last turns (observation, action), the
+    present observation.
 
     Args:
         opening: the episode's first observation.
@@ -31,7 +33,9 @@ def recent(opening: str, past: Sequence[tuple[str, str]], now: str, history_leng
         return opening
     first = max(0, len(past) - history_length)
     # the first turn's observation is the opening
-    turns = [part for i, turn in enumerate(past) if i >= first for part in (turn[1:] if i == 0 else turn)]
+    turns = [
+        part for i, turn in enumerate(past) if i >= first for part in (turn[1:] if i == 0 else turn)
+    ]
     return "\n".join([opening, *turns, now])
 
 

@@ -1,4 +1,6 @@
-"""Writes conversations of an imperfect solver for the warm start, with the prompts that the hub makes."""
+"""Writes conversations of an imperfect solver for the warm start, with the prompts that the hub
+makes.
+"""
 
 from __future__ import annotations
 
@@ -43,19 +45,27 @@ def write_demonstrations(
     seed: int = 0,
     against: float | None = None,
 ) -> float:
-    """Write conversations as JSONL, one ``{"messages": [...]}`` a line. Return the share that solved their task.
+    """Write conversations as JSONL, one ``{"messages": [...]}`` a line. Return the share that
+    solved their task.
 
-    With ``against`` each task is played again with that noise; for each task that only the first solved, a line is the
-    pair ``{"chosen": [...], "rejected": [...]}``. The file appears complete or not at all.
+    With ``against`` each task is played again with that noise; for each task that only the first
+    solved, a line is the pair ``{"chosen": [...], "rejected": [...]}``. The file appears complete
+    or not at all.
 
     Raises:
-        UserError: if the domain is unknown, its environment has no solver, or the file cannot be written.
+        UserError: if the domain is unknown, its environment has no solver, or the file cannot be
+            written.
     """
     chosen = pick_domain(config, domain)
     if not can_demonstrate(chosen.environment):
-        raise ConfigError("--domain", chosen.name, f"environment {chosen.section.env} has no solver for demonstrations")
+        raise ConfigError(
+            "--domain",
+            chosen.name,
+            f"environment {chosen.section.env} has no solver for demonstrations",
+        )
     chosen.check()
-    target, solved = Path(out), 0
+    target = Path(out)
+    solved = 0
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with draft_of(target) as draft, draft.open("w", encoding="utf-8") as file:
@@ -73,28 +83,45 @@ def _rows(
     """Yield each episode's lines, and whether the first player solved its task."""
     first = demonstrations(domain, episodes=episodes, noise=noise, seed=seed)
     if against is None:
-        yield from (([{"messages": messages} for messages in told], success) for told, success in first)
+        yield from (
+            ([{"messages": messages} for messages in told], success) for told, success in first
+        )
         return
     second = demonstrations(domain, episodes=episodes, noise=against, seed=seed)
     for (told, success), (others, other_success) in zip(first, second, strict=True):
         if domain.memory is not None:
-            raise UserError(f"domains.{domain.name}.context: pairs need whole conversations, not context steps")
-        yield [{"chosen": told[0], "rejected": others[0]}] if success and not other_success else [], success
+            raise UserError(
+                f"domains.{domain.name}.context: pairs need whole conversations, not context steps"
+            )
+        yield (
+            [{"chosen": told[0], "rejected": others[0]}] if success and not other_success else [],
+            success,
+        )
 
 
-def demonstrations(domain: Domain, *, episodes: int, noise: float, seed: int) -> Iterator[tuple[list[Messages], bool]]:
-    """Yield each episode's conversations and success, on training tasks 0, 1, 2, …, each with its own seed.
+def demonstrations(
+    domain: Domain, *, episodes: int, noise: float, seed: int
+) -> Iterator[tuple[list[Messages], bool]]:
+    """Yield each episode's conversations and success, on training tasks 0, 1, 2, …, each with its
+    own seed.
 
     An episode is one conversation, or one per turn with context steps.
     """
     environment = domain.make()
-    if any(inspect.iscoroutinefunction(getattr(environment, method)) for method in ("reset", "step")):
-        raise UserError(f"environment {domain.section.env} is asynchronous; demonstrations need plain reset and step")
+    if any(
+        inspect.iscoroutinefunction(getattr(environment, method)) for method in ("reset", "step")
+    ):
+        raise UserError(
+            f"environment {domain.section.env} is asynchronous; demonstrations need plain reset and step"
+        )
     rng = np.random.default_rng([seed, 1])
     for index in range(episodes):
         observation: Any = environment.reset(index, "train", mix(seed, index))
-        steps, success = domain.steps(), False
-        told = [domain.messages(observation.text if steps is None else steps.open(observation.text))]
+        steps = domain.steps()
+        success = False
+        told = [
+            domain.messages(observation.text if steps is None else steps.open(observation.text))
+        ]
         for turn in range(1, domain.section.max_turns + 1):
             text = environment.demonstrate(rng, noise)
             told[-1].append({"role": "assistant", "content": text})

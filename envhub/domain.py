@@ -42,12 +42,20 @@ class Domain:
         return environment
 
     def steps(self) -> StepContext | None:
-        """Return a memory for one episode with context steps; None if the whole conversation is shown."""
-        return None if self.memory is None else StepContext(self.memory, self.section.history_length)
+        """Return a memory for one episode with context steps; None if the whole conversation is
+        shown.
+        """
+        return (
+            None if self.memory is None else StepContext(self.memory, self.section.history_length)
+        )
 
     def messages(self, observation: str) -> list[dict[str, str]]:
         """Return the conversation before the first action."""
-        system = [{"role": "system", "content": self.section.system_prompt}] if self.section.system_prompt else []
+        system = (
+            [{"role": "system", "content": self.section.system_prompt}]
+            if self.section.system_prompt
+            else []
+        )
         return [*system, {"role": "user", "content": observation}]
 
     @cached_property
@@ -63,10 +71,13 @@ class Domain:
         Raises:
             ConfigError: if there is none of that name, or an argument is not allowed.
         """
-        return load_estimator(self.name, self.section.length_estimator, self.section.length_estimator_args)
+        return load_estimator(
+            self.name, self.section.length_estimator, self.section.length_estimator_args
+        )
 
     def check(self) -> None:
-        """Check that the environment can run with its arguments, and the length estimator; reads data files.
+        """Check that the environment can run with its arguments, and the length estimator; reads
+        data files.
 
         Raises:
             ConfigError: names ``domains.<name>.env_args.<key>``, or the key of the estimator.
@@ -76,9 +87,13 @@ class Domain:
         try:
             self.environment.check(self.args)
         except ConfigError as error:
-            raise ConfigError(f"domains.{self.name}.env_args.{error.key}", error.value, error.allowed) from None
+            raise ConfigError(
+                f"domains.{self.name}.env_args.{error.key}", error.value, error.allowed
+            ) from None
         except DataError as error:
-            raise DataError(error.path, error.line, f"{error.problem} (domain {self.name})") from None
+            raise DataError(
+                error.path, error.line, f"{error.problem} (domain {self.name})"
+            ) from None
 
     def num_tasks(self, split: Split) -> int | None:
         """Return ``Environment.num_tasks``."""
@@ -99,7 +114,11 @@ def load_domain(name: str, section: DomainSection, adv_estimator: str = "") -> D
     except ConfigError as error:
         raise ConfigError(f"domains.{name}.env", section.env, error.allowed) from None
     if not (isinstance(environment, type) and issubclass(environment, Environment)):
-        raise ConfigError(f"domains.{name}.env", section.env, "a class that derives from envhub.envs.base.Environment")
+        raise ConfigError(
+            f"domains.{name}.env",
+            section.env,
+            "a class that derives from envhub.envs.base.Environment",
+        )
     _check_methods(f"domains.{name}.env", section.env, environment)
     arguments = parse(f"domains.{name}.env_args", section.env_args, environment.Args)
     memory = load_memory(f"domains.{name}.memory", section.memory)
@@ -113,7 +132,15 @@ def _check_methods(key: str, name: str, environment: type[Environment]) -> None:
     check_method(key, name, environment, "reset", ("task_index", "split", "seed"), base=Environment)
     check_method(key, name, environment, "step", ("text",), base=Environment)
     if environment.tools.__func__ is not Environment.tools.__func__:  # type: ignore[attr-defined]
-        check_method(key, name, environment, "use", ("calls",), base=Environment, why=", which its tools need")
+        check_method(
+            key,
+            name,
+            environment,
+            "use",
+            ("calls",),
+            base=Environment,
+            why=", which its tools need",
+        )
 
 
 def load_domains(config: Mapping[str, Any]) -> dict[str, Domain]:
@@ -123,4 +150,7 @@ def load_domains(config: Mapping[str, Any]) -> dict[str, Domain]:
         ConfigError: as ``load_domain``.
     """
     estimator = (config.get("algorithm") or {}).get("adv_estimator", "")
-    return {name: load_domain(name, section, estimator) for name, section in sections(dict(config)).items()}
+    return {
+        name: load_domain(name, section, estimator)
+        for name, section in sections(dict(config)).items()
+    }

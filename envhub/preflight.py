@@ -35,14 +35,23 @@ def preflight_findings(config: dict[str, Any]) -> list[PreflightFinding]:
 def _check_hub_template(config: dict[str, Any]) -> None:
     model = config.get("model") or {}
     path = model.get("path")
-    if path is None or is_local(path) or any(finding.status != "ok" for finding in check_hub_name(path, "model.path")):
+    if (
+        path is None
+        or is_local(path)
+        or any(finding.status != "ok" for finding in check_hub_name(path, "model.path"))
+    ):
         return  # checked already, or reported by the rollout server's checks
     check_templates(config, check_trained_model(model, has_weights=False, from_hub=True))
 
 
 def references(config: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
-    """Return each domain's reference answers with their places in its data; ``config`` is validated."""
-    return {name: domain.environment.references(domain.args) for name, domain in load_domains(config).items()}
+    """Return each domain's reference answers with their places in its data; ``config`` is
+    validated.
+    """
+    return {
+        name: domain.environment.references(domain.args)
+        for name, domain in load_domains(config).items()
+    }
 
 
 def _program(key: str, args: AgentArgs) -> PreflightFinding | None:
@@ -53,11 +62,14 @@ def _program(key: str, args: AgentArgs) -> PreflightFinding | None:
     try:
         names = imported(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError) as error:
-        return PreflightFinding("agents", key, "missing", f"{file} cannot be run: {error}", f"{interpreter} {file}")
+        return PreflightFinding(
+            "agents", key, "missing", f"{file} cannot be run: {error}", f"{interpreter} {file}"
+        )
     lacking = missing(interpreter, names, str(file.parent.absolute()), plain_env(args), args.cwd)
     if not lacking:
         return PreflightFinding("agents", key, "ok", f"{file} finds what it imports")
-    problem, fix = f"{file} imports {', '.join(lacking)}, not installed", f"-m pip install {' '.join(lacking)}"
+    problem = f"{file} imports {', '.join(lacking)}, not installed"
+    fix = f"-m pip install {' '.join(lacking)}"
     return PreflightFinding("agents", key, "missing", problem, f"{interpreter} {fix}")
 
 
@@ -81,4 +93,6 @@ def _source(module: str) -> Path | None:
         return None
     if spec is None or not spec.origin:
         return None
-    return Path(spec.origin).parent.joinpath(*inner).with_suffix(".py") if inner else Path(spec.origin)
+    return (
+        Path(spec.origin).parent.joinpath(*inner).with_suffix(".py") if inner else Path(spec.origin)
+    )

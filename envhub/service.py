@@ -1,7 +1,9 @@
-"""The environment hub process: takes tickets, plays their episodes, and publishes groups or closings.
+"""The environment hub process: takes tickets, plays their episodes, and publishes groups or
+closings.
 
-Delivery is at-least-once. A ticket is acknowledged only after its Group or Closed is stored, so the ticket of a hub
-that exits in between is delivered again, to any hub; the learner counts the first record of a ticket.
+Delivery is at-least-once. A ticket is acknowledged only after its Group or Closed is stored, so the
+ticket of a hub that exits in between is delivered again, to any hub; the learner counts the first
+record of a ticket.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ log = logging.getLogger(__name__)
 TICK_S: Final = 0.25
 PLAYED_ELSEWHERE_S: Final = 30.0  # before a ticket that another hub plays alone is delivered again
 FAREWELL_S: Final = 10.0  # for the last publishes and hand-backs
-UNSERVED_S: Final = 2.0  # without any rollout server, before a drain waits no longer: nothing could be sampled
+# without any rollout server, before a drain waits no longer: nothing could be sampled
+UNSERVED_S: Final = 2.0
 LAST_EXCHANGE_S: Final = 2.0  # for what the hub has learnt about lengths
 
 
@@ -72,7 +75,8 @@ async def serve(options: argparse.Namespace, stop: Stop) -> None:
     """Join a run and play its tickets until a stop is requested.
 
     Raises:
-        UserError: if a domain is unknown, an environment cannot run here, or a data file differs from the run's.
+        UserError: if a domain is unknown, an environment cannot run here, or a data file differs
+            from the run's.
     """
     async with join("envhub", options, stop) as member:
         model = await local_model(member.bus, member.spec)
@@ -86,10 +90,13 @@ class EnvironmentHub:
         model_path: the run's model on this host, for its tokenizer.
     """
 
-    def __init__(self, member: Member, model_path: str, *, n: int | None = None, names: Iterable[str] = ()) -> None:
+    def __init__(
+        self, member: Member, model_path: str, *, n: int | None = None, names: Iterable[str] = ()
+    ) -> None:
         config = member.spec.config
         self.settings = section(config, "envhub", EnvhubSection)
-        self.member, self.spec = member, member.spec
+        self.member = member
+        self.spec = member.spec
         self._names = list(names)
         self.domains = _serving(load_domains(config), self._names)
         for domain in self.domains.values():
@@ -104,15 +111,25 @@ class EnvironmentHub:
             random.Random(),
             size=sample_size(n or self.settings.n, context),
         )
-        clock, retries = self.servers.clock, self.settings.max_retries
-        self.generator = TurnGenerator(self.client, self.servers, name=member.id, max_retries=retries, clock=clock.now)
-        limits = EpisodeLimits(seconds(self.settings.episode_timeout_s), seconds(self.settings.generate_timeout_s))
+        clock = self.servers.clock
+        retries = self.settings.max_retries
+        self.generator = TurnGenerator(
+            self.client, self.servers, name=member.id, max_retries=retries, clock=clock.now
+        )
+        limits = EpisodeLimits(
+            seconds(self.settings.episode_timeout_s), seconds(self.settings.generate_timeout_s)
+        )
         self.slots = slots.EpisodeSlots(n or self.settings.n, self.settings.max_retries)
         nurseries = WorkerPools(self.settings.worker_memory_mib, self.settings.pass_env)
         calls = EnvironmentCalls(self.settings.step_timeout_s, clock.timeout)
-        self.players = EpisodeRunners(tokenizer, self.generator, calls, limits, nurseries, max_workers=self.slots.n)
-        self.players.clock, self.players.spans = clock, member.spans
-        self.health = WorkHealth("domain", self.domains, self._broken_after, trial=self._trial, changed=member.poke)
+        self.players = EpisodeRunners(
+            tokenizer, self.generator, calls, limits, nurseries, max_workers=self.slots.n
+        )
+        self.players.clock = clock
+        self.players.spans = member.spans
+        self.health = WorkHealth(
+            "domain", self.domains, self._broken_after, trial=self._trial, changed=member.poke
+        )
         self.lengths = LengthStore(member.bus, self._predictors)
         self.tally = HubMetrics()
         self.turnstile = QueueTurns(self.slots)
@@ -140,10 +157,13 @@ class EnvironmentHub:
         try:
             while not asked.done():
                 feeds = [feed for of_domain in self._feeds.values() for feed in of_domain]
-                await asyncio.wait({asked, *feeds}, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    {asked, *feeds}, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED
+                )
                 for feed in feeds:
                     if feed.done():
-                        feed.result()  # a feed never ends by itself: this raises what it failed with
+                        # a feed never ends by itself: this raises what it failed with
+                        feed.result()
                 self._tick()
                 self._count_hung()
         finally:
@@ -160,7 +180,8 @@ class EnvironmentHub:
     def _broken_after(self, domain: str) -> int:
         """Return after how many failed tickets in a row a domain counts as broken here.
 
-        Never after one, nor after more than are played at once: where each attempt times out, that takes minutes.
+        Never after one, nor after more than are played at once: where each attempt times out, that
+        takes minutes.
         """
         at_once = self.slots.n // self.domains[domain].section.group_size
         return min(self.settings.broken_after, max(at_once, 2))
@@ -169,11 +190,18 @@ class EnvironmentHub:
         group_size = self.domains[domain].section.group_size
         if stream is EVALTICKETS:
             group_size = (self.spec.config.get("eval") or {}).get("group_size", 1)
-        of_hub = (self.accept, self._episodes_in_hand, partial(self._ready, domain), self.servers.changed)
+        of_hub = (
+            self.accept,
+            self._episodes_in_hand,
+            partial(self._ready, domain),
+            self.servers.changed,
+        )
         return TicketFeed(self.member, self.turnstile, stream, domain, group_size, *of_hub)
 
     def _episodes_in_hand(self, stream: Stream) -> int:
-        return sum(held.asked.group_size for held in self._in_hand.values() if held.asked.stream is stream)
+        return sum(
+            held.asked.group_size for held in self._in_hand.values() if held.asked.stream is stream
+        )
 
     async def _drain(self) -> None:
         self.slots.drain()
@@ -204,9 +232,15 @@ class EnvironmentHub:
         if self.member.spec is not self.spec:
             self._follow_spec()
         there = (*self.servers.all(), *self.servers.learners())
-        versions = [one.policy_version for one in there if one.policy == wire.ACTOR and one.epoch == epoch]
+        versions = [
+            one.policy_version for one in there if one.policy == wire.ACTOR and one.epoch == epoch
+        ]
         self._perform(self.slots.advanced(max(versions, default=-1)))
-        self._perform(self.slots.tick(self.servers.clock.now(), idle=self.outbox.is_empty, left_s=self._left_s))
+        self._perform(
+            self.slots.tick(
+                self.servers.clock.now(), idle=self.outbox.is_empty, left_s=self._left_s
+            )
+        )
         if self._serves_someone(TICKETS) and not self.slots.draining:
             self.health.start_trials()
 
@@ -214,7 +248,10 @@ class EnvironmentHub:
         """Abandon the tickets that other hubs may play by now, before anything ends them."""
         lapsed = [key for key, held in self._in_hand.items() if held.delivery.has_lapsed]
         if lapsed:
-            log.warning("%d tickets abandoned: other hubs may play them, since this one did not run", len(lapsed))
+            log.warning(
+                "%d tickets abandoned: other hubs may play them, since this one did not run",
+                len(lapsed),
+            )
             self._perform(self.slots.abandon(lapsed))
 
     def _count_hung(self) -> None:
@@ -225,14 +262,20 @@ class EnvironmentHub:
         """
         hung = self.players.calls.hung
         if hung >= self.settings.max_hung_threads:
-            raise TooManyHung(f"{hung} threads hang in environments (envhub.max_hung_threads); set isolation: process")
+            raise TooManyHung(
+                f"{hung} threads hang in environments (envhub.max_hung_threads); set isolation: process"
+            )
 
     def _follow_spec(self) -> None:
-        """Adopt a new epoch: versions may have gone back, and settings and domains may have changed."""
+        """Adopt a new epoch: versions may have gone back, and settings and domains may have
+        changed.
+        """
         self.spec = self.member.spec
         self.slots.version = -1
         there = load_domains(self.spec.config)
-        wanted = {name: domain for name, domain in there.items() if not self._names or name in self._names}
+        wanted = {
+            name: domain for name, domain in there.items() if not self._names or name in self._names
+        }
         for name in self.domains.keys() - wanted.keys():
             self._leave_domain(name)
         for name, domain in wanted.items():
@@ -263,7 +306,9 @@ class EnvironmentHub:
             self.players.calls.retire(environment)
 
     async def _watch_servers(self) -> None:
-        """Close connections to servers that left or are no longer followed; their pending requests fail at once."""
+        """Close connections to servers that left or are no longer followed; their pending requests
+        fail at once.
+        """
         while True:
             await self.servers.changed(1.0)
             addresses = {presence.address for presence in self.servers.all()}
@@ -272,7 +317,9 @@ class EnvironmentHub:
             self._addresses = addresses
 
     def _serves_someone(self, stream: Stream) -> bool:
-        """Decide whether a queue's tickets can be played: a deadline should not run while no server is there."""
+        """Decide whether a queue's tickets can be played: a deadline should not run while no server
+        is there.
+        """
         policies = {one.policy for one in self.servers.all() if one.state == "serving"}
         return wire.ACTOR in policies if stream is TICKETS else bool(policies)
 
@@ -284,14 +331,19 @@ class EnvironmentHub:
         """Return the predictor of each domain's lengths, with the name of its estimator."""
         lengths = self.players.lengths
         return {
-            name: (domain.section.length_estimator, lengths.of(name, domain.make_estimator, wire.ACTOR))
+            name: (
+                domain.section.length_estimator,
+                lengths.of(name, domain.make_estimator, wire.ACTOR),
+            )
             for name, domain in self.domains.items()
         }
 
     # -- tickets in
 
     def accept(self, stream: Stream, domain: str, delivery: Delivery) -> int:
-        """Take one delivery of a queue. Return its group size, 0 if the message is not a ticket of that queue."""
+        """Take one delivery of a queue. Return its group size, 0 if the message is not a ticket of
+        that queue.
+        """
         ticket = delivery.message
         if ticket is None or getattr(ticket, "domain", None) != domain:
             problem = delivery.error or f"a ticket of another domain in the queue of {domain}"
@@ -304,17 +356,27 @@ class EnvironmentHub:
             return asked.group_size
         of_domain = self.domains[domain]
         judged = partial(self._judged, asked.key)
-        early = EarlyScores(self.member.bus, asked, of_domain.section, self.settings.score_wait_s, judged)
+        early = EarlyScores(
+            self.member.bus, asked, of_domain.section, self.settings.score_wait_s, judged
+        )
         held = InHand(asked, delivery, of_domain, early)
         if not self.health.takes(domain):  # fetched just before the domain counted as broken
             self.outbox.hand_back(held, self.health.delay_s(domain), "its domain fails here")
             return asked.group_size
         if stream is TICKETS and (traces := self.member.spans.traces) is not None:
-            traces.add("deliver", asked.number, delivery.stored_at, time.time(), deliveries=delivery.num_delivered)
+            traces.add(
+                "deliver",
+                asked.number,
+                delivery.stored_at,
+                time.time(),
+                deliveries=delivery.num_delivered,
+            )
         drop_late = (self.spec.config.get("train") or {}).get("on_late") == "drop"
         self._in_hand[asked.key] = held
         job = asked.job(
-            delivery.num_delivered, drop_late=drop_late, straggler_factor=of_domain.section.straggler_factor
+            delivery.num_delivered,
+            drop_late=drop_late,
+            straggler_factor=of_domain.section.straggler_factor,
         )
         if delivery.num_delivered == 1:
             self._perform(self.slots.offer(job, self.servers.clock.now()))
@@ -331,7 +393,9 @@ class EnvironmentHub:
         if self._in_hand.get(key) is not held:
             return
         if judgement is None:
-            self._perform(self.slots.hand_back([key], PLAYED_ELSEWHERE_S, "another hub plays it alone"))
+            self._perform(
+                self.slots.hand_back([key], PLAYED_ELSEWHERE_S, "another hub plays it alone")
+            )
             return
         held.judgement = judgement
         if judgement.poisonous:
@@ -357,16 +421,22 @@ class EnvironmentHub:
             match action:
                 case slots.StartEpisode(key, episode, attempt):
                     held.names[episode] = f"{self.member.id}.{key}.{episode}.{attempt}"
-                    held.tasks[episode] = asyncio.create_task(self._play(key, held, episode, held.names[episode]))
+                    held.tasks[episode] = asyncio.create_task(
+                        self._play(key, held, episode, held.names[episode])
+                    )
                 case slots.HurryEpisode(_, episode):
                     self.generator.hurry(held.names[episode])
                 case slots.AbortEpisode(_, episode):
-                    held.cut.append(self.generator.open.length(held.names[episode], self.servers.clock.now()))
+                    held.cut.append(
+                        self.generator.open.length(held.names[episode], self.servers.clock.now())
+                    )
                     held.tasks.pop(episode).cancel()
                 case slots.FinishGroup(key, episodes):
                     del self._in_hand[key]
                     self.health.settled(held.domain.name, key)
-                    self.tally.add_lengths([held.played[episode].num_tokens for episode in episodes], held.cut)
+                    self.tally.add_lengths(
+                        [held.played[episode].num_tokens for episode in episodes], held.cut
+                    )
                     self.outbox.finish(held, [held.played[episode] for episode in episodes])
                 case slots.CloseTicket(key, reason, detail):
                     del self._in_hand[key]
@@ -382,11 +452,15 @@ class EnvironmentHub:
             self.turnstile.poke()
 
     def _left_s(self, key: str, episode: int) -> float:
-        return self.generator.open.left_s(self._in_hand[key].names[episode], self.servers.clock.now())
+        return self.generator.open.left_s(
+            self._in_hand[key].names[episode], self.servers.clock.now()
+        )
 
     async def _play(self, key: str, held: InHand, episode: int, name: str) -> None:
         groups_per_step = (self.spec.config.get("train") or {}).get("groups_per_step", 0)
-        played_as = task(held.asked, held.domain, episode, name, step=held.asked.step(groups_per_step))
+        played_as = task(
+            held.asked, held.domain, episode, name, step=held.asked.step(groups_per_step)
+        )
 
         def sampled(oldest_version: int) -> None:
             if self._in_hand.get(key) is held:
@@ -399,7 +473,8 @@ class EnvironmentHub:
             self._failed(key, held, episode, error)
             return
         except Exception as error:
-            log.exception("%s episode %d", key, episode)  # a bug of the hub may cost this episode only
+            # a bug of the hub may cost this episode only
+            log.exception("%s episode %d", key, episode)
             self._failed(key, held, episode, EpisodeFailed("env", described(error)))
             return
         self.health.succeeded(held.domain.name)
@@ -422,22 +497,31 @@ class EnvironmentHub:
             return
         self.tally.failures += 1
         held.tasks.pop(episode, None)
-        domain, delivery = held.domain.name, held.delivery.num_delivered
+        domain = held.domain.name
+        delivery = held.delivery.num_delivered
         if error.kind in slots.OF_THE_HOST:
             self.health.failed(domain, key, delivery, error.detail)
         own = self.health.blames(domain, key, delivery)
         actions = self.slots.failed(key, episode, error.kind, error.detail, own=own)
         what = f"domain {domain}, {key} episode {episode} failed: {error.detail}"
-        self._traces.say(log, "; ".join(filter(None, (what, self.slots.what_next(key, episode, actions)))), error.trace)
+        self._traces.say(
+            log,
+            "; ".join(filter(None, (what, self.slots.what_next(key, episode, actions)))),
+            error.trace,
+        )
         self._perform(actions)
         # groups without failures continue: if one ends well, the domain works after all
         if not self.health.takes(domain):
             mine = [key for key, other in self._in_hand.items() if other.domain.name == domain]
             keys = [key for key in mine if self.health.doubts(domain, key)]
-            self._perform(self.slots.hand_back(keys, self.health.delay_s(domain), "its domain fails here"))
+            self._perform(
+                self.slots.hand_back(keys, self.health.delay_s(domain), "its domain fails here")
+            )
 
     async def _trial(self, domain: str, number: int) -> tuple[bool | None, str]:
-        return await trial(self.players, self.domains[domain], f"{self.member.id}.trial{number}.{domain}", number)
+        return await trial(
+            self.players, self.domains[domain], f"{self.member.id}.trial{number}.{domain}", number
+        )
 
     # -- what others see
 

@@ -19,7 +19,8 @@ class _RecentMean:
         self._sum = self._count = 0.0
 
     def add(self, values: Sequence[int]) -> None:
-        self._sum, self._count = self._sum * KEPT + sum(values), self._count * KEPT + len(values)
+        self._sum = self._sum * KEPT + sum(values)
+        self._count = self._count * KEPT + len(values)
 
     @property
     def mean(self) -> float:
@@ -33,12 +34,14 @@ class HubMetrics:
         self.groups = self.closed = self.handed_back = self.failures = 0
         self._episodes = 0
         self._sums: dict[str, float] = defaultdict(float)
-        self._kept, self._all = _RecentMean(), _RecentMean()
+        self._kept = _RecentMean()
+        self._all = _RecentMean()
         self._since = time.monotonic()
 
     def add(self, played: EpisodeResult) -> None:
         """Add a finished episode."""
-        trajectory, sums = played.trajectory, self._sums
+        trajectory = played.trajectory
+        sums = self._sums
         self._episodes += 1
         sums["reward/mean"] += trajectory.reward
         sums["env/success_rate"] += trajectory.success
@@ -48,7 +51,9 @@ class HubMetrics:
             sums[f"env/{name}"] += value
 
     def add_lengths(self, kept: Sequence[int], cut: Sequence[int]) -> None:
-        """Add a finished group's lengths in tokens, and the expected ones of episodes that it did not wait for."""
+        """Add a finished group's lengths in tokens, and the expected ones of episodes that it did
+        not wait for.
+        """
         self._kept.add(kept)
         self._all.add([*kept, *cut])
 
@@ -64,5 +69,6 @@ class HubMetrics:
         if self._all.mean:
             values["off_policy/length_bias"] = self._kept.mean / self._all.mean
         self._sums.clear()
-        self._episodes, self._since = 0, now
+        self._episodes = 0
+        self._since = now
         return values

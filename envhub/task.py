@@ -12,11 +12,15 @@ from envhub.scheduling.slots import FailureKind
 
 
 class EpisodeFailed(RlearnerError):
-    """The episode failed through no fault of the policy; it is never scored. ``trace``: a traceback for the log."""
+    """The episode failed through no fault of the policy; it is never scored. ``trace``: a traceback
+    for the log.
+    """
 
     def __init__(self, kind: FailureKind, detail: str, trace: str = "") -> None:
         super().__init__(detail)
-        self.kind, self.detail, self.trace = kind, detail, trace
+        self.kind = kind
+        self.detail = detail
+        self.trace = trace
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,9 @@ class EpisodeTask:
 
 @dataclass
 class EpisodeResult:
-    """A finished episode: one trajectory, or one per turn; the last has the metrics and the last response."""
+    """A finished episode: one trajectory, or one per turn; the last has the metrics and the last
+    response.
+    """
 
     trajectories: list[wire.Trajectory]
     prompt: str
@@ -62,7 +68,9 @@ class EpisodeResult:
     @property
     def num_tokens(self) -> int:
         """Sampled tokens of all turns."""
-        return sum(turn.end - turn.start for trajectory in self.trajectories for turn in trajectory.turns)
+        return sum(
+            turn.end - turn.start for trajectory in self.trajectories for turn in trajectory.turns
+        )
 
     @property
     def trajectory(self) -> wire.Trajectory:

@@ -1,1 +1,3 @@
-"""The learner: issues tickets, trains on the samples log, offers weights. May import broker, text and sandbox."""
+"""The learner: issues tickets, trains on the samples log, offers weights. May import broker, text
+and sandbox.
+"""

@@ -1,6 +1,7 @@
 """Refuses algorithm settings that do not work together, by what estimators and losses declare.
 
-Losses import torch, so they are only asked for what they declare if a setting that few of them have is set.
+Losses import torch, so they are only asked for what they declare if a setting that few of them have
+is set.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def check_algorithm(config: dict[str, Any]) -> None:
     for name, domain in config["domains"].items():
         _check_domain(name, domain, algorithm, traits)
     if config["model"]["dtype"] == "float16":
-        raise ConfigError("model.dtype", "float16", "float32 or bfloat16: gradients underflow in float16")
+        raise ConfigError(
+            "model.dtype", "float16", "float32 or bfloat16: gradients underflow in float16"
+        )
 
 
 def _check_values(algorithm: AlgorithmSection) -> None:
@@ -59,13 +62,20 @@ def _check_values(algorithm: AlgorithmSection) -> None:
         raise ConfigError("algorithm.batch_adjust", algorithm.batch_adjust, allowed)
     bounds = algorithm.pass_rate
     if bounds is not None and bounds[0] > bounds[1]:
-        raise ConfigError("algorithm.pass_rate", bounds, "the lower share first, for example [0.2, 0.8]")
+        raise ConfigError(
+            "algorithm.pass_rate", bounds, "the lower share first, for example [0.2, 0.8]"
+        )
     if algorithm.close_early and bounds is None:
         allowed = "false without algorithm.pass_rate: what other filters decide is certain only at a group's end"
         raise ConfigError("algorithm.close_early", True, allowed)
-    buffer, length = algorithm.overlong_buffer, algorithm.overlong_length
+    buffer = algorithm.overlong_buffer
+    length = algorithm.overlong_length
     if buffer and (length is None or length < buffer):
-        raise ConfigError("algorithm.overlong_length", length, f"at least algorithm.overlong_buffer, which is {buffer}")
+        raise ConfigError(
+            "algorithm.overlong_length",
+            length,
+            f"at least algorithm.overlong_buffer, which is {buffer}",
+        )
 
 
 def _loss_has(trait: str, name: str) -> bool:
@@ -75,12 +85,15 @@ def _loss_has(trait: str, name: str) -> bool:
 
 def declaring(trait: str) -> list[str]:
     """Return the sorted names of the shipped estimators that declare a trait."""
-    traits = {name: estimator_traits(resolve("advantages", name, ADVANTAGES)) for name in ADVANTAGES}
+    traits = {
+        name: estimator_traits(resolve("advantages", name, ADVANTAGES)) for name in ADVANTAGES
+    }
     return sorted(name for name in traits if getattr(traits[name], trait))
 
 
 def _check_critic(algorithm: AlgorithmSection, traits: EstimatorTraits | None) -> None:
-    estimator, enabled = algorithm.adv_estimator, algorithm.critic.enabled
+    estimator = algorithm.adv_estimator
+    enabled = algorithm.critic.enabled
     if traits is None or traits.needs_critic == enabled:
         return
     allowed = f"true with algorithm.adv_estimator {estimator}, which needs a critic"
@@ -90,7 +103,9 @@ def _check_critic(algorithm: AlgorithmSection, traits: EstimatorTraits | None) -
     raise ConfigError("algorithm.critic.enabled", enabled, allowed)
 
 
-def _check_streaming(streaming: str, algorithm: AlgorithmSection, traits: EstimatorTraits | None) -> None:
+def _check_streaming(
+    streaming: str, algorithm: AlgorithmSection, traits: EstimatorTraits | None
+) -> None:
     over_rows = traits is not None and traits.whole_batch
     whole = f"adv_estimator {algorithm.adv_estimator}" if over_rows else waits_for_batch(algorithm)
     if streaming == "always" and whole:
@@ -99,10 +114,16 @@ def _check_streaming(streaming: str, algorithm: AlgorithmSection, traits: Estima
 
 
 def _check_correction(algorithm: AlgorithmSection) -> None:
-    """Check that 1 lies between the bounds: on-policy every ratio is 1 and every correction the identity."""
-    name, low, high = algorithm.correction, algorithm.correction_low, algorithm.correction_high
+    """Check that 1 lies between the bounds: on-policy every ratio is 1 and every correction the
+    identity.
+    """
+    name = algorithm.correction
+    low = algorithm.correction_low
+    high = algorithm.correction_high
     on_policy = f"1 with algorithm.correction {name}: on-policy the ratio is 1"
-    bounded_above = name in ("tis", "decoupled", "icepop") or (name == "mis" and algorithm.mis_estimator == "k1")
+    bounded_above = name in ("tis", "decoupled", "icepop") or (
+        name == "mis" and algorithm.mis_estimator == "k1"
+    )
     if bounded_above and high < 1:
         raise ConfigError("algorithm.correction_high", high, f"at least {on_policy}")
     if bounded_above and name in ("icepop", "mis") and low > 1:
@@ -110,13 +131,19 @@ def _check_correction(algorithm: AlgorithmSection) -> None:
 
 
 def _check_steps(key: str, algorithm: AlgorithmSection, traits: EstimatorTraits | None) -> None:
-    """Check settings for step samples: treating each sample as an episode would weight long episodes more."""
+    """Check settings for step samples: treating each sample as an episode would weight long
+    episodes more.
+    """
     estimator = algorithm.adv_estimator
     if traits is not None and not traits.counts_episodes:
         able = ", ".join(declaring("counts_episodes"))
         allowed = f"full with algorithm.adv_estimator {estimator}; with steps: {able}"
         raise ConfigError(f"{key}.context", "steps", allowed)
-    if algorithm.format_penalty or algorithm.overlong_buffer or algorithm.reward_normalization != RewardNormalization():
+    if (
+        algorithm.format_penalty
+        or algorithm.overlong_buffer
+        or algorithm.reward_normalization != RewardNormalization()
+    ):
         allowed = "full with algorithm.format_penalty, overlong_buffer or reward_normalization"
         raise ConfigError(f"{key}.context", "steps", allowed)
 
@@ -127,7 +154,11 @@ def _check_pass_rate(key: str, domain: dict[str, Any], bounds: Sequence[float] |
         return
     most = domain["group_size"]
     least = domain["min_group_size"] or most
-    if not any(is_within(solved, num, *bounds) for num in range(least, most + 1) for solved in range(num + 1)):
+    if not any(
+        is_within(solved, num, *bounds)
+        for num in range(least, most + 1)
+        for solved in range(num + 1)
+    ):
         sizes = str(most) if least == most else f"{least} to {most}"
         allowed = f"bounds with a share of successes between them that a group of {key}, {sizes} episodes, can have"
         raise ConfigError("algorithm.pass_rate", list(bounds), allowed)
@@ -136,12 +167,19 @@ def _check_pass_rate(key: str, domain: dict[str, Any], bounds: Sequence[float] |
 def _check_domain(
     name: str, domain: dict[str, Any], algorithm: AlgorithmSection, declared: EstimatorTraits | None
 ) -> None:
-    key, estimator, traits = f"domains.{name}", algorithm.adv_estimator, declared or EstimatorTraits()
-    if domain["group_size"] == 1:  # a group of one has no variance: nothing to compare with, and always filtered
+    key = f"domains.{name}"
+    estimator = algorithm.adv_estimator
+    traits = declared or EstimatorTraits()
+    # a group of one has no variance: nothing to compare with, and always filtered
+    if domain["group_size"] == 1:
         if traits.compares_group:
-            raise ConfigError(f"{key}.group_size", 1, f"at least 2 with algorithm.adv_estimator {estimator}")
+            raise ConfigError(
+                f"{key}.group_size", 1, f"at least 2 with algorithm.adv_estimator {estimator}"
+            )
         if algorithm.filter_zero_variance:
-            raise ConfigError(f"{key}.group_size", 1, "at least 2 with algorithm.filter_zero_variance")
+            raise ConfigError(
+                f"{key}.group_size", 1, "at least 2 with algorithm.filter_zero_variance"
+            )
         if algorithm.pg_variant == "starpo_s":
             allowed = "at least 2 with algorithm.pg_variant starpo_s, which goes by their variance"
             raise ConfigError(f"{key}.group_size", 1, allowed)
@@ -152,10 +190,14 @@ def _check_domain(
     if takes_steps(domain["context"], estimator):
         _check_steps(key, algorithm, declared)
     elif domain["thinking"] == "drop" and domain["max_turns"] > 1:
-        allowed = "keep with whole conversations, trained as they were sampled; drop needs context: steps"
+        allowed = (
+            "keep with whole conversations, trained as they were sampled; drop needs context: steps"
+        )
         raise ConfigError(f"{key}.thinking", "drop", allowed)
     elif traits.compares_steps:
-        allowed = f"auto or steps with algorithm.adv_estimator {estimator}, which compares single steps"
+        allowed = (
+            f"auto or steps with algorithm.adv_estimator {estimator}, which compares single steps"
+        )
         raise ConfigError(f"{key}.context", domain["context"], allowed)
     if traits.compares_steps and domain["max_turns"] == 1:
         allowed = f"above 1 with algorithm.adv_estimator {estimator}, which compares the steps of episodes"

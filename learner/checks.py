@@ -1,4 +1,5 @@
-"""Checks the learner's sections and the names in them before anything starts, without importing torch.
+"""Checks the learner's sections and the names in them before anything starts, without importing
+torch.
 
 ``rlearner.doctor.preflight`` checks which packages they need.
 """
@@ -44,8 +45,16 @@ def check(config: dict[str, Any]) -> None:
         allowed = "that is the policy being trained; name another one, for example random"
         raise ConfigError("eval.baseline", ACTOR, allowed)
     against = config["eval"]["against"]
-    if ACTOR in against or config["eval"]["baseline"] in against or len(set(against)) < len(against):
-        raise ConfigError("eval.against", against, "names of other policies than actor and eval.baseline, each once")
+    if (
+        ACTOR in against
+        or config["eval"]["baseline"] in against
+        or len(set(against)) < len(against)
+    ):
+        raise ConfigError(
+            "eval.against",
+            against,
+            "names of other policies than actor and eval.baseline, each once",
+        )
 
 
 def check_names(config: dict[str, Any]) -> None:
@@ -64,7 +73,8 @@ def check_names(config: dict[str, Any]) -> None:
     from learner.backends import BACKENDS
     from learner.reporting.trackers import TRACKERS
 
-    algorithm, trackers = config["algorithm"], config["trackers"]
+    algorithm = config["algorithm"]
+    trackers = config["trackers"]
     check_name("algorithm.adv_estimator", "advantages", algorithm["adv_estimator"], ADVANTAGES)
     check_name("algorithm.pg_variant", "losses", algorithm["pg_variant"], LOSSES)
     check_name("algorithm.correction", "corrections", algorithm["correction"], CORRECTIONS)
@@ -80,7 +90,8 @@ def check_names(config: dict[str, Any]) -> None:
 
 
 def check_family(config: dict[str, Any]) -> None:
-    """Check that models of this family can be trained as configured; see ``rlearner_text.families``.
+    """Check that models of this family can be trained as configured; see
+    ``rlearner_text.families``.
 
     Raises:
         ConfigError: if they cannot.
@@ -92,7 +103,9 @@ def check_family(config: dict[str, Any]) -> None:
 
 
 def check_name(key: str, kind: str, name: str, table: Mapping[str, str]) -> None:
-    """Refuse a name that does not resolve, or resolves to an object with wrong parameters; trust the table's own."""
+    """Refuse a name that does not resolve, or resolves to an object with wrong parameters; trust
+    the table's own.
+    """
     from broker.settings.registry import check_call, resolve
 
     if name in table:
@@ -127,10 +140,18 @@ def _check_training(config: dict[str, Any]) -> None:
     from learner.backends import BACKENDS, SUPPORTED_OPTIONS
     from learner.backends.section_checks import check_deepspeed, check_megatron, check_stripes
 
-    train, backend, with_critic = config["train"], config["train"]["backend"], SUPPORTED_OPTIONS["critic"]
+    train = config["train"]
+    backend = config["train"]["backend"]
+    with_critic = SUPPORTED_OPTIONS["critic"]
     check_ranks(train)
-    if backend in BACKENDS and backend not in with_critic and config["algorithm"]["critic"]["enabled"]:
-        raise ConfigError("train.backend", backend, f"{', '.join(with_critic)} with algorithm.critic.enabled")
+    if (
+        backend in BACKENDS
+        and backend not in with_critic
+        and config["algorithm"]["critic"]["enabled"]
+    ):
+        raise ConfigError(
+            "train.backend", backend, f"{', '.join(with_critic)} with algorithm.critic.enabled"
+        )
     check_options(train)
     check_fp8(train)
     check_family(config)
@@ -141,23 +162,42 @@ def _check_training(config: dict[str, Any]) -> None:
     if backend == "megatron":
         _check_divided(config["model"], train["megatron"])
     if train["weights_backend"] == "nccl" and train["device"] == "cpu":
-        raise ConfigError("train.weights_backend", "nccl", "gloo with train.device cpu: nccl sends between GPUs")
+        raise ConfigError(
+            "train.weights_backend", "nccl", "gloo with train.device cpu: nccl sends between GPUs"
+        )
     if train["weights_backend"] == "ipc" and train["device"] == "cpu":
-        raise ConfigError("train.weights_backend", "ipc", "shared with train.device cpu: ipc is read in a GPU's memory")
+        raise ConfigError(
+            "train.weights_backend",
+            "ipc",
+            "shared with train.device cpu: ipc is read in a GPU's memory",
+        )
     if (port := train["weights_snapshot_port"]) is not None and not train["weights_snapshot_every"]:
-        raise ConfigError("train.weights_snapshot_port", port, "null without train.weights_snapshot_every")
-    cert, key = train["weights_snapshot_cert"], train["weights_snapshot_key"]
+        raise ConfigError(
+            "train.weights_snapshot_port", port, "null without train.weights_snapshot_every"
+        )
+    cert = train["weights_snapshot_cert"]
+    key = train["weights_snapshot_key"]
     if (cert is None) != (key is None) or (cert is not None and port is None):
-        allowed = "null, or set together with train.weights_snapshot_key and train.weights_snapshot_port"
+        allowed = (
+            "null, or set together with train.weights_snapshot_key and train.weights_snapshot_port"
+        )
         raise ConfigError("train.weights_snapshot_cert", cert, allowed)
     if train["warmup_steps"] >= train["steps"] and train["warmup_steps"]:
-        raise ConfigError("train.warmup_steps", train["warmup_steps"], f"below train.steps, which is {train['steps']}")
+        raise ConfigError(
+            "train.warmup_steps",
+            train["warmup_steps"],
+            f"below train.steps, which is {train['steps']}",
+        )
     for name, domain in config["domains"].items():
         if (length := domain["max_context_tokens"]) > train["micro_batch_tokens"]:
             allowed = f"at least domains.{name}.max_context_tokens, which is {length}: one sequence must fit"
             raise ConfigError("train.micro_batch_tokens", train["micro_batch_tokens"], allowed)
         if domain["sampling"]["temperature"] == 0:
-            raise ConfigError(f"domains.{name}.sampling.temperature", 0.0, "above 0: greedy tokens have no gradient")
+            raise ConfigError(
+                f"domains.{name}.sampling.temperature",
+                0.0,
+                "above 0: greedy tokens have no gradient",
+            )
 
 
 def check_ranks(train: Mapping[str, Any]) -> None:
@@ -184,7 +224,9 @@ def check_options(train: Mapping[str, Any]) -> None:
     backend = train["backend"]
     for name in ("lora", "activation_offload", "optimizer_offload", "compile"):
         if train[name] and backend in BACKENDS and backend not in SUPPORTED_OPTIONS[name]:
-            allowed = f"unset with train.backend {backend}; {', '.join(SUPPORTED_OPTIONS[name])} take it"
+            allowed = (
+                f"unset with train.backend {backend}; {', '.join(SUPPORTED_OPTIONS[name])} take it"
+            )
             raise ConfigError(f"train.{name}", train[name], allowed)
 
 
@@ -196,11 +238,15 @@ def check_fp8(train: Mapping[str, Any]) -> None:
     """
     if train["weights_dtype"] != "fp8":
         return
-    lora, backend, rest = train["lora"], train["backend"], "null, float32, bfloat16 or float16"
+    lora = train["lora"]
+    backend = train["backend"]
+    rest = "null, float32, bfloat16 or float16"
     if lora and lora["send"] == "adapter":
         allowed = f"{rest} with train.lora.send adapter: factors are sent unquantized; fp8 works with merged"
         raise ConfigError("train.weights_dtype", "fp8", allowed)
-    if backend == "megatron" or (lora and backend == "deepspeed" and train["deepspeed"]["stage"] == 3):
+    if backend == "megatron" or (
+        lora and backend == "deepspeed" and train["deepspeed"]["stage"] == 3
+    ):
         who = "megatron" if backend == "megatron" else "deepspeed stage 3 and train.lora"
         allowed = f"{rest} with train.backend {who}: no rank has the whole matrices that servers compute with"
         raise ConfigError("train.weights_dtype", "fp8", allowed)
@@ -217,7 +263,8 @@ def check_layers(lora: Mapping[str, Any] | None, model: Mapping[str, Any]) -> No
 
     if lora is None:
         return
-    is_default, folder = lora["target_modules"] == "all-linear", Path(model["path"] or "").expanduser()
+    is_default = lora["target_modules"] == "all-linear"
+    folder = Path(model["path"] or "").expanduser()
     experts = frozenset[str]() if model["path"] is None else expert_names(folder)
     targets = experts if is_default else experts & set(lora["target_modules"])
     if lora["dropout"] and targets:
@@ -246,11 +293,22 @@ def _check_divided(model: Mapping[str, Any], section: Mapping[str, int]) -> None
 
     if model["path"] is None:
         tiny = model["tiny"]
-        found = [tiny[key] for key in ("num_layers", "num_heads", "num_kv_heads", "intermediate_size")]
+        found = [
+            tiny[key] for key in ("num_layers", "num_heads", "num_kv_heads", "intermediate_size")
+        ]
     elif is_local(model["path"]):
-        said = read_json(Path(model["path"]).expanduser() / "config.json", model["path"], "model.path")
-        check_architecture(str(next(iter(said.get("architectures") or []), said["model_type"])), model["path"])
-        keys = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+        said = read_json(
+            Path(model["path"]).expanduser() / "config.json", model["path"], "model.path"
+        )
+        check_architecture(
+            str(next(iter(said.get("architectures") or []), said["model_type"])), model["path"]
+        )
+        keys = (
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "intermediate_size",
+        )
         found = [said.get(key, said.get("num_attention_heads")) for key in keys]
     else:
         return
@@ -259,11 +317,14 @@ def _check_divided(model: Mapping[str, Any], section: Mapping[str, int]) -> None
 
 
 def _check_warm_start(config: dict[str, Any]) -> None:
-    warm, names = config["warm_start"], list(config["domains"])
+    warm = config["warm_start"]
+    names = list(config["domains"])
     if not warm["steps"]:
         return
     if warm["data"] is not None:
         if not Path(warm["data"]).is_file():
-            raise ConfigError("warm_start.data", warm["data"], "no such file; a JSONL of conversations")
+            raise ConfigError(
+                "warm_start.data", warm["data"], "no such file; a JSONL of conversations"
+            )
     elif warm["domain"] not in names and (warm["domain"] or len(names) > 1):
         raise ConfigError("warm_start.domain", warm["domain"], f"one of {', '.join(names)}")

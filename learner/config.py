@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from broker.settings.config import Device, Section
 
 Beta = Annotated[float, Field(ge=0, lt=1)]  # of Adam's averages
 Share = Annotated[float, Field(ge=0, le=1)]
-AggregationMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+AggregationMode = Literal[
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
 
 
 class LoraSection(Section):
@@ -18,28 +27,37 @@ class LoraSection(Section):
 
     rank: PositiveInt = 16
     alpha: PositiveInt = 32  # the adapters' output is scaled by alpha / rank
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of the adapters' inputs, in training passes only
-    # names of linear layers and stacked experts, for example q_proj; all-linear: all of the language model but the
-    # output layer and routers
+    # of the adapters' inputs, in training passes only
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    # names of linear layers and stacked experts, for example q_proj; all-linear: all of the
+    # language model but the output layer and routers
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
-    send: Literal["adapter", "merged"] = "adapter"  # to the servers: factors to merge there, or the merged model
+    # to the servers: factors to merge there, or the merged model
+    send: Literal["adapter", "merged"] = "adapter"
 
 
 class DeepspeedSection(Section):
     """Options of train.backend deepspeed, by DeepSpeed's own names."""
 
-    stage: Annotated[int, Field(ge=1, le=3)] = 2  # what ranks shard: 1 the optimizer, 2 gradients too, 3 weights too
-    offload_optimizer: bool = False  # keep master weights and moments in host memory, and update them there
+    # what ranks shard: 1 the optimizer, 2 gradients too, 3 weights too
+    stage: Annotated[int, Field(ge=1, le=3)] = 2
+    # keep master weights and moments in host memory, and update them there
+    offload_optimizer: bool = False
     offload_param: bool = False  # stage 3: keep each rank's shard of the weights in host memory
     reduce_bucket_size: PositiveInt = 50_000_000  # elements of the gradient reduced at once
-    param_persistence_threshold: NonNegativeInt = 100_000  # stage 3: smaller weights are not sharded; elements
-    max_live_parameters: NonNegativeInt = 1_000_000_000  # stage 3: gathered weights kept for reuse at most; elements
+    # stage 3: smaller weights are not sharded; elements
+    param_persistence_threshold: NonNegativeInt = 100_000
+    # stage 3: gathered weights kept for reuse at most; elements
+    max_live_parameters: NonNegativeInt = 1_000_000_000
 
 
 class MegatronSection(Section):
-    """How train.backend megatron divides the model; train.ranks over the product is the number of replicas."""
+    """How train.backend megatron divides the model; train.ranks over the product is the number of
+    replicas.
+    """
 
-    tensor_parallel: PositiveInt = 1  # ranks per layer; must divide heads, key-value heads and MLP columns
+    # ranks per layer; must divide heads, key-value heads and MLP columns
+    tensor_parallel: PositiveInt = 1
     pipeline_parallel: PositiveInt = 1  # pipeline stages; must divide the number of layers
 
 
@@ -54,12 +72,17 @@ class OptimizationSection(Section):
     betas: tuple[Beta, Beta]
     max_grad_norm: NonNegativeFloat = 1.0  # 0 is off
     micro_batch_tokens: PositiveInt = 8192  # of one forward pass, padding included
-    packing: Literal["auto", "packed", "padded"] = "auto"  # sequences share a row; auto: if the model stays exact
+    # sequences share a row; auto: if the model stays exact
+    packing: Literal["auto", "packed", "padded"] = "auto"
     lora: LoraSection | None = None  # null: all weights are trained
-    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, a third more time
-    activation_offload: bool = False  # on a GPU: keep activations for the backward pass in host memory
-    optimizer_offload: bool = False  # keep master weights and moments in host memory, and update them there
-    compile: bool = False  # torch.compile the blocks: faster passes on a GPU after a minute of compiling
+    # recompute activations in the backward pass: less memory, a third more time
+    gradient_checkpointing: bool = False
+    # on a GPU: keep activations for the backward pass in host memory
+    activation_offload: bool = False
+    # keep master weights and moments in host memory, and update them there
+    optimizer_offload: bool = False
+    # torch.compile the blocks: faster passes on a GPU after a minute of compiling
+    compile: bool = False
     num_threads: NonNegativeInt = 0  # torch threads, 0 leaves the default
 
 
@@ -70,8 +93,10 @@ class TrainSection(OptimizationSection):
     groups_per_step: PositiveInt = 16
     max_staleness: NonNegativeInt = 1  # versions a trained token may lag behind
     on_late: Literal["drop", "wait"] = "wait"
-    streaming: Literal["auto", "always", "never"] = "auto"  # whether a step starts before its last group is in
-    ranks: PositiveInt = 1  # processes that train one model, one per GPU; more than 1 with any backend but torch
+    # whether a step starts before its last group is in
+    streaming: Literal["auto", "always", "never"] = "auto"
+    # processes that train one model, one per GPU; more than 1 with any backend but torch
+    ranks: PositiveInt = 1
     deepspeed: DeepspeedSection = DeepspeedSection()
     megatron: MegatronSection = MegatronSection()
     lr: PositiveFloat = 1e-6
@@ -82,24 +107,32 @@ class TrainSection(OptimizationSection):
     ticket_timeout_s: PositiveFloat | None = None
     weights_bucket_mib: PositiveFloat = 32.0
     weights_timeout_s: PositiveFloat = 30.0  # longest wait for one bucket
-    # auto, null: each server by its best of nccl (from a GPU), shared and gloo; shared: servers on this host read the
-    # learner's memory, others by gloo; gloo: all by gloo; nccl: only between GPUs; ipc: servers read the learner's GPU,
-    # others by gloo; curve: all encrypted, for untrusted networks
+    # auto, null: each server by its best of nccl (from a GPU), shared and gloo; shared: servers on
+    # this host read the learner's memory, others by gloo; gloo: all by gloo; nccl: only between
+    # GPUs; ipc: servers read the learner's GPU, others by gloo; curve: all encrypted, for untrusted
+    # networks
     weights_backend: Literal["auto", "shared", "gloo", "nccl", "ipc", "curve"] | None = "auto"
-    # all ranks send the weights that they hold, at the same time; auto: with several nodes, where each has its own link
+    # all ranks send the weights that they hold, at the same time; auto: with several nodes, where
+    # each has its own link
     weights_stripes: Literal["auto", "always", "never"] = "auto"
-    # interface on which servers of other hosts find the weights, such as eth0; null: that which reaches the broker
+    # interface on which servers of other hosts find the weights, such as eth0; null: that which
+    # reaches the broker
     weights_interface: Annotated[str, Field(min_length=1)] | None = None
-    weights_port: Annotated[int, Field(ge=0, le=65535)] = 0  # of the rendezvous, and of all of curve; 0: any free one
-    # dtype on the wire, null: unchanged; fp8: linear layers as float8_e4m3fn, one scale per 128 x 128, others 16 bits
+    # of the rendezvous, and of all of curve; 0: any free one
+    weights_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    # dtype on the wire, null: unchanged; fp8: linear layers as float8_e4m3fn, one scale per 128 x
+    # 128, others 16 bits
     weights_dtype: Literal["float32", "bfloat16", "float16", "fp8"] | None = None
-    weights_delta: bool = False  # send only changes, to servers that hold the version before; one copy more in memory
+    # send only changes, to servers that hold the version before; one copy more in memory
+    weights_delta: bool = False
     weights_full_every: PositiveInt = 50  # with weights_delta: every n-th transfer sends everything
     # versions between two snapshots in the run's folder, for rollout-server --snapshot; 0 none
     weights_snapshot_every: NonNegativeInt = 0
-    # HTTP port for snapshots, at broker.bind, or with a certificate at the weights' interface; 0 any free, null none
+    # HTTP port for snapshots, at broker.bind, or with a certificate at the weights' interface; 0
+    # any free, null none
     weights_snapshot_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    weights_snapshot_cert: str | None = None  # file with the TLS certificate of that server, PEM; null: no TLS
+    # file with the TLS certificate of that server, PEM; null: no TLS
+    weights_snapshot_cert: str | None = None
     weights_snapshot_key: str | None = None  # file with its private key, PEM
 
 
@@ -119,7 +152,8 @@ class CriticSection(Section):
     lr: PositiveFloat = 1e-5
     weight_decay: NonNegativeFloat = 0.0
     max_grad_norm: NonNegativeFloat = 1.0  # 0 is off
-    clip: PositiveFloat | None = 0.2  # values move at most this far from those at the step's start; null: no limit
+    # values move at most this far from those at the step's start; null: no limit
+    clip: PositiveFloat | None = 0.2
     warmup_steps: NonNegativeInt = 0  # steps that train only the critic
 
 
@@ -128,35 +162,49 @@ class AlgorithmSection(Section):
 
     adv_estimator: str = "grpo"  # a name of the registry in learner/algorithm/advantages
     norm_std: bool = True  # divide by the group's standard deviation
-    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0  # discount: per sampled token, in gigpo per turn
+    # discount: per sampled token, in gigpo per turn
+    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
-    step_advantage_w: NonNegativeFloat = 1.0  # gigpo: weight of the step's advantage relative to the episode's
-    anchor_similarity: Annotated[float, Field(gt=0, le=1)] = 1.0  # gigpo: least similarity of observations of one state
+    # gigpo: weight of the step's advantage relative to the episode's
+    step_advantage_w: NonNegativeFloat = 1.0
+    # gigpo: least similarity of observations of one state
+    anchor_similarity: Annotated[float, Field(gt=0, le=1)] = 1.0
     reward_normalization: RewardNormalization = RewardNormalization()
     reward_clip: PositiveFloat | None = None  # clips rewards to [-x, x], after normalization
     format_penalty: NonNegativeFloat = 0.0  # subtracted for each turn that parsed to no action
-    overlong_buffer: NonNegativeInt = 0  # tokens before overlong_length over which the penalty grows; 0 is off
-    overlong_length: PositiveInt | None = None  # sampled tokens of a trajectory at which the penalty is full
+    # tokens before overlong_length over which the penalty grows; 0 is off
+    overlong_buffer: NonNegativeInt = 0
+    # sampled tokens of a trajectory at which the penalty is full
+    overlong_length: PositiveInt | None = None
     overlong_factor: PositiveFloat = 1.0
-    mask_truncated: bool = False  # truncated samples count in their group's mean, but are not trained on
+    # truncated samples count in their group's mean, but are not trained on
+    mask_truncated: bool = False
     whiten_advantages: bool = False  # over the trained tokens of the step
     advantage_clip: PositiveFloat | None = None  # clips advantages to [-x, x], after whitening
-    keep_fraction: Annotated[float, Field(gt=0, le=1)] = 0.25  # starpo_s: groups of a step that are trained on
+    # starpo_s: groups of a step that are trained on
+    keep_fraction: Annotated[float, Field(gt=0, le=1)] = 0.25
     pg_variant: str = "ppo"  # a name of the registry in learner/algorithm/losses
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
     clip_high: Annotated[float, Field(ge=0)] = 0.2
     dual_clip: PositiveFloat | None = None
-    importance_sampling_level: Literal["sequence", "token"] = "sequence"  # topr: level of the tapered ratio
+    # topr: level of the tapered ratio
+    importance_sampling_level: Literal["sequence", "token"] = "sequence"
     correction: str = "none"  # a name of the registry in learner/algorithm/corrections
-    correction_level: Literal["token", "sequence", "geometric"] = "token"  # level of the bounded ratio
+    # level of the bounded ratio
+    correction_level: Literal["token", "sequence", "geometric"] = "token"
     correction_low: NonNegativeFloat = 0.5  # icepop, mis: ratios below are masked
-    correction_high: PositiveFloat = 2.0  # ratios above are truncated (tis, decoupled) or masked (icepop, mis)
-    correction_mode: Literal["truncate", "mask"] = "truncate"  # decoupled: applied to ratios above correction_high
+    # ratios above are truncated (tis, decoupled) or masked (icepop, mis)
+    correction_high: PositiveFloat = 2.0
+    # decoupled: applied to ratios above correction_high
+    correction_mode: Literal["truncate", "mask"] = "truncate"
     # mis: level of the mask; null: correction_level
     mis_mask_level: Literal["token", "sequence", "geometric"] | None = None
-    mis_estimator: Literal["k1", "k2", "k3"] = "k1"  # k1 bounds the ratio, k2 and k3 the divergence by correction_high
-    opsm_delta: NonNegativeFloat = 1e-4  # nats per token; bad sequences further than this from the policy are masked
-    prox_logp_method: Literal["recompute", "interpolate"] = "recompute"  # source of the logprobs at the step's start
+    # k1 bounds the ratio, k2 and k3 the divergence by correction_high
+    mis_estimator: Literal["k1", "k2", "k3"] = "k1"
+    # nats per token; bad sequences further than this from the policy are masked
+    opsm_delta: NonNegativeFloat = 1e-4
+    # source of the logprobs at the step's start
+    prox_logp_method: Literal["recompute", "interpolate"] = "recompute"
     num_epochs: PositiveInt = 1  # passes over a step's samples
     num_minibatches: PositiveInt = 1  # updates of one pass
     # makes minibatches equally large; null: they need not be
@@ -165,21 +213,26 @@ class AlgorithmSection(Section):
     kl_coef: NonNegativeFloat = 0.0  # 0: no reference model is loaded
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     kl_placement: Literal["loss", "reward"] = "loss"
-    kl_target: PositiveFloat | None = None  # nats per token; the coefficient starts at kl_coef and adapts to it
+    # nats per token; the coefficient starts at kl_coef and adapts to it
+    kl_target: PositiveFloat | None = None
     kl_horizon: PositiveFloat = 10000.0  # sequences over which it adapts
     entropy_coef: NonNegativeFloat = 0.0
     critic: CriticSection = CriticSection()
     filter_zero_variance: bool = False  # dynamic sampling: such groups are filtered and replaced
-    group_filter: str = ""  # a filter of learner/algorithm/filters, or your function: rejected groups are replaced
+    # a filter of learner/algorithm/filters, or your function: rejected groups are replaced
+    group_filter: str = ""
     # least and largest share of successes: other groups are filtered and replaced; null: off
     pass_rate: Annotated[list[Share], Field(min_length=2, max_length=2)] | None = None
     close_early: bool = False  # hubs end a group as soon as pass_rate is certain to filter it
-    max_replacements_per_step: NonNegativeInt = 64  # beyond this bound groups are trained unfiltered
+    # beyond this bound groups are trained unfiltered
+    max_replacements_per_step: NonNegativeInt = 64
 
     @model_validator(mode="before")
     @classmethod
     def _aggregate_as_the_loss_does(cls, values: Any) -> Any:
-        """GSPO averages over tokens, then over sequences (Zheng et al., arXiv 2507.18071), unless the mode is set."""
+        """GSPO averages over tokens, then over sequences (Zheng et al., arXiv 2507.18071), unless
+        the mode is set.
+        """
         if isinstance(values, dict) and values.get("pg_variant") == "gspo":
             return {"loss_agg_mode": "seq-mean-token-mean"} | values
         return values
@@ -216,10 +269,12 @@ class EvalSection(Section):
     temperature: NonNegativeFloat = 1.0
     at_start: bool = True
     baseline: str = ""  # policy measured once for comparison, for example ``random``; empty: none
-    against: list[str] = Field(default_factory=list)  # other policies, measured on the same tasks at every evaluation
+    # other policies, measured on the same tasks at every evaluation
+    against: list[str] = Field(default_factory=list)
     # engine_args of the server of ``random`` in ``rlearner up``
     baseline_args: dict[str, Any] = Field(default_factory=dict)
-    # without a new result, an evaluation ends after this; null: derived, see broker.settings.timeouts
+    # without a new result, an evaluation ends after this; null: derived, see
+    # broker.settings.timeouts
     timeout_s: PositiveFloat | None = None
 
 
@@ -227,9 +282,11 @@ class CheckpointSection(Section):
     """When checkpoints are taken, and how many are kept."""
 
     every_steps: NonNegativeInt = 0  # at multiples of this step; 0: never
-    every_minutes: NonNegativeFloat = 10  # at the first step that ends this long after the last checkpoint; 0: never
+    # at the first step that ends this long after the last checkpoint; 0: never
+    every_minutes: NonNegativeFloat = 10
     keep: Annotated[int, Field(ge=2)] = 2
-    # write the weights also in Hugging Face format, up to this size; `rlearner export` writes those of larger models
+    # write the weights also in Hugging Face format, up to this size; `rlearner export` writes those
+    # of larger models
     hf_max_gib: NonNegativeFloat = 8
 
 
@@ -247,15 +304,22 @@ class TrackersSection(Section):
     use: list[str] = Field(default_factory=lambda: ["tensorboard"])
     project: str = "rlearner"
     args: dict[str, dict[str, Any]] = Field(default_factory=dict)  # of each tracker by its name
-    texts_every: NonNegativeInt = 10  # steps between training episodes shown as text; 0: none, also not of evaluations
-    pictures: bool = True  # an animated episode per evaluation and domain, if the environment draws its states
+    # steps between training episodes shown as text; 0: none, also not of evaluations
+    texts_every: NonNegativeInt = 10
+    # an animated episode per evaluation and domain, if the environment draws its states
+    pictures: bool = True
 
 
 class FailuresSection(Section):
-    """When to end a run whose groups only fail, with exit code 2 and the main reason; see learner/give_up.py."""
+    """When to end a run whose groups only fail, with exit code 2 and the main reason; see
+    learner/give_up.py.
+    """
 
-    give_up_after: NonNegativeInt | None = None  # if the first n groups fail; null: 4 * train.groups_per_step; 0: never
-    # share of failures, by domain weights, among the last max(4 * groups_per_step, 32) groups of each domain; 1.0: all
+    # if the first n groups fail; null: 4 * train.groups_per_step; 0: never
+    give_up_after: NonNegativeInt | None = None
+    # share of failures, by domain weights, among the last max(4 * groups_per_step, 32) groups of
+    # each domain; 1.0: all
     max_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    # seconds with all hubs of a domain broken and nothing trained; 12 times that if it ever worked; 0: never
+    # seconds with all hubs of a domain broken and nothing trained; 12 times that if it ever worked;
+    # 0: never
     give_up_after_s: NonNegativeFloat = 600.0

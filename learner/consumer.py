@@ -1,6 +1,7 @@
 """Turns records into steps, for a live learner and for a replay. No broker, no files, no clock.
 
-The caller decides where records come from and what else happens between them; the ledger decides everything else.
+The caller decides where records come from and what else happens between them; the ledger decides
+everything else.
 """
 
 from __future__ import annotations
@@ -11,7 +12,15 @@ from dataclasses import dataclass
 from broker.contract import wire
 from broker.jetstream.bus import LogRecord
 from learner.credit import record_intake
-from learner.credit.ledger import Action, ForgetTicket, HoldGroup, Ledger, LedgerEntry, RefuseRecord, TakeGroup
+from learner.credit.ledger import (
+    Action,
+    ForgetTicket,
+    HoldGroup,
+    Ledger,
+    LedgerEntry,
+    RefuseRecord,
+    TakeGroup,
+)
 from learner.credit.record_intake import RecordIntake
 from learner.training import TrainingResult, TrainingThread
 
@@ -25,8 +34,11 @@ class CompletedStep:
     actions: list[Action]  # the ledger's answer, for the caller to perform
 
 
-def accepted_upload(entry: LogRecord, read: RecordIntake, actions: Sequence[Action]) -> wire.Parted | None:
-    """Return the upload of a group in parts that its ledger has accepted: the ticket needs no other one any more.
+def accepted_upload(
+    entry: LogRecord, read: RecordIntake, actions: Sequence[Action]
+) -> wire.Parted | None:
+    """Return the upload of a group in parts that its ledger has accepted: the ticket needs no other
+    one any more.
 
     Args:
         read: the record, validated.
@@ -45,11 +57,13 @@ class RecordConsumer:
     """
 
     def __init__(self, ledger: Ledger, training: TrainingThread) -> None:
-        self.ledger, self.training = ledger, training
+        self.ledger = ledger
+        self.training = training
         self._held: dict[int, wire.Group] = {}
 
     def resume(self, groups: Mapping[int, wire.Group]) -> None:
-        """Restore the groups that had arrived and were not trained; call this once, before any record.
+        """Restore the groups that had arrived and were not trained; call this once, before any
+        record.
 
         Args:
             groups: by ticket, one for each of ``ledger.arrived``.
@@ -59,7 +73,9 @@ class RecordConsumer:
             self.training.add(self._held.pop(entry.number), self.ledger.rules)
 
     def apply(self, entry: LogRecord) -> tuple[RecordIntake, list[Action]]:
-        """Apply the next record, never while the ledger is full; return it decoded, with the actions to perform."""
+        """Apply the next record, never while the ledger is full; return it decoded, with the
+        actions to perform.
+        """
         read = record_intake.read_record(entry, self.ledger, self.training.backend.vocab_size)
         actions = self.ledger.apply(read.record, entry.seq)
         if read.group is not None and any(isinstance(action, HoldGroup) for action in actions):
@@ -74,7 +90,9 @@ class RecordConsumer:
         """
         for action in actions:
             if isinstance(action, TakeGroup):
-                self.training.add(self._held.pop(action.number), self.ledger.rules, is_settled=is_settled)
+                self.training.add(
+                    self._held.pop(action.number), self.ledger.rules, is_settled=is_settled
+                )
             elif isinstance(action, ForgetTicket):
                 self._held.pop(action.number, None)
 

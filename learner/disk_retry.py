@@ -1,4 +1,6 @@
-"""Retries writes to a folder that is full or not writable for a while, with backoff and log messages."""
+"""Retries writes to a folder that is full or not writable for a while, with backoff and log
+messages.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,20 @@ class RetryBackoff:
     """Waiting times after failures in a row, and when to report them. Pure."""
 
     def __init__(self) -> None:
-        self._wait_s, self._reason, self._reminders = FIRST_WAIT_S, "", Reminders()
+        self._wait_s = FIRST_WAIT_S
+        self._reason = ""
+        self._reminders = Reminders()
 
     def failed(self, reason: str, now: float) -> tuple[float, bool]:
-        """Count a failure at ``now``; return the seconds until the next try, and whether to report it."""
+        """Count a failure at ``now``; return the seconds until the next try, and whether to report
+        it.
+        """
         if reason != self._reason:
             self._reason = reason
             self._reminders.over()
         speak = self._reminders.due(now)
-        wait_s, self._wait_s = self._wait_s, min(2 * self._wait_s, LONGEST_WAIT_S)
+        wait_s = self._wait_s
+        self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S)
         return wait_s, speak
 
     def worked(self) -> None:
@@ -53,8 +60,13 @@ class DiskRetry:
         say: receives a text while it waits, and an empty one afterwards.
     """
 
-    def __init__(self, folder: Path, stop: Stop, waits: str, say: Callable[[str], None] = lambda _: None) -> None:
-        self._folder, self._stop, self._waits, self._say = folder, stop, waits, say
+    def __init__(
+        self, folder: Path, stop: Stop, waits: str, say: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._folder = folder
+        self._stop = stop
+        self._waits = waits
+        self._say = say
         self.reason = ""  # why the folder cannot be written at present, empty if it can
         self._backoff = RetryBackoff()
 
@@ -64,7 +76,8 @@ class DiskRetry:
         Raises:
             UserError: if a stop is requested while the job fails.
         """
-        began, said = time.monotonic(), False
+        began = time.monotonic()
+        said = False
         while True:
             try:
                 result = await job()
@@ -79,7 +92,11 @@ class DiskRetry:
                     self._say(f"{self.reason}; {self._waits}")
             else:
                 if said:
-                    log.warning("%s: can be written again, after %.1f s", self._folder, time.monotonic() - began)
+                    log.warning(
+                        "%s: can be written again, after %.1f s",
+                        self._folder,
+                        time.monotonic() - began,
+                    )
                     self._say("")
                 self._backoff.worked()
                 self.reason = ""

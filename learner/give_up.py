@@ -3,14 +3,17 @@
 Four rules, of which any one ends the run:
 
 1. The first ``give_up_after`` groups of this learner all failed.
-2. In the last ``WINDOW`` groups of each domain the share of failures, weighted by the domains' weights, reaches
-   ``max_share``. Shares are per domain because groups that fail at once come back more often than trained ones.
-3. For ``give_up_after_s`` seconds every hub of a domain or a reward pool has reported that it is broken there, and no
-   group was trained. A domain that has worked under this learner gets ``WORKED_TIMES`` as long.
-4. ``MAX_SKIPPED`` steps in a row made no update, because their gradients were not finite. (One or two may pass: other
-   groups have other gradients.)
+2. In the last ``WINDOW`` groups of each domain the share of failures, weighted by the domains'
+   weights, reaches ``max_share``. Shares are per domain because groups that fail at once come back
+   more often than trained ones.
+3. For ``give_up_after_s`` seconds every hub of a domain or a reward pool has reported that it is
+   broken there, and no group was trained. A domain that has worked under this learner gets
+   ``WORKED_TIMES`` as long.
+4. ``MAX_SKIPPED`` steps in a row made no update, because their gradients were not finite. (One or
+   two may pass: other groups have other gradients.)
 
-Only records appended while this learner runs count, so a run that ended this way resumes with a count of zero.
+Only records appended while this learner runs count, so a run that ended this way resumes with a
+count of zero.
 """
 
 from __future__ import annotations
@@ -37,11 +40,13 @@ WORKED_TIMES: Final = 12
 MAX_SKIPPED: Final = 5
 LOOK_EVERY_S: Final = 1.0
 MAX_CHARS: Final = 400  # of a failure's detail
-PLACE: Final = re.compile(r"\([^()\s]+:\d+ in [^()]+\)")  # (file.py:88 in fn), see broker.system.workers.fault
+# (file.py:88 in fn), see broker.system.workers.fault
+PLACE: Final = re.compile(r"\([^()\s]+:\d+ in [^()]+\)")
 
 
 class FailureMonitor:
-    """Detector of runs that only fail, from the outcomes of groups and steps, and the reports of hubs.
+    """Detector of runs that only fail, from the outcomes of groups and steps, and the reports of
+    hubs.
 
     Args:
         settings: the section ``failures``.
@@ -49,24 +54,31 @@ class FailureMonitor:
         domains: of the run.
     """
 
-    def __init__(self, settings: FailuresSection, groups_per_step: int, domains: Mapping[str, DomainSection]) -> None:
+    def __init__(
+        self, settings: FailuresSection, groups_per_step: int, domains: Mapping[str, DomainSection]
+    ) -> None:
         asked = settings.give_up_after
         self._after = 4 * groups_per_step if asked is None else asked
-        self._after_s, self._max_share = settings.give_up_after_s, settings.max_share
+        self._after_s = settings.give_up_after_s
+        self._max_share = settings.max_share
         window = max(4 * groups_per_step, LEAST_WINDOW)
         self._weights = {name: domain.weight for name, domain in domains.items()}
         # whether each group failed
         self._ended: dict[str, deque[bool]] = {name: deque(maxlen=window) for name in domains}
         self._window = window
         self._needs = {
-            name: [f"domain {name}", *dict.fromkeys(f"pool {reward.pool}" for reward in domain.rewards)]
+            name: [
+                f"domain {name}",
+                *dict.fromkeys(f"pool {reward.pool}" for reward in domain.rewards),
+            ]
             for name, domain in domains.items()
         }
         self._num_failed = self._num_worked = 0
         self._kinds: Counter[str] = Counter()
         self._newest: dict[str, str] = {}  # kind of failure -> its latest message
         self._worked: set[str] = set()  # domains and pools
-        self._broken: dict[str, tuple[float, str]] = {}  # domain or pool -> since when all its hubs are broken, and why
+        # domain or pool -> since when all its hubs are broken, and why
+        self._broken: dict[str, tuple[float, str]] = {}
         self._worked_then = 0
         self._num_skipped = 0  # steps in a row
         self.verdict = ""  # one line, why the run must end; empty if it need not
@@ -161,15 +173,22 @@ class FailureMonitor:
         )
 
     def _share(self) -> float:
-        """Return the share of failed groups; groups missing from a domain's window count as trained."""
-        shares = (self._weights[name] * sum(ended) / self._window for name, ended in self._ended.items())
+        """Return the share of failed groups; groups missing from a domain's window count as
+        trained.
+        """
+        shares = (
+            self._weights[name] * sum(ended) / self._window for name, ended in self._ended.items()
+        )
         return math.fsum(shares) / math.fsum(self._weights.values())
 
 
 def _broken(key: str, hubs: Iterable[wire.Presence]) -> str:
-    """Return a hub's report of a broken domain or pool, empty if there is none or another hub serves it."""
+    """Return a hub's report of a broken domain or pool, empty if there is none or another hub
+    serves it.
+    """
     noun, _, name = key.partition(" ")
-    role, why = "envhub" if noun == "domain" else "rewardhub", ""
+    role = "envhub" if noun == "domain" else "rewardhub"
+    why = ""
     for hub in hubs:
         if hub.role != role:
             continue
@@ -188,6 +207,8 @@ async def watch_hubs(
         await asyncio.sleep(LOOK_EVERY_S)
         if paused():
             giveup.pause()
-        elif verdict := giveup.look([*roster.alive("envhub"), *roster.alive("rewardhub")], roster.clock):
+        elif verdict := giveup.look(
+            [*roster.alive("envhub"), *roster.alive("rewardhub")], roster.clock
+        ):
             end(verdict)
             return

@@ -22,8 +22,12 @@ Users = dict[int, list[str]]
 
 
 def gpu_users() -> Users:
-    """Return the processes on each GPU that has any, as ``pid 4711 (python)``; empty without nvidia-smi."""
-    index_of = {uuid: int(index) for index, uuid in _ask("--query-gpu=index,uuid", 2) if index.isdigit()}
+    """Return the processes on each GPU that has any, as ``pid 4711 (python)``; empty without
+    nvidia-smi.
+    """
+    index_of = {
+        uuid: int(index) for index, uuid in _ask("--query-gpu=index,uuid", 2) if index.isdigit()
+    }
     found: Users = {}
     for uuid, pid, name in _ask("--query-compute-apps=gpu_uuid,pid,process_name", 3):
         if uuid in index_of:
@@ -37,15 +41,23 @@ def _ask(query: str, width: int) -> list[list[str]]:
         return []
     try:
         command = [smi, query, "--format=csv,noheader"]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return []
-    rows = [[field.strip() for field in line.split(",", width - 1)] for line in answer.stdout.splitlines()]
+    rows = [
+        [field.strip() for field in line.split(",", width - 1)]
+        for line in answer.stdout.splitlines()
+    ]
     return [row for row in rows if len(row) == width] if answer.returncode == 0 else []
 
 
 def refuse_taken(
-    numbers: list[int], spec: str, found: Callable[[], Users] = gpu_users, patience_s: float = PATIENCE_S
+    numbers: list[int],
+    spec: str,
+    found: Callable[[], Users] = gpu_users,
+    patience_s: float = PATIENCE_S,
 ) -> None:
     """Wait up to ``patience_s`` for the GPUs to be free.
 
@@ -72,15 +84,21 @@ def with_ranks(config: dict[str, Any], spec: str, num_gpus: int) -> dict[str, An
         return config  # refused by validation
     device = "cuda" if num_gpus else "cpu"
     if train.get("device", "auto") not in ("auto", device):
-        raise ConfigError("train.device", train["device"], f"{device} with --gpus {spec}, or nothing")
+        raise ConfigError(
+            "train.device", train["device"], f"{device} with --gpus {spec}, or nothing"
+        )
     if num_gpus and train.get("ranks", num_gpus) != num_gpus:
         allowed = f"{num_gpus} with --gpus {spec}, or nothing: each GPU gets a rank"
         raise ConfigError("train.ranks", train["ranks"], allowed)
-    return {**config, "train": {**train, "device": device, **({"ranks": num_gpus} if num_gpus else {})}}
+    return {
+        **config,
+        "train": {**train, "device": device, **({"ranks": num_gpus} if num_gpus else {})},
+    }
 
 
 def with_weights_on_host(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a user's configuration whose weights wait for servers in host memory, off the shared GPUs.
+    """Return a user's configuration whose weights wait for servers in host memory, off the shared
+    GPUs.
 
     Raises:
         ConfigError: if it keeps them on a GPU.
@@ -94,9 +112,14 @@ def with_weights_on_host(config: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError("train.weights_backend", carrier, allowed)
     if train.get("weights_stripes") == "always":
         raise ConfigError(
-            "train.weights_stripes", "always", "never with --share-gpus: ranks stage stripes on their GPUs"
+            "train.weights_stripes",
+            "always",
+            "never with --share-gpus: ranks stage stripes on their GPUs",
         )
-    found = {"weights_backend": "shared" if carrier == "auto" else carrier, "weights_stripes": "never"}
+    found = {
+        "weights_backend": "shared" if carrier == "auto" else carrier,
+        "weights_stripes": "never",
+    }
     return {**config, "train": {**train, **found}}
 
 
@@ -105,8 +128,11 @@ def shared_devices(config: Mapping[str, Any], spec: str) -> list[str]:
     return device_names("cpu" if config["train"]["device"] == "cpu" else spec)
 
 
-def forget_gpus(config: dict[str, Any], options: argparse.Namespace, *, has_size: bool = False) -> dict[str, Any]:
-    """Return a run's settings without the ranks and device of its last GPUs if --gpus names others; overrides stay.
+def forget_gpus(
+    config: dict[str, Any], options: argparse.Namespace, *, has_size: bool = False
+) -> dict[str, Any]:
+    """Return a run's settings without the ranks and device of its last GPUs if --gpus names others;
+    overrides stay.
 
     Args:
         has_size: whether a launcher says how many ranks there are now.
@@ -116,7 +142,10 @@ def forget_gpus(config: dict[str, Any], options: argparse.Namespace, *, has_size
     kept = {override.partition("=")[0] for override in options.overrides}
     keys = ("ranks",) if options.gpus == "auto" else ("device", "ranks")
     gone = {key for key in keys if f"train.{key}" not in kept}
-    return {**config, "train": {key: value for key, value in config["train"].items() if key not in gone}}
+    return {
+        **config,
+        "train": {key: value for key, value in config["train"].items() if key not in gone},
+    }
 
 
 def assign_gpus(config: dict[str, Any], spec: str, *, share: bool) -> dict[str, Any]:

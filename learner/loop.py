@@ -26,9 +26,11 @@ from learner.training import TrainingResult, TrainingThread
 
 log = logging.getLogger(__name__)
 
-LINGER_S: Final = 0.02  # a turn on a shared device ends if no record comes so long, and none is in the log,
+# a turn on a shared device ends if no record comes so long, and none is in the log,
+LINGER_S: Final = 0.02
 READ_WITHIN_S: Final = 2.0  # or cannot be read
-WINDOW_BYTES: Final = 24 << 20  # of records that are read ahead: what a link of 1 Gbit/s brings in 0.2 s
+# of records that are read ahead: what a link of 1 Gbit/s brings in 0.2 s
+WINDOW_BYTES: Final = 24 << 20
 
 
 class TrainingLoop:
@@ -37,12 +39,15 @@ class TrainingLoop:
     Args:
         resumed: the groups that the ledger still holds.
         offer: offers the weights of a version, in the training thread; returns the seconds it took.
-        checkpoint: writes the ledger dumped at the last step boundary, with the weights that belong to it.
+        checkpoint: writes the ledger dumped at the last step boundary, with the weights that belong
+            to it.
         checkpoint_every: steps between two checkpoints, 0 never.
         requested: set when the operator asks for a checkpoint.
-        between_steps: then writes the same as ``checkpoint``, if nothing of the next step was trained on yet.
+        between_steps: then writes the same as ``checkpoint``, if nothing of the next step was
+            trained on yet.
         giveup: receives the outcome of every group; its verdict stops the loop.
-        steps: of this learner's configuration. The log may hold groups for more, before the record of the new rules.
+        steps: of this learner's configuration. The log may hold groups for more, before the record
+            of the new rules.
     """
 
     def __init__(
@@ -66,17 +71,29 @@ class TrainingLoop:
         giveup: FailureMonitor,
         steps: int,
     ) -> None:
-        self._bus, self._ledger, self._training, self._issuer = bus, ledger, training, issuer
+        self._bus = bus
+        self._ledger = ledger
+        self._training = training
+        self._issuer = issuer
         self._consumer = RecordConsumer(ledger, training)
-        self._evaluator, self._book, self._records, self._stop = evaluator, book, records, stop
+        self._evaluator = evaluator
+        self._book = book
+        self._records = records
+        self._stop = stop
         self._resumed = resumed
-        self._offer, self._fleet_values = offer, fleet_values
-        self._checkpoint, self._checkpoint_every = checkpoint, checkpoint_every
+        self._offer = offer
+        self._fleet_values = fleet_values
+        self._checkpoint = checkpoint
+        self._checkpoint_every = checkpoint_every
         self._filtered_before = ledger.counts()["filtered"]
-        self._requested, self._between_steps = requested, between_steps
-        self._catch_up_to, self._steps, self._giveup = 0, steps, giveup
+        self._requested = requested
+        self._between_steps = between_steps
+        self._catch_up_to = 0
+        self._steps = steps
+        self._giveup = giveup
         self._offered = -1
-        self._arrived: dict[int, float] = {}  # unix seconds at which the record of a traced ticket was read
+        # unix seconds at which the record of a traced ticket was read
+        self._arrived: dict[int, float] = {}
         self._began = time.monotonic()
         self._between_s = 0.0  # between the last two steps, with new tickets already out
         self.boundary = ledger.dump()  # at the last step boundary, which a checkpoint holds
@@ -85,7 +102,8 @@ class TrainingLoop:
         """Train until every step is done (True) or a stop is requested (False).
 
         Raises:
-            LostState: if the broker's log ends before the ledger's position, or was trimmed beyond it.
+            LostState: if the broker's log ends before the ledger's position, or was trimmed beyond
+                it.
         """
         self._consumer.resume(self._resumed.groups)
         opened = self._ledger.open_credit()
@@ -98,7 +116,8 @@ class TrainingLoop:
         await self._offer_if_current()
         self._evaluator.step_completed(self._ledger.state.version, self._steps)
         self._began = time.monotonic()
-        position, wanted = self._ledger.state.position, self._ledger.awaits
+        position = self._ledger.state.position
+        wanted = self._ledger.awaits
         unread = self._bus.read_log(SAMPLES, position + 1, wanted=wanted, window_bytes=WINDOW_BYTES)
         async with aclosing(unread) as records:
             while not self._done:
@@ -108,10 +127,13 @@ class TrainingLoop:
 
     @property
     def _done(self) -> bool:
-        """Whether every step is done by the settings of this learner, whose record may not have been read yet."""
+        """Whether every step is done by the settings of this learner, whose record may not have
+        been read yet.
+        """
         return self._ledger.state.version >= self._steps
 
-    # --------------------------------------------------------------------------------------------------- records
+    # ---------------------------------------------------------------------------------------------------
+    # records
 
     async def _apply_next(self, records: AsyncGenerator[LogRecord, None]) -> bool:
         """Apply the next record, and hold its bytes no longer; return False if a stop came first."""
@@ -136,7 +158,9 @@ class TrainingLoop:
                 await self._wait_or_checkpoint(events)
             if self._training.failed.done():
                 self._training.failed.result()
-            return following.result() if following.done() and not self._stop.asked.is_set() else None
+            return (
+                following.result() if following.done() and not self._stop.asked.is_set() else None
+            )
         finally:
             for one in (following, stopping):
                 one.cancel()
@@ -155,10 +179,14 @@ class TrainingLoop:
                 await self._between_steps(self.boundary)
 
     async def _follows(self, events: set[asyncio.Future[Any]]) -> bool:
-        """Return whether one of the events comes soon, because the log holds a record that was not read yet."""
+        """Return whether one of the events comes soon, because the log holds a record that was not
+        read yet.
+        """
         until = time.monotonic() + READ_WITHIN_S
         while time.monotonic() < until:
-            done, _ = await asyncio.wait(events, timeout=LINGER_S, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                events, timeout=LINGER_S, return_when=asyncio.FIRST_COMPLETED
+            )
             if done or await self._bus.last_seq(SAMPLES) <= self._ledger.state.position:
                 return bool(done)
         return False
@@ -171,9 +199,12 @@ class TrainingLoop:
             self._bus.drop_other_parts(parted)
         if problem := read.problem:
             log.warning("record %d of the samples log: %s", entry.seq, problem)
-            await self._bus.dead_letter(SAMPLES, seq=entry.seq, ticket=entry.ticket, reason=problem, data=entry.data)
+            await self._bus.dead_letter(
+                SAMPLES, seq=entry.seq, ticket=entry.ticket, reason=problem, data=entry.data
+            )
         await self._records.consumed(entry, read, actions)
-        is_new = entry.seq > self._catch_up_to  # older records say nothing about the code that runs now
+        # older records say nothing about the code that runs now
+        is_new = entry.seq > self._catch_up_to
         if any(isinstance(action, ForgetTicket) and action.outcome == "dead" for action in actions):
             self._note_failure(entry, read, domain if is_new else None)
         elif is_new and not any(isinstance(action, RefuseRecord) for action in actions):
@@ -183,7 +214,9 @@ class TrainingLoop:
             elif isinstance(entry.message, wire.Closed) and entry.message.reason == FILTERED:
                 self._giveup.worked(domain)
         forgotten = [action.number for action in actions if isinstance(action, ForgetTicket)]
-        self._trace_record(entry.ticket, [action for action in actions if isinstance(action, ForgetTicket)])
+        self._trace_record(
+            entry.ticket, [action for action in actions if isinstance(action, ForgetTicket)]
+        )
         message = entry.message
         if isinstance(message, wire.Closed) and forgotten:
             self._say_closed(message)
@@ -203,11 +236,17 @@ class TrainingLoop:
         self._consumer.perform(actions, is_settled=self._ledger.state.position >= self._catch_up_to)
 
     def _note_failure(self, entry: LogRecord, read: RecordIntake, domain: str | None) -> None:
-        """Keep a failure for the live view; stop the run if this learner's groups only fail (``domain`` is set)."""
+        """Keep a failure for the live view; stop the run if this learner's groups only fail
+        (``domain`` is set).
+        """
         if isinstance(closed := entry.message, wire.Closed):
-            reason, detail, by = closed.reason, closed.detail, closed.by
+            reason = closed.reason
+            detail = closed.detail
+            by = closed.by
         else:
-            reason, detail, by = "malformed", read.problem, self._bus.name
+            reason = "malformed"
+            detail = read.problem
+            by = self._bus.name
         self._book.failure = {"failure": f"{reason}: {detail}", "failed_by": by}
         if domain is not None and (verdict := self._giveup.failed(domain, reason, detail)):
             self._stop.request(verdict)
@@ -219,7 +258,9 @@ class TrainingLoop:
         count = str(self._ledger.state.reasons[closed.reason])
         if count.rstrip("0") == "1":
             text = "ticket %d (%s) closed by %s: %s, the %s. so far: %s"
-            log.warning(text, closed.ticket, closed.domain, closed.by, closed.reason, count, closed.detail)
+            log.warning(
+                text, closed.ticket, closed.domain, closed.by, closed.reason, count, closed.detail
+            )
 
     def _say_changed(self, change: wire.RulesChange, num_dropped: int) -> None:
         if num_dropped:
@@ -228,7 +269,8 @@ class TrainingLoop:
         else:
             log.info("settings of epoch %d are in force", change.epoch)
 
-    # ----------------------------------------------------------------------------------------------------- steps
+    # -----------------------------------------------------------------------------------------------------
+    # steps
 
     async def _end_step(self) -> bool:
         """Complete the full step and begin the next; return False if a stop came first."""
@@ -236,7 +278,8 @@ class TrainingLoop:
         made = await self._consumer.complete()
         if made is None:
             return False
-        trained, actions = made.trained, made.actions
+        trained = made.trained
+        actions = made.actions
         ended = time.monotonic()
         if verdict := self._giveup.stepped(is_skipped=trained.is_skipped, problem=trained.problem):
             self._stop.request(verdict)
@@ -244,7 +287,9 @@ class TrainingLoop:
         trained_at = time.time()
         await self._records.completed(made.taken, trained.tickets, actions, trained.tokens)
         copy_s = await self._offer_if_current()
-        self._trace_step([one.number for one in made.taken], trained_at - trained.busy_s, trained_at, copy_s)
+        self._trace_step(
+            [one.number for one in made.taken], trained_at - trained.busy_s, trained_at, copy_s
+        )
         self._perform([action for action in actions if isinstance(action, IssueTicket)])
         issued = time.monotonic()
         step = self._ledger.state.version
@@ -273,10 +318,13 @@ class TrainingLoop:
             traces.end(one.number, one.outcome)
 
     def _trace_step(self, tickets: list[int], began: float, ended: float, copy_s: float) -> None:
-        """Send what became of the traced tickets of a step: waiting in the learner, training, the offer of weights."""
+        """Send what became of the traced tickets of a step: waiting in the learner, training, the
+        offer of weights.
+        """
         if (traces := self._training.spans.traces) is None:
             return
-        step, now = self._ledger.state.version, time.time()
+        step = self._ledger.state.version
+        now = time.time()
         for ticket in filter(traces.samples, tickets):
             arrived = self._arrived.pop(ticket, began)
             traces.add("consume", ticket, arrived, max(arrived, began))
@@ -284,11 +332,15 @@ class TrainingLoop:
             traces.add("weights", ticket, now - copy_s, now, version=step)
             traces.end(ticket, "trained")
 
-    def _step_values(self, trained: TrainingResult, waited_s: float, copy_s: float) -> dict[str, float]:
+    def _step_values(
+        self, trained: TrainingResult, waited_s: float, copy_s: float
+    ) -> dict[str, float]:
         now = time.monotonic()
-        wall_s, self._began = max(now - self._began, 1e-9), now
+        wall_s = max(now - self._began, 1e-9)
+        self._began = now
         total = self._ledger.counts()["filtered"]
-        filtered, self._filtered_before = total - self._filtered_before, total
+        filtered = total - self._filtered_before
+        self._filtered_before = total
         values = {
             "trainer/idle_ratio": min(1.0, max(0.0, 1.0 - (trained.busy_s + copy_s) / wall_s)),
             "perf/tokens_per_s": trained.num_tokens / wall_s,
@@ -303,7 +355,9 @@ class TrainingLoop:
         return trained.values | values | self._fleet_values()
 
     async def _offer_if_current(self) -> float:
-        """Offer the current version unless it is on offer or the log is behind; return the seconds it took."""
+        """Offer the current version unless it is on offer or the log is behind; return the seconds
+        it took.
+        """
         version = self._ledger.state.version
         if version == self._offered or self._ledger.state.position < self._catch_up_to:
             return 0.0

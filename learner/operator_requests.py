@@ -1,7 +1,7 @@
 """Answers the operator's requests for a checkpoint or an evaluation now, outside the schedule.
 
-Nothing that is trained depends on them. A poll repeats the step of an earlier reply, so asking again, after a lost
-reply or by two people, begins nothing twice.
+Nothing that is trained depends on them. A poll repeats the step of an earlier reply, so asking
+again, after a lost reply or by two people, begins nothing twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 
 
 class OperatorRequests:
-    """Service that answers; the loop takes the checkpoints, because only it knows when a step has ended.
+    """Service that answers; the loop takes the checkpoints, because only it knows when a step has
+    ended.
 
     Args:
         num_tasks: tasks of an evaluation per domain, None if the run has none.
@@ -38,8 +39,12 @@ class OperatorRequests:
         stop: Stop,
         num_tasks: int | None,
     ) -> None:
-        self._bus, self._ledger, self._saver, self._evaluator = bus, ledger, saver, evaluator
-        self._stop, self._num_tasks = stop, num_tasks
+        self._bus = bus
+        self._ledger = ledger
+        self._saver = saver
+        self._evaluator = evaluator
+        self._stop = stop
+        self._num_tasks = num_tasks
 
     async def serve(self) -> None:
         """Answer requests until cancelled."""
@@ -60,27 +65,40 @@ class OperatorRequests:
         return self._evaluate(message.step)
 
     def _checkpoint(self, step: int) -> wire.OperatorReply:
-        saver, version = self._saver, self._ledger.state.version
+        saver = self._saver
+        version = self._ledger.state.version
         is_new = step < 0
         if is_new:
             step = version + 1 if self._ledger.state.taken else version
         if saver.written >= (version if is_new else step):
-            return wire.OperatorReply(state="done", step=saver.written, detail=f"step {saver.written} is on disk")
+            return wire.OperatorReply(
+                state="done", step=saver.written, detail=f"step {saver.written} is on disk"
+            )
         if saver.writing >= (version if is_new else step):
-            return wire.OperatorReply(state="running", step=saver.writing, detail="it is being written")
+            return wire.OperatorReply(
+                state="running", step=saver.writing, detail="it is being written"
+            )
         if is_new:
             log.info("the operator asks for a checkpoint after step %d", version)
             saver.request()
         elif not saver.pending:
-            return self._refused(f"no checkpoint of step {step} is pending: the learner was restarted; ask again")
+            return self._refused(
+                f"no checkpoint of step {step} is pending: the learner was restarted; ask again"
+            )
         if saver.problem:
             return wire.OperatorReply(state="waiting", step=step, detail=saver.problem)
-        when = f"it is taken when step {step} ends" if step > version else "it is taken before the next step begins"
+        when = (
+            f"it is taken when step {step} ends"
+            if step > version
+            else "it is taken before the next step begins"
+        )
         return wire.OperatorReply(state="waiting", step=step, detail=when)
 
     def _evaluate(self, step: int) -> wire.OperatorReply:
         if self._num_tasks is None:
-            return self._refused("this run has no held-out tasks: set eval.tasks, or eval.every_steps")
+            return self._refused(
+                "this run has no held-out tasks: set eval.tasks, or eval.every_steps"
+            )
         is_new = step < 0
         if is_new:
             step = self._ledger.state.version

@@ -48,7 +48,9 @@ def run_folder(config: dict[str, Any]) -> Path:
     folder = (Path(run.dir) / str(run.name)).absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir():
-        raise ConfigError("run.dir", run.dir, f"a folder, or the name of a new one; {there} is a file")
+        raise ConfigError(
+            "run.dir", run.dir, f"a folder, or the name of a new one; {there} is a file"
+        )
     return folder
 
 
@@ -66,9 +68,15 @@ def make_folder(folder: Path) -> Path:
 
 
 def exit_code(config: dict[str, Any]) -> int:
-    """Return 0 if the run of a validated configuration has completed all its steps, else 130 (stopped)."""
+    """Return 0 if the run of a validated configuration has completed all its steps, else 130
+    (stopped).
+    """
     made = checkpoint.newest_checkpoint(run_folder(config) / "checkpoints")
-    return 0 if made is not None and made.step >= section(config, "train", TrainSection).steps else EXIT_STOPPED
+    return (
+        0
+        if made is not None and made.step >= section(config, "train", TrainSection).steps
+        else EXIT_STOPPED
+    )
 
 
 def nothing_left(run: str, steps: int) -> str:
@@ -86,7 +94,9 @@ def refuse_fewer_steps(folder: Path, run: str, steps: int) -> None:
     made = checkpoint.newest_checkpoint(folder / "checkpoints")
     if made is not None and made.step > steps:
         advice = f"give the settings of its start (see {folder / 'config.yaml'}), or choose another run.name"
-        raise UserError(f"train.steps: {steps} is not allowed; run {run} has made {made.step} steps already: {advice}")
+        raise UserError(
+            f"train.steps: {steps} is not allowed; run {run} has made {made.step} steps already: {advice}"
+        )
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> Path:
@@ -106,7 +116,11 @@ def write_config(folder: Path, config: dict[str, Any]) -> Path:
 
 def to_yaml(config: dict[str, Any]) -> str:
     """Return a configuration as a user would write it."""
-    return str(yaml.safe_dump(config, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True))
+    return str(
+        yaml.safe_dump(
+            config, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True
+        )
+    )
 
 
 def data_digests(config: dict[str, Any]) -> dict[str, str]:
@@ -120,7 +134,8 @@ def data_digests(config: dict[str, Any]) -> dict[str, str]:
 
 
 def base_model(model: ModelSection, folder: Path, say: Say) -> str:
-    """Return the folder or hub name of ``model.path``; without one, build ``model.tiny`` in the run's folder.
+    """Return the folder or hub name of ``model.path``; without one, build ``model.tiny`` in the
+    run's folder.
 
     Raises:
         UserError: if ``model.path`` is neither a model folder nor a hub name, or cannot be trained.

@@ -1,7 +1,7 @@
 """Compares the settings of a resumed run to those it has; refuses those that cannot change.
 
-A run's model and tokenizer are fixed by its first weights: every checkpoint, every ticket and every sampled token
-depends on them.
+A run's model and tokenizer are fixed by its first weights: every checkpoint, every ticket and every
+sampled token depends on them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def changes(before: Any, after: Any, key: str = "") -> Iterator[Change]:
     """Yield the differences key by key; a mapping that only one side has is one change."""
     if isinstance(before, dict) and isinstance(after, dict):
         for name in dict.fromkeys([*before, *after]):
-            yield from changes(before.get(name), after.get(name), f"{key}.{name}" if key else str(name))
+            yield from changes(
+                before.get(name), after.get(name), f"{key}.{name}" if key else str(name)
+            )
     elif before != after:
         yield key, before, after
 
@@ -63,7 +65,10 @@ def changes(before: Any, after: Any, key: str = "") -> Iterator[Change]:
 def format_change(change: Change) -> str:
     """Return one line: ``train.lr: 1e-05 -> 2e-05``."""
     key, *values = change
-    before, after = (text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}…" for text in map(json.dumps, values))
+    before, after = (
+        text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}…"
+        for text in map(json.dumps, values)
+    )
     return f"{key}: {before} -> {after}"
 
 
@@ -72,7 +77,8 @@ def check_changes(folder: Path, config: dict[str, Any], *, force: bool) -> list[
 
     Args:
         config: validated, to continue with.
-        force: allow a model of the same shapes and tokenizer (the checkpoint's weights are used), and only new domains.
+        force: allow a model of the same shapes and tokenizer (the checkpoint's weights are used),
+            and only new domains.
 
     Raises:
         UserError: if a setting changed that cannot.
@@ -89,22 +95,31 @@ def check_changes(folder: Path, config: dict[str, Any], *, force: bool) -> list[
 
 def _held(folder: Path) -> Path | None:
     """Return the folder of the weights that the run resumes from, None if it has none yet."""
-    places = [*checkpoint.list_checkpoints(folder / "checkpoints")[-1:], folder / "warm_start", folder / "model"]
+    places = [
+        *checkpoint.list_checkpoints(folder / "checkpoints")[-1:],
+        folder / "warm_start",
+        folder / "model",
+    ]
     return next((path for path in places if (path / "config.json").is_file()), None)
 
 
 def _refuse_domains(before: dict[str, Any], after: dict[str, Any], *, force: bool) -> None:
-    had, has = sorted(before.get("domains") or {}), sorted(after.get("domains") or {})
+    had = sorted(before.get("domains") or {})
+    has = sorted(after.get("domains") or {})
     if had and not set(had) & set(has) and not force:
         trained = f"run {after['run']['name']} has trained {', '.join(had)}"
         allowed = f"{trained}: keep one of them, choose another run.name, or give --force"
         raise ConfigError("domains", ", ".join(has), allowed)
 
 
-def _refuse_model(held: Path, before: dict[str, Any], after: dict[str, Any], *, force: bool) -> None:
-    model, run = after["model"], after["run"]["name"]
+def _refuse_model(
+    held: Path, before: dict[str, Any], after: dict[str, Any], *, force: bool
+) -> None:
+    model = after["model"]
+    run = after["run"]["name"]
     now = _first_weights(model)
-    was = {**now, **_first_weights(before.get("model") or {})}  # another version's file may lack a key
+    # another version's file may lack a key
+    was = {**now, **_first_weights(before.get("model") or {})}
     if now["path"] is None:
         found = list(changes(was, now, "model"))
         for key, had, value in found:
@@ -114,7 +129,9 @@ def _refuse_model(held: Path, before: dict[str, Any], after: dict[str, Any], *, 
         found = list(changes(was["path"], now["path"], "model.path"))
         if found or is_local(now["path"]):
             _refuse_shapes(held, now["path"])
-            _refuse_tokenizer(held, now["path"], trust_remote_code=model.get("trust_remote_code", False))
+            _refuse_tokenizer(
+                held, now["path"], trust_remote_code=model.get("trust_remote_code", False)
+            )
     if found and not force:
         key, had, value = found[0]
         allowed = f"run {run} began with {had!r}: choose another run.name, or --force to continue from {held}"
@@ -130,7 +147,10 @@ def _first_weights(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_shapes(held: Path, path: str) -> None:
-    files = (read_json(folder / "config.json", path, "model.path") for folder in (held, tokenizer_folder(path)))
+    files = (
+        read_json(folder / "config.json", path, "model.path")
+        for folder in (held, tokenizer_folder(path))
+    )
     before, after = ({**config, **(config.get("text_config") or {})} for config in files)
     for key in SHAPES:
         if key in before and key in after and before[key] != after[key]:
@@ -143,7 +163,10 @@ def _refuse_tokenizer(held: Path, path: str, *, trust_remote_code: bool) -> None
     files = [one / "tokenizer.json" for one in (held, folder)]
     if all(file.is_file() for file in files) and len({file.read_bytes() for file in files}) == 1:
         return
-    before, after = (Tokenizer.load(one, trust_remote_code=trust_remote_code).vocabulary() for one in (held, folder))
+    before, after = (
+        Tokenizer.load(one, trust_remote_code=trust_remote_code).vocabulary()
+        for one in (held, folder)
+    )
     if before != after:
         differ = len(set(before.items()) ^ set(after.items()))
         problem = f"its tokenizer is not that of {held} ({differ} tokens differ)"

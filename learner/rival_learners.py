@@ -1,8 +1,9 @@
 """Refuses to start while another learner of the run is alive.
 
-Every learner sends presence beats (``broker.runtime.announce``) before it loads anything. It checks for a holder of the
-run before it loads anything, and again right before it takes the epoch. The members bucket and the run's folder name
-the last holder's process; unless it has ended, the learner waits for its beats for at most one presence TTL.
+Every learner sends presence beats (``broker.runtime.announce``) before it loads anything. It checks
+for a holder of the run before it loads anything, and again right before it takes the epoch. The
+members bucket and the run's folder name the last holder's process; unless it has ended, the learner
+waits for its beats for at most one presence TTL.
 """
 
 from __future__ import annotations
@@ -46,26 +47,34 @@ class RivalDetector:
         await self._roster.close()
 
     async def refuse(self) -> int:
-        """Return the newest epoch once no other learner holds the run; wait for at most one presence TTL.
+        """Return the newest epoch once no other learner holds the run; wait for at most one
+        presence TTL.
 
-        The first call also refuses if another learner is still starting. Later calls refuse only a learner that has
-        taken the epoch: of two that start at the same moment, one does.
+        The first call also refuses if another learner is still starting. Later calls refuse only a
+        learner that has taken the epoch: of two that start at the same moment, one does.
 
         Raises:
             UserError: if another learner is alive; names its host and process.
         """
-        epoch, is_first = await newest_epoch(self._bus, self._bus.run), self._cleared < 0
+        epoch = await newest_epoch(self._bus, self._bus.run)
+        is_first = self._cleared < 0
         if epoch > self._cleared:
             holders = await self._holders(epoch)
             began = self._roster.clock
-            while holders and self._roster.clock - began < SILENT_AFTER_S and not self._alive(is_first):
+            while (
+                holders
+                and self._roster.clock - began < SILENT_AFTER_S
+                and not self._alive(is_first)
+            ):
                 holders = {holder for holder in holders if not has_ended(holder)}
                 if holders:
                     await self._roster.changed(TICK_S)
         if found := self._alive(is_first):
             job = f" ({found.job})" if found.job else ""
             rival = f"a learner on {found.host}, process {found.pid}{job}"
-            raise UserError(f"run {self._bus.run} is being trained by {rival}; --take-over takes it over")
+            raise UserError(
+                f"run {self._bus.run} is being trained by {rival}; --take-over takes it over"
+            )
         self._cleared = epoch
         return epoch
 
@@ -73,7 +82,11 @@ class RivalDetector:
         """Return the processes that may hold the run under an epoch."""
         entry = await self._bus.key_value(MEMBERS).get(member_key(self._bus.run, "learner", ID))
         noted = noted_epoch(self._folder)
-        found = {entry[0].process} if entry is not None and isinstance(entry[0], wire.Presence) else set()
+        found = (
+            {entry[0].process}
+            if entry is not None and isinstance(entry[0], wire.Presence)
+            else set()
+        )
         if noted:
             found.add(noted_holder(self._folder))
         if epoch > noted:  # taken by a learner of another folder, or just now
@@ -84,7 +97,11 @@ class RivalDetector:
         """Return a learner that sent a beat within one presence TTL and counts as a holder."""
         now = self._roster.clock
         for process, (presence, at) in self._heard.items():
-            if now - at < SILENT_AFTER_S and (is_first or presence.epoch) and not has_ended(process):
+            if (
+                now - at < SILENT_AFTER_S
+                and (is_first or presence.epoch)
+                and not has_ended(process)
+            ):
                 return presence
         return None
 

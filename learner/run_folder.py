@@ -26,7 +26,8 @@ EPOCH: Final = "epoch"
 STORE: Final = "broker"  # of the private broker of `rlearner up`
 # held by `rlearner up`; a line with its process id, then one with the address of its private broker
 UP_LOCK: Final = ".lock"
-STARTING: Final = "the learner is starting"  # start of the reason if there is a learner, but no run yet
+# start of the reason if there is a learner, but no run yet
+STARTING: Final = "the learner is starting"
 UNKNOWN: Final = "does not know run"  # part of the reason if the broker answered
 DEADLINE_S: Final = 2.0
 
@@ -43,12 +44,16 @@ class RunPlace:
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add RUN and --dir."""
     parser.add_argument("run_name", metavar="RUN", help="name of the run, or its folder")
-    parser.add_argument("--dir", default="runs", metavar="FOLDER", help="where runs are kept (%(default)s)")
+    parser.add_argument(
+        "--dir", default="runs", metavar="FOLDER", help="where runs are kept (%(default)s)"
+    )
 
 
 def add_runs_options(parser: argparse.ArgumentParser) -> None:
     """Add DIR, --json, --prune and --yes."""
-    parser.add_argument("folder", nargs="?", default="runs", metavar="DIR", help="where runs are kept (%(default)s)")
+    parser.add_argument(
+        "folder", nargs="?", default="runs", metavar="DIR", help="where runs are kept (%(default)s)"
+    )
     add_json(parser)
     prune = "delete the broker's store of finished runs and leftovers of ended ones; docs/runs.md describes each file"
     parser.add_argument("--prune", action="store_true", help=prune)
@@ -59,7 +64,9 @@ def add_broker_options(parser: argparse.ArgumentParser) -> None:
     """Add --broker and --connect-deadline; a broker that the user named must answer."""
     add_broker(parser, is_noted=True)
     after = "give up after (%(default)s)"
-    parser.add_argument("--connect-deadline", type=positive, default=DEADLINE_S, metavar="SECONDS", help=after)
+    parser.add_argument(
+        "--connect-deadline", type=positive, default=DEADLINE_S, metavar="SECONDS", help=after
+    )
 
 
 def find_run(run: str, folder: str) -> RunPlace:
@@ -74,8 +81,12 @@ def find_run(run: str, folder: str) -> RunPlace:
     for path in (Path(folder) / run, Path(run)):
         if path.is_dir() and run not in ("", "."):
             raise UserError(f"{path}: has no config.yaml, so it is not the folder of a run")
-    known = ", ".join(sorted(path.parent.name for path in Path(folder).glob("*/config.yaml"))) or "none"
-    raise UserError(f"no run {run!r} below {folder}; there is {known}; name its folder, or give --dir")
+    known = (
+        ", ".join(sorted(path.parent.name for path in Path(folder).glob("*/config.yaml"))) or "none"
+    )
+    raise UserError(
+        f"no run {run!r} below {folder}; there is {known}; name its folder, or give --dir"
+    )
 
 
 def _read_place(path: Path) -> RunPlace:
@@ -91,12 +102,16 @@ def _read_place(path: Path) -> RunPlace:
 
 
 def broker_address(named: str | None, folder: Path) -> str:
-    """Return the named broker, else that of a running ``rlearner up``, else the run's last one, else the default."""
+    """Return the named broker, else that of a running ``rlearner up``, else the run's last one,
+    else the default.
+    """
     return named or current_address(folder) or DEFAULT_BROKER
 
 
 def current_address(folder: Path) -> str:
-    """Return the private broker of the ``rlearner up`` that holds the folder, else the noted one, empty if none."""
+    """Return the private broker of the ``rlearner up`` that holds the folder, else the noted one,
+    empty if none.
+    """
     private = private_addresses(folder) if is_held(folder) else []
     return private[-1] if private else noted_address(folder)
 
@@ -118,14 +133,18 @@ def noted_address(folder: Path) -> str:
 
 
 def private_addresses(folder: Path) -> list[str]:
-    """Return the addresses of this folder's private brokers, oldest first; each ended with its ``rlearner up``."""
+    """Return the addresses of this folder's private brokers, oldest first; each ended with its
+    ``rlearner up``.
+    """
     file = folder / UP_LOCK
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     return [line for line in lines if "://" in line]
 
 
 def previous_broker(folder: Path, url: str) -> str:
-    """Return the broker that the run was last trained with, empty if it is ``url``, has ended or is unknown."""
+    """Return the broker that the run was last trained with, empty if it is ``url``, has ended or is
+    unknown.
+    """
     noted = noted_address(folder)
     return "" if noted in (url, *private_addresses(folder)) else noted
 
@@ -137,7 +156,8 @@ def note_broker(folder: Path, url: str) -> None:
 
 
 def note_epoch(folder: Path, epoch: int, holder: str) -> None:
-    """Note the newest epoch in the run's folder: the broker may lose it while other processes still know it.
+    """Note the newest epoch in the run's folder: the broker may lose it while other processes still
+    know it.
 
     Args:
         holder: the process that took it, see ``broker/system/process_identity.py``.
@@ -164,7 +184,9 @@ def _epoch_note(folder: Path) -> tuple[str, str]:
 
 
 @asynccontextmanager
-async def connect_run(options: argparse.Namespace, run: str, folder: Path) -> AsyncIterator[tuple[Bus | None, str]]:
+async def connect_run(
+    options: argparse.Namespace, run: str, folder: Path
+) -> AsyncIterator[tuple[Bus | None, str]]:
     """Connect to the run's broker; yield it, or None and the reason.
 
     Raises:
@@ -172,7 +194,9 @@ async def connect_run(options: argparse.Namespace, run: str, folder: Path) -> As
     """
     url = broker_address(options.broker, folder)
     try:
-        bus = await Bus.connect(url, run, name=f"operator-{os.getpid()}", deadline_s=options.connect_deadline)
+        bus = await Bus.connect(
+            url, run, name=f"operator-{os.getpid()}", deadline_s=options.connect_deadline
+        )
     except BrokerUnreachable as error:
         if options.broker:
             raise
@@ -182,7 +206,10 @@ async def connect_run(options: argparse.Namespace, run: str, folder: Path) -> As
         if run in await find_runs(bus):
             yield bus, ""
         elif any(one.role == "learner" for one in await census(bus, run)):
-            yield None, f"{STARTING}: the broker at {bus.link.where} sees its learner, which has not taken the run yet"
+            yield (
+                None,
+                f"{STARTING}: the broker at {bus.link.where} sees its learner, which has not taken the run yet",
+            )
         else:
             yield None, f"the broker at {bus.link.where} {UNKNOWN} {run}"
     finally:

@@ -28,7 +28,9 @@ class EpochWatch:
     """
 
     def __init__(self, bus: Bus, stop: Stop, say: Callable[[str], None]) -> None:
-        self._bus, self._stop, self._say = bus, stop, say
+        self._bus = bus
+        self._stop = stop
+        self._say = say
         self._spec: wire.RunSpec | None = None  # as published
         self.epoch = 0  # of this incarnation, 0 before it has taken one
         self.paused = False  # by the operator
@@ -39,7 +41,9 @@ class EpochWatch:
         """Read the desired state: a start overrides it, but not a later one."""
         _, self._said = await self._word()
 
-    async def take_epoch(self, spec: wire.RunSpec, *, above: int = 0, seen: int | None = None) -> None:
+    async def take_epoch(
+        self, spec: wire.RunSpec, *, above: int = 0, seen: int | None = None
+    ) -> None:
         """Fence the previous holder of the run and let the other processes join.
 
         Args:
@@ -59,10 +63,17 @@ class EpochWatch:
         self._spec = msgspec.structs.replace(spec, epoch=self.epoch)
         if said == self._said and state == "paused":
             run = self._bus.run
-            log.warning("run %s is paused and stays so; continue it with `rlearner resume %s`", run, run)
+            log.warning(
+                "run %s is paused and stays so; continue it with `rlearner resume %s`", run, run
+            )
         elif said == self._said:
-            control, running = self._bus.key_value(CONTROL), wire.DesiredState(state="running")
-            await (control.update(self._bus.run, running, said) if said else control.create(self._bus.run, running))
+            control = self._bus.key_value(CONTROL)
+            running = wire.DesiredState(state="running")
+            await (
+                control.update(self._bus.run, running, said)
+                if said
+                else control.create(self._bus.run, running)
+            )
         log.info("epoch %d of run %s", self.epoch, self._bus.run)
 
     def services(self) -> list[Coroutine[Any, Any, None]]:
@@ -80,7 +91,11 @@ class EpochWatch:
     async def _word(self) -> tuple[str, int]:
         """Return the desired state and its revision; empty and 0 if there is none."""
         found = await self._bus.key_value(CONTROL).get(self._bus.run)
-        return (found[0].state, found[1]) if found is not None and isinstance(found[0], wire.DesiredState) else ("", 0)
+        return (
+            (found[0].state, found[1])
+            if found is not None and isinstance(found[0], wire.DesiredState)
+            else ("", 0)
+        )
 
     async def refuse_if_fenced(self) -> None:
         """Ask the broker whether this learner still holds the run.
@@ -103,18 +118,24 @@ class EpochWatch:
 
     def _check(self, newest: int) -> None:
         if newest > self.epoch:
-            problem = f"a newer learner took over under epoch {newest}, this one is epoch {self.epoch}"
+            problem = (
+                f"a newer learner took over under epoch {newest}, this one is epoch {self.epoch}"
+            )
             self._fence = Fenced(f"run {self._bus.run}: {problem}")
             raise self._fence
 
     async def _follow_epoch(self) -> None:
-        """Raise ``Fenced`` once a newer incarnation takes the run; put the RunSpec back if another one replaced it."""
+        """Raise ``Fenced`` once a newer incarnation takes the run; put the RunSpec back if another
+        one replaced it.
+        """
         runs = self._bus.key_value(RUNS)
         async for message, revision in runs.watch(self._bus.run):
             if isinstance(message, wire.RunSpec):
                 self._check(message.epoch)
             elif self._spec is not None:
-                log.warning("the RunSpec of run %s was deleted or replaced; writing it again", self._bus.run)
+                log.warning(
+                    "the RunSpec of run %s was deleted or replaced; writing it again", self._bus.run
+                )
                 await runs.update(self._bus.run, self._spec, revision)
 
     async def _follow_control(self) -> None:

@@ -26,7 +26,13 @@ from broker.system.process_identity import this_process
 from broker.telemetry.traces import require_installed
 from learner.backends.parts.part_file import DamagedFileError
 from learner.checkpoints import checkpoint
-from learner.config import AlgorithmSection, EvalSection, FailuresSection, SamplesSection, TrainSection
+from learner.config import (
+    AlgorithmSection,
+    EvalSection,
+    FailuresSection,
+    SamplesSection,
+    TrainSection,
+)
 from learner.credit.ledger import Ledger, RulesUpdate
 from learner.credit.record_intake import rules_change
 from learner.credit.recovery import Recovery
@@ -75,14 +81,18 @@ async def serve(
         config: validated, with ``run.name`` set.
         url: address of the broker.
         rebase: continue although the broker has lost its store, see ``learner/credit/recovery.py``.
-        take_over: start although another learner of the run is alive; it is fenced once this one has loaded.
-        force: continue with settings that a run should not change, see ``learner/resume_checks.py``.
+        take_over: start although another learner of the run is alive; it is fenced once this one
+            has loaded.
+        force: continue with settings that a run should not change, see
+            ``learner/resume_checks.py``.
         shared: devices on which to take turns with rollout servers.
 
     Raises:
-        UserError: if another learner is alive or took over, the broker lost state, or the user must fix something.
+        UserError: if another learner is alive or took over, the broker lost state, or the user must
+            fix something.
     """
-    run, folder = config["run"]["name"], run_folder(config)
+    run = config["run"]["name"]
+    folder = run_folder(config)
     logs.identify(run=run, role="learner", process_id=ID)
     if section(config, "telemetry", TelemetrySection).traces:
         require_installed()
@@ -93,21 +103,25 @@ async def serve(
     stop.health.set("starting", f"run {run}: waiting for a broker")
     try:
         async with AsyncExitStack() as stack:
-            bus = await unless_stopped(stop, Bus.connect(url, run, name=ID, role=ID, deadline_s=connect_deadline_s))
+            bus = await unless_stopped(
+                stop, Bus.connect(url, run, name=ID, role=ID, deadline_s=connect_deadline_s)
+            )
             stack.push_async_callback(bus.close)
             begin_imports(config)  # while the broker answers and files are read
             bus.replicas = section(config, "broker", BrokerSection).replicas
             await _refuse_a_stranger(bus, folder, is_new)
             rivals = await _refuse_rivals(stack, bus, folder, stop) if not take_over else None
             if is_new:
-                write_config(folder, config)  # demonstrations need it; a restart replaces it once it holds the run
+                # demonstrations need it; a restart replaces it once it holds the run
+                write_config(folder, config)
                 note_broker(folder, url)
             await bus.ensure_streams()
             stop.health.set("starting", f"run {run}: opening")
             stop.health.joined()
             opening = _open(config, folder, bus, stop, rivals, rebase=rebase, shared=shared)
             learner = await stack.enter_async_context(opening)
-            note_broker(folder, url)  # only now: until then another learner may hold the run, on another broker
+            # only now: until then another learner may hold the run, on another broker
+            note_broker(folder, url)
             await learner.run()
     except (LostState, Fenced) as error:
         raise UserError(str(error)) from None
@@ -127,7 +141,9 @@ async def _refuse_a_stranger(bus: Bus, folder: Path, is_new: bool) -> None:
         raise UserError(f"{known_as}, and {folder} does not come from it; choose another run.name")
 
 
-async def _refuse_rivals(stack: AsyncExitStack, bus: Bus, folder: Path, stop: Stop) -> RivalDetector:
+async def _refuse_rivals(
+    stack: AsyncExitStack, bus: Bus, folder: Path, stop: Stop
+) -> RivalDetector:
     """Start listening for other learners of the run.
 
     Raises:
@@ -153,7 +169,9 @@ async def _open(
 ) -> AsyncIterator[LearnerService]:
     """Open everything between the broker and the loop; close it in reverse order."""
     async with AsyncExitStack() as stack:
-        placeholder = wire.RunSpec(run=bus.run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path="")
+        placeholder = wire.RunSpec(
+            run=bus.run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=""
+        )
         member = Member(bus, placeholder, ID, "learner", stop)
         stack.push_async_callback(member.leave)
         roster = Roster(bus, beats=("rollout",), members=("envhub", "rewardhub"))
@@ -184,25 +202,38 @@ class LearnerService:
         rivals: RivalDetector | None,
         devices: SharedDevices | None = None,
     ) -> None:
-        self.config, self.folder, self.member, self.roster, self.rivals = config, folder, member, roster, rivals
-        self.bus, self.stop, self.devices = member.bus, member.stop, devices
+        self.config = config
+        self.folder = folder
+        self.member = member
+        self.roster = roster
+        self.rivals = rivals
+        self.bus = member.bus
+        self.stop = member.stop
+        self.devices = devices
         self.train = section(config, "train", TrainSection)
-        self.shown = LearnerStatus(self.stop, self.train.groups_per_step, lambda: self.watch.epoch, folder)
+        self.shown = LearnerStatus(
+            self.stop, self.train.groups_per_step, lambda: self.watch.epoch, folder
+        )
         self.watch = EpochWatch(self.bus, self.stop, self.shown.say_waiting)
         self.checkpoints = folder / "checkpoints"
         self._damaged: list[Path] = []  # checkpoints that cannot be read
 
-    # ------------------------------------------------------------------------------------------------------ prepare
+    # ------------------------------------------------------------------------------------------------------
+    # prepare
 
     async def prepare(self, stack: AsyncExitStack, *, rebase: bool = False) -> None:
-        """Load the model, take the epoch, and open the weight sender and the services next to the loop.
+        """Load the model, take the epoch, and open the weight sender and the services next to the
+        loop.
 
-        Steps that a user error can fail come before the epoch where possible, so that a healthy learner keeps the run.
+        Steps that a user error can fail come before the epoch where possible, so that a healthy
+        learner keeps the run.
         """
         await self.watch.open()
         self.digests = await asyncio.to_thread(data_digests, self.config)
         self.model_path = model_path = await self._model_path()
-        trackers = await open_trackers(stack, self.config, self.folder, self.bus.run, self.stop, self.shown)
+        trackers = await open_trackers(
+            stack, self.config, self.folder, self.bus.run, self.stop, self.shown
+        )
         recovery = await self._take_over(stack, model_path, rebase=rebase)
         self.resumed = await recovery.recover()
         appending = self._append_rules()
@@ -224,11 +255,13 @@ class LearnerService:
     async def _take_over(self, stack: AsyncExitStack, model_path: str, *, rebase: bool) -> Recovery:
         """Load the newest checkpoint and take the run.
 
-        The current holder continues while this learner loads. If a newer checkpoint exists afterwards, it is loaded
-        instead; it is the last one, because this learner holds the run from then on.
+        The current holder continues while this learner loads. If a newer checkpoint exists
+        afterwards, it is loaded instead; it is the last one, because this learner holds the run
+        from then on.
         """
         while True:
-            path, recovery = self._newest(), None
+            path = self._newest()
+            recovery = None
             async with AsyncExitStack() as loaded:
                 try:
                     recovery = await self._load(loaded, path, model_path, rebase=rebase)
@@ -242,10 +275,16 @@ class LearnerService:
                 if recovery is not None and path == self._newest():
                     stack.push_async_callback(loaded.pop_all().aclose)
                     return recovery
-            log.warning("another learner continued while this one was loading, to %s", self._newest())
+            log.warning(
+                "another learner continued while this one was loading, to %s", self._newest()
+            )
 
     def _newest(self) -> Path | None:
-        found = [path for path in checkpoint.list_checkpoints(self.checkpoints) if path not in self._damaged]
+        found = [
+            path
+            for path in checkpoint.list_checkpoints(self.checkpoints)
+            if path not in self._damaged
+        ]
         return found[-1] if found else None
 
     def _pass_over(self, path: Path | None, error: Exception) -> bool:
@@ -258,9 +297,14 @@ class LearnerService:
         log.warning("%s; the run resumes from %s, and trains again from there", error, previous)
         return True
 
-    async def _load(self, stack: AsyncExitStack, path: Path | None, model_path: str, *, rebase: bool) -> Recovery:
-        """Load model and ledger from a checkpoint or from scratch, and inspect the broker; change nothing."""
-        # in a thread: another one may be importing torch, and this one would wait for it with the event loop
+    async def _load(
+        self, stack: AsyncExitStack, path: Path | None, model_path: str, *, rebase: bool
+    ) -> Recovery:
+        """Load model and ledger from a checkpoint or from scratch, and inspect the broker; change
+        nothing.
+        """
+        # in a thread: another one may be importing torch, and this one would wait for it with the
+        # event loop
         await asyncio.to_thread(import_module, "learner.weights.offering")
         from learner.weights.offering import WeightOffering
         from learner.weights.probing import read_probe_ids
@@ -268,7 +312,9 @@ class LearnerService:
         resumed = checkpoint.read_checkpoint(path) if path is not None else None
         if resumed is not None:
             log.info("resuming from %s", resumed.path)
-        self.ledger = self.shown.ledger = Ledger.load(resumed.ledger) if resumed else Ledger(await self._first_rules())
+        self.ledger = self.shown.ledger = (
+            Ledger.load(resumed.ledger) if resumed else Ledger(await self._first_rules())
+        )
         self.shown.say("loading the model")
         try:
             from_path = str(resumed.path) if resumed else model_path
@@ -292,9 +338,12 @@ class LearnerService:
         stack.push_async_callback(asyncio.to_thread, self.training.close)
         if resumed is not None:
             await self.training.call(partial(checkpoint.load_state, resumed, self.training.backend))
-        model, most = section(self.config, "model", ModelSection), self.config["rollout"]["max_context_tokens"]
+        model = section(self.config, "model", ModelSection)
+        most = self.config["rollout"]["max_context_tokens"]
         size = self.training.backend.vocab_size
-        probe_ids = await asyncio.to_thread(read_probe_ids, model_path, model, vocab_size=size, max_context=most)
+        probe_ids = await asyncio.to_thread(
+            read_probe_ids, model_path, model, vocab_size=size, max_context=most
+        )
         self.offering = await self.training.call(
             lambda: WeightOffering(self.training.backend, self.train, model.dtype, probe_ids)
         )
@@ -310,7 +359,9 @@ class LearnerService:
         return rules_of(self.train, algorithm, domains(self.config), self.config["run"]["seed"])
 
     async def _first_rules(self) -> TicketRules:
-        """Return the rules that the log begins with; a learner killed before a checkpoint may have left some."""
+        """Return the rules that the log begins with; a learner killed before a checkpoint may have
+        left some.
+        """
         first = await peek(self.bus, SAMPLES, 1)
         if first is not None and isinstance(first.record.message, wire.RulesChange):
             found = rules_change(first.record.message).record
@@ -319,14 +370,19 @@ class LearnerService:
         return self._rules()
 
     async def _append_rules(self) -> None:
-        """Append the rules of the configuration to the log; earlier records keep the rules in force at their time."""
+        """Append the rules of the configuration to the log; earlier records keep the rules in force
+        at their time.
+        """
         change = wire.RulesChange(epoch=self.watch.epoch, rules=self._rules().plain())
-        await self.bus.publish(SAMPLES, change, message_id=f"rules.{self.bus.run}.{self.watch.epoch}")
+        await self.bus.publish(
+            SAMPLES, change, message_id=f"rules.{self.bus.run}.{self.watch.epoch}"
+        )
 
     async def _end_what_is_done(self, steps: int) -> NoReturn:
         """Announce the end of a completed run and exit cleanly.
 
-        A supervisor restarts a killed learner even after its last step, and treats any other exit as a failure.
+        A supervisor restarts a killed learner even after its last step, and treats any other exit
+        as a failure.
 
         Raises:
             Stopped: always.
@@ -338,7 +394,9 @@ class LearnerService:
 
     async def _model_path(self) -> str:
         needed = self._needs_warm_start()
-        preparation = ModelPreparation(self.config, self.folder, self.shown.say, make_warm_start=needed)
+        preparation = ModelPreparation(
+            self.config, self.folder, self.shown.say, make_warm_start=needed
+        )
         work = asyncio.create_task(asyncio.to_thread(preparation.model_path))
         stopping = asyncio.create_task(self.stop.asked.wait())
         try:
@@ -350,37 +408,53 @@ class LearnerService:
         return await work
 
     def _needs_warm_start(self) -> bool:
-        """Return whether the first weights are used: by a new run, as the reference, or below adapters."""
+        """Return whether the first weights are used: by a new run, as the reference, or below
+        adapters.
+        """
         if self._newest() is None:
             return True
         began_with = ((read_settings(self.folder) or {}).get("warm_start") or {}).get("steps")
-        has_reference = section(self.config, "algorithm", AlgorithmSection).kl_coef > 0 or self.train.lora is not None
+        has_reference = (
+            section(self.config, "algorithm", AlgorithmSection).kl_coef > 0
+            or self.train.lora is not None
+        )
         return bool(began_with) and has_reference
 
     async def _take_epoch(self, model_path: str) -> None:
         """Fence the previous holder of the run and let the other processes join."""
-        run, config, digests = self.bus.run, self.config, self.digests
+        run = self.bus.run
+        config = self.config
+        digests = self.digests
         with_code = bool((config.get("model") or {}).get("trust_remote_code"))
         spec = wire.RunSpec(
             run=run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=model_path,
             data_digests=digests, model_files=await share(self.bus, model_path, with_code=with_code),
         )  # fmt: skip
         while not self.watch.epoch:
-            seen = await unless_stopped(self.stop, self.rivals.refuse()) if self.rivals is not None else None
+            seen = (
+                await unless_stopped(self.stop, self.rivals.refuse())
+                if self.rivals is not None
+                else None
+            )
             with suppress(Fenced):  # another learner was faster: check that one
                 await self.watch.take_epoch(spec, above=noted_epoch(self.folder), seen=seen)
         note_epoch(self.folder, self.watch.epoch, this_process())
         write_config(self.folder, self.config)
-        await asyncio.to_thread(note_start, self.folder, config, self.watch.epoch, digests, model_path)
+        await asyncio.to_thread(
+            note_start, self.folder, config, self.watch.epoch, digests, model_path
+        )
         for work in self.watch.services():
             self.member.spawn(work)
 
     async def _open_sender(self, stack: AsyncExitStack) -> WeightSender:
-        sender = await self.training.call(lambda: self.offering.sender(self.bus, self.roster, self.watch.epoch))
+        sender = await self.training.call(
+            lambda: self.offering.sender(self.bus, self.roster, self.watch.epoch)
+        )
         await sender.start()
         stack.push_async_callback(sender.close)
         await self.training.call(lambda: self.offering.serve(sender))
-        self.member.spawn(sender.join())  # a learner that can no longer send weights must be restarted
+        # a learner that can no longer send weights must be restarted
+        self.member.spawn(sender.join())
         if self.train.weights_snapshot_every:
             from learner.weights.addresses import weights_address
             from learner.weights.snapshots import open_snapshots
@@ -391,12 +465,16 @@ class LearnerService:
             await open_snapshots(stack, self.train, bind, self.folder, self.bus.run, sender)
         return sender
 
-    # ---------------------------------------------------------------------------------------------------------- run
+    # ----------------------------------------------------------------------------------------------------------
+    # run
 
     async def run(self) -> None:
         """Run the loop, write the last checkpoint and announce the end of the run."""
-        ledger, roster, services = self.ledger, self.roster, self.services
-        failures, table = section(self.config, "failures", FailuresSection), domains(self.config)
+        ledger = self.ledger
+        roster = self.roster
+        services = self.services
+        failures = section(self.config, "failures", FailuresSection)
+        table = domains(self.config)
         giveup = FailureMonitor(failures, self.train.groups_per_step, table)
         parts = (services.issuer, services.evaluator, services.book, services.records)
         loop = TrainingLoop(
@@ -415,21 +493,27 @@ class LearnerService:
             giveup=giveup,
             steps=self.train.steps,
         )
-        say, roles = self.shown.say_waiting, required_roles(table)
-        self.member.spawn(watch_missing_roles(self.bus.run, roster, roles, lambda: bool(ledger.open), say))
+        say = self.shown.say_waiting
+        roles = required_roles(table)
+        self.member.spawn(
+            watch_missing_roles(self.bus.run, roster, roles, lambda: bool(ledger.open), say)
+        )
         watched = roster, lambda: self.watch.paused, self.stop.request
         self.member.spawn(watch_hubs(giveup, *watched))
         refusals = OfferRefusals(self.watch.epoch, others_s=failures.give_up_after_s)
         self.member.spawn(watch_refusals(refusals, self.sender, self._check_offer, *watched))
         tasks = section(self.config, "eval", EvalSection).tasks
-        requests = OperatorRequests(self.bus, ledger, services.saver, services.evaluator, self.stop, tasks)
+        requests = OperatorRequests(
+            self.bus, ledger, services.saver, services.evaluator, self.stop, tasks
+        )
         self.member.spawn(requests.serve())
         self.shown.serving = True
         self.shown.say("training")
         try:
             done = await loop.run()
         except LostState:
-            await self.watch.refuse_if_fenced()  # a learner that took over may have trimmed the log: report that
+            # a learner that took over may have trimmed the log: report that
+            await self.watch.refuse_if_fenced()
             raise
         except NotFinite as error:  # no checkpoint: the one before is to resume from
             await self.watch.put(wire.DesiredState(state="stopped", reason=str(error)))
@@ -463,7 +547,9 @@ class LearnerService:
         """Return the first fault of the weights on offer, as far as this process can find one."""
         model = section(self.config, "model", ModelSection)
         if check.kind == "layout":
-            return await self.training.call(lambda: self.offering.layout_difference(self.model_path, model))
+            return await self.training.call(
+                lambda: self.offering.layout_difference(self.model_path, model)
+            )
         return await self.training.call(self.offering.logprobs_difference)
 
     def _offer(self, version: int) -> float:
@@ -475,9 +561,14 @@ class LearnerService:
         """Return the step metrics that are measured outside training."""
         values: dict[str, float] = self.sender.metrics()
         values |= self.training.turn_values()
-        return values | self.services.saver.values() | {"time/broadcast_weights": values.get("weights/seconds", 0.0)}
+        return (
+            values
+            | self.services.saver.values()
+            | {"time/broadcast_weights": values.get("weights/seconds", 0.0)}
+        )
 
-    # ------------------------------------------------------------------------------------------------ next to the loop
+    # ------------------------------------------------------------------------------------------------
+    # next to the loop
 
     async def _abandon_when_asked(self) -> None:
         await self.stop.asked.wait()

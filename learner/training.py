@@ -1,8 +1,8 @@
 """The training thread, the only one that touches the model: takes groups, returns completed steps.
 
-Jobs run in submission order, so micro-batches are cut in the order of the log. A step's gradient accumulates while the
-rest of its groups are still being generated. If the algorithm needs the whole step first, the models score the groups
-that are there, where it needs their scores.
+Jobs run in submission order, so micro-batches are cut in the order of the log. A step's gradient
+accumulates while the rest of its groups are still being generated. If the algorithm needs the whole
+step first, the models score the groups that are there, where it needs their scores.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-AGAIN: Final = "start this one again, with train.streaming=never until its next checkpoint if that repeats"
+AGAIN: Final = (
+    "start this one again, with train.streaming=never until its next checkpoint if that repeats"
+)
 BACKLOG_BYTES: Final = 8 << 20  # of groups that wait for the thread: enough to keep it busy
 
 
@@ -54,8 +56,10 @@ class TrainingResult:
     num_samples: int  # training sequences
     busy_s: float  # that the thread spent on it
     finish_s: float  # of these, after the last group
-    tickets: tuple[int, ...] = ()  # of the groups that were trained on; the others were not selected
-    tokens: StepTokens | None = None  # entropy and importance ratio of their tokens; None: not recorded
+    # of the groups that were trained on; the others were not selected
+    tickets: tuple[int, ...] = ()
+    # entropy and importance ratio of their tokens; None: not recorded
+    tokens: StepTokens | None = None
     is_skipped: bool = False  # no gradient was finite, so the policy is as before
     problem: str = ""  # the tensor by which a gradient was not finite, if one was and it is known
 
@@ -67,8 +71,8 @@ class TrainingThread:
         build: makes the backend.
         estimator: estimates the advantages.
         stream: False waits for all groups of a step even if the algorithm could begin without them.
-        turns: on devices that the model shares with other processes; None: they are always the model's. A step then
-            takes one turn, so ``stream`` must be False.
+        turns: on devices that the model shares with other processes; None: they are always the
+            model's. A step then takes one turn, so ``stream`` must be False.
         record_tokens: record entropy and importance ratio of each token, if the backend can.
     """
 
@@ -83,10 +87,14 @@ class TrainingThread:
         record_tokens: bool = False,
     ) -> None:
         if stream and turns is not None:
-            raise ValueError("a model that shares its devices cannot train a step before its groups are there")
-        self._turns, self._entering = turns, asyncio.Lock()
+            raise ValueError(
+                "a model that shares its devices cannot train a step before its groups are there"
+            )
+        self._turns = turns
+        self._entering = asyncio.Lock()
         self._algorithm = algorithm
-        self._build, self._assembly = build, SampleAssembler(estimator, algorithm, stream=stream)
+        self._build = build
+        self._assembly = SampleAssembler(estimator, algorithm, stream=stream)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
         self._groups: list[wire.Group] = []  # of the step, in the order of the log
         self._num_streamed = 0  # of these, added to the gradient as they arrived
@@ -94,9 +102,12 @@ class TrainingThread:
         self._step = StepFigures()
         self._figures = FigureCollector()
         self._record_tokens = record_tokens
-        self._backlog, self._shrunk = 0, asyncio.Event()  # bytes of groups that the thread has not worked off yet
+        # bytes of groups that the thread has not worked off yet
+        self._backlog = 0
+        self._shrunk = asyncio.Event()
         self._busy_s = 0.0
-        self._abandoned, self._stopped = threading.Event(), asyncio.Event()
+        self._abandoned = threading.Event()
+        self._stopped = asyncio.Event()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.spans = SpanRecorder()
 
@@ -110,14 +121,20 @@ class TrainingThread:
         if self._turns is not None:
             self._turns.loaded(self.backend)
         self._cutter: MicroBatchCutter[TrainSample] = self.backend.cutter()
-        self._scores = ScoreStream(self.backend.cutter(), lambda samples: self.backend.score(samples))
+        self._scores = ScoreStream(
+            self.backend.cutter(), lambda samples: self.backend.score(samples)
+        )
         if self._record_tokens and not await self.call(self.backend.record_tokens):
-            log.info("entropy and importance ratio per token are not recorded: only one rank can, and not megatron's")
+            log.info(
+                "entropy and importance ratio per token are not recorded: only one rank can, and not megatron's"
+            )
             self._record_tokens = False
         return self.backend
 
     async def call(self, job: Callable[[], T]) -> T:
-        """Run a job in the thread, after all that were submitted before, with the model on its device."""
+        """Run a job in the thread, after all that were submitted before, with the model on its
+        device.
+        """
         async with self._entering:
             if self._turns is not None:
                 await self._turns.begin(self._run)
@@ -145,12 +162,16 @@ class TrainingThread:
     async def _run(self, job: Callable[[], None]) -> None:
         await self._submit(job)
 
-    def add(self, group: wire.Group, rules: TicketRules | None = None, *, is_settled: bool = False) -> None:
-        """Add a group to the current step; return at once. Errors are raised by ``failed`` and ``finish``.
+    def add(
+        self, group: wire.Group, rules: TicketRules | None = None, *, is_settled: bool = False
+    ) -> None:
+        """Add a group to the current step; return at once. Errors are raised by ``failed`` and
+        ``finish``.
 
         Args:
             rules: those in force in the log at this place; None: those of the configuration.
-            is_settled: no other rules follow within the step, so a group may be freed once it is trained on.
+            is_settled: no other rules follow within the step, so a group may be freed once it is
+                trained on.
         """
         size = num_bytes(group)
         self._backlog += size
@@ -168,7 +189,8 @@ class TrainingThread:
 
         Args:
             version: the policy version that is being trained.
-            rules: those in force in the log where the step is full; None: those of the configuration.
+            rules: those in force in the log where the step is full; None: those of the
+                configuration.
         """
         if self._turns is not None:
             async with self._entering:
@@ -180,12 +202,16 @@ class TrainingThread:
         return trained
 
     def abandon(self) -> None:
-        """Stop training: the current micro-batch ends, waiting jobs do nothing, and the current step is not taken."""
+        """Stop training: the current micro-batch ends, waiting jobs do nothing, and the current
+        step is not taken.
+        """
         self._abandoned.set()
         self._stopped.set()
 
     async def undo(self) -> None:
-        """Discard what an abandoned step has accumulated, so that the backend is between two steps again."""
+        """Discard what an abandoned step has accumulated, so that the backend is between two steps
+        again.
+        """
         await self.call(self._discard)
 
     def _discard(self) -> None:
@@ -202,19 +228,27 @@ class TrainingThread:
         self._thread.shutdown()
 
     def _begin_step(self) -> None:
-        self._groups, self._num_streamed, self._num_freed = [], 0, 0
+        self._groups = []
+        self._num_streamed = 0
+        self._num_freed = 0
         self._step = StepFigures()
         self._figures.take()
 
     def _watch(self, num_bytes: int, future: asyncio.Future[None]) -> None:
         self._backlog -= num_bytes
         self._shrunk.set()
-        if not future.cancelled() and (error := future.exception()) is not None and not self.failed.done():
+        if (
+            not future.cancelled()
+            and (error := future.exception()) is not None
+            and not self.failed.done()
+        ):
             self.abandon()  # a step that lacks a group must not be taken
             self.failed.set_exception(error)
 
     def _keep_fraction(self, rules: TicketRules | None) -> float:
-        """Return the share of a step's groups that are trained on; tell the backend the other rules of the log."""
+        """Return the share of a step's groups that are trained on; tell the backend the other rules
+        of the log.
+        """
         if rules is not None:
             self.backend.follow_rules(steps=rules.steps, seed=rules.seed)
             return rules.keep_fraction
@@ -256,10 +290,12 @@ class TrainingThread:
             self._figures.collect(self.backend.take_recorded())
 
     def _train_rest(self, version: int, groups: Sequence[wire.Group]) -> dict[str, float] | None:
-        """Complete a step whose gradient accumulated as its groups arrived; return None if it is abandoned.
+        """Complete a step whose gradient accumulated as its groups arrived; return None if it is
+        abandoned.
 
         Args:
-            groups: those to train on. If they are not those that were added to the gradient, it begins again.
+            groups: those to train on. If they are not those that were added to the gradient, it
+                begins again.
 
         Raises:
             UserError: if groups of which it must begin again were freed.
@@ -267,7 +303,9 @@ class TrainingThread:
         streamed = self._groups[: self._num_streamed]
         if [group.ticket for group in groups] != [group.ticket for group in streamed]:
             if self._num_freed:
-                raise UserError(f"step {version + 1}: another learner has changed its rules; {AGAIN}")
+                raise UserError(
+                    f"step {version + 1}: another learner has changed its rules; {AGAIN}"
+                )
             self._cutter.flush()
             self._figures.take()
             self.backend.discard()
@@ -279,7 +317,9 @@ class TrainingThread:
         return None if self._abandoned.is_set() else self.backend.step()
 
     def _train_batch(self, version: int, groups: Sequence[wire.Group]) -> dict[str, float] | None:
-        """Train a step that needs all its groups; once begun it is completed, because updates cannot be undone."""
+        """Train a step that needs all its groups; once begun it is completed, because updates
+        cannot be undone.
+        """
         if self._abandoned.is_set():
             return None
         if self._num_streamed not in (0, len(self._groups)):  # the rules changed on the way
@@ -305,16 +345,22 @@ class TrainingThread:
         selected = most_varied(self._groups, self._keep_fraction(rules))
         with self.spans.work("train"):
             needs_batch = self._assembly.needs_batch
-            values = self._train_batch(version, selected) if needs_batch else self._train_rest(version, selected)
+            values = (
+                self._train_batch(version, selected)
+                if needs_batch
+                else self._train_rest(version, selected)
+            )
         if values is None:
             return None
-        step, tokens = self._step, self._figures.take() if self._record_tokens else None
+        step = self._step
+        tokens = self._figures.take() if self._record_tokens else None
         self._begin_step()
         is_finite = all(map(math.isfinite, values.values()))
         problem = "" if is_finite else self.backend.take_problem()
         values = step.values(version) | values
         finish_s = time.monotonic() - started
-        busy_s, self._busy_s = self._busy_s + finish_s, 0.0
+        busy_s = self._busy_s + finish_s
+        self._busy_s = 0.0
         tickets = tuple(group.ticket for group in selected)
         skipped = values.get("actor/skipped", 0.0) * self._algorithm.num_epochs
         return TrainingResult(

@@ -1,4 +1,6 @@
-"""Opens the training thread that a configuration describes, for learners and replays; needs no broker."""
+"""Opens the training thread that a configuration describes, for learners and replays; needs no
+broker.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ HEAVY: Final = (
 
 def begin_imports(config: dict[str, Any]) -> None:
     """Start importing the training libraries in a background thread: it takes seconds."""
-    asyncio.get_running_loop().run_in_executor(None, _try_libraries, section(config, "train", TrainSection).backend)
+    asyncio.get_running_loop().run_in_executor(
+        None, _try_libraries, section(config, "train", TrainSection).backend
+    )
 
 
 def _try_libraries(backend: str) -> None:
@@ -79,7 +83,8 @@ async def open_training(
     Raises:
         ConfigError: if the backend refuses the configuration, or cannot take turns.
     """
-    train, algorithm = section(config, "train", TrainSection), section(config, "algorithm", AlgorithmSection)
+    train = section(config, "train", TrainSection)
+    algorithm = section(config, "algorithm", AlgorithmSection)
     most = max(domain.max_context_tokens for domain in domains(config).values())
     model = section(config, "model", ModelSection)
     kind = await asyncio.to_thread(_libraries, train.backend)
@@ -99,7 +104,9 @@ async def open_training(
         raise ConfigError("train.backend", train.backend, "torch, ddp or fsdp2 with --share-gpus")
     turns = DeviceTurns(devices, folder) if devices is not None else None
     stream = train.streaming != "never" and turns is None
-    training = TrainingThread(build, estimator, algorithm, stream=stream, turns=turns, record_tokens=record_tokens)
+    training = TrainingThread(
+        build, estimator, algorithm, stream=stream, turns=turns, record_tokens=record_tokens
+    )
     try:
         await training.open()
     except BaseException:
@@ -110,7 +117,9 @@ async def open_training(
 
 @contextmanager
 def _collecting_later() -> Iterator[None]:
-    """Disable garbage collection: scanning the 600,000 objects that imports create costs a fifth of the start."""
+    """Disable garbage collection: scanning the 600,000 objects that imports create costs a fifth of
+    the start.
+    """
     was = gc.isenabled()
     gc.disable()
     try:

@@ -31,9 +31,12 @@ class DeviceTurns:
     """
 
     def __init__(self, devices: SharedDevices, folder: Path) -> None:
-        self._devices, self._folder = devices, folder
+        self._devices = devices
+        self._folder = folder
         self._backend: Backend | None = None  # None: not loaded
-        self._times = dict.fromkeys(("time/turn_wait", "time/turn_load", "time/turn_offload", "turns/count"), 0.0)
+        self._times = dict.fromkeys(
+            ("time/turn_wait", "time/turn_load", "time/turn_offload", "turns/count"), 0.0
+        )
         self.on_device = False
 
     def loaded(self, backend: Backend) -> None:
@@ -78,8 +81,11 @@ class DeviceTurns:
         await self._devices.release()
 
     def values(self) -> dict[str, float]:
-        """Return the seconds of waiting, loading and offloading and the number of turns since the last call."""
-        times, self._times = self._times, dict.fromkeys(self._times, 0.0)
+        """Return the seconds of waiting, loading and offloading and the number of turns since the
+        last call.
+        """
+        times = self._times
+        self._times = dict.fromkeys(self._times, 0.0)
         return times
 
 

@@ -31,11 +31,17 @@ class ModelPreparation:
         config: validated.
         folder: the run's, with its ``config.yaml``.
         say: receives progress messages for users.
-        make_warm_start: make a missing warm start; False for a run whose checkpoint replaces its weights.
+        make_warm_start: make a missing warm start; False for a run whose checkpoint replaces its
+            weights.
     """
 
-    def __init__(self, config: dict[str, Any], folder: Path, say: Say, *, make_warm_start: bool = True) -> None:
-        self._config, self._folder, self._say, self._make_warm_start = config, folder, say, make_warm_start
+    def __init__(
+        self, config: dict[str, Any], folder: Path, say: Say, *, make_warm_start: bool = True
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._say = say
+        self._make_warm_start = make_warm_start
         self._model = section(config, "model", ModelSection)
         self._warm = section(config, "warm_start", WarmStartSection)
         self._run = section(config, "run", RunSection)
@@ -46,10 +52,12 @@ class ModelPreparation:
         self._stopped.set()
 
     def model_path(self) -> str:
-        """Return the folder or hub name of the first weights; reuse those of an earlier start of this run.
+        """Return the folder or hub name of the first weights; reuse those of an earlier start of
+        this run.
 
         Raises:
-            UserError: if there is no such model, demonstrations cannot be generated, or the warm start diverged.
+            UserError: if there is no such model, demonstrations cannot be generated, or the warm
+                start diverged.
             PreparationInterrupted: if a stop was requested.
         """
         out = self._folder / "warm_start"
@@ -59,11 +67,15 @@ class ModelPreparation:
         if not self._warm.steps:
             return path
         if not self._make_warm_start:
-            log.info("no warm start: the checkpoint that the run resumes from would replace its weights")
+            log.info(
+                "no warm start: the checkpoint that the run resumes from would replace its weights"
+            )
             return path
         # Importing torch takes seconds: do it while another process generates the demonstrations.
         module = ("learner.backends.torch",)
-        importing = threading.Thread(target=import_module, args=module, name="import-torch", daemon=True)
+        importing = threading.Thread(
+            target=import_module, args=module, name="import-torch", daemon=True
+        )
         importing.start()
         data = self._demonstrations()
         importing.join()  # two threads importing transformers at once may see it half-imported
@@ -74,14 +86,33 @@ class ModelPreparation:
         """Return the file that the warm start trains on."""
         if self._warm.data is not None:
             return self._warm.data
-        out, output = self._folder / "demos.jsonl", self._folder / "demos.log"
+        out = self._folder / "demos.jsonl"
+        output = self._folder / "demos.log"
         if out.exists():
             return str(out)
-        warm, config = self._warm, str(self._folder / "config.yaml")
+        warm = self._warm
+        config = str(self._folder / "config.yaml")
         self._say(f"generating {warm.episodes} demonstrations")
         domain = ["--domain", warm.domain] if warm.domain else []
-        options = ["--episodes", str(warm.episodes), "--noise", str(warm.noise), "--seed", str(self._run.seed)]
-        command = [sys.executable, "-m", "envhub.cli", "demos", config, *domain, *options, "--out", str(out)]
+        options = [
+            "--episodes",
+            str(warm.episodes),
+            "--noise",
+            str(warm.noise),
+            "--seed",
+            str(self._run.seed),
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            "envhub.cli",
+            "demos",
+            config,
+            *domain,
+            *options,
+            "--out",
+            str(out),
+        ]
         with output.open("wb") as file:
             code = self._wait(command, file)
         lines = output.read_text(errors="replace").splitlines()
@@ -105,7 +136,8 @@ class ModelPreparation:
         from learner.offline.config import OfflineTrainSection
         from learner.offline.supervised import fine_tune
 
-        warm, run = self._warm, section(self._config, "train", TrainSection)
+        warm = self._warm
+        run = section(self._config, "train", TrainSection)
         train = OfflineTrainSection(
             steps=warm.steps,
             batch_size=warm.batch_size,
@@ -120,9 +152,16 @@ class ModelPreparation:
             if self._stopped.is_set():
                 raise PreparationInterrupted
             if step % 10 == 0 or step == warm.steps:
-                self._say(f"warm start, step {step} of {warm.steps}, loss {values['train/loss']:.3f}")
+                self._say(
+                    f"warm start, step {step} of {warm.steps}, loss {values['train/loss']:.3f}"
+                )
 
         longest = self._config["rollout"]["max_context_tokens"]
         own = {"seed": self._run.seed, "max_context": longest, "on_step": on_step}
         result = fine_tune(path, data, out, model=self._model, train=train, **own)
-        log.info("warm start: %d steps in %.1f s, loss %.3f", warm.steps, result["seconds"], result["loss"])
+        log.info(
+            "warm start: %d steps in %.1f s, loss %.3f",
+            warm.steps,
+            result["seconds"],
+            result["loss"],
+        )

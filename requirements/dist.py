@@ -2,8 +2,9 @@
 
     make dist
 
-In a clone it builds what is committed, dated by the commit; in an unpacked sdist it builds the same files again. The
-wheel is built from the sdist. Bytes also depend on the versions of setuptools (``build.txt``) and zlib.
+In a clone it builds what is committed, dated by the commit; in an unpacked sdist it builds the same
+files again. The wheel is built from the sdist. Bytes also depend on the versions of setuptools
+(``build.txt``) and zlib.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rlearner-dist-") as place:
         source, unpacked = Path(place, "source"), Path(place, "unpacked")
         epoch = export(source)
-        sdist = normalised(Path(place, build(source, "build_sdist", Path(place), epoch)), out, epoch)
+        sdist = normalised(
+            Path(place, build(source, "build_sdist", Path(place), epoch)), out, epoch
+        )
         with tarfile.open(sdist) as archive:
             archive.extractall(unpacked, filter="data")
         (root,) = unpacked.iterdir()
@@ -50,10 +53,16 @@ def export(source: Path) -> int:
     """Copy the files to build from, with plain modes, and return their time in seconds since 1970."""
     if (ROOT / ".git").exists():
         git = ["git", "-C", str(ROOT)]
-        archive = subprocess.run([*git, "archive", "--format=tar", "HEAD"], check=True, capture_output=True).stdout
+        archive = subprocess.run(
+            [*git, "archive", "--format=tar", "HEAD"], check=True, capture_output=True
+        ).stdout
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
             tar.extractall(source, filter="data")
-        epoch = int(subprocess.run([*git, "log", "-1", "--format=%ct"], check=True, capture_output=True).stdout)
+        epoch = int(
+            subprocess.run(
+                [*git, "log", "-1", "--format=%ct"], check=True, capture_output=True
+            ).stdout
+        )
         if subprocess.run([*git, "status", "--porcelain"], check=True, capture_output=True).stdout:
             print("note: changes that are not committed are not built", file=sys.stderr)
     elif (ROOT / "PKG-INFO").is_file():
@@ -91,7 +100,9 @@ def normalised(sdist: Path, out: Path, epoch: int) -> Path:
     """Write an sdist again without what differs between builds: times, owners, modes, order."""
     made = out / sdist.name
     with tarfile.open(sdist) as archive, made.open("wb") as file:
-        members = sorted((member for member in archive if member.isfile()), key=lambda member: member.name)
+        members = sorted(
+            (member for member in archive if member.isfile()), key=lambda member: member.name
+        )
         with (
             gzip.GzipFile("", "wb", compresslevel=9, fileobj=file, mtime=epoch) as packed,
             tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as written,

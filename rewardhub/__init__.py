@@ -1,1 +1,3 @@
-"""The reward hub, which scores episodes. May import ``broker``, ``text`` and ``sandbox``, no other role."""
+"""The reward hub, which scores episodes. May import ``broker``, ``text`` and ``sandbox``, no other
+role.
+"""

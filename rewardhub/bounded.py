@@ -1,8 +1,9 @@
 """Calls a function in a forked process that the kernel kills if one call takes too much CPU time.
 
-A response can make a library compute for hours, even inside C code that no exception reaches. The process is forked
-from one that has loaded the library, so a replacement takes milliseconds. The limit counts CPU time, not wall time,
-because a slow machine must not change a reward; how long a whole score may take is limited by the hub.
+A response can make a library compute for hours, even inside C code that no exception reaches. The
+process is forked from one that has loaded the library, so a replacement takes milliseconds. The
+limit counts CPU time, not wall time, because a slow machine must not change a reward; how long a
+whole score may take is limited by the hub.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from broker.errors import described
 from broker.system.workers import limits
 
 _HEADER: Final = struct.Struct("<I")
-_OK, _COSTLY, _FAILED = b"+", b"!", b"-"
-# Signals by which a call ends its own process: too much CPU time, too deep a recursion, a number too large for C code.
+_OK = b"+"
+_COSTLY = b"!"
+_FAILED = b"-"
+# Signals by which a call ends its own process: too much CPU time, too deep a recursion, a number
+# too large for C code.
 _OWN_FAULT: Final = (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE)
 
 
@@ -36,8 +40,12 @@ class BoundedFunction:
         memory_mib: memory of the process beyond what it inherits.
     """
 
-    def __init__(self, function: Callable[[bytes], bytes], *, cpu_s: float, memory_mib: int) -> None:
-        self._function, self._cpu_s, self._memory_mib = function, cpu_s, memory_mib
+    def __init__(
+        self, function: Callable[[bytes], bytes], *, cpu_s: float, memory_mib: int
+    ) -> None:
+        self._function = function
+        self._cpu_s = cpu_s
+        self._memory_mib = memory_mib
         self._child: _Child | None = None
 
     def __call__(self, data: bytes) -> bytes:
@@ -51,10 +59,13 @@ class BoundedFunction:
             self._child = _Child(self._function, self._cpu_s, self._memory_mib)
         reply = self._child.ask(data)
         if reply is None:
-            status, self._child = self._child.status(), None
+            status = self._child.status()
+            self._child = None
             if -status in _OWN_FAULT:
                 over = -status == signal.SIGPROF
-                raise TooCostly(f"more than {self._cpu_s:g} s" if over else limits.how_ended(status))
+                raise TooCostly(
+                    f"more than {self._cpu_s:g} s" if over else limits.how_ended(status)
+                )
             raise RuntimeError(f"the process that computes {limits.how_ended(status)}")
         if reply[:1] == _COSTLY:
             self._child = None  # its memory may hold unfinished work
@@ -79,7 +90,10 @@ class _Child:
         self._end = weakref.finalize(self, _end, self._in, self._out, pid)
 
     def alive(self) -> bool:
-        return self._end.alive and os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        return (
+            self._end.alive
+            and os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        )
 
     def ask(self, data: bytes) -> bytes | None:
         """Return the answer, or None if the process exited."""
@@ -100,13 +114,17 @@ def _end(fd_in: int, fd_out: int, pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _serve(fd_in: int, fd_out: int, function: Callable[[bytes], bytes], cpu_s: float, memory_mib: int) -> None:
+def _serve(
+    fd_in: int, fd_out: int, function: Callable[[bytes], bytes], cpu_s: float, memory_mib: int
+) -> None:
     """Serve in the forked process; never returns."""
     code = 1
     try:
         kept = sorted((fd_in, fd_out))
         # Close inherited sockets, which would stay open after the parent exits.
-        for low, high in zip((3, kept[0] + 1, kept[1] + 1), (*kept, os.sysconf("SC_OPEN_MAX")), strict=True):
+        for low, high in zip(
+            (3, kept[0] + 1, kept[1] + 1), (*kept, os.sysconf("SC_OPEN_MAX")), strict=True
+        ):
             os.closerange(low, high)
         for number in (signal.SIGPROF, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)

@@ -23,10 +23,13 @@ class RewardhubSection(Section):
     workers: PositiveInt = 2  # worker processes
     timeout_s: PositiveFloat = 10.0  # one score
     max_retries: PositiveInt = 2  # of one score after a timeout, a crash or an error
-    worker_memory_mib: PositiveInt | None = 4096  # of one worker process, beyond what its rewards load; None: no limit
-    pass_env: tuple[str, ...] = ()  # environment variables of the hub that rewards get, secret ones too
+    # of one worker process, beyond what its rewards load; None: no limit
+    worker_memory_mib: PositiveInt | None = 4096
+    # environment variables of the hub that rewards get, secret ones too
+    pass_env: tuple[str, ...] = ()
     max_groups: PositiveInt = 16  # groups in progress at once
-    broken_after: PositiveInt = 5  # failed groups of a pool in a row; the hub then takes none until a trial succeeds
+    # failed groups of a pool in a row; the hub then takes none until a trial succeeds
+    broken_after: PositiveInt = 5
     drain_timeout_s: PositiveFloat = 30.0
 
 
@@ -34,7 +37,8 @@ def check(config: dict[str, Any]) -> None:
     """Check that all rewards can be loaded, and take less time than the hub waits.
 
     Raises:
-        ConfigError: for an unknown name (lists the known ones), a missing file, module or function, bad arguments.
+        ConfigError: for an unknown name (lists the known ones), a missing file, module or function,
+            bad arguments.
     """
     from broker.settings.runspec import domains, section
     from rewardhub.rewards import loading
@@ -44,12 +48,18 @@ def check(config: dict[str, Any]) -> None:
         for index, reward in enumerate(domain.rewards):
             key = f"domains.{name}.rewards.{index}"
             args = loading.check(reward.name, reward.args, key)
-            cpu_s = getattr(args, "cpu_s", None) if reward.name in ("math_answer", "format") else None
+            cpu_s = (
+                getattr(args, "cpu_s", None) if reward.name in ("math_answer", "format") else None
+            )
             if cpu_s is not None and 2 * cpu_s > waits_s:
                 allowed = f"at most half of rewardhub.timeout_s ({waits_s:g}), to stop a costly answer in time"
                 raise ConfigError(f"{key}.args.cpu_s", cpu_s, allowed)
             takes_s = getattr(args, "timeout_s", None)
-            if takes_s is not None and loading.concurrency_of(reward) is None and takes_s >= waits_s:
+            if (
+                takes_s is not None
+                and loading.concurrency_of(reward) is None
+                and takes_s >= waits_s
+            ):
                 allowed = f"below rewardhub.timeout_s ({waits_s:g}), because the hub treats a late score as a failure"
                 raise ConfigError(f"{key}.args.timeout_s", takes_s, allowed)
 
@@ -57,22 +67,29 @@ def check(config: dict[str, Any]) -> None:
 def longest_scoring_s(config: dict[str, Any]) -> dict[str, float]:
     """Return the longest time that reward hubs take for one group of each domain, in seconds.
 
-    Assumes one hub for each pool, busy with ``max_groups`` such groups, and every try of every score at its timeout.
+    Assumes one hub for each pool, busy with ``max_groups`` such groups, and every try of every
+    score at its timeout.
     """
     from broker.settings.runspec import domains, section
     from rewardhub.rewards import loading
 
-    settings, greedy = section(config, "rewardhub", RewardhubSection), num_greedy(config["algorithm"]["adv_estimator"])
+    settings = section(config, "rewardhub", RewardhubSection)
+    greedy = num_greedy(config["algorithm"]["adv_estimator"])
     tries = 1 + settings.max_retries
     longest: dict[str, float] = {}
     for name, domain in domains(config).items():
         scores = settings.max_groups * (domain.group_size + greedy + domain.group_size_redundancy)
-        singles: Counter[str] = Counter()  # rewards that the pool's workers compute, one sample at a time
+        # rewards that the pool's workers compute, one sample at a time
+        singles: Counter[str] = Counter()
         pools: dict[str, float] = {}
         for reward in domain.rewards:
             if (own := loading.concurrency_of(reward)) is None:
                 singles[reward.pool] += 1
-                took_s = math.ceil(singles[reward.pool] * scores / settings.workers) * settings.timeout_s * tries
+                took_s = (
+                    math.ceil(singles[reward.pool] * scores / settings.workers)
+                    * settings.timeout_s
+                    * tries
+                )
             else:
                 took_s = math.ceil(scores / own.at_once) * own.timeout_s * tries
             pools[reward.pool] = max(pools.get(reward.pool, 0.0), took_s)
@@ -83,7 +100,8 @@ def longest_scoring_s(config: dict[str, Any]) -> dict[str, float]:
 def reward_labels(rewards: Sequence[RewardConfig]) -> list[str]:
     """Return the name of each reward in a trajectory's reward parts: short and unique.
 
-    ``math_answer`` stays, ``my/rewards.py:brevity`` becomes ``brevity``, a second one ``brevity_2``.
+    ``math_answer`` stays, ``my/rewards.py:brevity`` becomes ``brevity``, a second one
+    ``brevity_2``.
     """
     result: list[str] = []
     for reward in rewards:
@@ -94,10 +112,12 @@ def reward_labels(rewards: Sequence[RewardConfig]) -> list[str]:
 
 
 def pools_of_kinds(domains: Mapping[str, DomainSection], kinds: Sequence[str]) -> list[str]:
-    """Return the pools with rewards of these kinds: names of the registry, or the short name of a path.
+    """Return the pools with rewards of these kinds: names of the registry, or the short name of a
+    path.
 
     Raises:
-        UserError: if no domain has such a reward, or a pool also holds others, which such a hub could not score.
+        UserError: if no domain has such a reward, or a pool also holds others, which such a hub
+            could not score.
     """
     found = [
         (f"domains.{name}.rewards.{index}", reward.pool, reward.name.rpartition(":")[2])
@@ -119,4 +139,6 @@ def pools_of_kinds(domains: Mapping[str, DomainSection], kinds: Sequence[str]) -
 
 def all_pools(domains: Mapping[str, DomainSection]) -> list[str]:
     """Return the pools of all domains, without duplicates, in order."""
-    return list(dict.fromkeys(reward.pool for domain in domains.values() for reward in domain.rewards))
+    return list(
+        dict.fromkeys(reward.pool for domain in domains.values() for reward in domain.rewards)
+    )

@@ -44,5 +44,6 @@ class RewardhubMetrics:
         values["rewardhub/retries"] = self.retries
         self._sums.clear()
         self._num_groups = self._num_trajectories = 0
-        self._seconds, self._since = 0.0, now
+        self._seconds = 0.0
+        self._since = now
         return values

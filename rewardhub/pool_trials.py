@@ -1,4 +1,6 @@
-"""Tests a failing pool by scoring failed episodes again; results are dropped, and no delivery is used."""
+"""Tests a failing pool by scoring failed episodes again; results are dropped, and no delivery is
+used.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class PoolTrials:
 
     def keep(self, pool: str, scoring: GroupScoring) -> None:
         """Keep the failed episode for later trials of its pool."""
-        failed = [one for one in scoring.group.trajectories if one.episode == scoring.failed_episode]
+        failed = [
+            one for one in scoring.group.trajectories if one.episode == scoring.failed_episode
+        ]
         kept = self._kept.setdefault(pool, deque(maxlen=MAX_KEPT))
         kept.append(msgspec.structs.replace(scoring.group, trajectories=failed, scores=[]))
 
@@ -39,7 +43,8 @@ class PoolTrials:
     ) -> tuple[bool, str]:
         """Score one of them again. Return whether it succeeded, and the failure.
 
-        Each is tried once: if all of them are themselves at fault, the next real groups are the trial.
+        Each is tried once: if all of them are themselves at fault, the next real groups are the
+        trial.
         """
         kept = self._kept.get(pool)
         while kept:
@@ -51,5 +56,7 @@ class PoolTrials:
                 except NoWorkerError as error:
                     kept.append(group)  # the episode is not at fault
                     return False, str(error)
-                return isinstance(ending, ForwardAction), "" if isinstance(ending, ForwardAction) else ending.detail
+                return isinstance(ending, ForwardAction), "" if isinstance(
+                    ending, ForwardAction
+                ) else ending.detail
         return True, ""

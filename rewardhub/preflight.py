@@ -9,7 +9,8 @@ from broker.settings.runspec import domains
 
 
 def preflight_findings(config: dict[str, Any]) -> list[PreflightFinding]:
-    """Check the endpoint of each judge once; its API key must be set, but it need not be reachable yet.
+    """Check the endpoint of each judge once; its API key must be set, but it need not be reachable
+    yet.
 
     Args:
         config: validated.
@@ -28,6 +29,8 @@ def preflight_findings(config: dict[str, Any]) -> list[PreflightFinding]:
     judges = [(key, JudgeArgs.model_validate(args)) for key, args in rewards]
     each = {(args.base_url, args.api_key): (key, args) for key, args in reversed(judges)}
     return [
-        check_endpoint(key, args.base_url, args.api_key, named="api_key" in args.model_fields_set, needed=False)
+        check_endpoint(
+            key, args.base_url, args.api_key, named="api_key" in args.model_fields_set, needed=False
+        )
         for key, args in each.values()
     ]

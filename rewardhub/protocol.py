@@ -42,7 +42,8 @@ class ScoreFailureReply(msgspec.Struct, frozen=True, tag=True):
     trace: str = ""  # traceback of the reward, for the hub's log
 
 
-# ---------------------------------------------------------------------------- processes that score many samples at once
+# ---------------------------------------------------------------------------- processes that score
+# many samples at once
 
 
 class NumberedRequest(msgspec.Struct, frozen=True, tag=True):
@@ -65,11 +66,15 @@ class NumberedReply(msgspec.Struct, frozen=True):
     what: ScoreReply | ScoreFailureReply
 
 
-_CALLS: Final[Decoder[NumberedRequest | CancelScoreRequest]] = Decoder(NumberedRequest | CancelScoreRequest)
+_CALLS: Final[Decoder[NumberedRequest | CancelScoreRequest]] = Decoder(
+    NumberedRequest | CancelScoreRequest
+)
 _ANSWERED: Final[msgspec.msgpack.Decoder[NumberedReply]] = msgspec.msgpack.Decoder(NumberedReply)
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
-_REQUESTS: Final[Decoder[LoadRewardRequest | ScoreRequest]] = Decoder(LoadRewardRequest | ScoreRequest)
+_REQUESTS: Final[Decoder[LoadRewardRequest | ScoreRequest]] = Decoder(
+    LoadRewardRequest | ScoreRequest
+)
 _ANSWERS: Final[Decoder[ScoreReply | ScoreFailureReply]] = Decoder(ScoreReply | ScoreFailureReply)
 
 

@@ -1,6 +1,7 @@
 """Finds the references of a data set that ``math_answer`` cannot parse as mathematics.
 
-Parsing runs in a separate process, ``python -m rewardhub.references``, because it loads sympy and forks.
+Parsing runs in a separate process, ``python -m rewardhub.references``, because it loads sympy and
+forks.
 """
 
 from __future__ import annotations
@@ -54,10 +55,16 @@ def reference_findings(
     ]
 
 
-def _findings(key: str, reward: RewardConfig, references: Sequence[tuple[str, str]]) -> list[PreflightFinding]:
+def _findings(
+    key: str, reward: RewardConfig, references: Sequence[tuple[str, str]]
+) -> list[PreflightFinding]:
     marker = str(reward.args.get("answer_after", "####"))
     # Plain numbers, which most data sets hold, need no parser.
-    doubtful = [one for one in references if math_text.number(math_extract.answer_of(one[1], marker).text) is None]
+    doubtful = [
+        one
+        for one in references
+        if math_text.number(math_extract.answer_of(one[1], marker).text) is None
+    ]
     if not doubtful:
         return []
     told = _read(_Asked(reward.args, [text for _, text in doubtful]))
@@ -81,9 +88,13 @@ def _short(text: str) -> str:
 
 def _read(asked: _Asked) -> _Told:
     command = [sys.executable, "-m", "rewardhub.references"]
-    done = subprocess.run(command, input=msgspec.msgpack.encode(asked), capture_output=True, check=False)
+    done = subprocess.run(
+        command, input=msgspec.msgpack.encode(asked), capture_output=True, check=False
+    )
     if done.returncode:
-        raise RlearnerError(f"references cannot be checked: {done.stderr.decode(errors='replace').strip()[-500:]}")
+        raise RlearnerError(
+            f"references cannot be checked: {done.stderr.decode(errors='replace').strip()[-500:]}"
+        )
     return msgspec.msgpack.decode(done.stdout, type=_Told)
 
 
@@ -94,7 +105,8 @@ def _main() -> None:
     args = MathAnswerArgs.model_validate(asked.args)
     reward = MathAnswerReward(args)
     reasons: dict[int, str] = {}
-    ends, looked_at = time.monotonic() + LOOK_S, 0
+    ends = time.monotonic() + LOOK_S
+    looked_at = 0
     for number, text in enumerate(asked.references):
         if time.monotonic() > ends:
             break

@@ -22,7 +22,8 @@ class RewardHost:
     """Server of one reward for its hub."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+        self._reader = reader
+        self._writer = writer
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._score: loading.Score | None = None
 
@@ -39,7 +40,9 @@ class RewardHost:
     async def _work(self, asked: protocol.NumberedRequest) -> None:
         try:
             answer = await self._answer(asked.what)
-            self._writer.write(line.frame(protocol.encode_message(protocol.NumberedReply(asked.number, answer))))
+            self._writer.write(
+                line.frame(protocol.encode_message(protocol.NumberedReply(asked.number, answer)))
+            )
             await self._writer.drain()
         finally:
             del self._tasks[asked.number]
@@ -61,10 +64,13 @@ class RewardHost:
         except (RlearnerError, NoScore) as error:
             return protocol.ScoreFailureReply(line.clean(f"{what.name}: {error}"), retry=False)
         except Exception as error:  # noqa: BLE001 - an error of a library must not end other scores
-            return protocol.ScoreFailureReply(f"{what.name}: {fault.told(error)}", retry=True, trace=fault.trace(error))
+            return protocol.ScoreFailureReply(
+                f"{what.name}: {fault.told(error)}", retry=True, trace=fault.trace(error)
+            )
 
     async def _load(self, what: protocol.LoadRewardRequest) -> None:
-        self._score = await asyncio.to_thread(loading.load, what.name, what.args)  # loading a model takes long
+        # loading a model takes long
+        self._score = await asyncio.to_thread(loading.load, what.name, what.args)
         start: Any = getattr(getattr(self._score, "__self__", None), "start", None)
         if start is not None:
             await start()

@@ -41,9 +41,13 @@ class RewardProcess:
     """One process and the connection to it, with any number of concurrent requests."""
 
     def __init__(
-        self, child: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        child: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
-        self.child, self._writer = child, writer
+        self.child = child
+        self._writer = writer
         self._numbers = itertools.count(1)
         self._open: dict[int, asyncio.Future[protocol.ScoreReply | protocol.ScoreFailureReply]] = {}
         self._heard = time.monotonic()
@@ -51,7 +55,9 @@ class RewardProcess:
         self._listening = asyncio.create_task(self._listen(reader))
 
     @classmethod
-    async def start(cls, output: WorkerOutput, env: Mapping[str, str], passed: Collection[str]) -> RewardProcess:
+    async def start(
+        cls, output: WorkerOutput, env: Mapping[str, str], passed: Collection[str]
+    ) -> RewardProcess:
         """Start a process.
 
         Args:
@@ -77,7 +83,10 @@ class RewardProcess:
         return len(self._open)
 
     async def ask(
-        self, what: protocol.LoadRewardRequest | protocol.ScoreRequest, timeout_s: float, name: str = ""
+        self,
+        what: protocol.LoadRewardRequest | protocol.ScoreRequest,
+        timeout_s: float,
+        name: str = "",
     ) -> protocol.ScoreReply | protocol.ScoreFailureReply:
         """Send one request and return its answer.
 
@@ -86,12 +95,14 @@ class RewardProcess:
             name: of what it does, to log that it is slow.
 
         Raises:
-            OutOfTime: if no answer comes in time; a process that has sent nothing at all since is killed.
+            OutOfTime: if no answer comes in time; a process that has sent nothing at all since is
+                killed.
             _Gone: if the process has exited.
         """
         if self.gone:
             raise _Gone(self.gone)
-        number, asked = next(self._numbers), time.monotonic()
+        number = next(self._numbers)
+        asked = time.monotonic()
         answer: asyncio.Future[protocol.ScoreReply | protocol.ScoreFailureReply] = (
             asyncio.get_running_loop().create_future()
         )
@@ -164,7 +175,8 @@ class RewardProcesses:
 
     Args:
         gpus: GPUs to use, one process of each model on each; empty: what the environment allows.
-        passed: environment variables that they get besides the harmless ones and those that their rewards refer to.
+        passed: environment variables that they get besides the harmless ones and those that their
+            rewards refer to.
 
     Attributes:
         num_killed: processes that ended too early.
@@ -172,7 +184,8 @@ class RewardProcesses:
     """
 
     def __init__(self, gpus: Sequence[int] = (), passed: Sequence[str] = ()) -> None:
-        self._gpus, self._passed = list(gpus), passed
+        self._gpus = list(gpus)
+        self._passed = passed
         self._kinds: dict[str, _Kind] = {}
         self._output: WorkerOutput | None = None
         self._buried_cpu_s = 0.0
@@ -187,7 +200,9 @@ class RewardProcesses:
         for key, reward in rewards.items():
             try:
                 kind = self._kind(reward)
-                await asyncio.gather(*(self._process(kind, index) for index in range(len(kind.processes))))
+                await asyncio.gather(
+                    *(self._process(kind, index) for index in range(len(kind.processes)))
+                )
             except NoWorkerError as error:
                 raise UserError(f"{key}: {error}") from None
 
@@ -213,9 +228,13 @@ class RewardProcesses:
         try:
             index = min(range(len(kind.processes)), key=lambda one: _load(kind.processes[one]))
             process = await self._process(kind, index)
-            return await process.ask(protocol.ScoreRequest(reward.name, reward.args, sample), kind.timeout_s)
+            return await process.ask(
+                protocol.ScoreRequest(reward.name, reward.args, sample), kind.timeout_s
+            )
         except OutOfTime:
-            raise ScoreError(f"{reward.name}: no score within {kind.timeout_s:g} s", retry=True) from None
+            raise ScoreError(
+                f"{reward.name}: no score within {kind.timeout_s:g} s", retry=True
+            ) from None
         except _Gone as error:
             raise ScoreError(f"{reward.name}: its process {error}", retry=True) from None
         finally:
@@ -228,7 +247,12 @@ class RewardProcesses:
 
     async def close(self) -> None:
         """Kill all of them."""
-        living = [process for kind in self._kinds.values() for process in kind.processes if process is not None]
+        living = [
+            process
+            for kind in self._kinds.values()
+            for process in kind.processes
+            if process is not None
+        ]
         self._buried_cpu_s = self.cpu_s()
         self._kinds.clear()
         await asyncio.gather(*(process.close() for process in living))
@@ -247,10 +271,15 @@ class RewardProcesses:
             assert found is not None, f"{reward.name} scores one sample at a time"
             envs: list[Mapping[str, str]] = [{}]
             if found.on_gpu and self._gpus:
-                envs = [{"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in self._gpus]
+                envs = [
+                    {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": str(gpu)}
+                    for gpu in self._gpus
+                ]
             num_places = found.at_once * len(envs)
             room = asyncio.Semaphore(num_places)
-            self._kinds[key] = _Kind(reward, envs, found.timeout_s + GRACE_S, num_places, room, [None] * len(envs))
+            self._kinds[key] = _Kind(
+                reward, envs, found.timeout_s + GRACE_S, num_places, room, [None] * len(envs)
+            )
         return self._kinds[key]
 
     async def _process(self, kind: _Kind, index: int) -> RewardProcess:
@@ -268,7 +297,9 @@ class RewardProcesses:
                 passed = {*self._passed, *loading.variables_of(kind.reward)}
                 process = await RewardProcess.start(self._output, kind.envs[index], passed)
             except OSError as error:
-                raise NoWorkerError(f"cannot start a process for {kind.reward.name}: {error}") from None
+                raise NoWorkerError(
+                    f"cannot start a process for {kind.reward.name}: {error}"
+                ) from None
             try:
                 loading_it = protocol.LoadRewardRequest(kind.reward.name, kind.reward.args)
                 answer = await process.ask(loading_it, LOAD_S, f"loading reward {kind.reward.name}")
@@ -276,7 +307,9 @@ class RewardProcesses:
                     raise NoWorkerError(answer.detail)
             except (OutOfTime, _Gone) as error:
                 await process.close()
-                raise NoWorkerError(f"the process of {kind.reward.name} did not start: {error}") from None
+                raise NoWorkerError(
+                    f"the process of {kind.reward.name} did not start: {error}"
+                ) from None
             except BaseException:
                 await process.close()
                 raise
@@ -289,7 +322,9 @@ async def _wait(answer: asyncio.Future[protocol.ScoreReply | protocol.ScoreFailu
 
 
 def kind_key(reward: RewardConfig) -> str:
-    """Return the key of the processes that compute this reward; equal for equal names and arguments."""
+    """Return the key of the processes that compute this reward; equal for equal names and
+    arguments.
+    """
     return json.dumps([reward.name, reward.args], sort_keys=True)
 
 

@@ -1,4 +1,6 @@
-"""Tries each of the user's own rewards once, in a worker process as in a hub; for ``rlearner check``."""
+"""Tries each of the user's own rewards once, in a worker process as in a hub; for ``rlearner
+check``.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,11 @@ from rewardhub.score_dispatcher import ScoreDispatcher
 from rewardhub.worker_pool import NoWorkerError, ScoreError
 
 
-async def try_rewards(config: dict[str, Any], samples: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Score each domain's sample once with each of the user's own rewards, and return the keys of these rewards.
+async def try_rewards(
+    config: dict[str, Any], samples: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """Score each domain's sample once with each of the user's own rewards, and return the keys of
+    these rewards.
 
     Args:
         config: validated.
@@ -49,7 +54,9 @@ async def try_rewards(config: dict[str, Any], samples: Mapping[str, Mapping[str,
             try:
                 await scorers.score(reward, msgspec.convert(sample, Sample))
             except (ScoreError, NoWorkerError) as error:
-                raise UserError(f"{key}: {reward.name} failed on a trial episode: {error}") from None
+                raise UserError(
+                    f"{key}: {reward.name} failed on a trial episode: {error}"
+                ) from None
     finally:
         await scorers.close()
     return list(own)

@@ -1,6 +1,8 @@
-"""Decides what a reward hub does with a group: what to score, what to retry, where to send it. No I/O.
+"""Decides what a reward hub does with a group: what to score, what to retry, where to send it. No
+I/O.
 
-Events go in (``start``, ``scored``, ``failed``), actions come out. A group ends in exactly one Forward or Close.
+Events go in (``start``, ``scored``, ``failed``), actions come out. A group ends in exactly one
+Forward or Close.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class CloseAction:
     """Action: close the ticket without a group, and keep the bytes for the operator.
 
     Attributes:
-        own: whether the group itself is at fault; else this host may be, and another hub may succeed.
+        own: whether the group itself is at fault; else this host may be, and another hub may
+            succeed.
     """
 
     reason: wire.ClosedReason
@@ -65,37 +68,52 @@ def find_refusal(
         detail = f"the group came to reward hubs of pool {pool} for the {num_delivered}th time"
         return CloseAction("too_many_deliveries", detail)
     if group.domain not in domains:
-        detail = f"domain {group.domain!r} is not a domain of the run: {', '.join(domains) or 'none'}"
+        detail = (
+            f"domain {group.domain!r} is not a domain of the run: {', '.join(domains) or 'none'}"
+        )
         return CloseAction("malformed", detail)
     if not group.pools or group.pools[0] != pool:
-        return CloseAction("malformed", f"in the queue of pool {pool}, but its pools are {group.pools}")
+        return CloseAction(
+            "malformed", f"in the queue of pool {pool}, but its pools are {group.pools}"
+        )
     return None
 
 
 def rewards_digest(rewards: Sequence[RewardConfig]) -> str:
-    """Return the digest of a domain's rewards, which tells scores of other rewards or other arguments apart."""
+    """Return the digest of a domain's rewards, which tells scores of other rewards or other
+    arguments apart.
+    """
     plain = json.dumps([reward.model_dump(mode="json") for reward in rewards], sort_keys=True)
     return blake2b(plain.encode(), digest_size=8).hexdigest()
 
 
 def add_scores(
-    reward: float, parts: Mapping[str, float], scores: Mapping[int, Scored], rewards: Sequence[RewardConfig]
+    reward: float,
+    parts: Mapping[str, float],
+    scores: Mapping[int, Scored],
+    rewards: Sequence[RewardConfig],
 ) -> tuple[float, dict[str, float], bool | None]:
-    """Return an episode's reward, its parts and its success with these scores; None: they do not decide about success.
+    """Return an episode's reward, its parts and its success with these scores; None: they do not
+    decide about success.
 
     Args:
         scores: by index in ``rewards``, all rewards of the domain.
     """
-    names, total, success, seen = reward_labels(rewards), reward, None, dict(parts)
+    names = reward_labels(rewards)
+    total = reward
+    success = None
+    seen = dict(parts)
     for r, scored in scores.items():
-        value, notes = scored.value, scored.notes
+        value = scored.value
+        notes = scored.notes
         amount = sum(value.values()) if isinstance(value, dict) else value
         total += rewards[r].weight * amount
         if isinstance(value, dict):
             seen |= {f"{names[r]}/{part}": number for part, number in value.items()}
         else:
             seen[names[r]] = value
-        seen |= {f"{names[r]}/{note}": number for note, number in notes.items()}  # not part of the total
+        # not part of the total
+        seen |= {f"{names[r]}/{note}": number for note, number in notes.items()}
         # If the environment gives no reward, the domain's first reward decides about success.
         if r == 0 and ENV not in parts:
             success = amount >= 1
@@ -111,13 +129,20 @@ class GroupScoring:
         max_retries: retries of one score.
     """
 
-    def __init__(self, group: wire.Group, rewards: Sequence[RewardConfig], max_retries: int) -> None:
-        self.group, self._rewards, self._max_retries = group, list(rewards), max_retries
+    def __init__(
+        self, group: wire.Group, rewards: Sequence[RewardConfig], max_retries: int
+    ) -> None:
+        self.group = group
+        self._rewards = list(rewards)
+        self._max_retries = max_retries
         pool = group.pools[0]
         self._mine = [index for index, reward in enumerate(self._rewards) if reward.pool == pool]
         self._values: dict[tuple[int, int], Scored] = {}
-        # Step-independent samples share their episode's number; the last one has its end and is scored for all.
-        self._last = {trajectory.episode: index for index, trajectory in enumerate(group.trajectories)}
+        # Step-independent samples share their episode's number; the last one has its end and is
+        # scored for all.
+        self._last = {
+            trajectory.episode: index for index, trajectory in enumerate(group.trajectories)
+        }
         self._brought = self._scored_before()
         self._values |= self._brought
         self.num_retries = self.num_asked = 0
@@ -140,7 +165,9 @@ class GroupScoring:
         """Apply one score."""
         if self.ended:
             return []
-        self._values[ask.trajectory, ask.reward] = value if isinstance(value, Scored) else Scored(value)
+        self._values[ask.trajectory, ask.reward] = (
+            value if isinstance(value, Scored) else Scored(value)
+        )
         complete = len(self._values) == len(self._last) * len(self._mine)
         return self._forward() if complete else []
 
@@ -154,28 +181,47 @@ class GroupScoring:
         self.ended = True
         self.failed_episode = self.group.trajectories[ask.trajectory].episode
         tries = f" (after {ask.attempt + 1} tries)" if ask.attempt else ""
-        works_here = any(reward == ask.reward for _, reward in self._values.keys() - self._brought.keys())
+        works_here = any(
+            reward == ask.reward for _, reward in self._values.keys() - self._brought.keys()
+        )
         why = f"episode {self.failed_episode}: {detail}{tries}"
         return [CloseAction("reward_error", why, own=works_here or not retry)]
 
     def _forward(self) -> list[Action]:
         self.ended = True
-        trajectories = [self._add(self._last[trajectory.episode], trajectory) for trajectory in self.group.trajectories]
+        trajectories = [
+            self._add(self._last[trajectory.episode], trajectory)
+            for trajectory in self.group.trajectories
+        ]
         pools = self.group.pools[1:]
         scores = self.group.scores if pools else []
-        group = msgspec.structs.replace(self.group, trajectories=trajectories, pools=pools, scores=scores)
-        stream, key = (EPISODES, group.pools[0]) if group.pools else (result_log(evaluation=group.eval_step >= 0), "")
+        group = msgspec.structs.replace(
+            self.group, trajectories=trajectories, pools=pools, scores=scores
+        )
+        stream, key = (
+            (EPISODES, group.pools[0])
+            if group.pools
+            else (result_log(evaluation=group.eval_step >= 0), "")
+        )
         return [ForwardAction(group, stream, key)]
 
     def _add(self, index: int, trajectory: wire.Trajectory) -> wire.Trajectory:
         scores = {r: self._values[index, r] for r in self._mine}
-        total, parts, success = add_scores(trajectory.reward, trajectory.reward_parts, scores, self._rewards)
+        total, parts, success = add_scores(
+            trajectory.reward, trajectory.reward_parts, scores, self._rewards
+        )
         success = trajectory.success if success is None else success
-        return msgspec.structs.replace(trajectory, reward=total, reward_parts=parts, success=success)
+        return msgspec.structs.replace(
+            trajectory, reward=total, reward_parts=parts, success=success
+        )
 
     def _scored_before(self) -> dict[tuple[int, int], Scored]:
-        """Return the scores of this pool that the group brings along, unless they are of other rewards."""
-        labels = {label: r for r, label in enumerate(reward_labels(self._rewards)) if r in self._mine}
+        """Return the scores of this pool that the group brings along, unless they are of other
+        rewards.
+        """
+        labels = {
+            label: r for r, label in enumerate(reward_labels(self._rewards)) if r in self._mine
+        }
         digest = rewards_digest(self._rewards) if self.group.scores else ""
         return {
             (self._last[one.episode], labels[score.reward]): Scored(score.value, score.notes)
@@ -188,7 +234,12 @@ class GroupScoring:
 
 def sample_of(group: wire.Group, trajectory: wire.Trajectory) -> Sample:
     """Return the sample of the episode that this trajectory ends."""
-    turns = [turn for one in group.trajectories if one.episode == trajectory.episode for turn in one.turns]
+    turns = [
+        turn
+        for one in group.trajectories
+        if one.episode == trajectory.episode
+        for turn in one.turns
+    ]
     return Sample(
         domain=group.domain,
         task_index=group.task_index,

@@ -1,8 +1,9 @@
 """Scores episodes whose group is not complete yet, with workers that would otherwise be idle.
 
-The scores are only a head start: they travel back to the environment hub, which attaches them to the group, and the
-reward hub that takes the group computes those that are missing. A request that gets lost or fails costs only time.
-Groups never wait for such a request: it is taken only if a worker is idle, and refused as busy otherwise.
+The scores are only a head start: they travel back to the environment hub, which attaches them to
+the group, and the reward hub that takes the group computes those that are missing. A request that
+gets lost or fails costs only time. Groups never wait for such a request: it is taken only if a
+worker is idle, and refused as busy otherwise.
 """
 
 from __future__ import annotations
@@ -50,9 +51,14 @@ class AheadScorer:
         takes: Callable[[str], bool],
         spans: SpanRecorder,
     ) -> None:
-        self._bus, self._scorers, self._domains, self._takes, self._spans = bus, scorers, domains, takes, spans
+        self._bus = bus
+        self._scorers = scorers
+        self._domains = domains
+        self._takes = takes
+        self._spans = spans
         self._answering: dict[str, LinkSubscription] = {}  # by pool
-        self._promised: list[RewardConfig] = []  # of samples that processes are about to get, once for each score
+        # of samples that processes are about to get, once for each score
+        self._promised: list[RewardConfig] = []
         self.num_scored = 0
 
     async def serve(self, pools: Iterable[str]) -> None:
@@ -61,7 +67,9 @@ class AheadScorer:
         for pool in self._answering.keys() - wanted:
             await self._answering.pop(pool).close()
         for pool in wanted - self._answering.keys():
-            self._answering[pool] = await respond(self._bus, SCORES, pool, partial(self.answer, pool), shared=True)
+            self._answering[pool] = await respond(
+                self._bus, SCORES, pool, partial(self.answer, pool), shared=True
+            )
 
     async def answer(self, pool: str, request: wire.Message) -> wire.EpisodeScoreReply:
         """Return the scores of one episode by the rewards of a pool, without those that fail."""
@@ -77,7 +85,9 @@ class AheadScorer:
         return reply
 
     async def _answer(self, pool: str, request: wire.Message) -> wire.EpisodeScoreReply:
-        if not isinstance(request, wire.EpisodeScoreRequest) or request.domain not in (domains := self._domains()):
+        if not isinstance(request, wire.EpisodeScoreRequest) or request.domain not in (
+            domains := self._domains()
+        ):
             return wire.EpisodeScoreReply()
         rewards = domains[request.domain].rewards
         mine = {index: reward for index, reward in enumerate(rewards) if reward.pool == pool}
@@ -106,14 +116,19 @@ class AheadScorer:
         labels = reward_labels(rewards)
         return wire.EpisodeScoreReply(
             rewards=rewards_digest(rewards),
-            scores=[wire.RewardScore(reward=labels[r], value=s.value, notes=s.notes) for r, s in scores.items()],
+            scores=[
+                wire.RewardScore(reward=labels[r], value=s.value, notes=s.notes)
+                for r, s in scores.items()
+            ],
             reward=total,
             reward_parts=parts,
             success=request.success if success is None else success,
             partial=is_partial,
         )
 
-    async def _score(self, reward: RewardConfig, sample: Sample, promised: list[RewardConfig]) -> Scored:
+    async def _score(
+        self, reward: RewardConfig, sample: Sample, promised: list[RewardConfig]
+    ) -> Scored:
         promised.remove(reward)
         self._promised.remove(reward)
         return await self._scorers.score(reward, sample)

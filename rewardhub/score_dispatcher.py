@@ -1,4 +1,6 @@
-"""Combines a hub's workers, for rewards that take one sample at a time, with processes that take many."""
+"""Combines a hub's workers, for rewards that take one sample at a time, with processes that take
+many.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class ScoreDispatcher:
         self._num_workers = num_workers
         self._adopt(rewards)
         self.curve = LoadCurve(lambda: self.at_once)
-        self._workers = RewardWorkerPool(num_workers, timeout_s, self._single, memory_mib=memory_mib, passed=passed)
+        self._workers = RewardWorkerPool(
+            num_workers, timeout_s, self._single, memory_mib=memory_mib, passed=passed
+        )
         self._hosts = RewardProcesses(gpu_numbers, passed)
 
     def adopt(self, rewards: Mapping[str, RewardConfig]) -> None:
@@ -54,7 +58,9 @@ class ScoreDispatcher:
     def _adopt(self, rewards: Mapping[str, RewardConfig]) -> None:
         self._many, self._single = _divided(rewards)
         many = (loading.concurrency_of(reward) for reward in self._many.values())
-        self.at_once = self._num_workers * bool(self._single) + sum(one.at_once for one in many if one is not None)
+        self.at_once = self._num_workers * bool(self._single) + sum(
+            one.at_once for one in many if one is not None
+        )
 
     async def start(self) -> None:
         """Start the processes that the rewards need; judges alone need no workers.
@@ -74,15 +80,20 @@ class ScoreDispatcher:
             NoWorker: if no process can be started here now.
         """
         many = loading.concurrency_of(reward) is not None
-        piece, is_scored = self.curve.enter(time.monotonic()), False
+        piece = self.curve.enter(time.monotonic())
+        is_scored = False
         try:
-            scored = await (self._hosts.score(reward, sample) if many else self._workers.score(reward, sample))
+            scored = await (
+                self._hosts.score(reward, sample) if many else self._workers.score(reward, sample)
+            )
             is_scored = True
             return scored
         finally:
             self.curve.leave(piece, time.monotonic(), float(is_scored))
 
-    def has_room(self, rewards: Sequence[RewardConfig], promised: Sequence[RewardConfig] = ()) -> bool:
+    def has_room(
+        self, rewards: Sequence[RewardConfig], promised: Sequence[RewardConfig] = ()
+    ) -> bool:
         """Return whether one sample would be scored by these rewards at once.
 
         Args:
@@ -115,11 +126,17 @@ class ScoreDispatcher:
 
 
 def _place(reward: RewardConfig) -> str:
-    """Return the key of the processes that score many samples with this reward at once; empty: any worker."""
+    """Return the key of the processes that score many samples with this reward at once; empty: any
+    worker.
+    """
     return "" if loading.concurrency_of(reward) is None else kind_key(reward)
 
 
-def _divided(rewards: Mapping[str, RewardConfig]) -> tuple[dict[str, RewardConfig], list[RewardConfig]]:
+def _divided(
+    rewards: Mapping[str, RewardConfig],
+) -> tuple[dict[str, RewardConfig], list[RewardConfig]]:
     """Return the rewards that take many samples at once, by key, and the others."""
-    many = {key: reward for key, reward in rewards.items() if loading.concurrency_of(reward) is not None}
+    many = {
+        key: reward for key, reward in rewards.items() if loading.concurrency_of(reward) is not None
+    }
     return many, [reward for key, reward in rewards.items() if key not in many]

@@ -12,7 +12,15 @@ import msgspec
 from broker.contract import wire
 from broker.settings.config import DomainSection, RewardConfig
 from broker.system.workers.fault import TracebackLog
-from rewardhub.routing import Action, CloseAction, ForwardAction, GroupScoring, ScoreAction, find_refusal, sample_of
+from rewardhub.routing import (
+    Action,
+    CloseAction,
+    ForwardAction,
+    GroupScoring,
+    ScoreAction,
+    find_refusal,
+    sample_of,
+)
 from rewardhub.score_dispatcher import ScoreDispatcher
 from rewardhub.worker_pool import NoWorkerError, ScoreError
 
@@ -35,7 +43,9 @@ async def score_group(
             for action in todo:
                 if not isinstance(action, ScoreAction):
                     return action
-                asking.add(asyncio.create_task(_ask(scoring, action, rewards[action.reward], scorers)))
+                asking.add(
+                    asyncio.create_task(_ask(scoring, action, rewards[action.reward], scorers))
+                )
             done, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
             todo = [action for task in done for action in task.result()]
     finally:
@@ -52,7 +62,8 @@ async def rescore_group(
         return None  # nothing to score
     ending: ForwardAction | CloseAction | None = find_refusal(message, message.pools[0], domains, 1)
     if ending is None:
-        rewards, unscored = domains[message.domain].rewards, msgspec.structs.replace(message, scores=[])
+        rewards = domains[message.domain].rewards
+        unscored = msgspec.structs.replace(message, scores=[])
         try:
             ending = await score_group(GroupScoring(unscored, rewards, 0), rewards, scorers)
         except NoWorkerError as error:
@@ -69,7 +80,9 @@ async def rescore_group(
     )
 
 
-async def _ask(scoring: GroupScoring, ask: ScoreAction, reward: RewardConfig, scorers: ScoreDispatcher) -> list[Action]:
+async def _ask(
+    scoring: GroupScoring, ask: ScoreAction, reward: RewardConfig, scorers: ScoreDispatcher
+) -> list[Action]:
     group = scoring.group
     try:
         value = await scorers.score(reward, sample_of(group, group.trajectories[ask.trajectory]))

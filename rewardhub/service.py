@@ -1,7 +1,8 @@
 """Runs a reward hub: takes groups from its pools' queues, and publishes scored groups or closings.
 
-Delivery is at-least-once. A group is acknowledged only after its result is stored; if the hub dies before, the group is
-delivered again, to it or to another hub. The learner counts the first record of a ticket.
+Delivery is at-least-once. A group is acknowledged only after its result is stored; if the hub dies
+before, the group is delivered again, to it or to another hub. The learner counts the first record
+of a ticket.
 """
 
 from __future__ import annotations
@@ -67,8 +68,12 @@ async def serve(options: argparse.Namespace, stop: Stop) -> None:
     seen = gpus.select(options.gpus)  # before any process is started
     numbers = gpus.parse(options.gpus) if seen == "cuda" else []
     async with join("rewardhub", options, stop) as member:
-        pools, kinds, workers = options.pools, options.rewards, options.workers
-        await RewardhubService(member, pools=pools, kinds=kinds, num_workers=workers, gpu_numbers=numbers).run()
+        pools = options.pools
+        kinds = options.rewards
+        workers = options.workers
+        await RewardhubService(
+            member, pools=pools, kinds=kinds, num_workers=workers, gpu_numbers=numbers
+        ).run()
 
 
 class RewardhubService:
@@ -91,7 +96,9 @@ class RewardhubService:
         num_workers: int | None = None,
         gpu_numbers: Sequence[int] = (),
     ) -> None:
-        self.member, self.bus, self.spec = member, member.bus, member.spec
+        self.member = member
+        self.bus = member.bus
+        self.spec = member.spec
         self.settings = section(self.spec.config, "rewardhub", RewardhubSection)
         self.domains = domains(self.spec.config)
         if pools and kinds:
@@ -108,9 +115,13 @@ class RewardhubService:
         )
         self.trials = PoolTrials()
         most = self.settings.broken_after
-        self.health = WorkHealth("pool", self.pools, lambda _: most, trial=self._trial, changed=member.poke)
+        self.health = WorkHealth(
+            "pool", self.pools, lambda _: most, trial=self._trial, changed=member.poke
+        )
         self.tally = RewardhubMetrics()
-        self.ahead = AheadScorer(self.bus, self.workers, lambda: self.domains, self._takes_ahead, member.spans)
+        self.ahead = AheadScorer(
+            self.bus, self.workers, lambda: self.domains, self._takes_ahead, member.spans
+        )
         self._jobs: dict[int, _Job] = {}  # by sequence in the stream
         self._tasks: set[asyncio.Task[None]] = set()
         self._room = asyncio.Event()
@@ -145,7 +156,11 @@ class RewardhubService:
             self._open_feeds()
             while not asked.done():
                 await self.ahead.serve(self.pools)
-                await asyncio.wait({asked, *self._feeds.values()}, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    {asked, *self._feeds.values()},
+                    timeout=TICK_S,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
                 for feed in self._feeds.values():
                     if feed.done():
                         feed.result()  # a feed ends only with an error, which this raises
@@ -183,7 +198,9 @@ class RewardhubService:
         await self.workers.close()
 
     async def _feed(self, pool: str) -> None:
-        """Fetch groups of one pool while there is room; when cancelled, hand back those that have arrived."""
+        """Fetch groups of one pool while there is room; when cancelled, hand back those that have
+        arrived.
+        """
         queue = await self.bus.work_queue(EPISODES, pool)
         while True:
             await self.member.running.wait()
@@ -220,15 +237,22 @@ class RewardhubService:
 
     def _abandon_lapsed(self) -> None:
         """Abandon the groups that other hubs may score by now."""
-        lapsed = [job for job in self._jobs.values() if not job.is_scored and job.delivery.has_lapsed]
+        lapsed = [
+            job for job in self._jobs.values() if not job.is_scored and job.delivery.has_lapsed
+        ]
         if lapsed:
-            log.warning("%d groups abandoned: other hubs may score them, since this one did not run", len(lapsed))
+            log.warning(
+                "%d groups abandoned: other hubs may score them, since this one did not run",
+                len(lapsed),
+            )
         for job in lapsed:
             if job.task is not None:
                 job.task.cancel()
 
     def _follow_spec(self) -> None:
-        """Follow the run's configuration, in which rewards and pools may change when the learner resumes."""
+        """Follow the run's configuration, in which rewards and pools may change when the learner
+        resumes.
+        """
         if self.member.spec is self.spec:
             return
         self.spec = self.member.spec
@@ -275,12 +299,15 @@ class RewardhubService:
         scoring = GroupScoring(group, rewards, self.settings.max_retries)
         started = time.monotonic()
         try:
-            with self.member.spans.work("reward", ticket=group.ticket if group.eval_step < 0 else 0):
+            with self.member.spans.work(
+                "reward", ticket=group.ticket if group.eval_step < 0 else 0
+            ):
                 ending = await score_group(scoring, rewards, self.workers)
         except NoWorkerError as error:
             ending = CloseAction("aborted", str(error), own=False)
         if isinstance(ending, CloseAction) and job.delivery.has_lapsed:
-            job.delivery.abandon()  # the hub did not run for long, so its timeouts say nothing about the reward
+            # the hub did not run for long, so its timeouts say nothing about the reward
+            job.delivery.abandon()
             return
         self.tally.retries += scoring.num_retries
         self.tally.cost += scoring.cost
@@ -299,11 +326,15 @@ class RewardhubService:
             await self._forward(job, ending, time.monotonic() - started)
 
     def _fails(self, job: _Job, key: str, scoring: GroupScoring, ending: CloseAction) -> bool:
-        """Count a failed group. Return whether to hand it to another hub, because this host may be at fault."""
+        """Count a failed group. Return whether to hand it to another hub, because this host may be
+        at fault.
+        """
         delivery = job.delivery.num_delivered
         self.trials.keep(job.pool, scoring)
         self.health.failed(job.pool, key, delivery, ending.detail)
-        return ending.reason == "aborted" or not (ending.own or self.health.blames(job.pool, key, delivery))
+        return ending.reason == "aborted" or not (
+            ending.own or self.health.blames(job.pool, key, delivery)
+        )
 
     async def _hand_back(self, job: _Job, delay_s: float, why: str) -> None:
         log.warning("ticket %d handed back: %s", job.delivery.ticket, why)
@@ -327,15 +358,21 @@ class RewardhubService:
         key = ticket_key(group.ticket, evaluation=group.eval_step >= 0)
         message_id = f"{key}-{forward.key}" if forward.key else key
         try:
-            await self.bus.publish(forward.stream, group, key=forward.key, ticket=group.ticket, message_id=message_id)
+            await self.bus.publish(
+                forward.stream, group, key=forward.key, ticket=group.ticket, message_id=message_id
+            )
         except WireError as error:
             reason: wire.ClosedReason = "too_large" if isinstance(error, TooLarge) else "malformed"
-            await self._close(job, group.ticket, group.domain, group.eval_step, CloseAction(reason, str(error)))
+            await self._close(
+                job, group.ticket, group.domain, group.eval_step, CloseAction(reason, str(error))
+            )
             return
         self.tally.add(group, seconds)
         await job.delivery.ack()
 
-    async def _close(self, job: _Job, ticket: int, domain: str, eval_step: int, close: CloseAction) -> None:
+    async def _close(
+        self, job: _Job, ticket: int, domain: str, eval_step: int, close: CloseAction
+    ) -> None:
         closed = wire.Closed(
             ticket=ticket,
             domain=domain,
@@ -344,7 +381,9 @@ class RewardhubService:
             by=self.member.id,
             eval_step=eval_step,
         )
-        self.tally.closed += await close_ticket(self.bus, job.delivery, EPISODES, closed, evaluation=eval_step >= 0)
+        self.tally.closed += await close_ticket(
+            self.bus, job.delivery, EPISODES, closed, evaluation=eval_step >= 0
+        )
 
     # -- reporting
 
@@ -384,5 +423,7 @@ class RewardhubService:
 def _serving(known: Sequence[str], wanted: Sequence[str]) -> list[str]:
     for pool in wanted:
         if pool not in known:
-            raise UserError(f"--pools: {pool!r} is not allowed; the pools of this run are {', '.join(known) or 'none'}")
+            raise UserError(
+                f"--pools: {pool!r} is not allowed; the pools of this run are {', '.join(known) or 'none'}"
+            )
     return list(dict.fromkeys(wanted)) or list(known)

@@ -1,4 +1,6 @@
-"""A worker process that scores one sample at a time for its hub. Started by ``rewardhub.worker_pool``."""
+"""A worker process that scores one sample at a time for its hub. Started by
+``rewardhub.worker_pool``.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from broker.errors import ConfigError
 from broker.system.workers import fault, limits, line
 from rewardhub import protocol
 from rewardhub.rewards import loading
-from rewardhub.rewards.base import NoScore, ResponseFault, Sample, Scored, check_scored, score_of_fault
+from rewardhub.rewards.base import (
+    NoScore,
+    ResponseFault,
+    Sample,
+    Scored,
+    check_scored,
+    score_of_fault,
+)
 
 
 class RewardWorker:
@@ -27,7 +36,8 @@ class RewardWorker:
         # counts from the first score; what rewards load before is free
         self._allowance: limits.ResourceLimits | None = None
         self._rewards: dict[str, loading.Score] = {}
-        self._loop = asyncio.Runner()  # one loop for all calls, so that a coroutine's clients stay usable
+        # one loop for all calls, so that a coroutine's clients stay usable
+        self._loop = asyncio.Runner()
 
     def close(self) -> None:
         """Close the event loop."""
@@ -49,9 +59,14 @@ class RewardWorker:
         except NoScore as error:
             return protocol.ScoreFailureReply(line.clean(f"{request.name}: {error}"), retry=False)
         except BaseException as error:  # noqa: BLE001 - user code may raise anything
-            spent = isinstance(error, MemoryError) or (self._allowance is not None and self._allowance.spent())
+            spent = isinstance(error, MemoryError) or (
+                self._allowance is not None and self._allowance.spent()
+            )
             return protocol.ScoreFailureReply(
-                f"{request.name}: {fault.told(error)}", retry=True, spent=spent, trace=fault.trace(error)
+                f"{request.name}: {fault.told(error)}",
+                retry=True,
+                spent=spent,
+                trace=fault.trace(error),
             )
 
     def _reward(self, name: str, args: dict[str, object]) -> loading.Score:
@@ -83,7 +98,9 @@ def serve(connection: socket.socket, memory_mib: int | None) -> None:
             try:
                 reply = worker.answer(protocol.decode_request(data))
             except msgspec.DecodeError as error:
-                reply = protocol.ScoreFailureReply(f"the hub's request cannot be decoded: {error}", retry=True)
+                reply = protocol.ScoreFailureReply(
+                    f"the hub's request cannot be decoded: {error}", retry=True
+                )
             if not line.write(connection, protocol.encode_message(reply)):
                 return
 

@@ -1,4 +1,6 @@
-"""A pool of worker processes that are replaced when a reward hangs, crashes or takes too much memory."""
+"""A pool of worker processes that are replaced when a reward hangs, crashes or takes too much
+memory.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +33,20 @@ WATCH_EVERY_S: Final = 0.5
 
 
 class ScoreError(RlearnerError):
-    """There is no score. ``retry``: another try may succeed. ``trace``: the reward's traceback, for the log."""
+    """There is no score. ``retry``: another try may succeed. ``trace``: the reward's traceback, for
+    the log.
+    """
 
     def __init__(self, detail: str, *, retry: bool, trace: str = "") -> None:
         super().__init__(detail)
-        self.retry, self.trace = retry, trace
+        self.retry = retry
+        self.trace = trace
 
 
 class NoWorkerError(RlearnerError):
-    """No worker process can start here now, or it cannot load the reward; the group is not at fault."""
+    """No worker process can start here now, or it cannot load the reward; the group is not at
+    fault.
+    """
 
 
 class _SlowStartError(NoWorkerError):
@@ -60,8 +67,10 @@ class RewardWorkerProcess:
     """
 
     def __init__(self, child: subprocess.Popen[bytes], speech: line.WorkerSocket) -> None:
-        self.child, self._line = child, speech
-        self.base_mib, self.killed_for = 0.0, ""
+        self.child = child
+        self._line = speech
+        self.base_mib = 0.0
+        self.killed_for = ""
         self.loaded: Sequence[RewardConfig] = ()
 
     @classmethod
@@ -87,12 +96,16 @@ class RewardWorkerProcess:
         return cls(child, await line.WorkerSocket.open(ours))
 
     async def ask(
-        self, request: protocol.LoadRewardRequest | protocol.ScoreRequest, timeout_s: float, name: str = ""
+        self,
+        request: protocol.LoadRewardRequest | protocol.ScoreRequest,
+        timeout_s: float,
+        name: str = "",
     ) -> protocol.ScoreReply | protocol.ScoreFailureReply:
         """Send one request and return its answer. After an exception the worker is unusable.
 
         Args:
-            timeout_s: on the worker's own clock: a machine without a free processor must not cost a score.
+            timeout_s: on the worker's own clock: a machine without a free processor must not cost a
+                score.
             name: of what it does, to log that it is slow.
 
         Raises:
@@ -101,11 +114,15 @@ class RewardWorkerProcess:
         """
         asking = self._line.ask(protocol.encode_message(request))
         try:
-            return protocol.decode_reply(await answer_within(asking, self.child.pid, timeout_s, name))
+            return protocol.decode_reply(
+                await answer_within(asking, self.child.pid, timeout_s, name)
+            )
         except line.HungUp:
             raise _Died(f"the worker process {self.killed_for or await self._how()}") from None
         except (line.ProtocolError, msgspec.DecodeError) as error:
-            raise _Died(f"the worker process sent an answer that cannot be decoded: {error}") from None
+            raise _Died(
+                f"the worker process sent an answer that cannot be decoded: {error}"
+            ) from None
 
     async def _how(self) -> str:
         try:
@@ -135,7 +152,8 @@ class RewardWorkerPool:
         timeout_s: for one score; a worker that takes longer is killed.
         rewards: loaded in every worker before it serves.
         memory_mib: memory of a worker beyond what its rewards load, None: no limit.
-        passed: environment variables that they get besides the harmless ones and those that their rewards refer to.
+        passed: environment variables that they get besides the harmless ones and those that their
+            rewards refer to.
     """
 
     def __init__(
@@ -148,10 +166,13 @@ class RewardWorkerPool:
         passed: Sequence[str] = (),
     ) -> None:
         self._passed = passed
-        self._timeout_s, self._rewards, self._memory_mib = timeout_s, list(rewards), memory_mib
+        self._timeout_s = timeout_s
+        self._rewards = list(rewards)
+        self._memory_mib = memory_mib
         self._output: WorkerOutput | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._free: asyncio.LifoQueue[RewardWorkerProcess | None] = asyncio.LifoQueue()  # None: not started yet
+        # None: not started yet
+        self._free: asyncio.LifoQueue[RewardWorkerProcess | None] = asyncio.LifoQueue()
         for _ in range(num_workers):
             self._free.put_nowait(None)
         self._living: set[RewardWorkerProcess] = set()
@@ -198,14 +219,17 @@ class RewardWorkerPool:
             if isinstance(error, BaseException):
                 raise error
 
-    async def _keep_or_start(self, worker: RewardWorkerProcess | None, patience_s: float) -> RewardWorkerProcess:
+    async def _keep_or_start(
+        self, worker: RewardWorkerProcess | None, patience_s: float
+    ) -> RewardWorkerProcess:
         return worker or await self._start_one(patience_s)
 
     async def score(self, reward: RewardConfig, sample: Sample) -> Scored:
         """Return the reward of one sample, from the next free worker.
 
         Raises:
-            ScoreError: if the reward raises, takes too long, crashes its process, or does not return numbers.
+            ScoreError: if the reward raises, takes too long, crashes its process, or does not
+                return numbers.
             NoWorkerError: if no process can be started here now.
         """
         worker = await self._free.get()
@@ -218,11 +242,15 @@ class RewardWorkerPool:
             healthy = worker
             worker = None  # until it answers
             try:
-                answer = await healthy.ask(protocol.ScoreRequest(reward.name, reward.args, sample), self._timeout_s)
+                answer = await healthy.ask(
+                    protocol.ScoreRequest(reward.name, reward.args, sample), self._timeout_s
+                )
             except OutOfTime:
                 self.num_killed += 1
                 await self._bury(healthy)
-                raise ScoreError(f"{reward.name}: no score within {self._timeout_s:g} s", retry=True) from None
+                raise ScoreError(
+                    f"{reward.name}: no score within {self._timeout_s:g} s", retry=True
+                ) from None
             except _Died as error:
                 self.num_killed += 1
                 await self._bury(healthy)
@@ -264,7 +292,9 @@ class RewardWorkerPool:
             self._watching = asyncio.create_task(self._watch(self._memory_mib))
         try:
             referred = [name for reward in self._rewards for name in loading.variables_of(reward)]
-            worker = await RewardWorkerProcess.start(self._output, self._memory_mib, {*self._passed, *referred})
+            worker = await RewardWorkerProcess.start(
+                self._output, self._memory_mib, {*self._passed, *referred}
+            )
         except OSError as error:
             raise NoWorkerError(f"cannot start a worker process: {error}") from None
         self._living.add(worker)
@@ -284,7 +314,8 @@ class RewardWorkerPool:
         except BaseException:
             await self._bury(worker)
             raise
-        worker.base_mib, worker.loaded = limits.resident_mib(limits.tree(worker.child.pid)), rewards
+        worker.base_mib = limits.resident_mib(limits.tree(worker.child.pid))
+        worker.loaded = rewards
         return worker
 
     async def _bury(self, worker: RewardWorkerProcess) -> None:

@@ -1,1 +1,3 @@
-"""The operator's command ``rlearner``. May import ``learner`` and what both share; nothing imports it."""
+"""The operator's command ``rlearner``. May import ``learner`` and what both share; nothing imports
+it.
+"""

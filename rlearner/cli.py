@@ -13,7 +13,14 @@ from dataclasses import asdict
 from typing import Any
 
 from broker.runtime.process import add_metrics_options
-from broker.settings.arguments import ArgumentParser, add_broker, add_config, add_json, complete, positive
+from broker.settings.arguments import (
+    ArgumentParser,
+    add_broker,
+    add_config,
+    add_json,
+    complete,
+    positive,
+)
 from broker.system import logs
 from broker.system.entry import EXIT_STOPPED, enter
 from broker.system.visible_text import visible_json
@@ -60,7 +67,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(prog="rlearner", description=text)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     up_cli.add_parser(commands)
-    start = _add_config_parser(commands, "start", "run the learner; the other processes join by themselves")
+    start = _add_config_parser(
+        commands, "start", "run the learner; the other processes join by themselves"
+    )
     add_broker(start)
     text = "give up if no broker answers in time (never)"
     start.add_argument("--connect-deadline", metavar="SECONDS", type=positive, help=text)
@@ -91,9 +100,13 @@ def make_parser() -> argparse.ArgumentParser:
     ops_cli.add_parsers(commands)
     console_cli.add_parser(commands)
     exporter_cli.add_parser(commands)
-    completion = commands.add_parser("completion", help="print the shell code that completes these commands")
+    completion = commands.add_parser(
+        "completion", help="print the shell code that completes these commands"
+    )
     shells = ["bash", "zsh", "fish"]
-    completion.add_argument("shell", nargs="?", default="bash", choices=shells, help="which shell (%(default)s)")
+    completion.add_argument(
+        "shell", nargs="?", default="bash", choices=shells, help="which shell (%(default)s)"
+    )
     completion.set_defaults(run=_complete)
     return complete(parser, EXAMPLES)
 
@@ -125,7 +138,8 @@ def _start(options: argparse.Namespace) -> int:
         """Return the configuration, and the ranks of this node if there are several nodes."""
         has_size = placement is not None and placement.size is not None
         loaded = forget_gpus(load(options.config, options.overrides), options, has_size=has_size)
-        asked, here = name_run(loaded, options.config), 0
+        asked = name_run(loaded, options.config)
+        here = 0
         if placement is None:
             asked = assign_gpus(asked, options.gpus, share=options.share_gpus)
         else:
@@ -150,7 +164,9 @@ def _start(options: argparse.Namespace) -> int:
             log.warning("%s", format_finding(finding))
         if placement is None:
             return await train(config, stop, shared_here(config))
-        async with nodes.gathered(placement, config, here, options, stop, shared_here(config)) as outcome:
+        async with nodes.gathered(
+            placement, config, here, options, stop, shared_here(config)
+        ) as outcome:
             outcome.code = await train(config, stop, outcome.shared)
             return outcome.code
 
@@ -193,13 +209,18 @@ def _check(options: argparse.Namespace) -> int:
         from learner.offline import config as offline
 
         checked = offline.validate(offline.pipeline_of(config), config)
-        found, notes = learner_findings(checked), []
+        found = learner_findings(checked)
+        notes = []
     else:
         checked = validate(config)
         if not options.no_trial:
             asyncio.run(try_own_code(checked))
         own_sampling = sampling_note(checked["model"], checked["domains"])
-        notes = [timeouts.note(checked), *capacity.capacity_notes(checked), *([own_sampling] if own_sampling else [])]
+        notes = [
+            timeouts.note(checked),
+            *capacity.capacity_notes(checked),
+            *([own_sampling] if own_sampling else []),
+        ]
         found = fleet_findings(checked)
     run_folder(name_run(checked, options.config))  # fails where no folder can be created
     if options.json:

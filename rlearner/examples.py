@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 EXAMPLES: Final = {
-    "rlearner": ["rlearner up configs/quickstart.yaml", "rlearner status runs/quick", "rlearner runs"],
+    "rlearner": [
+        "rlearner up configs/quickstart.yaml",
+        "rlearner status runs/quick",
+        "rlearner runs",
+    ],
     "rlearner up": [
         "rlearner up configs/quickstart.yaml run.name=quick train.steps=50",
         "rlearner up runs/quick train.steps=100     # continues that run with its settings",
@@ -29,11 +33,21 @@ EXAMPLES: Final = {
         "rlearner units configs/quickstart.yaml run.name=lake",
         "rlearner units configs/gsm8k.yaml --gpus 16 --hosts train=10.0.0.1,gen1=10.0.0.2 --host gen1 --write gen1",
     ],
-    "rlearner completion": ['rlearner completion zsh     # use it: eval "$(rlearner completion)" in ~/.bashrc'],
-    "rlearner sft": ["rlearner sft configs/sft.yaml model.path=Qwen/Qwen3-0.6B data.train=conversations.jsonl"],
-    "rlearner dpo": ["rlearner dpo configs/dpo.yaml model.path=Qwen/Qwen3-0.6B data.train=pairs.jsonl"],
-    "rlearner distill": ["rlearner distill configs/distill.yaml model.path=Qwen/Qwen3-0.6B data.train=prompts.jsonl"],
-    "rlearner eval": ["rlearner eval runs/quick/checkpoints/step-000040 configs/quickstart.yaml eval.tasks=512"],
+    "rlearner completion": [
+        'rlearner completion zsh     # use it: eval "$(rlearner completion)" in ~/.bashrc'
+    ],
+    "rlearner sft": [
+        "rlearner sft configs/sft.yaml model.path=Qwen/Qwen3-0.6B data.train=conversations.jsonl"
+    ],
+    "rlearner dpo": [
+        "rlearner dpo configs/dpo.yaml model.path=Qwen/Qwen3-0.6B data.train=pairs.jsonl"
+    ],
+    "rlearner distill": [
+        "rlearner distill configs/distill.yaml model.path=Qwen/Qwen3-0.6B data.train=prompts.jsonl"
+    ],
+    "rlearner eval": [
+        "rlearner eval runs/quick/checkpoints/step-000040 configs/quickstart.yaml eval.tasks=512"
+    ],
     "rlearner audit": ["rlearner audit quick", "rlearner audit runs/quick --json"],
     "rlearner trace": ["rlearner trace quick 17"],
     "rlearner show": ["rlearner show quick 17 --episode 0 --tokens"],
@@ -41,7 +55,10 @@ EXAMPLES: Final = {
         "rlearner replay quick --from 20 --to 40",
         "rlearner replay quick --from 0 --to 40 algorithm=gspo --out runs/quick-gspo",
     ],
-    "rlearner export": ["rlearner export quick", "rlearner export quick --step 40 --out quick-40 --max-shard-gib 2"],
+    "rlearner export": [
+        "rlearner export quick",
+        "rlearner export quick --step 40 --out quick-40 --max-shard-gib 2",
+    ],
     "rlearner status": ["rlearner status quick", "rlearner status runs/quick --json"],
     "rlearner advise": [
         "rlearner advise quick",
@@ -51,7 +68,10 @@ EXAMPLES: Final = {
         "rlearner logs quick -f",
         "rlearner logs quick --since 10m --level warning envhub rewardhub",
     ],
-    "rlearner diff": ["rlearner diff quick quick-gspo", "rlearner diff runs/quick /data/runs/other --json"],
+    "rlearner diff": [
+        "rlearner diff quick quick-gspo",
+        "rlearner diff runs/quick /data/runs/other --json",
+    ],
     "rlearner exporter": [
         "rlearner exporter quick     # http://127.0.0.1:9464/metrics",
         "rlearner exporter quick --broker nats://10.0.0.1:4222 --metrics-bind 0.0.0.0 --metrics-port 9500",
@@ -62,14 +82,19 @@ EXAMPLES: Final = {
     "rlearner invited": ["rlearner invited"],
     "rlearner renew": ["rlearner renew envhub-3f9a01 --expires 7d"],
     "rlearner revoke": ["rlearner revoke envhub-3f9a01"],
-    "rlearner api-key": ["rlearner api-key create alice --expires 30d --requests-per-minute 60 --out alice.key"],
+    "rlearner api-key": [
+        "rlearner api-key create alice --expires 30d --requests-per-minute 60 --out alice.key"
+    ],
     "rlearner api-key create": [
         "rlearner api-key create alice --expires 30d --requests-per-minute 60 --out alice.key",
         "rlearner api-key create ci --expires 12h --tokens-per-minute 20000 --concurrent 4 --out ci.key",
     ],
     "rlearner api-key list": ["rlearner api-key list"],
     "rlearner api-key revoke": ["rlearner api-key revoke alice"],
-    "rlearner checkpoint-now": ["rlearner checkpoint-now quick", "rlearner checkpoint-now quick --no-wait --json"],
+    "rlearner checkpoint-now": [
+        "rlearner checkpoint-now quick",
+        "rlearner checkpoint-now quick --no-wait --json",
+    ],
     "rlearner eval-now": ["rlearner eval-now quick"],
     "rlearner console": [
         "rlearner console",

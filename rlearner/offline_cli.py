@@ -42,10 +42,14 @@ def run(options: argparse.Namespace) -> int:
 
     logs.configure()
     logs.identify(role=options.pipeline)
-    config = name_run(validate(options.pipeline, load(options.config, options.overrides)), options.config)
+    config = name_run(
+        validate(options.pipeline, load(options.config, options.overrides)), options.config
+    )
     require_installed(learner_findings(config))
     folder = run_folder(config)
-    again = f"rlearner {options.pipeline} with the same settings and run.name={config['run']['name']}"
+    again = (
+        f"rlearner {options.pipeline} with the same settings and run.name={config['run']['name']}"
+    )
     from learner.offline.run import run as train  # here, because it imports torch
 
     try:
@@ -55,9 +59,21 @@ def run(options: argparse.Namespace) -> int:
         return 130
     logging.getLogger(__name__).debug("done in %.1f s", result.seconds)
     if options.json:
-        found = {"run": config["run"]["name"], "checkpoint": str(result.path), "steps": result.steps}
-        print(visible_json({**found, "seconds": round(result.seconds, 1), "figures": dict(result.values)}))
+        found = {
+            "run": config["run"]["name"],
+            "checkpoint": str(result.path),
+            "steps": result.steps,
+        }
+        print(
+            visible_json(
+                {**found, "seconds": round(result.seconds, 1), "figures": dict(result.values)}
+            )
+        )
         return 0
-    values = "  ".join(f"{name} {value:.4g}" for name, value in result.values.items() if name.startswith("eval/"))
-    print(f"wrote {result.path} after {result.steps} steps in {result.seconds:.1f} s  {values}".rstrip())
+    values = "  ".join(
+        f"{name} {value:.4g}" for name, value in result.values.items() if name.startswith("eval/")
+    )
+    print(
+        f"wrote {result.path} after {result.steps} steps in {result.seconds:.1f} s  {values}".rstrip()
+    )
     return 0

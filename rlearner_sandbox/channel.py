@@ -1,7 +1,8 @@
 """Requests and responses between a program and its tests, over a socket. Runs inside, at both ends.
 
-A frame is a length, four bytes little-endian, and that many bytes of JSON. Either end may send a request while the
-other waits for a response: a test calls a function of the program, which calls a function of the test.
+A frame is a length, four bytes little-endian, and that many bytes of JSON. Either end may send a
+request while the other waits for a response: a test calls a function of the program, which calls a
+function of the test.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ class Channel:
     """One end of the socket ``fd``.
 
     Args:
-        obey: answers a question and raises nothing; called again with the error if its answer was too large.
+        obey: answers a question and raises nothing; called again with the error if its answer was
+            too large.
         hung_up: called when the other end is closed or sends an invalid frame; does not return.
     """
 
     def __init__(self, fd: int, obey: Callable[[Any], Any], hung_up: Callable[[], Any]) -> None:
-        self._fd, self._obey, self._hung_up = fd, obey, hung_up
+        self._fd = fd
+        self._obey = obey
+        self._hung_up = hung_up
 
     def ask(self, question: Any) -> Any:
         """Send a question and return the answer; raise TooMuch if the question is too large."""

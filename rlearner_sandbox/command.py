@@ -15,15 +15,21 @@ from typing import Final, Literal
 Mode = Literal["script", "calls", "asserts", "tests"]
 
 DEVICES: Final = ("/dev/null", "/dev/urandom")
-ENVIRONMENT: Final = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"} | dict.fromkeys(
-    ("HOME", "TMPDIR"), "/tmp"
-)
+ENVIRONMENT: Final = {
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+} | dict.fromkeys(("HOME", "TMPDIR"), "/tmp")
 CONTAINER: Final = (
     "docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt "
     "systempaths=unconfined"
 )
 SWITCHES: Final = (  # file under /proc/sys, what it must not hold, the command
-    ("kernel/apparmor_restrict_unprivileged_userns", "1", "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0"),
+    (
+        "kernel/apparmor_restrict_unprivileged_userns",
+        "1",
+        "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0",
+    ),
     ("kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
     ("user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=15000"),
 )
@@ -71,10 +77,32 @@ def inside(
     channel: int = -1,
     packages: Sequence[str] = (),
 ) -> list[str]:
-    """Return the command of Python with the boot code; ``channel`` is the socket to the tests, or -1."""
-    numbers = [fd, uid, processes, limits.cpu_s, limits.memory_mib << 20, limits.open_files, limits.file_mib << 20]
+    """Return the command of Python with the boot code; ``channel`` is the socket to the tests, or
+    -1.
+    """
+    numbers = [
+        fd,
+        uid,
+        processes,
+        limits.cpu_s,
+        limits.memory_mib << 20,
+        limits.open_files,
+        limits.file_mib << 20,
+    ]
     numbers.append(channel)
-    return [python(), "-I", "-S", "-X", "utf8", "-c", BOOT, str(len(code(mode))), *map(str, numbers), mode, *packages]
+    return [
+        python(),
+        "-I",
+        "-S",
+        "-X",
+        "utf8",
+        "-c",
+        BOOT,
+        str(len(code(mode))),
+        *map(str, numbers),
+        mode,
+        *packages,
+    ]
 
 
 def jail(
@@ -92,16 +120,22 @@ def jail(
 
     Args:
         filter_fd: a file with the filter on system calls.
-        root: whether we run as root. Then no user namespace is needed, and Python changes its uid first.
+        root: whether we run as root. Then no user namespace is needed, and Python changes its uid
+            first.
         packages: files and folders that the program may read, besides the standard library.
         network: whether it shares the host's network.
         scratch: folders that it may write to; empty at first, in memory.
         folder: its working folder.
     """
     privileges = (
-        ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if root else ["--unshare-user"]
+        ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+        if root
+        else ["--unshare-user"]
     )
-    spaces = [f"--unshare-{name}" for name in ("pid", "ipc", "uts", "cgroup-try", *(() if network else ("net",)))]
+    spaces = [
+        f"--unshare-{name}"
+        for name in ("pid", "ipc", "uts", "cgroup-try", *(() if network else ("net",)))
+    ]
     size = ("--perms", "1777", "--size", str(limits.file_mib << 20), "--tmpfs")
     writable = [part for path in scratch for part in (*size, path)]
     return [
@@ -112,7 +146,8 @@ def jail(
 
 
 def free_uid(number: int, maps: Sequence[str]) -> int:
-    """Return an unprivileged uid with separate process counts, or ``nobody`` if this machine has only few uids.
+    """Return an unprivileged uid with separate process counts, or ``nobody`` if this machine has
+    only few uids.
 
     Args:
         number: a different one for each program that runs at the same time.
@@ -120,7 +155,11 @@ def free_uid(number: int, maps: Sequence[str]) -> int:
     """
     uid = FIRST_UID + number % (1 << 26)
     ranges = [[tuple(map(int, line.split())) for line in text.splitlines()] for text in maps]
-    return uid if all(any(first <= uid < first + count for first, _, count in one) for one in ranges) else NOBODY
+    return (
+        uid
+        if all(any(first <= uid < first + count for first, _, count in one) for one in ranges)
+        else NOBODY
+    )
 
 
 def advice(said: str, settings: Path = Path("/proc/sys")) -> str:
@@ -134,14 +173,21 @@ def advice(said: str, settings: Path = Path("/proc/sys")) -> str:
         if value == bad:
             return f"bubblewrap does not work here ({problem}); as root run: {command}"
     if "Unknown option" in said:
-        return f"bubblewrap is too old ({problem}); 0.6 or newer is needed: apt-get install bubblewrap"
+        return (
+            f"bubblewrap is too old ({problem}); 0.6 or newer is needed: apt-get install bubblewrap"
+        )
     return f"bubblewrap does not work here ({problem}); in a container start that with: {CONTAINER}"
 
 
 @lru_cache(maxsize=4)
 def code(mode: Mode) -> bytes:
     """Return the compiled code of a mode, because compiling it inside would take milliseconds."""
-    return marshal.dumps((_compiled("inside"), {f"rlearner_sandbox.{name}": _compiled(name) for name in MODULES[mode]}))
+    return marshal.dumps(
+        (
+            _compiled("inside"),
+            {f"rlearner_sandbox.{name}": _compiled(name) for name in MODULES[mode]},
+        )
+    )
 
 
 def _compiled(name: str) -> CodeType:
@@ -160,7 +206,11 @@ def _root(packages: tuple[str, ...], working: str = "/tmp") -> tuple[str, ...]:
         else:
             shown.append(folder)
     if sys.base_prefix in ("/usr", "/usr/local"):
-        shown += [os.path.join(sys.base_prefix, "lib"), os.path.join(sys.base_prefix, "lib64"), python()]
+        shown += [
+            os.path.join(sys.base_prefix, "lib"),
+            os.path.join(sys.base_prefix, "lib64"),
+            python(),
+        ]
     else:
         shown += [sys.base_prefix, python()]
     shown += map(os.path.abspath, packages)
@@ -170,7 +220,9 @@ def _root(packages: tuple[str, ...], working: str = "/tmp") -> tuple[str, ...]:
             links += ["--symlink", os.path.realpath(path), path]
     shown = [path for path in dict.fromkeys(map(os.path.realpath, shown)) if os.path.exists(path)]
     shown = [path for path in shown if not any(path.startswith(other + "/") for other in shown)]
-    folders = [str(folder) for path in (*shown, *DEVICES) for folder in reversed(Path(path).parents)]
+    folders = [
+        str(folder) for path in (*shown, *DEVICES) for folder in reversed(Path(path).parents)
+    ]
     folders += [str(folder) for folder in (*reversed(Path(working).parents), working)]
     above = dict.fromkeys(folder for folder in folders if folder not in ("/", "/tmp"))
     # else they get the modes they have outside

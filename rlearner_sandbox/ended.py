@@ -6,7 +6,10 @@ import signal
 from dataclasses import dataclass
 from typing import Literal
 
-OUT_OF_MEMORY, NO_PYTHON, GONE = 86, 87, 88  # exit codes of ours, see inside.py and remote.py
+# exit codes of ours, see inside.py and remote.py
+OUT_OF_MEMORY = 86
+NO_PYTHON = 87
+GONE = 88
 OUT_OF_TIME = 128 + signal.SIGXCPU
 KilledFor = Literal["", "time", "memory", "output"]
 
@@ -15,7 +18,8 @@ KilledFor = Literal["", "time", "memory", "output"]
 class ProgramChecks:
     """Tests of a loaded program; ``first``: code before all tests, or the name of a function.
 
-    Code runs in a separate process, where stand-ins replace the program's functions; see ``rlearner_sandbox.remote``.
+    Code runs in a separate process, where stand-ins replace the program's functions; see
+    ``rlearner_sandbox.remote``.
     """
 
     first: str

@@ -1,6 +1,8 @@
-"""The program's side of its tests: applies their requests to the program's objects. Runs inside, with the program.
+"""The program's side of its tests: applies their requests to the program's objects. Runs inside,
+with the program.
 
-The tests trust nothing here: it shares a process with the program, which may have changed any of it.
+The tests trust nothing here: it shares a process with the program, which may have changed any of
+it.
 """
 
 from __future__ import annotations
@@ -95,8 +97,17 @@ class Host:
         if isinstance(value, type):
             if issubclass(value, BaseException):
                 return ["error", [[one.__module__, one.__qualname__] for one in value.__mro__[:-1]]]
-            bases = [self._handle(one) for one in value.__bases__ if one is not object and isinstance(one, type)]
-            return ["class", self._number(value), value.__name__, [one for one in bases if one[0] == "class"]]
+            bases = [
+                self._handle(one)
+                for one in value.__bases__
+                if one is not object and isinstance(one, type)
+            ]
+            return [
+                "class",
+                self._number(value),
+                value.__name__,
+                [one for one in bases if one[0] == "class"],
+            ]
         if hasattr(value, "__next__"):
             return ["iterator", self._number(value)]
         if hasattr(value, "__await__"):

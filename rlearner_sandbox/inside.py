@@ -1,4 +1,6 @@
-"""Runs inside before the program; ``run.py`` sends it as code. Imports little: a module costs a millisecond."""
+"""Runs inside before the program; ``run.py`` sends it as code. Imports little: a module costs a
+millisecond.
+"""
 
 # ruff: noqa: BLE001, SIM105 - a program may raise anything; contextlib costs a millisecond
 
@@ -32,7 +34,8 @@ def boot() -> None:
         most = resource.getrlimit(what)[1]
         hard = hard or soft
         if most != resource.RLIM_INFINITY:
-            soft, hard = min(soft, most), min(hard, most)
+            soft = min(soft, most)
+            hard = min(hard, most)
         resource.setrlimit(what, (soft, hard))
 
     with open("/proc/self/statm") as statm:
@@ -119,7 +122,9 @@ def boot() -> None:
         our("rlearner_sandbox.host", "Host")(channel, scope).serve()
     import json
 
-    token, first, number = take(), take(), int(take())
+    token = take()
+    first = take()
+    number = int(take())
     tests = [take() for _ in range(number)]
     try:
         function = scope[first] if first in scope else getattr(scope["Solution"](), first)

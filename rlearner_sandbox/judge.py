@@ -21,9 +21,13 @@ def judge(fd: int, say: Callable[[str], None], take: Callable[[], str]) -> None:
 
     Args:
         say: sends one line to the process that wants the verdict.
-        take: returns the next text: the token of verdict lines, names as JSON, setup code, number of tests, each test.
+        take: returns the next text: the token of verdict lines, names as JSON, setup code, number
+            of tests, each test.
     """
-    token, names, first, number = take(), json.loads(take()), take(), int(take())
+    token = take()
+    names = json.loads(take())
+    first = take()
+    number = int(take())
     tests = [take() for _ in range(number)]
     scope = _scope(Program(fd), names)
     try:

@@ -1,6 +1,8 @@
-"""Decides which names tests take from the program, and which from Python's library. Starts no process.
+"""Decides which names tests take from the program, and which from Python's library. Starts no
+process.
 
-Names that tests bind themselves, and Python's builtins, never come from the program, so it cannot replace its judge.
+Names that tests bind themselves, and Python's builtins, never come from the program, so it cannot
+replace its judge.
 """
 
 from __future__ import annotations
@@ -46,25 +48,35 @@ class Names:
 
 @lru_cache(maxsize=8)
 def names_of(texts: tuple[str, ...]) -> Names:
-    """Return the names in these pieces of Python, which are executed one after the other in one scope.
+    """Return the names in these pieces of Python, which are executed one after the other in one
+    scope.
 
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: if a piece is not valid Python.
     """
     trees = [ast.parse(text) for text in texts]
     nodes = [node for tree in trees for node in ast.walk(tree)]
-    used = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
-    dotted = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
+    used = [
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    ]
+    dotted = {
+        node.value.id
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
     imported = {name.split(".")[0] for node in nodes for name in _imported(node)}
     bound = {name for tree in trees for name in _bound(tree.body)}
     taken = bound | BUILTIN
     free = [name for name in dict.fromkeys(used) if name not in taken and not name.startswith("__")]
-    library = {name: (ALIASES.get(name, name), "") for name in free if name in dotted and _is_module(name)}
+    library = {
+        name: (ALIASES.get(name, name), "") for name in free if name in dotted and _is_module(name)
+    }
     rest = [name for name in free if name not in library]
     if not all(name in LIBRARY for name in rest):
         library |= {name: (LIBRARY[name], name) for name in rest if name in LIBRARY}
     program = tuple(name for name in rest if name not in library)
-    if not program and MODULE not in imported:  # a problem may ask for a function that is called as one of Python's own
+    # a problem may ask for a function that is called as one of Python's own
+    if not program and MODULE not in imported:
         own = {name for name in used if name in BUILTIN and name not in bound}
         own = {name for name in own if not isinstance(getattr(builtins, name), _NO_SUBJECT)}
         program = tuple(own) if len(own) == 1 else ()
@@ -83,7 +95,9 @@ def _imported(node: ast.AST) -> Iterable[str]:
 
 
 def _bound(body: Iterable[ast.AST]) -> Iterable[str]:
-    """Yield what statements bind in their own scope, without the scopes of functions and classes in them."""
+    """Yield what statements bind in their own scope, without the scopes of functions and classes in
+    them.
+    """
     for node in body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name
@@ -95,5 +109,7 @@ def _bound(body: Iterable[ast.AST]) -> Iterable[str]:
         elif isinstance(node, ast.ExceptHandler):
             yield from [node.name] if node.name else []
             yield from _bound(node.body)
-        elif not isinstance(node, (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+        elif not isinstance(
+            node, (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+        ):
             yield from _bound(ast.iter_child_nodes(node))

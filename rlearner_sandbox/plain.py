@@ -1,7 +1,9 @@
-"""Encodes plain data as JSON for exchange between a program and its tests. Runs inside, so it imports little.
+"""Encodes plain data as JSON for exchange between a program and its tests. Runs inside, so it
+imports little.
 
-Decoding gives exact builtin types: a subclass travels as the builtin that it derives from, and an object of any other
-class is refused. So a program's ``__eq__`` never decides a comparison in its tests.
+Decoding gives exact builtin types: a subclass travels as the builtin that it derives from, and an
+object of any other class is refused. So a program's ``__eq__`` never decides a comparison in its
+tests.
 """
 
 from __future__ import annotations
@@ -12,9 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 Other = Callable[[Any], Any]
-SMALL = 1 << 63  # beyond it an integer travels in base 16: base 10 takes quadratic time and has a limit
-SEQUENCES: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, collections.deque)}
-TYPES: dict[str, Any] = {name: value for name, value in vars(builtins).items() if isinstance(value, type)}
+# beyond it an integer travels in base 16: base 10 takes quadratic time and has a limit
+SMALL = 1 << 63
+SEQUENCES: dict[str, Any] = {
+    kind.__name__: kind for kind in (list, tuple, set, frozenset, collections.deque)
+}
+TYPES: dict[str, Any] = {
+    name: value for name, value in vars(builtins).items() if isinstance(value, type)
+}
 MUTABLE = (list, dict, set, bytearray, collections.deque)
 
 
@@ -26,8 +33,9 @@ def to_json(value: Any, other: Other) -> Any:
     """Return the value in a form that ``json`` can write.
 
     Args:
-        value: plain data: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset,
-            range, deque, Decimal, Fraction, a builtin type, an array or scalar of numpy (as list or number), or nested.
+        value: plain data: None, bool, int, float, complex, str, bytes, bytearray, list, tuple,
+            dict, set, frozenset, range, deque, Decimal, Fraction, a builtin type, an array or
+            scalar of numpy (as list or number), or nested.
         other: makes JSON of anything else, or raises.
     """
     if value is None or isinstance(value, (bool, float, str)):
@@ -57,7 +65,9 @@ def to_json(value: Any, other: Other) -> Any:
 
 
 def from_json(node: Any, other: Other) -> Any:
-    """Return the value given to ``to_json``; ``other`` reads unknown nodes. Raises Garbled for any other form."""
+    """Return the value given to ``to_json``; ``other`` reads unknown nodes. Raises Garbled for any
+    other form.
+    """
     if node is None or type(node) in (bool, int, float, str):
         return node
     try:

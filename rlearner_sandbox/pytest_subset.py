@@ -1,6 +1,8 @@
-"""The parts of pytest that test files use, for a sandbox without pytest. Runs inside, as the module ``pytest``.
+"""The parts of pytest that test files use, for a sandbox without pytest. Runs inside, as the module
+``pytest``.
 
-``raises``, ``fail``, and ``approx`` of numbers and of lists, tuples and dicts of them; no fixtures and no marks.
+``raises``, ``fail``, and ``approx`` of numbers and of lists, tuples and dicts of them; no fixtures
+and no marks.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ class raises:
     """Fails unless its block raises one of these; ``value`` is what it raised."""
 
     def __init__(self, expected: Any, *args: Any, match: str | None = None) -> None:
-        self._expected, self._match = expected, match
+        self._expected = expected
+        self._match = match
         self.value: Any = None
         if args:
             with self:
@@ -30,7 +33,8 @@ class raises:
             return False
         if self._match is not None and not re.search(self._match, str(error)):
             raise AssertionError(f"{str(error)!r} does not match {self._match!r}")
-        self.value, self.type = error, kind
+        self.value = error
+        self.type = kind
         return True
 
 
@@ -40,7 +44,9 @@ class approx:
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, expected: Any, rel: float = 1e-6, abs: float = 1e-12) -> None:
-        self._expected, self._rel, self._abs = expected, rel, abs
+        self._expected = expected
+        self._rel = rel
+        self._abs = abs
 
     def __eq__(self, actual: object) -> bool:
         return self._near(self._expected, actual)

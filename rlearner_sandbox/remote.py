@@ -1,8 +1,9 @@
-"""Stand-ins for the program's functions, classes and objects in its tests. Runs inside, with the tests.
+"""Stand-ins for the program's functions, classes and objects in its tests. Runs inside, with the
+tests.
 
-Responses of the program are plain data of exact builtin types, or other stand-ins, and no stand-in lets the program
-decide a comparison: ``==`` is identity, an object of the program has no ``<``, ``in`` searches its items, and
-arithmetic works only between the program's own objects.
+Responses of the program are plain data of exact builtin types, or other stand-ins, and no stand-in
+lets the program decide a comparison: ``==`` is identity, an object of the program has no ``<``,
+``in`` searches its items, and arithmetic works only between the program's own objects.
 """
 
 from __future__ import annotations
@@ -19,9 +20,21 @@ from rlearner_sandbox.plain import MUTABLE, Garbled, from_json, put_back, to_jso
 
 GONE = 88  # exit code of tests whose program is gone
 MOST_ITEMS = 1_000_000  # of an iterator that is given to the program
-# Their exceptions are the same ones on both sides. None that a test runner takes for anything but a failure.
+# Their exceptions are the same ones on both sides. None that a test runner takes for anything but a
+# failure.
 SHARED = frozenset(
-    {"json.decoder", "decimal", "struct", "binascii", "queue", "statistics", "csv", "re", "zlib", "dataclasses"}
+    {
+        "json.decoder",
+        "decimal",
+        "struct",
+        "binascii",
+        "queue",
+        "statistics",
+        "csv",
+        "re",
+        "zlib",
+        "dataclasses",
+    }
 )
 # They end a loop in silence, or the tests.
 NOT_PASSED_ON = frozenset({"StopIteration", "StopAsyncIteration", "GeneratorExit"})
@@ -84,7 +97,8 @@ class Object(Thing):
     def __enter__(self) -> Any:
         return _program().do("getattr", self, "__enter__")()
 
-    def __exit__(self, *_: object) -> None:  # whatever it answers, no failure of the test is swallowed
+    # whatever it answers, no failure of the test is swallowed
+    def __exit__(self, *_: object) -> None:
         _program().do("getattr", self, "__exit__")(None, None, None)
 
 
@@ -128,7 +142,11 @@ class Program:
 
     def names(self, names: list[str]) -> dict[str, Any]:
         """Return those of these names that the program defines, without modules it has imported."""
-        return {name: value for name, value in self.do("names", names) if name in names and value is not MODULE}
+        return {
+            name: value
+            for name, value in self.do("names", names)
+            if name in names and value is not MODULE
+        }
 
     def do(self, operation: str, *args: Any, **named: Any) -> Any:
         """Perform an operation on objects of the program; raise what the program raised.
@@ -170,7 +188,8 @@ class Program:
             raise StopIteration
         return found
 
-    # ------------------------------------------------------------------------------------------- what is sent
+    # -------------------------------------------------------------------------------------------
+    # what is sent
 
     def _theirs(self, value: Any) -> Any:
         if isinstance(value, _Class):
@@ -197,7 +216,8 @@ class Program:
         except Exception as error:  # noqa: BLE001 - what it raises goes to the program
             return ["raised", type(error).__name__, str(error)]
 
-    # ------------------------------------------------------------------------------------------ what is answered
+    # ------------------------------------------------------------------------------------------
+    # what is answered
 
     def _stand_in(self, node: Any) -> Any:
         kind = node[0]
@@ -213,7 +233,9 @@ class Program:
             return self._coroutine(node[1])
         found = self._things.get(node[1])
         if found is None:
-            cls = {"function": Function, "iterator": Iterated}.get(kind) or self._class(*node[2][1:])
+            cls = {"function": Function, "iterator": Iterated}.get(kind) or self._class(
+                *node[2][1:]
+            )
             found = self._things[node[1]] = object.__new__(cls)
             object.__setattr__(found, "_remote_number", node[1])
             if kind == "function":
@@ -223,7 +245,9 @@ class Program:
     def _class(self, number: int, name: str, bases: list[Any]) -> type:
         if number not in self._classes:
             found = tuple(self._class(*one[1:]) for one in bases) or (Object,)
-            cls: type = type.__new__(_Class, str(name), found, {"__slots__": (), "__module__": "solution"})
+            cls: type = type.__new__(
+                _Class, str(name), found, {"__slots__": (), "__module__": "solution"}
+            )
             type.__setattr__(cls, "_remote_class", int(number))
             self._classes[number] = cls
         return self._classes[number]
@@ -253,7 +277,9 @@ class Program:
             error = cls.__new__(cls)
             error.args = (str(said),)
         if type(attributes) is dict and cls.__module__ == "solution":
-            vars(error).update({key: value for key, value in attributes.items() if type(key) is str})
+            vars(error).update(
+                {key: value for key, value in attributes.items() if type(key) is str}
+            )
         return error
 
 

@@ -40,7 +40,8 @@ class Sandbox:
 
     Args:
         limits: of each program.
-        kind: ``none`` runs programs with limits alone, as the current user. Choosing it accepts the risk.
+        kind: ``none`` runs programs with limits alone, as the current user. Choosing it accepts the
+            risk.
         packages: folders that programs may import from, besides the standard library.
 
     Raises:
@@ -50,20 +51,28 @@ class Sandbox:
     _numbers = itertools.count()
 
     def __init__(
-        self, limits: SandboxLimits | None = None, kind: Kind = "bubblewrap", packages: Sequence[str] = ()
+        self,
+        limits: SandboxLimits | None = None,
+        kind: Kind = "bubblewrap",
+        packages: Sequence[str] = (),
     ) -> None:
         self.limits = limits or SandboxLimits()
-        self._kind, self._packages = kind, tuple(packages)
+        self._kind = kind
+        self._packages = tuple(packages)
         self._root = os.geteuid() == 0
         self._bwrap = shutil.which("bwrap") or ""
         if kind == "none":
             return
         if not self._bwrap:
-            raise NoSandbox("there is no bubblewrap (bwrap) on PATH; run: apt-get install bubblewrap")
+            raise NoSandbox(
+                "there is no bubblewrap (bwrap) on PATH; run: apt-get install bubblewrap"
+            )
         try:
             self._filter = seccomp.program()
         except KeyError as error:
-            raise NoSandbox(f"no filter on system calls for machines of kind {error}; use x86_64 or aarch64") from None
+            raise NoSandbox(
+                f"no filter on system calls for machines of kind {error}; use x86_64 or aarch64"
+            ) from None
         try:
             self.run("")
         except SandboxFailed as error:
@@ -81,8 +90,10 @@ class Sandbox:
         """Run a program until it exits or is killed.
 
         Args:
-            program: Python source. As a ``script`` it is ``__main__``, else the module ``solution``.
-            mode: ``asserts`` executes each test in a second sandbox; ``calls`` calls a function of the program.
+            program: Python source. As a ``script`` it is ``__main__``, else the module
+                ``solution``.
+            mode: ``asserts`` executes each test in a second sandbox; ``calls`` calls a function of
+                the program.
             tests: for the two other modes; sent to the program only after it has been executed.
             wall_s: replaces the one of ``limits``.
 
@@ -95,14 +106,20 @@ class Sandbox:
             return self._judged(program, tests, wall_s)
         token = "" if tests is None else secrets.token_hex(16)
         then = () if tests is None else (token, tests.first, str(len(tests.each)), *tests.each)
-        with ProcessLoop() as loop, self._start(mode, wall_s, [program], then=then, token=token, stdin=stdin) as talk:
+        with (
+            ProcessLoop() as loop,
+            self._start(mode, wall_s, [program], then=then, token=token, stdin=stdin) as talk,
+        ):
             loop.add(talk)
             loop.until(lambda: False)
             return talk.ended()
 
     def _judged(self, program: str, tests: ProgramChecks, wall_s: float) -> ProgramEnd:
-        """Run the program in one sandbox and its tests in another, connected by a socket for plain data."""
-        names, token = names_of((tests.first, *tests.each)), secrets.token_hex(16)
+        """Run the program in one sandbox and its tests in another, connected by a socket for plain
+        data.
+        """
+        names = names_of((tests.first, *tests.each))
+        token = secrets.token_hex(16)
         wanted = json.dumps({"program": names.program, "library": names.library})
         texts = [token, wanted, tests.first, str(len(tests.each)), *tests.each]
         theirs, ours = socket.socketpair()
@@ -137,7 +154,9 @@ class Sandbox:
         files = [sealed_file(stdin)]
         try:
             ours.send(code(mode))
-            command, passed = self._command(mode, theirs.fileno(), -1 if channel is None else channel.fileno(), files)
+            command, passed = self._command(
+                mode, theirs.fileno(), -1 if channel is None else channel.fileno(), files
+            )
             child = subprocess.Popen(
                 command, stdin=files[0], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT, cwd="/",
                 pass_fds=passed, start_new_session=True,
@@ -153,26 +172,47 @@ class Sandbox:
                 os.close(fd)
         return SandboxProcess(child, ours, self.limits, wall_s, texts, then, token)
 
-    def _command(self, mode: Mode, control: int, channel: int, files: list[int]) -> tuple[list[str], tuple[int, ...]]:
+    def _command(
+        self, mode: Mode, control: int, channel: int, files: list[int]
+    ) -> tuple[list[str], tuple[int, ...]]:
         passed = (control,) if channel < 0 else (control, channel)
-        if self._kind == "none":  # processes cannot be limited: the kernel counts all that this user has
-            own = inside(control, mode, self.limits, uid=0, processes=0, channel=channel, packages=self._packages)
+        # processes cannot be limited: the kernel counts all that this user has
+        if self._kind == "none":
+            own = inside(
+                control,
+                mode,
+                self.limits,
+                uid=0,
+                processes=0,
+                channel=channel,
+                packages=self._packages,
+            )
             return own, passed
         files.append(sealed_file(self._filter))
         uid = 0
         if self._root:
             uid = free_uid(os.getpid() * 16 + next(self._numbers) % 16, id_maps())
         head = jail(self._bwrap, files[-1], self.limits, root=self._root, packages=self._packages)
-        most, packages = self.limits.processes, self._packages
-        own = inside(control, mode, self.limits, uid=uid, processes=most, channel=channel, packages=packages)
+        most = self.limits.processes
+        packages = self._packages
+        own = inside(
+            control, mode, self.limits, uid=uid, processes=most, channel=channel, packages=packages
+        )
         return head + own, (*passed, files[-1])
 
 
 def _together(host: ProgramEnd, judged: ProgramEnd) -> ProgramEnd:
     """Return the end of a program with the verdicts of its tests."""
     theirs = 0 if judged.exit_code == GONE else judged.exit_code
-    exit_code, killed_for = host.exit_code or theirs, host.killed_for or judged.killed_for
-    return replace(host, exit_code=exit_code, killed_for=killed_for, answers=judged.answers, stderr=judged.stderr)
+    exit_code = host.exit_code or theirs
+    killed_for = host.killed_for or judged.killed_for
+    return replace(
+        host,
+        exit_code=exit_code,
+        killed_for=killed_for,
+        answers=judged.answers,
+        stderr=judged.stderr,
+    )
 
 
 @lru_cache(maxsize=1)

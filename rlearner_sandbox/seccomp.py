@@ -1,9 +1,10 @@
-"""The filter on system calls: a BPF program in the kernel's format (seccomp(2), linux/filter.h, linux/seccomp.h).
+"""The filter on system calls: a BPF program in the kernel's format (seccomp(2), linux/filter.h,
+linux/seccomp.h).
 
-It allows the calls that were reviewed. Refused are those that programs do not need and kernels have had bugs in
-(tracing, namespaces, mounts, keys, BPF, io_uring, sockets other than Unix and IP), those that take memory which no
-limit sees (memfd, System V and POSIX shared memory and queues, larger buffers of sockets and pipes), and every call
-that is newer than the review.
+It allows the calls that were reviewed. Refused are those that programs do not need and kernels have
+had bugs in (tracing, namespaces, mounts, keys, BPF, io_uring, sockets other than Unix and IP),
+those that take memory which no limit sees (memfd, System V and POSIX shared memory and queues,
+larger buffers of sockets and pipes), and every call that is newer than the review.
 """
 
 from __future__ import annotations
@@ -16,19 +17,32 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
-LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-NUMBER_AT, ARCH_AT, FIRST_ARGUMENT_AT = 0, 4, 16  # in struct seccomp_data; the low half of the argument
-SECOND_ARGUMENT_AT, THIRD_ARGUMENT_AT = 24, 32
-ALLOW, KILL, FAIL_WITH = 0x7FFF0000, 0x80000000, 0x00050000
+LOAD = 0x20
+EQUAL = 0x15
+AT_LEAST = 0x35
+ANY_BIT = 0x45
+RETURN = 0x06
+# in struct seccomp_data; the low half of the argument
+NUMBER_AT = 0
+ARCH_AT = 4
+FIRST_ARGUMENT_AT = 16
+SECOND_ARGUMENT_AT = 24
+THIRD_ARGUMENT_AT = 32
+ALLOW = 0x7FFF0000
+KILL = 0x80000000
+FAIL_WITH = 0x00050000
 X32: Final = 0x40000000  # x86-64's second set of calls
-NEW_NAMESPACES: Final = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
+# CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
+NEW_NAMESPACES: Final = 0x7E020000
 FAMILIES: Final = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
-BUFFER_OPTIONS: Final = (socket.SO_SNDBUF, socket.SO_RCVBUF, 32, 33)  # the last two: SO_SNDBUFFORCE, SO_RCVBUFFORCE
-CLONE3: Final = 435  # its flags lie in memory, which a filter cannot read; C libraries fall back to clone
+# the last two: SO_SNDBUFFORCE, SO_RCVBUFFORCE
+BUFFER_OPTIONS: Final = (socket.SO_SNDBUF, socket.SO_RCVBUF, 32, 33)
+# its flags lie in memory, which a filter cannot read; C libraries fall back to clone
+CLONE3: Final = 435
 
-# Calls since Linux 5.1, with the same numbers everywhere: pidfd_send_signal, pidfd_open, close_range, openat2,
-# faccessat2, process_madvise, epoll_pwait2, landlock_*, futex_waitv, cachestat, fchmodat2, futex_wake, futex_wait,
-# futex_requeue, mseal
+# Calls since Linux 5.1, with the same numbers everywhere: pidfd_send_signal, pidfd_open,
+# close_range, openat2, faccessat2, process_madvise, epoll_pwait2, landlock_*, futex_waitv,
+# cachestat, fchmodat2, futex_wake, futex_wait, futex_requeue, mseal
 NEWER: Final = (424, 434, 436, 437, 439, 440, 441, 444, 445, 446, 449, 451, 452, 454, 455, 456, 462)
 
 
@@ -38,7 +52,8 @@ class CallTable:
 
     Attributes:
         arch: AUDIT_ARCH.
-        last: number of the last call before those of ``NEWER``; calls up to it are allowed unless they are refused.
+        last: number of the last call before those of ``NEWER``; calls up to it are allowed unless
+            they are refused.
     """
 
     arch: int
@@ -74,16 +89,22 @@ _AARCH64: Final = {
     "clock_adjtime": 266,
 }  # fmt: skip
 MACHINES: Final = {
-    "x86_64": CallTable(0xC000003E, 334, clone=56, socket=41, setsockopt=54, fcntl=72, refused=_X86_64),
-    "aarch64": CallTable(0xC00000B7, 294, clone=220, socket=198, setsockopt=208, fcntl=25, refused=_AARCH64),
+    "x86_64": CallTable(
+        0xC000003E, 334, clone=56, socket=41, setsockopt=54, fcntl=72, refused=_X86_64
+    ),
+    "aarch64": CallTable(
+        0xC00000B7, 294, clone=220, socket=198, setsockopt=208, fcntl=25, refused=_AARCH64
+    ),
 }
 
 
 def program(machine: str | None = None, *, memory_files: bool = False) -> bytes:
-    """Return the filter for ``bwrap --seccomp``; raise KeyError unless the machine is x86_64 or aarch64.
+    """Return the filter for ``bwrap --seccomp``; raise KeyError unless the machine is x86_64 or
+    aarch64.
 
     Args:
-        memory_files: whether memfd_create is allowed, for programs whose memory somebody else watches.
+        memory_files: whether memfd_create is allowed, for programs whose memory somebody else
+            watches.
     """
     table = MACHINES[machine or platform.machine()]
     code = [_op(LOAD, ARCH_AT), _op(EQUAL, table.arch, 1, 0), _op(RETURN, KILL)]
@@ -92,13 +113,23 @@ def program(machine: str | None = None, *, memory_files: bool = False) -> bytes:
         if not (memory_files and name == "memfd_create"):
             code += _when(number, _fail(errno.EPERM))
     code += _when(CLONE3, _fail(errno.ENOSYS))
-    has_namespaces = [_op(LOAD, FIRST_ARGUMENT_AT), _op(ANY_BIT, NEW_NAMESPACES, 0, 1), _fail(errno.EPERM)]
+    has_namespaces = [
+        _op(LOAD, FIRST_ARGUMENT_AT),
+        _op(ANY_BIT, NEW_NAMESPACES, 0, 1),
+        _fail(errno.EPERM),
+    ]
     code += _when(table.clone, *has_namespaces, _op(RETURN, ALLOW))
     families = [part for family in FAMILIES for part in _when(family, _op(RETURN, ALLOW))]
     code += _when(table.socket, _op(LOAD, FIRST_ARGUMENT_AT), *families, _fail(errno.EAFNOSUPPORT))
     options = [part for option in BUFFER_OPTIONS for part in _when(option, _fail(errno.EPERM))]
-    other_level = [_op(LOAD, SECOND_ARGUMENT_AT), _op(EQUAL, socket.SOL_SOCKET, 1, 0), _op(RETURN, ALLOW)]
-    code += _when(table.setsockopt, *other_level, _op(LOAD, THIRD_ARGUMENT_AT), *options, _op(RETURN, ALLOW))
+    other_level = [
+        _op(LOAD, SECOND_ARGUMENT_AT),
+        _op(EQUAL, socket.SOL_SOCKET, 1, 0),
+        _op(RETURN, ALLOW),
+    ]
+    code += _when(
+        table.setsockopt, *other_level, _op(LOAD, THIRD_ARGUMENT_AT), *options, _op(RETURN, ALLOW)
+    )
     resizing = _when(fcntl.F_SETPIPE_SZ, _fail(errno.EPERM))
     code += _when(table.fcntl, _op(LOAD, SECOND_ARGUMENT_AT), *resizing, _op(RETURN, ALLOW))
     code += [_op(AT_LEAST, table.last + 1, 1, 0), _op(RETURN, ALLOW)]

@@ -1,4 +1,5 @@
-"""Communicates with a process in the sandbox: sends its input, reads its output, and ends it in time.
+"""Communicates with a process in the sandbox: sends its input, reads its output, and ends it in
+time.
 
 Texts go through a socket, each preceded by its length; responses come back as lines.
 """
@@ -50,7 +51,10 @@ class SandboxProcess:
         texts: Iterable[str],
         then: Iterable[str] = (), token: str = "",
     ) -> None:  # fmt: skip
-        self._child, self._control, self._limits, self._wall_s = child, control, limits, wall_s
+        self._child = child
+        self._control = control
+        self._limits = limits
+        self._wall_s = wall_s
         assert child.stdout is not None
         assert child.stderr is not None
         fds = (child.stdout.fileno(), child.stderr.fileno(), control.fileno())
@@ -81,7 +85,9 @@ class SandboxProcess:
         os.close(self._handle)
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Register with a selector. The reports of a script do not wake it up, which would delay its start."""
+        """Register with a selector. The reports of a script do not wake it up, which would delay
+        its start.
+        """
         selector.register(self._handle, selectors.EVENT_READ, self)
         for fd in self._streams:
             os.set_blocking(fd, False)
@@ -90,21 +96,31 @@ class SandboxProcess:
 
     def unlimited(self) -> float:
         """Remove the time limit and return the seconds left of it."""
-        left, self._deadline = self._deadline - time.monotonic(), float("inf")
+        left = self._deadline - time.monotonic()
+        self._deadline = float("inf")
         return left
 
     def stop(self, *, after_s: float = 0.0) -> None:
         """Kill it unless it exits within this many seconds, which counts as a normal end."""
         if not self._killed:
-            self._stopped, self._deadline = True, time.monotonic() + after_s
+            self._stopped = True
+            self._deadline = time.monotonic() + after_s
 
     def converse(self, selector: selectors.BaseSelector) -> None:
         """Write as much as there is room for."""
         control = self._control.fileno()
         if control in selector.get_map():
-            selector.modify(control, selectors.EVENT_READ | (selectors.EVENT_WRITE if self._pending else 0), self)
+            selector.modify(
+                control,
+                selectors.EVENT_READ | (selectors.EVENT_WRITE if self._pending else 0),
+                self,
+            )
         elif not self._token:
-            self.serve(selector, control, (selectors.EVENT_WRITE if self._pending else 0) | selectors.EVENT_READ)
+            self.serve(
+                selector,
+                control,
+                (selectors.EVENT_WRITE if self._pending else 0) | selectors.EVENT_READ,
+            )
 
     def serve(self, selector: selectors.BaseSelector, fd: int, events: int) -> None:
         """Handle a stream that is ready."""
@@ -136,7 +152,8 @@ class SandboxProcess:
                 self._hear()
 
     def watch(self) -> None:
-        """Kill the process if it exceeds a limit; raise SandboxFailed if killed processes do not end.
+        """Kill the process if it exceeds a limit; raise SandboxFailed if killed processes do not
+        end.
 
         Time in which the machine gives its processes no processor does not count.
         """
@@ -149,7 +166,10 @@ class SandboxProcess:
             self._kill("" if self._stopped else "time")
         elif not self._killed and self._fat():
             self._kill("memory")
-        elif not self._killed and sum(map(len, self._streams.values())) > self._limits.output_kib << 10:
+        elif (
+            not self._killed
+            and sum(map(len, self._streams.values())) > self._limits.output_kib << 10
+        ):
             self._kill("output")
 
     def _hear(self) -> None:
@@ -174,7 +194,8 @@ class SandboxProcess:
         return used_mib(self._child.pid, self._limits.memory_mib) > self._limits.memory_mib
 
     def _kill(self, why: KilledFor) -> None:
-        self._killed, self._killed_for = True, why
+        self._killed = True
+        self._killed_for = why
         kill_tree(self._child.pid)
         self._deadline = time.monotonic() + END_S
 
@@ -184,7 +205,11 @@ class SandboxProcess:
         exit_code = 128 - exit_code if exit_code < 0 else exit_code
         stdout, stderr, said = (bytes(stream) for stream in self._streams.values())
         if self._began is None:
-            why = "it did not start in time" if self._killed_for else stderr.decode("utf-8", "replace")
+            why = (
+                "it did not start in time"
+                if self._killed_for
+                else stderr.decode("utf-8", "replace")
+            )
             raise SandboxFailed(advice(why))
         if exit_code == SIGKILLED and not self._killed_for:
             if self._killed:
@@ -192,7 +217,8 @@ class SandboxProcess:
             elif self._cpu_s >= self._limits.cpu_s:
                 exit_code = OUT_OF_TIME  # it ignored the signal that says so
         answers = _answers(said.decode("utf-8", "replace").split("\n")[:-1], self._token)
-        seconds, compiled = time.monotonic() - self._began, exit_code != NO_PYTHON
+        seconds = time.monotonic() - self._began
+        compiled = exit_code != NO_PYTHON
         return ProgramEnd(exit_code, self._killed_for, compiled, answers, stdout, stderr, seconds)
 
 
@@ -248,5 +274,7 @@ def _answers(lines: Iterable[str], token: str) -> dict[int, str]:
 
 def _frames(texts: Iterable[str]) -> bytes:
     """Return the texts, each prefixed with its length in four bytes little-endian."""
-    encoded = [text.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode() for text in texts]
+    encoded = [
+        text.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode() for text in texts
+    ]
     return b"".join(len(data).to_bytes(4, "little") + data for data in encoded)

@@ -29,19 +29,30 @@ def most_cpu_s(pid: int) -> float:
     most = 0
     for one in _tree(pid):
         with contextlib.suppress(OSError, IndexError, ValueError):
-            fields = Path(f"/proc/{one}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            fields = (
+                Path(f"/proc/{one}/stat")
+                .read_text(encoding="utf-8", errors="replace")
+                .rpartition(")")[2]
+                .split()
+            )
             most = max(most, int(fields[11]) + int(fields[12]))  # utime, stime
     return most / _TICKS
 
 
 def _tree(pid: int) -> list[int]:
     found = [pid]
-    # grows while it is walked; a thread may have started what its process' first thread knows nothing of
+    # grows while it is walked; a thread may have started what its process' first thread knows
+    # nothing of
     for one in found:
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{one}/task"):
                 with contextlib.suppress(OSError):
-                    found += map(int, Path(f"/proc/{one}/task/{thread}/children").read_text(encoding="ascii").split())
+                    found += map(
+                        int,
+                        Path(f"/proc/{one}/task/{thread}/children")
+                        .read_text(encoding="ascii")
+                        .split(),
+                    )
     return found
 
 

@@ -1,7 +1,9 @@
-"""Finds what a policy would have sampled for an assistant's message, from renderings of a chat template (pure).
+"""Finds what a policy would have sampled for an assistant's message, from renderings of a chat
+template (pure).
 
-A template renders a finished turn as it looks in a history, which need not continue its own generation prompt: R1 opens
-``<think>`` in the prompt and shows turns without it, and many templates drop the reasoning of finished turns.
+A template renders a finished turn as it looks in a history, which need not continue its own
+generation prompt: R1 opens ``<think>`` in the prompt and shows turns without it, and many templates
+drop the reasoning of finished turns.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 
 def rendered_span(prompt: str, turn: str, end: str, content: str) -> str | None:
-    """Return what a template renders between its generation prompt and the end of an assistant's turn.
+    """Return what a template renders between its generation prompt and the end of an assistant's
+    turn.
 
-    None if that does not continue the prompt, or lacks something that the message says, such as its reasoning.
+    None if that does not continue the prompt, or lacks something that the message says, such as its
+    reasoning.
 
     Args:
         prompt: the text behind a user's message, generation prompt included.
@@ -38,7 +42,8 @@ def rendered_span(prompt: str, turn: str, end: str, content: str) -> str | None:
 
 
 def continued_span(prompt: str, turn: str, content: str) -> str:
-    """Return an assistant's message fitted to the generation prompt, which may have opened a reasoning block.
+    """Return an assistant's message fitted to the generation prompt, which may have opened a
+    reasoning block.
 
     Args:
         prompt, turn, content: as ``rendered_span``.

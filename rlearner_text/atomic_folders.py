@@ -14,9 +14,11 @@ from broker.system.private_files import exchange, replace, sync
 
 @contextmanager
 def atomic_folder(target: str | Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes ``target`` when the block ends, and is removed if the block raises.
+    """Yield a temporary folder that becomes ``target`` when the block ends, and is removed if the
+    block raises.
 
-    An existing ``target`` is replaced at once on Linux; on file systems that cannot, it is missing for a moment.
+    An existing ``target`` is replaced at once on Linux; on file systems that cannot, it is missing
+    for a moment.
     """
     work = begin_folder(target)
     try:
@@ -31,7 +33,8 @@ def begin_folder(target: str | Path) -> Path:
     """Create an empty folder next to ``target``, to fill, sync and then finish."""
     final = Path(target).absolute()
     final.parent.mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))  # only this user can enter it
+    # only this user can enter it
+    return Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
 
 
 def sync_tree(folder: Path) -> None:
@@ -51,7 +54,9 @@ def finish_folder(work: Path, target: str | Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder; a crash leaves it whole or under a hidden name, never half of it under its own name."""
+    """Delete a folder; a crash leaves it whole or under a hidden name, never half of it under its
+    own name.
+    """
     doomed = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(doomed, ignore_errors=True)  # left by an earlier crash
     replace(folder, doomed)

@@ -17,8 +17,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from broker.errors import ConfigError
 
 PLAIN: Final = "plain"
-# For base models, which continue text: roles are words, and the model's own end token ends an answer. The generation
-# prompt has no space at its end, because most vocabularies join a space with the word that follows.
+# For base models, which continue text: roles are words, and the model's own end token ends an
+# answer. The generation prompt has no space at its end, because most vocabularies join a space with
+# the word that follows.
 _PLAIN_SOURCE: Final = (
     "{%- for message in messages %}"
     "{%- if message['role'] == 'system' %}{{- message['content'] + '\\n\\n' }}"
@@ -36,7 +37,9 @@ Chat = Sequence[Mapping[str, Any]]  # [{"role": …, "content": …}, …]
 
 
 class _GenerationBlocks(Extension):
-    """Renders the body of ``{% generation %}…{% endgeneration %}``, with which transformers finds assistant tokens."""
+    """Renders the body of ``{% generation %}…{% endgeneration %}``, with which transformers finds
+    assistant tokens.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - a plain attribute in jinja2
 
@@ -50,15 +53,23 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes HTML characters, which would change the model's input.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
     extensions = [_GenerationBlocks, loopcontrols]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=extensions
+    )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
@@ -66,21 +77,33 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """A compiled chat template of one model; templates may use its special tokens, such as ``bos_token``."""
+    """A compiled chat template of one model; templates may use its special tokens, such as
+    ``bos_token``.
+    """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], error: Callable[[str], ConfigError]) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], error: Callable[[str], ConfigError]
+    ) -> None:
         """Compile a template.
 
         Args:
             error: makes the error for a problem, which continues a sentence about the template.
         """
-        self.source, self._tokens, self._error = source, dict(special_tokens), error
+        self.source = source
+        self._tokens = dict(special_tokens)
+        self._error = error
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as problem:
             raise error(f"does not parse: {problem}") from None
 
-    def render(self, messages: Chat, *, add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def render(
+        self,
+        messages: Chat,
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
         """Render a conversation as one string; ``tools`` are JSON schemas in OpenAI's form.
 
         Raises:
@@ -88,21 +111,29 @@ class ChatTemplate:
         """
         values = {"messages": messages, "tools": tools or None, "documents": None}
         try:
-            return self._template.render(**values, add_generation_prompt=add_generation_prompt, **self._tokens)
+            return self._template.render(
+                **values, add_generation_prompt=add_generation_prompt, **self._tokens
+            )
         except Exception as error:  # noqa: BLE001 - a template's code can raise anything
             roles = ", ".join(message["role"] for message in messages)
             raise self._error(f"rejects messages of the roles {roles}: {_told(error)}") from None
 
 
 def _told(error: Exception) -> str:
-    return str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
+    return (
+        str(error)
+        if isinstance(error, jinja2.TemplateError)
+        else f"{type(error).__name__}: {error}"
+    )
 
 
 def template_source(setting: str | None, *, opens_with_bos: bool = False) -> str | None:
-    """Return the source that ``model.chat_template`` of a resolved configuration means; never opens a file.
+    """Return the source that ``model.chat_template`` of a resolved configuration means; never opens
+    a file.
 
     Args:
-        opens_with_bos: whether the tokenizer itself puts its bos token in front of a text; then ``plain`` does, too.
+        opens_with_bos: whether the tokenizer itself puts its bos token in front of a text; then
+            ``plain`` does, too.
 
     Raises:
         ConfigError: if it is neither null, ``plain`` nor the text of a template.
@@ -121,14 +152,16 @@ def is_template(text: str) -> bool:
 
 
 def read_template(setting: str | None) -> str | None:
-    """Return ``model.chat_template`` with the text of the file that it names, for every process of the run.
+    """Return ``model.chat_template`` with the text of the file that it names, for every process of
+    the run.
 
     Raises:
         ConfigError: if there is no such file, or it holds no template.
     """
     if setting is None or setting == PLAIN or is_template(setting):
         return setting
-    key, allowed = TEMPLATE_KEY, "plain, or a file with a Jinja chat template"
+    key = TEMPLATE_KEY
+    allowed = "plain, or a file with a Jinja chat template"
     try:
         data = Path(setting).expanduser().read_bytes()
         text = data.decode()
@@ -137,13 +170,17 @@ def read_template(setting: str | None) -> str | None:
     except ValueError:
         raise ConfigError(key, setting, f"the file is not UTF-8; {allowed}") from None
     if len(data) > MAX_TEMPLATE_BYTES or not is_template(text):
-        problem = "is larger than 1 MiB" if len(data) > MAX_TEMPLATE_BYTES else "has neither {{ nor {%"
+        problem = (
+            "is larger than 1 MiB" if len(data) > MAX_TEMPLATE_BYTES else "has neither {{ nor {%"
+        )
         raise ConfigError(key, setting, f"the file {problem}; {allowed}")
     return text
 
 
 def find_template(folder: Path, tokenizer_config: Mapping[str, Any], name: str) -> str | None:
-    """Return the source of a folder's default chat template, or None; template files take precedence."""
+    """Return the source of a folder's default chat template, or None; template files take
+    precedence.
+    """
     for file in (folder / TEMPLATE_FILE, folder / "additional_chat_templates" / "default.jinja"):
         if file.exists():
             return file.read_text(encoding="utf-8")
@@ -152,7 +189,11 @@ def find_template(folder: Path, tokenizer_config: Mapping[str, Any], name: str) 
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     if template is None:
         legacy = folder / "chat_template.json"
-        template = json.loads(legacy.read_text(encoding="utf-8")).get("chat_template") if legacy.exists() else None
+        template = (
+            json.loads(legacy.read_text(encoding="utf-8")).get("chat_template")
+            if legacy.exists()
+            else None
+        )
     if template is not None and not isinstance(template, str):
         problem = "chat_template in its tokenizer_config.json is neither a string nor a list of named strings"
         raise ConfigError("model.path", name, problem)

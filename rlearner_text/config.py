@@ -24,7 +24,8 @@ class TinyModel(Section):
     head_dim: PositiveInt = 64
     intermediate_size: PositiveInt = 384
     vocab: Literal["chars", "bpe"] = "chars"
-    words: list[str] = Field(default=[])  # texts that become one token each, in addition to the characters
+    # texts that become one token each, in addition to the characters
+    words: list[str] = Field(default=[])
     vocab_size: PositiveInt = 512  # of a bpe vocabulary
     corpus: DataPath | None = None  # text file to train a bpe vocabulary on
     max_position_embeddings: PositiveInt = 4096
@@ -44,7 +45,8 @@ class ModelSection(Section):
 
 
 def check_model_path(path: str, key: str = "model.path") -> None:
-    """Check that a path is a Hugging Face model: a folder with config and weights, or a hub name that resolves.
+    """Check that a path is a Hugging Face model: a folder with config and weights, or a hub name
+    that resolves.
 
     Raises:
         ConfigError: if it is not; names the key, the path and what is missing.

@@ -15,7 +15,8 @@ PARQUET: Final = (".parquet", ".pq")
 
 
 def read_rows(path: str | Path, key: str = "data") -> Iterator[tuple[int, Row]]:
-    """Yield (number from 1, row): non-empty lines of a JSONL file, or rows of a Parquet file (``.parquet``, ``.pq``).
+    """Yield (number from 1, row): non-empty lines of a JSONL file, or rows of a Parquet file
+    (``.parquet``, ``.pq``).
 
     Args:
         key: of the configuration, for error messages.
@@ -54,13 +55,19 @@ def _parquet(path: str | Path, key: str) -> Iterator[tuple[int, Row]]:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ModuleNotFoundError:
-        raise ConfigError(key, str(path), "Parquet needs pyarrow: pip install 'rlearner[parquet]'") from None
+        raise ConfigError(
+            key, str(path), "Parquet needs pyarrow: pip install 'rlearner[parquet]'"
+        ) from None
     number = 0
     try:
         for batch in ParquetFile(path).iter_batches():
             for number, row in enumerate(batch.to_pylist(), start=number + 1):  # noqa: B020 - continues the numbers
                 yield number, row
     except OSError as error:
-        raise ConfigError(key, str(path), f"the file cannot be read: {error.strerror or error}") from None
+        raise ConfigError(
+            key, str(path), f"the file cannot be read: {error.strerror or error}"
+        ) from None
     except ArrowException as error:
-        raise ConfigError(key, str(path), f"not a Parquet file: {' '.join(str(error).split())[:200]}") from None
+        raise ConfigError(
+            key, str(path), f"not a Parquet file: {' '.join(str(error).split())[:200]}"
+        ) from None

@@ -1,7 +1,8 @@
-"""Which families of models work, as ``python -m bench.families`` computed by running each; imports no torch.
+"""Which families of models work, as ``python -m bench.families`` computed by running each; imports
+no torch.
 
-The file families.json is the only place with these facts: docs/models.md is generated from it, and ``check``,
-``doctor`` and ``plan`` refuse by it before any process starts.
+The file families.json is the only place with these facts: docs/models.md is generated from it, and
+``check``, ``doctor`` and ``plan`` refuse by it before any process starts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Family(msgspec.Struct, frozen=True):
     Attributes:
         name: the model_type, and after a dot what is special about it.
         kind: dense, moe, hybrid or vision.
-        when: settings of config.json, by dotted path, with which this row is meant rather than the plain one.
+        when: settings of config.json, by dotted path, with which this row is meant rather than the
+            plain one.
         cells: ``works``, or why it does not, by the cell's name.
     """
 
@@ -45,7 +47,9 @@ class Family(msgspec.Struct, frozen=True):
 
     def refusal(self, *cells: str) -> str:
         """Return why the first of these cells does not work, empty if all do."""
-        return next((self.cells[cell] for cell in cells if self.cells.get(cell, WORKS) != WORKS), "")
+        return next(
+            (self.cells[cell] for cell in cells if self.cells.get(cell, WORKS) != WORKS), ""
+        )
 
 
 class Matrix(msgspec.Struct, frozen=True):
@@ -65,7 +69,11 @@ def family_of(config: Mapping[str, Any]) -> Family | None:
     """Return the row of a model's config.json; None if no model of its type was run."""
     model_type = str(config.get("model_type"))
     rows = [row for row in read_matrix().families if row.model_type == model_type]
-    rows = [row for row in rows if all(_setting(config, path) == value for path, value in row.when.items())]
+    rows = [
+        row
+        for row in rows
+        if all(_setting(config, path) == value for path, value in row.when.items())
+    ]
     return max(rows, key=lambda row: len(row.when), default=None)
 
 
@@ -76,18 +84,22 @@ def _setting(config: Mapping[str, Any], path: str) -> Any:
 
 
 def family_at(path: str | None) -> Family | None:
-    """Return the row of a local model folder; None for a hub name, an unknown type, and where there is no model.
+    """Return the row of a local model folder; None for a hub name, an unknown type, and where there
+    is no model.
 
     Raises:
         ConfigError: if its config.json cannot be read.
     """
     if path is None or not is_local(path):
         return None
-    return family_of(read_json(Path(path).expanduser() / "config.json", path, "model.path", missing_ok=True))
+    return family_of(
+        read_json(Path(path).expanduser() / "config.json", path, "model.path", missing_ok=True)
+    )
 
 
 def check_trained(family: Family | None, path: str | None, train: Mapping[str, Any]) -> None:
-    """Check that a family's models can be trained as the section ``train`` asks, as far as the matrix knows it.
+    """Check that a family's models can be trained as the section ``train`` asks, as far as the
+    matrix knows it.
 
     Raises:
         ConfigError: if not; names the key and the reason.
@@ -110,4 +122,6 @@ def check_served(family: Family | None) -> None:
         ConfigError: if not; names the reason.
     """
     if family is not None and (reason := family.refusal(*SERVED)):
-        raise ConfigError("rollout.engine", "hf", f"vllm or sglang with {family.model_type}: {reason}")
+        raise ConfigError(
+            "rollout.engine", "hf", f"vllm or sglang with {family.model_type}: {reason}"
+        )

@@ -18,8 +18,14 @@ from rlearner_text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# The spacing of chat templates, and so what models have learned; flexible white space could continue forever.
-_SPACING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
+# The spacing of chat templates, and so what models have learned; flexible white space could
+# continue forever.
+_SPACING: Final = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "coerce_one_of": True,
+}
 
 _SAMPLES: Final = ('{"name": "a b"}', "two words")
 
@@ -29,10 +35,13 @@ class GuideError(ValueError):
 
 
 class GuideCompiler:
-    """Compiles the guides of one model; ``vocab_size`` is the width of its logits, None for the tokenizer's size."""
+    """Compiles the guides of one model; ``vocab_size`` is the width of its logits, None for the
+    tokenizer's size.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int | None = None) -> None:
-        self._tokenizer, self._size = tokenizer, vocab_size or tokenizer.vocab_size
+        self._tokenizer = tokenizer
+        self._size = vocab_size or tokenizer.vocab_size
         self._lock = threading.Lock()
 
     @cached_property
@@ -81,7 +90,10 @@ class GuideCompiler:
         Raises:
             GuideError: if a schema is not a JSON object.
         """
-        terms = [[*self._spelled(one.before), f"value_{n}", *self._spelled(one.after)] for n, one in enumerate(guides)]
+        terms = [
+            [*self._spelled(one.before), f"value_{n}", *self._spelled(one.after)]
+            for n, one in enumerate(guides)
+        ]
         forms = [" ".join(each) for each in terms]
         values = [f"value_{n}: %json {self._schema(one.schema)}" for n, one in enumerate(guides)]
         return "\n".join([f"start: {' | '.join(forms)}", *values, ""])
@@ -100,7 +112,9 @@ class GuideCompiler:
         terms: list[str] = []
         plain: list[int] = []
         for token in self._tokenizer.encode(text):
-            if self._tokenizer.decode([token]) or not self._tokenizer.decode([token], skip_special_tokens=False):
+            if self._tokenizer.decode([token]) or not self._tokenizer.decode(
+                [token], skip_special_tokens=False
+            ):
                 plain.append(token)
                 continue
             terms += [*self._literal(plain), f"<[{token}]>"]
@@ -129,10 +143,14 @@ class SpelledTokens:
         self.tokens = [text.encode() for text in texts]
         for sample in _SAMPLES:
             if "".join(texts[token] for token in tokenizer.encode(sample)) != sample:
-                raise GuideError("guided answers need a tokenizer whose tokens spell texts letter by letter")
+                raise GuideError(
+                    "guided answers need a tokenizer whose tokens spell texts letter by letter"
+                )
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self._tokenizer.encode(text.decode(errors="replace") if isinstance(text, bytes) else text)
+        return self._tokenizer.encode(
+            text.decode(errors="replace") if isinstance(text, bytes) else text
+        )
 
 
 class GuideMatcher:
@@ -143,14 +161,16 @@ class GuideMatcher:
     """
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
-        self._matcher, self._size = matcher, vocab_size
+        self._matcher = matcher
+        self._size = vocab_size
 
     @property
     def complete(self) -> bool:
         return self._matcher.is_accepting()
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """Return a mask of the tokens that may come next, (vocabulary,), with the end tokens if the answer may end.
+        """Return a mask of the tokens that may come next, (vocabulary,), with the end tokens if the
+        answer may end.
 
         Raises:
             GuideError: if the grammar grows too large.

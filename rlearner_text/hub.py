@@ -1,7 +1,8 @@
-"""Finds a model's files in a local folder or on the Hugging Face hub, without torch and transformers.
+"""Finds a model's files in a local folder or on the Hugging Face hub, without torch and
+transformers.
 
-``NAME@REVISION`` names a commit, branch or tag of the hub. Only safetensors are downloaded and loaded: other formats of
-weights are pickles, which run code.
+``NAME@REVISION`` names a commit, branch or tag of the hub. Only safetensors are downloaded and
+loaded: other formats of weights are pickles, which run code.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ TOKENIZER_FILES: Final = (
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
     "additional_chat_templates/*",
 )  # fmt: skip
-STACKED_EXPERTS: Final = frozenset({"gate_up_proj", "down_proj"})  # transformers' names of their tensors
+# transformers' names of their tensors
+STACKED_EXPERTS: Final = frozenset({"gate_up_proj", "down_proj"})
 _ROUTERS: Final = frozenset({"gate", "router"})
 _TOWER: Final = re.compile("vision|visual|audio")
 _MAX_HEADER: Final = 100_000_000  # bytes, the format's limit
@@ -30,7 +32,8 @@ _PICKLE_PROBLEM: Final = (
     "convert it in a sandbox: load it with transformers, and save_pretrained writes safetensors"
 )
 _GGUF: Final = ".gguf"
-_HUB_NAME: Final = re.compile(r"(?:(?:\w|\w[\w.-]{0,94}\w)/)?(?:\w|\w[\w.-]{0,94}\w)")  # the oldest lack the owner
+# the oldest lack the owner
+_HUB_NAME: Final = re.compile(r"(?:(?:\w|\w[\w.-]{0,94}\w)/)?(?:\w|\w[\w.-]{0,94}\w)")
 _REVISION: Final = re.compile(r"\w[\w./-]{0,127}")
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _EXPECTED: Final = "give a Hugging Face model folder or hub name such as Qwen/Qwen3-0.6B"
@@ -44,18 +47,22 @@ def is_local(path: str) -> bool:
 
 
 def check_trust(path: str, key: str, *, trust_remote_code: bool) -> None:
-    """Check that code of a model on the hub is that of one commit, so that nobody can replace it later.
+    """Check that code of a model on the hub is that of one commit, so that nobody can replace it
+    later.
 
     Raises:
         ConfigError: if it is not; names the key.
     """
     if trust_remote_code and not is_local(path) and not _COMMIT.fullmatch(path.partition("@")[2]):
         name = path.partition("@")[0]
-        raise ConfigError(key, path, f"with trust_remote_code name the commit: {name}@ and 40 hexadecimal digits")
+        raise ConfigError(
+            key, path, f"with trust_remote_code name the commit: {name}@ and 40 hexadecimal digits"
+        )
 
 
 def tokenizer_folder(path: str, key: str = "model.path") -> Path:
-    """Return the folder with the tokenizer's files; downloads a hub name without its weights unless it is cached.
+    """Return the folder with the tokenizer's files; downloads a hub name without its weights unless
+    it is cached.
 
     Raises:
         ConfigError: if there is no such folder, or no such name on the hub and in the cache.
@@ -69,13 +76,15 @@ def tokenizer_folder(path: str, key: str = "model.path") -> Path:
 
 
 def model_folder(path: str, key: str = "model.path", *, trust_remote_code: bool = False) -> str:
-    """Return the folder with a model's files; downloads a hub name, without pickled weights, unless it is cached.
+    """Return the folder with a model's files; downloads a hub name, without pickled weights, unless
+    it is cached.
 
     Args:
         trust_remote_code: whether its Python files are needed, too.
 
     Raises:
-        ConfigError: if there is no such name on the hub and in the cache, or its code is not that of one commit.
+        ConfigError: if there is no such name on the hub and in the cache, or its code is not that
+            of one commit.
     """
     if is_local(path):
         return str(Path(path).expanduser())
@@ -105,7 +114,9 @@ def check_model(path: str, key: str) -> None:
         raise ConfigError(key, path, f"{pickled} {_PICKLE_PROBLEM}")
     if (folder / "learner" / "model.json").is_file():
         remedy = "`rlearner export` writes them in that format"
-        raise ConfigError(key, path, f"the checkpoint of a large model holds its weights in parts: {remedy}")
+        raise ConfigError(
+            key, path, f"the checkpoint of a large model holds its weights in parts: {remedy}"
+        )
     raise ConfigError(key, path, f"the folder holds no weights (*.safetensors); {_EXPECTED}")
 
 
@@ -114,7 +125,10 @@ def _refuse_file(path: str, key: str) -> None:
     name = Path(path).name
     if name.lower().endswith(_GGUF):
         raise ConfigError(key, path, f"a GGUF file is not read; {_gguf_remedy(name)}")
-    if any(name.lower().endswith(pattern.removeprefix("*")) for pattern in _PICKLED) and not Path(path).is_dir():
+    if (
+        any(name.lower().endswith(pattern.removeprefix("*")) for pattern in _PICKLED)
+        and not Path(path).is_dir()
+    ):
         raise ConfigError(key, path, f"the file {_PICKLE_PROBLEM}")
     if Path(path).expanduser().is_file():
         raise ConfigError(key, path, f"it is a file; {_EXPECTED}")
@@ -126,7 +140,9 @@ def _gguf_remedy(name: str) -> str:
 
 
 def check_hub_name(path: str, key: str) -> list[PreflightFinding]:
-    """Check before a start whether a hub name resolves, in the cache or on the hub; empty for a local folder."""
+    """Check before a start whether a hub name resolves, in the cache or on the hub; empty for a
+    local folder.
+    """
     if is_local(path):
         return []
     try:
@@ -139,45 +155,58 @@ def check_hub_name(path: str, key: str) -> list[PreflightFinding]:
 
 
 def layer_names(folder: Path) -> set[str] | None:
-    """Return the last names of linear layers in a language model's blocks, from its files' headers; None if unknown.
+    """Return the last names of linear layers in a language model's blocks, from its files' headers;
+    None if unknown.
 
     Those of experts, which are stored one by one, are not among them: see ``expert_names``.
     """
     if (shapes := _stored_shapes(folder)) is None:
         return None
-    names, has_experts = set[str](), bool(expert_names(folder))
+    names = set[str]()
+    has_experts = bool(expert_names(folder))
     for name, shape in shapes.items():
         if _TOWER.search(name):
             continue
         parts = name.split(".")
-        is_matrix = parts[-1] == "weight" and len(shape) == 2 and any(part.isdigit() for part in parts[:-2])
+        is_matrix = (
+            parts[-1] == "weight" and len(shape) == 2 and any(part.isdigit() for part in parts[:-2])
+        )
         if is_matrix and "experts" not in parts and not (has_experts and parts[-2] in _ROUTERS):
             names.add(parts[-2])
     return names or None
 
 
 def expert_names(folder: Path) -> frozenset[str]:
-    """Return transformers' names of the tensors that stack a model's experts; empty if it has none, or unknown."""
+    """Return transformers' names of the tensors that stack a model's experts; empty if it has none,
+    or unknown.
+    """
     return (
-        STACKED_EXPERTS if any("experts" in name.split(".") for name in _stored_shapes(folder) or ()) else frozenset()
+        STACKED_EXPERTS
+        if any("experts" in name.split(".") for name in _stored_shapes(folder) or ())
+        else frozenset()
     )
 
 
 def stored_names(folder: Path) -> list[str]:
-    """Return the names of the tensors in a model's files; empty if it has none, or one cannot be read."""
+    """Return the names of the tensors in a model's files; empty if it has none, or one cannot be
+    read.
+    """
     return list(_stored_shapes(folder) or ())
 
 
 def _stored_shapes(folder: Path) -> dict[str, list[int]] | None:
     """Return the shapes of a model's tensors by name; None if a file cannot be read.
 
-    A header is its length, 8 bytes little-endian, then JSON (github.com/huggingface/safetensors, README, "Format").
+    A header is its length, 8 bytes little-endian, then JSON (github.com/huggingface/safetensors,
+    README, "Format").
     """
     shapes: dict[str, list[int]] = {}
     for file in folder.glob("*.safetensors"):
         try:
             with file.open("rb") as opened:
-                header = json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), _MAX_HEADER)))
+                header = json.loads(
+                    opened.read(min(int.from_bytes(opened.read(8), "little"), _MAX_HEADER))
+                )
             header.pop("__metadata__", None)
             shapes |= {name: tensor["shape"] for name, tensor in header.items()}
         except (OSError, ValueError, AttributeError, KeyError, TypeError):
@@ -210,9 +239,13 @@ def _download(name: str, key: str, patterns: tuple[str, ...]) -> str:
 
     try:
         repository, _, revision = name.partition("@")
-        return str(snapshot_download(repository, revision=revision or None, allow_patterns=list(patterns)))
+        return str(
+            snapshot_download(repository, revision=revision or None, allow_patterns=list(patterns))
+        )
     except HFValidationError:
-        raise ConfigError(key, name, f"it is neither a folder nor a hub name; {_EXPECTED}") from None
+        raise ConfigError(
+            key, name, f"it is neither a folder nor a hub name; {_EXPECTED}"
+        ) from None
     except LocalEntryNotFoundError:
         problem = "no such folder here, not in the hub's cache, and the hub cannot be reached"
     except OSError as error:  # all errors from the hub's answer are OSErrors

@@ -1,9 +1,11 @@
-"""Tokenizes a conversation incrementally: appends the sampled tokens and the delta of user messages.
+"""Tokenizes a conversation incrementally: appends the sampled tokens and the delta of user
+messages.
 
-Existing tokens are never tokenised again, because text -> tokens is not the inverse of tokens -> text, and a policy
-must be trained on the very tokens that it sampled. The delta of a user message is what the chat template puts after an
-assistant turn, rendered after a fixed dummy conversation. Templates differ, so ``rules_for`` checks once per model
-and system prompt that this delta does not depend on earlier turns.
+Existing tokens are never tokenised again, because text -> tokens is not the inverse of tokens ->
+text, and a policy must be trained on the very tokens that it sampled. The delta of a user message
+is what the chat template puts after an assistant turn, rendered after a fixed dummy conversation.
+Templates differ, so ``rules_for`` checks once per model and system prompt that this delta does not
+depend on earlier turns.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ class Conversation:
         token_ids: all tokens so far, n.
         loss_mask: n values, 1 if the policy sampled the token.
         logprobs: n values, the sampling logprob if the mask is 1, else 0.
-        version_runs: flat pairs (policy_version, number of sampled tokens); neighbours differ in version.
+        version_runs: flat pairs (policy_version, number of sampled tokens); neighbours differ in
+            version.
         spans: (start, end) of each assistant turn's sampled tokens.
     """
 
@@ -39,7 +42,8 @@ class Conversation:
         return len(self.token_ids)
 
     def observe(self, text: str, role: Role = "user") -> int:
-        """Append a user message or tool result and the generation prompt; return the number of added tokens.
+        """Append a user message or tool result and the generation prompt; return the number of
+        added tokens.
 
         An assistant turn that ended without its end-of-turn token gets one, with mask 0.
 
@@ -65,10 +69,13 @@ class Conversation:
         """Return the most tokens that ``observe(text, role)`` would add."""
         return len(self.rules.delta(text, role)) if self.token_ids else len(self.rules.start(text))
 
-    def sampled(self, token_ids: Sequence[int], logprobs: Sequence[float], version_runs: Sequence[int]) -> None:
+    def sampled(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], version_runs: Sequence[int]
+    ) -> None:
         """Append sampled tokens unchanged.
 
-        Another call before the next ``observe`` continues the same turn (a generation resumed on another server).
+        Another call before the next ``observe`` continues the same turn (a generation resumed on
+        another server).
 
         Args:
             token_ids, logprobs: k values each.
@@ -79,8 +86,11 @@ class Conversation:
         """
         if not self.token_ids:
             raise ValueError("sampled() before observe()")
-        n, runs = len(token_ids), len(version_runs)
-        if n != len(logprobs) or (version_runs[1] != n if runs == 2 else runs % 2 or sum(version_runs[1::2]) != n):
+        n = len(token_ids)
+        runs = len(version_runs)
+        if n != len(logprobs) or (
+            version_runs[1] != n if runs == 2 else runs % 2 or sum(version_runs[1::2]) != n
+        ):
             counts = f"{n} tokens, {len(logprobs)} logprobs, version_runs {list(version_runs)}"
             raise ValueError(f"{counts}: lengths disagree")
         start = len(self.token_ids)

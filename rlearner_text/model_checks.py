@@ -1,7 +1,8 @@
 """Checks a model that is to be trained before anything starts: one function for each rule.
 
-``rlearner check``, ``doctor``, ``plan`` and every command that trains or measures a model call ``check_trained_model``.
-Nothing here imports torch or transformers, except for a folder without ``tokenizer.json``.
+``rlearner check``, ``doctor``, ``plan`` and every command that trains or measures a model call
+``check_trained_model``. Nothing here imports torch or transformers, except for a folder without
+``tokenizer.json``.
 """
 
 from __future__ import annotations
@@ -23,13 +24,34 @@ from rlearner_text.model_trial import try_model
 from rlearner_text.tokenizer import Tokenizer
 
 KEY: Final = "model.path"
-_TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
+_TOKENIZERS: Final = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    "spiece.model",
+)
 _NAMED_TYPE: Final = re.compile(r'"([\w.-]+)"[,:]\s*"\w+Config"')
 _TYPE_FILES: Final = ("auto_mappings.py", "configuration_auto.py")
 _FEWEST_TYPES: Final = 100  # transformers has 700; fewer were found if its files look different
 _QUANTIZED_FILES: Final = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-_QUANTIZED_NAMES: Final = {"fp8": "FP8", "fbgemm_fp8": "FP8", "gptq": "GPTQ", "awq": "AWQ", "mxfp4": "MXFP4"}
-_TEXT_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_QUANTIZED_NAMES: Final = {
+    "fp8": "FP8",
+    "fbgemm_fp8": "FP8",
+    "gptq": "GPTQ",
+    "awq": "AWQ",
+    "mxfp4": "MXFP4",
+}
+_TEXT_TOKENS: Final = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 _SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _SHOWN: Final = 3
 
@@ -58,7 +80,8 @@ class ModelFiles:
 
 
 def resolve_model(model: dict[str, Any]) -> None:
-    """Check a validated section ``model``, and put the text of the file that ``chat_template`` names into it.
+    """Check a validated section ``model``, and put the text of the file that ``chat_template``
+    names into it.
 
     So the template travels in the run's configuration, and no other host opens a file.
 
@@ -76,9 +99,14 @@ def resolve_model(model: dict[str, Any]) -> None:
 
 
 def check_trained_model(
-    model: Mapping[str, Any], *, has_weights: bool = True, from_hub: bool = False, is_trained: bool = True
+    model: Mapping[str, Any],
+    *,
+    has_weights: bool = True,
+    from_hub: bool = False,
+    is_trained: bool = True,
 ) -> Tokenizer | None:
-    """Check the model of a section ``model`` and return its tokenizer, None if there is nothing to check yet.
+    """Check the model of a section ``model`` and return its tokenizer, None if there is nothing to
+    check yet.
 
     Args:
         model: validated; a model without ``path`` is made later, and only its tokenizer is checked.
@@ -105,7 +133,8 @@ def check_trained_model(
     if not has_tokenizer(files) and not has_weights:
         return None
     check_has_tokenizer(files)
-    trusted, template = section.trust_remote_code, section.chat_template
+    trusted = section.trust_remote_code
+    template = section.chat_template
     try_model(folder, path, chat_template=template)
     tokenizer = Tokenizer.load(path, trust_remote_code=trusted, chat_template=template)
     check_vocabulary(files, tokenizer)
@@ -115,7 +144,8 @@ def check_trained_model(
 
 
 def check_tiny_tokenizer(section: ModelSection) -> Tokenizer | None:
-    """Check the chat template of a model that the run makes; return its tokenizer, None if that needs a corpus.
+    """Check the chat template of a model that the run makes; return its tokenizer, None if that
+    needs a corpus.
 
     Raises:
         ConfigError: if ``chat_template`` cannot be used.
@@ -131,19 +161,23 @@ def check_tiny_tokenizer(section: ModelSection) -> Tokenizer | None:
 
 
 def check_type(files: ModelFiles, *, trust_remote_code: bool) -> None:
-    """Check that transformers knows the architecture, or the folder brings its code and that is trusted.
+    """Check that transformers knows the architecture, or the folder brings its code and that is
+    trusted.
 
     Raises:
         ConfigError: if it does not.
     """
-    name, known = files.config.get("model_type"), known_types()
+    name = files.config.get("model_type")
+    known = known_types()
     if not isinstance(name, str) or known is None or name in known:
         return
     has_code = "auto_map" in files.config
     if has_code and trust_remote_code:
         return
     problem = f"transformers {_version('transformers')} does not know the model_type {name!r} of its config.json"
-    remedy = "set model.trust_remote_code to run its own code" if has_code else "use a version that does"
+    remedy = (
+        "set model.trust_remote_code to run its own code" if has_code else "use a version that does"
+    )
     raise files.refused(f"{problem}; {remedy}")
 
 
@@ -153,13 +187,22 @@ def check_unquantized(files: ModelFiles) -> None:
     Raises:
         ConfigError: if they are; names the method.
     """
-    sections = [files.config.get("quantization_config"), files.text_config.get("quantization_config")]
-    methods = [str(each.get("quant_method", "unknown")) for each in sections if isinstance(each, Mapping)]
-    methods += [method for file, method in _QUANTIZED_FILES.items() if (files.folder / file).exists()]
+    sections = [
+        files.config.get("quantization_config"),
+        files.text_config.get("quantization_config"),
+    ]
+    methods = [
+        str(each.get("quant_method", "unknown")) for each in sections if isinstance(each, Mapping)
+    ]
+    methods += [
+        method for file, method in _QUANTIZED_FILES.items() if (files.folder / file).exists()
+    ]
     if methods:
         name = _QUANTIZED_NAMES.get(methods[0].lower(), methods[0])
         remedy = "give the model that it was made from, or save it dequantized with transformers"
-        raise files.refused(f"its weights are quantized ({name}), and those are not trained; {remedy}")
+        raise files.refused(
+            f"its weights are quantized ({name}), and those are not trained; {remedy}"
+        )
 
 
 def has_tokenizer(files: ModelFiles) -> bool:
@@ -174,13 +217,16 @@ def check_has_tokenizer(files: ModelFiles) -> None:
         ConfigError: if it has none.
     """
     if not has_tokenizer(files):
-        raise files.refused(f"the folder has no tokenizer ({_TOKENIZERS[0]}); copy it from the original model")
+        raise files.refused(
+            f"the folder has no tokenizer ({_TOKENIZERS[0]}); copy it from the original model"
+        )
 
 
 def check_vocabulary(files: ModelFiles, tokenizer: Tokenizer) -> None:
     """Check that the embedding has a row for every token of text.
 
-    Tokens that stand for images or sound may lie beyond it, as in Gemma 3 with 1 billion parameters.
+    Tokens that stand for images or sound may lie beyond it, as in Gemma 3 with 1 billion
+    parameters.
 
     Raises:
         ConfigError: if it does not; names the first token beyond it.
@@ -188,8 +234,14 @@ def check_vocabulary(files: ModelFiles, tokenizer: Tokenizer) -> None:
     size = files.text_config.get("vocab_size")
     if not isinstance(size, int):
         return
-    media = _media_tokens(read_json(files.folder / "tokenizer_config.json", files.path, KEY, missing_ok=True))
-    beyond = {token: text for text, token in tokenizer.vocabulary().items() if token >= size and text not in media}
+    media = _media_tokens(
+        read_json(files.folder / "tokenizer_config.json", files.path, KEY, missing_ok=True)
+    )
+    beyond = {
+        token: text
+        for text, token in tokenizer.vocabulary().items()
+        if token >= size and text not in media
+    }
     if beyond:
         token = min(beyond)
         problem = f"its tokenizer is larger than its embedding: token {token}, {beyond[token]!r}, has no row of {size}"
@@ -198,7 +250,8 @@ def check_vocabulary(files: ModelFiles, tokenizer: Tokenizer) -> None:
 
 
 def check_end_tokens(files: ModelFiles, tokenizer: Tokenizer) -> None:
-    """Check that the model has an end token, and that it exists. It may be the pad token: that is used nowhere.
+    """Check that the model has an end token, and that it exists. It may be the pad token: that is
+    used nowhere.
 
     Raises:
         ConfigError: if it does not.
@@ -209,7 +262,9 @@ def check_end_tokens(files: ModelFiles, tokenizer: Tokenizer) -> None:
     size = files.text_config.get("vocab_size")
     most = max(tokenizer.eos_token_ids)
     if isinstance(size, int) and most >= size:
-        raise files.refused(f"its end token {most} has no row in its embedding of {size}; correct eos_token_id")
+        raise files.refused(
+            f"its end token {most} has no row in its embedding of {size}; correct eos_token_id"
+        )
 
 
 def check_template(tokenizer: Tokenizer) -> None:
@@ -222,7 +277,8 @@ def check_template(tokenizer: Tokenizer) -> None:
 
 
 def known_positions(model: Mapping[str, Any]) -> int | None:
-    """Return how many positions the model of a section ``model`` has; None if that is not known yet.
+    """Return how many positions the model of a section ``model`` has; None if that is not known
+    yet.
 
     Raises:
         ConfigError: if its config.json cannot be read.
@@ -239,7 +295,8 @@ def known_positions(model: Mapping[str, Any]) -> int | None:
 
 
 def sampling_note(model: Mapping[str, Any], domains: Mapping[str, Any]) -> str:
-    """Return a note about sampling settings of the model's own, which a run does not use; empty if there are none.
+    """Return a note about sampling settings of the model's own, which a run does not use; empty if
+    there are none.
 
     Args:
         domains: validated section.
@@ -251,7 +308,8 @@ def sampling_note(model: Mapping[str, Any], domains: Mapping[str, Any]) -> str:
     differing = [
         f"{name} {own[name]}"
         for name in _SAMPLING
-        if own.get(name) is not None and any(domain["sampling"].get(name) != own[name] for domain in domains.values())
+        if own.get(name) is not None
+        and any(domain["sampling"].get(name) != own[name] for domain in domains.values())
     ]
     if not differing:
         return ""
@@ -269,7 +327,11 @@ def known_types() -> frozenset[str] | None:
         return None
     folder = Path(spec.submodule_search_locations[0]) / "models" / "auto"
     try:
-        sources = [file.read_text(encoding="utf-8") for file in folder.glob("*.py") if file.name in _TYPE_FILES]
+        sources = [
+            file.read_text(encoding="utf-8")
+            for file in folder.glob("*.py")
+            if file.name in _TYPE_FILES
+        ]
     except OSError:
         return None
     names = frozenset(name for source in sources for name in _NAMED_TYPE.findall(source))
@@ -277,12 +339,21 @@ def known_types() -> frozenset[str] | None:
 
 
 def _media_tokens(config: Mapping[str, Any]) -> set[str]:
-    """Return tokens that tokenizer_config.json names for something else than text, such as ``image_token``."""
+    """Return tokens that tokenizer_config.json names for something else than text, such as
+    ``image_token``.
+    """
     extra = config.get("extra_special_tokens")
     places: Iterable[Mapping[str, Any]] = (config, extra if isinstance(extra, Mapping) else {})
-    named = {key: value for place in places for key, value in place.items() if key.endswith("_token")}
-    texts = {key: value.get("content") if isinstance(value, Mapping) else value for key, value in named.items()}
-    return {text for key, text in texts.items() if key not in _TEXT_TOKENS and isinstance(text, str)}
+    named = {
+        key: value for place in places for key, value in place.items() if key.endswith("_token")
+    }
+    texts = {
+        key: value.get("content") if isinstance(value, Mapping) else value
+        for key, value in named.items()
+    }
+    return {
+        text for key, text in texts.items() if key not in _TEXT_TOKENS and isinstance(text, str)
+    }
 
 
 def _version(package: str) -> str:

@@ -36,7 +36,8 @@ class LocalModel:
 
     Attributes:
         path: folder or hub name.
-        has_weights: False if the folder has only what ``share`` stores; the weights come from the learner.
+        has_weights: False if the folder has only what ``share`` stores; the weights come from the
+            learner.
     """
 
     path: str
@@ -44,23 +45,30 @@ class LocalModel:
 
 
 async def share(bus: Bus, path: str, *, with_code: bool) -> str:
-    """Store the files of a local model folder, all but the weights, for other hosts; return their digest.
+    """Store the files of a local model folder, all but the weights, for other hosts; return their
+    digest.
 
     Args:
         with_code: whether Python files are part of the model (``model.trust_remote_code``).
 
     Returns:
-        An empty text for a hub name, which every host resolves itself, and for files of more than 256 MiB.
+        An empty text for a hub name, which every host resolves itself, and for files of more than
+        256 MiB.
     """
     if not is_local(path):
         return ""
     files = await aside(MOST_BYTES, lambda: read_files(Path(path), with_code=with_code))
     size = sum(map(len, files.values()))
     if size > MOST_BYTES:
-        log.warning("%s: its configuration and tokenizer have %d MiB; other hosts need this folder", path, size >> 20)
+        log.warning(
+            "%s: its configuration and tokenizer have %d MiB; other hosts need this folder",
+            path,
+            size >> 20,
+        )
         return ""
     packed = await aside(size, lambda: zlib.compress(msgspec.msgpack.encode(files)))
-    digest, bucket = digest_of(files), bus.key_value(MODELS)
+    digest = digest_of(files)
+    bucket = bus.key_value(MODELS)
     starts = range(0, len(packed), PART_BYTES)
     for number, start in enumerate(starts):
         part = wire.ModelPart(digest, number, len(starts), packed[start : start + PART_BYTES])
@@ -69,14 +77,20 @@ async def share(bus: Bus, path: str, *, with_code: bool) -> str:
 
 
 async def local_model(bus: Bus, spec: wire.RunSpec) -> LocalModel:
-    """Return the run's model as this host has it: the named folder if it is the same one here, else a private copy.
+    """Return the run's model as this host has it: the named folder if it is the same one here, else
+    a private copy.
 
     Raises:
         UserError: if neither this host nor the broker has its files, or the copy cannot be written.
     """
-    wanted, with_code = spec.model_files, bool((spec.config.get("model") or {}).get("trust_remote_code"))
+    wanted = spec.model_files
+    with_code = bool((spec.config.get("model") or {}).get("trust_remote_code"))
     here = Path(spec.model_path)
-    if not wanted or await aside(MOST_BYTES, lambda: digest_of(read_files(here, with_code=with_code))) == wanted:
+    if (
+        not wanted
+        or await aside(MOST_BYTES, lambda: digest_of(read_files(here, with_code=with_code)))
+        == wanted
+    ):
         return LocalModel(spec.model_path)
     copy = _cache() / wanted
     if digest_of(read_files(copy, with_code=True)) != wanted:
@@ -85,8 +99,14 @@ async def local_model(bus: Bus, spec: wire.RunSpec) -> LocalModel:
             copy.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             await aside(MOST_BYTES, lambda: _write(copy, files))
         except OSError as error:
-            raise UserError(f"cannot write {copy}: {error.strerror}; set XDG_CACHE_HOME to a folder of yours") from None
-    log.info("this host has no %s: its files are in %s, the weights come from the learner", spec.model_path, copy)
+            raise UserError(
+                f"cannot write {copy}: {error.strerror}; set XDG_CACHE_HOME to a folder of yours"
+            ) from None
+    log.info(
+        "this host has no %s: its files are in %s, the weights come from the learner",
+        spec.model_path,
+        copy,
+    )
     return LocalModel(str(copy), has_weights=False)
 
 
@@ -95,7 +115,9 @@ def _cache() -> Path:
 
 
 def read_files(folder: Path, *, with_code: bool) -> dict[str, bytes]:
-    """Return the files of a model folder by name, all but the weights; empty if there is no such folder."""
+    """Return the files of a model folder by name, all but the weights; empty if there is no such
+    folder.
+    """
     patterns = (*TOKENIZER_FILES, "*.py") if with_code else TOKENIZER_FILES
     found = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
     return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(found)}
@@ -112,7 +134,10 @@ def digest_of(files: Mapping[str, bytes]) -> str:
 
 async def _fetch(bus: Bus, digest: str, path: str) -> dict[str, bytes]:
     found = await bus.key_value(MODELS).values(f"{bus.run}.{digest}")
-    parts = sorted((part for part in found.values() if isinstance(part, wire.ModelPart)), key=lambda part: part.part)
+    parts = sorted(
+        (part for part in found.values() if isinstance(part, wire.ModelPart)),
+        key=lambda part: part.part,
+    )
     try:
         if not parts or [part.part for part in parts] != list(range(parts[0].num_parts)):
             raise WireError("parts are missing")
@@ -129,7 +154,8 @@ def unpack(packed: bytes) -> dict[str, bytes]:
     """Return the files of stored parts.
 
     Raises:
-        WireError: if the content is not valid, larger than 256 MiB, or names a file outside its folder.
+        WireError: if the content is not valid, larger than 256 MiB, or names a file outside its
+            folder.
     """
     unpacking = zlib.decompressobj()
     try:

@@ -1,7 +1,9 @@
-"""Judges whether logprobs of one text, computed in two ways, differ by more than the model differs from itself.
+"""Judges whether logprobs of one text, computed in two ways, differ by more than the model differs
+from itself.
 
-A model computed whole and in parts gives other logprobs, by rounding alone: 1e-6 for one, 0.3 for another, a thousand
-times more for some tokens than for others. So a constant limit refuses good models and lets wrong ones pass.
+A model computed whole and in parts gives other logprobs, by rounding alone: 1e-6 for one, 0.3 for
+another, a thousand times more for some tokens than for others. So a constant limit refuses good
+models and lets wrong ones pass.
 """
 
 from __future__ import annotations
@@ -19,35 +21,43 @@ MEAN_RATIO: Final = 3.0  # of the mean differences of a stretch of text
 Values = npt.NDArray[np.float32]
 
 
-def noise_limit(samples: Sequence[Values], *, epsilon: float, ratio: float = LARGEST_RATIO) -> float:
+def noise_limit(
+    samples: Sequence[Values], *, epsilon: float, ratio: float = LARGEST_RATIO
+) -> float:
     """Return the largest difference that rounding explains.
 
     Args:
-        samples: arrays of the same logprobs, (n,) or (n, tokens of the vocabulary), each computed otherwise by the
-            same model.
+        samples: arrays of the same logprobs, (n,) or (n, tokens of the vocabulary), each computed
+            otherwise by the same model.
         epsilon: of the dtype in which they were computed: ``torch.finfo(dtype).eps``.
         ratio: how many times the model's largest difference from itself is still noise.
     """
     return ratio * float(_noise(samples).max(initial=0.0)) + _rounding(samples[0], epsilon)
 
 
-def noise_problem(samples: Sequence[Values], other: Values, *, epsilon: float, stretches: Sequence[int] = ()) -> str:
+def noise_problem(
+    samples: Sequence[Values], other: Values, *, epsilon: float, stretches: Sequence[int] = ()
+) -> str:
     """Return how another way of computing differs by more than noise; empty if it does not.
 
     Args:
         samples, epsilon: as for ``noise_limit``.
         other: the logprobs to judge, of the same shape.
-        stretches: lengths beyond which the model computes otherwise; each stretch of text between them is judged
-            alone, since few tokens past a window are lost in the mean of all.
+        stretches: lengths beyond which the model computes otherwise; each stretch of text between
+            them is judged alone, since few tokens past a window are lost in the mean of all.
     """
     difference = _distance(other, samples[0])
-    noise, rounding = _noise(samples), _rounding(samples[0], epsilon)
+    noise = _noise(samples)
+    rounding = _rounding(samples[0], epsilon)
     ends = sorted({0, len(difference), *(end for end in stretches if end < len(difference))})
     for start, end in itertools.pairwise(ends):
-        largest, mean = float(difference[start:end].max()), float(difference[start:end].mean())
+        largest = float(difference[start:end].max())
+        mean = float(difference[start:end].mean())
         if not largest <= (limit := LARGEST_RATIO * float(noise.max()) + rounding):
             return f"logprobs differ by up to {largest:.2g}, the model from itself by {limit / LARGEST_RATIO:.2g}"
-        if not mean <= (limit := MEAN_RATIO * max(noise[start:end].mean(), noise.mean()) + rounding / 2):
+        if not mean <= (
+            limit := MEAN_RATIO * max(noise[start:end].mean(), noise.mean()) + rounding / 2
+        ):
             where = f" at tokens {start} to {end}" if len(ends) > 2 else ""
             own = f"the model from itself by {limit / MEAN_RATIO:.2g}"
             return f"logprobs differ by {mean:.2g} on average{where}, {own}"
@@ -58,17 +68,23 @@ def _noise(samples: Sequence[Values]) -> npt.NDArray[np.float64]:
     """Return for each token how far the samples lie apart from the first."""
     if len(samples) < 2:
         return np.zeros(len(samples[0]))
-    distances: npt.NDArray[np.float64] = np.max([_distance(each, samples[0]) for each in samples[1:]], axis=0)
+    distances: npt.NDArray[np.float64] = np.max(
+        [_distance(each, samples[0]) for each in samples[1:]], axis=0
+    )
     return distances
 
 
 def _distance(values: Values, others: Values) -> npt.NDArray[np.float64]:
-    """Return the distance at each token: of logprobs (n,), or root mean square of (n, tokens of the vocabulary)."""
+    """Return the distance at each token: of logprobs (n,), or root mean square of (n, tokens of the
+    vocabulary).
+    """
     squares = (values.astype(np.float64) - others) ** 2
     distance: npt.NDArray[np.float64] = np.sqrt(squares.reshape(len(squares), -1).mean(1))
     return distance
 
 
 def _rounding(values: Values, epsilon: float) -> float:
-    """Return the error of logprobs whose logits are rounded to a dtype: about their size times its epsilon."""
+    """Return the error of logprobs whose logits are rounded to a dtype: about their size times its
+    epsilon.
+    """
     return epsilon / 4 * max(1.0, float(np.abs(values).mean()))

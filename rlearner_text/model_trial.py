@@ -1,7 +1,9 @@
-"""Tries a model's tokenizer and chat template in a bounded child process before any process uses them.
+"""Tries a model's tokenizer and chat template in a bounded child process before any process uses
+them.
 
-Both are programs of the model's author: a template can loop for years or allocate all memory, and a regular
-expression of tokenizer.json can abort the library. A model that passes is remembered by its digest.
+Both are programs of the model's author: a template can loop for years or allocate all memory, and a
+regular expression of tokenizer.json can abort the library. A model that passes is remembered by its
+digest.
 """
 
 from __future__ import annotations
@@ -29,7 +31,14 @@ WITHIN_S: Final = 300.0  # by the clock, on a machine with other work
 OUT_OF_MEMORY: Final = 3  # exit codes of the child
 PANICKED: Final = 4
 MAX_MESSAGE: Final = 300
-_TOKENIZER_FILES: Final = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "additional_chat_templates/*.jinja")
+_TOKENIZER_FILES: Final = (
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "*.txt",
+    "*.tiktoken",
+    "additional_chat_templates/*.jinja",
+)
 _TEXTS: Final = (
     "The quick brown fox doesn't jump over 12,345 lazy dogs.\n\n  def f(x):\n\treturn x ** 2  # \u00e9\u4e2d\U0001f600",
     "".join(map(chr, range(1, 0x250))),
@@ -40,10 +49,13 @@ _TEXTS: Final = (
 log = logging.getLogger(__name__)
 
 
-def try_model(folder: Path, name: str, *, key: str = "model.path", chat_template: str | None = None) -> None:
+def try_model(
+    folder: Path, name: str, *, key: str = "model.path", chat_template: str | None = None
+) -> None:
     """Check that the tokenizer encodes text and the template renders conversations within limits.
 
-    A tokenizer that cannot be loaded and a template that refuses a conversation pass: they only raise exceptions.
+    A tokenizer that cannot be loaded and a template that refuses a conversation pass: they only
+    raise exceptions.
 
     Args:
         name: the value of the setting ``key``, for messages.
@@ -57,16 +69,26 @@ def try_model(folder: Path, name: str, *, key: str = "model.path", chat_template
         return
     order = json.dumps({"folder": str(folder), "template": chat_template, "cpu_s": CPU_S})
     command = [sys.executable, "-P", "-m", "rlearner_text.model_trial"]
-    environment = worker_environment() | {"PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
+    environment = worker_environment() | {
+        "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)
+    }
     try:
         done = subprocess.run(
-            command, input=order, env=environment, capture_output=True, text=True, errors="replace", timeout=WITHIN_S
+            command,
+            input=order,
+            env=environment,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=WITHIN_S,
         )
         problem = _problem(done.returncode, done.stderr)
     except subprocess.TimeoutExpired:
         problem = f"did not end within {WITHIN_S:g} s"
     if problem:
-        raise ConfigError(key, name, f"its tokenizer or its chat template {problem}, so no process loads it")
+        raise ConfigError(
+            key, name, f"its tokenizer or its chat template {problem}, so no process loads it"
+        )
     with suppress(OSError):
         passed.touch()
 
@@ -83,9 +105,15 @@ def _problem(exit_code: int, said: str) -> str:
 
 
 def _passed_models() -> Path:
-    """Return the folder with an empty file for each model that passed; one of this process if it cannot be made."""
+    """Return the folder with an empty file for each model that passed; one of this process if it
+    cannot be made.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
-    folder = (Path(base) if base.startswith("/") else Path.home() / ".cache") / "rlearner" / "tried_models"
+    folder = (
+        (Path(base) if base.startswith("/") else Path.home() / ".cache")
+        / "rlearner"
+        / "tried_models"
+    )
     try:
         return private_folder(folder)
     except (OSError, UserError):
@@ -104,7 +132,8 @@ def _digest(folder: Path, template: str | None) -> str:
     return hashed.hexdigest()
 
 
-# ------------------------------------------------------------------------------------------------- in the child
+# -------------------------------------------------------------------------------------------------
+# in the child
 
 
 def _limit(cpu_s: int) -> None:
@@ -115,15 +144,29 @@ def _limit(cpu_s: int) -> None:
 
 def _chats() -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
     """Return conversations of all shapes that a run renders, with their tools."""
-    user, assistant = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
-    call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}
+    user = {"role": "user", "content": "question"}
+    assistant = {"role": "assistant", "content": "answer"}
+    call = {
+        "id": "call00000",
+        "type": "function",
+        "function": {"name": "look", "arguments": {"at": "x"}},
+    }
     called = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "content": "seen", "tool_call_id": "call00000", "name": "look"}
     parameters = {"type": "object", "properties": {"at": {"type": "string"}}}
-    tools = [{"type": "function", "function": {"name": "look", "description": "d", "parameters": parameters}}]
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "look", "description": "d", "parameters": parameters},
+        }
+    ]
     system = {"role": "system", "content": "be brief"}
     shapes = [[user], [system, user], [user, assistant], [user, assistant] * 8 + [user]]
-    return [*((chat, []) for chat in shapes), ([user], tools), ([user, called, result, assistant, user], tools)]
+    return [
+        *((chat, []) for chat in shapes),
+        ([user], tools),
+        ([user, called, result, assistant, user], tools),
+    ]
 
 
 def _try(folder: Path, template: str | None) -> None:
@@ -135,7 +178,9 @@ def _try(folder: Path, template: str | None) -> None:
     for chat, tools in _chats():
         for is_prompt in (True, False):
             try:
-                tokenizer.encode(tokenizer.render_chat(chat, add_generation_prompt=is_prompt, tools=tools))
+                tokenizer.encode(
+                    tokenizer.render_chat(chat, add_generation_prompt=is_prompt, tools=tools)
+                )
             except ConfigError as error:
                 if isinstance(error.__context__, MemoryError):
                     raise error.__context__ from None

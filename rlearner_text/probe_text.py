@@ -1,7 +1,8 @@
-"""Makes the text by which processes compare their logprobs of a model: ordinary, and past every switch of it.
+"""Makes the text by which processes compare their logprobs of a model: ordinary, and past every
+switch of it.
 
-A window, a chunk or a second set of rotary factors takes effect only beyond a number of tokens that the configuration
-names. A comparison on fewer tokens says nothing about it.
+A window, a chunk or a second set of rotary factors takes effect only beyond a number of tokens that
+the configuration names. A comparison on fewer tokens says nothing about it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ FEWEST: Final = 12  # different tokens; attention to equal tokens is alike, what
 _SWITCH: Final = re.compile(r"window|chunk|local_attention|floor_scale|index_topk$")
 _NO_LENGTH: Final = re.compile(r"layers|pattern|num_|use_|ratio|_ff|feed_forward|loss|mlp")
 _ORIGINAL: Final = "original_max_position_embeddings"
-_CHANGING_ROPES: Final = frozenset({"longrope", "su", "dynamic"})  # the others compute alike at any length
+# the others compute alike at any length
+_CHANGING_ROPES: Final = frozenset({"longrope", "su", "dynamic"})
 
 _SUBJECTS: Final = (
     "The baker", "A young engineer", "My neighbour", "The captain", "An old teacher", "The committee", "Her brother",
@@ -52,7 +54,8 @@ def switch_lengths(model_config: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the lengths in tokens beyond which a model computes otherwise, ascending.
 
     Args:
-        model_config: of the text model with the defaults of its class: ``config.get_text_config().to_dict()``.
+        model_config: of the text model with the defaults of its class:
+            ``config.get_text_config().to_dict()``.
     """
     return tuple(sorted(set(_switches(model_config))))
 
@@ -79,13 +82,22 @@ def _rope_types(settings: Mapping[str, Any]) -> set[str]:
 
 
 def probe_length(model_config: Mapping[str, Any], max_context: int) -> int:
-    """Return the tokens that pass every switch within the run's context, and leave room for one more."""
-    reached = [switch + MARGIN for switch in switch_lengths(model_config) if switch < max_context - 1]
+    """Return the tokens that pass every switch within the run's context, and leave room for one
+    more.
+    """
+    reached = [
+        switch + MARGIN for switch in switch_lengths(model_config) if switch < max_context - 1
+    ]
     return max(2, min(max([SHORTEST, *reached]), max_context - 1))
 
 
 def probe_tokens(
-    tokenizer: Tokenizer | None, model_config: Mapping[str, Any], *, vocab_size: int, max_context: int, start: int = 0
+    tokenizer: Tokenizer | None,
+    model_config: Mapping[str, Any],
+    *,
+    vocab_size: int,
+    max_context: int,
+    start: int = 0,
 ) -> list[int]:
     """Return ids of ordinary text, past every switch of the model that ``max_context`` reaches.
 

@@ -1,8 +1,9 @@
-"""Fixes rotary positions for a run's longest context, where transformers changes them with the longest in a batch.
+"""Fixes rotary positions for a run's longest context, where transformers changes them with the
+longest in a batch.
 
-With ``longrope`` (Phi-3, Phi-4-mini) and ``dynamic`` the frequencies of all sequences in a batch depend on its
-longest: cached keys and sequences of other lengths then have those of another length. As vLLM does, a run uses one set
-of frequencies, that of its longest context, for every token.
+With ``longrope`` (Phi-3, Phi-4-mini) and ``dynamic`` the frequencies of all sequences in a batch
+depend on its longest: cached keys and sequences of other lengths then have those of another length.
+As vLLM does, a run uses one set of frequencies, that of its longest context, for every token.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ _CHANGING: Final = frozenset({"longrope", "dynamic"})
 
 
 def fix_rope(model: torch.nn.Module, max_context: int) -> tuple[str, ...]:
-    """Let a loaded transformers model compute rotary positions as at ``max_context`` tokens, at every length.
+    """Let a loaded transformers model compute rotary positions as at ``max_context`` tokens, at
+    every length.
 
     The configuration stays, so a saved model is as it was.
 
@@ -28,7 +30,8 @@ def fix_rope(model: torch.nn.Module, max_context: int) -> tuple[str, ...]:
         The kinds of rotary positions that changed, such as ``longrope``; empty for most models.
 
     Raises:
-        ValueError: if the frequencies are on the meta device; fix them after they have been computed.
+        ValueError: if the frequencies are on the meta device; fix them after they have been
+            computed.
     """
     kinds: set[str] = set()
     for module in model.modules():
@@ -39,7 +42,8 @@ def fix_rope(model: torch.nn.Module, max_context: int) -> tuple[str, ...]:
                     _fix_frequencies(module, kind, max_context, layer_type)
                     kinds.add(kind)
             module.rope_type = {  # type: ignore[assignment]  # an attribute of transformers, no tensor
-                layer_type: FIXED if kind in _CHANGING else kind for layer_type, kind in rope_type.items()
+                layer_type: FIXED if kind in _CHANGING else kind
+                for layer_type, kind in rope_type.items()
             }
         elif rope_type in _CHANGING and hasattr(module, "inv_freq"):
             _fix_frequencies(module, str(rope_type), max_context, None)
@@ -56,7 +60,8 @@ def _fix_frequencies(module: Any, kind: str, max_context: int, layer_type: str |
     if frequencies.is_meta:
         raise ValueError("rotary frequencies on the meta device cannot be fixed")
     if kind == "dynamic" and max_context <= module.original_max_seq_len:
-        # Within its positions nothing changes, and some models (HunYuan) begin with frequencies of their own.
+        # Within its positions nothing changes, and some models (HunYuan) begin with frequencies of
+        # their own.
         frequencies.copy_(getattr(module, f"{prefix}original_inv_freq"))
         return
     kwargs = {} if layer_type is None else {"layer_type": layer_type}

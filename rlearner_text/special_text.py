@@ -1,4 +1,6 @@
-"""Marks special tokens that untrusted text spells out, so that the tokenizer reads them as plain text."""
+"""Marks special tokens that untrusted text spells out, so that the tokenizer reads them as plain
+text.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +9,19 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 CUT: Final = "\U0010fffe"  # a noncharacter, which Unicode reserves for use inside a program
-_PIECE: Final = 65_536  # characters that are searched in one call, which holds the interpreter's lock
+# characters that are searched in one call, which holds the interpreter's lock
+_PIECE: Final = 65_536
 
 
 def shielder(special: Iterable[str]) -> Callable[[str], str]:
-    """Return a function that puts ``CUT`` after the first character of every special token in a text.
+    """Return a function that puts ``CUT`` after the first character of every special token in a
+    text.
 
     Overlapping spellings are all cut. A token of one character cannot be cut and stays as it is.
     """
-    spelled = sorted({re.escape(token) for token in special if len(token) > 1}, key=len, reverse=True)
+    spelled = sorted(
+        {re.escape(token) for token in special if len(token) > 1}, key=len, reverse=True
+    )
     if not spelled:
         return lambda text: text
     pattern = re.compile(f"(?=(?:{'|'.join(spelled)}))(.)", re.DOTALL)
@@ -31,8 +37,12 @@ def shielder(special: Iterable[str]) -> Callable[[str], str]:
 
 
 def _shield_piece(pattern: re.Pattern[str], text: str, start: int, longest: int) -> str:
-    """Return a piece of a text, shielded against tokens that begin in it, also those that end in the next piece."""
-    end, written, parts = min(start + _PIECE, len(text)), start, []
+    """Return a piece of a text, shielded against tokens that begin in it, also those that end in
+    the next piece.
+    """
+    end = min(start + _PIECE, len(text))
+    written = start
+    parts = []
     for match in pattern.finditer(text, start, end + longest):
         if match.start() >= end:
             break
@@ -46,14 +56,18 @@ def shield_values(shield: Callable[[str], str], value: Any) -> Any:
     if isinstance(value, str):
         return shield(value)
     if isinstance(value, dict):
-        return {shield_values(shield, key): shield_values(shield, one) for key, one in value.items()}
+        return {
+            shield_values(shield, key): shield_values(shield, one) for key, one in value.items()
+        }
     if isinstance(value, (list, tuple)):
         return [shield_values(shield, one) for one in value]
     return value
 
 
 def encode_parts(text: str, encode: Callable[[str], list[int]]) -> list[int]:
-    """Return the token ids of a text, encoding the parts between its cuts apart; the cuts themselves vanish."""
+    """Return the token ids of a text, encoding the parts between its cuts apart; the cuts
+    themselves vanish.
+    """
     if CUT not in text:
         return encode(text)
     return [token for part in text.split(CUT) if part for token in encode(part)]

@@ -1,7 +1,8 @@
 """The form in which a model's files hold its weights, where transformers holds them otherwise.
 
-transformers 5 renames tensors and stacks experts when it loads a model, and reverts that when it saves one. Files may
-also hold tensors that a causal language model leaves out: a vision tower, layers that predict further tokens.
+transformers 5 renames tensors and stacks experts when it loads a model, and reverts that when it
+saves one. Files may also hold tensors that a causal language model leaves out: a vision tower,
+layers that predict further tokens.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-View = tuple[str, list[int], list[int], int]  # name in the files, shape, strides, and first element in the weight
+# name in the files, shape, strides, and first element in the weight
+View = tuple[str, list[int], list[int], int]
 
 
 def use_conversions(
     module: Any, stored: Collection[str], names: Collection[str], untrained: Collection[str] = ()
 ) -> list[str]:
-    """Have transformers save a model under the names of some files, as if it had been loaded from them.
+    """Have transformers save a model under the names of some files, as if it had been loaded from
+    them.
 
     Args:
         module: a transformers model, which may be on the meta device, empty or sharded.
@@ -35,7 +38,9 @@ def use_conversions(
     conversions = get_model_conversion_mapping(module)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
-    prefix, own, same = module.base_model_prefix, dict.fromkeys(names, True), frozenset(untrained)
+    prefix = module.base_model_prefix
+    own = dict.fromkeys(names, True)
+    same = frozenset(untrained)
     kept = []
     for name in stored:
         renamed, _ = rename_source_key(name, renamings, converters, prefix, own)
@@ -43,12 +48,15 @@ def use_conversions(
             renamed = rename_source_key(name, [], [], prefix, own)[0]
         if renamed not in own or renamed in same:
             kept.append(name)
-    module._weight_conversions = [each for each in conversions if each.was_used()]  # as ``from_pretrained`` sets it
+    # as ``from_pretrained`` sets it
+    module._weight_conversions = [each for each in conversions if each.was_used()]
     return sorted(kept)
 
 
 def keeps_names(module: Any, shapes: Mapping[str, Tensor]) -> bool:
-    """Return whether transformers stores the weights of a model as they are; others it renames, splits or merges."""
+    """Return whether transformers stores the weights of a model as they are; others it renames,
+    splits or merges.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
@@ -61,15 +69,20 @@ def keeps_names(module: Any, shapes: Mapping[str, Tensor]) -> bool:
 
 
 def stored_form(module: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors as the files hold them: views, where nothing but names, slices and the order of axes changes."""
+    """Return tensors as the files hold them: views, where nothing but names, slices and the order
+    of axes changes.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     form: dict[str, Tensor] = revert_weight_conversion(module, dict(tensors))
     return form
 
 
-def stored_groups(module: Any, shapes: Mapping[str, Tensor]) -> list[tuple[list[str], dict[str, Tensor]]]:
-    """Return which weights are converted together, and what they become; single ones if that is possible.
+def stored_groups(
+    module: Any, shapes: Mapping[str, Tensor]
+) -> list[tuple[list[str], dict[str, Tensor]]]:
+    """Return which weights are converted together, and what they become; single ones if that is
+    possible.
 
     Args:
         shapes: the model's weights on the meta device.
@@ -77,22 +90,30 @@ def stored_groups(module: Any, shapes: Mapping[str, Tensor]) -> list[tuple[list[
     whole = stored_form(module, shapes)
     try:
         groups = [([name], stored_form(module, {name: tensor})) for name, tensor in shapes.items()]
-    except (RuntimeError, ValueError, KeyError, IndexError, TypeError):  # it needs several weights at once
+    # it needs several weights at once
+    except (RuntimeError, ValueError, KeyError, IndexError, TypeError):
         return [(list(shapes), whole)]
     parts = {name: tensor.shape for _, form in groups for name, tensor in form.items()}
     same = parts == {name: tensor.shape for name, tensor in whole.items()}
-    return groups if same and len(parts) == sum(len(form) for _, form in groups) else [(list(shapes), whole)]
+    return (
+        groups
+        if same and len(parts) == sum(len(form) for _, form in groups)
+        else [(list(shapes), whole)]
+    )
 
 
 class _ViewsOnly(TorchFunctionMode):
-    """Within it a tensor is not copied to make it contiguous, as transformers does with the slices that it saves."""
+    """Within it a tensor is not copied to make it contiguous, as transformers does with the slices
+    that it saves.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
 def stored_views(module: Any, shapes: Mapping[str, Tensor]) -> dict[str, list[View]]:
-    """Return what the files hold of each weight that they hold otherwise, if all of that are views of it.
+    """Return what the files hold of each weight that they hold otherwise, if all of that are views
+    of it.
 
     Servers that read a model's files load updates by the same names, without a copy.
 
@@ -104,11 +125,16 @@ def stored_views(module: Any, shapes: Mapping[str, Tensor]) -> dict[str, list[Vi
         groups = stored_groups(module, shapes)
     for names, form in groups:
         weight = shapes[names[0]]
-        same_storage = all(t.untyped_storage()._cdata == weight.untyped_storage()._cdata for t in form.values())
+        same_storage = all(
+            t.untyped_storage()._cdata == weight.untyped_storage()._cdata for t in form.values()
+        )
         if len(names) > 1 or not same_storage:
             return {}
         if list(form) != names or form[names[0]].shape != weight.shape:
-            views[names[0]] = [(n, list(t.shape), list(t.stride()), int(t.storage_offset())) for n, t in form.items()]
+            views[names[0]] = [
+                (n, list(t.shape), list(t.stride()), int(t.storage_offset()))
+                for n, t in form.items()
+            ]
     return views
 
 

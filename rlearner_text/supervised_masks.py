@@ -1,4 +1,6 @@
-"""Encodes supervised conversations: only the assistant's turns, with their end of turn, are trained."""
+"""Encodes supervised conversations: only the assistant's turns, with their end of turn, are
+trained.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from rlearner_text.tokenizer import Tokenizer
 
 
 def check_messages(messages: Any) -> list[dict[str, str]]:
-    """Return the messages if they are an optional system message, then user and assistant turns alternating.
+    """Return the messages if they are an optional system message, then user and assistant turns
+    alternating.
 
     Raises:
         ValueError: if they are not; names the first wrong message.
@@ -19,7 +22,9 @@ def check_messages(messages: Any) -> list[dict[str, str]]:
         raise ValueError("messages is not a list with at least a user and an assistant message")
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or set(message) != {"role", "content"}:
-            raise ValueError(f"message {index} is not an object with exactly the keys role and content")
+            raise ValueError(
+                f"message {index} is not an object with exactly the keys role and content"
+            )
         if not all(isinstance(value, str) for value in message.values()):
             raise ValueError(f"message {index}: role and content must be texts")
     turns = messages[1:] if messages[0]["role"] == "system" else messages
@@ -27,14 +32,19 @@ def check_messages(messages: Any) -> list[dict[str, str]]:
         expected = ("user", "assistant")[index % 2]
         if message["role"] != expected:
             number = index + len(messages) - len(turns)
-            raise ValueError(f"message {number} has role {message['role']!r}, expected {expected!r}")
+            raise ValueError(
+                f"message {number} has role {message['role']!r}, expected {expected!r}"
+            )
     if not turns or len(turns) % 2:
         raise ValueError("the last message must be the assistant's")
     return messages
 
 
-def encode_supervised(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> tuple[list[int], list[int]]:
-    """Return token ids and loss mask, (n,) each, of checked messages, tokenized turn by turn like sampled ones.
+def encode_supervised(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]
+) -> tuple[list[int], list[int]]:
+    """Return token ids and loss mask, (n,) each, of checked messages, tokenized turn by turn like
+    sampled ones.
 
     Raises:
         ConfigError: if the chat template rejects the messages.

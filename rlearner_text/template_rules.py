@@ -12,7 +12,14 @@ from rlearner_text.assistant_spans import common_length, continued_span, rendere
 from rlearner_text.chat_template import Chat
 from rlearner_text.thinking import CLOSE, OPEN
 from rlearner_text.tokenizer import Tokenizer
-from rlearner_text.tool_calls import PROBE, PROBE_ID, ToolCall, ToolSyntax, UnknownSyntaxError, learn_syntax
+from rlearner_text.tool_calls import (
+    PROBE,
+    PROBE_ID,
+    ToolCall,
+    ToolSyntax,
+    UnknownSyntaxError,
+    learn_syntax,
+)
 from rlearner_text.turn_text import TurnReader
 
 Role = Literal["user", "tool"]
@@ -24,18 +31,20 @@ _OPENINGS_KEPT: Final = 256  # the episodes of a group start with the same text
 
 
 class TemplateRules:
-    """Text that a chat template puts around user messages and tool results, for one system prompt and set of tools.
+    """Text that a chat template puts around user messages and tool results, for one system prompt
+    and set of tools.
 
-    The system prompt and the tools stand at the beginning of a conversation, also with a template that moves them to
-    the newest message, because tokens that were read once do not change.
+    The system prompt and the tools stand at the beginning of a conversation, also with a template
+    that moves them to the newest message, because tokens that were read once do not change.
 
     Attributes:
-        end_of_turn_id: the special token that closes an assistant turn, None if the template uses plain text.
+        end_of_turn_id: the special token that closes an assistant turn, None if the template uses
+            plain text.
         stop_token_ids: tokens that end an assistant turn: the model's own and ``end_of_turn_id``.
 
     Raises:
-        ConfigError: if the template is not prefix-stable for alternating user and assistant turns, or there are tools
-            and it has no tool calls; names the model.
+        ConfigError: if the template is not prefix-stable for alternating user and assistant turns,
+            or there are tools and it has no tool calls; names the model.
     """
 
     def __init__(self, tokenizer: Tokenizer, system_prompt: str = "", tools: str = "") -> None:
@@ -56,7 +65,9 @@ class TemplateRules:
         return tuple(self._tokenizer.encode(self._render([_user(self._tokenizer.shield(text))])))
 
     def _delta(self, text: str, role: Role = "user") -> tuple[int, ...]:
-        """Return the tokens after a turn of the policy: its end, the user or tool message, the generation prompt."""
+        """Return the tokens after a turn of the policy: its end, the user or tool message, the
+        generation prompt.
+        """
         text = self._tokenizer.shield(text)
         if role == "user":
             tail = self._tail(text, bare=self._moves_preamble)
@@ -67,17 +78,19 @@ class TemplateRules:
         return tuple(self._tokenizer.encode(tail))
 
     def answer(self, text: str) -> list[int]:
-        """Return the tokens of an assistant's message as the policy would have sampled them, with their end of turn.
+        """Return the tokens of an assistant's message as the policy would have sampled them, with
+        their end of turn.
 
-        They continue the generation prompt. Where the template has no token that closes a turn, the model's end token
-        does.
+        They continue the generation prompt. Where the template has no token that closes a turn, the
+        model's end token does.
 
         Raises:
             ConfigError: if the template rejects the message.
         """
         asked = [_user(_ASKED[0])]
         prompt = _after(self._render(asked), _ASKED[0])
-        span, turn = None, ""
+        span = None
+        turn = ""
         for message in self._forms(text):
             turn = _after(self._render([*asked, message], prompt=False), _ASKED[0])
             if (span := rendered_span(prompt, turn, self.end_of_turn, text)) is not None:
@@ -97,7 +110,9 @@ class TemplateRules:
         return [_assistant(answer.strip()) | named, _assistant(text)]
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a sampled turn without special tokens; reasoning stands between ``<think>`` tags."""
+        """Return the text of a sampled turn without special tokens; reasoning stands between
+        ``<think>`` tags.
+        """
         return self.reader.text(token_ids)
 
     def calls(self, text: str) -> list[ToolCall]:
@@ -112,7 +127,9 @@ class TemplateRules:
         asked = [_user(_ASKED[0])]
         words = self._render([*asked, _assistant(_ANSWERED[0])], prompt=False)
         try:
-            spelling, behind = learn_syntax(self._render([*asked, PROBE], prompt=False), _before(words, _ANSWERED[0]))
+            spelling, behind = learn_syntax(
+                self._render([*asked, PROBE], prompt=False), _before(words, _ANSWERED[0])
+            )
         except UnknownSyntaxError as error:
             raise self._no_calls(str(error)) from None
         if not behind.strip() or not behind.endswith(self.end_of_turn):
@@ -120,11 +137,14 @@ class TemplateRules:
         return spelling
 
     def _result(self, text: str, spelling: ToolSyntax) -> str:
-        """Return what the template puts after a turn that called a tool: its end, the result, the generation prompt."""
+        """Return what the template puts after a turn that called a tool: its end, the result, the
+        generation prompt.
+        """
         function = str(PROBE["tool_calls"][0]["function"]["name"])
         result = {"role": "tool", "name": function, "tool_call_id": PROBE_ID, "content": text}
         rendered = self._render([_user(_ASKED[0]), PROBE, result])
-        # The call may follow other text than in a turn that ends the conversation, such as an empty thinking block.
+        # The call may follow other text than in a turn that ends the conversation, such as an empty
+        # thinking block.
         _, is_closed, tail = rendered.partition(function)[2].partition(spelling.after)
         if not is_closed:
             raise self._no_calls("a turn with tool calls changes when a result follows")
@@ -146,31 +166,44 @@ class TemplateRules:
     def closing(self) -> tuple[int, ...]:
         """Tokens that close an assistant turn, the last one special; empty if plain text closes it.
 
-        There are several only if the template puts white space before its special token, or the model's end token
-        comes after another special one. If the template closes a turn by the beginning of the next one, this is the
-        token of a user's message, provided that it ends the model's output.
+        There are several only if the template puts white space before its special token, or the
+        model's end token comes after another special one. If the template closes a turn by the
+        beginning of the next one, this is the token of a user's message, provided that it ends the
+        model's output.
         """
-        final, following = self._tokenizer.encode(self.end_of_turn), self.delta(_ASKED[1])
-        shared = final[: common_length(final, following)]  # some templates end the last turn of all with more
+        final = self._tokenizer.encode(self.end_of_turn)
+        following = self.delta(_ASKED[1])
+        # some templates end the last turn of all with more
+        shared = final[: common_length(final, following)]
         if closing := self._end_tokens(shared) or self._end_tokens(final):
             return closing
         next_turn = self.ending("user")
-        is_end = not self.end_of_turn.strip() and next_turn and next_turn[-1] in self._tokenizer.eos_token_ids
+        is_end = (
+            not self.end_of_turn.strip()
+            and next_turn
+            and next_turn[-1] in self._tokenizer.eos_token_ids
+        )
         return next_turn if is_end else ()
 
     def ending(self, role: Role) -> tuple[int, ...]:
-        """Return the tokens at the beginning of ``delta`` that close the turn before; empty if plain text closes it."""
+        """Return the tokens at the beginning of ``delta`` that close the turn before; empty if
+        plain text closes it.
+        """
         if role not in self._endings:
             self._endings[role] = self._end_tokens(self.delta(_ASKED[1], role))
         return self._endings[role]
 
     def is_closed(self, last_token: int, role: Role) -> bool:
-        """Return whether a turn that ends with this token needs no ``ending`` before a message of the role."""
+        """Return whether a turn that ends with this token needs no ``ending`` before a message of
+        the role.
+        """
         own_end = self.end_of_turn_id if self.end_of_turn.strip() else None
         return last_token in (own_end, *self.ending(role)[-1:])
 
     def _end_tokens(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the tokens through the model's end token, else the first special one, if only white space precedes."""
+        """Return the tokens through the model's end token, else the first special one, if only
+        white space precedes.
+        """
         first = None
         for index, token in enumerate(ids):
             if self._tokenizer.is_special(token):
@@ -196,31 +229,48 @@ class TemplateRules:
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
         own = set(self._tokenizer.eos_token_ids)
-        return tuple(sorted(own | ({self.end_of_turn_id} if self.end_of_turn_id is not None else set())))
+        return tuple(
+            sorted(own | ({self.end_of_turn_id} if self.end_of_turn_id is not None else set()))
+        )
 
     def _render(self, messages: Chat, *, prompt: bool = True, bare: bool = False) -> str:
         """Render messages; ``bare`` leaves out the system prompt and the tools."""
         system, tools = ([], []) if bare else (self._system, self._tools)
-        return self._tokenizer.render_chat([*system, *messages], add_generation_prompt=prompt, tools=tools)
+        return self._tokenizer.render_chat(
+            [*system, *messages], add_generation_prompt=prompt, tools=tools
+        )
 
     def _tail(self, text: str, *, bare: bool) -> str:
-        return _after(self._render([_user(_ASKED[0]), _assistant(_ANSWERED[0]), _user(text)], bare=bare), _ANSWERED[0])
+        return _after(
+            self._render([_user(_ASKED[0]), _assistant(_ANSWERED[0]), _user(text)], bare=bare),
+            _ANSWERED[0],
+        )
 
     def _check(self) -> None:
         first, second, third = _ASKED
         one, two = _ANSWERED
         bare = self._moves_preamble
-        opening, silent = (self._render([_user(first)], prompt=prompt, bare=bare) for prompt in (True, False))
+        opening, silent = (
+            self._render([_user(first)], prompt=prompt, bare=bare) for prompt in (True, False)
+        )
         short = self._render([_user(first), _assistant(one), _user(third)], bare=bare)
-        long = self._render([_user(first), _assistant(one), _user(second), _assistant(two), _user(third)], bare=bare)
+        long = self._render(
+            [_user(first), _assistant(one), _user(second), _assistant(two), _user(third)], bare=bare
+        )
         for answer, rendered in ((one, short), (one, long), (two, long)):
             if rendered.count(answer) != 1:
-                raise self._unstable("it does not render every assistant turn exactly once, unchanged")
+                raise self._unstable(
+                    "it does not render every assistant turn exactly once, unchanged"
+                )
         if first not in opening or _before(opening, first) != _before(short, first):
             raise self._unstable("the beginning of a conversation changes when an answer follows")
-        # A prompt may open the turn with more than a finished one has, such as a thinking tag, or with less.
-        prompt, turn = _after(opening, first), _before(_after(short, first), one)
-        if turn.strip() != prompt.strip() and (opening == silent or not prompt[: common_length(prompt, turn)].strip()):
+        # A prompt may open the turn with more than a finished one has, such as a thinking tag, or
+        # with less.
+        prompt = _after(opening, first)
+        turn = _before(_after(short, first), one)
+        if turn.strip() != prompt.strip() and (
+            opening == silent or not prompt[: common_length(prompt, turn)].strip()
+        ):
             raise self._unstable("it does not begin the assistant's turn after a user message")
         if third not in _after(short, one):
             raise self._unstable("it does not render a user message that follows an answer")

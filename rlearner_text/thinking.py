@@ -11,8 +11,8 @@ CLOSE: Final = "</think>"
 def without_thinking(text: str) -> str:
     """Return the text after the reasoning, or the whole text if there is none.
 
-    Text before a ``</think>`` is reasoning even without a ``<think>``, because a chat template may have opened the
-    block. An unclosed block is reasoning to its end.
+    Text before a ``</think>`` is reasoning even without a ``<think>``, because a chat template may
+    have opened the block. An unclosed block is reasoning to its end.
     """
     _, closed, said = text.rpartition(CLOSE)
     said, opened, _ = (said if closed else text).partition(OPEN)
@@ -20,7 +20,9 @@ def without_thinking(text: str) -> str:
 
 
 def after_thinking(text: str) -> str:
-    """Return the text after the reasoning; nothing if its last block is not closed, for that is no answer."""
+    """Return the text after the reasoning; nothing if its last block is not closed, for that is no
+    answer.
+    """
     _, closed, said = text.rpartition(CLOSE)
     said = said if closed else text
     return "" if OPEN in said else said

@@ -21,11 +21,20 @@ from rlearner_text.transformers_import import import_transformers
 PAD: Final = "<|endoftext|>"
 UNKNOWN: Final = "<|unk|>"
 END_OF_TURN: Final = "<|im_end|>"
-LAYERS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # linear layers
+# linear layers
+LAYERS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CHARACTERS: Final = string.ascii_letters + string.digits + string.punctuation + " \n"
 
-# One token opens a message and names its role, so that a turn costs the small model as few tokens as possible.
-_CHARS_SPECIAL: Final = (PAD, UNKNOWN, END_OF_TURN, "<|im_system|>", "<|im_user|>", "<|im_assistant|>")
+# One token opens a message and names its role, so that a turn costs the small model as few tokens
+# as possible.
+_CHARS_SPECIAL: Final = (
+    PAD,
+    UNKNOWN,
+    END_OF_TURN,
+    "<|im_system|>",
+    "<|im_user|>",
+    "<|im_assistant|>",
+)
 _CHARS_TEMPLATE: Final = (
     "{%- for message in messages %}{{- '<|im_' + message['role'] + '|>' + message['content'] + '<|im_end|>' }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_assistant|>' }}{%- endif %}"
@@ -41,7 +50,8 @@ _BPE_TEMPLATE: Final = (
 def build_tiny(out: str | Path, tiny: TinyModel, *, seed: int = 0, dtype: str = "float32") -> Path:
     """Write a folder that AutoModelForCausalLM and AutoTokenizer load; replace it if it exists.
 
-    The same settings and seed give the same bytes. ``dtype`` of the weights: float32, bfloat16 or float16.
+    The same settings and seed give the same bytes. ``dtype`` of the weights: float32, bfloat16 or
+    float16.
 
     Raises:
         ConfigError: if the sizes are impossible, or a bpe vocabulary has no readable corpus.
@@ -54,7 +64,8 @@ def build_tiny(out: str | Path, tiny: TinyModel, *, seed: int = 0, dtype: str = 
 
 
 def tiny_tokenizer(tiny: TinyModel, *, chat_template: str | None = None) -> Tokenizer:
-    """Return the tokenizer of a model that is not built yet; that of a bpe vocabulary takes its corpus.
+    """Return the tokenizer of a model that is not built yet; that of a bpe vocabulary takes its
+    corpus.
 
     Args:
         chat_template: see ``Tokenizer.load``.
@@ -73,11 +84,22 @@ def check_tiny(tiny: TinyModel) -> None:
         ConfigError: if one is impossible; names the key, its value and what is allowed.
     """
     if tiny.num_heads % tiny.num_kv_heads:
-        raise ConfigError("model.tiny.num_kv_heads", tiny.num_kv_heads, f"it must divide num_heads ({tiny.num_heads})")
+        raise ConfigError(
+            "model.tiny.num_kv_heads",
+            tiny.num_kv_heads,
+            f"it must divide num_heads ({tiny.num_heads})",
+        )
     if tiny.head_dim % 2:
-        raise ConfigError("model.tiny.head_dim", tiny.head_dim, "rotary positions need an even number")
+        raise ConfigError(
+            "model.tiny.head_dim", tiny.head_dim, "rotary positions need an even number"
+        )
     for word in tiny.words:
-        if tiny.vocab != "chars" or len(word) < 2 or not word.isprintable() or tiny.words.count(word) > 1:
+        if (
+            tiny.vocab != "chars"
+            or len(word) < 2
+            or not word.isprintable()
+            or tiny.words.count(word) > 1
+        ):
             allowed = "use distinct texts of at least two printable characters, with vocab: chars"
             raise ConfigError("model.tiny.words", word, allowed)
     if tiny.vocab == "bpe":
@@ -101,7 +123,9 @@ def _write_tokenizer(folder: Path, tiny: TinyModel) -> None:
     }
     if tiny.vocab == "chars":
         config["unk_token"] = UNKNOWN
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2) + "\n", encoding="utf-8"
+    )
     template = _CHARS_TEMPLATE if tiny.vocab == "chars" else _BPE_TEMPLATE
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
@@ -111,9 +135,13 @@ def _chars(words: Sequence[str]) -> tokenizers.Tokenizer:
     vocab = {token: index for index, token in enumerate((*_CHARS_SPECIAL, *CHARACTERS))}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=UNKNOWN))
     tokenizer.decoder = decoders.Fuse()
-    special = [tokenizers.AddedToken(token, normalized=False, special=True) for token in _CHARS_SPECIAL]
+    special = [
+        tokenizers.AddedToken(token, normalized=False, special=True) for token in _CHARS_SPECIAL
+    ]
     tokenizer.add_special_tokens(special)
-    tokenizer.add_tokens([tokenizers.AddedToken(word, normalized=False, special=False) for word in words])
+    tokenizer.add_tokens(
+        [tokenizers.AddedToken(word, normalized=False, special=False) for word in words]
+    )
     return tokenizer
 
 
@@ -140,7 +168,8 @@ def _write_model(folder: Path, tiny: TinyModel, seed: int, dtype: str) -> None:
 
     logging.disable_progress_bar()
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    eos, pad = tokenizer.token_to_id(END_OF_TURN), tokenizer.token_to_id(PAD)
+    eos = tokenizer.token_to_id(END_OF_TURN)
+    pad = tokenizer.token_to_id(PAD)
     config = Qwen3Config(
         vocab_size=tokenizer.get_vocab_size(with_added_tokens=True),
         hidden_size=tiny.hidden_size,
@@ -158,5 +187,7 @@ def _write_model(folder: Path, tiny: TinyModel, seed: int, dtype: str) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config).to(getattr(torch, dtype))
-    model.generation_config = GenerationConfig(do_sample=True, eos_token_id=[eos, pad], pad_token_id=pad)
+    model.generation_config = GenerationConfig(
+        do_sample=True, eos_token_id=[eos, pad], pad_token_id=pad
+    )
     model.save_pretrained(folder)

@@ -1,7 +1,7 @@
 """Loads a tokenizer from a Hugging Face folder or hub name without torch, in about 0.1 s.
 
-The ``tokenizers`` library reads ``tokenizer.json``. Only a folder without that file needs transformers' AutoTokenizer,
-whose import costs seconds and 300 MB.
+The ``tokenizers`` library reads ``tokenizer.json``. Only a folder without that file needs
+transformers' AutoTokenizer, whose import costs seconds and 300 MB.
 """
 
 from __future__ import annotations
@@ -17,22 +17,40 @@ import tokenizers
 
 from broker.errors import ConfigError, RlearnerError
 from broker.settings.host_rules import enforced_rules
-from rlearner_text.chat_template import TEMPLATE_KEY, Chat, ChatTemplate, find_template, template_source
+from rlearner_text.chat_template import (
+    TEMPLATE_KEY,
+    Chat,
+    ChatTemplate,
+    find_template,
+    template_source,
+)
 from rlearner_text.hub import read_json, tokenizer_folder
 from rlearner_text.model_trial import try_model
 from rlearner_text.special_text import CUT, encode_parts, shielder
 from rlearner_text.transformers_import import import_transformers
 
-CHARS_PER_TOKEN: Final = 128  # no text has more on average: a longer one does not fit, with any tokenizer
+# no text has more on average: a longer one does not fit, with any tokenizer
+CHARS_PER_TOKEN: Final = 128
 LONG_TEXT: Final = 16_384  # characters; encoding more takes so long that other threads must run
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads of the library would make it warn at every fork
-CHARS_OF_SHORT: Final = 4  # for each token of a limit: texts with fewer characters are encoded without a first look
+# threads of the library would make it warn at every fork
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# for each token of a limit: texts with fewer characters are encoded without a first look
+CHARS_OF_SHORT: Final = 4
 JOINED_TOKENS: Final = 64  # the most by which a text has fewer tokens than its two halves
-_SHORT: Final = 16  # tokens; decoded short texts are cached, because the answers of many episodes repeat
+# tokens; decoded short texts are cached, because the answers of many episodes repeat
+_SHORT: Final = 16
 _SHORT_KEPT: Final = 4096
 _SHOWN: Final = 40  # characters of a template in error messages
 _TOKEN_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_NAMED_TOKENS: Final = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 
 
 class _Backend(Protocol):
@@ -73,7 +91,9 @@ class _Fast:
             if len(text) < LONG_TEXT:
                 return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
             # unlike encode, this releases the interpreter's lock: 3 MB of spaces take seconds
-            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            (encoding,) = self._tokenizer.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
             return list(encoding.ids)
         except BaseException as error:  # noqa: BLE001 - a panic is no Exception
             raise _as_exception(error) from None
@@ -92,7 +112,11 @@ class _Fast:
         return dict(self._tokenizer.get_vocab(with_added_tokens=True))
 
     def special(self) -> list[str]:
-        return [one.content for one in self._tokenizer.get_added_tokens_decoder().values() if one.special]
+        return [
+            one.content
+            for one in self._tokenizer.get_added_tokens_decoder().values()
+            if one.special
+        ]
 
 
 class _Auto:
@@ -103,10 +127,14 @@ class _Auto:
         from transformers import AutoTokenizer
 
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=trust_remote_code
+            )
         except (OSError, ValueError, ImportError, KeyError) as error:
             said = " ".join(str(error).split())[:300]
-            raise ConfigError(key, name, f"it has no tokenizer that transformers can load: {said}") from None
+            raise ConfigError(
+                key, name, f"it has no tokenizer that transformers can load: {said}"
+            ) from None
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
@@ -134,8 +162,8 @@ class Tokenizer:
 
     Attributes:
         name: folder or hub name from which it is loaded.
-        eos_token_ids: tokens that end the model's output, sorted; from generation_config.json, else config.json, and
-            always the tokenizer's own eos token.
+        eos_token_ids: tokens that end the model's output, sorted; from generation_config.json, else
+            config.json, and always the tokenizer's own eos token.
         pad_token_id: the pad token, else the first eos token, else 0.
         vocab_size: number of tokens in the tokenizer; the model's embedding may be larger.
     """
@@ -149,19 +177,26 @@ class Tokenizer:
         key: str = "model.path",
         chat_template: str | None = None,
     ) -> None:
-        self.name, self._key = name, key
+        self.name = name
+        self._key = key
         config = read_json(folder / "tokenizer_config.json", name, key, missing_ok=True)
         file = folder / "tokenizer.json"
         self._backend: _Backend = (
-            _load_fast(file, config, name, key) if file.exists() else _Auto(folder, name, trust_remote_code, key)
+            _load_fast(file, config, name, key)
+            if file.exists()
+            else _Auto(folder, name, trust_remote_code, key)
         )
-        self._special = _named_tokens(config, read_json(folder / "special_tokens_map.json", name, key, missing_ok=True))
+        self._special = _named_tokens(
+            config, read_json(folder / "special_tokens_map.json", name, key, missing_ok=True)
+        )
         self._shield = shielder([*self._backend.special(), *self._special.values()])
         self.vocab_size = self._backend.size()
         self._decode_short = lru_cache(maxsize=_SHORT_KEPT)(self._backend.decode)
         self.eos_token_ids = self._find_eos(folder)
         pad = self._backend.token_id(self._special.get("pad_token", ""))
-        self._own_template = template_source(chat_template, opens_with_bos=self._starts_with("bos_token"))
+        self._own_template = template_source(
+            chat_template, opens_with_bos=self._starts_with("bos_token")
+        )
         self._template_source = self._own_template or find_template(folder, config, name)
         self.pad_token_id: int = pad if pad is not None else next(iter(self.eos_token_ids), 0)
 
@@ -178,15 +213,23 @@ class Tokenizer:
 
         Args:
             key: the setting that names it.
-            chat_template: replaces the model's own: ``plain`` or the text of a template, never the name of a file.
+            chat_template: replaces the model's own: ``plain`` or the text of a template, never the
+                name of a file.
 
         Raises:
-            ConfigError: if there is no such folder or hub name, it has no tokenizer, or ``chat_template`` is neither.
+            ConfigError: if there is no such folder or hub name, it has no tokenizer, or
+                ``chat_template`` is neither.
         """
         folder = tokenizer_folder(str(path), key)
         if enforced_rules() is not None:  # the model of a run of another owner
             try_model(folder, str(path), key=key, chat_template=chat_template)
-        return cls(folder, str(path), trust_remote_code=trust_remote_code, key=key, chat_template=chat_template)
+        return cls(
+            folder,
+            str(path),
+            trust_remote_code=trust_remote_code,
+            key=key,
+            chat_template=chat_template,
+        )
 
     @classmethod
     def of_run(cls, path: str | Path, config: Mapping[str, Any]) -> Tokenizer:
@@ -199,15 +242,20 @@ class Tokenizer:
             ConfigError: as ``load``.
         """
         section = config.get("model") or {}
-        trusted, template = bool(section.get("trust_remote_code")), section.get("chat_template")
+        trusted = bool(section.get("trust_remote_code"))
+        template = section.get("chat_template")
         return cls.load(path, trust_remote_code=trusted, chat_template=template)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of the text alone; special tokens spelled out in it are recognised, unless shielded."""
+        """Return the token ids of the text alone; special tokens spelled out in it are recognised,
+        unless shielded.
+        """
         return encode_parts(text, self._backend.encode)
 
     def exceeds(self, text: str, limit: int) -> bool:
-        """Return whether a text certainly has more than ``limit`` tokens; encodes no more of it than that takes."""
+        """Return whether a text certainly has more than ``limit`` tokens; encodes no more of it
+        than that takes.
+        """
         if len(text) <= CHARS_OF_SHORT * limit:
             return False
         count = 0
@@ -222,16 +270,19 @@ class Tokenizer:
     def encode_continuation(self, text: str) -> list[int]:
         """Return the token ids of a text that stands inside another.
 
-        Some tokenizers put a space before the first word of a text, but not before a word that follows a special token.
+        Some tokenizers put a space before the first word of a text, but not before a word that
+        follows a special token.
         """
         first = self._special.get("eos_token", "")
-        if not first or not text or text[0].isspace():  # a special token may also take the white space around it
+        # a special token may also take the white space around it
+        if not first or not text or text[0].isspace():
             return self.encode(text)
         ids = self.encode(first + text)
         return ids[1:] if ids[0] == self._backend.token_id(first) else self.encode(text)
 
     def shield(self, text: str) -> str:
-        """Return untrusted text marked so that ``encode`` gives no special token for what it spells out.
+        """Return untrusted text marked so that ``encode`` gives no special token for what it spells
+        out.
 
         Text that spells no special token returns unchanged. The marks are for ``encode`` only.
         """
@@ -250,7 +301,9 @@ class Tokenizer:
 
     def is_special(self, token: int) -> bool:
         """Return whether a token is one that decoded text leaves out, such as the end of a turn."""
-        return bool(self.decode([token], skip_special_tokens=False).strip()) and not self.decode([token])
+        return bool(self.decode([token], skip_special_tokens=False).strip()) and not self.decode(
+            [token]
+        )
 
     def vocabulary(self) -> dict[str, int]:
         """Return the ids of all tokens by their spelling."""
@@ -269,33 +322,53 @@ class Tokenizer:
         return ChatTemplate(self._template_source, self._special, self.template_error)
 
     def template_error(self, problem: str) -> ConfigError:
-        """Return the error for a chat template that cannot be used; ``problem`` continues a sentence about it."""
+        """Return the error for a chat template that cannot be used; ``problem`` continues a
+        sentence about it.
+        """
         if self._own_template is not None:
-            return ConfigError(TEMPLATE_KEY, _first_words(self._own_template), f"the template {problem}")
+            return ConfigError(
+                TEMPLATE_KEY, _first_words(self._own_template), f"the template {problem}"
+            )
         return ConfigError("model.path", self.name, f"its chat template {problem}")
 
     def render_chat(
-        self, messages: Chat, *, add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Chat,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """Render a conversation with the model's chat template."""
-        return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+        return self.chat_template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools
+        )
 
     def encode_chat(self, messages: Chat, *, add_generation_prompt: bool = True) -> list[int]:
-        """Return the token ids of a rendered conversation, like transformers' ``apply_chat_template``."""
+        """Return the token ids of a rendered conversation, like transformers'
+        ``apply_chat_template``.
+        """
         return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt))
 
     def _starts_with(self, kind: str) -> bool:
         """Return whether the tokenizer itself begins a text with a named token."""
         token = self._backend.token_id(self._special.get(kind, ""))
-        return token is not None and self._backend.encode("", add_special_tokens=True)[:1] == [token]
+        return token is not None and self._backend.encode("", add_special_tokens=True)[:1] == [
+            token
+        ]
 
     def _find_eos(self, folder: Path) -> tuple[int, ...]:
-        generation = read_json(folder / "generation_config.json", self.name, self._key, missing_ok=True)
+        generation = read_json(
+            folder / "generation_config.json", self.name, self._key, missing_ok=True
+        )
         model = read_json(folder / "config.json", self.name, self._key, missing_ok=True)
         declared = generation.get("eos_token_id")
         if declared is None:
-            declared = model.get("eos_token_id", (model.get("text_config") or {}).get("eos_token_id"))
-        ids = set(declared if isinstance(declared, list) else [] if declared is None else [declared])
+            declared = model.get(
+                "eos_token_id", (model.get("text_config") or {}).get("eos_token_id")
+            )
+        ids = set(
+            declared if isinstance(declared, list) else [] if declared is None else [declared]
+        )
         own = self._backend.token_id(self._special.get("eos_token", ""))
         return tuple(sorted(ids | ({own} if own is not None else set())))
 
@@ -303,7 +376,8 @@ class Tokenizer:
 def _load_fast(file: Path, config: dict[str, Any], name: str, key: str) -> _Fast:
     try:
         return _Fast(file, config)
-    except BaseException as error:  # the library raises plain Exception for a malformed file, or panics
+    # the library raises plain Exception for a malformed file, or panics
+    except BaseException as error:
         if not isinstance(problem := _as_exception(error), Exception):
             raise
         raise ConfigError(key, name, f"tokenizer.json cannot be read: {problem}") from None

@@ -1,7 +1,8 @@
 """Learns a chat template's tool call syntax from a rendered probe, and parses calls in outputs.
 
-Most templates put one JSON object per call between two markers (``<tool_call>…</tool_call>``), some a list of them
-after one marker, some only the object. Keys differ, too. All of this is read from a rendered probe.
+Most templates put one JSON object per call between two markers (``<tool_call>…</tool_call>``), some
+a list of them after one marker, some only the object. Keys differ, too. All of this is read from a
+rendered probe.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from rlearner_text.thinking import without_thinking
 _NAME: Final = "probe_tool_11213"
 _ARGUMENTS: Final = {"probe_argument": "probe value 31415"}
 PROBE_ID: Final = "probe0001"  # nine characters, because some templates require that
-_CALL: Final = {"type": "function", "id": PROBE_ID, "function": {"name": _NAME, "arguments": _ARGUMENTS}}
+_CALL: Final = {
+    "type": "function",
+    "id": PROBE_ID,
+    "function": {"name": _NAME, "arguments": _ARGUMENTS},
+}
 PROBE: Final[Mapping[str, Any]] = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 
 
@@ -45,7 +50,8 @@ class ToolSyntax:
     """The syntax of tool calls.
 
     Attributes:
-        opener: marker before the JSON of a call or a list of calls, stripped; empty if there is none.
+        opener: marker before the JSON of a call or a list of calls, stripped; empty if there is
+            none.
         name_key, arguments_key: keys of the JSON object.
         before, after: all text around the JSON of one call, up to the end of the turn.
     """
@@ -57,21 +63,29 @@ class ToolSyntax:
     after: str = ""
 
     def calls(self, text: str) -> list[ToolCall]:
-        """Return the calls in a turn's text, which includes special tokens, in order; empty for plain text.
+        """Return the calls in a turn's text, which includes special tokens, in order; empty for
+        plain text.
 
         Raises:
-            ToolCallError: if it looks like a call, but its JSON does not parse or has no name or arguments.
+            ToolCallError: if it looks like a call, but its JSON does not parse or has no name or
+                arguments.
         """
         found: list[ToolCall] = []
         if not self.opener:
-            return self._read(text.lstrip(), found)[0] if text.lstrip().startswith(("{", "[")) else found
+            return (
+                self._read(text.lstrip(), found)[0]
+                if text.lstrip().startswith(("{", "["))
+                else found
+            )
         rest = text
         while (at := rest.find(self.opener)) >= 0:
             found, rest = self._read(rest[at + len(self.opener) :].lstrip(), found)
         return found
 
     def _read(self, text: str, found: list[ToolCall]) -> tuple[list[ToolCall], str]:
-        """Parse calls at the beginning of a text; return all calls found so far and the rest of the text."""
+        """Parse calls at the beginning of a text; return all calls found so far and the rest of the
+        text.
+        """
         try:
             value, end = strict.decode_prefix(text)
         except strict.BadJson as error:
@@ -94,7 +108,9 @@ class ToolSyntax:
         try:
             msgspec.msgpack.encode(arguments)  # it may go to another process
         except (OverflowError, RecursionError) as error:
-            raise ToolCallError(f'the tool call\'s "{self.arguments_key}" cannot be passed on: {error}') from None
+            raise ToolCallError(
+                f'the tool call\'s "{self.arguments_key}" cannot be passed on: {error}'
+            ) from None
         return ToolCall(name, arguments)
 
 
@@ -114,15 +130,29 @@ def learn_syntax(rendered: str, before: str) -> tuple[ToolSyntax, str]:
             value, end = json.JSONDecoder().raw_decode(rendered, start)
         except ValueError:
             continue
-        keys = {key: item for key, item in value.items() if item == _NAME or _is_arguments(item)} if end > at else {}
+        keys = (
+            {key: item for key, item in value.items() if item == _NAME or _is_arguments(item)}
+            if end > at
+            else {}
+        )
         names = [key for key, item in keys.items() if item == _NAME]
         arguments = [key for key, item in keys.items() if item != _NAME]
         if names and arguments:
-            ahead = without_thinking(rendered[common_length(rendered, before.rstrip()) : start]).lstrip()
+            ahead = without_thinking(
+                rendered[common_length(rendered, before.rstrip()) : start]
+            ).lstrip()
             opener = ahead.strip()
-            behind = rendered[end:].lstrip().removeprefix("]") if opener.endswith("[") else rendered[end:]
-            return ToolSyntax(opener.removesuffix("[").rstrip(), names[0], arguments[0], ahead, rendered[end:]), behind
-    raise UnknownSyntaxError("it does not write tool calls as JSON objects with a name and arguments")
+            behind = (
+                rendered[end:].lstrip().removeprefix("]")
+                if opener.endswith("[")
+                else rendered[end:]
+            )
+            return ToolSyntax(
+                opener.removesuffix("[").rstrip(), names[0], arguments[0], ahead, rendered[end:]
+            ), behind
+    raise UnknownSyntaxError(
+        "it does not write tool calls as JSON objects with a name and arguments"
+    )
 
 
 def _is_arguments(value: object) -> bool:

@@ -1,7 +1,9 @@
-"""Reads a sampled turn as text, with the reasoning between ``<think>`` and ``</think>`` whatever the model's syntax is.
+"""Reads a sampled turn as text, with the reasoning between ``<think>`` and ``</think>`` whatever
+the model's syntax is.
 
-Most models write the tags themselves. Others, such as gpt-oss, send reasoning and answer as messages in channels: the
-answer follows a header of special tokens, which a chat template shows in front of an assistant's answer.
+Most models write the tags themselves. Others, such as gpt-oss, send reasoning and answer as
+messages in channels: the answer follows a header of special tokens, which a chat template shows in
+front of an assistant's answer.
 """
 
 from __future__ import annotations
@@ -19,14 +21,19 @@ class TurnReader:
     """Reads the turns of one model.
 
     Args:
-        header: tokens between the generation prompt and an answer in the chat template; empty if there are none.
+        header: tokens between the generation prompt and an answer in the chat template; empty if
+            there are none.
     """
 
     def __init__(self, tokenizer: Tokenizer, header: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         tags = {tag: tokenizer.token_id(tag) for tag in (OPEN, CLOSE)}
         # Special tokens vanish in decoded text, but the tags must not.
-        self._tags = {token: tag for tag, token in tags.items() if token is not None and self._is_special(token)}
+        self._tags = {
+            token: tag
+            for tag, token in tags.items()
+            if token is not None and self._is_special(token)
+        }
         is_channel = bool(header) and self._is_special(header[-1]) and header[-1] not in self._tags
         self._header = list(header) if is_channel else []
 
@@ -79,4 +86,6 @@ class TurnReader:
 def _last_end(ids: Sequence[int], part: Sequence[int]) -> int | None:
     """Return the index behind the last occurrence of a part, None if there is none."""
     size = len(part)
-    return next((end for end in range(len(ids), size - 1, -1) if ids[end - size : end] == part), None)
+    return next(
+        (end for end in range(len(ids), size - 1, -1) if ids[end - size : end] == part), None
+    )

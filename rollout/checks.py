@@ -44,9 +44,12 @@ def check(config: dict[str, Any]) -> None:
         allowed = "null, or set together with rollout.http_tls_key (--tls-cert, --tls-key)"
         raise ConfigError("rollout.http_tls_cert", section.http_tls_cert, allowed)
     if section.engine in _OWN_MODEL and (model := config.get("model")):
-        check_positions(model if section.model_path is None else {"path": section.model_path}, section)
+        check_positions(
+            model if section.model_path is None else {"path": section.model_path}, section
+        )
     evaluation = config.get("eval") or {}
-    if "random" in (evaluation.get("baseline"), *(evaluation.get("against") or ())):  # ``rlearner up`` serves it
+    # ``rlearner up`` serves it
+    if "random" in (evaluation.get("baseline"), *(evaluation.get("against") or ())):
         random_args = resolve("engine_args", "random", ENGINE_ARGS)
         parse("eval.baseline_args", evaluation.get("baseline_args") or {}, random_args)
     for name, domain in (config.get("domains") or {}).items():
@@ -71,7 +74,9 @@ def check_positions(model: Mapping[str, Any], section: RolloutSection) -> None:
 
 
 def declaration(engine: str) -> type[EngineArgs] | None:
-    """Return what an engine of the registry declares about itself; None for one named by path, which is trusted."""
+    """Return what an engine of the registry declares about itself; None for one named by path,
+    which is trusted.
+    """
     return resolve("engine_args", engine, ENGINE_ARGS) if engine in ENGINE_ARGS else None
 
 
@@ -82,13 +87,19 @@ def refuse_sleepless(engine: str) -> None:
         UserError: if it does not.
     """
     if (declared := declaration(engine)) is not None and not declared.sleeps:
-        able = ", ".join(sorted(name for name in ENGINE_ARGS if (found := declaration(name)) and found.sleeps))
-        raise UserError(f"--share-gpus: engine {engine} cannot free its device for others; these can: {able}")
+        able = ", ".join(
+            sorted(name for name in ENGINE_ARGS if (found := declaration(name)) and found.sleeps)
+        )
+        raise UserError(
+            f"--share-gpus: engine {engine} cannot free its device for others; these can: {able}"
+        )
 
 
 def _refuse_filters(name: str, sampling: dict[str, Any], engine: str) -> None:
     declared = {other: declaration(other) for other in sorted(ENGINE_ARGS)}
-    able = ", ".join(other for other, found in declared.items() if found is not None and found.processed_logprobs)
+    able = ", ".join(
+        other for other, found in declared.items() if found is not None and found.processed_logprobs
+    )
     for option, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
         if (value := sampling.get(option, off)) != off:
             why = f"rollout.engine {engine}, which does not return the logprobs of what is left"
@@ -97,18 +108,24 @@ def _refuse_filters(name: str, sampling: dict[str, Any], engine: str) -> None:
 
 
 def check_engine(section: RolloutSection) -> None:
-    """Check the engine's name and arguments without importing the heavy libraries of registered engines.
+    """Check the engine's name and arguments without importing the heavy libraries of registered
+    engines.
 
     Raises:
         ConfigError: if the engine is unknown or does not accept its arguments.
     """
     check_engine_name(section.engine)
     if section.engine in ENGINE_ARGS:
-        parse("rollout.engine_args", section.engine_args, resolve("engine_args", section.engine, ENGINE_ARGS))
+        parse(
+            "rollout.engine_args",
+            section.engine_args,
+            resolve("engine_args", section.engine, ENGINE_ARGS),
+        )
 
 
 def check_engine_name(name: str) -> None:
-    """Check that an engine of this name exists; a name with a colon (MODULE:CLASS or a file) is not checked.
+    """Check that an engine of this name exists; a name with a colon (MODULE:CLASS or a file) is not
+    checked.
 
     Raises:
         ConfigError: if the name is unknown.

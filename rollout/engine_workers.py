@@ -1,4 +1,6 @@
-"""Connects an engine's workers to the weight channel, if they receive weights themselves. Imports torch."""
+"""Connects an engine's workers to the weight channel, if they receive weights themselves. Imports
+torch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from rollout.engines.base import Engine, ReceivingEngine, UpdateMode
 log = logging.getLogger(__name__)
 
 
-async def engine_workers(engine: Engine, mode: UpdateMode, served: Callable[[float], None]) -> EngineWorkers | None:
+async def engine_workers(
+    engine: Engine, mode: UpdateMode, served: Callable[[float], None]
+) -> EngineWorkers | None:
     """Return the workers of a started engine; None if the server's process receives for it.
 
     Args:
@@ -24,11 +28,20 @@ async def engine_workers(engine: Engine, mode: UpdateMode, served: Callable[[flo
     if not isinstance(engine, ReceivingEngine) or not (carriers := engine.worker_carriers()):
         return None
 
-    async def receive(transfer: WorkerTransfer, offer: wire.WeightsOffer, go: Callable[[], Awaitable[None]]) -> str:
-        paused_s, digest = await engine.receive_weights(transfer.text(), offer.version, mode, offer.probe, go)
+    async def receive(
+        transfer: WorkerTransfer, offer: wire.WeightsOffer, go: Callable[[], Awaitable[None]]
+    ) -> str:
+        paused_s, digest = await engine.receive_weights(
+            transfer.text(), offer.version, mode, offer.probe, go
+        )
         which = f"version {offer.version} of epoch {offer.epoch}"
         num_workers = carriers[transfer.session.carrier]
-        log.info("serving %s, received by %d workers, generation paused for %.3f s", which, num_workers, paused_s)
+        log.info(
+            "serving %s, received by %d workers, generation paused for %.3f s",
+            which,
+            num_workers,
+            paused_s,
+        )
         served(paused_s)
         return digest
 

@@ -1,6 +1,7 @@
 """The OpenAI-compatible HTTP API of a rollout server; off unless ``rollout.http_port`` is set.
 
-Key, tokenizer and port are acquired before the engine loads, which takes minutes, so that their errors appear at once.
+Key, tokenizer and port are acquired before the engine loads, which takes minutes, so that their
+errors appear at once.
 """
 
 from __future__ import annotations
@@ -48,12 +49,15 @@ from rollout.http_link import (
 log = logging.getLogger(__name__)
 
 STATE_S: Final = 0.1  # until the API's process knows a new state without an answer
-RESTART_S: Final = 1.0  # pause before the process is started again, twice as long after each start that fails
+# pause before the process is started again, twice as long after each start that fails
+RESTART_S: Final = 1.0
 RESTART_MOST_S: Final = 60.0
 CLOSE_WITHIN_S: Final = 5.0  # more than it gives to clients
 
 
-def served_model(engine: Engine, section: RolloutSection, run_model: str, state: Callable[[], str]) -> ServedModel:
+def served_model(
+    engine: Engine, section: RolloutSection, run_model: str, state: Callable[[], str]
+) -> ServedModel:
     """Return what the API reports about a server and its engine.
 
     Args:
@@ -88,7 +92,10 @@ class HttpApi:
         state: Callable[[], tuple[str, int]],
         key_place: str,
     ) -> None:
-        self._handle, self._opening, self._bound, self._state = handle, opening, bound, state
+        self._handle = handle
+        self._opening = opening
+        self._bound = bound
+        self._state = state
         self._key_place = key_place
         self._sent_state: tuple[str, int] | None = None  # the state that the process knows
         self._link: HttpLink | None = None
@@ -107,7 +114,12 @@ class HttpApi:
         with _port_refused(self._bound.getsockname()[1]):
             address = await self._start()
         self._tasks = [asyncio.create_task(self._keep()), asyncio.create_task(self._tell_state())]
-        log.info("OpenAI-compatible API at %s, model %s, API key in %s", address, self._opening.model, self._key_place)
+        log.info(
+            "OpenAI-compatible API at %s, model %s, API key in %s",
+            address,
+            self._opening.model,
+            self._key_place,
+        )
 
     async def close(self) -> None:
         """Stop serving, with a moment for clients to read answers that are complete; idempotent."""
@@ -138,12 +150,14 @@ class HttpApi:
             with other, os.fdopen(os.dup(2), "wb") as errors:
                 fds = other.fileno(), self._bound.fileno()
                 command = [sys.executable, "-m", "rollout.http_process", *map(str, fds)]
-                # not SIGTERM, which it ignores: a service sends it to all of its processes, and this one drains first
+                # not SIGTERM, which it ignores: a service sends it to all of its processes, and
+                # this one drains first
                 self._process = spawn(command, errors, pass_fds=fds, death_signal=signal.SIGKILL)
         except BaseException:
             mine.close()
             raise
-        self._link, self._sent_state = await HttpLink.over(mine), None
+        self._link = await HttpLink.over(mine)
+        self._sent_state = None
         self._link.send(self._opening)
         self._say_state()
         while (message := await self._link.receive()) is not None:
@@ -152,7 +166,9 @@ class HttpApi:
                     raise OSError(0, message.error)
                 return message.address
             self._take(message)
-        raise UserError("the process of the HTTP API ended before it listened; see its last lines above")
+        raise UserError(
+            "the process of the HTTP API ended before it listened; see its last lines above"
+        )
 
     async def _keep(self) -> None:
         """Take what the process sends, and start it again whenever it has ended."""
@@ -177,7 +193,10 @@ class HttpApi:
                 log.error("the HTTP API does not start: %s", getattr(error, "strerror", error))
 
     async def _reap(self) -> None:
-        link, process, self._link, self._process = self._link, self._process, None, None
+        link = self._link
+        process = self._process
+        self._link = None
+        self._process = None
         if link is not None:
             link.close()
         if process is not None:
@@ -198,7 +217,9 @@ class HttpApi:
     def _take(self, message: LinkMessage) -> None:
         match message:
             case ApiRequest(number, request, top):
-                task = self._answering[number] = asyncio.create_task(self._answer(number, request, top))
+                task = self._answering[number] = asyncio.create_task(
+                    self._answer(number, request, top)
+                )
                 task.add_done_callback(lambda _: self._answering.pop(number, None))
             case ClientLeft(number):
                 if (left := self._answering.get(number)) is not None:
@@ -208,11 +229,13 @@ class HttpApi:
                 logging.getLogger(logger).log(level, "%s", text, extra=extra)
 
     async def _answer(self, number: int, request: wire.GenerateRequest, top: int | None) -> None:
-        link, reply = self._link, None
+        link = self._link
+        reply = None
 
         def told(event: TokenEvent) -> None:
             if not self._tokens:
-                asyncio.get_running_loop().call_soon(self._send_tokens)  # with those of all requests in this pass
+                # with those of all requests in this pass
+                asyncio.get_running_loop().call_soon(self._send_tokens)
             self._tokens.append((number, event.token_ids, event.logprobs, event.version, event.top))
 
         try:
@@ -226,7 +249,8 @@ class HttpApi:
 
     def _send_tokens(self) -> None:
         if self._tokens:
-            entries, self._tokens = self._tokens, []
+            entries = self._tokens
+            self._tokens = []
             if self._link is not None:
                 self._link.send(Tokens(entries))
 
@@ -244,14 +268,17 @@ async def prepare_http(
     """Prepare the API without serving, so that its errors appear before the engine loads.
 
     Raises:
-        UserError: if the port or the key is not available, the certificate cannot be used, other hosts could read what
-            is sent, or the model has no tokenizer.
+        UserError: if the port or the key is not available, the certificate cannot be used, other
+            hosts could read what is sent, or the model has no tokenizer.
     """
     _check_tls(section, bind)
     key, key_place = api_keys.find_key()
     KeyStore().read()  # checked now, and again with each change
     await asyncio.to_thread(
-        Tokenizer.load, served.path, trust_remote_code=trust_remote_code, chat_template=chat_template
+        Tokenizer.load,
+        served.path,
+        trust_remote_code=trust_remote_code,
+        chat_template=chat_template,
     )
     with _port_refused(port):
         bound = bound_socket(bind, port)
@@ -267,7 +294,9 @@ async def prepare_http(
         cert=section.http_tls_cert,
         cert_key=section.http_tls_key,
     )
-    return HttpApi(handle, opening, bound, lambda: (served.state(), served.policy_version()), key_place)
+    return HttpApi(
+        handle, opening, bound, lambda: (served.state(), served.policy_version()), key_place
+    )
 
 
 def _check_tls(section: RolloutSection, bind: str) -> None:
@@ -276,7 +305,11 @@ def _check_tls(section: RolloutSection, bind: str) -> None:
         server_tls(section.http_tls_cert, section.http_tls_key, **names)
     elif not is_loopback(bind) and not os.environ.get(INSECURE):
         allowed = "an address of loopback without TLS, because others could read keys and prompts; add --tls-cert and "
-        raise ConfigError("rollout.http_bind", bind, allowed + "--tls-key, or --insecure on a network that you trust")
+        raise ConfigError(
+            "rollout.http_bind",
+            bind,
+            allowed + "--tls-key, or --insecure on a network that you trust",
+        )
 
 
 @contextmanager

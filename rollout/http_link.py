@@ -1,4 +1,6 @@
-"""Messages between a rollout server and the process of its HTTP API, over a socket that only these two have."""
+"""Messages between a rollout server and the process of its HTTP API, over a socket that only these
+two have.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from broker.contract import wire
 from broker.system.workers import line
 from rlearner_text.openai.token_events import TopLogprobs
 
-# request number, token ids, logprobs, policy version, likeliest tokens at each position: the fields of a TokenEvent
+# request number, token ids, logprobs, policy version, likeliest tokens at each position: the fields
+# of a TokenEvent
 TokenEntry = tuple[int, Sequence[int], Sequence[float], int, Sequence[TopLogprobs]]
 
 
@@ -86,17 +89,22 @@ class Logged(_LinkMessage, frozen=True):
     traceback: str = ""
 
 
-LinkMessage = Opening | ServerState | Tokens | Answered | Listening | ApiRequest | ClientLeft | Logged
+LinkMessage = (
+    Opening | ServerState | Tokens | Answered | Listening | ApiRequest | ClientLeft | Logged
+)
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(LinkMessage).decode
 
 
 class HttpLink:
-    """One end of the socket. Nothing waits for the other end: what is unsent is at most all open answers."""
+    """One end of the socket. Nothing waits for the other end: what is unsent is at most all open
+    answers.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+        self._reader = reader
+        self._writer = writer
         self._ended = False
 
     @classmethod
@@ -110,7 +118,9 @@ class HttpLink:
             self._writer.write(line.frame(_encode(message)))
 
     async def receive(self) -> LinkMessage | None:
-        """Return the next message; None once the other end has closed, has ended, or sends what is no message."""
+        """Return the next message; None once the other end has closed, has ended, or sends what is
+        no message.
+        """
         try:
             (size,) = line.HEADER.unpack(await self._reader.readexactly(line.HEADER.size))
             message: LinkMessage = _decode(await self._reader.readexactly(size))

@@ -1,7 +1,8 @@
 """The process of a rollout server's HTTP API.
 
-It has an interpreter of its own, because HTTP, JSON, tokenizer and templates would take the engine's from it: a chunk
-takes longer to write than a token to sample. It ends when the server closes the link or exits.
+It has an interpreter of its own, because HTTP, JSON, tokenizer and templates would take the
+engine's from it: a chunk takes longer to write than a token to sample. It ends when the server
+closes the link or exits.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from rollout.http_link import (
     Tokens,
 )
 
-GARBAGE_AFTER: Final = 50_000  # objects made and not freed, as in the other processes: streams have few cycles
+# objects made and not freed, as in the other processes: streams have few cycles
+GARBAGE_AFTER: Final = 50_000
 
 
 class HttpProcess:
@@ -47,7 +49,8 @@ class HttpProcess:
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[wire.GenerateReply]] = {}
         self._taps: dict[int, TokenListener] = {}
-        self._state, self._version = "starting", -1
+        self._state = "starting"
+        self._version = -1
 
     async def serve(self, listening: socket.socket) -> None:
         """Serve on a bound socket until the link is closed."""
@@ -76,11 +79,14 @@ class HttpProcess:
             policy_version=lambda: self._version,
             top_logprobs=opening.top_logprobs,
         )
-        trusted, template = opening.trust_remote_code, opening.chat_template
+        trusted = opening.trust_remote_code
+        template = opening.chat_template
         tokenizer = Tokenizer.load(opening.path, trust_remote_code=trusted, chat_template=template)
         tls = None
         if opening.cert is not None and opening.cert_key is not None:
-            tls = server_tls(opening.cert, opening.cert_key, cert_name="certificate", key_name="key")
+            tls = server_tls(
+                opening.cert, opening.cert_key, cert_name="certificate", key_name="key"
+            )
         return HttpServer.with_key(self._handle, tokenizer, served, opening.key, tls, KeyStore())
 
     async def _follow(self) -> None:
@@ -99,9 +105,12 @@ class HttpProcess:
                     else:
                         answer.set_result(reply)
                 case ServerState(state, version):
-                    self._state, self._version = state, version
+                    self._state = state
+                    self._version = version
 
-    async def _handle(self, request: wire.GenerateRequest, tap: TokenListener | None = None, /) -> wire.GenerateReply:
+    async def _handle(
+        self, request: wire.GenerateRequest, tap: TokenListener | None = None, /
+    ) -> wire.GenerateReply:
         number = next(self._numbers)
         answer: asyncio.Future[wire.GenerateReply] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
@@ -125,16 +134,23 @@ class _LinkHandler(logging.Handler):
         self._link, self._lines = link, logging.Formatter()
 
     def emit(self, record: logging.LogRecord) -> None:
-        trace = self._lines.formatException(record.exc_info) if record.exc_info and record.exc_info[0] else ""
+        trace = (
+            self._lines.formatException(record.exc_info)
+            if record.exc_info and record.exc_info[0]
+            else ""
+        )
         self._link.send(Logged(record.name, record.levelno, record.getMessage(), trace))
 
 
 async def _main(link: int, listening: int) -> None:
-    await HttpProcess(await HttpLink.over(socket.socket(fileno=link))).serve(socket.socket(fileno=listening))
+    await HttpProcess(await HttpLink.over(socket.socket(fileno=link))).serve(
+        socket.socket(fileno=listening)
+    )
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a service; the server drains first
+    # sent to all processes of a service; the server drains first
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     gc.set_threshold(GARBAGE_AFTER, 10, 10)
     uvloop.run(_main(int(sys.argv[1]), int(sys.argv[2])))

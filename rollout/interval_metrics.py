@@ -16,7 +16,8 @@ class IntervalMetrics:
         now: seconds on any monotonic clock.
 
     Attributes:
-        speed: recent peak of generated tokens per second, initially 0; halves in five minutes of work.
+        speed: recent peak of generated tokens per second, initially 0; halves in five minutes of
+            work.
         idle_ratio: share of the last interval without work, -1 before the first reading.
     """
 
@@ -25,7 +26,8 @@ class IntervalMetrics:
         self._before = EngineStats()
         self._requests = 0
         self._request_s = 0.0
-        self.speed, self.idle_ratio = 0.0, -1.0
+        self.speed = 0.0
+        self.idle_ratio = -1.0
 
     def answered(self, seconds: float) -> None:
         """Record a request that took this long, queueing included."""
@@ -35,7 +37,9 @@ class IntervalMetrics:
     def read(self, now: float, stats: EngineStats) -> dict[str, float]:
         """Return the metrics since the last reading."""
         seconds = max(now - self._at, 1e-9)
-        before, self._before, self._at = self._before, stats, now
+        before = self._before
+        self._before = stats
+        self._at = now
         context = stats.prefill_tokens - before.prefill_tokens
         hits = stats.prefix_hit_tokens - before.prefix_hit_tokens
         busy_s = min(seconds, max(0.0, stats.busy_s - before.busy_s))
@@ -55,5 +59,6 @@ class IntervalMetrics:
         }
         for reason, count in stats.finished.items():
             values[f"rollout/finished/{reason}"] = float(count)
-        self._requests, self._request_s = 0, 0.0
+        self._requests = 0
+        self._request_s = 0.0
         return values

@@ -1,7 +1,8 @@
 """Orders the requests that wait for a slot. Pure.
 
-- A higher priority goes first, then an earlier training step, then the longest expected output: what a step waits for
-  longest has to begin first. A request without a step (an evaluation, an API call) counts as the served version's.
+- A higher priority goes first, then an earlier training step, then the longest expected output:
+  what a step waits for longest has to begin first. A request without a step (an evaluation, an API
+  call) counts as the served version's.
 - A request that has waited for half of its time goes before all others, so that none starves.
 """
 
@@ -62,10 +63,13 @@ class GenerationJob:
     @classmethod
     def of(cls, request: wire.GenerateRequest, now: float) -> GenerationJob:
         """Return the job of a request that arrives now."""
-        identity, until = (request.request_id, request.conversation_id), now + request.deadline_s
+        identity = (request.request_id, request.conversation_id)
+        until = now + request.deadline_s
         expected = request.expected_tokens or request.sampling.max_tokens
         job = cls(*identity, request.token_ids.array(), expected, request.min_version, now, until)
-        job.priority, job.step, job.expected_high = request.priority, request.step, request.expected_high
+        job.priority = request.priority
+        job.step = request.step
+        job.expected_high = request.expected_high
         job.max_tokens = request.sampling.max_tokens
         job.resumable = request.step >= 0 and request.sampling.is_resumable
         return job
@@ -79,8 +83,8 @@ class GenerationJob:
 class JobHeap(Generic[Rank]):
     """Jobs by rank, equals in the order of their arrival.
 
-    A job that left elsewhere stays until it comes first or those that left outnumber the others: it holds its context,
-    up to a megabyte, and may stand behind one that runs for an hour.
+    A job that left elsewhere stays until it comes first or those that left outnumber the others: it
+    holds its context, up to a megabyte, and may stand behind one that runs for an hour.
 
     Args:
         is_live: decides whether a job still belongs here; once False, always False.

@@ -12,7 +12,8 @@ from rollout.engines.args import OpenAIArgs
 
 
 def preflight_findings(config: dict[str, Any]) -> list[PreflightFinding]:
-    """Check hub models, and the endpoint of the engine ``openai``, whose server exits if the endpoint is not available.
+    """Check hub models, and the endpoint of the engine ``openai``, whose server exits if the
+    endpoint is not available.
 
     Args:
         config: a validated configuration.
@@ -21,8 +22,16 @@ def preflight_findings(config: dict[str, Any]) -> list[PreflightFinding]:
         ConfigError: if a model on the hub cannot be trained.
     """
     section = RolloutSection.model_validate(config.get("rollout") or {})
-    paths = {"model.path": (config.get("model") or {}).get("path"), "rollout.model_path": section.model_path}
-    models = [finding for key, path in paths.items() if path is not None for finding in hub.check_hub_name(path, key)]
+    paths = {
+        "model.path": (config.get("model") or {}).get("path"),
+        "rollout.model_path": section.model_path,
+    }
+    models = [
+        finding
+        for key, path in paths.items()
+        if path is not None
+        for finding in hub.check_hub_name(path, key)
+    ]
     if all(finding.status == "ok" for finding in models) and (model := config.get("model")):
         check_trained_model(model, has_weights=False, from_hub=True)
     if section.engine != "openai":
@@ -31,4 +40,9 @@ def preflight_findings(config: dict[str, Any]) -> list[PreflightFinding]:
     from rlearner_text.openai.endpoint_check import check_endpoint
 
     named = "api_key" in args.model_fields_set
-    return [*models, check_endpoint("rollout.engine_args", args.base_url, args.api_key, named=named, needed=True)]
+    return [
+        *models,
+        check_endpoint(
+            "rollout.engine_args", args.base_url, args.api_key, named=named, needed=True
+        ),
+    ]

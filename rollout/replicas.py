@@ -1,6 +1,7 @@
 """Starts and supervises one rollout server per share of GPUs, if there are several shares.
 
-Each is an ordinary server with its own presence. One that crashes restarts; if one rejects its input, all end.
+Each is an ordinary server with its own presence. One that crashes restarts; if one rejects its
+input, all end.
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S: Final = 0.25
 FIRST_RESTART_S: Final = 1.0
 LAST_RESTART_S: Final = 30.0
-STEADY_S: Final = 120.0  # a server that ran this long did not fail at startup, so its restart delay is reset
+# a server that ran this long did not fail at startup, so its restart delay is reset
+STEADY_S: Final = 120.0
 LEAVE_S: Final = 30.0  # beyond drain_timeout_s, for a server to close its engine
 
 Command = Callable[[int, Sequence[int]], list[str]]
 
 
 def gpu_shares(spec: str, section: RolloutSection) -> list[list[int]]:
-    """Return the GPUs of each engine; one empty share if GPUs are not numbered or the engine does not split them.
+    """Return the GPUs of each engine; one empty share if GPUs are not numbered or the engine does
+    not split them.
 
     Raises:
         UserError: if ``engine_args.tensor_parallel`` does not divide the number of GPUs.
@@ -58,13 +61,16 @@ def gpu_shares(spec: str, section: RolloutSection) -> list[list[int]]:
 
 
 def replica_command(options: argparse.Namespace, run: str, section: RolloutSection) -> Command:
-    """Return how to start the server of one share: this process's options with other GPUs, id and HTTP port.
+    """Return how to start the server of one share: this process's options with other GPUs, id and
+    HTTP port.
 
     Raises:
         UserError: if the join token came from standard input, which can be read only once.
     """
     if options.join == "-":
-        raise UserError("--join -: several servers read the token, so write it to a file and name that")
+        raise UserError(
+            "--join -: several servers read the token, so write it to a file and name that"
+        )
 
     def command(index: int, numbers: Sequence[int]) -> list[str]:
         line = [sys.executable, "-m", "rollout.cli", "--run", run, *broker_words(options.broker)]
@@ -82,7 +88,8 @@ def replica_command(options: argparse.Namespace, run: str, section: RolloutSecti
             ("--tls-key", options.tls_key),
             ("--id", f"{options.id}-{index}" if options.id else None),
             ("--connect-deadline", options.connect_deadline),
-            ("--metrics-port", options.metrics_port and options.metrics_port + 1 + index),  # 0: any free one
+            # 0: any free one
+            ("--metrics-port", options.metrics_port and options.metrics_port + 1 + index),
             ("--metrics-bind", options.metrics_bind),
             ("--log-level", options.log_level),
             ("--log-format", options.log_format),
@@ -93,8 +100,14 @@ def replica_command(options: argparse.Namespace, run: str, section: RolloutSecti
         line += options.overrides
         if section.http_port is not None:
             # 0: any free one
-            line = [*line[:3], f"--http={section.http_port and section.http_port + index}", *line[3:]]
-            line = [word for word in line if not word.removeprefix("rollout.").startswith("http_port=")]
+            line = [
+                *line[:3],
+                f"--http={section.http_port and section.http_port + index}",
+                *line[3:],
+            ]
+            line = [
+                word for word in line if not word.removeprefix("rollout.").startswith("http_port=")
+            ]
         return line
 
     return command
@@ -126,7 +139,9 @@ class _Replica:
         return _Replica(line, _start(line), time.monotonic())
 
 
-async def run(parts: Sequence[Sequence[int]], command: Command, stop: Stop, *, drain_s: float) -> None:
+async def run(
+    parts: Sequence[Sequence[int]], command: Command, stop: Stop, *, drain_s: float
+) -> None:
     """Run the servers until all have exited with 0, or a stop is requested and they have drained.
 
     Raises:
@@ -136,18 +151,23 @@ async def run(parts: Sequence[Sequence[int]], command: Command, stop: Stop, *, d
     shares = " and ".join(",".join(map(str, numbers)) for numbers in parts)
     log.info("started %d servers, on GPUs %s", len(replicas), shares)
     try:
-        while not stop.asked.is_set() and not all(replica.process.poll() == 0 for replica in replicas):
+        while not stop.asked.is_set() and not all(
+            replica.process.poll() == 0 for replica in replicas
+        ):
             for replica, numbers in zip(replicas, parts, strict=True):
                 _look_after(replica, numbers)
             living = sum(replica.process.poll() is None for replica in replicas)
-            stop.health.set("ready" if living else "failed", f"{living} of {len(replicas)} servers running")
+            stop.health.set(
+                "ready" if living else "failed", f"{living} of {len(replicas)} servers running"
+            )
             await _moment(stop)
     finally:
         await _end(replicas, drain_s)
 
 
 def _look_after(replica: _Replica, numbers: Sequence[int]) -> None:
-    code, now = replica.process.poll(), time.monotonic()
+    code = replica.process.poll()
+    now = time.monotonic()
     named = ",".join(map(str, numbers))
     if code in (None, 0):
         return
@@ -156,9 +176,16 @@ def _look_after(replica: _Replica, numbers: Sequence[int]) -> None:
     if replica.due is None:
         replica.wait_s = FIRST_RESTART_S if now - replica.started > STEADY_S else replica.wait_s
         replica.due = now + replica.wait_s
-        log.error("the server on GPUs %s exited with code %d, restarting in %.0f s", named, code, replica.wait_s)
+        log.error(
+            "the server on GPUs %s exited with code %d, restarting in %.0f s",
+            named,
+            code,
+            replica.wait_s,
+        )
     elif now >= replica.due:
-        replica.process, replica.started, replica.due = _start(replica.line), now, None
+        replica.process = _start(replica.line)
+        replica.started = now
+        replica.due = None
         replica.wait_s = min(2 * replica.wait_s, LAST_RESTART_S)
 
 
@@ -181,7 +208,9 @@ async def _end(replicas: Sequence[_Replica], drain_s: float) -> None:
         if replica.process.poll() is None:
             replica.process.terminate()
     give_up = time.monotonic() + drain_s + LEAVE_S
-    while any(replica.process.poll() is None for replica in replicas) and time.monotonic() < give_up:  # noqa: ASYNC110
+    while (  # noqa: ASYNC110
+        any(replica.process.poll() is None for replica in replicas) and time.monotonic() < give_up
+    ):
         await asyncio.sleep(LOOK_EVERY_S)
     for replica in replicas:
         if replica.process.poll() is None:

@@ -34,15 +34,23 @@ class RequestHandler:
     """
 
     def __init__(
-        self, engine: Engine, server: str, answered: Callable[[float], None], spans: SpanRecorder | None = None
+        self,
+        engine: Engine,
+        server: str,
+        answered: Callable[[float], None],
+        spans: SpanRecorder | None = None,
     ) -> None:
-        self._engine, self._server, self._answered = engine, server, answered
+        self._engine = engine
+        self._server = server
+        self._answered = answered
         self._spans = spans or SpanRecorder()
         self._tapped = engine if isinstance(engine, StreamingEngine) else None
         self.curve = LoadCurve(lambda: engine.stats().slots)
         self._outstanding: set[str] = set()
         self._scoring: dict[str, asyncio.Future[GenerationOutput]] = {}
-        self._awake, self._num_scoring, self._scored = asyncio.Event(), 0, asyncio.Event()
+        self._awake = asyncio.Event()
+        self._num_scoring = 0
+        self._scored = asyncio.Event()
         self._awake.set()
         self._scored.set()
         self._idle = asyncio.Event()
@@ -52,7 +60,9 @@ class RequestHandler:
     def __len__(self) -> int:
         return len(self._outstanding)
 
-    async def handle(self, request: wire.GenerateRequest, tap: TokenListener | None = None, /) -> wire.GenerateReply:
+    async def handle(
+        self, request: wire.GenerateRequest, tap: TokenListener | None = None, /
+    ) -> wire.GenerateReply:
         """Answer one request.
 
         Args:
@@ -60,7 +70,8 @@ class RequestHandler:
         """
         if self.draining:
             return self._reply(request, GenerationOutput(finish_reason="abort"))
-        began, entered = time.monotonic(), self._spans.enter("generate")
+        began = time.monotonic()
+        entered = self._spans.enter("generate")
         self._outstanding.add(request.request_id)
         self._idle.clear()
         try:
@@ -92,7 +103,9 @@ class RequestHandler:
         return len(left)
 
     async def hold_scores(self) -> None:
-        """Let requests that score a context wait, and return once none is in the engine; others wait there."""
+        """Let requests that score a context wait, and return once none is in the engine; others
+        wait there.
+        """
         self._awake.clear()
         await self._scored.wait()
 
@@ -100,28 +113,36 @@ class RequestHandler:
         """Go on scoring."""
         self._awake.set()
 
-    async def _ask(self, request: wire.GenerateRequest, tap: TokenListener | None) -> GenerationOutput:
+    async def _ask(
+        self, request: wire.GenerateRequest, tap: TokenListener | None
+    ) -> GenerationOutput:
         if request.prompt_top_k:
             return await self._score(request)
-        began, output = self.curve.enter(time.monotonic()), GenerationOutput()
+        began = self.curve.enter(time.monotonic())
+        output = GenerationOutput()
         try:
             output = await self._sample(request, tap)
             return output
         finally:
             self.curve.leave(began, time.monotonic(), len(output.token_ids))
 
-    async def _sample(self, request: wire.GenerateRequest, tap: TokenListener | None) -> GenerationOutput:
+    async def _sample(
+        self, request: wire.GenerateRequest, tap: TokenListener | None
+    ) -> GenerationOutput:
         if self._tapped is None:
             return await self._engine.generate(request)
         if request.sampling.top_logprobs and self._tapped.tells_top:
             return await self._with_top(self._tapped, request, tap)
-        return await (self._engine.generate(request) if tap is None else self._tapped.generate(request, tap))
+        return await (
+            self._engine.generate(request) if tap is None else self._tapped.generate(request, tap)
+        )
 
     async def _with_top(
         self, engine: StreamingEngine, request: wire.GenerateRequest, tap: TokenListener | None
     ) -> GenerationOutput:
         """Generate, and add the likeliest tokens at each position as the columns of a reply."""
-        k, tops = request.sampling.top_logprobs, list[TopLogprobs]()
+        k = request.sampling.top_logprobs
+        tops = list[TopLogprobs]()
 
         def told(piece: TokenEvent) -> None:
             tops.extend(piece.top)
@@ -137,9 +158,13 @@ class RequestHandler:
         return replace(output, top_ids=ids, top_logprobs=values)
 
     async def _score(self, request: wire.GenerateRequest) -> GenerationOutput:
-        """Score a context; enforce abort and deadline here, as engines have no partial output of such a request."""
+        """Score a context; enforce abort and deadline here, as engines have no partial output of
+        such a request.
+        """
         if request.request_id in self._scoring:
-            return GenerationOutput(error=f"request_id {request.request_id!r} is already running or waiting")
+            return GenerationOutput(
+                error=f"request_id {request.request_id!r} is already running or waiting"
+            )
         work = self._scoring[request.request_id] = asyncio.ensure_future(self._score_awake(request))
         try:
             await asyncio.wait([work], timeout=request.deadline_s)
@@ -182,7 +207,11 @@ class RequestHandler:
             policy_version=self._engine.policy_version,
             prefix_hit_tokens=output.prefix_hit_tokens,
             error=output.error,
-            top_ids=None if output.top_ids is None else wire.column(output.top_ids.reshape(-1), "<i4"),
-            top_logprobs=None if output.top_logprobs is None else wire.column(output.top_logprobs.reshape(-1), "<f4"),
+            top_ids=None
+            if output.top_ids is None
+            else wire.column(output.top_ids.reshape(-1), "<i4"),
+            top_logprobs=None
+            if output.top_logprobs is None
+            else wire.column(output.top_logprobs.reshape(-1), "<f4"),
             reshaped=wire.column(output.reshaped, "|u1") if any(output.reshaped) else None,
         )

@@ -2,11 +2,14 @@
 
 - ``rollout.job_queue`` orders the waiting requests.
 - A request waits until the served version is at least its ``min_version``.
-- If no slot is free and a request of an earlier step has waited for ``preempt_after_s``, the youngest running request
-  of a later step makes way: it ends with its output so far, and its hub continues it, elsewhere or later.
-- A finished conversation's slot stays idle. A later request of that conversation takes it and reuses the common prefix.
-  Idle slots are evicted least recently used first, those that a waiting request can reuse last.
-- New weights drop every idle slot; a slot that is running then is not kept when it finishes, unless its KV was rebuilt.
+- If no slot is free and a request of an earlier step has waited for ``preempt_after_s``, the
+  youngest running request of a later step makes way: it ends with its output so far, and its hub
+  continues it, elsewhere or later.
+- A finished conversation's slot stays idle. A later request of that conversation takes it and
+  reuses the common prefix. Idle slots are evicted least recently used first, those that a waiting
+  request can reuse last.
+- New weights drop every idle slot; a slot that is running then is not kept when it finishes, unless
+  its KV was rebuilt.
 """
 
 from __future__ import annotations
@@ -22,12 +25,15 @@ import numpy as np
 from broker.contract.lengths import remaining
 from rollout.job_queue import ENDED, WAITING, GenerationJob, JobHeap, JobQueue, Tokens
 
-ENDS_SOON: Final = 32  # a job with at most this many tokens still to come keeps its slot: reading it again costs more
+# a job with at most this many tokens still to come keeps its slot: reading it again costs more
+ENDS_SOON: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
 class JobStart:
-    """Instruction to run a job in a slot, which already holds the KV of its first ``reused`` tokens."""
+    """Instruction to run a job in a slot, which already holds the KV of its first ``reused``
+    tokens.
+    """
 
     job: GenerationJob
     slot: int
@@ -48,7 +54,8 @@ class Scheduler:
         max_running: concurrent jobs, at most ``num_slots``.
         prefix_cache: whether finished conversations keep their slot.
         version: served policy version, -1 for none.
-        preempt_after_s: how long a job waits before one of a later step makes way for it; None: none ever does.
+        preempt_after_s: how long a job waits before one of a later step makes way for it; None:
+            none ever does.
         whole_prefixes: a slot's tokens can only be reused all together, as with recurrent states.
     """
 
@@ -63,9 +70,14 @@ class Scheduler:
         whole_prefixes: bool = False,
     ) -> None:
         if not 1 <= max_running <= num_slots:
-            raise ValueError(f"max_running={max_running} must be between 1 and num_slots={num_slots}")
-        self.num_slots, self.max_running, self.prefix_cache = num_slots, max_running, prefix_cache
-        self.version, self.preempt_after_s = version, preempt_after_s
+            raise ValueError(
+                f"max_running={max_running} must be between 1 and num_slots={num_slots}"
+            )
+        self.num_slots = num_slots
+        self.max_running = max_running
+        self.prefix_cache = prefix_cache
+        self.version = version
+        self.preempt_after_s = preempt_after_s
         self._whole_prefixes = whole_prefixes
         self._leaving: GenerationJob | None = None  # makes way, and has not ended yet
         self._jobs: dict[str, GenerationJob] = {}
@@ -120,12 +132,15 @@ class Scheduler:
             started.append(self._start(job, now))
         return started
 
-    def preempt(self, now: float, generated: Callable[[GenerationJob], int]) -> GenerationJob | None:
-        """Return a running job that makes way for a waiting one, if any must; the caller ends it with its output.
+    def preempt(
+        self, now: float, generated: Callable[[GenerationJob], int]
+    ) -> GenerationJob | None:
+        """Return a running job that makes way for a waiting one, if any must; the caller ends it
+        with its output.
 
-        One makes way at a time, only for a job of an earlier step, and never one with a priority, so a hub bounds how
-        often a turn is interrupted by raising its priority. One that soon ends by itself stays, and one that started
-        because it had waited for half of its time.
+        One makes way at a time, only for a job of an earlier step, and never one with a priority,
+        so a hub bounds how often a turn is interrupted by raising its priority. One that soon ends
+        by itself stays, and one that started because it had waited for half of its time.
 
         Args:
             generated: returns the tokens of a running job's output so far.
@@ -133,22 +148,33 @@ class Scheduler:
         first, due = self._kept_waiting()
         if first is None or due > now:
             return None
-        able = [job for job in self._running.values() if job.resumable and not job.priority and job.step > first.step]
+        able = [
+            job
+            for job in self._running.values()
+            if job.resumable and not job.priority and job.step > first.step
+        ]
         able = [job for job in able if job.started < job.urgent_at]  # the others would starve
         for job in sorted(able, key=lambda job: (-job.step, -job.started, job.slot)):
             count = generated(job)
-            if remaining(job.expected_tokens, job.expected_high, count, job.max_tokens - count)[0] > ENDS_SOON:
+            if (
+                remaining(job.expected_tokens, job.expected_high, count, job.max_tokens - count)[0]
+                > ENDS_SOON
+            ):
                 self._leaving = job
                 return job
         return None
 
     def next_preemption(self, now: float) -> float | None:
-        """Return the time after ``now`` at which ``preempt`` should be called, if nothing ends or arrives before."""
+        """Return the time after ``now`` at which ``preempt`` should be called, if nothing ends or
+        arrives before.
+        """
         first, due = self._kept_waiting()
         return due if first is not None and due > now else None
 
     def expire(self, now: float) -> list[GenerationJob]:
-        """Return the jobs past their deadline; waiting ones are removed, the caller must ``finish`` running ones."""
+        """Return the jobs past their deadline; waiting ones are removed, the caller must ``finish``
+        running ones.
+        """
         due: list[GenerationJob] = []
         while (entry := self._deadlines.first()) is not None and entry[0] <= now:
             self._deadlines.pop()
@@ -159,7 +185,9 @@ class Scheduler:
         return due
 
     def abort(self, request_id: str) -> GenerationJob | None:
-        """Return a job, None if unknown, and remove it if it waits; the caller must ``finish`` a running one."""
+        """Return a job, None if unknown, and remove it if it waits; the caller must ``finish`` a
+        running one.
+        """
         job = self._jobs.get(request_id)
         if job is not None and job.slot == WAITING:
             self._leave(job)
@@ -171,7 +199,9 @@ class Scheduler:
         return entry[0] if entry is not None else None
 
     def finish(self, slot: int, tokens: Tokens | None) -> None:
-        """End the job in a slot; ``tokens`` are those whose KV the slot now holds, None to drop them."""
+        """End the job in a slot; ``tokens`` are those whose KV the slot now holds, None to drop
+        them.
+        """
         job = self._running.pop(slot)
         del self._jobs[job.request_id]
         job.slot = ENDED
@@ -190,15 +220,16 @@ class Scheduler:
         """Serve a new version from now on.
 
         Returns:
-            Running jobs that must not continue because the new version is below their ``min_version`` (a learner that
-            went back to a checkpoint); the caller must finish them.
+            Running jobs that must not continue because the new version is below their
+            ``min_version`` (a learner that went back to a checkpoint); the caller must finish them.
         """
         self.version = version
         if weights_changed:
             self.drop_prefixes()
             self._stale.update(self._running)
         waiting = [job for job in self._jobs.values() if job.slot == WAITING]
-        self._queue, self._held = JobQueue(), []
+        self._queue = JobQueue()
+        self._held = []
         for job in waiting:
             self._enqueue(job)
         return [job for job in self.running if job.min_version > version]
@@ -214,7 +245,11 @@ class Scheduler:
 
     def _kept_waiting(self) -> tuple[GenerationJob | None, float]:
         """Return the job that another may make way for, and from when on."""
-        if self.preempt_after_s is None or self._leaving is not None or len(self._running) < self.max_running:
+        if (
+            self.preempt_after_s is None
+            or self._leaving is not None
+            or len(self._running) < self.max_running
+        ):
             return None, 0.0
         first = self._queue.first()
         if first is None or first.step < 0:
@@ -257,11 +292,14 @@ class Scheduler:
         heapq.heapify(self._free)
         self._unwant(job)
         self._running[slot] = job
-        job.slot, job.started = slot, now
+        job.slot = slot
+        job.started = now
         return JobStart(job, slot, reused)
 
     def _victim(self) -> int:
-        unwanted = (slot for slot, idle in self._idle.items() if idle.conversation_id not in self._wanted)
+        unwanted = (
+            slot for slot, idle in self._idle.items() if idle.conversation_id not in self._wanted
+        )
         return next(unwanted, next(iter(self._idle)))
 
     def _forget(self, slot: int | None) -> None:

@@ -19,10 +19,11 @@ from rollout.config import RolloutSection
 
 
 def server_section(config: Mapping[str, Any], options: argparse.Namespace) -> RolloutSection:
-    """Return the run's section ``rollout`` with this server's options and ``key=value`` overrides applied.
+    """Return the run's section ``rollout`` with this server's options and ``key=value`` overrides
+    applied.
 
-    Only this section and its relation to the domains are checked: files of other roles need not exist on this machine.
-    An engine other than the run's own does not inherit its ``engine_args``.
+    Only this section and its relation to the domains are checked: files of other roles need not
+    exist on this machine. An engine other than the run's own does not inherit its ``engine_args``.
 
     Raises:
         UserError: if an override is malformed, or a value is not allowed.
@@ -54,7 +55,8 @@ def check_arguments(options: argparse.Namespace) -> None:
     """Reject a command line that is wrong for any run.
 
     Raises:
-        UserError: if an override is malformed, a value is not allowed, or the engine or model does not exist.
+        UserError: if an override is malformed, a value is not allowed, or the engine or model does
+            not exist.
     """
     given: dict[str, Any] = {} if options.engine is None else {"engine": options.engine}
     for override in options.overrides:
@@ -65,17 +67,24 @@ def check_arguments(options: argparse.Namespace) -> None:
 
 
 def apply_override(section: dict[str, Any], override: str) -> dict[str, Any]:
-    """Return the section with one ``key=value`` applied; the value is YAML, the key may begin with ``rollout.``.
+    """Return the section with one ``key=value`` applied; the value is YAML, the key may begin with
+    ``rollout.``.
 
     Raises:
         UserError: if the override is not of the form key=value.
     """
     key, equals, _ = override.partition("=")
     if not equals or not key:
-        raise UserError(f"override {override!r} is not allowed; write key=value, for example max_running=32")
+        raise UserError(
+            f"override {override!r} is not allowed; write key=value, for example max_running=32"
+        )
     try:
         given = OmegaConf.from_dotlist([override.removeprefix("rollout.")])
-        merged: Any = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(section), given), resolve=False)
+        merged: Any = OmegaConf.to_container(
+            OmegaConf.merge(OmegaConf.create(section), given), resolve=False
+        )
     except (OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
-        raise UserError(f"override {override!r} is not allowed; {' '.join(str(error).split())}") from None
+        raise UserError(
+            f"override {override!r} is not allowed; {' '.join(str(error).split())}"
+        ) from None
     return dict(merged)

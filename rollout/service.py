@@ -1,6 +1,7 @@
 """The rollout server: joins a run, loads an engine, answers requests, follows the weights, drains.
 
-Only weights whose probe matched serve requests; until then the server's presence is ``starting`` and requests wait.
+Only weights whose probe matched serve requests; until then the server's presence is ``starting``
+and requests wait.
 """
 
 from __future__ import annotations
@@ -53,9 +54,11 @@ log = logging.getLogger(__name__)
 
 FROZEN: Final = 0  # version of a policy whose weights never change
 PROBLEM_CHARS: Final = PRESENCE_CHARS["problem"]
-IMPORT_AFTER_S: Final = 0.5  # of waiting: a run that is up may reject the arguments before any import
+# of waiting: a run that is up may reject the arguments before any import
+IMPORT_AFTER_S: Final = 0.5
 
-CLOSE_DELAY_S: Final = 0.25  # between the last reply and closing the connection, so that clients read the reply first
+# between the last reply and closing the connection, so that clients read the reply first
+CLOSE_DELAY_S: Final = 0.25
 
 
 async def run(options: argparse.Namespace, stop: process.Stop) -> None:
@@ -74,11 +77,17 @@ async def run(options: argparse.Namespace, stop: process.Stop) -> None:
             parts = replicas.gpu_shares(options.gpus, section)
             if len(parts) > 1:
                 break
-            shared = await asyncio.to_thread(device_names, options.gpus) if options.share_gpus else []
-            await _serve(member, member.spec, section, device, (options.interface, options.bind), shared)
+            shared = (
+                await asyncio.to_thread(device_names, options.gpus) if options.share_gpus else []
+            )
+            await _serve(
+                member, member.spec, section, device, (options.interface, options.bind), shared
+            )
             if stop.asked.is_set():
                 return
-            log.info("epoch %d changes the settings of rollout servers: restarting", member.spec.epoch)
+            log.info(
+                "epoch %d changes the settings of rollout servers: restarting", member.spec.epoch
+            )
         command = replicas.replica_command(options, member.bus.run, section)
     await replicas.run(parts, command, stop, drain_s=section.drain_timeout_s)
 
@@ -91,7 +100,8 @@ async def _serve(
     listen: tuple[str | None, str | None],
     shared: Sequence[str] = (),
 ) -> None:
-    """Serve one engine on all visible GPUs until a stop is requested or a RunSpec requires a restart.
+    """Serve one engine on all visible GPUs until a stop is requested or a RunSpec requires a
+    restart.
 
     Args:
         listen: --interface and --bind.
@@ -103,8 +113,12 @@ async def _serve(
     if section.model_path is not None:
         await asyncio.to_thread(check_model_path, section.model_path, "rollout.model_path")
     model = await local_model(member.bus, spec)
-    config = replace(_engine_config(spec, section, model), device=device, shares_device=bool(shared))
-    engine_class: type[Engine] = await asyncio.to_thread(registry.resolve, "engines", section.engine, ENGINES)
+    config = replace(
+        _engine_config(spec, section, model), device=device, shares_device=bool(shared)
+    )
+    engine_class: type[Engine] = await asyncio.to_thread(
+        registry.resolve, "engines", section.engine, ENGINES
+    )
     loopback = runspec.section(spec.config, "broker", BrokerSection).bind
     bind = listening_address(*listen, member.bus.link.url, loopback)
     if shared:
@@ -123,11 +137,20 @@ async def _serve(
 
 
 def _built_from(spec: wire.RunSpec) -> tuple[object, ...]:
-    """Return the parts of a RunSpec that a server reads at startup; it must restart when they change."""
+    """Return the parts of a RunSpec that a server reads at startup; it must restart when they
+    change.
+    """
     broker, train = (spec.config.get(name) or {} for name in ("broker", "train"))
     weights = [train.get(name) for name in ("weights_bucket_mib", "weights_dtype")]
     sections = [spec.config.get(name) for name in ("model", "rollout")]
-    return spec.model_path, spec.model_files, *sections, broker.get("channel"), broker.get("bind"), weights
+    return (
+        spec.model_path,
+        spec.model_files,
+        *sections,
+        broker.get("channel"),
+        broker.get("bind"),
+        weights,
+    )
 
 
 def _engine_config(spec: wire.RunSpec, section: RolloutSection, local: LocalModel) -> EngineConfig:
@@ -143,7 +166,9 @@ def _engine_config(spec: wire.RunSpec, section: RolloutSection, local: LocalMode
 
 
 class _Importing:
-    """Imports the likely engine's libraries (seconds) while waiting for a run; ``_serve`` reports errors."""
+    """Imports the likely engine's libraries (seconds) while waiting for a run; ``_serve`` reports
+    errors.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -183,7 +208,10 @@ class RolloutService:
         devices: SharedDevices | None = None,
     ) -> None:
         self._model = model or LocalModel(spec.model_path)
-        self._member, self._spec, self._section, self._engine = member, spec, section, engine
+        self._member = member
+        self._spec = spec
+        self._section = section
+        self._engine = engine
         self._broker = runspec.section(spec.config, "broker", BrokerSection)
         bind = self._broker.bind if bind is None else bind
         self._channel = carriers.serve(self._broker.channel, member.bus, member.id, bind=bind)
@@ -193,7 +221,8 @@ class RolloutService:
         self._meter = IntervalMetrics(time.monotonic())
         self._answering = RequestHandler(engine, member.id, self._meter.answered, member.spans)
         self.handle = self._answering.handle
-        self._devices, self._updates = devices, asyncio.Lock()
+        self._devices = devices
+        self._updates = asyncio.Lock()
         self._turns: ServerTurns | None = None
         self._turning: asyncio.Task[None] | None = None
         self._loaded = False  # whether loading new weights into the engine has at least begun
@@ -214,7 +243,11 @@ class RolloutService:
         member.report(self.metrics, self.texts)
         if self._section.http_port is not None:
             self._http = await self._take_http(self._section.http_port)
-        log.info("loading %s for engine %s", self._section.model_path or self._model.path, self._section.engine)
+        log.info(
+            "loading %s for engine %s",
+            self._section.model_path or self._model.path,
+            self._section.engine,
+        )
         if self._devices is not None:
             await process.unless_stopped(member.stop, self._devices.acquire())
         await self._engine.start()
@@ -230,7 +263,9 @@ class RolloutService:
         if self._devices is not None:
             self._take_turns(self._devices)
         member.poke()
-        log.info("answering at %s, %d slots", self._address.partition(" ")[0], self._engine.stats().slots)
+        log.info(
+            "answering at %s, %d slots", self._address.partition(" ")[0], self._engine.stats().slots
+        )
         await self._over()
         await self.drain()
 
@@ -248,7 +283,11 @@ class RolloutService:
         """Reject new requests, finish running ones, and return the rest with partial output."""
         self._answering.draining = True
         self._member.poke()
-        log.info("draining %d requests, at most %g s", len(self._answering), self._section.drain_timeout_s)
+        log.info(
+            "draining %d requests, at most %g s",
+            len(self._answering),
+            self._section.drain_timeout_s,
+        )
         if aborted := await self._answering.finish(self._section.drain_timeout_s):
             log.warning("aborted %d requests that did not finish in time", aborted)
         await asyncio.sleep(CLOSE_DELAY_S)
@@ -305,18 +344,30 @@ class RolloutService:
         }
 
     def texts(self) -> dict[str, str]:
-        problem = (self._receiver.refused or self._receiver.last_error) if self._receiver is not None else ""
+        problem = (
+            (self._receiver.refused or self._receiver.last_error)
+            if self._receiver is not None
+            else ""
+        )
         return {"state": self._state()} | ({"last_error": problem} if problem else {})
 
     async def _take_http(self, port: int) -> HttpApi:
-        from rollout.http import prepare_http, served_model  # imported here because the API is off by default
+        # imported here because the API is off by default
+        from rollout.http import prepare_http, served_model
 
         served = served_model(self._engine, self._section, self._model.path, self._state)
         model = self._spec.config.get("model") or {}
         bind = self._section.http_bind or self._broker.bind
-        trust, template = model.get("trust_remote_code", False), model.get("chat_template")
+        trust = model.get("trust_remote_code", False)
+        template = model.get("chat_template")
         return await prepare_http(
-            self.handle, served, self._section, bind=bind, port=port, trust_remote_code=trust, chat_template=template
+            self.handle,
+            served,
+            self._section,
+            bind=bind,
+            port=port,
+            trust_remote_code=trust,
+            chat_template=template,
         )
 
     async def _follow_weights(self) -> None:
@@ -336,7 +387,9 @@ class RolloutService:
             first=self._first_weights,
             snapshots=self._snapshots,
             only_snapshots=self._section.snapshot_only,
-            workers=await engine_workers(self._engine, self._section.update_mode, self._served_by_workers),
+            workers=await engine_workers(
+                self._engine, self._section.update_mode, self._served_by_workers
+            ),
             pace=self._updates,
             spans=self._member.spans,
         )
@@ -344,14 +397,17 @@ class RolloutService:
         self._member.spawn(self._receiver.join())  # fails the server when it can no longer follow
 
     def _served_by_workers(self, paused_s: float) -> None:
-        self._loaded, self._paused_s = True, paused_s
+        self._loaded = True
+        self._paused_s = paused_s
         self._member.poke()
 
     def _take_turns(self, devices: SharedDevices) -> None:
         """From now on sleep while others use the devices."""
         assert isinstance(self._engine, SleepingEngine)
         rest = self._receiver.rest if self._receiver is not None else lambda: None
-        self._turns = ServerTurns(self._engine, devices, self._answering, self._updates, rest, self._member.poke)
+        self._turns = ServerTurns(
+            self._engine, devices, self._answering, self._updates, rest, self._member.poke
+        )
         self._turning = self._member.spawn(self._turns.serve())
 
     def _open_snapshots(self) -> SnapshotSource | None:
@@ -370,12 +426,15 @@ class RolloutService:
         return SnapshotSource(where, api_keys.find_key()[0] if is_url(where) else "")
 
     def _first_weights(self) -> tuple[Mapping[str, Tensor], bool]:
-        """Return the run's initial weights, from the engine or from disk, and whether they stay unchanged."""
+        """Return the run's initial weights, from the engine or from disk, and whether they stay
+        unchanged.
+        """
         if not self._model.has_weights and self._section.model_path is None:
             raise UserError(f"this host has only the configuration of {self._spec.model_path}")
         held = self._engine.weights()
         if not self._loaded and not any(tensor.is_meta for tensor in held.values()):
-            stay = all(tensor.is_cpu and tensor.is_contiguous() for tensor in held.values())  # merged ones replace them
+            # merged ones replace them
+            stay = all(tensor.is_cpu and tensor.is_contiguous() for tensor in held.values())
             return held, stay and getattr(self._engine, "keeps_tensors", False)
         from torch import device
 
@@ -387,7 +446,8 @@ class RolloutService:
         ).tensors(), True
 
     async def _load(self, tensors: Mapping[str, Tensor], offer: wire.WeightsOffer) -> None:
-        """Load an offered version; an empty mapping means that the engine already holds these bytes.
+        """Load an offered version; an empty mapping means that the engine already holds these
+        bytes.
 
         Raises:
             TransferFailed: if the probe does not match.
@@ -402,13 +462,23 @@ class RolloutService:
         if tensors:
             self._loaded = True
             mode = self._section.update_mode
-            self._paused_s = await self._engine.update_weights(tensors, offer.version, mode, offer.probe)
+            self._paused_s = await self._engine.update_weights(
+                tensors, offer.version, mode, offer.probe
+            )
             served = offer.version, offer.epoch
-            log.info("serving version %d of epoch %d, generation paused for %.3f s", *served, self._paused_s)
+            log.info(
+                "serving version %d of epoch %d, generation paused for %.3f s",
+                *served,
+                self._paused_s,
+            )
         else:
-            check_probe(offer.probe, await self._engine.logprobs(offer.probe.token_ids.array().tolist()))
+            check_probe(
+                offer.probe, await self._engine.logprobs(offer.probe.token_ids.array().tolist())
+            )
             await self._engine.adopt(offer.version)
-            log.info("serving version %d of epoch %d, weights unchanged", offer.version, offer.epoch)
+            log.info(
+                "serving version %d of epoch %d, weights unchanged", offer.version, offer.epoch
+            )
 
     async def _watch_engine(self) -> None:
         await self._engine.join()

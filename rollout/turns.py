@@ -35,8 +35,12 @@ class ServerTurns:
         rest: Callable[[], None],
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        self._engine, self._devices, self._requests = engine, devices, requests
-        self._updates, self._rest, self._changed = updates, rest, changed
+        self._engine = engine
+        self._devices = devices
+        self._requests = requests
+        self._updates = updates
+        self._rest = rest
+        self._changed = changed
         self._began = time.monotonic()
         self._asleep_s = self._since = self._sleep_s = self._wake_s = 0.0
         self.asleep = False
@@ -53,7 +57,8 @@ class ServerTurns:
         await self._requests.hold_scores()
         self._rest()
         await self._engine.sleep()
-        self.asleep, self._since = True, time.monotonic()
+        self.asleep = True
+        self._since = time.monotonic()
         self._changed()
         self._sleep_s = self._since - began
         log.info("asleep after %.2f s", self._sleep_s)
@@ -62,14 +67,22 @@ class ServerTurns:
         acquired = time.monotonic()
         await self._engine.wake()
         self._requests.release_scores()
-        self._wake_s, slept_s = time.monotonic() - acquired, time.monotonic() - self._since
-        self.asleep, self._asleep_s = False, self._asleep_s + slept_s
+        self._wake_s = time.monotonic() - acquired
+        slept_s = time.monotonic() - self._since
+        self.asleep = False
+        self._asleep_s = self._asleep_s + slept_s
         self._changed()
         log.info("awake again after %.2f s, of which loading %.2f s", slept_s, self._wake_s)
 
     def metrics(self) -> dict[str, float]:
-        """Return the share of the time that the engine slept, and the seconds that its last sleep and waking took."""
+        """Return the share of the time that the engine slept, and the seconds that its last sleep
+        and waking took.
+        """
         now = time.monotonic()
         slept_s = self._asleep_s + (now - self._since if self.asleep else 0.0)
         ratio = slept_s / max(now - self._began, 1e-9)
-        return {"turns/asleep_ratio": ratio, "turns/sleep_seconds": self._sleep_s, "turns/wake_seconds": self._wake_s}
+        return {
+            "turns/asleep_ratio": ratio,
+            "turns/sleep_seconds": self._sleep_s,
+            "turns/wake_seconds": self._wake_s,
+        }

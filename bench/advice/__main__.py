@@ -1,12 +1,14 @@
-"""Compare ``rlearner advise`` with what twelve simulated fleets do: ``python -m bench.advice [--virtual]``, 4 minutes.
+"""Compare ``rlearner advise`` with what twelve simulated fleets do: ``python -m bench.advice
+[--virtual]``, 4 minutes.
 
-For each fleet: run it, fit the model to its metrics, predict the samples/s after a change, run the changed fleet.
-Four fleets are real processes (learner, servers, hubs and reward hubs on a broker, which sleep instead of computing);
-the others run in virtual time with the real ledger, slots, choice of servers and metrics. The true bottleneck of every
-fleet is found without the model, in virtual time: of six reliefs, each made and run, the one that gains most.
+For each fleet: run it, fit the model to its metrics, predict the samples/s after a change, run the
+changed fleet. Four fleets are real processes (learner, servers, hubs and reward hubs on a broker,
+which sleep instead of computing); the others run in virtual time with the real ledger, slots,
+choice of servers and metrics. The true bottleneck of every fleet is found without the model, in
+virtual time: of six reliefs, each made and run, the one that gains most.
 
-The last line is one JSON object: ``median_error`` and ``worst_error`` of the predicted samples/s, ``bottleneck_right``
-of 12, and a row for each fleet.
+The last line is one JSON object: ``median_error`` and ``worst_error`` of the predicted samples/s,
+``bottleneck_right`` of 12, and a row for each fleet.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def measured(rows: Rows, staleness: int) -> float:
-    """Return the samples/s of a run, without its first and last steps, in which fewer tickets are out."""
+    """Return the samples/s of a run, without its first and last steps, in which fewer tickets are
+    out.
+    """
     used = [row for row in rows if staleness + 2 < row["step"] <= len(rows) - staleness - 1]
     seconds = [row["time/step"] for row in used]
     samples = sum(row["perf/samples_per_s"] * time for row, time in zip(used, seconds, strict=True))
@@ -56,39 +60,62 @@ def true_bottleneck(speeds: FleetSpeeds) -> str:
 def compare(case: Case, rows: Rows, config: Mapping[str, Any], true: float) -> dict[str, Any]:
     """Return the row of a fleet, given its metrics and the samples/s of the changed one."""
     run = fit(rows, config)
-    predicted, found = predict(run, case.change).samples_per_s, advice_of(run)
+    predicted = predict(run, case.change).samples_per_s
+    found = advice_of(run)
     row: dict[str, Any] = {"fleet": case.name, "real": case.is_real, "change": case.change}
-    row |= {"samples_per_s": round(run.samples_per_s, 1), "predicted": round(predicted, 1), "true": round(true, 1)}
+    row |= {
+        "samples_per_s": round(run.samples_per_s, 1),
+        "predicted": round(predicted, 1),
+        "true": round(true, 1),
+    }
     row |= {"error": round(abs(predicted / true - 1), 3), "explained": round(run.explained, 2)}
-    row |= {"bottleneck": found.bottleneck, "true_bottleneck": true_bottleneck(case.speeds), "line": found.line}
+    row |= {
+        "bottleneck": found.bottleneck,
+        "true_bottleneck": true_bottleneck(case.speeds),
+        "line": found.line,
+    }
     print(json.dumps(row), flush=True)
     return row
 
 
 def in_virtual_time(case: Case) -> dict[str, Any]:
-    rows, config = run_fleet(case.speeds, VIRTUAL_STEPS), config_of(case.speeds, VIRTUAL_STEPS)
+    rows = run_fleet(case.speeds, VIRTUAL_STEPS)
+    config = config_of(case.speeds, VIRTUAL_STEPS)
     return compare(case, rows, config, virtual(case.changed))
 
 
 def as_processes(case: Case) -> dict[str, Any]:
     """Run both fleets of a case at the same time, since they only sleep."""
     with tempfile.TemporaryDirectory() as folder:
-        (rows, config), (changed, _) = run_at_once([case.speeds, case.changed], REAL_STEPS, Path(folder))
+        (rows, config), (changed, _) = run_at_once(
+            [case.speeds, case.changed], REAL_STEPS, Path(folder)
+        )
     return compare(case, rows, config, measured(changed, case.changed.max_staleness))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     about = __doc__.splitlines()[0] if __doc__ else ""
     parser = argparse.ArgumentParser(prog="python -m bench.advice", description=about)
-    parser.add_argument("--virtual", action="store_true", help="run every fleet in virtual time only")
+    parser.add_argument(
+        "--virtual", action="store_true", help="run every fleet in virtual time only"
+    )
     only_virtual = parser.parse_args(argv).virtual
-    rows = [as_processes(case) if case.is_real and not only_virtual else in_virtual_time(case) for case in CASES]
+    rows = [
+        as_processes(case) if case.is_real and not only_virtual else in_virtual_time(case)
+        for case in CASES
+    ]
     errors = [row["error"] for row in rows]
-    found: dict[str, Any] = {"median_error": round(statistics.median(errors), 3), "worst_error": max(errors)}
+    found: dict[str, Any] = {
+        "median_error": round(statistics.median(errors), 3),
+        "worst_error": max(errors),
+    }
     found["bottleneck_right"] = sum(row["bottleneck"] == row["true_bottleneck"] for row in rows)
     found |= {"goals": GOALS, "load": round(os.getloadavg()[0], 1), "rows": rows}
     print(json.dumps(found))
-    is_good = found["median_error"] <= GOALS["median_error"] and found["worst_error"] <= GOALS["worst_error"]
+    is_good = (
+        found["median_error"] <= GOALS["median_error"]
+        and found["worst_error"] <= GOALS["worst_error"]
+    )
     return 0 if is_good and found["bottleneck_right"] >= GOALS["bottleneck_right"] else 1
 
 

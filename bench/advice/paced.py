@@ -1,4 +1,6 @@
-"""Requests that are served at a pace that depends on how many there are, in real or in virtual time."""
+"""Requests that are served at a pace that depends on how many there are, in real or in virtual
+time.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,23 @@ from collections import deque
 
 
 class PacedQueue:
-    """One server: at most ``slots`` requests at once, each with a token every ``token_s + token_each_s * running``."""
+    """One server: at most ``slots`` requests at once, each with a token every ``token_s +
+    token_each_s * running``.
+    """
 
     def __init__(self, slots: int, token_s: float, token_each_s: float) -> None:
-        self.slots, self._base, self._each = slots, token_s, token_each_s
-        self._done: list[tuple[float, int, asyncio.Future[None]]] = []  # by the token count at which each ends
+        self.slots = slots
+        self._base = token_s
+        self._each = token_each_s
+        # by the token count at which each ends
+        self._done: list[tuple[float, int, asyncio.Future[None]]] = []
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-        self._count, self._tokens, self._at = 0, 0.0, 0.0
+        self._count = 0
+        self._tokens = 0.0
+        self._at = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._sampled, self._busy_s = 0.0, 0.0
+        self._sampled = 0.0
+        self._busy_s = 0.0
 
     def counts(self) -> tuple[int, float]:
         """Return the tokens of all requests so far, and the seconds in which there was one."""

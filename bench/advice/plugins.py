@@ -29,7 +29,9 @@ def speeds() -> FleetSpeeds:
 
 
 class PacedEngine(WeightlessEngine):
-    """Answers with as many tokens as the speeds say, at their pace, and says that they are of the required version."""
+    """Answers with as many tokens as the speeds say, at their pace, and says that they are of the
+    required version.
+    """
 
     name = "paced"
 
@@ -44,8 +46,11 @@ class PacedEngine(WeightlessEngine):
         assert request.sampling.seed is not None
         num_tokens = min(speeds().tokens(request.sampling.seed), request.sampling.max_tokens)
         await self._queue.serve(num_tokens)
-        tokens, logprobs = [TOKEN] * num_tokens, [-1.0] * num_tokens
-        return self._count(GenerationOutput(tokens, logprobs, [(request.min_version, num_tokens)], "stop"))
+        tokens = [TOKEN] * num_tokens
+        logprobs = [-1.0] * num_tokens
+        return self._count(
+            GenerationOutput(tokens, logprobs, [(request.min_version, num_tokens)], "stop")
+        )
 
     def abort(self, request_id: str) -> None:
         """Let it run out: nobody reads it."""
@@ -69,7 +74,8 @@ class SlowEnvironment(Environment):
         self._seed = self._turn = 0
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
-        self._seed, self._turn = seed, 0
+        self._seed = seed
+        self._turn = 0
         return Observation("go")
 
     async def step(self, text: str) -> StepResult:

@@ -1,4 +1,6 @@
-"""Runs a simulated fleet as real processes on a real broker: sampling, environments, rewards and training sleep."""
+"""Runs a simulated fleet as real processes on a real broker: sampling, environments, rewards and
+training sleep.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,30 @@ from learner.reporting.metrics import read_lines
 HERE: Final = Path(__file__).parent
 RUN: Final = "advice"
 Rows = list[dict[str, Any]]
-TINY: Final = {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 16} | {
-    "intermediate_size": 32
-}
+TINY: Final = {
+    "hidden_size": 16,
+    "num_layers": 1,
+    "num_heads": 1,
+    "num_kv_heads": 1,
+    "head_dim": 16,
+} | {"intermediate_size": 32}
 
 
-def run_at_once(fleets: Sequence[FleetSpeeds], steps: int, folder: Path) -> list[tuple[Rows, dict[str, Any]]]:
-    """Run fleets at the same time, which only sleep; return the lines of metrics.jsonl and the settings of each."""
+def run_at_once(
+    fleets: Sequence[FleetSpeeds], steps: int, folder: Path
+) -> list[tuple[Rows, dict[str, Any]]]:
+    """Run fleets at the same time, which only sleep; return the lines of metrics.jsonl and the
+    settings of each.
+    """
     places = [folder / str(number) for number in range(len(fleets))]
-    configs = [_write_settings(speeds, steps, place) for speeds, place in zip(fleets, places, strict=True)]
+    configs = [
+        _write_settings(speeds, steps, place) for speeds, place in zip(fleets, places, strict=True)
+    ]
 
     async def run_all() -> list[Rows]:
-        return await asyncio.gather(*(_run(speeds, place) for speeds, place in zip(fleets, places, strict=True)))
+        return await asyncio.gather(
+            *(_run(speeds, place) for speeds, place in zip(fleets, places, strict=True))
+        )
 
     return list(zip(asyncio.run(run_all()), configs, strict=True))
 
@@ -68,14 +82,34 @@ def settings(speeds: FleetSpeeds, steps: int, folder: Path) -> dict[str, Any]:
     """Return the configuration of the run."""
     plugins = HERE / "plugins.py"
     domain: dict[str, Any] = {"env": f"{plugins}:SlowEnvironment", "group_size": speeds.group_size}
-    domain |= {"group_size_redundancy": speeds.redundancy, "max_turns": speeds.turns, "max_context_tokens": 4096}
+    domain |= {
+        "group_size_redundancy": speeds.redundancy,
+        "max_turns": speeds.turns,
+        "max_context_tokens": 4096,
+    }
     domain |= {"sampling": {"max_tokens": speeds.most}}
     domain |= {"rewards": [{"name": f"{plugins}:score"}] if speeds.score_s else []}
-    train: dict[str, Any] = {"backend": f"{HERE / 'backend.py'}:PacedBackend", "steps": steps, "num_threads": 1}
+    train: dict[str, Any] = {
+        "backend": f"{HERE / 'backend.py'}:PacedBackend",
+        "steps": steps,
+        "num_threads": 1,
+    }
     train |= {"groups_per_step": speeds.groups_per_step, "max_staleness": speeds.max_staleness}
     train |= {"micro_batch_tokens": 4096}
-    config: dict[str, Any] = {"run": {"name": RUN, "dir": str(folder)}, "model": {"path": None, "tiny": TINY}}
+    config: dict[str, Any] = {
+        "run": {"name": RUN, "dir": str(folder)},
+        "model": {"path": None, "tiny": TINY},
+    }
     config |= {"domains": {"simulated": domain}, "train": train, "trackers": {"use": []}}
-    config |= {"rollout": {"engine": f"{plugins}:PacedEngine", "max_running": speeds.slots, "max_context_tokens": 4096}}
-    config |= {"rewardhub": {"workers": speeds.workers, "pass_env": [SPEEDS]}, "envhub": {"n": speeds.envs}}
+    config |= {
+        "rollout": {
+            "engine": f"{plugins}:PacedEngine",
+            "max_running": speeds.slots,
+            "max_context_tokens": 4096,
+        }
+    }
+    config |= {
+        "rewardhub": {"workers": speeds.workers, "pass_env": [SPEEDS]},
+        "envhub": {"n": speeds.envs},
+    }
     return config

@@ -1,6 +1,8 @@
-"""Runs a simulated fleet in virtual time with the real ledger, slots, choice of servers and metrics.
+"""Runs a simulated fleet in virtual time with the real ledger, slots, choice of servers and
+metrics.
 
-Only what takes time is simulated: sampling, environments, rewards, training. There are no delays of messages.
+Only what takes time is simulated: sampling, environments, rewards, training. There are no delays of
+messages.
 """
 
 from __future__ import annotations
@@ -70,12 +72,22 @@ class VirtualRun:
     """The processes of one run."""
 
     def __init__(self, speeds: FleetSpeeds, steps: int) -> None:
-        self.speeds, self.steps = speeds, steps
-        rule = DomainRule(DOMAIN, 1.0, speeds.group_size, speeds.group_size, 1e6, num_redundant=speeds.redundancy)
-        self.ledger = Ledger(TicketRules(steps, speeds.groups_per_step, speeds.max_staleness, "wait", 0, (rule,)))
+        self.speeds = speeds
+        self.steps = steps
+        rule = DomainRule(
+            DOMAIN, 1.0, speeds.group_size, speeds.group_size, 1e6, num_redundant=speeds.redundancy
+        )
+        self.ledger = Ledger(
+            TicketRules(steps, speeds.groups_per_step, speeds.max_staleness, "wait", 0, (rule,))
+        )
         self.bus = MemoryBus("advice", "learner")
-        paced = [PacedQueue(speeds.slots, speeds.token_s, speeds.token_each_s) for _ in range(speeds.servers)]
-        self.servers = [_Server(one, LoadCurve(lambda: speeds.slots), index) for index, one in enumerate(paced)]
+        paced = [
+            PacedQueue(speeds.slots, speeds.token_s, speeds.token_each_s)
+            for _ in range(speeds.servers)
+        ]
+        self.servers = [
+            _Server(one, LoadCurve(lambda: speeds.slots), index) for index, one in enumerate(paced)
+        ]
         self.env_curve = [LoadCurve(lambda: 1 << 30) for _ in range(speeds.hubs)]
         self.score_curve = [LoadCurve(lambda: speeds.workers) for _ in range(speeds.reward_hubs)]
         self.workers = [asyncio.Semaphore(speeds.workers) for _ in range(speeds.reward_hubs)]
@@ -127,15 +139,32 @@ class VirtualRun:
         waited_s = self._now() - self.began
         await self.todo.join()
         await asyncio.sleep(self.speeds.step_s)
-        groups, self.training = self.training, []
-        version, busy_s, self.busy_s = self.ledger.state.version, self.busy_s + self.speeds.step_s, 0.0
+        groups = self.training
+        self.training = []
+        version = self.ledger.state.version
+        busy_s = self.busy_s + self.speeds.step_s
+        self.busy_s = 0.0
         await self._perform(self.ledger.complete_step())
         now = self._now()
-        wall_s, self.began = now - self.began, now
+        wall_s = now - self.began
+        self.began = now
         samples = sum(len(group.trajectories) for group in groups)
-        line = {"step": version + 1, "time": now, "time/step": wall_s, "time/wait_for_batch": waited_s}
-        line |= {"time/train": busy_s, "time/finish_train": self.speeds.step_s, "time/publish_step": 0.0}
-        line |= {"time/between_steps": 0.0, "perf/samples_per_s": samples / wall_s, "filter/count": 0.0}
+        line = {
+            "step": version + 1,
+            "time": now,
+            "time/step": wall_s,
+            "time/wait_for_batch": waited_s,
+        }
+        line |= {
+            "time/train": busy_s,
+            "time/finish_train": self.speeds.step_s,
+            "time/publish_step": 0.0,
+        }
+        line |= {
+            "time/between_steps": 0.0,
+            "perf/samples_per_s": samples / wall_s,
+            "filter/count": 0.0,
+        }
         line |= {"trainer/idle_ratio": 1 - busy_s / wall_s}
         self.rows.append(step_metrics(groups, version) | line | self._fleet())
 
@@ -145,7 +174,8 @@ class VirtualRun:
                 await self.bus.publish(TICKETS, action.ticket, key=DOMAIN)
             elif isinstance(action, TakeGroup):
                 self.todo.put_nowait(self.groups.pop(action.number))
-        issued, self.issued = self.issued, asyncio.Event()
+        issued = self.issued
+        self.issued = asyncio.Event()
         issued.set()
 
     def _fleet(self) -> dict[str, float]:
@@ -171,7 +201,8 @@ class VirtualRun:
     # -- environment hub
 
     async def _hub(self, number: int) -> None:
-        hub, held = slots.EpisodeSlots(self.speeds.envs, 0), dict[str, _Held]()
+        hub = slots.EpisodeSlots(self.speeds.envs, 0)
+        held = dict[str, _Held]()
         changed = asyncio.Event()
 
         def perform(actions: list[slots.Action]) -> None:
@@ -208,7 +239,13 @@ class VirtualRun:
                     break
                 key = str(ticket.number)
                 held[key] = _Held(ticket)
-                job = GroupJob(key, ticket.group_size, ticket.min_group_size, 1e6, num_redundant=ticket.num_redundant)
+                job = GroupJob(
+                    key,
+                    ticket.group_size,
+                    ticket.min_group_size,
+                    1e6,
+                    num_redundant=ticket.num_redundant,
+                )
                 perform(hub.offer(job, self._now()))
                 await asyncio.sleep(0)  # so that several hubs take turns
             waits = [asyncio.create_task(event.wait()) for event in (issued, changed)]
@@ -218,12 +255,18 @@ class VirtualRun:
                 for wait in waits:
                     wait.cancel()
 
-    async def _play(self, hub: int, ticket: wire.Ticket, episode: int) -> tuple[wire.Trajectory, float, float]:
-        speeds, sticky, generate_s, env_s = self.speeds, "", 0.0, 0.0
+    async def _play(
+        self, hub: int, ticket: wire.Ticket, episode: int
+    ) -> tuple[wire.Trajectory, float, float]:
+        speeds = self.speeds
+        sticky = ""
+        generate_s = 0.0
+        env_s = 0.0
         turns: list[wire.Turn] = []
         for turn in range(speeds.turns):
             seed = mix(ticket.seed, episode, turn)
-            tokens, began = speeds.tokens(seed, ticket.seed), self._now()
+            tokens = speeds.tokens(seed, ticket.seed)
+            began = self._now()
             sticky = await self._generate(tokens, sticky)
             generate_s += self._now() - began
             start = turns[-1].end if turns else 1
@@ -255,7 +298,9 @@ class VirtualRun:
 
     async def _generate(self, tokens: int, sticky: str) -> str:
         there = [
-            ServerLoad(str(one.number), "", 0, one.queue.slots, one.queue.running + one.queue.waiting)
+            ServerLoad(
+                str(one.number), "", 0, one.queue.slots, one.queue.running + one.queue.waiting
+            )
             for one in self.servers
         ]
         chosen = choose(there, self.rng, sticky=sticky)
@@ -273,7 +318,8 @@ class VirtualRun:
     # -- reward hub
 
     async def _score(self, held: _Held, episodes: tuple[int, ...]) -> None:
-        began, played = self._now(), [held.played[episode] for episode in episodes]
+        began = self._now()
+        played = [held.played[episode] for episode in episodes]
         if self.speeds.score_s:
             hub = min(range(len(self.scoring)), key=self.scoring.__getitem__)
             self.scoring[hub] += 1

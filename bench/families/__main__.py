@@ -1,8 +1,10 @@
-"""Fill the matrix of model families by running each: ``python -m bench.families [FAMILY ...] [--write]``.
+"""Fill the matrix of model families by running each: ``python -m bench.families [FAMILY ...]
+[--write]``.
 
-Every family is a small random model of the real configuration class, in float32 and bfloat16; every cell runs the
-project's own engine and learner on it and compares with plain transformers, one sequence at a time. Then ``rlearner
-check`` and ``rlearner plan`` must refuse exactly what does not work, with its reason. The last line is one JSON object.
+Every family is a small random model of the real configuration class, in float32 and bfloat16; every
+cell runs the project's own engine and learner on it and compares with plain transformers, one
+sequence at a time. Then ``rlearner check`` and ``rlearner plan`` must refuse exactly what does not
+work, with its reason. The last line is one JSON object.
 
 ``--write`` replaces rlearner_text/families.json and docs/models.md by what was found.
 """
@@ -43,14 +45,22 @@ def main(arguments: list[str] | None = None) -> int:
     """Run, report, and return 1 if a number does not hold."""
     parser = argparse.ArgumentParser(prog="python -m bench.families", description=__doc__)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="rows to run, all by default")
-    parser.add_argument("--cells", nargs="+", choices=list(CELLS), default=list(CELLS), help="all by default")
-    parser.add_argument("--write", action="store_true", help="replace families.json and docs/models.md")
+    parser.add_argument(
+        "--cells", nargs="+", choices=list(CELLS), default=list(CELLS), help="all by default"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="replace families.json and docs/models.md"
+    )
     parser.add_argument("--workers", type=int, default=WORKERS, help="processes at a time")
     parser.add_argument("--verbose", action="store_true", help="print each cell as it ends")
     options = parser.parse_args(arguments)
-    chosen = [each for each in ARCHITECTURES if not options.families or each.name in options.families]
+    chosen = [
+        each for each in ARCHITECTURES if not options.families or each.name in options.families
+    ]
     if unknown := set(options.families) - {each.name for each in chosen}:
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(each.name for each in ARCHITECTURES)}")
+        parser.error(
+            f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(each.name for each in ARCHITECTURES)}"
+        )
     with tempfile.TemporaryDirectory(prefix="families.") as work:
         settings = {"cells": options.cells, "write": options.write, "verbose": options.verbose}
         found = run_matrix(chosen, Path(work), options.workers, **settings)
@@ -59,13 +69,23 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_matrix(
-    chosen: list[Architecture], work: Path, workers: int, *, cells: list[str], write: bool, verbose: bool
+    chosen: list[Architecture],
+    work: Path,
+    workers: int,
+    *,
+    cells: list[str],
+    write: bool,
+    verbose: bool,
 ) -> dict[str, Any]:
     """Run families and commands, print what does not hold, and return the numbers."""
     start = time.monotonic()
     _quiet()
     verdicts = defaultdict[str, list[Verdict]](list)
-    jobs = [Job((each, dtype, work / each.name / dtype), list(cells)) for each in chosen for dtype in DTYPES]
+    jobs = [
+        Job((each, dtype, work / each.name / dtype), list(cells))
+        for each in chosen
+        for dtype in DTYPES
+    ]
     for answer in run_jobs(jobs, _run_cell, _crash, workers):
         verdict = msgspec.convert(answer, Verdict)
         verdicts[verdict.family].append(verdict)
@@ -78,8 +98,11 @@ def run_matrix(
         families.FILE.write_bytes(text + b"\n")
         families.read_matrix.cache_clear()
         docs.write()
-    summary, answers = Summary(), defaultdict[str, dict[str, Answer]](dict)
-    checks = [Job((each, DTYPES[0], work / each.name / DTYPES[0]), list(COMMANDS)) for each in chosen]
+    summary = Summary()
+    answers = defaultdict[str, dict[str, Answer]](dict)
+    checks = [
+        Job((each, DTYPES[0], work / each.name / DTYPES[0]), list(COMMANDS)) for each in chosen
+    ]
     for answer in run_jobs(checks, _ask, _crash_of_command, workers):
         answers[answer["family"]][answer["cell"]] = Answer(answer["code"], answer["line"])
     for row in rows:
@@ -104,7 +127,8 @@ def _scene(job: Job) -> Scene:
 
 def _run_cell(job: Job, cell: str) -> dict[str, Any]:
     architecture, dtype, _ = job.subject
-    scene, start = _scene(job), time.monotonic()
+    scene = _scene(job)
+    start = time.monotonic()
     try:
         difference = CELLS[cell](scene)
         verdict = Verdict(architecture.name, dtype, cell, "works", difference=difference)
@@ -145,7 +169,9 @@ def _print(verdict: Verdict) -> None:
 
 
 def _line(row: families.Family) -> str:
-    cells = " ".join(f"{cell}:{'ok' if state == families.WORKS else 'NO'}" for cell, state in row.cells.items())
+    cells = " ".join(
+        f"{cell}:{'ok' if state == families.WORKS else 'NO'}" for cell, state in row.cells.items()
+    )
     return f"{row.name:20} {row.kind:7} {cells}"
 
 

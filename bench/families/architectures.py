@@ -1,7 +1,9 @@
-"""Small models of many architectures: the configuration classes of transformers, with random weights.
+"""Small models of many architectures: the configuration classes of transformers, with random
+weights.
 
-Windows and chunks are shorter than the sequences that are read, ``original_max_position_embeddings`` lies between
-the shortest and the longest of them, every kind of layer is there, and the vocabulary is larger than the tokenizer's.
+Windows and chunks are shorter than the sequences that are read,
+``original_max_position_embeddings`` lies between the shortest and the longest of them, every kind
+of layer is there, and the vocabulary is larger than the tokenizer's.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ VOCABULARY: Final = 128  # the tokenizer has fewer tokens: 25 rows of the embedd
 POSITIONS: Final = 256
 WINDOW: Final = 11
 ORIGINAL: Final = 40  # positions before the factors of longrope change
-SPREAD: Final = 0.06  # of matrices: three times the usual, so that distributions are far from uniform
+# of matrices: three times the usual, so that distributions are far from uniform
+SPREAD: Final = 0.06
 
 Kind = str  # dense, moe, hybrid or vision
 
@@ -45,7 +48,8 @@ class Architecture:
         settings: of its configuration class, added to the common ones; None removes one.
         parts: settings of nested configurations, by name, with the common ones in ``text_config``.
         required: whether people train it so often that it must work.
-        when: settings of config.json, by dotted path, that tell this row from the plain one of its model_type.
+        when: settings of config.json, by dotted path, that tell this row from the plain one of its
+            model_type.
     """
 
     name: str
@@ -77,7 +81,8 @@ def build(
     folder.mkdir(parents=True)
     _write_tokenizer(folder, TinyModel(max_position_embeddings=POSITIONS))
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    end, pad = tokenizer.token_to_id(END_OF_TURN), tokenizer.token_to_id(PAD)
+    end = tokenizer.token_to_id(END_OF_TURN)
+    pad = tokenizer.token_to_id(PAD)
     assert end is not None
     assert pad is not None
     config = configuration(architecture, end, pad, sizes)
@@ -86,7 +91,9 @@ def build(
     if architecture.kind == "vision":  # as it is published, with all its parts
         model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     sharpen(model, seed)
-    model.generation_config = transformers.GenerationConfig(do_sample=True, eos_token_id=[end], pad_token_id=pad)
+    model.generation_config = transformers.GenerationConfig(
+        do_sample=True, eos_token_id=[end], pad_token_id=pad
+    )
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     return folder
 
@@ -100,14 +107,20 @@ def configuration(
     if architecture.parts:
         nested = {name: dict(values) for name, values in architecture.parts.items()}
         nested["text_config"] = merged({**common, **special}, nested.get("text_config", {}))
-        return transformers.AutoConfig.for_model(architecture.model_type, **nested, **architecture.settings)
+        return transformers.AutoConfig.for_model(
+            architecture.model_type, **nested, **architecture.settings
+        )
     settings = merged({**common, **special}, architecture.settings)
     return transformers.AutoConfig.for_model(architecture.model_type, **settings)
 
 
 def merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with others added; None removes one, but for token ids."""
-    return {name: value for name, value in {**base, **more}.items() if value is not None or name.endswith("_id")}
+    return {
+        name: value
+        for name, value in {**base, **more}.items()
+        if value is not None or name.endswith("_id")
+    }
 
 
 @torch.no_grad()

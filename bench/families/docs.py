@@ -60,7 +60,12 @@ def render(matrix: Matrix | None = None) -> str:
 
 def _table(title: str, rows: list[Family]) -> str:
     cells = list(dict.fromkeys(cell for row in rows for cell in row.cells))
-    lines = [f"## {title}", "", f"| model_type | {' | '.join(cells)} |", "|---" * (len(cells) + 1) + "|"]
+    lines = [
+        f"## {title}",
+        "",
+        f"| model_type | {' | '.join(cells)} |",
+        "|---" * (len(cells) + 1) + "|",
+    ]
     for row in rows:
         states = [_state(row.cells.get(cell)) for cell in cells]
         lines.append(f"| {_name(row)} | {' | '.join(states)} |")
@@ -85,7 +90,9 @@ def _reasons(rows: list[Family]) -> str:
         for cell, state in row.cells.items():
             if state != WORKS:
                 reasons.setdefault(state, []).append(cell)
-        lines += [f"- {_name(row)}, {' and '.join(cells)}: {reason}" for reason, cells in reasons.items()]
+        lines += [
+            f"- {_name(row)}, {' and '.join(cells)}: {reason}" for reason, cells in reasons.items()
+        ]
     return "\n".join([*lines, ""]) if lines else ""
 
 

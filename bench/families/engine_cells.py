@@ -1,4 +1,6 @@
-"""The cells of engine hf: generation with reused and copied prefixes, and new weights while requests run."""
+"""The cells of engine hf: generation with reused and copied prefixes, and new weights while
+requests run.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ BUCKET_MIB = 32.0  # as train.weights_bucket_mib
 
 
 def run_engine(scene: Scene) -> float:
-    """Generate next to neighbours of other lengths, from copied prompts and kept prefixes; return the difference."""
+    """Generate next to neighbours of other lengths, from copied prompts and kept prefixes; return
+    the difference.
+    """
     core = scene.core()
     try:
         prompts = {str(n): sample_tokens(length, n) for n, length in enumerate(scene.lengths)}
@@ -55,17 +59,23 @@ def load_adapters(scene: Scene) -> float:
     return _update(scene, trained, lambda core: _adapters(core, trained))
 
 
-def _update(scene: Scene, trained: Trained, find: Callable[[EngineCore], Mapping[str, torch.Tensor]]) -> float:
+def _update(
+    scene: Scene, trained: Trained, find: Callable[[EngineCore], Mapping[str, torch.Tensor]]
+) -> float:
     core = scene.core()
     try:
-        prompt, kept = sample_tokens(scene.lengths[3], 3), sample_tokens(scene.lengths[2], 2)
+        prompt = sample_tokens(scene.lengths[3], 3)
+        kept = sample_tokens(scene.lengths[2], 2)
         core.submit(request("running", prompt, scene.answer), 0.0)
         core.submit(request("finished", kept, 4), 0.0)
         while core.stats().generated_tokens < 8:
             core.admit(0.0)
             core.step()
         core.update(find(core), 1, "recompute", WeightProbe(trained.backend, scene.dtype).make())
-        core.submit(request("later", [*kept, *sample_tokens(6, 8)], scene.answer, conversation="finished"), 0.0)
+        core.submit(
+            request("later", [*kept, *sample_tokens(6, 8)], scene.answer, conversation="finished"),
+            0.0,
+        )
         outputs = drain(core)
         (_, old), (version, _) = outputs["running"].version_runs
         if version != 1:
@@ -81,24 +91,31 @@ def _update(scene: Scene, trained: Trained, find: Callable[[EngineCore], Mapping
 
 
 def _whole(core: EngineCore, trained: Trained) -> Mapping[str, torch.Tensor]:
-    sent, held = plan_of(trained.backend.shapes(), BUCKET_MIB), plan_of(core.model.weights(), BUCKET_MIB)
+    sent = plan_of(trained.backend.shapes(), BUCKET_MIB)
+    held = plan_of(core.model.weights(), BUCKET_MIB)
     if sent.text != held.text:
         names = [{slot.spec.name for slot in plan.slots} for plan in (sent, held)]
         odd = sorted(names[0] ^ names[1])
-        raise TransferFailed(f"the learner's weights are not the server's: {odd[0] if odd else 'shapes or dtypes'}")
+        raise TransferFailed(
+            f"the learner's weights are not the server's: {odd[0] if odd else 'shapes or dtypes'}"
+        )
     return {name: tensor.clone() for name, tensor in trained.backend.weights().items()}
 
 
 def _adapters(core: EngineCore, trained: Trained) -> Mapping[str, torch.Tensor]:
-    adapter, held = trained.backend.adapter(), core.model.weights()
+    adapter = trained.backend.adapter()
+    held = core.model.weights()
     assert adapter is not None, "train.lora.send is adapter"
     base = AdapterBase(plan_of(held, BUCKET_MIB), BUCKET_MIB, held, lambda: (held, False))
     if problem := base.lay(adapter):
         raise TransferFailed(problem)
     factors = trained.backend.factors()
-    wanted, sent = {slot.spec.name for slot in base.plan(adapter).slots}, set(factors)
+    wanted = {slot.spec.name for slot in base.plan(adapter).slots}
+    sent = set(factors)
     if wanted != sent:
-        raise TransferFailed(f"{min(wanted ^ sent)} is in the {'plan' if wanted - sent else 'offer'} alone")
+        raise TransferFailed(
+            f"{min(wanted ^ sent)} is in the {'plan' if wanted - sent else 'offer'} alone"
+        )
     return dict(base.merged(factors))
 
 
@@ -107,7 +124,9 @@ def compare(plain: PlainModel, name: str, prompt: list[int], output: GenerationO
     if output.error:
         raise DifferenceError(f"request {name}: {output.error}")
     expected = plain.logprobs([*prompt, *output.token_ids], len(prompt))
-    return plain.compare(f"request {name} of {len(prompt)} tokens", torch.tensor(np.array(output.logprobs)), expected)
+    return plain.compare(
+        f"request {name} of {len(prompt)} tokens", torch.tensor(np.array(output.logprobs)), expected
+    )
 
 
 def request(
@@ -116,7 +135,9 @@ def request(
     """Return a request of exactly so many tokens."""
     sampling = wire.SamplingParams(max_tokens=tokens, ignore_eos=True, seed=seed)
     ids = wire.column(prompt, "<i4")
-    return wire.GenerateRequest(request_id=name, conversation_id=conversation or name, token_ids=ids, sampling=sampling)
+    return wire.GenerateRequest(
+        request_id=name, conversation_id=conversation or name, token_ids=ids, sampling=sampling
+    )
 
 
 def drain(core: EngineCore) -> dict[str, GenerationOutput]:
@@ -124,5 +145,6 @@ def drain(core: EngineCore) -> dict[str, GenerationOutput]:
     while core.scheduler.num_running or core.scheduler.num_waiting:
         core.admit(0.0)
         core.step()
-    outputs, core.outbox = dict(core.outbox), []
+    outputs = dict(core.outbox)
+    core.outbox = []
     return outputs

@@ -38,10 +38,16 @@ def _rows(scene: Scene, packing: str) -> float:
     for sample, scores in zip(scene.samples, backend.score(scene.samples), strict=True):
         assert scores.logprobs is not None
         expected = torch.from_numpy(sample.rollout_logprobs[sample.positions])
-        worst = max(worst, scene.plain.compare("training", torch.from_numpy(scores.logprobs), expected))
+        worst = max(
+            worst, scene.plain.compare("training", torch.from_numpy(scores.logprobs), expected)
+        )
     if scene.dtype == "float32":
         backend.forward_backward(scene.samples)
-        found = {name: p.grad for name, p in backend.policy.module.named_parameters() if p.grad is not None}
+        found = {
+            name: p.grad
+            for name, p in backend.policy.module.named_parameters()
+            if p.grad is not None
+        }
         _compare_gradients(found, plain_gradients(scene.plain.module, scene.samples))
     return worst
 
@@ -54,7 +60,11 @@ def plain_gradients(module: torch.nn.Module, samples: list[TrainSample]) -> dict
         logprobs = module(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
         chosen = logprobs[:-1].gather(-1, ids[1:, None])[:, 0]
         (-(chosen * torch.from_numpy(sample.advantages[1:])).sum()).backward()
-    return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def _compare_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -64,14 +74,18 @@ def _compare_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) ->
     for name, gradient in expected.items():
         largest = max(float(gradient.abs().max()), SMALL * scale)
         if not (difference := float((found[name] - gradient).abs().max()) / largest) <= GRADIENT:
-            raise DifferenceError(f"the gradient of {name} differs by {difference:.1g} of its largest element")
+            raise DifferenceError(
+                f"the gradient of {name} differs by {difference:.1g} of its largest element"
+            )
 
 
 def run_lora(scene: Scene) -> float:
     """Train adapters on the default layers, merge them, resume, and send them to a server."""
     trained = scene.adapted
     _require_change(trained)
-    worst = trained.plain.compare("the merged model", trained.logprobs, trained.plain.logprobs(trained.probe))
+    worst = trained.plain.compare(
+        "the merged model", trained.logprobs, trained.plain.logprobs(trained.probe)
+    )
     _same_names(scene.folder, trained.checkpoint.path)
     _resume(trained)
     return max(worst, load_adapters(scene))
@@ -84,17 +98,24 @@ def run_resume(scene: Scene) -> float:
 
 
 def run_export(scene: Scene) -> float:
-    """Write a checkpoint's model for transformers: names of the original files, the learner's logprobs."""
-    trained, out = scene.trained, scene.work / "exported"
+    """Write a checkpoint's model for transformers: names of the original files, the learner's
+    logprobs.
+    """
+    trained = scene.trained
+    out = scene.work / "exported"
     _require_change(trained)
     folder = scene.work / "parts"
-    made = checkpoint.read_checkpoint(checkpoint.write(folder, trained.backend, {"version": 1}, 1, hf_max_gib=0))
+    made = checkpoint.read_checkpoint(
+        checkpoint.write(folder, trained.backend, {"version": 1}, 1, hf_max_gib=0)
+    )
     export(made, out, SHARD_BYTES)
     for path in (out, trained.checkpoint.path):
         _same_names(scene.folder, path)
         if not (path / "chat_template.jinja").is_file():
             raise DifferenceError("the export lacks the chat template")
-    return trained.plain.compare("the exported model", trained.plain.logprobs(trained.probe), trained.logprobs)
+    return trained.plain.compare(
+        "the exported model", trained.plain.logprobs(trained.probe), trained.logprobs
+    )
 
 
 def run_plan(scene: Scene) -> float:
@@ -113,29 +134,36 @@ def _require_change(trained: Trained) -> None:
 
 
 def _resume(trained: Trained) -> None:
-    scene, first = trained.scene, trained.checkpoint
+    scene = trained.scene
+    first = trained.checkpoint
     resumed = scene.backend(first.path, **trained.train)
     checkpoint.load_state(first, resumed)
     if not torch.equal(resumed.logprobs(trained.probe), trained.logprobs):
         raise DifferenceError("the resumed model is another one")
     again = checkpoint.write(scene.work / f"{trained.name}-again", resumed, {"version": 1}, 1)
-    states = [{file.name: file.read_bytes() for file in path.glob("learner/part-*")} for path in (first.path, again)]
+    states = [
+        {file.name: file.read_bytes() for file in path.glob("learner/part-*")}
+        for path in (first.path, again)
+    ]
     if states[0] != states[1]:
         raise DifferenceError("a checkpoint of the resumed model has other bytes")
 
 
 def _same_names(before: Path, after: Path) -> None:
-    """Refuse a folder whose tensors have other names, shapes or dtypes, or whose untrained parts changed."""
-    old, new = stored_tensors(before), stored_tensors(after)
+    """Refuse a folder whose tensors have other names, shapes or dtypes, or whose untrained parts
+    changed.
+    """
+    old = stored_tensors(before)
+    new = stored_tensors(after)
     if odd := sorted(set(old) ^ set(new)):
         which = "lost" if odd[0] in old else "not in the original"
         raise DifferenceError(f"{len(old)} tensors became {len(new)}; {odd[0]} is {which}")
     for name, tensor in old.items():
         if new[name].shape != tensor.shape:
             raise DifferenceError(f"{name} became {tuple(new[name].shape)}")
-        if any(part in name for part in ("vision", "visual", "multi_modal_projector")) and not torch.equal(
-            new[name].to(tensor.dtype), tensor
-        ):
+        if any(
+            part in name for part in ("vision", "visual", "multi_modal_projector")
+        ) and not torch.equal(new[name].to(tensor.dtype), tensor):
             raise DifferenceError(f"{name} is not trained, and changed")
 
 

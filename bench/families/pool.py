@@ -1,6 +1,7 @@
 """Runs jobs in forked processes, a few at a time: an error, a crash or a hang costs one cell.
 
-A child is a fork of a process that has imported everything, so that it starts at once and leaves nothing behind.
+A child is a fork of a process that has imported everything, so that it starts at once and leaves
+nothing behind.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def run_jobs(
         crashed: makes the answer for a cell in which the child died, given the reason.
         size: processes at a time.
     """
-    waiting, selector, running = deque(jobs), selectors.DefaultSelector(), 0
+    waiting = deque(jobs)
+    selector = selectors.DefaultSelector()
+    running = 0
     try:
         while waiting or running:
             while waiting and running < size:
@@ -102,7 +105,11 @@ def _buried(
     if not child.job.cells:
         return
     signaled = os.WIFSIGNALED(status)
-    how = f"signal {os.WTERMSIG(status)}" if signaled else f"exit code {os.waitstatus_to_exitcode(status)}"
+    how = (
+        f"signal {os.WTERMSIG(status)}"
+        if signaled
+        else f"exit code {os.waitstatus_to_exitcode(status)}"
+    )
     if signaled and os.WTERMSIG(status) == signal.SIGXCPU:
         how = f"more than {CPU_S} s of processor time"
     yield crashed(child.job, child.job.cells.pop(0), f"its process ended with {how}")
@@ -113,7 +120,8 @@ def _buried(
 def _fork(job: Job, run: Run) -> _Child:
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the child does not use
+        # of threads, which the child does not use
+        warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid:
         os.close(writing)
@@ -126,7 +134,8 @@ def _fork(job: Job, run: Run) -> _Child:
         for cell in list(job.cells):
             usage = resource.getrusage(resource.RUSAGE_SELF)
             limit = int(usage.ru_utime + usage.ru_stime) + CPU_S
-            resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))  # then SIGXCPU ends it
+            # then SIGXCPU ends it
+            resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
             os.write(writing, msgspec.json.encode(run(job, cell)) + b"\n")
         code = 0
     except BaseException:  # noqa: BLE001 - the parent sees that it ended

@@ -35,7 +35,8 @@ def ask(command: str, folder: Path) -> Answer:
     """Run a command on a configuration with the model in ``folder``."""
     work = folder.parent / "checked"
     work.mkdir(exist_ok=True)
-    config, arguments = _offline(folder, work, command), ["check"]
+    config = _offline(folder, work, command)
+    arguments = ["check"]
     if command in ("run", "run with lora", "plan"):
         config = _run(folder, work, command)
         arguments = ["check", "--no-trial"]
@@ -70,6 +71,15 @@ def _offline(folder: Path, work: Path, command: str) -> dict[str, Any]:
     rows = work / "rows.jsonl"
     turns = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
     rows.write_text((json.dumps({"messages": turns}) + "\n") * 20)
-    train = {"steps": 2, "batch_size": 2, "packing": "packed" if command == "sft packed" else "padded"}
+    train = {
+        "steps": 2,
+        "batch_size": 2,
+        "packing": "packed" if command == "sft packed" else "padded",
+    }
     run = {"name": "checked", "dir": str(work / "runs")}
-    return {"run": run, "model": {"path": str(folder)}, "data": {"train": str(rows)}, "train": train}
+    return {
+        "run": run,
+        "model": {"path": str(folder)},
+        "data": {"train": str(rows)},
+        "train": train,
+    }

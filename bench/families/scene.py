@@ -24,7 +24,8 @@ LONGEST = 128  # tokens of a sequence, prompt and answer
 
 
 class Scene:
-    """A model folder, the sequences that are read, and the trained models that several cells look at.
+    """A model folder, the sequences that are read, and the trained models that several cells look
+    at.
 
     Attributes:
         context: tokens of the longest sequence: 128, or as many as the model has positions.
@@ -33,7 +34,8 @@ class Scene:
     """
 
     def __init__(self, folder: Path, dtype: str) -> None:
-        self.folder, self.dtype = folder, dtype
+        self.folder = folder
+        self.dtype = dtype
         self.work = Path(tempfile.mkdtemp(prefix="cells.", dir=folder.parent))
         config = PlainModel(folder, dtype, LONGEST).module.config.get_text_config()
         positions = getattr(config, "max_position_embeddings", None) or LONGEST
@@ -53,14 +55,26 @@ class Scene:
 
     def core(self, **section: Any) -> EngineCore:
         """Start engine hf on the family's folder."""
-        sizes = {"max_running": 3, "max_context_tokens": self.context, "prefill_tokens": 24, "num_threads": 1}
+        sizes = {
+            "max_running": 3,
+            "max_context_tokens": self.context,
+            "prefill_tokens": 24,
+            "num_threads": 1,
+        }
         rollout = RolloutSection.model_validate({**sizes, **section})
-        config = EngineConfig(str(self.folder), rollout, dtype=self.dtype, device="cpu", policy_version=0)
+        config = EngineConfig(
+            str(self.folder), rollout, dtype=self.dtype, device="cpu", policy_version=0
+        )
         return EngineCore(config)
 
     def backend(self, path: Path | None = None, **train: Any) -> TorchBackend:
         """Return the learner's backend for the family's folder, or a checkpoint of it."""
-        sizes = {"lr": 2e-2, "device": "cpu", "micro_batch_tokens": 4 * self.context, "num_threads": 1}
+        sizes = {
+            "lr": 2e-2,
+            "device": "cpu",
+            "micro_batch_tokens": 4 * self.context,
+            "num_threads": 1,
+        }
         return TorchBackend(
             str(path or self.folder),
             train=TrainSection.model_validate({**sizes, **train}),
@@ -74,14 +88,22 @@ class Scene:
 
     @cached_property
     def samples(self) -> list[TrainSample]:
-        """Sequences of mixed lengths for training, two of them with a common prompt, with the reference's logprobs."""
-        texts = [sample_tokens(length + self.answer, seed) for seed, length in enumerate(self.lengths)]
+        """Sequences of mixed lengths for training, two of them with a common prompt, with the
+        reference's logprobs.
+        """
+        texts = [
+            sample_tokens(length + self.answer, seed) for seed, length in enumerate(self.lengths)
+        ]
         prompt = texts[1][: self.lengths[1]]
-        texts += [prompt + sample_tokens(length, 20 + length) for length in (self.answer, self.answer // 2)]
+        texts += [
+            prompt + sample_tokens(length, 20 + length)
+            for length in (self.answer, self.answer // 2)
+        ]
         return [self._sample(ids, number) for number, ids in enumerate(texts)]
 
     def _sample(self, ids: list[int], number: int) -> TrainSample:
-        rng, n = np.random.default_rng(number), len(ids)
+        rng = np.random.default_rng(number)
+        n = len(ids)
         mask = (np.arange(n) >= 2).astype(np.uint8)
         logprobs = np.concatenate([[0.0], self.plain.logprobs(ids).numpy()]).astype(np.float32)
         return TrainSample(
@@ -109,7 +131,9 @@ class Trained:
     """A learner after a step, its checkpoint, and the checkpoint's model as transformers loads it."""
 
     def __init__(self, scene: Scene, name: str, **train: Any) -> None:
-        self.scene, self.name, self.train = scene, name, train
+        self.scene = scene
+        self.name = name
+        self.train = train
         self.backend = scene.backend(**train)
         self.first = self.backend.logprobs(self.probe).clone()
         self.backend.update(scene.samples)

@@ -1,4 +1,6 @@
-"""Sums up the verdicts of cells and the answers of the commands: rows of the matrix, and the numbers that must hold."""
+"""Sums up the verdicts of cells and the answers of the commands: rows of the matrix, and the
+numbers that must hold.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,30 @@ from bench.families.verdicts import CELLS, DTYPES, Verdict
 from rlearner_text.families import WORKS, Family, Matrix
 
 _NUMBER: Final = re.compile(r"-?\d[\d.]*(?:e[-+]?\d+)?")
-NEEDED: Final = ("engine", "padded", "weights", "resume", "export")  # rows are padded where they cannot be packed
+# rows are padded where they cannot be packed
+NEEDED: Final = ("engine", "padded", "weights", "resume", "export")
 
 
-def row_of(architecture: Architecture, verdicts: Sequence[Verdict], before: Matrix | None = None) -> Family:
-    """Return a family's row: a cell works if it does in every dtype; cells that were not run are those of before."""
-    earlier = next((row for row in (before.families if before else []) if row.name == architecture.name), None)
+def row_of(
+    architecture: Architecture, verdicts: Sequence[Verdict], before: Matrix | None = None
+) -> Family:
+    """Return a family's row: a cell works if it does in every dtype; cells that were not run are
+    those of before.
+    """
+    earlier = next(
+        (row for row in (before.families if before else []) if row.name == architecture.name), None
+    )
     ran = {verdict.cell for verdict in verdicts}
-    cells = dict(earlier.cells) if earlier else {}  # with the column of vLLM, which this command does not fill
+    # with the column of vLLM, which this command does not fill
+    cells = dict(earlier.cells) if earlier else {}
     cells |= {cell: WORKS for cell in CELLS if cell in ran or cell not in cells}
     for verdict in sorted(verdicts, key=lambda verdict: DTYPES.index(verdict.dtype)):
         if verdict.outcome != "works" and cells[verdict.cell] == WORKS:
-            cells[verdict.cell] = verdict.reason if verdict.dtype == "float32" else f"{verdict.dtype}: {verdict.reason}"
+            cells[verdict.cell] = (
+                verdict.reason
+                if verdict.dtype == "float32"
+                else f"{verdict.dtype}: {verdict.reason}"
+            )
     return Family(architecture.name, architecture.kind, cells, dict(architecture.when))
 
 
@@ -45,16 +59,23 @@ class Summary:
     refused_late: list[str] = field(default_factory=list)
     needless: list[str] = field(default_factory=list)
 
-    def judge(self, row: Family, verdicts: Sequence[Verdict], answers: Mapping[str, Answer]) -> None:
+    def judge(
+        self, row: Family, verdicts: Sequence[Verdict], answers: Mapping[str, Answer]
+    ) -> None:
         """Compare what a family's cells did with what the commands say."""
         for command, cells in COMMANDS.items():
-            answer, failed = answers[command], [cell for cell in cells if row.cells[cell] != WORKS]
+            answer = answers[command]
+            failed = [cell for cell in cells if row.cells[cell] != WORKS]
             if answer.code == REFUSED and not failed:
                 self.needless.append(f"{row.name}, {command}: {answer.line}")
-            elif failed and not (answer.code == REFUSED and any(_says(answer, row.cells[cell]) for cell in failed)):
+            elif failed and not (
+                answer.code == REFUSED and any(_says(answer, row.cells[cell]) for cell in failed)
+            ):
                 outcomes = {verdict.outcome for verdict in verdicts if verdict.cell == failed[0]}
                 kind = self.wrong if "wrong" in outcomes else self.refused_late
-                kind.append(f"{row.name}, {command}: accepted, but {failed[0]}: {row.cells[failed[0]]}")
+                kind.append(
+                    f"{row.name}, {command}: accepted, but {failed[0]}: {row.cells[failed[0]]}"
+                )
 
 
 def _says(answer: Answer, reason: str) -> bool:
@@ -63,14 +84,24 @@ def _says(answer: Answer, reason: str) -> bool:
     return wanted in said
 
 
-def figures(rows: Sequence[Family], architectures: Sequence[Architecture], summary: Summary) -> dict[str, object]:
-    """Return the numbers of the last line; families count by model_type, and work only in all their variants."""
+def figures(
+    rows: Sequence[Family], architectures: Sequence[Architecture], summary: Summary
+) -> dict[str, object]:
+    """Return the numbers of the last line; families count by model_type, and work only in all their
+    variants.
+    """
     required = {architecture.name for architecture in architectures if architecture.required}
     types: dict[str, list[Family]] = {}
     for row in rows:
         types.setdefault(row.model_type, []).append(row)
-    works = [name for name, group in types.items() if not any(row.refusal(*NEEDED) for row in group)]
-    adapted = [name for name, group in types.items() if not any(row.refusal(*NEEDED, "lora") for row in group)]
+    works = [
+        name for name, group in types.items() if not any(row.refusal(*NEEDED) for row in group)
+    ]
+    adapted = [
+        name
+        for name, group in types.items()
+        if not any(row.refusal(*NEEDED, "lora") for row in group)
+    ]
     hybrids = [name for name in works if types[name][0].kind == "hybrid"]
     missing = [row.name for row in rows if row.name in required and row.refusal(*NEEDED)]
     return {

@@ -6,7 +6,11 @@ from typing import Any, Final
 
 from bench.families.architectures import ORIGINAL, POSITIONS, VOCABULARY, WINDOW, Architecture
 
-_EXPERTS: Final[dict[str, Any]] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_EXPERTS: Final[dict[str, Any]] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 _LOCAL: Final[dict[str, Any]] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _ROUTED: Final[dict[str, Any]] = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
@@ -182,7 +186,11 @@ HYBRID: Final = (
         "attention_window_size": WINDOW, "head_dim": None}),
 )  # fmt: skip
 
-_VISION: Final[dict[str, Any]] = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+_VISION: Final[dict[str, Any]] = {
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+}
 
 VISION: Final = (
     Architecture("qwen3_5", "vision", {"tie_word_embeddings": True, "image_token_id": 110, "video_token_id": 111,

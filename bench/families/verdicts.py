@@ -31,8 +31,8 @@ class Verdict(msgspec.Struct, frozen=True):
     """The outcome of one cell.
 
     Attributes:
-        outcome: ``refused`` by the program in its own words, ``wrong``: other numbers than transformers' or other
-            files, ``broken``: an error that the program does not expect.
+        outcome: ``refused`` by the program in its own words, ``wrong``: other numbers than
+            transformers' or other files, ``broken``: an error that the program does not expect.
         reason: empty if it works.
         difference: largest of logprobs.
     """
@@ -55,7 +55,8 @@ def reason_of(error: BaseException, scene: Scene) -> tuple[Outcome, str]:
     else:
         outcome = "broken"
     text = error.allowed if isinstance(error, ConfigError) else str(error)
-    text = text.removeprefix("null: ").removesuffix(": auto or padded")  # what is allowed, said again by check
+    # what is allowed, said again by check
+    text = text.removeprefix("null: ").removesuffix(": auto or padded")
     kind = "" if isinstance(error, DifferenceError | RlearnerError) else f"{type(error).__name__}: "
     for path in (scene.work, scene.folder):
         text = text.replace(str(path), "the model")

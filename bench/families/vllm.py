@@ -1,9 +1,11 @@
-"""Fill the column of vLLM: ``make families-vllm``, or ``.venv-vllm/bin/python -m bench.families.vllm [FAMILY ...]``.
+"""Fill the column of vLLM: ``make families-vllm``, or ``.venv-vllm/bin/python -m
+bench.families.vllm [FAMILY ...]``.
 
-Each family is a small random model in float32, served by the engine vllm with the real build for the CPU: prompts of
-several lengths at a time, then other weights by the learner's names, and prompts again. Each answer's logprobs are
-compared with plain transformers. That build lacks some kernels of the builds for GPUs, so the column says what works,
-and nothing is refused by it. A family whose logprobs differ ends the command with 1. The last line is one JSON object.
+Each family is a small random model in float32, served by the engine vllm with the real build for
+the CPU: prompts of several lengths at a time, then other weights by the learner's names, and
+prompts again. Each answer's logprobs are compared with plain transformers. That build lacks some
+kernels of the builds for GPUs, so the column says what works, and nothing is refused by it. A
+family whose logprobs differ ends the command with 1. The last line is one JSON object.
 
 ``--write`` adds the column to rlearner_text/families.json and docs/models.md.
 """
@@ -75,8 +77,15 @@ async def compare_family(folder: Path) -> float:
     """
     from rollout.engines.vllm.engine import VLLMEngine
 
-    sizes = {"max_running": 4, "max_context_tokens": CONTEXT, "num_threads": 1, "prefill_tokens": CONTEXT}
-    section = RolloutSection.model_validate({"engine": "vllm", "engine_args": {"kv_cache_gib": 0.2}, **sizes})
+    sizes = {
+        "max_running": 4,
+        "max_context_tokens": CONTEXT,
+        "num_threads": 1,
+        "prefill_tokens": CONTEXT,
+    }
+    section = RolloutSection.model_validate(
+        {"engine": "vllm", "engine_args": {"kv_cache_gib": 0.2}, **sizes}
+    )
     engine = VLLMEngine(EngineConfig(str(folder), section, device="cpu", policy_version=0))
     plain = PlainModel(folder, "float32", CONTEXT)
     await engine.start()
@@ -98,7 +107,10 @@ async def _answers(engine: Any, plain: PlainModel, name: str) -> float:
     prompts = {f"{name}-{length}": sample_tokens(length, length) for length in PROMPTS}
     requests = (request(key, prompt, ANSWER, seed=len(prompt)) for key, prompt in prompts.items())
     outputs = await asyncio.gather(*(engine.generate(each) for each in requests))
-    return max(compare(plain, key, prompts[key], output) for key, output in zip(prompts, outputs, strict=True))
+    return max(
+        compare(plain, key, prompts[key], output)
+        for key, output in zip(prompts, outputs, strict=True)
+    )
 
 
 def _other(name: str, tensor: Tensor) -> Tensor:
@@ -114,14 +126,18 @@ def run_child(name: str) -> int:
     (architecture,) = (each for each in ARCHITECTURES if each.name == name)
     with tempfile.TemporaryDirectory(prefix="families.") as work:
         folder = Path(work) / "model"
-        state, difference = WORKS, 0.0
+        state = WORKS
+        difference = 0.0
         try:
             build(widen(architecture), folder, sizes=WIDE)
             difference = asyncio.run(compare_family(folder))
         except DifferenceError as error:
             state = f"wrong: {error}"
         except Exception as error:  # noqa: BLE001 - it is the verdict
-            state = " ".join(str(error).split()).replace(str(folder), "the model")[:200] or type(error).__name__
+            state = (
+                " ".join(str(error).split()).replace(str(folder), "the model")[:200]
+                or type(error).__name__
+            )
     print(json.dumps({"state": state, "difference": difference}), flush=True)
     os._exit(0)  # threads of vLLM may hang at exit
 
@@ -134,7 +150,14 @@ def run_family(name: str) -> dict[str, Any]:
     """Run one family in a process of its own, since a vLLM may abort it."""
     command = [sys.executable, "-m", "bench.families.vllm", "--child", name]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=FAMILY_S, preexec_fn=_limit, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=FAMILY_S,
+            preexec_fn=_limit,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return {"state": f"vLLM gave no answer in {FAMILY_S:.0f} s", "difference": 0.0}
     lines = done.stdout.splitlines()
@@ -148,7 +171,9 @@ def add_column(states: Mapping[str, str]) -> None:
     """Write the states of families into the matrix and the document."""
     matrix = families.read_matrix()
     rows = [
-        msgspec.structs.replace(row, cells={**row.cells, COLUMN: states[row.name]}) if row.name in states else row
+        msgspec.structs.replace(row, cells={**row.cells, COLUMN: states[row.name]})
+        if row.name in states
+        else row
         for row in matrix.families
     ]
     text = msgspec.json.format(msgspec.json.encode(Matrix(matrix.transformers, rows)), indent=1)
@@ -161,7 +186,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run, report, and return 1 if a family's logprobs differ."""
     parser = argparse.ArgumentParser(prog="python -m bench.families.vllm", description=__doc__)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="rows to run, all by default")
-    parser.add_argument("--write", action="store_true", help="add the column to families.json and docs/models.md")
+    parser.add_argument(
+        "--write", action="store_true", help="add the column to families.json and docs/models.md"
+    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
@@ -169,7 +196,8 @@ def main(arguments: list[str] | None = None) -> int:
     known = [each.name for each in ARCHITECTURES]
     if unknown := set(options.families) - set(known):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
-    began, states = time.monotonic(), dict[str, str]()
+    began = time.monotonic()
+    states = dict[str, str]()
     for name in options.families or known:
         answer = run_family(name)
         states[name] = answer["state"]

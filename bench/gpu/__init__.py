@@ -4,6 +4,7 @@
     python -m bench.gpu.driver | quickstart                                     [--device cpu --tiny]
     python -m bench.gpu.engine | update | weights | ipc | learner | run     [--device cpu --tiny]
 
-Exit code 0: measured, and every check passed. 1: a check failed; the line names it. 2: no GPU, or bad input. With
-``--device cpu --tiny`` the same code runs on a small model without a GPU, which shows only that it runs.
+Exit code 0: measured, and every check passed. 1: a check failed; the line names it. 2: no GPU, or
+bad input. With ``--device cpu --tiny`` the same code runs on a small model without a GPU, which
+shows only that it runs.
 """

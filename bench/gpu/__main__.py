@@ -3,10 +3,11 @@
     python -m bench.gpu [--minutes 8] [--only weights] [--again] [--out FILE] [--docs PAGE]
     python -m bench.gpu --cpu          # the same steps, small, without a GPU: shows that they run
 
-Each step is a process with a time limit; one that fails does not stop the others, and one for which no time is left is
-left out. The outcomes are kept in a file (``bench-gpu.json``), so an interrupted call goes on where it was. At the end
-the table of docs/gpu.md is written, and one line of JSON is printed. Exit code 0: nothing failed. 1: something did; the
-line names it. 2: no GPU, or one that cannot be used, or bad input.
+Each step is a process with a time limit; one that fails does not stop the others, and one for which
+no time is left is left out. The outcomes are kept in a file (``bench-gpu.json``), so an interrupted
+call goes on where it was. At the end the table of docs/gpu.md is written, and one line of JSON is
+printed. Exit code 0: nothing failed. 1: something did; the line names it. 2: no GPU, or one that
+cannot be used, or bad input.
 """
 
 from __future__ import annotations
@@ -52,18 +53,29 @@ def _run(options: argparse.Namespace, steps: Sequence[Step]) -> int:
         raise UserError(obstacle)
     if not options.out.resolve().parent.is_dir():
         raise UserError(f"--out {options.out}: there is no folder {options.out.parent}")
-    state, total_s = read_state(options.out), 60 * options.minutes
+    state = read_state(options.out)
+    total_s = 60 * options.minutes
     with tempfile.TemporaryDirectory(prefix="rlearner-bench-models-") as models:
         variables = {MODELS: os.environ.get(MODELS, models)}
         machine = _machine(options, steps[0], state, total_s)
         if machine is not None:
             again = options.again
-            run_steps(wanted, machine, state, options.out, total_s=total_s, again=again, variables=variables)
+            run_steps(
+                wanted,
+                machine,
+                state,
+                options.out,
+                total_s=total_s,
+                again=again,
+                variables=variables,
+            )
     page = options.docs or (PAGE if PAGE.is_file() and not options.cpu else None)
     if page is not None:
         write_table(page, steps, state)
     print(last_line(steps, state))
-    bad = [name for name, outcome in state.steps.items() if outcome.state in ("failed", "timed out")]
+    bad = [
+        name for name, outcome in state.steps.items() if outcome.state in ("failed", "timed out")
+    ]
     return 1 if bad else 0
 
 
@@ -75,7 +87,9 @@ def _obstacle(busy: bool) -> str:
     return gpu_obstacle(gpus, problem, find_torch())
 
 
-def _machine(options: argparse.Namespace, first: Step, state: State, total_s: float) -> Machine | None:
+def _machine(
+    options: argparse.Namespace, first: Step, state: State, total_s: float
+) -> Machine | None:
     """Return the devices by the first step, which runs at every call; None if it failed.
 
     Raises:
@@ -89,23 +103,42 @@ def _machine(options: argparse.Namespace, first: Step, state: State, total_s: fl
     machine = Machine(kind, devices)
     name = f"{len(devices)} x {machine.name}"
     if state.device not in ("", name):
-        raise UserError(f"{options.out} holds outcomes of {state.device}, not of {name}; name another file with --out")
+        raise UserError(
+            f"{options.out} holds outcomes of {state.device}, not of {name}; name another file with --out"
+        )
     state.device = name
     return machine
 
 
 def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        prog="python -m bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     names = ", ".join(step.name for step in STEPS)
-    made.add_argument("--only", action="append", default=[], metavar="STEP", help=f"this step, or several: {names}")
+    made.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="STEP",
+        help=f"this step, or several: {names}",
+    )
     made.add_argument("--again", action="store_true", help="repeat steps that have run")
     text = "file with the outcomes (%(default)s)"
     made.add_argument("--out", type=Path, default=Path("bench-gpu.json"), metavar="FILE", help=text)
-    made.add_argument("--busy", action="store_true", help="measure although other processes use a GPU")
-    made.add_argument("--minutes", type=positive, default=30.0, help="for all steps together (%(default)g)")
-    made.add_argument("--docs", type=Path, metavar="PAGE", help="page with the table (docs/gpu.md; none with --cpu)")
+    made.add_argument(
+        "--busy", action="store_true", help="measure although other processes use a GPU"
+    )
+    made.add_argument(
+        "--minutes", type=positive, default=30.0, help="for all steps together (%(default)g)"
+    )
+    made.add_argument(
+        "--docs",
+        type=Path,
+        metavar="PAGE",
+        help="page with the table (docs/gpu.md; none with --cpu)",
+    )
     made.add_argument("--cpu", action="store_true", help="run the steps small, on CPUs and gloo")
     return made
 

@@ -1,13 +1,15 @@
-"""Compare what only a GPU runs with the CPU: gradients under every memory option, FP8, offloading, CUDA IPC.
+"""Compare what only a GPU runs with the CPU: gradients under every memory option, FP8, offloading,
+CUDA IPC.
 
     python -m bench.gpu.checks [--only gradient] [--device cpu --tiny]
 
-Each check has a line of its own as soon as it is made. ``gradient``: the norm of a step's gradient on the device by the
-same step on the CPU, in float32, without and with gradient checkpointing, activations and optimizer in host memory,
-torch.compile and adapters; in bfloat16 within a few percent. ``fp8``: the same bytes as on the CPU. ``offload``: what
-``--share-gpus`` moves off the device comes back bit by bit, and the memory is free in between. ``expandable``: CUDA IPC
-where torch's own allocator has expandable segments. ``errors`` has what a check raised. The last line is one JSON
-object; ``failed`` names the checks that did not hold.
+Each check has a line of its own as soon as it is made. ``gradient``: the norm of a step's gradient
+on the device by the same step on the CPU, in float32, without and with gradient checkpointing,
+activations and optimizer in host memory, torch.compile and adapters; in bfloat16 within a few
+percent. ``fp8``: the same bytes as on the CPU. ``offload``: what ``--share-gpus`` moves off the
+device comes back bit by bit, and the memory is free in between. ``expandable``: CUDA IPC where
+torch's own allocator has expandable segments. ``errors`` has what a check raised. The last line is
+one JSON object; ``failed`` names the checks that did not hold.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "plain": {}, "checkpointing": {"gradient_checkpointing": True}, "activations": {"activation_offload": True},
     "optimizer": {"optimizer_offload": True}, "adapters": {"lora": {"rank": 8}}, "compile": {"compile": True},
 }  # fmt: skip
-FLOAT32_ERROR: Final = 2e-3  # relative; a GPU adds in another order, and the CPU's kernels are others
+# relative; a GPU adds in another order, and the CPU's kernels are others
+FLOAT32_ERROR: Final = 2e-3
 BFLOAT16_ERROR: Final = 0.05
 OFFLOADED_MIB: Final = {"cuda": 1024, "cpu": 16}  # the CPU's goes to a file
 SPARE_BYTES: Final = 64 << 20  # for allocations between two readings
@@ -82,11 +85,17 @@ def _all_checks(folder: str, device: str) -> dict[str, Check]:
         names.append("compile")
     expected: dict[str, float] = {}
     gradients: dict[str, Check] = {
-        f"gradient_{name}": partial(_same_gradient, float32, "float32", OPTIONS[name], FLOAT32_ERROR, expected)
+        f"gradient_{name}": partial(
+            _same_gradient, float32, "float32", OPTIONS[name], FLOAT32_ERROR, expected
+        )
         for name in names
     }
     rounded = partial(_same_gradient, float32, "bfloat16", {}, BFLOAT16_ERROR, expected)
-    first = {"fp8": _same_fp8, "offload": _same_after_offload, "expandable": _reads_beside_expandable_segments}
+    first = {
+        "fp8": _same_fp8,
+        "offload": _same_after_offload,
+        "expandable": _reads_beside_expandable_segments,
+    }
     return {**first, "gradient_bfloat16": rounded, **gradients}
 
 
@@ -111,7 +120,12 @@ def gradient_norm(model: str, dtype: str, device: str, options: Mapping[str, Any
 
 
 def _same_gradient(
-    model: str, dtype: str, options: Mapping[str, Any], limit: float, expected: dict[str, float], device: str
+    model: str,
+    dtype: str,
+    options: Mapping[str, Any],
+    limit: float,
+    expected: dict[str, float],
+    device: str,
 ) -> bool:
     kind = "adapters" if "lora" in options else "weights"
     if kind not in expected:
@@ -140,7 +154,8 @@ def _quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _same_after_offload(device: str) -> bool:
     torch.manual_seed(0)
-    tensors = [torch.randn(OFFLOADED_MIB[device] << 16, device=device) for _ in range(4)]  # a quarter each
+    # a quarter each
+    tensors = [torch.randn(OFFLOADED_MIB[device] << 16, device=device) for _ in range(4)]
     tensors.append(tensors[0][1000:2000])  # shares the first one's memory
     copies = [tensor.cpu().clone() for tensor in tensors]
     memory = OffloadedMemory()
@@ -152,7 +167,9 @@ def _same_after_offload(device: str) -> bool:
         if device == "cuda" and gained < released - SPARE_BYTES:
             print(f"of {released} bytes {gained} were freed", flush=True)
             return False
-    return all(torch.equal(tensor.cpu(), copy) for tensor, copy in zip(tensors, copies, strict=True))
+    return all(
+        torch.equal(tensor.cpu(), copy) for tensor, copy in zip(tensors, copies, strict=True)
+    )
 
 
 def _free_bytes(device: str) -> int:
@@ -160,9 +177,20 @@ def _free_bytes(device: str) -> int:
 
 
 def _reads_beside_expandable_segments(device: str) -> bool:
-    command = [sys.executable, "-m", "bench.gpu.ipc", "--device", device, "--tiny", "--repeats", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.gpu.ipc",
+        "--device",
+        device,
+        "--tiny",
+        "--repeats",
+        "1",
+    ]
     environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=90)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=90
+    )
     try:
         failed = json.loads(done.stdout.splitlines()[-1])["failed"]
     except (IndexError, ValueError):

@@ -16,15 +16,17 @@ from typing import Any, Final
 from broker.errors import UserError
 from broker.system.gpus import existing
 
-# Dense bf16 multiply-adds a second, counted as two operations each, by the vendor's data sheets; the first name that is
-# part of the device's counts. Sparse figures, which are twice as large, are nowhere.
+# Dense bf16 multiply-adds a second, counted as two operations each, by the vendor's data sheets;
+# the first name that is part of the device's counts. Sparse figures, which are twice as large, are
+# nowhere.
 PEAK_FLOPS: Final[Mapping[str, float]] = {
     "B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "H20": 148e12, "A100": 312e12, "A10G": 70e12,
     "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
 }  # fmt: skip
 
 
-MODELS: Final = "RL_BENCH_MODELS"  # variable that names a folder in which steps share generated models
+# variable that names a folder in which steps share generated models
+MODELS: Final = "RL_BENCH_MODELS"
 
 
 @dataclass(frozen=True)
@@ -49,16 +51,19 @@ TINY: Final = ModelShape(64, 2, 2, 2, 32, 128, 512, 2048)
 def num_parameters(shape: ModelShape) -> tuple[int, int]:
     """Return the parameters of the blocks and of the tied embedding, norms included."""
     # q, o, k, v; norms of q and k
-    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads) + 2 * shape.head_dim
+    attention = (
+        shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads) + 2 * shape.head_dim
+    )
     block = attention + 3 * shape.hidden * shape.intermediate + 2 * shape.hidden
     return shape.layers * block + shape.hidden, shape.vocab * shape.hidden
 
 
 def train_flops_per_token(shape: ModelShape, context: float, *, causal: bool = False) -> float:
-    """Operations of forward and backward pass per token: 6 N + 12 L H Q T (Chowdhery et al. 2022, PaLM, appendix B).
+    """Operations of forward and backward pass per token: 6 N + 12 L H Q T (Chowdhery et al. 2022,
+    PaLM, appendix B).
 
-    N counts the blocks and the output projection, not the look-up of the embedding; T is the mean length of a sequence.
-    Nothing that is computed again counts.
+    N counts the blocks and the output projection, not the look-up of the embedding; T is the mean
+    length of a sequence. Nothing that is computed again counts.
 
     Args:
         causal: count half of the attention, 6 L H Q T: the part that a causal kernel computes.
@@ -80,39 +85,60 @@ def peak_flops(device: str) -> float | None:
 def parser(text: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options that all scripts take."""
     first, _, rest = (text or "").partition("\n")
-    made = argparse.ArgumentParser(description=first, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=first, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    made.add_argument("--tiny", action="store_true", help="a small model and little work, to see that the script runs")
+    made.add_argument(
+        "--tiny",
+        action="store_true",
+        help="a small model and little work, to see that the script runs",
+    )
     return made
 
 
 def engine_options(made: argparse.ArgumentParser) -> None:
     """Which engine, with which settings."""
-    made.add_argument("--engine", default="hf", help="a name of the registry in rollout/engines (%(default)s)")
     made.add_argument(
-        "--engine-args", type=json.loads, default={}, metavar="JSON", help="rollout.engine_args of that engine"
+        "--engine", default="hf", help="a name of the registry in rollout/engines (%(default)s)"
+    )
+    made.add_argument(
+        "--engine-args",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="rollout.engine_args of that engine",
     )
 
 
 def begin(options: argparse.Namespace) -> str:
-    """Prepare the device and return its name; raise UserError if there is no GPU that this torch can use."""
+    """Prepare the device and return its name; raise UserError if there is no GPU that this torch
+    can use.
+    """
     if options.device == "cpu":
         if not options.tiny:
             raise UserError("--device cpu is for --tiny: these are measurements of a GPU")
         return "cpu"
     if not existing():
-        raise UserError("this machine has no NVIDIA GPU; --device cpu --tiny shows that the script runs")
+        raise UserError(
+            "this machine has no NVIDIA GPU; --device cpu --tiny shows that the script runs"
+        )
     import torch
 
     if not torch.cuda.is_available():
-        raise UserError(f"torch {torch.__version__} cannot use the GPU here; rlearner doctor says why")
+        raise UserError(
+            f"torch {torch.__version__} cannot use the GPU here; rlearner doctor says why"
+        )
     return str(torch.cuda.get_device_name(0))
 
 
-def make_model(folder: str | Path, shape: ModelShape, *, dtype: str = "bfloat16", seed: int = 0) -> str:
+def make_model(
+    folder: str | Path, shape: ModelShape, *, dtype: str = "bfloat16", seed: int = 0
+) -> str:
     """Write a Qwen3 with random weights and a tokenizer of single characters; return the folder.
 
-    If the variable ``RL_BENCH_MODELS`` names a folder, the model lies there, and a later call finds it.
+    If the variable ``RL_BENCH_MODELS`` names a folder, the model lies there, and a later call finds
+    it.
     """
     if not (shared := os.environ.get(MODELS)):
         return _write_model(Path(folder), shape, dtype, seed)
@@ -132,7 +158,10 @@ def _write_model(folder: Path, shape: ModelShape, dtype: str, seed: int) -> str:
     from rlearner_text.hub import copy_tokenizer
     from rlearner_text.tiny import build_tiny
 
-    build_tiny(folder / "tokenizer", TinyModel(hidden_size=8, num_layers=1, head_dim=4, intermediate_size=8))
+    build_tiny(
+        folder / "tokenizer",
+        TinyModel(hidden_size=8, num_layers=1, head_dim=4, intermediate_size=8),
+    )
     config = transformers.Qwen3Config(
         vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
         num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
@@ -141,7 +170,8 @@ def _write_model(folder: Path, shape: ModelShape, dtype: str, seed: int) -> str:
     )  # fmt: skip
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # drawing 0.6 billion numbers takes a CPU long
+    # drawing 0.6 billion numbers takes a CPU long
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = transformers.Qwen3ForCausalLM(config)
     model.to(getattr(torch, dtype)).save_pretrained(folder / "model")
     copy_tokenizer(str(folder / "tokenizer"), folder / "model")
@@ -155,7 +185,9 @@ def settle(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def seconds(work: Callable[[], object], device: str, *, repeats: int = 7, warm_up: int = 2) -> list[float]:
+def seconds(
+    work: Callable[[], object], device: str, *, repeats: int = 7, warm_up: int = 2
+) -> list[float]:
     """Return the seconds of each run without the warm-up runs."""
     taken = []
     for turn in range(warm_up + repeats):
@@ -173,7 +205,13 @@ def show(figures: Mapping[str, Any]) -> None:
     print(json.dumps(dict(figures)), flush=True)
 
 
-def finish(name: str, device: str, shape: ModelShape, figures: Mapping[str, Any], checks: Mapping[str, bool]) -> int:
+def finish(
+    name: str,
+    device: str,
+    shape: ModelShape,
+    figures: Mapping[str, Any],
+    checks: Mapping[str, bool],
+) -> int:
     failed = [check for check, held in checks.items() if not held]
     blocks, embedding = num_parameters(shape)
     line = {

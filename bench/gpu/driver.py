@@ -1,4 +1,5 @@
-"""Versions of driver, torch and NCCL, clocks, and one collective over all GPUs: whether anything else can work.
+"""Versions of driver, torch and NCCL, clocks, and one collective over all GPUs: whether anything
+else can work.
 
 python -m bench.gpu.driver [--device cpu]
 """
@@ -31,7 +32,9 @@ FIELDS: Final = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     made.set_defaults(tiny=True)
     return common.run(_measure, made, arguments)
@@ -39,9 +42,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _measure(options: argparse.Namespace, device: str) -> int:
     kind = str(options.device)
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if kind == "cuda" else []
+    names = (
+        [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        if kind == "cuda"
+        else []
+    )
     devices = names or ["cpu", "cpu"]
-    found: dict[str, Any] = {"devices": devices, "torch": torch.__version__, "cuda": torch.version.cuda}
+    found: dict[str, Any] = {
+        "devices": devices,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
     found |= {"transformers": version("transformers"), **_query(kind)}
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if kind == "cuda" else None  # type: ignore[no-untyped-call]
     rate, exact = _all_reduce(kind, len(devices)) if len(devices) > 1 else (None, _computes(kind))
@@ -56,7 +67,11 @@ def _query(kind: str) -> dict[str, str | None]:
     nothing = dict.fromkeys(FIELDS)
     if kind == "cpu" or shutil.which("nvidia-smi") is None:
         return nothing
-    command = ["nvidia-smi", f"--query-gpu={','.join(FIELDS.values())}", "--format=csv,noheader,nounits"]
+    command = [
+        "nvidia-smi",
+        f"--query-gpu={','.join(FIELDS.values())}",
+        "--format=csv,noheader,nounits",
+    ]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     values = [field.strip() for field in answer.stdout.partition("\n")[0].split(",")]
     return dict(zip(FIELDS, values, strict=True)) if len(values) == len(FIELDS) else nothing
@@ -68,18 +83,25 @@ def _computes(kind: str) -> bool:
 
 
 def _all_reduce(kind: str, size: int) -> tuple[float, bool]:
-    """Return the bytes a second of an all-reduce over all GPUs in GB, and whether its sums are exact."""
+    """Return the bytes a second of an all-reduce over all GPUs in GB, and whether its sums are
+    exact.
+    """
     server, place = serve_place("127.0.0.1")
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    ends = [context.Process(target=_rank, args=(place, kind, rank, size, results), daemon=True) for rank in range(size)]
+    ends = [
+        context.Process(target=_rank, args=(place, kind, rank, size, results), daemon=True)
+        for rank in range(size)
+    ]
     for end in ends:
         end.start()
     found = [results.get(timeout=90) for _ in ends]
     for end in ends:
         end.join()
     server.close()
-    return round(SIZE[kind] / 1e9 / max(seconds for seconds, _ in found), 3), all(exact for _, exact in found)
+    return round(SIZE[kind] / 1e9 / max(seconds for seconds, _ in found), 3), all(
+        exact for _, exact in found
+    )
 
 
 def _rank(place: MeetingPlace, kind: str, rank: int, size: int, results: Any) -> None:

@@ -1,10 +1,11 @@
 """Measure and check weight transfer between two processes on one GPU (CUDA IPC).
 
-One process packs versions as a learner does, this one reads them as a server does, digest included. ratio_to_copy is
-the speed against a copy of the same bytes within this process, ratio_to_local against such a copy with the same digest.
-Checks: every bit that was read, complete and while it was packed; a version overwritten during a read is refused; after
-the learner is killed by SIGKILL during a read, the server's memory is unchanged, its GPU computes, the learner's memory
-is free, and a second learner can be read. On a CPU the same code uses shared host memory.
+One process packs versions as a learner does, this one reads them as a server does, digest included.
+ratio_to_copy is the speed against a copy of the same bytes within this process, ratio_to_local
+against such a copy with the same digest. Checks: every bit that was read, complete and while it was
+packed; a version overwritten during a read is refused; after the learner is killed by SIGKILL
+during a read, the server's memory is unchanged, its GPU computes, the learner's memory is free, and
+a second learner can be read. On a CPU the same code uses shared host memory.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ WAIT_S: Final = 120.0
 LET_GO_S: Final = 20.0  # until the driver has taken back what a killed process had
 SETTLED_S: Final = 1.0
 SPARE_BYTES: Final = 64 << 20  # for kernels loaded between two readings
-LEFT_BEHIND: Final = 0.25  # of the learner's two buffers may still be missing then, for others use the GPU, too
+# of the learner's two buffers may still be missing then, for others use the GPU, too
+LEFT_BEHIND: Final = 0.25
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -69,7 +71,8 @@ class _Learner:
     """The other process, as this one speaks to it."""
 
     def __init__(self, process: Any, line: Connection) -> None:
-        self.process, self._line = process, line
+        self.process = process
+        self._line = line
 
     def asks(self, *words: Any) -> Any:
         self.says(*words)
@@ -90,19 +93,27 @@ class _Learner:
 class _Server:
     """This process: a device, buffers on it, and a window on the learner's."""
 
-    def __init__(self, options: argparse.Namespace, shape: common.ModelShape, bucket_mib: float) -> None:
-        self.options, self.shape, self.bucket_mib, self.kind = options, shape, bucket_mib, options.device
+    def __init__(
+        self, options: argparse.Namespace, shape: common.ModelShape, bucket_mib: float
+    ) -> None:
+        self.options = options
+        self.shape = shape
+        self.bucket_mib = bucket_mib
+        self.kind = options.device
         self.device = _device(self.kind)
         self.tensors = tensors_of(shape, self.kind)
         self.plan = plan_of(self.tensors, bucket_mib)
-        self.flat, self.held = FlatBuffer(self.plan, self.kind), FlatBuffer(self.plan, self.kind)
+        self.flat = FlatBuffer(self.plan, self.kind)
+        self.held = FlatBuffer(self.plan, self.kind)
         self.window: SegmentReader | None = None
 
     @contextmanager
     def learner(self) -> Iterator[_Learner]:
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
-        process = context.Process(target=_learn, args=(there, self.kind, self.shape, self.bucket_mib))
+        process = context.Process(
+            target=_learn, args=(there, self.kind, self.shape, self.bucket_mib)
+        )
         process.start()
         there.close()
         try:
@@ -115,11 +126,20 @@ class _Server:
         """Read the version into ``flat`` and return its digest."""
         assert self.window is not None, "open it first"
         return combine(
-            self.window.take(version, self.flat.bucket, WaitMonitor(), timeout_s=5.0, done=done, peek=lambda: None)
+            self.window.take(
+                version,
+                self.flat.bucket,
+                WaitMonitor(),
+                timeout_s=5.0,
+                done=done,
+                peek=lambda: None,
+            )
         )
 
     def speeds(self, learner: _Learner) -> tuple[dict[str, Any], dict[str, bool]]:
-        """Measure reads of a complete version and of one being packed, alternating with local copies."""
+        """Measure reads of a complete version and of one being packed, alternating with local
+        copies.
+        """
         exact = self.reads(0, learner.asks("address"))
         other = FlatBuffer(self.plan, self.kind)
 
@@ -142,7 +162,10 @@ class _Server:
         exact_following = followed == learner.hears() and self._holds(1)
         size = self.plan.size_bytes / 1e9
         rates = {"device_copy": "copy", "copy_and_digest": "local", "ipc": "ipc"}
-        figures: dict[str, Any] = {"size_bytes": self.plan.size_bytes, "buckets": len(self.plan.buckets)}
+        figures: dict[str, Any] = {
+            "size_bytes": self.plan.size_bytes,
+            "buckets": len(self.plan.buckets),
+        }
         for name, kind in rates.items():
             figures[f"{name}_gbytes_per_s"] = round(size / statistics.median(taken[kind]), 3)
         figures["packed_and_read_gbytes_per_s"] = round(size / following_s, 3)
@@ -167,7 +190,9 @@ class _Server:
         return False
 
     def killed(self, learner: _Learner) -> bool:
-        """Whether a learner that is killed while it is read leaves this process what it holds, and the GPU working."""
+        """Whether a learner that is killed while it is read leaves this process what it holds, and
+        the GPU working.
+        """
         self.held.buffer.copy_(self.flat.buffer)
         before = self.held.digest()
 
@@ -183,14 +208,19 @@ class _Server:
         return came and self.held.digest() == before
 
     def reads(self, version: int, address: str | None = None) -> bool:
-        """Decide whether a version read from ``address``, the memory of the learner, is exact bit by bit."""
+        """Decide whether a version read from ``address``, the memory of the learner, is exact bit
+        by bit.
+        """
         if address is not None:
             self.window = SegmentReader(address, self.plan, self.device)
         self.read(version)
         return self._holds(version)
 
     def _holds(self, version: int) -> bool:
-        return all(torch.equal(self.flat.tensors[name], tensor + version) for name, tensor in self.tensors.items())
+        return all(
+            torch.equal(self.flat.tensors[name], tensor + version)
+            for name, tensor in self.tensors.items()
+        )
 
     def close(self) -> None:
         if self.window is not None:
@@ -202,12 +232,16 @@ class _Server:
         return torch.cuda.mem_get_info()[0] if self.kind == "cuda" else 0
 
     def settled_bytes(self) -> int:
-        """Return the free memory once it has not grown for a second: a killed process's is taken back late."""
-        free, since = self.free_bytes(), time.monotonic()
+        """Return the free memory once it has not grown for a second: a killed process's is taken
+        back late.
+        """
+        free = self.free_bytes()
+        since = time.monotonic()
         while time.monotonic() - since < SETTLED_S and self.kind == "cuda":
             time.sleep(0.1)
             if (now := self.free_bytes()) > free + SPARE_BYTES:
-                free, since = now, time.monotonic()
+                free = now
+                since = time.monotonic()
         return max(free, self.free_bytes())
 
     def freed(self, before: int) -> bool:
@@ -224,7 +258,9 @@ def _device(kind: str) -> SharedDevice | None:
 
 
 def _learn(line: Connection, kind: str, shape: common.ModelShape, bucket_mib: float) -> None:
-    """Run the learner: version N adds N to each element; answer a ``write`` at its start and with the digest."""
+    """Run the learner: version N adds N to each element; answer a ``write`` at its start and with
+    the digest.
+    """
     tensors = tensors_of(shape, kind)
     plan = plan_of(tensors, bucket_mib)
     segment = SharedSegment(plan, _device(kind))

@@ -1,10 +1,12 @@
-"""Measure the torch backend's training step on sequences of several lengths: tokens/s, MFU and peak memory.
+"""Measure the torch backend's training step on sequences of several lengths: tokens/s, MFU and peak
+memory.
 
-A step is a gradient over --tokens tokens in sequences of each of --lengths, in micro-batches, and the optimizer's
-update. ``mfu`` counts 6 N + 12 L H Q T operations per token (PaLM, appendix B) against the device's dense bf16 peak,
-``mfu_causal`` 6 N + 6 L H Q T, as a causal kernel computes only half of the attention; neither counts gradient
-checkpointing's second forward pass. Both are null if the device's peak is not in the table. ``plan_gib`` is the peak
-memory that ``rlearner plan`` expects. Figures of the first length have plain names, those of others end in its number.
+A step is a gradient over --tokens tokens in sequences of each of --lengths, in micro-batches, and
+the optimizer's update. ``mfu`` counts 6 N + 12 L H Q T operations per token (PaLM, appendix B)
+against the device's dense bf16 peak, ``mfu_causal`` 6 N + 6 L H Q T, as a causal kernel computes
+only half of the attention; neither counts gradient checkpointing's second forward pass. Both are
+null if the device's peak is not in the table. ``plan_gib`` is the peak memory that ``rlearner
+plan`` expects. Figures of the first length have plain names, those of others end in its number.
 """
 
 from __future__ import annotations
@@ -32,11 +34,17 @@ from rlearner_text.config import ModelSection
 
 def main(arguments: list[str] | None = None) -> int:
     made = common.parser(__doc__)
-    made.add_argument("--backend", default="torch", help="one that trains in this process (%(default)s)")
+    made.add_argument(
+        "--backend", default="torch", help="one that trains in this process (%(default)s)"
+    )
     made.add_argument("--tokens", type=int, default=None, help="of one step (131072, or 1024)")
-    made.add_argument("--lengths", type=_lengths, default=None, help="of a sequence (16384,4096, or 128,64)")
+    made.add_argument(
+        "--lengths", type=_lengths, default=None, help="of a sequence (16384,4096, or 128,64)"
+    )
     made.add_argument("--micro-batch-tokens", type=int, default=None, help="(16384, or 512)")
-    made.add_argument("--no-gradient-checkpointing", dest="gradient_checkpointing", action="store_false")
+    made.add_argument(
+        "--no-gradient-checkpointing", dest="gradient_checkpointing", action="store_false"
+    )
     made.add_argument("--repeats", type=int, default=5)
     return common.run(_measure, made, arguments)
 
@@ -48,7 +56,9 @@ def sample(length: int, vocab: int, rng: np.random.Generator) -> TrainSample:
     ids = rng.integers(3, vocab, length).astype(np.int32)
     logprobs = np.full(length, -math.log(vocab), np.float32)
     advantages = rng.normal(size=length).astype(np.float32)
-    return TrainSample(ids, mask, logprobs, np.where(mask, 0, -1).astype(np.int32), advantages, group=1, reward=0.0)
+    return TrainSample(
+        ids, mask, logprobs, np.where(mask, 0, -1).astype(np.int32), advantages, group=1, reward=0.0
+    )
 
 
 def _lengths(text: str) -> list[int]:
@@ -63,7 +73,10 @@ def _measure(options: argparse.Namespace, device: str) -> int:
     shape, dtype = (common.TINY, "float32") if options.tiny else (common.HALF_BILLION, "bfloat16")
     lengths = options.lengths or ([128, 64] if options.tiny else [16_384, 4096])
     figures: dict[str, Any] = {"backend": options.backend, "dtype": dtype, "lengths": lengths}
-    figures |= {"gradient_checkpointing": options.gradient_checkpointing, "peak_flops": common.peak_flops(device)}
+    figures |= {
+        "gradient_checkpointing": options.gradient_checkpointing,
+        "peak_flops": common.peak_flops(device),
+    }
     settings = ModelSection.model_validate({"dtype": dtype})
     train = TrainSection.model_validate(
         {
@@ -92,7 +105,11 @@ def _measure(options: argparse.Namespace, device: str) -> int:
 
 
 def _measure_length(
-    options: argparse.Namespace, backend: Any, shape: common.ModelShape, length: int, peak: float | None
+    options: argparse.Namespace,
+    backend: Any,
+    shape: common.ModelShape,
+    length: int,
+    peak: float | None,
 ) -> dict[str, Any]:
     """Return the figures of steps on sequences of one length."""
     tokens = options.tokens or (1024 if options.tiny else 131_072)
@@ -101,13 +118,22 @@ def _measure_length(
     metrics: list[dict[str, float]] = []
     _reset_peak(options.device)
     taken = common.seconds(
-        lambda: metrics.append(_step(backend, samples)), options.device, repeats=options.repeats, warm_up=1
+        lambda: metrics.append(_step(backend, samples)),
+        options.device,
+        repeats=options.repeats,
+        warm_up=1,
     )
     read = sum(each.num_inputs for each in samples)
     rates = [read / each for each in taken]
     rate = statistics.median(rates)
-    figures: dict[str, Any] = {"tokens_per_s": round(rate, 1), "tokens_per_s_low": round(min(rates), 1)}
-    figures |= {"tokens_per_s_high": round(max(rates), 1), "step_s": round(statistics.median(taken), 4)}
+    figures: dict[str, Any] = {
+        "tokens_per_s": round(rate, 1),
+        "tokens_per_s_low": round(min(rates), 1),
+    }
+    figures |= {
+        "tokens_per_s_high": round(max(rates), 1),
+        "step_s": round(statistics.median(taken), 4),
+    }
     for name, causal in (("mfu", False), ("mfu_causal", True)):
         flops = common.train_flops_per_token(shape, length, causal=causal)
         share = common.mfu(rate, flops, peak)

@@ -43,13 +43,18 @@ def make_requests(
     name: str = "r",
     seed: int = 0,
 ) -> list[wire.GenerateRequest]:
-    """Random prompts and fixed output lengths, both between two bounds; the same seed gives the same ones."""
+    """Random prompts and fixed output lengths, both between two bounds; the same seed gives the
+    same ones.
+    """
     rng = np.random.default_rng(seed)
     made = []
     for index in range(number):
         ids = rng.integers(3, vocab, rng.integers(prompt[0], prompt[1] + 1))
         sampling = wire.SamplingParams(
-            max_tokens=int(rng.integers(output[0], output[1] + 1)), temperature=temperature, ignore_eos=True, seed=index
+            max_tokens=int(rng.integers(output[0], output[1] + 1)),
+            temperature=temperature,
+            ignore_eos=True,
+            seed=index,
         )
         made.append(
             wire.GenerateRequest(
@@ -78,7 +83,9 @@ def section(options: argparse.Namespace, number: int, context: int) -> RolloutSe
 
 
 @asynccontextmanager
-async def bare(options: argparse.Namespace, model: str, settings: RolloutSection, dtype: str) -> AsyncIterator[Engine]:
+async def bare(
+    options: argparse.Namespace, model: str, settings: RolloutSection, dtype: str
+) -> AsyncIterator[Engine]:
     """Yield the engine in this process, ready for requests."""
     device = "cpu" if options.device == "cpu" else "cuda"
     engine: Engine = resolve("engines", options.engine, ENGINES)(
@@ -92,21 +99,46 @@ async def bare(options: argparse.Namespace, model: str, settings: RolloutSection
 
 
 @asynccontextmanager
-async def served(options: argparse.Namespace, model: str, settings: RolloutSection, dtype: str) -> AsyncIterator[Ask]:
-    """Yield a function that sends requests to a rollout server; raise UserError if the server does not start."""
+async def served(
+    options: argparse.Namespace, model: str, settings: RolloutSection, dtype: str
+) -> AsyncIterator[Ask]:
+    """Yield a function that sends requests to a rollout server; raise UserError if the server does
+    not start.
+    """
     with tempfile.TemporaryDirectory() as folder, BrokerServer(folder + "/broker") as broker:
         bus = await Bus.connect(broker.url, "bench-gpu", name="bench", deadline_s=30.0)
         await bus.ensure_streams()
-        domains = {"lake": {"env": "frozenlake", "max_context_tokens": 32, "sampling": {"max_tokens": 4}}}
+        domains = {
+            "lake": {"env": "frozenlake", "max_context_tokens": 32, "sampling": {"max_tokens": 4}}
+        }
         rollout = settings.model_dump(mode="json") | {"policy": "actor"}
-        config = runspec.validate({"rollout": rollout, "model": {"dtype": dtype}, "domains": domains})
-        spec = wire.RunSpec(run="bench-gpu", wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=model)
+        config = runspec.validate(
+            {"rollout": rollout, "model": {"dtype": dtype}, "domains": domains}
+        )
+        spec = wire.RunSpec(
+            run="bench-gpu",
+            wire_version=wire.WIRE_VERSION,
+            epoch=0,
+            config=config,
+            model_path=model,
+        )
         await runspec.publish_runspec(bus, spec)
-        roster, client = Roster(bus), carriers.connect("zmq", bus)
+        roster = Roster(bus)
+        client = carriers.connect("zmq", bus)
         await roster.start()
         log_path = Path(folder) / "server.log"
         gpus = "cpu" if options.device == "cpu" else "auto"
-        command = [sys.executable, "-m", "rollout.cli", "--broker", broker.url, "--run", "bench-gpu", "--id", "bench-1"]
+        command = [
+            sys.executable,
+            "-m",
+            "rollout.cli",
+            "--broker",
+            broker.url,
+            "--run",
+            "bench-gpu",
+            "--id",
+            "bench-1",
+        ]
         with log_path.open("wb") as log:
             environment = {**os.environ, "RL_RUN": "", "RL_BROKER": ""}
             child = spawn([*command, "--gpus", gpus, "--policy", POLICY], log, env=environment)

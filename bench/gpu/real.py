@@ -1,10 +1,11 @@
-"""Train a pretrained model on generated additions: held-out success before and after, and the time of a step.
+"""Train a pretrained model on generated additions: held-out success before and after, and the time
+of a step.
 
     python -m bench.gpu.real [--model FILE.gguf | FOLDER] [--steps 60] [--device cpu --tiny]
 
-The model is models/*.gguf by default, as a bundle with a model leaves it, converted first (package ``gguf``). New
-weights travel through the GPU's memory (``train.weights_backend=ipc``). ``--tiny`` trains a generated model for two
-steps, which shows only that it runs.
+The model is models/*.gguf by default, as a bundle with a model leaves it, converted first (package
+``gguf``). New weights travel through the GPU's memory (``train.weights_backend=ipc``). ``--tiny``
+trains a generated model for two steps, which shows only that it runs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ RUN: Final = "real"
 
 def main(arguments: list[str] | None = None) -> int:
     parser = common.parser(__doc__)
-    parser.add_argument("--model", type=Path, metavar="PATH", help=f"GGUF file or folder of a model ({GGUF})")
+    parser.add_argument(
+        "--model", type=Path, metavar="PATH", help=f"GGUF file or folder of a model ({GGUF})"
+    )
     parser.add_argument("--steps", type=int, default=None, help="optimizer steps (60, or 2)")
     return common.run(_measure, parser, arguments)
 
@@ -39,36 +42,74 @@ def main(arguments: list[str] | None = None) -> int:
 def settings(options: argparse.Namespace, model: Path | None, folder: str) -> list[str]:
     """Return the overrides of configs/arithmetic.yaml."""
     steps = options.steps or (2 if options.tiny else 60)
-    values: dict[str, Any] = {"run.name": RUN, "run.dir": folder, "train.steps": steps, "train.device": options.device}
+    values: dict[str, Any] = {
+        "run.name": RUN,
+        "run.dir": folder,
+        "train.steps": steps,
+        "train.device": options.device,
+    }
     values |= {"eval.every_steps": steps, "checkpoint.every_steps": steps}
     if model is not None:
         values["model.path"] = str(model)
     if options.device == "cuda":
         values |= {"train.weights_backend": "ipc", "rollout.num_threads": 0, "train.num_threads": 0}
     if options.tiny:
-        values |= {"eval.tasks": 8, "train.groups_per_step": 2, "train.warmup_steps": 0, "model.dtype": "float32"}
+        values |= {
+            "eval.tasks": 8,
+            "train.groups_per_step": 2,
+            "train.warmup_steps": 0,
+            "model.dtype": "float32",
+        }
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
 def _measure(options: argparse.Namespace, device: str) -> int:
     with tempfile.TemporaryDirectory() as folder:
-        model = None if options.tiny and options.model is None else _model_folder(options.model, Path(folder))
+        model = (
+            None
+            if options.tiny and options.model is None
+            else _model_folder(options.model, Path(folder))
+        )
         began = time.monotonic()
         words = ["up", "configs/arithmetic.yaml", *settings(options, model, folder)]
-        code = subprocess.run([sys.executable, "-m", "rlearner.cli", *words], check=False).returncode
+        code = subprocess.run(
+            [sys.executable, "-m", "rlearner.cli", *words], check=False
+        ).returncode
         seconds = time.monotonic() - began
         audit = [sys.executable, "-m", "rlearner.cli", "audit", f"{folder}/{RUN}", "--json"]
         audited = subprocess.run(audit, capture_output=True, check=False).returncode == 0
         metrics = Path(folder, RUN, "metrics.jsonl")
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+        lines = (
+            [json.loads(line) for line in metrics.read_text().splitlines()]
+            if metrics.is_file()
+            else []
+        )
     rates = successes(lines)
-    figures: dict[str, Any] = {"seconds": round(seconds, 1), "step_s": step_seconds(lines), "audit": audited}
+    figures: dict[str, Any] = {
+        "seconds": round(seconds, 1),
+        "step_s": step_seconds(lines),
+        "audit": audited,
+    }
     figures |= {"success_before": rates[0], "success_after": rates[-1]} if rates else {}
-    checks = {"exit_code_0": code == 0, "audit": audited, "evaluated_before_and_after": len(rates) >= 2}
+    checks = {
+        "exit_code_0": code == 0,
+        "audit": audited,
+        "evaluated_before_and_after": len(rates) >= 2,
+    }
     if not options.tiny:
         checks["it_learned"] = len(rates) >= 2 and rates[-1] > rates[0] + 0.1
     failed = [name for name, is_met in checks.items() if not is_met]
-    print(json.dumps({"bench": "bench.gpu.real", "device": device, **figures, "checks": checks, "failed": failed}))
+    print(
+        json.dumps(
+            {
+                "bench": "bench.gpu.real",
+                "device": device,
+                **figures,
+                "checks": checks,
+                "failed": failed,
+            }
+        )
+    )
     return 1 if failed else 0
 
 

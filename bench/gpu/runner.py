@@ -1,4 +1,6 @@
-"""Runs steps one after the other, each in a process of its own with a time limit, and keeps their outcomes."""
+"""Runs steps one after the other, each in a process of its own with a time limit, and keeps their
+outcomes.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def run_steps(
     say: Say = print,
     variables: Mapping[str, str] | None = None,
 ) -> None:
-    """Run what has not run yet; after each step, the state is in the file ``out``, its output in a log next to it.
+    """Run what has not run yet; after each step, the state is in the file ``out``, its output in a
+    log next to it.
 
     Args:
         total_s: time for all steps, those of earlier calls included.
@@ -59,10 +62,15 @@ def run_steps(
             state.steps[step.name] = replace(outcome, commit=current_commit())
         outcome = state.steps[step.name]
         write_state(out, state)
-        say(f"{step.name}: {outcome.state} in {outcome.seconds:.0f} s" + (f": {outcome.reason}" * bool(outcome.reason)))
+        say(
+            f"{step.name}: {outcome.state} in {outcome.seconds:.0f} s"
+            + (f": {outcome.reason}" * bool(outcome.reason))
+        )
 
 
-def run_one(step: Step, machine: Machine, log: Path, limit_s: float, variables: Mapping[str, str]) -> Outcome:
+def run_one(
+    step: Step, machine: Machine, log: Path, limit_s: float, variables: Mapping[str, str]
+) -> Outcome:
     """Run one step to its end or its limit; end what it started."""
     began = time.monotonic()
     with log.open("wb") as file:
@@ -73,7 +81,9 @@ def run_one(step: Step, machine: Machine, log: Path, limit_s: float, variables: 
             code = None
         finally:
             _end(child)
-    return _outcome(code, limit_s, time.monotonic() - began, log.read_text(encoding="utf-8", errors="replace"))
+    return _outcome(
+        code, limit_s, time.monotonic() - began, log.read_text(encoding="utf-8", errors="replace")
+    )
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
@@ -88,7 +98,8 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _outcome(code: int | None, limit_s: float, seconds: float, text: str) -> Outcome:
-    lines, took = text.strip().splitlines(), round(seconds, 1)
+    lines = text.strip().splitlines()
+    took = round(seconds, 1)
     result = _result(lines)
     if code is None:
         return Outcome("timed out", took, f"it did not end within {limit_s:g} s", result)
@@ -96,7 +107,11 @@ def _outcome(code: int | None, limit_s: float, seconds: float, text: str) -> Out
         return Outcome("passed", took, "", result)
     error = next((line for line in reversed(lines) if line.startswith("error: ")), "")
     last = (error or lines[-1])[:300] if lines else "it printed nothing"
-    reason = f"failed checks: {', '.join(result['failed'])}" if result.get("failed") else f"exit code {code}: {last}"
+    reason = (
+        f"failed checks: {', '.join(result['failed'])}"
+        if result.get("failed")
+        else f"exit code {code}: {last}"
+    )
     return Outcome("failed", took, reason, result)
 
 

@@ -15,7 +15,9 @@ MANIFEST: Final = ROOT / "bench" / "manifest.json"  # install.sh leaves the bund
 
 @cache
 def current_commit() -> str:
-    """Return the commit of the clone or of the bundle from which this was installed; empty if neither tells."""
+    """Return the commit of the clone or of the bundle from which this was installed; empty if
+    neither tells.
+    """
     if MANIFEST.is_file():
         return str(json.loads(MANIFEST.read_text(encoding="utf-8"))["commit"])
     if shutil.which("git") is None:

@@ -14,7 +14,9 @@ from broker.system.private_files import private_write
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one step ended: passed, failed, timed out or left out, with the reason of anything but passed."""
+    """How one step ended: passed, failed, timed out or left out, with the reason of anything but
+    passed.
+    """
 
     state: str
     seconds: float = 0.0
@@ -53,11 +55,15 @@ def read_state(path: Path) -> State:
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return State(found["device"], {name: Outcome(**one) for name, one in found["steps"].items()})
+        return State(
+            found["device"], {name: Outcome(**one) for name, one in found["steps"].items()}
+        )
     except FileNotFoundError:
         return State()
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{path}: not a file of bench.gpu; name another with --out, or remove it") from None
+        raise UserError(
+            f"{path}: not a file of bench.gpu; name another with --out, or remove it"
+        ) from None
 
 
 def write_state(path: Path, state: State) -> None:

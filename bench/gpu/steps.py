@@ -1,4 +1,6 @@
-"""The steps of ``python -m bench.gpu`` in their order, and why one is left out. Pure but for looking at packages."""
+"""The steps of ``python -m bench.gpu`` in their order, and why one is left out. Pure but for
+looking at packages.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ GGUF: Final = "models/*.gguf"  # where install.sh leaves the model of a bundle
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices, by the step ``driver``; ``kind`` cpu runs everything small, to show that it runs."""
+    """The devices, by the step ``driver``; ``kind`` cpu runs everything small, to show that it
+    runs.
+    """
 
     kind: Literal["cuda", "cpu"]
     devices: tuple[str, ...]
@@ -55,13 +59,19 @@ class Step:
 
     def command(self, machine: Machine) -> list[str]:
         """Return the words that start it."""
-        return [sys.executable, "-m", self.module, *(self.cpu if machine.kind == "cpu" else self.options)]
+        return [
+            sys.executable,
+            "-m",
+            self.module,
+            *(self.cpu if machine.kind == "cpu" else self.options),
+        ]
 
 
 ENGINE: Final = ("tokens_per_s_64", "ratio_64", "tokens_per_s", "ratio", "identical_tokens")
 VLLM: Final = ("--engine", "vllm", "--engine-args", '{"gpu_memory_utilization": 0.4}')
 
-# The first decides whether the others can work at all; then what is short and says most, the longest last.
+# The first decides whether the others can work at all; then what is short and says most, the
+# longest last.
 STEPS: Final = (
     Step("driver", "driver, torch and NCCL; a collective over all GPUs", "bench.gpu.driver", (), 5, 90,
          ("driver", "torch", "cuda", "nccl", "transformers", "sm_mhz_max", "power_limit_w", "all_reduce_gbytes_per_s"),
@@ -106,7 +116,9 @@ def exists(name: str) -> bool:
         return False
 
 
-def why_left_out(step: Step, machine: Machine, left_s: float, installed: Callable[[str], bool] = exists) -> str:
+def why_left_out(
+    step: Step, machine: Machine, left_s: float, installed: Callable[[str], bool] = exists
+) -> str:
     """Return why a step does not run now; empty if it does.
 
     Args:
@@ -126,8 +138,14 @@ def why_left_out(step: Step, machine: Machine, left_s: float, installed: Callabl
 
 
 def chosen(names: Sequence[str], steps: Sequence[Step] = STEPS) -> list[Step]:
-    """Return the steps of these names in their order; all without names. A name is a step's or its beginning."""
-    wanted = [step for step in steps if not names or any(step.name.startswith(name) for name in names)]
+    """Return the steps of these names in their order; all without names. A name is a step's or its
+    beginning.
+    """
+    wanted = [
+        step for step in steps if not names or any(step.name.startswith(name) for name in names)
+    ]
     if unknown := [name for name in names if not any(step.name.startswith(name) for step in steps)]:
-        raise ValueError(f"--only {unknown[0]}: no such step; there are {', '.join(step.name for step in steps)}")
+        raise ValueError(
+            f"--only {unknown[0]}: no such step; there are {', '.join(step.name for step in steps)}"
+        )
     return wanted

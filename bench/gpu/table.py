@@ -1,4 +1,6 @@
-"""Writes the outcomes of ``python -m bench.gpu`` as a table, and as one line of JSON. Pure but for the file."""
+"""Writes the outcomes of ``python -m bench.gpu`` as a table, and as one line of JSON. Pure but for
+the file.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,19 @@ def table(steps: Sequence[Step], state: State, day: str, commit: str = "") -> st
     lines = [f"{heading}:", "", "| step | outcome | figures |", "|---|---|---|"]
     for step in steps:
         outcome = state.steps.get(step.name, Outcome("not run"))
-        found = {name: outcome.result[name] for name in step.figures if outcome.result.get(name) is not None}
+        found = {
+            name: outcome.result[name]
+            for name in step.figures
+            if outcome.result.get(name) is not None
+        }
         shown = [f"{name} {_figure(value)}" for name, value in found.items()]
-        why = f": {outcome.reason}" if outcome.reason else f", {outcome.seconds:.0f} s" if outcome.seconds else ""
+        why = (
+            f": {outcome.reason}"
+            if outcome.reason
+            else f", {outcome.seconds:.0f} s"
+            if outcome.seconds
+            else ""
+        )
         if outcome.commit != commit and outcome.finished and outcome.commit:
             why += f", commit {outcome.commit[:8]}"
         cells = (step.name, outcome.state + why, ", ".join(shown))
@@ -71,7 +83,9 @@ def last_line(steps: Sequence[Step], state: State) -> str:
     for step in steps:
         if (outcome := state.steps.get(step.name)) is not None:
             by_state[outcome.state].append(step.name)
-            figures[step.name] = {name: outcome.result[name] for name in step.figures if name in outcome.result}
+            figures[step.name] = {
+                name: outcome.result[name] for name in step.figures if name in outcome.result
+            }
     named = {name.replace(" ", "_"): found for name, found in by_state.items()}
     line = {
         "bench": "bench.gpu",

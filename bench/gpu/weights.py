@@ -1,9 +1,10 @@
 """Measure weight transfer between devices in GB/s, against the limits of device and link.
 
-One GPU suffices for device_copy (between buffers on it), pack (a model's tensors into the channel's buffer), digest (of
-that buffer), to_host and from_host (pinned memory). Two are needed for link (a copy between them), broadcast (one NCCL
-broadcast of the whole buffer) and channel (the same bytes in buckets, digested on arrival), whose ratio to broadcast is
-ratio_transfer. NCCL does not accept two members on one GPU; with one GPU these are null.
+One GPU suffices for device_copy (between buffers on it), pack (a model's tensors into the channel's
+buffer), digest (of that buffer), to_host and from_host (pinned memory). Two are needed for link (a
+copy between them), broadcast (one NCCL broadcast of the whole buffer) and channel (the same bytes
+in buckets, digested on arrival), whose ratio to broadcast is ratio_transfer. NCCL does not accept
+two members on one GPU; with one GPU these are null.
 """
 
 from __future__ import annotations
@@ -40,8 +41,16 @@ def _measure(options: argparse.Namespace, device: str) -> int:
     figures, checks = _alone(options, shape, bucket_mib)
     ends = torch.cuda.device_count() if options.device == "cuda" else 2
     if ends < 2:
-        print("one GPU: link, broadcast and channel need two, for NCCL takes no two members on one", flush=True)
-        names = ("link_gbytes_per_s", "broadcast_gbytes_per_s", "channel_gbytes_per_s", "ratio_transfer")
+        print(
+            "one GPU: link, broadcast and channel need two, for NCCL takes no two members on one",
+            flush=True,
+        )
+        names = (
+            "link_gbytes_per_s",
+            "broadcast_gbytes_per_s",
+            "channel_gbytes_per_s",
+            "ratio_transfer",
+        )
         between: dict[str, Any] = dict.fromkeys(names)
     else:
         between, exact = _between(options, shape, bucket_mib)
@@ -50,16 +59,24 @@ def _measure(options: argparse.Namespace, device: str) -> int:
     return common.finish("weights", device, shape, figures, checks)
 
 
-def tensors_of(shape: common.ModelShape, device: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+def tensors_of(
+    shape: common.ModelShape, device: str, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, torch.Tensor]:
     """Return random tensors of a model by name."""
-    hidden, inner = shape.hidden, shape.intermediate
-    heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    hidden = shape.hidden
+    inner = shape.intermediate
+    heads = shape.heads * shape.head_dim
+    kv = shape.kv_heads * shape.head_dim
     sizes: dict[str, tuple[int, ...]] = {"embed": (shape.vocab, hidden), "norm": (hidden,)}
     for layer in range(shape.layers):
         at = f"layers.{layer}"
         sizes |= {f"{at}.q": (heads, hidden), f"{at}.k": (kv, hidden)}
         sizes |= {f"{at}.v": (kv, hidden), f"{at}.o": (hidden, heads)}
-        sizes |= {f"{at}.gate": (inner, hidden), f"{at}.up": (inner, hidden), f"{at}.down": (hidden, inner)}
+        sizes |= {
+            f"{at}.gate": (inner, hidden),
+            f"{at}.up": (inner, hidden),
+            f"{at}.down": (hidden, inner),
+        }
         sizes |= {f"{at}.q_norm": (shape.head_dim,), f"{at}.k_norm": (shape.head_dim,)}
         sizes |= {f"{at}.norm1": (hidden,), f"{at}.norm2": (hidden,)}
     torch.manual_seed(0)
@@ -82,16 +99,23 @@ def _alone(
     flat.fill(tensors)
     figures: dict[str, Any] = {"size_bytes": plan.size_bytes, "buckets": len(plan.buckets)}
     figures |= {"device_copy_gbytes_per_s": rate(lambda: other.copy_(flat.buffer))}
-    figures |= {"pack_gbytes_per_s": rate(lambda: flat.fill(tensors)), "digest_gbytes_per_s": rate(flat.digest)}
+    figures |= {
+        "pack_gbytes_per_s": rate(lambda: flat.fill(tensors)),
+        "digest_gbytes_per_s": rate(flat.digest),
+    }
     figures |= {"to_host_gbytes_per_s": rate(lambda: pinned.copy_(flat.buffer, non_blocking=True))}
-    figures |= {"from_host_gbytes_per_s": rate(lambda: flat.buffer.copy_(pinned, non_blocking=True))}
+    figures |= {
+        "from_host_gbytes_per_s": rate(lambda: flat.buffer.copy_(pinned, non_blocking=True))
+    }
     blocks, embedding = common.num_parameters(shape)
     same = all(torch.equal(flat.tensors[name], tensor) for name, tensor in tensors.items())
     holds = sum(tensor.numel() for tensor in tensors.values()) == blocks + embedding
     return figures, {"packed_bit_by_bit": same, "tensors_hold_every_parameter": holds}
 
 
-def _between(options: argparse.Namespace, shape: common.ModelShape, bucket_mib: float) -> tuple[dict[str, Any], bool]:
+def _between(
+    options: argparse.Namespace, shape: common.ModelShape, bucket_mib: float
+) -> tuple[dict[str, Any], bool]:
     server, place = serve_place(HOST)
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
@@ -116,21 +140,40 @@ def _between(options: argparse.Namespace, shape: common.ModelShape, bucket_mib: 
 def _link(shape: common.ModelShape, options: argparse.Namespace) -> float:
     """Measure copies from the first GPU to the second."""
     size = plan_of(tensors_of(shape, "meta"), 256.0).size_bytes
-    source, target = (torch.zeros(size, dtype=torch.uint8, device=f"cuda:{index}") for index in range(2))
+    source, target = (
+        torch.zeros(size, dtype=torch.uint8, device=f"cuda:{index}") for index in range(2)
+    )
     taken = common.seconds(lambda: target.copy_(source), "cuda", repeats=options.repeats)
     return round(size / 1e9 / statistics.median(taken), 3)
 
 
 def _end(
-    rank: int, place: MeetingPlace, kind: str, shape: common.ModelShape, bucket_mib: float, repeats: int, results: Any
+    rank: int,
+    place: MeetingPlace,
+    kind: str,
+    shape: common.ModelShape,
+    bucket_mib: float,
+    repeats: int,
+    results: Any,
 ) -> None:
-    """Broadcast in lockstep with the other end; the receiver reports, because it sees the last byte."""
+    """Broadcast in lockstep with the other end; the receiver reports, because it sees the last
+    byte.
+    """
     device = f"cuda:{rank}" if kind == "cuda" else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(rank)
     backend: Literal["nccl", "gloo"] = "nccl" if kind == "cuda" else "gloo"
     store = place.connect()
-    group = WeightGroup(store, "bench", rank, 2, backend=backend, host=HOST, timeout_s=WAIT_S, connect_timeout_s=60.0)
+    group = WeightGroup(
+        store,
+        "bench",
+        rank,
+        2,
+        backend=backend,
+        host=HOST,
+        timeout_s=WAIT_S,
+        connect_timeout_s=60.0,
+    )
     tensors = tensors_of(shape, device)
     flat = FlatBuffer(plan_of(tensors, bucket_mib), device)
     if rank == 0:
@@ -145,15 +188,22 @@ def _end(
     def send(buckets: list[torch.Tensor], done: Callable[[int], None]) -> None:
         group.broadcast(buckets, WaitMonitor(), done=done, peek=lambda: None)
 
-    bare, channel = [], []
+    bare = []
+    channel = []
     for _ in range(repeats):
-        bare += common.seconds(lambda: send([flat.buffer], lambda index: None), kind, repeats=1, warm_up=1)
+        bare += common.seconds(
+            lambda: send([flat.buffer], lambda index: None), kind, repeats=1, warm_up=1
+        )
         channel += common.seconds(lambda: send(parts, arrived), kind, repeats=1, warm_up=1)
     if rank == 0:
         store.set("digest", flat.digest())
     else:
-        exact = combine([digests[index] for index in sorted(digests)]) == store.get("digest").decode()
-        results.put({"bare": bare, "channel": channel, "exact": exact, "size_bytes": flat.plan.size_bytes})
+        exact = (
+            combine([digests[index] for index in sorted(digests)]) == store.get("digest").decode()
+        )
+        results.put(
+            {"bare": bare, "channel": channel, "exact": exact, "size_bytes": flat.plan.size_bytes}
+        )
     store.set(f"done/{rank}", "")
     store.wait([f"done/{1 - rank}"])
 

@@ -1,11 +1,13 @@
-"""Train every algorithm on the quickstart's task, from the same warm start on equal samples; then vary the staleness.
+"""Train every algorithm on the quickstart's task, from the same warm start on equal samples; then
+vary the staleness.
 
     python -m bench.learning [--quick] [--seeds 3] [--workers 2] [--out runs/learning] [--report]
 
-Each run is learner and engine in one process over the real ledger, on one core; a finished run is one file in the
-output folder and is not repeated. `--quick` is one seed of every algorithm. Without it the tables and the plot in
-docs/learning.md are written. The last line is one JSON object: algorithms (start, end, ratio of each) and staleness
-(success and seconds of each loss and lateness).
+Each run is learner and engine in one process over the real ledger, on one core; a finished run is
+one file in the output folder and is not repeated. `--quick` is one seed of every algorithm. Without
+it the tables and the plot in docs/learning.md are written. The last line is one JSON object:
+algorithms (start, end, ratio of each) and staleness (success and seconds of each loss and
+lateness).
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def warm_start(folder: Path, context: str) -> str:
     ).model_path()
 
 
-def collect(folder: Path, arms: Sequence[settings.ArmSettings]) -> tuple[dict[str, Any], dict[str, list[list[float]]]]:
+def collect(
+    folder: Path, arms: Sequence[settings.ArmSettings]
+) -> tuple[dict[str, Any], dict[str, list[list[float]]]]:
     """Return the figures of all finished arms and the curves of the first sweep."""
     starts: dict[str, list[dict[str, Any]]] = {}
     contexts: dict[str, str] = {}
@@ -56,7 +60,10 @@ def collect(folder: Path, arms: Sequence[settings.ArmSettings]) -> tuple[dict[st
             stale.setdefault(arm.name, {}).setdefault(str(arm.max_staleness), []).append(found)
     rows = staleness_rows(stale)
     begun = {name: starts[context] for name, context in contexts.items() if context in starts}
-    figures = {"algorithms": algorithm_rows(begun, {name: algorithms[name] for name in begun}), "staleness": rows}
+    figures = {
+        "algorithms": algorithm_rows(begun, {name: algorithms[name] for name in begun}),
+        "staleness": rows,
+    }
     corrected = [name for name in settings.CORRECTED if name in rows]
     figures["corrected_loss_at_4"] = loss_at(rows, corrected, "4")
     return figures, {name: [one["curve"] for one in found] for name, found in algorithms.items()}
@@ -65,14 +72,21 @@ def collect(folder: Path, arms: Sequence[settings.ArmSettings]) -> tuple[dict[st
 def main() -> int:
     """Run missing arms and report; return 0 if every arm has a result."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.learning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.learning",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="one seed of every algorithm, no staleness sweep")
     add("--seeds", type=int, default=len(settings.SEEDS), help="seeds of each arm (3)")
     add("--workers", type=int, default=os.cpu_count() or 1, help="processes, one core each")
     add("--out", type=Path, default=Path("runs/learning"), help="where results are kept")
-    add("--docs", type=Path, default=None, help="folder of learning.md; docs, and with --quick the output folder")
+    add(
+        "--docs",
+        type=Path,
+        default=None,
+        help="folder of learning.md; docs, and with --quick the output folder",
+    )
     add("--report", action="store_true", help="run nothing: report what is there")
     options = parser.parse_args()
     folder = options.out.absolute()

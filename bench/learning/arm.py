@@ -1,8 +1,10 @@
-"""Run one algorithm over the real ledger, with every group trained exactly ``max_staleness`` versions late.
+"""Run one algorithm over the real ledger, with every group trained exactly ``max_staleness``
+versions late.
 
-The ledger grants tickets for ``max_staleness`` versions ahead. Each is played as soon as it is granted, by the weights
-of that moment, and its group waits in the log: the group granted at version v is trained in step v + max_staleness.
-Before step ``max_staleness`` groups are as late as possible: there is no version before 0.
+The ledger grants tickets for ``max_staleness`` versions ahead. Each is played as soon as it is
+granted, by the weights of that moment, and its group waits in the log: the group granted at version
+v is trained in step v + max_staleness. Before step ``max_staleness`` groups are as late as
+possible: there is no version before 0.
 """
 
 from __future__ import annotations
@@ -50,11 +52,13 @@ class TrainingArm:
     """
 
     def __init__(self, config: dict[str, Any], model_path: str) -> None:
-        self._config, self._path = config, model_path
+        self._config = config
+        self._path = model_path
         self._train = section(config, "train", TrainSection)
         self._algorithm = section(config, "algorithm", AlgorithmSection)
         self._model = section(config, "model", ModelSection)
-        self._domains, self._seed = domains(config), int(config["run"]["seed"])
+        self._domains = domains(config)
+        self._seed = int(config["run"]["seed"])
         self.ledger = Ledger(rules_of(self._train, self._algorithm, self._domains, self._seed))
         self.hub = InlineHub(config, model_path)
         self._granted: list[wire.Ticket] = []
@@ -83,13 +87,18 @@ class TrainingArm:
 
     async def success(self) -> list[int]:
         """Return solved episodes of each held-out task with the current weights."""
-        evaluations = EvaluationQueue(section(self._config, "eval", EvalSection), self._domains, self._seed)
+        evaluations = EvaluationQueue(
+            section(self._config, "eval", EvalSection), self._domains, self._seed
+        )
         tickets = evaluations.start(self.hub.version, "actor", self.hub.version, 0.0)
         finished = None
         for group in await self.hub.play([assignment(ticket) for ticket in tickets]):
             finished = evaluations.apply(group)
         assert finished is not None
-        return [sum(one.successes) for one in sorted(finished.measured, key=lambda one: (one.domain, one.task_index))]
+        return [
+            sum(one.successes)
+            for one in sorted(finished.measured, key=lambda one: (one.domain, one.task_index))
+        ]
 
     def _open(self) -> TrainingThread:
         build = partial(
@@ -107,11 +116,16 @@ class TrainingArm:
 
     async def _play(self) -> None:
         """Play what has been granted; the records stand in the log in the order of the tickets."""
-        tickets, self._granted = self._granted, []
-        for group in await self.hub.play([assignment(ticket) for ticket in tickets]) if tickets else []:
+        tickets = self._granted
+        self._granted = []
+        for group in (
+            await self.hub.play([assignment(ticket) for ticket in tickets]) if tickets else []
+        ):
             self._sequence += 1
             data = codec.encode(group)
-            self._log.append(LogRecord(self._sequence, codec.decode(data, wire.Group), "", group.ticket, data))
+            self._log.append(
+                LogRecord(self._sequence, codec.decode(data, wire.Group), "", group.ticket, data)
+            )
 
     def _take_in(self, entry: LogRecord) -> None:
         read = record_intake.read_record(entry, self.ledger, self._backend.vocab_size)
@@ -140,19 +154,23 @@ class TrainingArm:
         assert trained is not None
         oldest, newest = record_intake.version_bounds(self._taken) or (version, version)
         self.lateness.append((version - oldest, version - newest))
-        self.curve.append(float(np.mean([reward for group in self._taken for reward in episode_rewards(group)])))
+        self.curve.append(
+            float(np.mean([reward for group in self._taken for reward in episode_rewards(group)]))
+        )
         self.lines.append(trained.values)
         self._taken = []
         actions = self.ledger.complete_step()
         check = await self._training.call(WeightProbe(self._backend, self._model.dtype).make)
         self.hub.update(self._backend.weights(), self.ledger.state.version, check)
         self._perform([action for action in actions if isinstance(action, IssueTicket)])
-        await self._play()  # before anything of the next step is trained: one core, and the version of the grant
+        # before anything of the next step is trained: one core, and the version of the grant
+        await self._play()
         self._perform([action for action in actions if not isinstance(action, IssueTicket)])
 
 
 def run_arm(config: dict[str, Any], model_path: str) -> dict[str, Any]:
-    began, cpu = time.monotonic(), time.process_time()
+    began = time.monotonic()
+    cpu = time.process_time()
     arm = TrainingArm(config, model_path)
 
     async def work() -> list[int]:
@@ -165,7 +183,10 @@ def run_arm(config: dict[str, Any], model_path: str) -> dict[str, Any]:
     figures |= {"tickets": arm.ledger.counts()}
     figures |= {"first": {name: arm.lines[0][name] for name in SHOWN if name in arm.lines[0]}}
     figures |= {"last": {name: arm.lines[-1][name] for name in SHOWN if name in arm.lines[-1]}}
-    return figures | {"seconds": round(time.monotonic() - began, 2), "cpu_s": round(time.process_time() - cpu, 2)}
+    return figures | {
+        "seconds": round(time.monotonic() - began, 2),
+        "cpu_s": round(time.process_time() - cpu, 2),
+    }
 
 
 def measure(config: dict[str, Any], model_path: str) -> dict[str, Any]:

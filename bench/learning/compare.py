@@ -1,13 +1,15 @@
-"""Compare algorithms on one configuration: same warm start, equal samples, same held-out tasks, in one process.
+"""Compare algorithms on one configuration: same warm start, equal samples, same held-out tasks, in
+one process.
 
     python -m bench.learning.compare configs/sokoban.yaml --algorithms grpo,gigpo [--seeds 3] [--every 10] [--out
     FOLDER] [key=value …]
 
-Each arm is one algorithm with one seed, on one core; it is evaluated every few steps and at its end. A finished arm is
-one file in the output folder and is not repeated while its settings are the same. The presets replace the
-configuration's algorithm; ``key=value`` is applied after them. If one of the algorithms would have prompts of one turn
-each, set ``domains.<name>.context`` so that all have the same. The last line is one JSON object: start, and for each
-algorithm its seeds, end, 95 % interval, points and core-seconds.
+Each arm is one algorithm with one seed, on one core; it is evaluated every few steps and at its
+end. A finished arm is one file in the output folder and is not repeated while its settings are the
+same. The presets replace the configuration's algorithm; ``key=value`` is applied after them. If one
+of the algorithms would have prompts of one turn each, set ``domains.<name>.context`` so that all
+have the same. The last line is one JSON object: start, and for each algorithm its seeds, end, 95 %
+interval, points and core-seconds.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class WatchedArm(TrainingArm):
 
 
 def check_contexts(configs: Sequence[dict[str, Any]]) -> None:
-    """Raise ConfigError if some arms see whole conversations and others one turn: they share a warm start."""
+    """Raise ConfigError if some arms see whole conversations and others one turn: they share a warm
+    start.
+    """
     from broker.settings.config import takes_steps
 
     estimators = [config["algorithm"]["adv_estimator"] for config in configs]
@@ -64,7 +68,9 @@ def warm_start(folder: Path, config_path: str, overrides: Sequence[str]) -> str:
     from learner.prepare import write_config
     from learner.warm_start import ModelPreparation
 
-    config = validate(load(config_path, [*MEASURED, *overrides, "run.name=warm", f"run.dir={folder}"]))
+    config = validate(
+        load(config_path, [*MEASURED, *overrides, "run.name=warm", f"run.dir={folder}"])
+    )
     write_config(folder / "warm", config)
     return ModelPreparation(
         config, (folder / "warm").absolute(), lambda text: print(text, file=sys.stderr, flush=True)
@@ -72,7 +78,8 @@ def warm_start(folder: Path, config_path: str, overrides: Sequence[str]) -> str:
 
 
 def run_arm(config: dict[str, Any], model_path: str, every: int) -> dict[str, Any]:
-    began, cpu = time.monotonic(), time.process_time()
+    began = time.monotonic()
+    cpu = time.process_time()
     arm = WatchedArm(config, model_path, every)
 
     async def work() -> None:
@@ -82,10 +89,15 @@ def run_arm(config: dict[str, Any], model_path: str, every: int) -> dict[str, An
     asyncio.run(work())
     tasks = arm.points[arm.hub.version]
     episodes = config["eval"]["group_size"]
-    points = {str(step): sum(solved) / len(solved) / episodes for step, solved in arm.points.items()}
+    points = {
+        str(step): sum(solved) / len(solved) / episodes for step, solved in arm.points.items()
+    }
     row: dict[str, Any] = {"solved": tasks, "episodes_per_map": episodes, "points": points}
     row |= {"curve": [round(value, 4) for value in arm.curve], "tickets": arm.ledger.counts()}
-    return row | {"seconds": round(time.monotonic() - began, 1), "cpu_s": round(time.process_time() - cpu, 1)}
+    return row | {
+        "seconds": round(time.monotonic() - began, 1),
+        "cpu_s": round(time.process_time() - cpu, 1),
+    }
 
 
 def report(start: dict[str, Any], found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -96,7 +108,10 @@ def report(start: dict[str, Any], found: dict[str, list[dict[str, Any]]]) -> dic
         low, high = interval(results, rng)
         points = {step: [one["points"][step] for one in results] for step in results[0]["points"]}
         rates = [rate(one) for one in results]
-        rows[name] = {"seeds": [round(one, 4) for one in rates], "end": round(float(np.mean(rates)), 4)}
+        rows[name] = {
+            "seeds": [round(one, 4) for one in rates],
+            "end": round(float(np.mean(rates)), 4),
+        }
         rows[name]["interval"] = [round(low, 4), round(high, 4)]
         rows[name]["points"] = {step: round(float(np.mean(one)), 4) for step, one in points.items()}
         rows[name]["cpu_s"] = round(float(np.mean([one["cpu_s"] for one in results])), 1)
@@ -125,14 +140,22 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     folder: Path = options.out.absolute()
     names: list[str] = options.algorithms.split(",")
     overrides = {seed: [*MEASURED, f"run.seed={seed}"] for seed in range(options.seeds)}
-    arms = [(s, n, [*o, f"algorithm={n}", *options.overrides]) for s, o in overrides.items() for n in names]
-    configs = [validate(load(options.config, [*settings, "run.name=arm"])) for _, _, settings in arms]
+    arms = [
+        (s, n, [*o, f"algorithm={n}", *options.overrides])
+        for s, o in overrides.items()
+        for n in names
+    ]
+    configs = [
+        validate(load(options.config, [*settings, "run.name=arm"])) for _, _, settings in arms
+    ]
     check_contexts(configs)
     model = warm_start(folder, options.config, options.overrides)
     first = [*MEASURED, *options.overrides, "eval.group_size=4"]
     start = kept(folder / "start.json", first)
     start = start or keep(
-        folder / "start.json", first, measure(validate(load(options.config, [*first, "run.name=arm"])), model)
+        folder / "start.json",
+        first,
+        measure(validate(load(options.config, [*first, "run.name=arm"])), model),
     )
     print(f"start {rate(start):.4f}", file=sys.stderr, flush=True)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
@@ -140,14 +163,20 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         path = folder / f"{name}.seed{seed}.json"
         result = kept(path, settings) or keep(path, settings, run_arm(config, model, options.every))
         found[name].append(result)
-        print(f"{name} seed {seed}: {result['points']} in {result['seconds']:.0f} s", file=sys.stderr, flush=True)
+        print(
+            f"{name} seed {seed}: {result['points']} in {result['seconds']:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
     return report(start, found)
 
 
 def main() -> int:
     """Run missing arms; return 0 if every arm has a result."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m bench.learning.compare", description=__doc__, formatter_class=raw)
+    parser = argparse.ArgumentParser(
+        "python -m bench.learning.compare", description=__doc__, formatter_class=raw
+    )
     add = parser.add_argument
     add("config", help="configuration with a warm start")
     add("overrides", nargs="*", help="key=value, of the configuration")

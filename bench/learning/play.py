@@ -1,7 +1,9 @@
-"""Play groups of episodes without a fleet: the hub's episodes and the Hugging Face engine's core on one thread.
+"""Play groups of episodes without a fleet: the hub's episodes and the Hugging Face engine's core on
+one thread.
 
-The episodes are those of ``envhub``, with its conversations, masks, versions and logprobs; the engine is the server's,
-without its thread. Between two passes of the model every waiting episode makes its move, to fill the passes.
+The episodes are those of ``envhub``, with its conversations, masks, versions and logprobs; the
+engine is the server's, without its thread. Between two passes of the model every waiting episode
+makes its move, to fill the passes.
 """
 
 from __future__ import annotations
@@ -36,11 +38,19 @@ class InlineHub:
 
     def __init__(self, config: dict[str, Any], model_path: str) -> None:
         self._core = EngineCore(
-            EngineConfig(model_path, section(config, "rollout", RolloutSection), device="cpu", policy_version=0)
+            EngineConfig(
+                model_path,
+                section(config, "rollout", RolloutSection),
+                device="cpu",
+                policy_version=0,
+            )
         )
         self._domains = load_domains(config)
         self._players = EpisodeRunners(
-            Tokenizer.load(model_path), self, EnvironmentCalls(PATIENCE_S), EpisodeLimits(PATIENCE_S, PATIENCE_S)
+            Tokenizer.load(model_path),
+            self,
+            EnvironmentCalls(PATIENCE_S),
+            EpisodeLimits(PATIENCE_S, PATIENCE_S),
         )
         self._waiting: dict[str, asyncio.Future[GenerationOutput]] = {}
         self._numbers = itertools.count(1)
@@ -50,7 +60,9 @@ class InlineHub:
         return self._core.version
 
     def update(self, weights: Mapping[str, torch.Tensor], version: int, probe: wire.Probe) -> None:
-        """Take new weights between two calls of ``play``; raise TransferFailed if engine and trainer disagree."""
+        """Take new weights between two calls of ``play``; raise TransferFailed if engine and
+        trainer disagree.
+        """
         self._core.update(weights, version, "recompute", probe)
 
     async def play(self, asked: Sequence[TicketAssignment]) -> list[wire.Group]:
@@ -84,7 +96,9 @@ class InlineHub:
         if output.finish_reason not in ("stop", "length"):
             raise TurnFailed(f"{output.finish_reason} {output.error}")
         runs = [number for run in output.version_runs for number in run]
-        return SampledTurn.of(output.token_ids, output.logprobs, runs, output.finish_reason, "engine")
+        return SampledTurn.of(
+            output.token_ids, output.logprobs, runs, output.finish_reason, "engine"
+        )
 
     def forget(self, episode: str) -> None:
         """Do nothing: this hub knows nothing of an episode between its turns."""
@@ -98,11 +112,19 @@ class InlineHub:
         self._core.outbox.clear()
 
     async def _group(self, asked: TicketAssignment, gate: asyncio.Semaphore) -> wire.Group:
-        played = await asyncio.gather(*(self._episode(asked, episode, gate) for episode in range(asked.group_size)))
+        played = await asyncio.gather(
+            *(self._episode(asked, episode, gate) for episode in range(asked.group_size))
+        )
         temperature = self._domains[asked.domain].section.sampling.temperature
-        return assignment.group(asked, played, pools=[], hub="bench", deliveries=1, temperature=temperature)
+        return assignment.group(
+            asked, played, pools=[], hub="bench", deliveries=1, temperature=temperature
+        )
 
-    async def _episode(self, asked: TicketAssignment, episode: int, gate: asyncio.Semaphore) -> EpisodeResult:
-        task = assignment.task(asked, self._domains[asked.domain], episode, f"{asked.key}.{episode}")
+    async def _episode(
+        self, asked: TicketAssignment, episode: int, gate: asyncio.Semaphore
+    ) -> EpisodeResult:
+        task = assignment.task(
+            asked, self._domains[asked.domain], episode, f"{asked.key}.{episode}"
+        )
         async with gate:
             return await self._players.play(task, lambda oldest_version: None)

@@ -27,7 +27,9 @@ def result(folder: Path, arm: ArmSettings) -> dict[str, Any] | None:
     return found if tuple(found["overrides"]) == arm.overrides else None
 
 
-def run(arms: Sequence[ArmSettings], folder: Path, warm_starts: Mapping[str, str], num_workers: int) -> None:
+def run(
+    arms: Sequence[ArmSettings], folder: Path, warm_starts: Mapping[str, str], num_workers: int
+) -> None:
     """Run what is missing, in this order, on ``processes`` processes; ``warm_starts`` by context."""
     todo: SimpleQueue[ArmSettings] = SimpleQueue()
     for arm in arms:
@@ -35,7 +37,8 @@ def run(arms: Sequence[ArmSettings], folder: Path, warm_starts: Mapping[str, str
         if result(folder, arm) is None:
             todo.put(arm)
     threads = [
-        threading.Thread(target=_feed, args=(todo, folder, warm_starts)) for _ in range(min(num_workers, todo.qsize()))
+        threading.Thread(target=_feed, args=(todo, folder, warm_starts))
+        for _ in range(min(num_workers, todo.qsize()))
     ]
     for thread in threads:
         thread.start()
@@ -46,7 +49,9 @@ def run(arms: Sequence[ArmSettings], folder: Path, warm_starts: Mapping[str, str
 def _feed(todo: SimpleQueue[ArmSettings], folder: Path, warm_starts: Mapping[str, str]) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-m", "bench.learning.worker"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as child:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as child:
         assert child.stdin is not None
         assert child.stdout is not None
         failures = 0
@@ -59,7 +64,9 @@ def _feed(todo: SimpleQueue[ArmSettings], folder: Path, warm_starts: Mapping[str
             print(json.dumps(figures | {"warm_start": warm_starts[arm.context]}))
             answer = child.stdout.readline()
             if not answer:
-                print(f"a worker ended with {child.wait()} in {arm.path}", file=sys.stderr, flush=True)
+                print(
+                    f"a worker ended with {child.wait()} in {arm.path}", file=sys.stderr, flush=True
+                )
                 return
             print(answer.strip(), file=sys.stderr, flush=True)
             failures = failures + 1 if json.loads(answer).get("failed") else 0

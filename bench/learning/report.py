@@ -10,7 +10,8 @@ import numpy as np
 
 from bench.learning.settings import CHANGED, STALENESS
 
-BEGIN, END = "<!-- figures, written by python -m bench.learning -->", "<!-- end of the figures -->"
+BEGIN = "<!-- figures, written by python -m bench.learning -->"
+END = "<!-- end of the figures -->"
 GOAL: Final = 1.5
 Rows = Mapping[str, Mapping[str, Any]]
 
@@ -23,7 +24,10 @@ def tables(figures: Mapping[str, Any]) -> str:
     lines += ["|---|---|---|---|---|---|---|"]
     for name, row in sorted(figures["algorithms"].items(), key=lambda item: -item[1]["end"]):
         mark = "" if row["ratio"] >= GOAL else " **(below 1.5)**"
-        changed = ", ".join(f"`{one.removeprefix('algorithm.')}`" for one in CHANGED.get(name, ())) or "none"
+        changed = (
+            ", ".join(f"`{one.removeprefix('algorithm.')}`" for one in CHANGED.get(name, ()))
+            or "none"
+        )
         interval = f"{row['low']:.3f}-{row['high']:.3f}"
         lines.append(
             f"| `{name}` | {row['end']:.3f} | {interval} | {row['ratio']:.2f}{mark} | {row['seeds']} | "
@@ -33,17 +37,25 @@ def tables(figures: Mapping[str, Any]) -> str:
         lines += ["", "| loss | " + " | ".join(f"{late} late" for late in STALENESS) + " |"]
         lines.append("|---|" + "---|" * len(STALENESS))
         for name, by_late in figures["staleness"].items():
-            lines.append(f"| `{name}` | " + " | ".join(_cell(by_late.get(str(late))) for late in STALENESS) + " |")
+            lines.append(
+                f"| `{name}` | "
+                + " | ".join(_cell(by_late.get(str(late))) for late in STALENESS)
+                + " |"
+            )
     return "\n".join(lines)
 
 
 def _cell(row: Mapping[str, float] | None) -> str:
     return (
-        "not run" if row is None else f"{row['success']:.3f} ({row['low']:.3f}-{row['high']:.3f}; {row['seeds']:.0f})"
+        "not run"
+        if row is None
+        else f"{row['success']:.3f} ({row['low']:.3f}-{row['high']:.3f}; {row['seeds']:.0f})"
     )
 
 
-def write(docs: Path, figures: Mapping[str, Any], curves: Mapping[str, Sequence[Sequence[float]]]) -> None:
+def write(
+    docs: Path, figures: Mapping[str, Any], curves: Mapping[str, Sequence[Sequence[float]]]
+) -> None:
     """Put the tables between their marks in docs/learning.md, and draw docs/learning.png."""
     page = docs / "learning.md"
     new = f"# Learning curves\n\n![](learning.png)\n\n{BEGIN}\n{END}\n"
@@ -54,7 +66,9 @@ def write(docs: Path, figures: Mapping[str, Any], curves: Mapping[str, Sequence[
     draw(docs / "learning.png", figures, curves)
 
 
-def draw(path: Path, figures: Mapping[str, Any], curves: Mapping[str, Sequence[Sequence[float]]]) -> None:
+def draw(
+    path: Path, figures: Mapping[str, Any], curves: Mapping[str, Sequence[Sequence[float]]]
+) -> None:
     """Draw held-out success of each algorithm, training rewards, and success against staleness."""
     import matplotlib
 
@@ -68,7 +82,12 @@ def draw(path: Path, figures: Mapping[str, Any], curves: Mapping[str, Sequence[S
         if name in curves:
             mean = np.mean(curves[name], axis=0)
             smooth = [mean[max(0, i - 3) : i + 1].mean() for i in range(len(mean))]
-            middle.plot(smooth, color=pyplot.get_cmap("turbo")(index / max(1, len(rows) - 1)), label=name, linewidth=1)
+            middle.plot(
+                smooth,
+                color=pyplot.get_cmap("turbo")(index / max(1, len(rows) - 1)),
+                label=name,
+                linewidth=1,
+            )
     middle.set(xlabel="step", title="Mean reward while training (last four steps)")
     if rows:
         middle.legend(fontsize=7, ncols=2)
@@ -76,10 +95,20 @@ def draw(path: Path, figures: Mapping[str, Any], curves: Mapping[str, Sequence[S
         places = [STALENESS.index(int(late)) for late in by_late]
         success = np.array([row["success"] for row in by_late.values()])
         spread = np.abs(
-            np.array([[row["low"] for row in by_late.values()], [row["high"] for row in by_late.values()]]) - success
+            np.array(
+                [
+                    [row["low"] for row in by_late.values()],
+                    [row["high"] for row in by_late.values()],
+                ]
+            )
+            - success
         )
         right.errorbar(places, success, yerr=spread, marker="o", capsize=3, label=name)
-    right.set(xticks=range(len(STALENESS)), xlabel="versions late, exactly", title="Held-out success, 95 %")
+    right.set(
+        xticks=range(len(STALENESS)),
+        xlabel="versions late, exactly",
+        title="Held-out success, 95 %",
+    )
     right.set_xticklabels([str(late) for late in STALENESS])
     if figures["staleness"]:
         right.legend()
@@ -93,7 +122,8 @@ def _bars(axes: Any, rows: Sequence[tuple[str, Mapping[str, float]]]) -> None:
         axes.plot([row["low"], row["high"]], [place, place], color="black", linewidth=1)
     if rows:
         for place, (_, row) in enumerate(rows):
-            ends, label = [place - 0.4, place + 0.4], "" if place else "warm start"
+            ends = [place - 0.4, place + 0.4]
+            label = "" if place else "warm start"
             axes.plot([row["start"]] * 2, ends, color="gray", linestyle=":", label=label)
             goal = "" if place else f"{GOAL} times"
             axes.plot([GOAL * row["start"]] * 2, ends, color="crimson", label=goal)

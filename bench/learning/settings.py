@@ -1,4 +1,6 @@
-"""The arms of both sweeps, and every setting in which they differ from the quickstart and the presets."""
+"""The arms of both sweeps, and every setting in which they differ from the quickstart and the
+presets.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,33 @@ from broker.settings.runspec import load, validate
 
 CONFIG: Final = "configs/quickstart.yaml"
 SEEDS: Final = (0, 1, 2)
-# Common to all arms. Half the quickstart's groups of a step, so that two cores suffice. Half its learning rate, decayed
-# to 0: at a constant 1e-3 a step that has one or two groups of unequal rewards can undo in one update what all others
-# have taught.
+# Common to all arms. Half the quickstart's groups of a step, so that two cores suffice. Half its
+# learning rate, decayed to 0: at a constant 1e-3 a step that has one or two groups of unequal
+# rewards can undo in one update what all others have taught.
 COMMON: Final = (
-    *("run.name=learning", "train.groups_per_step=8", "train.lr=5.0e-4", "train.lr_schedule=linear"),
-    *("train.warmup_steps=2", "train.num_threads=1", "rollout.num_threads=1", "eval.tasks=512", "eval.temperature=1.0"),
+    *(
+        "run.name=learning",
+        "train.groups_per_step=8",
+        "train.lr=5.0e-4",
+        "train.lr_schedule=linear",
+    ),
+    *(
+        "train.warmup_steps=2",
+        "train.num_threads=1",
+        "rollout.num_threads=1",
+        "eval.tasks=512",
+        "eval.temperature=1.0",
+    ),
 )
 CONTEXTS: Final = ("full", "steps")
 STEPS: Final = 20
-STALE_STEPS: Final = 32  # the first max_staleness of them are less late, as there is nothing older than version 0
+# the first max_staleness of them are less late, as there is nothing older than version 0
+STALE_STEPS: Final = 32
 STALENESS: Final = (0, 1, 2, 4, 8, 16)
 STALENESS_IN_ORDER: Final = (0, 4, 16, 1, 8, 2)  # of running them: what matters most comes first
 
-# Where a preset's own settings are meant for another scale; docs/learning.md gives the reason next to the figures.
+# Where a preset's own settings are meant for another scale; docs/learning.md gives the reason next
+# to the figures.
 CHANGED: Final[dict[str, tuple[str, ...]]] = {}
 
 # The second sweep: losses on the same estimator, aggregation and learning rate.
@@ -45,7 +60,8 @@ class ArmSettings:
     """One run.
 
     Attributes:
-        sweep: ``algorithms``, ``staleness`` or ``start`` (the warm start itself, which is only measured).
+        sweep: ``algorithms``, ``staleness`` or ``start`` (the warm start itself, which is only
+            measured).
         overrides: of the quickstart's configuration, all of them.
         episodes_per_map: of the measurement at the end.
     """
@@ -65,7 +81,9 @@ class ArmSettings:
     @property
     def context(self) -> str:
         config = self.config()
-        steps = takes_steps(config["domains"]["lake"]["context"], config["algorithm"]["adv_estimator"])
+        steps = takes_steps(
+            config["domains"]["lake"]["context"], config["algorithm"]["adv_estimator"]
+        )
         return CONTEXTS[1] if steps else CONTEXTS[0]
 
     def config(self) -> dict[str, Any]:
@@ -74,11 +92,18 @@ class ArmSettings:
 
 def presets() -> list[str]:
     folder = resources.files("rlearner") / "configs" / "algorithm"
-    return sorted(path.name.removesuffix(".yaml") for path in folder.iterdir() if path.name.endswith(".yaml"))
+    return sorted(
+        path.name.removesuffix(".yaml") for path in folder.iterdir() if path.name.endswith(".yaml")
+    )
 
 
 def start(seed: int, context: str) -> ArmSettings:
-    overrides = (*COMMON, f"run.seed={seed}", "eval.group_size=4", f"domains.lake.context={context}")
+    overrides = (
+        *COMMON,
+        f"run.seed={seed}",
+        "eval.group_size=4",
+        f"domains.lake.context={context}",
+    )
     return ArmSettings("start", f"warm_{context}", seed, overrides=overrides, episodes_per_map=4)
 
 
@@ -108,4 +133,9 @@ def plan(seeds: Sequence[int], *, quick: bool) -> list[ArmSettings]:
     arms = first + [stale(name, late, seeds[0]) for late in STALENESS_IN_ORDER for name in STALE]
     for seed in seeds[1:]:
         arms += [*starts(seed), *(algorithm(name, seed) for name in presets())]
-    return arms + [stale(name, late, seed) for seed in seeds[1:] for late in STALENESS_IN_ORDER for name in STALE]
+    return arms + [
+        stale(name, late, seed)
+        for seed in seeds[1:]
+        for late in STALENESS_IN_ORDER
+        for name in STALE
+    ]

@@ -1,4 +1,6 @@
-"""Run arms on one core: a JSON line per arm on standard input, results as files, a line for each finished arm."""
+"""Run arms on one core: a JSON line per arm on standard input, results as files, a line for each
+finished arm.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,14 @@ from broker.system.private_files import private_write
 
 
 def main() -> int:
-    """Until standard input ends. An arm that fails leaves its traceback next to where its result would be."""
+    """Until standard input ends. An arm that fails leaves its traceback next to where its result
+    would be.
+    """
     torch.set_num_threads(1)
     for line in sys.stdin:
         asked = json.loads(line)
-        folder, warm_start = Path(asked["folder"]), asked["warm_start"]
+        folder = Path(asked["folder"])
+        warm_start = asked["warm_start"]
         arm = ArmSettings(**{**asked["arm"], "overrides": tuple(asked["arm"]["overrides"])})
         target = folder / arm.path
         began = time.monotonic()
@@ -33,7 +38,11 @@ def main() -> int:
         target.with_suffix(".failed").unlink(missing_ok=True)
         private_write(target, (json.dumps(asked["arm"] | found) + "\n").encode())
         success = sum(found["solved"]) / len(found["solved"]) / found["episodes_per_map"]
-        row = {"path": arm.path, "success": round(success, 4), "seconds": round(time.monotonic() - began, 1)}
+        row = {
+            "path": arm.path,
+            "success": round(success, 4),
+            "seconds": round(time.monotonic() - began, 1),
+        }
         print(json.dumps(row), flush=True)
     return 0
 

@@ -2,10 +2,10 @@
 
     python -m bench.nodes [--only NAME] [--runs 3]
 
-``losses``: ddp on two nodes of two ranks, which are network namespaces (needs root): ``max_loss_difference``, the
-largest difference of five steps' losses and gradient norms from those of one process; ``recover_s``, the seconds from
-the death of a node (SIGKILL of all its processes) to the next step, with supervisors that start what has ended, median
-of the runs.
+``losses``: ddp on two nodes of two ranks, which are network namespaces (needs root):
+``max_loss_difference``, the largest difference of five steps' losses and gradient norms from those
+of one process; ``recover_s``, the seconds from the death of a node (SIGKILL of all its processes)
+to the next step, with supervisors that start what has ended, median of the runs.
 
 ``stripes``: ``stripes_ratio`` (bench.stripes, needs root). ``memory``: ``peak_load_ratio`` and
 ``peak_checkpoint_ratio`` (bench.nodes_memory). ``plan``: ``plan_error`` (bench.plan).
@@ -31,9 +31,13 @@ PARTS: Final = {
 
 def main() -> int:
     """Measure and print the figures as one JSON line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.nodes", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.nodes", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--only", choices=sorted(PARTS))
-    parser.add_argument("--runs", type=int, default=3, help="of each measurement of time (%(default)s)")
+    parser.add_argument(
+        "--runs", type=int, default=3, help="of each measurement of time (%(default)s)"
+    )
     options = parser.parse_args()
     figures: dict[str, Any] = {}
     for name in [options.only] if options.only else PARTS:

@@ -31,7 +31,9 @@ class Supervisor:
     """Starts a node's process again when it ends with another code than 0, as systemd does."""
 
     def __init__(self, cluster: NodeCluster, node: int, config: Path) -> None:
-        self._cluster, self._node, self._config = cluster, node, config
+        self._cluster = cluster
+        self._node = node
+        self._config = config
         self.now: NodeProcess | None = None
 
     async def run(self) -> None:
@@ -76,11 +78,15 @@ async def _measure(cluster: NodeCluster, runs: int) -> tuple[list[float], list[f
             raise RuntimeError(alone.log[-2000:])
     expected = steps_of(cluster.folder, "one")
     done = [await _one_run(cluster, f"nodes-{number}") for number in range(runs)]
-    return [largest_difference(expected, steps_of(cluster.folder, run)) for run, _ in done], [took for _, took in done]
+    return [largest_difference(expected, steps_of(cluster.folder, run)) for run, _ in done], [
+        took for _, took in done
+    ]
 
 
 async def _one_run(cluster: NodeCluster, run: str) -> tuple[str, float]:
-    """Run with the death of node 1 in the middle; return the run's name and the seconds until its next step."""
+    """Run with the death of node 1 in the middle; return the run's name and the seconds until its
+    next step.
+    """
     config = cluster.write(small_run(cluster.folder, run, backend="ddp", ranks=RANKS))
     gate = Gate(KILLED_AFTER)
     supervisors = [Supervisor(cluster, node, config) for node in range(NODES)]

@@ -3,21 +3,24 @@
     make peers-env
     python -m bench.peers [--pairs 5] [--cases equal,skewed,skewed_4,vllm]
 
-Equal on both sides: model (0.6 million parameters, fp32), tokenizer, prompts, chat template, reward, sampling, cut of
-answers, 128 samples per step in groups of 8, one optimizer step per batch, GRPO's loss with the same clipping, AdamW
-with the same learning rate, and two threads that compute: TRL runs torch on two, ours has a learner and a server with
-one each, with the hubs and the broker on the same two cores. Not equal: TRL is synchronous and on-policy; ours trains
-on samples that are up to ``max_staleness`` versions old (1, or 4 in ``skewed_4``), with the logprobs of the server.
+Equal on both sides: model (0.6 million parameters, fp32), tokenizer, prompts, chat template,
+reward, sampling, cut of answers, 128 samples per step in groups of 8, one optimizer step per batch,
+GRPO's loss with the same clipping, AdamW with the same learning rate, and two threads that compute:
+TRL runs torch on two, ours has a learner and a server with one each, with the hubs and the broker
+on the same two cores. Not equal: TRL is synchronous and on-policy; ours trains on samples that are
+up to ``max_staleness`` versions old (1, or 4 in ``skewed_4``), with the logprobs of the server.
 
-Lengths (``bench.peers.workload``): ``equal`` cuts answers at 64 tokens, ``skewed`` at 400. TRL generates one padded
-batch (``--trl-mode static``) or by transformers' continuous batching; ``auto`` tries both in the warm-up of each case
-and keeps the faster. Ours is ``rlearner up`` from its start, measured after three steps that fill the pipeline.
+Lengths (``bench.peers.workload``): ``equal`` cuts answers at 64 tokens, ``skewed`` at 400. TRL
+generates one padded batch (``--trl-mode static``) or by transformers' continuous batching; ``auto``
+tries both in the warm-up of each case and keeps the faster. Ours is ``rlearner up`` from its start,
+measured after three steps that fill the pipeline.
 
-``ratio_*``: samples per second of ours / of TRL, the median over the pairs, in alternating order. ``vllm`` runs both on
-vLLM for CPUs, in the environment of ``make vllm-env`` (``--vllm-python``); null with the reason in ``why_no_vllm`` if
-either side cannot. ``samples_per_s_*`` and ``length_*`` have ours first; ``idle_*`` has the shares of time in which our
-learner and our server were idle. Cases with the same answers share TRL's turns. On a quiet machine it takes a
-minute and a half per pair, and two more minutes. The last line is one JSON object.
+``ratio_*``: samples per second of ours / of TRL, the median over the pairs, in alternating order.
+``vllm`` runs both on vLLM for CPUs, in the environment of ``make vllm-env`` (``--vllm-python``);
+null with the reason in ``why_no_vllm`` if either side cannot. ``samples_per_s_*`` and ``length_*``
+have ours first; ``idle_*`` has the shares of time in which our learner and our server were idle.
+Cases with the same answers share TRL's turns. On a quiet machine it takes a minute and a half per
+pair, and two more minutes. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -73,7 +76,9 @@ def show(name: str, side: str, one: Measured) -> None:
     )
 
 
-def compare(cases: Sequence[Case], folder: Path, python: str, options: argparse.Namespace) -> dict[str, Any]:
+def compare(
+    cases: Sequence[Case], folder: Path, python: str, options: argparse.Namespace
+) -> dict[str, Any]:
     """Return the figures of cases that differ in nothing that TRL knows.
 
     Raises:
@@ -100,8 +105,12 @@ def compare(cases: Sequence[Case], folder: Path, python: str, options: argparse.
         idle = [statistics.median(one.idle[key] for one in runs) for key in ("learner", "server")]
         figures |= {
             f"ratio_{name}": round(statistics.median(ratios), 3),
-            f"samples_per_s_{name}": [round(statistics.median(one.rate for one in side), 1) for side in (runs, theirs)],
-            f"length_{name}": [round(statistics.mean(one.length for one in side), 1) for side in (runs, theirs)],
+            f"samples_per_s_{name}": [
+                round(statistics.median(one.rate for one in side), 1) for side in (runs, theirs)
+            ],
+            f"length_{name}": [
+                round(statistics.mean(one.length for one in side), 1) for side in (runs, theirs)
+            ],
             f"idle_{name}": [round(share, 2) for share in idle],
         }
     return figures
@@ -109,7 +118,9 @@ def compare(cases: Sequence[Case], folder: Path, python: str, options: argparse.
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.peers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--pairs", type=count, default=5)
@@ -128,7 +139,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder = Path(name)
         make(folder)
         wanted = [case for case in CASES if case.name in chosen]
-        for (engine, _), alike in itertools.groupby(wanted, key=lambda case: (case.engine, case.max_tokens)):
+        for (engine, _), alike in itertools.groupby(
+            wanted, key=lambda case: (case.engine, case.max_tokens)
+        ):
             python = options.vllm_python if engine == "vllm" else PYTHON
             try:
                 if not os.access(python, os.X_OK):

@@ -1,4 +1,6 @@
-"""Each side as something that can be told to take steps: TRL in a process that waits, rlearner as ``rlearner up``."""
+"""Each side as something that can be told to take steps: TRL in a process that waits, rlearner as
+``rlearner up``.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +50,19 @@ class Trl:
     def __init__(self, python: str, folder: Path, case: Case, mode: str) -> None:
         self._log = folder / f"trl-{case.name}-{mode}.log"
         path = os.pathsep.join([str(ROOT), str(PACKAGES)])
-        # nothing is looked for in a network; two threads, the same number as both of our computing processes have
+        # nothing is looked for in a network; two threads, the same number as both of our computing
+        # processes have
         env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}
         with self._log.open("wb") as log:
             command = [python, "-m", "bench.peers.trl_side", str(folder), case.name, mode]
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=env, cwd=folder, text=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=env,
+                cwd=folder,
+                text=True,
             )
 
     def turn(self, steps: int) -> Measured:
@@ -73,11 +82,18 @@ class Trl:
         if not line:
             raise RuntimeError(self.last_words())
         said = json.loads(line)
-        return Measured(said["samples"] / said["seconds"], said["tokens"] / said["samples"], said["moved"] > 0, {})
+        return Measured(
+            said["samples"] / said["seconds"],
+            said["tokens"] / said["samples"],
+            said["moved"] > 0,
+            {},
+        )
 
     def last_words(self) -> str:
         self._process.wait(STOP_S)
-        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [
+            line for line in self._log.read_text(errors="replace").splitlines() if line.strip()
+        ]
         return lines[-1] if lines else "it ended without a word"
 
     def close(self) -> None:
@@ -91,7 +107,8 @@ def ours(python: str, folder: Path, case: Case, turn: int) -> Measured:
     Raises:
         RuntimeError: if the run ended early; with the end of its output.
     """
-    name, steps = f"{case.name}-{turn}", case.steps
+    name = f"{case.name}-{turn}"
+    steps = case.steps
     settings = config(folder, case, 10_000)
     settings["run"]["name"] = name
     file = folder / f"{name}.yaml"
@@ -100,7 +117,11 @@ def ours(python: str, folder: Path, case: Case, turn: int) -> Measured:
     log = folder / f"{name}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [python, "-m", "rlearner.cli", "up", str(file)], stdout=output, stderr=output, env=env, cwd=folder
+            [python, "-m", "rlearner.cli", "up", str(file)],
+            stdout=output,
+            stderr=output,
+            env=env,
+            cwd=folder,
         )
     try:
         lines = _metrics(process, folder / "runs" / name / "metrics.jsonl", WARM_UP + steps, log)
@@ -118,15 +139,19 @@ def ours(python: str, folder: Path, case: Case, turn: int) -> Measured:
     return Measured(SAMPLES * steps / seconds, mean("response_length/mean"), trained, idle)
 
 
-def _metrics(process: subprocess.Popen[bytes], path: Path, steps: int, log: Path) -> list[dict[str, Any]]:
+def _metrics(
+    process: subprocess.Popen[bytes], path: Path, steps: int, log: Path
+) -> list[dict[str, Any]]:
     """Wait for the lines of this many steps."""
-    deadline, known = time.monotonic() + START_S, 0
+    deadline = time.monotonic() + START_S
+    known = 0
     while True:
         lines = path.read_text().splitlines() if path.exists() else []
         if len(lines) >= steps:
             return [json.loads(line) for line in lines[:steps]]
         if len(lines) > known:
-            deadline, known = time.monotonic() + START_S, len(lines)
+            deadline = time.monotonic() + START_S
+            known = len(lines)
         if process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError("\n".join(log.read_text(errors="replace").splitlines()[-5:]))
         time.sleep(0.25)

@@ -1,10 +1,11 @@
-"""TRL's GRPOTrainer on the work of ``bench.peers``, in a process of its own that takes steps when it is told to.
+"""TRL's GRPOTrainer on the work of ``bench.peers``, in a process of its own that takes steps when
+it is told to.
 
     python -m bench.peers.trl_side FOLDER CASE MODE
 
-It reads a number of steps from each line of stdin, takes them, and prints one JSON line: seconds, tokens, samples and
-the distance of the weights from the first ones. MODE is ``static`` (one padded batch), ``continuous`` (transformers'
-continuous batching) or ``vllm`` (colocated).
+It reads a number of steps from each line of stdin, takes them, and prints one JSON line: seconds,
+tokens, samples and the distance of the weights from the first ones. MODE is ``static`` (one padded
+batch), ``continuous`` (transformers' continuous batching) or ``vllm`` (colocated).
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ OUT: Final = os.fdopen(os.dup(1), "w", buffering=1)
 
 
 def main() -> None:
-    folder, case = Path(sys.argv[1]), next(one for one in CASES if one.name == sys.argv[2])
+    folder = Path(sys.argv[1])
+    case = next(one for one in CASES if one.name == sys.argv[2])
     mode = sys.argv[3]
     os.dup2(2, 1)  # libraries print, too
     warnings.simplefilter("ignore")
@@ -45,7 +47,9 @@ def main() -> None:
         seen["tokens"] += sum(map(len, completion_ids))
         return [vowels(one[0]["content"]) for one in completions]
 
-    rows = [json.loads(line)["question"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)["question"] for line in (folder / "prompts.jsonl").read_text().splitlines()
+    ]
     prompts = Dataset.from_list([{"prompt": [{"role": "user", "content": row}]} for row in rows])
     arguments: dict[str, Any] = {
         "output_dir": str(folder / "trl"),
@@ -74,30 +78,43 @@ def main() -> None:
     if mode == "continuous":
         arguments["use_transformers_continuous_batching"] = True
     elif mode == "vllm":
-        arguments |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": case.max_tokens + 48}
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="sdpa")
+        arguments |= {
+            "use_vllm": True,
+            "vllm_mode": "colocate",
+            "vllm_max_model_length": case.max_tokens + 48,
+        }
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / "model", dtype=torch.float32, attn_implementation="sdpa"
+    )
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     first = [parameter.detach().clone() for parameter in model.parameters()]
 
     class Steps(TrainerCallback):  # type: ignore[misc]
         """Waits for a line before the first step of each order, and answers after the last."""
 
-        left, began = 0, 0.0
+        left = 0
+        began = 0.0
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if not self.left:
                 line = sys.stdin.readline()
                 if not line.strip():
                     os._exit(0)
-                self.left, self.began = int(line), time.monotonic()
+                self.left = int(line)
+                self.began = time.monotonic()
                 seen.update(tokens=0, samples=0)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self.left -= 1
             if not self.left:
                 seconds = time.monotonic() - self.began
-                moved = sum(float((a - b).abs().sum()) for a, b in zip(first, model.parameters(), strict=True))
-                print(json.dumps({"seconds": seconds, "moved": moved, **seen}), file=OUT, flush=True)
+                moved = sum(
+                    float((a - b).abs().sum())
+                    for a, b in zip(first, model.parameters(), strict=True)
+                )
+                print(
+                    json.dumps({"seconds": seconds, "moved": moved, **seen}), file=OUT, flush=True
+                )
 
     trainer = GRPOTrainer(
         model=model,

@@ -1,10 +1,11 @@
 """The work that both sides do: model, tokenizer, prompts, reward, sampling and optimizer.
 
-The model is a Qwen3 with random weights, an own output layer and a vocabulary of 51 tokens, one of which ends the
-answer. Its outputs are therefore nearly uniform over the vocabulary whatever the prompt, the end comes after 51 tokens
-on average, and lengths follow a geometric distribution: cut at 64 they are nearly equal (mean 37), cut at 400 few are
-long (p99 over p50: 6.6). Nothing else decides about a length, so both sides draw from the same distribution, which the
-small learning rate does not change within a run; each side reports the mean that it saw.
+The model is a Qwen3 with random weights, an own output layer and a vocabulary of 51 tokens, one of
+which ends the answer. Its outputs are therefore nearly uniform over the vocabulary whatever the
+prompt, the end comes after 51 tokens on average, and lengths follow a geometric distribution: cut
+at 64 they are nearly equal (mean 37), cut at 400 few are long (p99 over p50: 6.6). Nothing else
+decides about a length, so both sides draw from the same distribution, which the small learning rate
+does not change within a run; each side reports the mean that it saw.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any, Final
 
 ROLES: Final = ("<|im_system|>", "<|im_user|>", "<|im_assistant|>")
 SPECIAL: Final = ("<|endoftext|>", "<|unk|>", "<|im_end|>", *ROLES)
-CHARACTERS: Final = string.ascii_lowercase + string.digits + " +-*/=.?!"  # 45: with SPECIAL 51 tokens
+# 45: with SPECIAL 51 tokens
+CHARACTERS: Final = string.ascii_lowercase + string.digits + " +-*/=.?!"
 TEMPLATE: Final = (
     "{%- for message in messages %}{{- '<|im_' + message['role'] + '|>' + message['content'] + '<|im_end|>' }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_assistant|>' }}{%- endif %}"
@@ -85,10 +87,20 @@ def make(folder: Path) -> None:
     Qwen3ForCausalLM(config).save_pretrained(model)
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<|unk|>"))
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([tokenizers.AddedToken(one, normalized=False, special=True) for one in SPECIAL])
+    tokenizer.add_special_tokens(
+        [tokenizers.AddedToken(one, normalized=False, special=True) for one in SPECIAL]
+    )
     tokenizer.save(str(model / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    settings |= {"unk_token": "<|unk|>", "model_max_length": 512, "clean_up_tokenization_spaces": False}  # type: ignore[dict-item]
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+    }
+    settings |= {
+        "unk_token": "<|unk|>",
+        "model_max_length": 512,  # type: ignore[dict-item]
+        "clean_up_tokenization_spaces": False,  # type: ignore[dict-item]
+    }
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
     (model / "chat_template.jinja").write_text(TEMPLATE)
     draw = random.Random(SEED)
@@ -127,6 +139,11 @@ def config(folder: Path, case: Case, steps: int) -> dict[str, Any]:
         "algorithm": {"adv_estimator": "grpo", "pg_variant": "ppo"},
         "eval": {"every_steps": 0, "at_start": False},
         "checkpoint": {"every_steps": 0, "every_minutes": 0},
-        "rollout": {"engine": case.engine, "max_running": 128, "max_context_tokens": context, "num_threads": 1},
+        "rollout": {
+            "engine": case.engine,
+            "max_running": 128,
+            "max_context_tokens": context,
+            "num_threads": 1,
+        },
         "envhub": {"n": 512},
     }

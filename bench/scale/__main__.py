@@ -1,4 +1,5 @@
-"""Run the measurements of ``bench.scale``, all or those named, each in a separate process; print one JSON object last.
+"""Run the measurements of ``bench.scale``, all or those named, each in a separate process; print
+one JSON object last.
 
 Usage: python -m bench.scale [NAME ...]
 """
@@ -12,14 +13,27 @@ import time
 from importlib import import_module
 from typing import Any, Final
 
-# Module of this package -> what its `measure()` returns is merged into the object that is printed last.
-MEASUREMENTS: Final = ("processes", "throughput", "spreads", "resume", "groups", "intake", "soak", "marks")
+# Module of this package -> what its `measure()` returns is merged into the object that is printed
+# last.
+MEASUREMENTS: Final = (
+    "processes",
+    "throughput",
+    "spreads",
+    "resume",
+    "groups",
+    "intake",
+    "soak",
+    "marks",
+)
 
 
 def main(names: list[str]) -> int:
     """Run the named measurements (all by default); exit code 1 if any failed."""
     if unknown := [name for name in names if name not in MEASUREMENTS]:
-        print(f"error: no measurement {unknown[0]!r}; there are {', '.join(MEASUREMENTS)}", file=sys.stderr)
+        print(
+            f"error: no measurement {unknown[0]!r}; there are {', '.join(MEASUREMENTS)}",
+            file=sys.stderr,
+        )
         return 2
     result: dict[str, Any] = {}
     failed = False

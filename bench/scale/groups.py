@@ -1,7 +1,8 @@
-"""Measure groups of 1 to 256 MiB from publisher to acknowledgement, against bare nats-py with messages of 1 MiB.
+"""Measure groups of 1 to 256 MiB from publisher to acknowledgement, against bare nats-py with
+messages of 1 MiB.
 
-Both sides of either path are separate processes; their rounds alternate in one run. Memory is the anonymous resident
-memory of the worse of the two processes: (peak - idle - 32 MiB) / group.
+Both sides of either path are separate processes; their rounds alternate in one run. Memory is the
+anonymous resident memory of the worse of the two processes: (peak - idle - 32 MiB) / group.
 """
 
 from __future__ import annotations
@@ -51,8 +52,10 @@ def measure() -> dict[str, Any]:
 
 
 def _row(url: str, size_mib: int) -> dict[str, float]:
-    count, run = TOTAL_MIB[size_mib] // size_mib, f"groups-{size_mib}"
-    shares, ratios = [], []
+    count = TOTAL_MIB[size_mib] // size_mib
+    run = f"groups-{size_mib}"
+    shares = []
+    ratios = []
     asyncio.run(_prepare(url, run))
     with _Side(url, run, "put", size_mib) as put, _Side(url, run, "take", size_mib) as take:
         for _ in range(ROUNDS[size_mib]):
@@ -70,7 +73,11 @@ def _row(url: str, size_mib: int) -> dict[str, float]:
                     ratios.append(max(used) / size_mib)
             shares.append(seconds[BARE] / seconds["bus"])
     asyncio.run(_prepare(url, run, again=False))
-    row = {"group_mib": size_mib, "share_of_bare": statistics.median(shares), "memory_ratio": max(ratios)}
+    row = {
+        "group_mib": size_mib,
+        "share_of_bare": statistics.median(shares),
+        "memory_ratio": max(ratios),
+    }
     return {name: round(value, 3) for name, value in row.items()}
 
 
@@ -87,7 +94,9 @@ class _Side:
 
     def __init__(self, url: str, run: str, side: str, size_mib: int) -> None:
         command = [sys.executable, "-m", "bench.scale.groups", url, run, side, str(size_mib)]
-        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def __enter__(self) -> _Side:
         self.hear()
@@ -102,7 +111,9 @@ class _Side:
         _pipe(self._child.stdin).flush()
 
     def hear(self) -> float:
-        """Return peak memory beyond idle and free memory in MiB; raise RuntimeError if the process has exited."""
+        """Return peak memory beyond idle and free memory in MiB; raise RuntimeError if the process
+        has exited.
+        """
         if not (line := _pipe(self._child.stdout).readline()):
             raise RuntimeError("a process of the measurement has ended")
         return float(line)
@@ -113,7 +124,8 @@ def _pipe(stream: IO[str] | None) -> IO[str]:
     return stream
 
 
-# ------------------------------------------------------------------------------------------------- the children
+# -------------------------------------------------------------------------------------------------
+# the children
 
 
 async def _child(url: str, run: str, side: str, size_mib: int) -> None:
@@ -152,7 +164,9 @@ async def _put(bus: Bus, group: wire.Group | None, count: int, at_once: int) -> 
 
     async def put(number: int) -> None:
         async with window:
-            await bus.publish(EPISODES, msgspec.structs.replace(group, ticket=number), key="bus", ticket=number)
+            await bus.publish(
+                EPISODES, msgspec.structs.replace(group, ticket=number), key="bus", ticket=number
+            )
 
     await asyncio.gather(*(put(number) for number in range(1, count + 1)))
 
@@ -169,8 +183,10 @@ async def _take(queue: WorkQueue, count: int, at_once: int) -> None:
 
 
 async def _put_bare(client: GuardedClient, run: str, num_mib: int) -> None:
-    stream, payload = client.jetstream(), bytes(MIB - 256)
-    key, window = f"{BARE}.{ticket_key(1, evaluation=False)}", asyncio.Semaphore(4)
+    stream = client.jetstream()
+    payload = bytes(MIB - 256)
+    key = f"{BARE}.{ticket_key(1, evaluation=False)}"
+    window = asyncio.Semaphore(4)
     subject = EPISODES.subject(run, key)
 
     async def put() -> None:
@@ -197,13 +213,21 @@ def made_up_group(ticket: int, size: int) -> wire.Group:
     n = (size - 16384) // 9 // EPISODES_IN_GROUP
     turn = msgspec.structs.replace(example.trajectories[0].turns[0], start=0, end=n)
     columns: dict[str, Any] = {"token_ids": wire.column(np.full(n, ticket), "<i4")}
-    columns |= {"loss_mask": wire.column(np.ones(n), "|u1"), "logprobs": wire.column(np.full(n, -1.0), "<f4")}
+    columns |= {
+        "loss_mask": wire.column(np.ones(n), "|u1"),
+        "logprobs": wire.column(np.full(n, -1.0), "<f4"),
+    }
     columns |= {"version_runs": wire.column([3, n], "<i4")}
     episodes = []
     for episode in range(EPISODES_IN_GROUP):
         # memory of its own
-        own = {name: wire.Column(one.dtype, bytes(bytearray(one.data))) for name, one in columns.items()}
-        episodes.append(msgspec.structs.replace(example.trajectories[0], episode=episode, turns=[turn], **own))
+        own = {
+            name: wire.Column(one.dtype, bytes(bytearray(one.data)))
+            for name, one in columns.items()
+        }
+        episodes.append(
+            msgspec.structs.replace(example.trajectories[0], episode=episode, turns=[turn], **own)
+        )
     return msgspec.structs.replace(example, ticket=ticket, trajectories=episodes, pools=["bus"])
 
 

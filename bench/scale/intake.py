@@ -1,10 +1,12 @@
-"""Measure a learner's intake of groups in parts over a link with a round trip of 40 ms, read ahead and one at a time.
+"""Measure a learner's intake of groups in parts over a link with a round trip of 40 ms, read ahead
+and one at a time.
 
-Broker and learner are processes in two network namespaces of this machine, which are removed at the end; a process
-delays the packets between them. The learner is the real reader, ledger and training thread, with a backend that
-computes nothing; all groups belong to one step. The groups are small, and the publisher's broker takes small messages,
-so that they travel in parts: round trips count here, not bandwidth. Memory is that of the reading process beyond idle:
-with these groups at full speed, and with large ones while training is slower than the link. Needs root.
+Broker and learner are processes in two network namespaces of this machine, which are removed at the
+end; a process delays the packets between them. The learner is the real reader, ledger and training
+thread, with a backend that computes nothing; all groups belong to one step. The groups are small,
+and the publisher's broker takes small messages, so that they travel in parts: round trips count
+here, not bandwidth. Memory is that of the reading process beyond idle: with these groups at full
+speed, and with large ones while training is slower than the link. Needs root.
 """
 
 from __future__ import annotations
@@ -62,18 +64,26 @@ def measure() -> dict[str, Any]:
         raise SystemExit(f"error: intake: {problem}")
     with (
         host_network(2) as network,
-        slow_tunnel(network, delay_ms=ROUND_TRIP_MS / 2, mbit_per_s=MBIT_PER_S, mtu=LARGEST_MTU) as (address, _),
+        slow_tunnel(
+            network, delay_ms=ROUND_TRIP_MS / 2, mbit_per_s=MBIT_PER_S, mtu=LARGEST_MTU
+        ) as (address, _),
         tempfile.TemporaryDirectory(prefix="rlearner-intake-") as folder,
         entered(network.hosts[0]),
         BrokerServer(f"{folder}/store", bind=address, store_max_gib=64) as server,
     ):
-        for run, count, size_mib in (("small", SMALL_GROUPS, SMALL_MIB), ("large", LARGE_GROUPS, LARGE_MIB)):
+        for run, count, size_mib in (
+            ("small", SMALL_GROUPS, SMALL_MIB),
+            ("large", LARGE_GROUPS, LARGE_MIB),
+        ):
             asyncio.run(_publish(server.url, run, count, size_mib))
         far = network.inside(1)
         ahead = _learn(far, server.url, "small", SMALL_GROUPS, window_bytes=WINDOW_BYTES)
-        large = _learn(far, server.url, "large", LARGE_GROUPS, window_bytes=WINDOW_BYTES, step_s=LARGE_STEP_S)
+        large = _learn(
+            far, server.url, "large", LARGE_GROUPS, window_bytes=WINDOW_BYTES, step_s=LARGE_STEP_S
+        )
         before = _learn(far, server.url, "small", BEFORE_GROUPS)
-    window_mib = (WINDOW_BYTES + MOST_BYTES + BACKLOG_BYTES) / MIB  # read ahead, on the wire, waiting for the thread
+    # read ahead, on the wire, waiting for the thread
+    window_mib = (WINDOW_BYTES + MOST_BYTES + BACKLOG_BYTES) / MIB
     return {
         "intake": {
             "groups": LARGE_GROUPS,
@@ -92,9 +102,13 @@ async def _publish(url: str, run: str, count: int, size_mib: float) -> None:
     bus = await Bus.connect(url, run, name="publisher", deadline_s=60)
     await bus.ensure_streams()
     bus.link._client._max_payload = MAX_PAYLOAD
-    group = msgspec.structs.replace(made_up_group(1, int(size_mib * MIB)), pools=[], domain=RULE.name)
+    group = msgspec.structs.replace(
+        made_up_group(1, int(size_mib * MIB)), pools=[], domain=RULE.name
+    )
     versions = wire.column([0, len(group.trajectories[0].loss_mask.data)], "<i4")
-    trajectories = [msgspec.structs.replace(one, version_runs=versions) for one in group.trajectories]
+    trajectories = [
+        msgspec.structs.replace(one, version_runs=versions) for one in group.trajectories
+    ]
     group = msgspec.structs.replace(group, trajectories=trajectories, min_version=0)
     for number in range(1, count + 1):
         own = msgspec.structs.replace(group, ticket=number, task_index=number - 1)
@@ -103,7 +117,13 @@ async def _publish(url: str, run: str, count: int, size_mib: float) -> None:
 
 
 def _learn(
-    inside: Sequence[str], url: str, run: str, count: int, *, window_bytes: int = 0, step_s: float = 0.0
+    inside: Sequence[str],
+    url: str,
+    run: str,
+    count: int,
+    *,
+    window_bytes: int = 0,
+    step_s: float = 0.0,
 ) -> dict[str, float]:
     """Return the figures of a reader in a process of its own, on another host."""
     options = [url, run, str(count), str(window_bytes), str(step_s)]
@@ -113,7 +133,8 @@ def _learn(
     return figures
 
 
-# -------------------------------------------------------------------------------------------------- the reader
+# --------------------------------------------------------------------------------------------------
+# the reader
 
 
 class IdleBackend:
@@ -122,7 +143,8 @@ class IdleBackend:
     vocab_size = VOCABULARY
 
     def __init__(self, step_s: float) -> None:
-        self._step_s, self.num_samples = step_s, 0
+        self._step_s = step_s
+        self.num_samples = 0
 
     def cutter(self) -> MicroBatchCutter[TrainSample]:
         return MicroBatchCutter(65536)
@@ -157,8 +179,12 @@ async def _apply(bus: Bus, consumer: RecordConsumer, record: LogRecord, *, waits
     consumer.perform(actions, is_settled=True)
 
 
-async def _child(url: str, run: str, count: int, window_bytes: int, step_s: float) -> dict[str, float]:
-    """Read the groups of one step, and train on them; without a window as before it, parts and purges in line."""
+async def _child(
+    url: str, run: str, count: int, window_bytes: int, step_s: float
+) -> dict[str, float]:
+    """Read the groups of one step, and train on them; without a window as before it, parts and
+    purges in line.
+    """
     bus = await Bus.connect(url, run, name="reader", deadline_s=60)
     ledger = Ledger(TicketRules(1, count, 0, "drop", 0, (RULE,)))
     backend: Any = IdleBackend(step_s)

@@ -1,4 +1,6 @@
-"""Count the in-progress marks of 16,000 tickets in hand, at a real nats-server, with the consumers of such a run."""
+"""Count the in-progress marks of 16,000 tickets in hand, at a real nats-server, with the consumers
+of such a run.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ WINDOW_S: Final = 30.0
 
 
 def measure() -> dict[str, Any]:
-    """Return ``marks_per_s`` at ``marks_in_hand``, the ack_wait in seconds, and how many were delivered again."""
+    """Return ``marks_per_s`` at ``marks_in_hand``, the ack_wait in seconds, and how many were
+    delivered again.
+    """
     with tempfile.TemporaryDirectory() as folder, BrokerServer(f"{folder}/store") as server:
         return asyncio.run(_count(server.url, WINDOW_S))
 
@@ -36,8 +40,12 @@ async def _count(url: str, window_s: float) -> dict[str, Any]:
     ticket = EXAMPLES[wire.Ticket]
     for first in range(1, IN_HAND + 1, PULL):
         numbers = range(first, first + PULL)
-        await asyncio.gather(*(learner.publish(TICKETS, ticket, key="lake", ticket=number) for number in numbers))
-    hubs = [await Bus.connect(url, RUN, name=f"hub-{number}", deadline_s=30) for number in range(HUBS)]
+        await asyncio.gather(
+            *(learner.publish(TICKETS, ticket, key="lake", ticket=number) for number in numbers)
+        )
+    hubs = [
+        await Bus.connect(url, RUN, name=f"hub-{number}", deadline_s=30) for number in range(HUBS)
+    ]
     await asyncio.gather(*(_take(hub, IN_HAND // HUBS) for hub in hubs))
     marks = 0
 
@@ -52,7 +60,12 @@ async def _count(url: str, window_s: float) -> dict[str, Any]:
     for bus in (*hubs, learner):
         await bus.close()
     per_s = round(marks / seconds, 1)
-    return {"marks_per_s": per_s, "marks_in_hand": IN_HAND, "marks_ack_wait_s": wait_s, "marks_redelivered": len(again)}
+    return {
+        "marks_per_s": per_s,
+        "marks_in_hand": IN_HAND,
+        "marks_ack_wait_s": wait_s,
+        "marks_redelivered": len(again),
+    }
 
 
 async def _take(hub: Bus, count: int) -> None:

@@ -1,7 +1,9 @@
-"""What idle processes cost the broker, by their number: real buses, presence, watches and pulls over one nats-server.
+"""What idle processes cost the broker, by their number: real buses, presence, watches and pulls
+over one nats-server.
 
-Each simulated process is a member of the run with the code that a real one runs while it has nothing to do; only its
-engines, environments and threads are left out. Many share one OS process, so that a small machine can hold a thousand.
+Each simulated process is a member of the run with the code that a real one runs while it has
+nothing to do; only its engines, environments and threads are left out. Many share one OS process,
+so that a small machine can hold a thousand.
 """
 
 from __future__ import annotations
@@ -54,29 +56,39 @@ def measure() -> dict[str, Any]:
 
 def roles(size: int) -> list[str]:
     """Return 10 % rollout servers, 85 % environment hubs, the rest reward hubs."""
-    servers, hubs = size // 10, size * 85 // 100
+    servers = size // 10
+    hubs = size * 85 // 100
     return ["rollout"] * servers + ["envhub"] * hubs + ["rewardhub"] * (size - servers - hubs)
 
 
 def _measure(size: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="rlearner-scale-") as folder, BrokerServer(f"{folder}/store") as server:
+    with (
+        tempfile.TemporaryDirectory(prefix="rlearner-scale-") as folder,
+        BrokerServer(f"{folder}/store") as server,
+    ):
         asyncio.run(_publish_spec(server.url))
         command = [sys.executable, "-m", "bench.scale.processes", server.url, str(size)]
-        commands, pipe = [[*command, str(number)] for number in range(CHILDREN)], subprocess.PIPE
+        commands = [[*command, str(number)] for number in range(CHILDREN)]
+        pipe = subprocess.PIPE
         children = [subprocess.Popen(one, stdin=pipe, stdout=pipe) for one in commands]
         try:
             for child in children:
                 if child.stdout is None or child.stdout.readline() != b"joined\n":
                     raise RuntimeError("a simulated process did not join")
             time.sleep(SETTLE_S)
-            began, before = time.monotonic(), cpu_s(server.pid)
+            began = time.monotonic()
+            before = cpu_s(server.pid)
             time.sleep(WINDOW_S)
             cores = (cpu_s(server.pid) - before) / (time.monotonic() - began)
         finally:
             for child in children:
                 child.kill()
                 child.wait()
-    return {"processes": size, "broker_cores": round(cores, 4), "per_process_ms": round(1000 * cores / size, 4)}
+    return {
+        "processes": size,
+        "broker_cores": round(cores, 4),
+        "per_process_ms": round(1000 * cores / size, 4),
+    }
 
 
 async def _publish_spec(url: str) -> None:
@@ -88,11 +100,14 @@ async def _publish_spec(url: str) -> None:
     await bus.close()
 
 
-# ------------------------------------------------------------------------------------------ one child: many processes
+# ------------------------------------------------------------------------------------------ one
+# child: many processes
 
 
 class MarksConnection:
-    """The connection that a process's in-progress marks have, without their thread: there is nothing to mark."""
+    """The connection that a process's in-progress marks have, without their thread: there is
+    nothing to mark.
+    """
 
     def __init__(self, bus: Bus) -> None:
         self._link = NatsLink(bus.link.url, f"{bus.name} marks", bus.link.find_login)
@@ -111,7 +126,9 @@ async def _child(url: str, size: int, number: int) -> None:
 
         async def enter(role: str, index: int) -> None:
             async with several:
-                member = await stack.enter_async_context(join(role, _options(url, f"{role}-{index}"), Stop()))
+                member = await stack.enter_async_context(
+                    join(role, _options(url, f"{role}-{index}"), Stop())
+                )
                 member.bus._marks = MarksConnection(member.bus)  # type: ignore[assignment]
             await _live(member, index)
 
@@ -142,7 +159,9 @@ async def _live(member: Member, index: int) -> None:
     )  # fmt: skip
     member.announce(lambda: presence)
     member.report(lambda: METRICS)
-    for work in {"rollout": _rollout, "envhub": _envhub, "rewardhub": _rewardhub}[member.role](member):
+    for work in {"rollout": _rollout, "envhub": _envhub, "rewardhub": _rewardhub}[member.role](
+        member
+    ):
         member.spawn(work)
 
 
@@ -201,7 +220,13 @@ async def _learner(stack: AsyncExitStack, url: str) -> None:
     member = Member(bus, spec, "learner", "learner", Stop())
     member.announce(
         lambda: wire.Presence(
-            role="learner", id="learner", host="node-1", pid=1, state="serving", epoch=1, policy_version=0
+            role="learner",
+            id="learner",
+            host="node-1",
+            pid=1,
+            state="serving",
+            epoch=1,
+            policy_version=0,
         )
     )
     member.report(lambda: METRICS)

@@ -1,6 +1,7 @@
 """Measure a learner's start after many groups, in which it reads only the recent part of its files.
 
-The groups are written through the learner's own classes, without payloads; each start runs in a separate process.
+The groups are written through the learner's own classes, without payloads; each start runs in a
+separate process.
 """
 
 from __future__ import annotations
@@ -40,17 +41,23 @@ RULES: Final = TicketRules(
 CHECKPOINT_EVERY: Final = 5  # steps; the start cuts what was written behind the newest one
 PAYLOAD: Final = bytes(200)
 SAMPLES: Final = SamplesSection(keep=True)
-FIGURES: Final = {f"made_up/{number:02d}": 1 / 3 + number for number in range(60)}  # a real line holds about as many
+# a real line holds about as many
+FIGURES: Final = {f"made_up/{number:02d}": 1 / 3 + number for number in range(60)}
 
 
 async def write(folder: Path, groups: int) -> None:
-    """Leave the folder of a run that was killed when ``groups`` were trained, three steps behind its checkpoint."""
+    """Leave the folder of a run that was killed when ``groups`` were trained, three steps behind
+    its checkpoint.
+    """
     ledger = Ledger(RULES)
-    records, metrics = LedgerRecorder(folder, ledger, SAMPLES, Stop()), MetricsFile(folder / "metrics.jsonl")
+    records = LedgerRecorder(folder, ledger, SAMPLES, Stop())
+    metrics = MetricsFile(folder / "metrics.jsonl")
     open_tickets: list[int] = []
 
     def take(actions: list[Action]) -> None:
-        open_tickets.extend(action.ticket.number for action in actions if isinstance(action, IssueTicket))
+        open_tickets.extend(
+            action.ticket.number for action in actions if isinstance(action, IssueTicket)
+        )
 
     opened = ledger.open_credit()
     await records.began(opened)
@@ -70,7 +77,11 @@ async def write(folder: Path, groups: int) -> None:
             number = open_tickets.pop(0)
             dead = number % 50 == 0
             version = ledger.state.live[number].min_version
-            record = TicketEnd(number, "env_error") if dead else GroupArrival(number, version, (0.0, 1.0))
+            record = (
+                TicketEnd(number, "env_error")
+                if dead
+                else GroupArrival(number, version, (0.0, 1.0))
+            )
             entry = LogRecord(ledger.state.position + 1, None, "", number, PAYLOAD)
             actions = ledger.apply(record, entry.seq)
             await records.consumed(entry, RecordIntake(record), actions)
@@ -83,14 +94,21 @@ def _write_checkpoint(folder: Path, ledger: Ledger) -> None:
     own = folder / "checkpoints" / checkpoint.name_of(ledger.state.version) / "learner"
     own.mkdir(parents=True)
     (own / PART).write_bytes(b"")
-    body = {"format": checkpoint.FORMAT, "step": ledger.state.version, "epoch": 1, "ledger": ledger.dump()}
+    body = {
+        "format": checkpoint.FORMAT,
+        "step": ledger.state.version,
+        "epoch": 1,
+        "ledger": ledger.dump(),
+    }
     body["parts"] = [{"file": PART, "size": 0, "digest": ""}]
     (own / "learner.json").write_text(json.dumps(body))
     checkpoint.prune(folder / "checkpoints", 2)
 
 
 def resume(folder: Path) -> dict[str, float]:
-    """Open the files that grow with a run as a starting learner does; return seconds and memory in MiB."""
+    """Open the files that grow with a run as a starting learner does; return seconds and memory in
+    MiB.
+    """
     began = time.monotonic()
     found = checkpoint.newest_checkpoint(folder / "checkpoints")
     assert found is not None
@@ -98,7 +116,8 @@ def resume(folder: Path) -> dict[str, float]:
     ahead = known_progress(folder, ledger)
     metrics = MetricsFile(folder / "metrics.jsonl", ledger.state.version)
     records = LedgerRecorder(folder, ledger, SAMPLES, Stop())
-    took_s, memory = time.monotonic() - began, _memory()
+    took_s = time.monotonic() - began
+    memory = _memory()
     if ahead.consumed <= ledger.state.position:
         why = f"nothing was left to cut: {ahead.consumed} records consumed, {ledger.state.position} in the checkpoint"
         raise RuntimeError(why)
@@ -127,7 +146,10 @@ def measure() -> dict[str, Any]:
             folder = Path(scratch) / str(groups)
             written = _in_child("write", folder, groups)
             found[groups] = _in_child("resume", folder, groups)
-            print(f"resume: {groups} groups: written {written}, started {found[groups]}", file=sys.stderr)
+            print(
+                f"resume: {groups} groups: written {written}, started {found[groups]}",
+                file=sys.stderr,
+            )
     extra = max(found[GROUPS][name] - found[FEW][name] for name in ("RssAnon", "VmHWM"))
     return {"resume_s": round(found[GROUPS]["resume_s"], 3), "resume_extra_mib": round(extra, 1)}
 
@@ -139,7 +161,10 @@ def main(what: str, folder: Path, groups: int) -> dict[str, float]:
     began = time.monotonic()
     asyncio.run(write(folder, groups))
     size = sum(os.path.getsize(path) for path in folder.rglob("*") if path.is_file())
-    figures: dict[str, float] = {"seconds": round(time.monotonic() - began, 1), "cpu_s": round(time.process_time(), 1)}
+    figures: dict[str, float] = {
+        "seconds": round(time.monotonic() - began, 1),
+        "cpu_s": round(time.process_time(), 1),
+    }
     return figures | {"mib": round(size / 2**20)}
 
 

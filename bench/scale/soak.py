@@ -1,8 +1,9 @@
-"""Weeks of a run in virtual time: the real ledger, issuer, reaper and evaluator, with a simulated fleet and trainer.
+"""Weeks of a run in virtual time: the real ledger, issuer, reaper and evaluator, with a simulated
+fleet and trainer.
 
-1,000 steps of 20 minutes on two domains whose groups are scored by reward hubs: with pauses of 8 hours, hubs and reward
-hubs that are away for a day, scoring that is slower than playing, one domain renamed on a resume, and hubs that freeze
-every few hours. The same numbers every time.
+1,000 steps of 20 minutes on two domains whose groups are scored by reward hubs: with pauses of 8
+hours, hubs and reward hubs that are away for a day, scoring that is slower than playing, one domain
+renamed on a resume, and hubs that freeze every few hours. The same numbers every time.
 """
 
 from __future__ import annotations
@@ -50,24 +51,49 @@ POOL: Final = "judge"
 
 
 class SoakLearner:
-    """The learner's loop around the real ledger: records in, a step of 20 minutes whenever one is full."""
+    """The learner's loop around the real ledger: records in, a step of 20 minutes whenever one is
+    full.
+    """
 
     def __init__(
-        self, bus: MemoryBus, fleet: SoakFleet, ledger: Ledger, rules: TicketRules, folder: Path, epoch: int
+        self,
+        bus: MemoryBus,
+        fleet: SoakFleet,
+        ledger: Ledger,
+        rules: TicketRules,
+        folder: Path,
+        epoch: int,
     ) -> None:
-        self.bus, self.fleet, self.ledger, self.rules, self.epoch = bus, fleet, ledger, rules, epoch
+        self.bus = bus
+        self.fleet = fleet
+        self.ledger = ledger
+        self.rules = rules
+        self.epoch = epoch
         self.paused = False
         around: Any = bus
         self.issuer = TicketIssuer(around, TICKETS)
         roster: Any = fleet
         pools = {rule.name: fleet.pools for rule in rules.domains}
-        self.reaper = TicketReaper(around, ledger, roster, TIMEOUT_S, lambda: self.paused, pools=pools, every_s=LOOK_S)
-        domains = {rule.name: DomainSection(env="frozenlake", deadline_s=600.0) for rule in rules.domains}
+        self.reaper = TicketReaper(
+            around, ledger, roster, TIMEOUT_S, lambda: self.paused, pools=pools, every_s=LOOK_S
+        )
+        domains = {
+            rule.name: DomainSection(env="frozenlake", deadline_s=600.0) for rule in rules.domains
+        }
         section = EvalSection(every_steps=50, tasks=16, at_start=False, timeout_s=3_600.0)
-        evaluations = EvaluationQueue(section, domains, 0, first_number=bus._last.get(EVALTICKETS.name, 0) + 1)
+        evaluations = EvaluationQueue(
+            section, domains, 0, first_number=bus._last.get(EVALTICKETS.name, 0) + 1
+        )
         patience = DiskRetry(folder, Stop(), "the soak")
         self.evaluator = Evaluator(
-            around, evaluations, roster, folder, "", patience, TranscriptFactory({}, folder), every_s=LOOK_S
+            around,
+            evaluations,
+            roster,
+            folder,
+            "",
+            patience,
+            TranscriptFactory({}, folder),
+            every_s=LOOK_S,
         )
         self.boundary = ledger.dump()
         self.slowest_wait_s = 0.0  # the longest time in the reward queue while scoring was slow
@@ -80,9 +106,15 @@ class SoakLearner:
             # what the last life granted and did not publish, as in learner.credit.recovery
             self.issuer.put(self.ledger.ticket(number))
         self._perform(self.ledger.open_credit())
-        work = (self._read(until), self.issuer.serve(), self.reaper.serve(), *self.evaluator.services())
+        work = (
+            self._read(until),
+            self.issuer.serve(),
+            self.reaper.serve(),
+            *self.evaluator.services(),
+        )
         tasks = [asyncio.create_task(one) for one in work]
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)  # only the reading ends by itself
+        # only the reading ends by itself
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -91,7 +123,11 @@ class SoakLearner:
 
     async def _read(self, until: int) -> None:
         async for entry in self.bus.read_log(SAMPLES, self.ledger.state.position + 1):
-            self._perform(self.ledger.apply(record_intake.read_record(entry, self.ledger, 10).record, entry.seq))
+            self._perform(
+                self.ledger.apply(
+                    record_intake.read_record(entry, self.ledger, 10).record, entry.seq
+                )
+            )
             while self.ledger.full:
                 await self._step()
             if self.ledger.state.version >= until and self.ledger.state.rules_epoch >= self.epoch:
@@ -143,9 +179,13 @@ async def _soak(folder: Path) -> dict[str, Any]:
     lake, maze, mine = (DomainRule(name, 1.0, 8, 1, 600.0) for name in ("lake", "maze", "mine"))
     rules = TicketRules(STEPS, GROUPS, STALENESS, "wait", 0, (lake, maze))
     bus = MemoryBus("soak", "learner")
-    fleet, rewards = SoakFleet(bus, {"lake", "maze"}, [POOL]), SoakRewards(bus, POOL)
+    fleet = SoakFleet(bus, {"lake", "maze"}, [POOL])
+    rewards = SoakRewards(bus, POOL)
     fleet.rewards = rewards
-    serving = [asyncio.create_task(one) for one in (fleet.serve(), rewards.serve(), _freeze_hubs(fleet, rewards))]
+    serving = [
+        asyncio.create_task(one)
+        for one in (fleet.serve(), rewards.serve(), _freeze_hubs(fleet, rewards))
+    ]
     first = SoakLearner(bus, fleet, Ledger(rules), rules, folder, 1)
     await first.run(RENAME_AT)
     renamed = replace(rules, domains=(lake, mine))
@@ -160,11 +200,20 @@ async def _soak(folder: Path) -> dict[str, Any]:
     reasons = dict(sorted(second.ledger.state.reasons.items()))
     days = asyncio.get_running_loop().time() / (24 * HOUR_S)
     shown: dict[str, Any] = {"steps": second.ledger.state.version, "dead": counts["dead"]}
-    shown |= {"lost": counts["issued"] - ended, "dropped": counts["dropped"], "duplicate": counts["duplicate"]}
-    shown |= {"reward_outage_h": REWARD_OUTAGE_H if REWARDS_AWAY_AT else 0.0, "hub_pauses": fleet.num_pauses}
+    shown |= {
+        "lost": counts["issued"] - ended,
+        "dropped": counts["dropped"],
+        "duplicate": counts["duplicate"],
+    }
+    shown |= {
+        "reward_outage_h": REWARD_OUTAGE_H if REWARDS_AWAY_AT else 0.0,
+        "hub_pauses": fleet.num_pauses,
+    }
     shown["slow_scoring"] = max(first.slowest_wait_s, second.slowest_wait_s) > TIMEOUT_S
     assert counts["trained"] == STEPS * GROUPS, counts
-    return {"soak": shown | {"reasons": reasons, "played": fleet.num_played, "days": round(days, 1)}}
+    return {
+        "soak": shown | {"reasons": reasons, "played": fleet.num_played, "days": round(days, 1)}
+    }
 
 
 def measure() -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Measure how evenly hubs spread requests over servers: the real sampling and choice in virtual time."""
+"""Measure how evenly hubs spread requests over servers: the real sampling and choice in virtual
+time.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ SPEEDS: Final = {"equal": (1.0,), "1:2:4": (1.0, 2.0, 4.0)}
 SLOTS: Final = 64
 TOKENS_PER_S: Final = 3200.0  # of a server of speed 1 whose slots are full
 TOKENS: Final = (200, 800)  # of one request, uniform
-# requests of all hubs together, as a multiple of all slots; at 1 a slot is free for each that waits elsewhere
+# requests of all hubs together, as a multiple of all slots; at 1 a slot is free for each that waits
+# elsewhere
 IN_FLIGHT: Final = 1.0
 PRESENCE_S: Final = 1.0
 TICK_S: Final = 0.5
@@ -26,7 +29,9 @@ WINDOW_S: Final = 60.0
 
 
 def measure() -> dict[str, Any]:
-    """Return rows of (servers, hubs, speeds, spread); spread: tokens generated divided by those of full servers."""
+    """Return rows of (servers, hubs, speeds, spread); spread: tokens generated divided by those of
+    full servers.
+    """
     return {"spreads": [row(servers, hubs, speeds) for servers, hubs in ROWS for speeds in SPEEDS]}
 
 
@@ -62,7 +67,8 @@ class SimulatedHub:
     sample: ServerSample
     rng: random.Random
     outstanding: dict[str, int] = field(default_factory=dict)
-    seen: dict[str, int] = field(default_factory=dict)  # our requests in a server when its presence came
+    # our requests in a server when its presence came
+    seen: dict[str, int] = field(default_factory=dict)
 
 
 class SimulatedFleet:
@@ -70,13 +76,18 @@ class SimulatedFleet:
 
     def __init__(self, servers: int, hubs: int, speeds: tuple[float, ...], seed: int) -> None:
         self.rng = random.Random(seed)
-        self.servers = [SimServer(f"s{number:03}", speeds[number % len(speeds)]) for number in range(servers)]
+        self.servers = [
+            SimServer(f"s{number:03}", speeds[number % len(speeds)]) for number in range(servers)
+        ]
         self.by_id = {server.id: server for server in self.servers}
         self.hubs = [
-            SimulatedHub(ServerSample(random.Random(f"{seed}.{number}")), random.Random(f"{seed}/{number}"))
+            SimulatedHub(
+                ServerSample(random.Random(f"{seed}.{number}")), random.Random(f"{seed}/{number}")
+            )
             for number in range(hubs)
         ]
-        self.now, self._number = 0.0, 0
+        self.now = 0.0
+        self._number = 0
         self._events: list[tuple[float, int, str, int, Any]] = []
         for hub in self.hubs:
             for server in self.servers:
@@ -105,7 +116,9 @@ class SimulatedFleet:
         for asker in server.askers:
             hub = self.hubs[asker]
             hub.seen[server.id] = hub.outstanding[server.id]
-        server.askers = {asker for asker in server.askers if self.hubs[asker].outstanding[server.id]}
+        server.askers = {
+            asker for asker in server.askers if self.hubs[asker].outstanding[server.id]
+        }
         self._at(self.now + PRESENCE_S, "presence", number)
 
     def _tick(self, number: int, more: Any) -> None:
@@ -113,7 +126,9 @@ class SimulatedFleet:
         sample = self.hubs[number].sample
         for server in self.servers:
             sample.exists(server.id, server.shown[1])
-        sample.tick(self.now, {server for server, count in self.hubs[number].outstanding.items() if count})
+        sample.tick(
+            self.now, {server for server, count in self.hubs[number].outstanding.items() if count}
+        )
         self._at(self.now + (TICK_S if self.now < 5 else MEMBERS_S), "tick", number)
 
     def _ask(self, number: int, more: Any) -> None:
@@ -125,7 +140,13 @@ class SimulatedFleet:
         chosen = choose(
             [
                 ServerLoad(
-                    server.id, server.id, 0, SLOTS, self._load(hub, server), server.shown[1] or mean, weights[server.id]
+                    server.id,
+                    server.id,
+                    0,
+                    SLOTS,
+                    self._load(hub, server),
+                    server.shown[1] or mean,
+                    weights[server.id],
                 )
                 for server in followed
             ],

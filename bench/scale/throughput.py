@@ -1,7 +1,8 @@
-"""Measure tickets per second through the whole path of a learner: ticket, group of 24 KiB, record, ledger, step.
+"""Measure tickets per second through the whole path of a learner: ticket, group of 24 KiB, record,
+ledger, step.
 
-A real learner with a backend that computes nothing runs on one core; a real nats-server and a hub that answers every
-ticket at once share the others.
+A real learner with a backend that computes nothing runs on one core; a real nats-server and a hub
+that answers every ticket at once share the others.
 """
 
 from __future__ import annotations
@@ -33,9 +34,13 @@ EPISODES: Final = 8
 TOKENS: Final = 290  # of one episode: 24 KiB for the group
 AT_ONCE: Final = 64  # tickets that the hub holds
 WARM_STEPS: Final = 10  # not counted
-TINY: Final = {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 16} | {
-    "intermediate_size": 32
-}
+TINY: Final = {
+    "hidden_size": 16,
+    "num_layers": 1,
+    "num_heads": 1,
+    "num_kv_heads": 1,
+    "head_dim": 16,
+} | {"intermediate_size": 32}
 
 
 def measure() -> dict[str, Any]:
@@ -54,18 +59,36 @@ def measure() -> dict[str, Any]:
                 learner.kill()
                 learner.wait()
                 os.sched_setaffinity(0, cores)
-        rows = [json.loads(line) for line in (Path(folder) / RUN / "metrics.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line)
+            for line in (Path(folder) / RUN / "metrics.jsonl").read_text().splitlines()
+        ]
     counted = rows[WARM_STEPS:]
     assert rows[-1]["ticket/trained"] == STEPS * GROUPS, rows[-1]
     seconds = counted[-1]["time"] - rows[WARM_STEPS - 1]["time"]
-    return {"tickets_per_s": round(len(counted) * GROUPS / seconds, 1), "tickets_group_kib": round(group_kib, 1)}
+    return {
+        "tickets_per_s": round(len(counted) * GROUPS / seconds, 1),
+        "tickets_group_kib": round(group_kib, 1),
+    }
 
 
 def _start_learner(folder: Path, url: str) -> subprocess.Popen[bytes]:
-    lake = {"env": "frozenlake", "group_size": EPISODES, "max_context_tokens": 512, "sampling": {"max_tokens": 256}}
-    train = {"backend": f"{Path(__file__).with_name('null.py')}:NullBackend", "steps": STEPS, "num_threads": 1}
+    lake = {
+        "env": "frozenlake",
+        "group_size": EPISODES,
+        "max_context_tokens": 512,
+        "sampling": {"max_tokens": 256},
+    }
+    train = {
+        "backend": f"{Path(__file__).with_name('null.py')}:NullBackend",
+        "steps": STEPS,
+        "num_threads": 1,
+    }
     train |= {"groups_per_step": GROUPS, "max_staleness": 1, "micro_batch_tokens": 8192}
-    config: dict[str, Any] = {"run": {"name": RUN, "dir": str(folder)}, "model": {"path": None, "tiny": TINY}}
+    config: dict[str, Any] = {
+        "run": {"name": RUN, "dir": str(folder)},
+        "model": {"path": None, "tiny": TINY},
+    }
     config |= {"domains": {"lake": lake}, "train": train}
     config |= {"rollout": {"max_context_tokens": 512}, "trackers": {"use": []}}
     path = folder / "throughput.yaml"
@@ -105,9 +128,13 @@ async def _end(bus: Bus, delivery: Delivery, group: wire.Group) -> None:
         ticket=ticket.number,
         task_index=ticket.task_index,
         min_version=ticket.min_version,
-        trajectories=[msgspec.structs.replace(one, version_runs=runs) for one in group.trajectories],
+        trajectories=[
+            msgspec.structs.replace(one, version_runs=runs) for one in group.trajectories
+        ],
     )
-    await bus.publish(SAMPLES, mine, ticket=ticket.number, message_id=ticket_key(ticket.number, evaluation=False))
+    await bus.publish(
+        SAMPLES, mine, ticket=ticket.number, message_id=ticket_key(ticket.number, evaluation=False)
+    )
     await delivery.ack()
 
 
@@ -119,7 +146,9 @@ def _group() -> wire.Group:
     rng = np.random.default_rng(0)
     half = TOKENS // 2
     episodes = [
-        made_up_hub.trajectory(i, rng.integers(6, 60, TOKENS).tolist(), [-1.0] * half, version=0, reward=float(i % 2))
+        made_up_hub.trajectory(
+            i, rng.integers(6, 60, TOKENS).tolist(), [-1.0] * half, version=0, reward=float(i % 2)
+        )
         for i in range(EPISODES)
     ]
     return made_up_hub.group(ticket, episodes)

@@ -33,7 +33,8 @@ class _Selector(selectors.SelectSelector):
 class VirtualLoop(asyncio.SelectorEventLoop):
     """``time()`` is virtual; a sleep takes no real time.
 
-    What is meant for a thread runs at once: the clock would not wait for it, so that no run would be like another.
+    What is meant for a thread runs at once: the clock would not wait for it, so that no run would
+    be like another.
     """
 
     def __init__(self) -> None:
@@ -66,7 +67,8 @@ class MemoryBus:
     """What the learner's parts use of ``broker.jetstream.bus.Bus``, without a broker."""
 
     def __init__(self, run: str, name: str) -> None:
-        self.run, self.name = run, name
+        self.run = run
+        self.name = name
         self._last: dict[str, int] = {}
         self._logs: dict[str, list[LogRecord]] = {}
         self._queues: dict[tuple[str, str], deque[wire.Message]] = {}
@@ -93,7 +95,8 @@ class MemoryBus:
             self._queues.setdefault((stream.name, key), deque()).append(message)
         else:
             self._logs.setdefault(stream.name, []).append(LogRecord(seq, message, "", ticket, b""))
-        grown, self._grown = self._grown, asyncio.Event()
+        grown = self._grown
+        self._grown = asyncio.Event()
         grown.set()
         return seq
 
@@ -111,7 +114,11 @@ class MemoryBus:
         for (name, key), queue in self._queues.items():
             if name == EPISODES.name:
                 groups = (one for one in queue if isinstance(one, wire.Group))
-                kept = (one for one in groups if (one.ticket, one.eval_step >= 0) != (number, evaluation))
+                kept = (
+                    one
+                    for one in groups
+                    if (one.ticket, one.eval_step >= 0) != (number, evaluation)
+                )
                 self._queues[name, key] = deque(kept)
 
     async def missing(self, stream: Stream, seqs: Collection[int]) -> set[int]:
@@ -123,13 +130,18 @@ class MemoryBus:
     async def trim(self, stream: Stream, before_seq: int) -> None:
         self._deleted.setdefault(stream.name, set()).update(range(1, before_seq))
 
-    async def dead_letter(self, stream: Stream, *, seq: int, ticket: int, reason: str, data: bytes) -> None:
+    async def dead_letter(
+        self, stream: Stream, *, seq: int, ticket: int, reason: str, data: bytes
+    ) -> None:
         raise AssertionError(f"{stream.name} {seq}: {reason}")
 
-    async def read_log(self, stream: Stream, start_seq: int, **_: Any) -> AsyncGenerator[LogRecord, None]:
+    async def read_log(
+        self, stream: Stream, start_seq: int, **_: Any
+    ) -> AsyncGenerator[LogRecord, None]:
         following = start_seq
         while True:
-            grown, log = self._grown, self._logs.get(stream.name, [])
+            grown = self._grown
+            log = self._logs.get(stream.name, [])
             while following <= len(log):
                 following += 1
                 yield log[following - 2]
@@ -151,7 +163,11 @@ class MemoryBus:
 
     def queued(self, stream: Stream, key: str) -> list[wire.Group]:
         """Return the groups in a work queue."""
-        return [message for message in self._queues.get((stream.name, key), ()) if isinstance(message, wire.Group)]
+        return [
+            message
+            for message in self._queues.get((stream.name, key), ())
+            if isinstance(message, wire.Group)
+        ]
 
     def give_back(self, stream: Stream, key: str, message: wire.Message) -> None:
         """Put a message back at the head of its work queue."""

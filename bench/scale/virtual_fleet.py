@@ -1,6 +1,8 @@
-"""Simulated environment and reward hubs on a ``MemoryBus``, in virtual time; any of them may freeze.
+"""Simulated environment and reward hubs on a ``MemoryBus``, in virtual time; any of them may
+freeze.
 
-The decisions of an environment hub are those of its real state machine. Episodes and scores only take time.
+The decisions of an environment hub are those of its real state machine. Episodes and scores only
+take time.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ import msgspec
 
 from bench.scale.virtual import MemoryBus
 from broker.contract import wire
-from broker.contract.streams import ACK_WAIT_S, EPISODES, EVALTICKETS, MEMBERS, SAMPLES, TICKETS, Stream
+from broker.contract.streams import (
+    ACK_WAIT_S,
+    EPISODES,
+    EVALTICKETS,
+    MEMBERS,
+    SAMPLES,
+    TICKETS,
+    Stream,
+)
 from broker.jetstream.ticket_results import result_log, ticket_key
 from envhub.scheduling import slots
 from envhub.scheduling.line import GroupJob
@@ -25,8 +35,10 @@ from envhub.scheduling.line import GroupJob
 AnyTicket = wire.Ticket | wire.EvalTicket
 
 LOOK_S: Final = 15.0
-# groups that the fleet plays at once: a little slower than the learner, so that tickets queue for an hour
-HUBS, SLOTS = 3, 5
+# groups that the fleet plays at once: a little slower than the learner, so that tickets queue for
+# an hour
+HUBS = 3
+SLOTS = 5
 GROUP_S: Final = (60.0, 540.0)
 DEADLINE_S: Final = 600.0
 SCORERS: Final = 4  # groups that a reward hub scores at once
@@ -81,22 +93,35 @@ class SoakFleet:
     """
 
     def __init__(self, bus: MemoryBus, domains: set[str], pools: Sequence[str] = ()) -> None:
-        self.bus, self.domains, self.pools = bus, domains, list(pools)
-        self.is_there, self.paused, self.version = True, False, 0
+        self.bus = bus
+        self.domains = domains
+        self.pools = list(pools)
+        self.is_there = True
+        self.paused = False
+        self.version = 0
         self.num_played = self.num_pauses = 0
         self.rewards: SoakRewards | None = None
         self._random = random.Random(0)
-        self._hubs = [SoakHub(f"hub-{number}", slots.EpisodeSlots(SLOTS, max_retries=0)) for number in range(HUBS)]
+        self._hubs = [
+            SoakHub(f"hub-{number}", slots.EpisodeSlots(SLOTS, max_retries=0))
+            for number in range(HUBS)
+        ]
         self._delivered: Counter[str] = Counter()
 
     def alive(self, role: str) -> list[wire.Presence]:
-        """Return the entries of the hubs that are members, as ``broker.runtime.presence.Roster`` does."""
+        """Return the entries of the hubs that are members, as ``broker.runtime.presence.Roster``
+        does.
+        """
         if role == "rewardhub":
             return self.rewards.alive() if self.rewards is not None else []
         if role != "envhub" or not self.is_there:
             return []
         now = asyncio.get_running_loop().time()
-        return [hub.presence for hub in self._hubs if hub.presence is not None and not hub.freeze.is_forgotten(now)]
+        return [
+            hub.presence
+            for hub in self._hubs
+            if hub.presence is not None and not hub.freeze.is_forgotten(now)
+        ]
 
     def leave(self) -> None:
         """Kill every hub: tickets in progress return to their queue."""
@@ -127,12 +152,18 @@ class SoakFleet:
                 elif self.is_there:
                     if not self.paused:
                         await self._turn(hub)
-                    numbers = [one.number for one in hub.tickets.values() if isinstance(one, wire.Ticket)]
+                    numbers = [
+                        one.number for one in hub.tickets.values() if isinstance(one, wire.Ticket)
+                    ]
                     hub.presence = _presence("envhub", hub.name, sorted(self.domains), numbers)
 
     async def _turn(self, hub: SoakHub) -> None:
-        """Do what an environment hub does in one turn; during a pause the servers are away and its clock stands."""
-        await self._perform(hub, hub.slots.abandon([key for key in hub.lapsed if key in hub.tickets]))
+        """Do what an environment hub does in one turn; during a pause the servers are away and its
+        clock stands.
+        """
+        await self._perform(
+            hub, hub.slots.abandon([key for key in hub.lapsed if key in hub.tickets])
+        )
         hub.lapsed = []
         hub.clock_s += LOOK_S
         for key in list(hub.left_s):
@@ -168,7 +199,9 @@ class SoakFleet:
                         ticket=ticket.number, domain=ticket.domain, reason=action.reason, detail=action.detail,
                         by=hub.name, eval_step=eval_step,
                     )  # fmt: skip
-                    await self.bus.publish(result_log(evaluation=eval_step >= 0), closed, ticket=ticket.number)
+                    await self.bus.publish(
+                        result_log(evaluation=eval_step >= 0), closed, ticket=ticket.number
+                    )
 
     async def _publish(self, ticket: AnyTicket) -> None:
         is_eval = isinstance(ticket, wire.EvalTicket)
@@ -195,11 +228,14 @@ class SoakRewards:
     """
 
     def __init__(self, bus: MemoryBus, pool: str) -> None:
-        self.bus, self.pool, self.score_s = bus, pool, SCORE_S
+        self.bus = bus
+        self.pool = pool
+        self.score_s = SCORE_S
         self.longest_wait_s = 0.0
         self._away_until = -1.0
         self._freeze = _Freeze()
-        self._scoring: dict[int, tuple[wire.Group, float]] = {}  # ticket -> its group, and when it was taken
+        # ticket -> its group, and when it was taken
+        self._scoring: dict[int, tuple[wire.Group, float]] = {}
         self._arrived: dict[int, float] = {}  # ticket -> when its group was first seen in the queue
         self._presence: wire.Presence | None = None
 
@@ -234,8 +270,13 @@ class SoakRewards:
         for number, (group, began) in list(self._scoring.items()):
             if now - began >= self.score_s:
                 del self._scoring[number]
-                await self.bus.publish(SAMPLES, msgspec.structs.replace(group, pools=[]), ticket=number)
-        while len(self._scoring) < SCORERS and (message := self.bus.take(EPISODES, self.pool)) is not None:
+                await self.bus.publish(
+                    SAMPLES, msgspec.structs.replace(group, pools=[]), ticket=number
+                )
+        while (
+            len(self._scoring) < SCORERS
+            and (message := self.bus.take(EPISODES, self.pool)) is not None
+        ):
             assert isinstance(message, wire.Group)
             group = message
             self._scoring[group.ticket] = group, now
@@ -251,7 +292,9 @@ class SoakRewards:
 
 def _presence(role: str, name: str, serves: list[str], tickets: list[int]) -> wire.Presence:
     host = socket.gethostname()
-    return wire.Presence(role=role, id=name, host=host, pid=1, state="serving", serves=serves, tickets=tickets)
+    return wire.Presence(
+        role=role, id=name, host=host, pid=1, state="serving", serves=serves, tickets=tickets
+    )
 
 
 def _group(ticket: AnyTicket, version: int, pools: list[str]) -> wire.Group:

@@ -1,1 +1,3 @@
-"""Shared parts of the benchmarks: fleets of real processes, simulated servers, cases, statistics. No commands."""
+"""Shared parts of the benchmarks: fleets of real processes, simulated servers, cases, statistics.
+No commands.
+"""

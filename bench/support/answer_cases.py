@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-CANARY: Final = "CANARY"  # in an answer: replaced by the path of a file that only executed code would make
+# in an answer: replaced by the path of a file that only executed code would make
+CANARY: Final = "CANARY"
 
 
 def adversarial() -> list[str]:
@@ -39,7 +40,13 @@ def _huge_numbers() -> Iterator[str]:
         yield f"\\left({n}!\\right)^{{{n}}}"
         yield f"\\sqrt{{2}}^{{{n}}}"
         yield f"{n}^{{{n}}} \\bmod 7"
-    yield from ("5!!!!!!!!", "(((9!)!)!)!", "0.5^{-10^{12}}", "e^{e^{e^{e^{10}}}}", "10^{-10^{10^{10}}}")
+    yield from (
+        "5!!!!!!!!",
+        "(((9!)!)!)!",
+        "0.5^{-10^{12}}",
+        "e^{e^{e^{e^{10}}}}",
+        "10^{-10^{10^{10}}}",
+    )
     yield from ("(10^{10^{10}})^{0}", "\\pi^{10^{10^{8}}}")
 
 
@@ -51,7 +58,11 @@ def _huge_sums() -> Iterator[str]:
         yield f"\\sum_{{i=1}}^{{{top}}} \\sum_{{j=1}}^{{{top}}} \\frac{{i}}{{j+i^j}}"
         yield f"\\int_0^{{{top}}} \\frac{{\\sin(x^x)}}{{\\ln(x+e^x)}} dx"
     for n in range(1, 5):
-        yield "\\int_0^1 " * n + "e^{\\sin(x y z)} \\cos(e^{x})" + "".join(f" d{v}" for v in "xyzw"[:n])
+        yield (
+            "\\int_0^1 " * n
+            + "e^{\\sin(x y z)} \\cos(e^{x})"
+            + "".join(f" d{v}" for v in "xyzw"[:n])
+        )
     yield "\\lim_{n \\to \\infty} \\sum_{k=1}^{n} \\frac{1}{k^{1.001}}"
     yield "\\lim_{x \\to 0} \\frac{\\sin(\\tan x) - \\tan(\\sin x)}{x^7}"
 
@@ -103,7 +114,12 @@ def _long() -> Iterator[str]:
 
 def _code() -> Iterator[str]:
     call = f"open('{CANARY}','w').close()"
-    codes = [call, f"__import__('os').system('touch {CANARY}')", f'exec("{call}")', f'eval("{call}")']
+    codes = [
+        call,
+        f"__import__('os').system('touch {CANARY}')",
+        f'exec("{call}")',
+        f'eval("{call}")',
+    ]
     for code in (*codes, f"(lambda: {call})()"):
         yield code
         yield f"\\text{{{code}}}"
@@ -115,12 +131,26 @@ def _code() -> Iterator[str]:
 
 
 def _odd() -> Iterator[str]:
-    yield from ("\\frac{1}{0}", "0^{0}", "\\frac{0}{0}", "\\infty-\\infty", "NaN", "nan", "inf", "\\sqrt{-1}^{i}")
+    yield from (
+        "\\frac{1}{0}",
+        "0^{0}",
+        "\\frac{0}{0}",
+        "\\infty-\\infty",
+        "NaN",
+        "nan",
+        "inf",
+        "\\sqrt{-1}^{i}",
+    )
     yield from ("\\log 0", "\\tan\\frac{\\pi}{2}")
     yield from ("\U0001f600", "\x00", "\x1b[31m18", "\u202e81", "٣", "１７", "½")
     yield from ("\\", "{", "}", "$", "$$", "\\(", "\\[")
     yield from ("\\boxed", "%", "\\%", "\\frac{1}{", "^", "_", "&", "#")
-    yield from ("\\begin{cases} x & y \\\\ z \\end{cases}", "x=x=x=x", "1<2<3<x<y", "x\\in\\emptyset")
+    yield from (
+        "\\begin{cases} x & y \\\\ z \\end{cases}",
+        "x=x=x=x",
+        "1<2<3<x<y",
+        "x\\in\\emptyset",
+    )
     yield from ("\\text{" + "a" * 500 + "}", "1,2,\\ldots,10^{9}")
 
 
@@ -147,7 +177,11 @@ def _raising() -> Iterator[str]:
         "\\log_0 0",
         "0^{-1}",
     )
-    yield from ("\\sqrt[0]{2}", "\\begin{pmatrix}1&2\\\\3\\end{pmatrix}", "\\begin{pmatrix}1\\end{pmatrix}^{-1/2}")
+    yield from (
+        "\\sqrt[0]{2}",
+        "\\begin{pmatrix}1&2\\\\3\\end{pmatrix}",
+        "\\begin{pmatrix}1\\end{pmatrix}^{-1/2}",
+    )
     yield from (
         "\\begin{pmatrix}0&0\\\\0&0\\end{pmatrix}^{-1}",
         "\\begin{pmatrix}1&2\\end{pmatrix}\\begin{pmatrix}1&2\\end{pmatrix}",

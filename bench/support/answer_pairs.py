@@ -1,7 +1,7 @@
 """Answers with equal and unequal references for ``bench.answers``, from small generators. Pure.
 
-Each family is a kind with both verdicts. Its docstring says what proves them: exact arithmetic of Python, which the
-reward does not use for that kind, or a proof by hand.
+Each family is a kind with both verdicts. Its docstring says what proves them: exact arithmetic of
+Python, which the reward does not use for that kind, or a proof by hand.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ PUBLISHED: Final = Path(__file__).with_name("published_answers.jsonl")
 
 
 class AnswerPair(NamedTuple):
-    """A response, its reference, whether they are equal, the kind of both, and what proves the verdict."""
+    """A response, its reference, whether they are equal, the kind of both, and what proves the
+    verdict.
+    """
 
     response: str
     reference: str
@@ -56,9 +58,20 @@ def published() -> Iterator[AnswerPair]:
 def integers() -> Iterator[AnswerPair]:
     """Python compares the integers that the texts are made from."""
     for n in (0, 7, 42, 1234, 36000, 1234567, -15):
-        forms = [f"#### {n}", f"#### {n:,}", f"#### **{n}**", f"#### {n}.", f"#### {n}.00", f"\\boxed{{{n}}}"]
+        forms = [
+            f"#### {n}",
+            f"#### {n:,}",
+            f"#### **{n}**",
+            f"#### {n}.",
+            f"#### {n}.00",
+            f"\\boxed{{{n}}}",
+        ]
         forms += [f"It is $\\boxed{{{n}}}$.", f"The answer is {n}."]
-        forms += [f"#### {n} apples", f"#### \\boxed{{{n:,}}}", f"\\boxed{{{n}}} as I said: \\boxed{{{n}}}"]
+        forms += [
+            f"#### {n} apples",
+            f"#### \\boxed{{{n:,}}}",
+            f"\\boxed{{{n}}} as I said: \\boxed{{{n}}}",
+        ]
         forms += [f"$x = {n}$", f"#### Step 2: 5 more\n\\boxed{{{n}}}"]
         for form in forms:
             yield AnswerPair(form, f"work\n#### {n:,}", True)
@@ -78,7 +91,11 @@ def integers() -> Iterator[AnswerPair]:
 def fractions() -> Iterator[AnswerPair]:
     """Equal fractions have equal cross products; 1/3 is 0.3333333 within six decimals and not 0.33."""
     for a, b in ((1, 2), (3, 4), (5, 8), (-7, 20), (9, 5)):
-        forms = [f"#### {a}/{b}", f"\\boxed{{\\frac{{{a}}}{{{b}}}}}", f"$\\frac{{{3 * a}}}{{{3 * b}}}$"]
+        forms = [
+            f"#### {a}/{b}",
+            f"\\boxed{{\\frac{{{a}}}{{{b}}}}}",
+            f"$\\frac{{{3 * a}}}{{{3 * b}}}$",
+        ]
         for form in (*forms, f"#### {a / b:g}", f"\\boxed{{\\dfrac{{{a}}}{{{b}}}}}"):
             yield AnswerPair(form, f"\\frac{{{a}}}{{{b}}}", True)
             yield AnswerPair(form, f"{a / b:g}", True)
@@ -100,15 +117,21 @@ def sets() -> Iterator[AnswerPair]:
         for order in list(permutations(items))[:4]:
             yield AnswerPair(" and ".join(f"\\boxed{{{item}}}" for item in order), reference, True)
             yield AnswerPair(
-                " and ".join(f"$\\boxed{{{item}}}$" for item in order), f"\\{{{','.join(map(str, items))}\\}}", True
+                " and ".join(f"$\\boxed{{{item}}}$" for item in order),
+                f"\\{{{','.join(map(str, items))}\\}}",
+                True,
             )
             yield AnswerPair(
-                f"\\boxed{{\\{{{', '.join(map(str, order))}\\}}}}", f"\\{{{', '.join(map(str, items))}\\}}", True
+                f"\\boxed{{\\{{{', '.join(map(str, order))}\\}}}}",
+                f"\\{{{', '.join(map(str, items))}\\}}",
+                True,
             )
         yield AnswerPair(f"\\boxed{{{items[-1]}}}", reference, False)
         yield AnswerPair(f"\\boxed{{{', '.join(map(str, items[1:]))}}}", reference, False)
         yield AnswerPair(f"\\boxed{{\\{{{', '.join(map(str, (*items, 7)))}\\}}}}", reference, False)
-        yield AnswerPair(f"\\boxed{{{''.join(map(str, items))}}}", f"\\{{{','.join(map(str, items))}\\}}", False)
+        yield AnswerPair(
+            f"\\boxed{{{''.join(map(str, items))}}}", f"\\{{{','.join(map(str, items))}\\}}", False
+        )
 
 
 def tuples() -> Iterator[AnswerPair]:
@@ -131,7 +154,11 @@ def intervals() -> Iterator[AnswerPair]:
         yield AnswerPair(f"\\boxed{{[{2 * a}/2,{b}]}}", f"[{a},{b}]", True)
         yield AnswerPair(f"\\boxed{{[{a},{b}]}}", f"[{a},{b})", False)
         yield AnswerPair(f"\\boxed{{[{a},{b + 1})}}", f"[{a},{b})", False)
-        yield AnswerPair(f"\\boxed{{(-\\infty,{a})\\cup({b},\\infty)}}", f"(-\\infty,{a})\\cup({b},\\infty)", True)
+        yield AnswerPair(
+            f"\\boxed{{(-\\infty,{a})\\cup({b},\\infty)}}",
+            f"(-\\infty,{a})\\cup({b},\\infty)",
+            True,
+        )
         yield AnswerPair(f"$x > {a}$", f"x > {a}", True)
         yield AnswerPair(f"${a} < x$", f"x > {a}", True)
         yield AnswerPair(f"$x < {a}$", f"x > {a}", False)
@@ -140,7 +167,8 @@ def intervals() -> Iterator[AnswerPair]:
 def polynomials() -> Iterator[AnswerPair]:
     """(x+a)(x+b) = x^2 + (a+b)x + ab; other coefficients give another polynomial."""
     for a, b in ((1, 2), (3, 5), (-1, 4), (2, 2)):
-        expanded, factored = f"x^2 + {a + b}x + {a * b}", f"(x+{a})(x+{b})".replace("+-", "-")
+        expanded = f"x^2 + {a + b}x + {a * b}"
+        factored = f"(x+{a})(x+{b})".replace("+-", "-")
         for form in (f"#### {expanded}", f"\\boxed{{{factored}}}", f"${factored}$"):
             yield AnswerPair(form, expanded.replace("+ -", "- "), True)
             yield AnswerPair(form, factored, True)
@@ -154,7 +182,11 @@ def polynomials() -> Iterator[AnswerPair]:
 def roots() -> Iterator[AnswerPair]:
     """a sqrt(b) = sqrt(a^2 b) = ab/sqrt(b), and the root is strictly monotonic."""
     for a, b in ((2, 2), (3, 5), (10, 3)):
-        forms = [f"\\boxed{{\\sqrt{{{a * a * b}}}}}", f"#### {a}\\sqrt{{{b}}}", f"#### {a}*sqrt({b})"]
+        forms = [
+            f"\\boxed{{\\sqrt{{{a * a * b}}}}}",
+            f"#### {a}\\sqrt{{{b}}}",
+            f"#### {a}*sqrt({b})",
+        ]
         for form in (*forms, f"\\boxed{{\\frac{{{a * b}}}{{\\sqrt{{{b}}}}}}}"):
             yield AnswerPair(form, f"{a}\\sqrt{{{b}}}", True)
             yield AnswerPair(form, f"{a}\\sqrt{{{b + 2}}}", False)
@@ -175,7 +207,12 @@ def complex_numbers() -> Iterator[AnswerPair]:
 def percents() -> Iterator[AnswerPair]:
     """n percent is n/100."""
     for n in (5, 25, 50):
-        for form in (f"#### {n}%", f"\\boxed{{{n}\\%}}", f"\\boxed{{{n}}}\\%", f"$\\boxed{{{n}\\%}}$"):
+        for form in (
+            f"#### {n}%",
+            f"\\boxed{{{n}\\%}}",
+            f"\\boxed{{{n}}}\\%",
+            f"$\\boxed{{{n}\\%}}$",
+        ):
             yield AnswerPair(form, f"{n}\\%", True)
             yield AnswerPair(form, f"{n / 100:g}", True)
             yield AnswerPair(form, f"{n + 1}\\%", False)
@@ -199,7 +236,9 @@ def functions() -> Iterator[AnswerPair]:
         yield AnswerPair(f"\\boxed{{{formula}}}", reference, True)
         yield AnswerPair(f"$${formula}$$", reference, True)
         matrix = "\\boxed{\\begin{pmatrix}1\\\\3\\end{pmatrix}}"
-        yield AnswerPair(f"\\boxed{{{formula}+1}}" if "begin" not in formula else matrix, reference, False)
+        yield AnswerPair(
+            f"\\boxed{{{formula}+1}}" if "begin" not in formula else matrix, reference, False
+        )
     yield AnswerPair("#### 2pi", "2\\pi", True)
     yield AnswerPair("#### sin(x)", "\\sin x", True)
 
@@ -271,7 +310,11 @@ def logarithms() -> Iterator[AnswerPair]:
 
 def trigonometry() -> Iterator[AnswerPair]:
     """Values at multiples of 30 and 45 degrees, and the addition formulas."""
-    values = (("\\sin\\frac{\\pi}{6}", "\\frac{1}{2}"), ("\\cos\\frac{\\pi}{3}", "0.5"), ("\\tan\\frac{\\pi}{4}", "1"))
+    values = (
+        ("\\sin\\frac{\\pi}{6}", "\\frac{1}{2}"),
+        ("\\cos\\frac{\\pi}{3}", "0.5"),
+        ("\\tan\\frac{\\pi}{4}", "1"),
+    )
     more = (
         ("\\sin\\frac{\\pi}{3}", "\\frac{\\sqrt{3}}{2}"),
         ("\\arctan 1", "\\frac{\\pi}{4}"),
@@ -289,7 +332,9 @@ def sums() -> Iterator[AnswerPair]:
         total = sum(k * k for k in range(1, n + 1))
         yield AnswerPair(f"\\boxed{{\\sum_{{k=1}}^{{{n}}} k^2}}", str(total), True)
         yield AnswerPair(f"\\boxed{{\\sum_{{k=1}}^{{{n}}} k^2}}", str(total - 1), False)
-        yield AnswerPair(f"\\boxed{{\\prod_{{k=1}}^{{{n}}} k}}", str(math.prod(range(1, n + 1))), True)
+        yield AnswerPair(
+            f"\\boxed{{\\prod_{{k=1}}^{{{n}}} k}}", str(math.prod(range(1, n + 1))), True
+        )
     yield AnswerPair("\\boxed{\\sum_{n=1}^{\\infty} 1}", "42", False)
 
 
@@ -303,7 +348,11 @@ def integrals() -> Iterator[AnswerPair]:
 def absolute_values() -> Iterator[AnswerPair]:
     """Python's abs."""
     for n in (-7, -1, 4):
-        for form in (f"\\boxed{{|{n}|}}", f"$\\left|{n}\\right|$", f"\\boxed{{\\lvert {n}\\rvert}}"):
+        for form in (
+            f"\\boxed{{|{n}|}}",
+            f"$\\left|{n}\\right|$",
+            f"\\boxed{{\\lvert {n}\\rvert}}",
+        ):
             yield AnswerPair(form, str(abs(n)), True)
             yield AnswerPair(form, str(abs(n) + 1), False)
 
@@ -322,7 +371,9 @@ def mixed_numbers() -> Iterator[AnswerPair]:
             yield AnswerPair(form, str(whole), False)
             yield AnswerPair(form, f"{up}/{down}", False)
         yield AnswerPair(
-            f"\\boxed{{-{whole}\\frac{{{up}}}{{{down}}}}}", f"-{value.numerator}/{value.denominator}", True
+            f"\\boxed{{-{whole}\\frac{{{up}}}{{{down}}}}}",
+            f"-{value.numerator}/{value.denominator}",
+            True,
         )
 
 
@@ -330,10 +381,17 @@ def repeating_decimals() -> Iterator[AnswerPair]:
     """fractions.Fraction: the period over as many nines."""
     for head, period in (("", "3"), ("", "4"), ("1", "6"), ("", "142857"), ("58", "3"), ("", "09")):
         scale = 10 ** len(head)
-        value = Fraction(int(head or 0), scale) + Fraction(int(period), scale * (10 ** len(period) - 1))
+        value = Fraction(int(head or 0), scale) + Fraction(
+            int(period), scale * (10 ** len(period) - 1)
+        )
         reference = f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
         decimal = f"0.{head}\\overline{{{period}}}"
-        for form in (decimal, f"0.{head}({period})", f"0.{head}\\bar{{{period}}}", f"0.{head}{period * 3}\\ldots"):
+        for form in (
+            decimal,
+            f"0.{head}({period})",
+            f"0.{head}\\bar{{{period}}}",
+            f"0.{head}{period * 3}\\ldots",
+        ):
             yield AnswerPair(f"\\boxed{{{form}}}", reference, True)
             if len(period) < 6:
                 yield AnswerPair(f"\\boxed{{{form}}}", f"0.{head}{period}", False)
@@ -354,7 +412,9 @@ def bases() -> Iterator[AnswerPair]:
             yield AnswerPair(f"\\boxed{{{form}}}", str(value), True)
             yield AnswerPair(f"\\boxed{{{form}}}", digits, False)
         yield AnswerPair(f"\\boxed{{{digits}}}", f"{digits}_{base}", False)
-        yield AnswerPair(f"\\boxed{{{digits}_{{\\text{{{names[base]}}}}}}}", f"{digits}_{base}", True)
+        yield AnswerPair(
+            f"\\boxed{{{digits}_{{\\text{{{names[base]}}}}}}}", f"{digits}_{base}", True
+        )
 
 
 def clocks() -> Iterator[AnswerPair]:
@@ -365,7 +425,10 @@ def clocks() -> Iterator[AnswerPair]:
         yield AnswerPair(f"\\boxed{{{text}\\text{{ AM}}}}", f"{text} a.m.", True)
         yield AnswerPair(f"\\boxed{{{text}\\text{{ AM}}}}", f"{text} PM", False)
         yield AnswerPair(f"\\boxed{{{moment.hour + 12}:{moment.minute:02}}}", f"{text} PM", True)
-        for other in (f"{moment.hour + 1}:{moment.minute:02}", f"{2 * moment.hour}:{(2 * moment.minute) % 60:02}"):
+        for other in (
+            f"{moment.hour + 1}:{moment.minute:02}",
+            f"{2 * moment.hour}:{(2 * moment.minute) % 60:02}",
+        ):
             yield AnswerPair(f"\\boxed{{{other}}}", text, False)
 
 
@@ -381,7 +444,11 @@ def ratios() -> Iterator[AnswerPair]:
 
 def undefined_values() -> Iterator[AnswerPair]:
     """What has no value equals no value; only the same writing is the same answer."""
-    for formula, other in (("\\frac{1}{0}", "\\frac{2}{0}"), ("\\frac{0}{0}", "\\frac{1}{0}"), ("1/0", "3/0")):
+    for formula, other in (
+        ("\\frac{1}{0}", "\\frac{2}{0}"),
+        ("\\frac{0}{0}", "\\frac{1}{0}"),
+        ("1/0", "3/0"),
+    ):
         yield AnswerPair(f"\\boxed{{{formula}}}", formula, True)
         yield AnswerPair(f"\\boxed{{{other}}}", formula, False)
         yield AnswerPair(f"\\boxed{{{formula}}}", "0", False)
@@ -403,7 +470,11 @@ def scientific_notation() -> Iterator[AnswerPair]:
     """decimal.Decimal."""
     for text in ("1.5e3", "2e-4", "6.02e5"):
         value, (mantissa, power) = Decimal(text), text.split("e")
-        for form in (text, f"{mantissa} \\times 10^{{{power}}}", f"{mantissa}\\cdot 10^{{{power}}}"):
+        for form in (
+            text,
+            f"{mantissa} \\times 10^{{{power}}}",
+            f"{mantissa}\\cdot 10^{{{power}}}",
+        ):
             yield AnswerPair(f"\\boxed{{{form}}}", f"{value:f}", True)
             yield AnswerPair(f"\\boxed{{{form}}}", f"{value * 10:f}", False)
 
@@ -420,7 +491,11 @@ def signs() -> Iterator[AnswerPair]:
 
 def approximations() -> Iterator[AnswerPair]:
     """Decimals agree with a fraction if six decimals do."""
-    for value, digits in ((Fraction(1, 3), "0.333333"), (Fraction(2, 7), "0.285714"), (Fraction(5, 6), "0.833333")):
+    for value, digits in (
+        (Fraction(1, 3), "0.333333"),
+        (Fraction(2, 7), "0.285714"),
+        (Fraction(5, 6), "0.833333"),
+    ):
         yield AnswerPair(f"\\boxed{{{digits}}}", f"{value}", True)
         yield AnswerPair(f"\\boxed{{{digits[:4]}}}", f"{value}", False)
         yield AnswerPair(f"\\boxed{{{value} \\approx {digits[:4]}}}", f"{value}", True)
@@ -429,8 +504,30 @@ def approximations() -> Iterator[AnswerPair]:
 
 
 FAMILIES: Final[tuple[Family, ...]] = (
-    *(integers, fractions, sets, tuples, intervals, polynomials, roots, complex_numbers, percents, functions),
-    *(equations, words, powers, factorials, binomials, logarithms, trigonometry, sums, integrals, absolute_values),
+    *(
+        integers,
+        fractions,
+        sets,
+        tuples,
+        intervals,
+        polynomials,
+        roots,
+        complex_numbers,
+        percents,
+        functions,
+    ),
+    *(
+        equations,
+        words,
+        powers,
+        factorials,
+        binomials,
+        logarithms,
+        trigonometry,
+        sums,
+        integrals,
+        absolute_values,
+    ),
     *(mixed_numbers, repeating_decimals, bases, clocks, ratios, undefined_values, digit_groups),
     *(scientific_notation, signs, approximations),
 )

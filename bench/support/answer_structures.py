@@ -15,22 +15,37 @@ def _matrix(rows: list[list[str]], environment: str = "pmatrix", *, wide: bool =
 
 
 def matrices() -> Iterator[AnswerPair]:
-    """Matrices are equal if they have the same shape and equal entries; brackets and blanks do not matter."""
-    for rows in ([["0", "3"], ["0", "-1"]], [["1", "2", "3"], ["4", "5", "6"]], [["\\frac{1}{2}", "x"], ["0", "1"]]):
+    """Matrices are equal if they have the same shape and equal entries; brackets and blanks do not
+    matter.
+    """
+    for rows in (
+        [["0", "3"], ["0", "-1"]],
+        [["1", "2", "3"], ["4", "5", "6"]],
+        [["\\frac{1}{2}", "x"], ["0", "1"]],
+    ):
         halves = [[entry.replace("\\frac{1}{2}", "0.5") for entry in row] for row in rows]
         changed = [[*row] for row in rows]
         changed[0][0] = "7"
-        for form in (_matrix(rows, wide=False), _matrix(rows, "bmatrix"), _matrix(halves), f"A = {_matrix(rows)}"):
+        for form in (
+            _matrix(rows, wide=False),
+            _matrix(rows, "bmatrix"),
+            _matrix(halves),
+            f"A = {_matrix(rows)}",
+        ):
             yield AnswerPair(f"\\boxed{{{form}}}", _matrix(rows), True)
             yield AnswerPair(f"\\boxed{{{form}}}", f"${_matrix(rows)}$", True)
             yield AnswerPair(f"\\boxed{{{form}}}", _matrix(changed), False)
         yield AnswerPair(f"\\boxed{{{rows[-1][-1]}}}", _matrix(rows), False)
         yield AnswerPair(f"\\boxed{{{_matrix(rows)}}}", rows[-1][-1], False)
         yield AnswerPair(
-            f"\\boxed{{{_matrix([list(column) for column in zip(*rows, strict=True)])}}}", _matrix(rows), False
+            f"\\boxed{{{_matrix([list(column) for column in zip(*rows, strict=True)])}}}",
+            _matrix(rows),
+            False,
         )
     yield AnswerPair(
-        "$\\left[\\begin{array}{cc}1&2\\\\3&4\\end{array}\\right]$", _matrix([["1", "2"], ["3", "4"]]), True
+        "$\\left[\\begin{array}{cc}1&2\\\\3&4\\end{array}\\right]$",
+        _matrix([["1", "2"], ["3", "4"]]),
+        True,
     )
 
 
@@ -54,7 +69,8 @@ def determinants() -> Iterator[AnswerPair]:
 
 def matrix_expressions() -> Iterator[AnswerPair]:
     """Sums and multiples are computed entry by entry."""
-    one, two = [["1", "2"], ["3", "4"]], [["2", "4"], ["6", "8"]]
+    one = [["1", "2"], ["3", "4"]]
+    two = [["2", "4"], ["6", "8"]]
     yield AnswerPair(f"$2{_matrix(one)}$", f"${_matrix(two)}$", True)
     yield AnswerPair(f"${_matrix(one)} + {_matrix(one)}$", _matrix(two), True)
     yield AnswerPair(f"$3{_matrix(one)}$", f"${_matrix(two)}$", False)
@@ -63,12 +79,15 @@ def matrix_expressions() -> Iterator[AnswerPair]:
 
 def cases() -> Iterator[AnswerPair]:
     """Functions by cases are equal if each case is, in any order."""
-    head, tail = "\\begin{cases}", "\\end{cases}"
+    head = "\\begin{cases}"
+    tail = "\\end{cases}"
     for a, b in (("x", "-x"), ("x^2", "0"), ("1", "2x")):
         reference = f"{head} {a} & x \\ge 0 \\\\ {b} & x < 0 {tail}"
         yield AnswerPair(f"\\boxed{{{head}{a}&x\\geq 0\\\\{b}&x<0{tail}}}", reference, True)
         yield AnswerPair(
-            f"\\boxed{{{head}{b}, & \\text{{if }} x<0\\\\{a}, & \\text{{if }} x\\ge 0{tail}}}", reference, True
+            f"\\boxed{{{head}{b}, & \\text{{if }} x<0\\\\{a}, & \\text{{if }} x\\ge 0{tail}}}",
+            reference,
+            True,
         )
         yield AnswerPair(f"\\boxed{{{head}{a}&x>0\\\\{b}&x<0{tail}}}", reference, False)
         yield AnswerPair(f"\\boxed{{{head}{b}&x\\ge 0\\\\{a}&x<0{tail}}}", reference, False)
@@ -79,9 +98,13 @@ def systems() -> Iterator[AnswerPair]:
     """Systems are equal if they have the same equations, in any order."""
     for a, b in ((1, 2), (-3, 4)):
         reference = f"\\begin{{aligned}} x &= {a} \\\\ y &= {b} \\end{{aligned}}"
-        yield AnswerPair(f"\\boxed{{\\begin{{align*}}y&={b}\\\\x&={a}\\end{{align*}}}}", reference, True)
+        yield AnswerPair(
+            f"\\boxed{{\\begin{{align*}}y&={b}\\\\x&={a}\\end{{align*}}}}", reference, True
+        )
         yield AnswerPair(f"\\boxed{{x={a}, y={b}}}", reference, True)
-        yield AnswerPair(f"\\boxed{{\\begin{{cases}}x={a}\\\\y={b}\\end{{cases}}}}", reference, True)
+        yield AnswerPair(
+            f"\\boxed{{\\begin{{cases}}x={a}\\\\y={b}\\end{{cases}}}}", reference, True
+        )
         yield AnswerPair(f"\\boxed{{x={b}, y={a}}}", reference, False)
         yield AnswerPair(f"\\boxed{{{b}}}", reference, False)
 
@@ -104,8 +127,12 @@ def congruences() -> Iterator[AnswerPair]:
         reference = f"n \\equiv {residue} \\pmod {modulus}"
         for value in (residue, residue + modulus, residue - modulus):
             yield AnswerPair(f"\\boxed{{n \\equiv {value} \\pmod{{{modulus}}}}}", reference, True)
-            yield AnswerPair(f"\\boxed{{n \\equiv {value + 1} \\pmod{{{modulus}}}}}", reference, False)
-            yield AnswerPair(f"\\boxed{{n \\equiv {value} \\pmod{{{modulus + 1}}}}}", reference, False)
+            yield AnswerPair(
+                f"\\boxed{{n \\equiv {value + 1} \\pmod{{{modulus}}}}}", reference, False
+            )
+            yield AnswerPair(
+                f"\\boxed{{n \\equiv {value} \\pmod{{{modulus + 1}}}}}", reference, False
+            )
         yield AnswerPair(f"\\boxed{{{residue} \\pmod{{{modulus}}}}}", reference, True)
         yield AnswerPair(f"\\boxed{{{modulus}}}", reference, False)
         yield AnswerPair(f"\\boxed{{m \\equiv {residue} \\pmod{{{modulus}}}}}", reference, False)
@@ -196,8 +223,18 @@ def single_items() -> Iterator[AnswerPair]:
 def choices() -> Iterator[AnswerPair]:
     """The letter of a choice."""
     for letter, other in (("C", "D"), ("A", "B"), ("E", "A")):
-        forms = [f"Answer: {letter}", f"The answer is {letter}.", f"\\boxed{{\\text{{({letter})}}}}", f"({letter}) 42"]
-        for form in (*forms, f"{letter}. it cannot be {other}", f"**Answer:** ({letter})", f"#### {letter}"):
+        forms = [
+            f"Answer: {letter}",
+            f"The answer is {letter}.",
+            f"\\boxed{{\\text{{({letter})}}}}",
+            f"({letter}) 42",
+        ]
+        for form in (
+            *forms,
+            f"{letter}. it cannot be {other}",
+            f"**Answer:** ({letter})",
+            f"#### {letter}",
+        ):
             yield AnswerPair(form, letter, True)
             yield AnswerPair(form, f"\\text{{({letter})}}", True)
             yield AnswerPair(form, other, False)
@@ -206,7 +243,12 @@ def choices() -> Iterator[AnswerPair]:
 def text_commands() -> Iterator[AnswerPair]:
     """A word is the same with and without its command."""
     for word, other in (("even", "odd"), ("Monday", "Tuesday"), ("no solution", "all reals")):
-        for form in (f"\\boxed{{{word}}}", word, f"\\boxed{{\\textbf{{{word}}}}}", f"The answer is \\text{{{word}}}."):
+        for form in (
+            f"\\boxed{{{word}}}",
+            word,
+            f"\\boxed{{\\textbf{{{word}}}}}",
+            f"The answer is \\text{{{word}}}.",
+        ):
             yield AnswerPair(form, f"\\text{{{word}}}", True)
             yield AnswerPair(form, f"\\text{{{other}}}", False)
 
@@ -214,9 +256,18 @@ def text_commands() -> Iterator[AnswerPair]:
 def thinking() -> Iterator[AnswerPair]:
     """Only what follows the thinking is an answer, and a thinking without end has none."""
     for n in (42, 7):
-        for form in (f"\\boxed{{{n}}}", f"#### {n}", f"<answer>{n}</answer>", f"The answer is {n}."):
-            yield AnswerPair(f"<think>maybe \\boxed{{{n + 1}}}\n#### {n + 1}</think>\n{form}", str(n), True)
-            yield AnswerPair(f"<think>maybe \\boxed{{{n + 1}}}\n#### {n + 1}</think>\n{form}", str(n + 1), False)
+        for form in (
+            f"\\boxed{{{n}}}",
+            f"#### {n}",
+            f"<answer>{n}</answer>",
+            f"The answer is {n}.",
+        ):
+            yield AnswerPair(
+                f"<think>maybe \\boxed{{{n + 1}}}\n#### {n + 1}</think>\n{form}", str(n), True
+            )
+            yield AnswerPair(
+                f"<think>maybe \\boxed{{{n + 1}}}\n#### {n + 1}</think>\n{form}", str(n + 1), False
+            )
             yield AnswerPair(f"<think>so {form}", str(n), False)
             yield AnswerPair(f"so {form}</think>I do not know", str(n), False)
             yield AnswerPair(f"so</think>{form}", str(n), True)
@@ -236,7 +287,13 @@ def answer_tags() -> Iterator[AnswerPair]:
 def statements() -> Iterator[AnswerPair]:
     """What a sentence says that the answer is."""
     for n in (42, 13):
-        leads = ["The answer is", "Therefore, the final answer is:", "Answer:", "**Final Answer:**", "The answer ="]
+        leads = [
+            "The answer is",
+            "Therefore, the final answer is:",
+            "Answer:",
+            "**Final Answer:**",
+            "The answer =",
+        ]
         for lead in leads:
             yield AnswerPair(f"First 3 + 4 = 7.\n{lead} {n}", str(n), True)
             yield AnswerPair(f"First 3 + 4 = 7.\n{lead} ${n}$. I hope it is correct.", str(n), True)
@@ -316,11 +373,33 @@ def solution_lists() -> Iterator[AnswerPair]:
         yield AnswerPair(f"\\boxed{{{back[0]}\\text{{ and }}{back[1]}}}", reference, True)
         yield AnswerPair(f"$\\boxed{{{back[0]}}}, \\boxed{{{back[1]}}}$", reference, True)
         yield AnswerPair(f"\\boxed{{{back[0]}}}", reference, False)
-        yield AnswerPair(f"\\boxed{{{', '.join(f'({b},{a})' for a, b in items)}}}", reference, False)
+        yield AnswerPair(
+            f"\\boxed{{{', '.join(f'({b},{a})' for a, b in items)}}}", reference, False
+        )
 
 
 FAMILIES: Final[tuple[Family, ...]] = (
-    *(matrices, vectors, determinants, matrix_expressions, cases, systems, named_values, congruences, set_builders),
-    *(inequalities, unions, plus_minus, index_names, single_items, choices, text_commands, thinking, answer_tags),
+    *(
+        matrices,
+        vectors,
+        determinants,
+        matrix_expressions,
+        cases,
+        systems,
+        named_values,
+        congruences,
+        set_builders,
+    ),
+    *(
+        inequalities,
+        unions,
+        plus_minus,
+        index_names,
+        single_items,
+        choices,
+        text_commands,
+        thinking,
+        answer_tags,
+    ),
     *(statements, last_values, units, degrees, money, special_tokens, sentences, solution_lists),
 )

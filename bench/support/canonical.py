@@ -1,7 +1,5 @@
 """Small problems with solutions and cases, rendered in each form of tests."""
 
-# ruff: noqa: E501 - programs
-
 from __future__ import annotations
 
 import json
@@ -11,7 +9,9 @@ from typing import Any, Final
 
 @dataclass(frozen=True)
 class CanonicalProblem:
-    """A function, its source, and arguments with results; results are what JSON can say, so that every form can."""
+    """A function, its source, and arguments with results; results are what JSON can say, so that
+    every form can.
+    """
 
     name: str
     source: str
@@ -108,7 +108,12 @@ MORE: Final[tuple[tuple[str, str], ...]] = (  # source, a test file
 
 
 def asserts(problem: CanonicalProblem) -> str:
-    return json.dumps([f"assert {problem.name}{_arguments(given)} == {wanted!r}" for given, wanted in problem.cases])
+    return json.dumps(
+        [
+            f"assert {problem.name}{_arguments(given)} == {wanted!r}"
+            for given, wanted in problem.cases
+        ]
+    )
 
 
 def test_file(problem: CanonicalProblem) -> str:
@@ -116,7 +121,11 @@ def test_file(problem: CanonicalProblem) -> str:
         f"    def test_{number}(self): self.assertEqual({problem.name}{_arguments(given)}, {wanted!r})"
         for number, (given, wanted) in enumerate(problem.cases)
     ]
-    head = ("import unittest", f"from solution import {problem.name}", "class Cases(unittest.TestCase):")
+    head = (
+        "import unittest",
+        f"from solution import {problem.name}",
+        "class Cases(unittest.TestCase):",
+    )
     return "\n".join((*head, *lines))
 
 
@@ -127,7 +136,12 @@ def calls(problem: CanonicalProblem) -> str:
 
 def pairs(problem: CanonicalProblem) -> str:
     """Return the cases as texts that a script reads and prints; see ``script``."""
-    return json.dumps([{"input": json.dumps(given), "output": json.dumps(wanted)} for given, wanted in problem.cases])
+    return json.dumps(
+        [
+            {"input": json.dumps(given), "output": json.dumps(wanted)}
+            for given, wanted in problem.cases
+        ]
+    )
 
 
 def script(problem: CanonicalProblem) -> str:

@@ -1,4 +1,6 @@
-"""Programs that try to pass tests without solving the problem, returning ``table[x]`` for an unknown table."""
+"""Programs that try to pass tests without solving the problem, returning ``table[x]`` for an
+unknown table.
+"""
 
 from __future__ import annotations
 

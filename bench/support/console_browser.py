@@ -1,4 +1,6 @@
-"""A headless Chromium for the console's bench and tests, driven by Playwright, which `make test-console` installs."""
+"""A headless Chromium for the console's bench and tests, driven by Playwright, which `make
+test-console` installs.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from broker.errors import NotInstalled
 CHROMIUM: Final = os.environ.get("RL_CHROMIUM", "/usr/bin/chromium")
 PACKAGES: Final = Path(__file__).parents[2] / ".venv-console"
 FLAGS: Final = (
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *(
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+    ),
     *("--disable-component-update", "--disable-sync"),
 )
 
@@ -30,5 +38,7 @@ def async_playwright() -> Any:
     except ImportError:
         raise NotInstalled("Playwright is not there; make test-console installs it") from None
     if not Path(CHROMIUM).exists():
-        raise NotInstalled(f"{CHROMIUM} is not there; apt-get install chromium, or set RL_CHROMIUM") from None
+        raise NotInstalled(
+            f"{CHROMIUM} is not there; apt-get install chromium, or set RL_CHROMIUM"
+        ) from None
     return async_api.async_playwright()

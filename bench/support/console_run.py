@@ -1,9 +1,10 @@
-"""Writes the folder of a made-up run through the learner's own writers, one step at a time, for benches of the console.
+"""Writes the folder of a made-up run through the learner's own writers, one step at a time, for
+benches of the console.
 
     python -m bench.support.console_run FOLDER --steps 10000
 
-Everything is as a learner writes it: settings, metrics.jsonl, ledger, archive, evaluations, tokenizer; only the tokens,
-their logprobs and the losses are made up. Checkpoints have no weights.
+Everything is as a learner writes it: settings, metrics.jsonl, ledger, archive, evaluations,
+tokenizer; only the tokens, their logprobs and the losses are made up. Checkpoints have no weights.
 """
 
 from __future__ import annotations
@@ -35,13 +36,42 @@ from rlearner_text.tiny import build_tiny
 from rlearner_text.tokenizer import Tokenizer
 
 TINY: Final = TinyModel(
-    hidden_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, intermediate_size=8, vocab="chars"
+    hidden_size=8,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    intermediate_size=8,
+    vocab="chars",
 )
-SYLLABLES: Final = ["ba", "de", "fi", "go", "ku", "la", "me", "ni", "po", "ru", "sa", "te", "vi", "wo", "xa", "yu"]
+SYLLABLES: Final = [
+    "ba",
+    "de",
+    "fi",
+    "go",
+    "ku",
+    "la",
+    "me",
+    "ni",
+    "po",
+    "ru",
+    "sa",
+    "te",
+    "vi",
+    "wo",
+    "xa",
+    "yu",
+]
 NUM_WORDS: Final = 4000
 LOSSES: Final = (
-    *(f"actor/{name}" for name in ("pg_loss", "entropy", "ppo_kl", "pg_clipfrac", "grad_norm", "lr", "kl_loss")),
-    *(f"rollout_corr/{name}" for name in ("kl", "k3_kl", "is_mean", "is_max", "ess", "clipped_fraction")),
+    *(
+        f"actor/{name}"
+        for name in ("pg_loss", "entropy", "ppo_kl", "pg_clipfrac", "grad_norm", "lr", "kl_loss")
+    ),
+    *(
+        f"rollout_corr/{name}"
+        for name in ("kl", "k3_kl", "is_mean", "is_max", "ess", "clipped_fraction")
+    ),
     *(f"weights/{name}" for name in ("seconds", "gbytes_per_s", "failures", "members")),
     *(f"queue/{name}/depth" for name in ("tickets", "episodes", "evaltickets", "samples")),
     *(f"made_up/{name}" for name in range(20)),
@@ -60,9 +90,16 @@ class MadeUpRun:
     """
 
     def __init__(
-        self, folder: Path, *, steps: int, groups_per_step: int = 2, group_size: int = 5, seed: int = 0
+        self,
+        folder: Path,
+        *,
+        steps: int,
+        groups_per_step: int = 2,
+        group_size: int = 5,
+        seed: int = 0,
     ) -> None:
-        self.folder, self.steps = folder, steps
+        self.folder = folder
+        self.steps = steps
         self._random = np.random.default_rng(seed)
         given = [
             f"run.name={folder.name}",
@@ -80,11 +117,11 @@ class MadeUpRun:
         self.tokenizer = Tokenizer.load(folder / "model")
         words = self._random.choice(SYLLABLES, (NUM_WORDS, 3))
         self._words = ["".join(parts) for parts in words]
-        train, algorithm = (
-            section(self.config, "train", TrainSection),
-            section(self.config, "algorithm", AlgorithmSection),
+        train = section(self.config, "train", TrainSection)
+        algorithm = section(self.config, "algorithm", AlgorithmSection)
+        self.ledger = Ledger(
+            rules_of(train, algorithm, domains(self.config), self.config["run"]["seed"])
         )
-        self.ledger = Ledger(rules_of(train, algorithm, domains(self.config), self.config["run"]["seed"]))
         self.records = LedgerRecorder(folder, self.ledger, SamplesSection(keep=True), Stop())
         self.metrics = MetricsFile(folder / "metrics.jsonl")
         self._log: list[bytes] = []
@@ -136,7 +173,9 @@ class MadeUpRun:
         private_folder(self.folder / "checkpoints")
         own = self.folder / "checkpoints" / f"step-{step:06d}" / "learner"
         own.mkdir(parents=True, mode=0o700)
-        private_write(own / "learner.json", json.dumps({"step": step, "ledger": self.ledger.dump()}).encode())
+        private_write(
+            own / "learner.json", json.dumps({"step": step, "ledger": self.ledger.dump()}).encode()
+        )
 
     def close(self) -> None:
         self.records.close()
@@ -153,11 +192,17 @@ class MadeUpRun:
         if ticket.number % 101 == 0:
             detail = "KeyError: 'lake' in frozenlake.py:88"
             return wire.Closed(
-                ticket=ticket.number, domain=ticket.domain, reason="env_error", detail=detail, by="envhub-1"
+                ticket=ticket.number,
+                domain=ticket.domain,
+                reason="env_error",
+                detail=detail,
+                by="envhub-1",
             )
         prompt = f"Task {ticket.task_index}: {self._text(8)}?"
         skill = min(0.9, 0.2 + ticket.number / (4 * max(self.steps, 1)))
-        trajectories = [self._trajectory(ticket, episode, prompt, skill) for episode in range(ticket.group_size)]
+        trajectories = [
+            self._trajectory(ticket, episode, prompt, skill) for episode in range(ticket.group_size)
+        ]
         return wire.Group(
             ticket=ticket.number,
             domain=ticket.domain,
@@ -173,9 +218,14 @@ class MadeUpRun:
             env_step_s=float(self._random.gamma(2.0, 0.2)),
         )
 
-    def _trajectory(self, ticket: wire.Ticket, episode: int, prompt: str, skill: float) -> wire.Trajectory:
-        ids, mask = array("i"), bytearray()
-        turns, response, server = [], "", SERVERS[int(self._random.integers(len(SERVERS)))]
+    def _trajectory(
+        self, ticket: wire.Ticket, episode: int, prompt: str, skill: float
+    ) -> wire.Trajectory:
+        ids = array("i")
+        mask = bytearray()
+        turns = []
+        response = ""
+        server = SERVERS[int(self._random.integers(len(SERVERS)))]
         for number in range(2):
             seen = self.tokenizer.encode(
                 f"<|im_user|>{prompt if not number else self._text(3)}<|im_end|><|im_assistant|>"
@@ -188,14 +238,28 @@ class MadeUpRun:
             mask += bytes(len(seen)) + b"\1" * len(said)
             valid = bool(self._random.random() < 0.95)
             turns.append(
-                wire.Turn(start=start, end=len(ids), reward=0.0, valid=valid, finish_reason="stop", server=server)
+                wire.Turn(
+                    start=start,
+                    end=len(ids),
+                    reward=0.0,
+                    valid=valid,
+                    finish_reason="stop",
+                    server=server,
+                )
             )
         success = bool(self._random.random() < skill)
         sampled = np.frombuffer(bytes(mask), np.uint8)
-        logprobs = np.where(sampled == 1, -self._random.exponential(0.4, len(ids)), 0.0).astype("<f4")
-        total, half = int(sampled.sum()), int(sampled.sum()) // 2
+        logprobs = np.where(sampled == 1, -self._random.exponential(0.4, len(ids)), 0.0).astype(
+            "<f4"
+        )
+        total = int(sampled.sum())
+        half = int(sampled.sum()) // 2
         newest = min(ticket.min_version + 1, self.ledger.state.version)
-        runs = [ticket.min_version, half, newest, total - half] if newest > ticket.min_version else [newest, total]
+        runs = (
+            [ticket.min_version, half, newest, total - half]
+            if newest > ticket.min_version
+            else [newest, total]
+        )
         reward = float(success) + 0.1 * round(float(self._random.random()), 2)
         return wire.Trajectory(
             episode=episode,
@@ -213,14 +277,28 @@ class MadeUpRun:
         )
 
     def _text(self, num_words: int) -> str:
-        ranks = np.minimum(self._random.zipf(1.3, num_words), NUM_WORDS) - 1  # a few words are very common
+        # a few words are very common
+        ranks = np.minimum(self._random.zipf(1.3, num_words), NUM_WORDS) - 1
         return " ".join(self._words[rank] for rank in ranks)
 
     def _evaluated(self, index: int) -> dict[str, Any]:
         success = bool(self._random.random() < 0.5)
-        frames = [json.dumps({"task_index": index, "seed": index, "split": "eval", "text": "SFFF\nFHFH"})] * 4
-        row = {"domain": "lake", "task_index": index, "success": [success], "reward": [float(success)]}
-        return {**row, "prompt": self._text(12), "text": self._text(20), "response": self._text(6), "frames": frames}
+        frames = [
+            json.dumps({"task_index": index, "seed": index, "split": "eval", "text": "SFFF\nFHFH"})
+        ] * 4
+        row = {
+            "domain": "lake",
+            "task_index": index,
+            "success": [success],
+            "reward": [float(success)],
+        }
+        return {
+            **row,
+            "prompt": self._text(12),
+            "text": self._text(20),
+            "response": self._text(6),
+            "frames": frames,
+        }
 
     def _write_line(self, groups: Sequence[wire.Group]) -> None:
         ledger = self.ledger
@@ -228,21 +306,34 @@ class MadeUpRun:
         wall = STEP_S * float(self._random.uniform(0.7, 1.3))
         self.time += wall
         train = wall * float(self._random.uniform(0.4, 0.7))
-        values = step_metrics(groups, step - 1) | {name: float(self._random.normal()) for name in LOSSES}
+        values = step_metrics(groups, step - 1) | {
+            name: float(self._random.normal()) for name in LOSSES
+        }
         values |= {
             "time/step": wall,
             "time/train": train,
             "time/offer_weights": 0.05 * wall,
             "time/wait_for_batch": 0.5 * wall,
         }
-        values |= {"trainer/idle_ratio": 1 - train / wall - 0.05, "perf/tokens_per_s": 4000.0 + step % 100}
-        counts = {name: int(count) for name, count in count_tickets(ledger).items() if name.startswith("ticket/")}
+        values |= {
+            "trainer/idle_ratio": 1 - train / wall - 0.05,
+            "perf/tokens_per_s": 4000.0 + step % 100,
+        }
+        counts = {
+            name: int(count)
+            for name, count in count_tickets(ledger).items()
+            if name.startswith("ticket/")
+        }
         head = {"step": step, "policy_version": step, "time": self.time}
         self.metrics.write(head | finite(values) | counts)
 
 
-async def write_run(folder: Path, steps: int, *, until: int | None = None, **more: Any) -> MadeUpRun:
-    """Write a run up to a step, with an evaluation and a checkpoint every 500 steps; the caller closes it."""
+async def write_run(
+    folder: Path, steps: int, *, until: int | None = None, **more: Any
+) -> MadeUpRun:
+    """Write a run up to a step, with an evaluation and a checkpoint every 500 steps; the caller
+    closes it.
+    """
     run = MadeUpRun(folder, steps=steps, **more)
     for step in range(1, (until or steps) + 1):
         await run.step()
@@ -253,7 +344,9 @@ async def write_run(folder: Path, steps: int, *, until: int | None = None, **mor
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=10_000)
     options = parser.parse_args()

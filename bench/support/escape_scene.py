@@ -1,4 +1,6 @@
-"""The scene of attempts to escape from the sandbox: valuable things outside it, and how an attempt is run."""
+"""The scene of attempts to escape from the sandbox: valuable things outside it, and how an attempt
+is run.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ import psutil
 
 from bench.support.escape_scene import GOT, LIMITS, EscapeAttempt, EscapeResult, EscapeScene, says
 
-ENDS_WITHIN_S = 2.0  # the kernel ends what is left in a sandbox's namespace a moment after the sandbox itself
+# the kernel ends what is left in a sandbox's namespace a moment after the sandbox itself
+ENDS_WITHIN_S = 2.0
 
 
 def called(scene: EscapeScene, _: EscapeResult) -> bool:
@@ -32,7 +33,11 @@ def wrote(scene: EscapeScene, result: EscapeResult) -> bool:
 
 
 def outlived(scene: EscapeScene, _: EscapeResult) -> bool:
-    left = [one for one in psutil.process_iter(["cmdline"]) if scene.marker in (one.info["cmdline"] or [])]
+    left = [
+        one
+        for one in psutil.process_iter(["cmdline"])
+        if scene.marker in (one.info["cmdline"] or [])
+    ]
     alive = psutil.wait_procs(left, timeout=ENDS_WITHIN_S)[1]
     for one in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -41,7 +46,8 @@ def outlived(scene: EscapeScene, _: EscapeResult) -> bool:
 
 
 def loud(_: EscapeScene, result: EscapeResult) -> bool:
-    return len(result.stdout) > (LIMITS.output_kib << 10) + (1 << 17)  # what one read may bring on top
+    # what one read may bring on top
+    return len(result.stdout) > (LIMITS.output_kib << 10) + (1 << 17)
 
 
 def slow(_: EscapeScene, result: EscapeResult) -> bool:
@@ -49,8 +55,14 @@ def slow(_: EscapeScene, result: EscapeResult) -> bool:
 
 
 ESCAPES: Final = (
-    EscapeAttempt("network", "socket.create_connection(('127.0.0.1', {port}), 2).sendall(b'x'); got()", called),
-    EscapeAttempt("abstract_socket", "s = socket.socket(socket.AF_UNIX); s.connect('\\0{abstract}'); got()", called),
+    EscapeAttempt(
+        "network", "socket.create_connection(('127.0.0.1', {port}), 2).sendall(b'x'); got()", called
+    ),
+    EscapeAttempt(
+        "abstract_socket",
+        "s = socket.socket(socket.AF_UNIX); s.connect('\\0{abstract}'); got()",
+        called,
+    ),
     EscapeAttempt(
         "kernel_sockets",
         "for family in (socket.AF_NETLINK, socket.AF_PACKET, socket.AF_VSOCK):\n"
@@ -62,7 +74,8 @@ ESCAPES: Final = (
         "for n in os.listdir('/proc'):\n    if n.isdigit() and b'sleep\\x00600' in read(f'/proc/{n}/cmdline'): got()",
     ),
     EscapeAttempt(
-        "environment_of_others", "print(read('/proc/{pid}/environ')); print(read('/proc/%d/environ' % os.getppid()))"
+        "environment_of_others",
+        "print(read('/proc/{pid}/environ')); print(read('/proc/%d/environ' % os.getppid()))",
     ),
     EscapeAttempt(
         "root_of_another",
@@ -86,8 +99,16 @@ ESCAPES: Final = (
         "os.symlink('{secret}', f'/tmp/link-{os.getpid()}'); p = f'/tmp/link-{os.getpid()}'; d = read(p); "
         "os.unlink(p); print(d)",
     ),
-    EscapeAttempt("environment", "print(dict(os.environ), read('/proc/self/environ'), read('/proc/1/environ'))"),
-    EscapeAttempt("giant_output", "data = b'x' * 65536\nfor _ in range(64): os.write(1, data)", loud, how="output"),
+    EscapeAttempt(
+        "environment",
+        "print(dict(os.environ), read('/proc/self/environ'), read('/proc/1/environ'))",
+    ),
+    EscapeAttempt(
+        "giant_output",
+        "data = b'x' * 65536\nfor _ in range(64): os.write(1, data)",
+        loud,
+        how="output",
+    ),
     EscapeAttempt("memory", "data = bytearray(400 << 20); got()", how="memory"),
     EscapeAttempt(
         "memory_of_many",
@@ -138,7 +159,8 @@ ESCAPES: Final = (
     EscapeAttempt("signals", "os.kill({pid}, 9)", killed),
     EscapeAttempt("signals_to_all", "os.kill(-1, 9)", killed, harmless=False),
     EscapeAttempt(
-        "files_of_the_system", "for p in ('/etc/shadow', '/etc/passwd', '/etc/hostname'):\n    if read(p): got()"
+        "files_of_the_system",
+        "for p in ('/etc/shadow', '/etc/passwd', '/etc/hostname'):\n    if read(p): got()",
     ),
     EscapeAttempt(
         "home_and_repository",
@@ -152,7 +174,8 @@ ESCAPES: Final = (
         "    try: os.close(os.open(p, os.O_RDONLY | os.O_NONBLOCK)); got()\n    except OSError: pass",
     ),
     EscapeAttempt(
-        "device_nodes", "p = f'/tmp/node-{os.getpid()}'\nos.mknod(p, 0o20600, os.makedev(1, 1)); os.unlink(p); got()"
+        "device_nodes",
+        "p = f'/tmp/node-{os.getpid()}'\nos.mknod(p, 0o20600, os.makedev(1, 1)); os.unlink(p); got()",
     ),
     EscapeAttempt(
         "outliving",

@@ -1,6 +1,7 @@
 """The processes of one run, each of which can be killed, frozen and restarted as systemd would.
 
-Nothing here takes part in the run. A process that ends without a request is recorded in ``RunFleet.crashes``.
+Nothing here takes part in the run. A process that ends without a request is recorded in
+``RunFleet.crashes``.
 """
 
 from __future__ import annotations
@@ -26,9 +27,13 @@ LOOPBACK: Final = "127.0.0.1"
 RESTART_AFTER_S: Final = 0.5
 LOOK_EVERY_S: Final = 0.05
 PATIENCE_S: Final = 150.0  # longest wait for processes to leave, on a busy machine
-FENCED: Final = "a newer learner took over"  # what a learner says that ends with 2 because another one has its run
-WAITS: Final = b"waiting for the learner to resume it"  # what a process says that joins a run that is stopped
-MODULES: Final = {"learner": "rlearner.cli"} | {role: f"{role}.cli" for role in ("rollout", "envhub", "rewardhub")}
+# what a learner says that ends with 2 because another one has its run
+FENCED: Final = "a newer learner took over"
+# what a process says that joins a run that is stopped
+WAITS: Final = b"waiting for the learner to resume it"
+MODULES: Final = {"learner": "rlearner.cli"} | {
+    role: f"{role}.cli" for role in ("rollout", "envhub", "rewardhub")
+}
 
 
 @dataclass
@@ -69,8 +74,13 @@ class RunProcess:
     def start(self) -> None:
         with self.log.open("ab") as log:
             self.began = log.tell()
-            self.process = spawn(self.command, log, env={**os.environ, "OMP_NUM_THREADS": "1", **self.env})
-        self.killed, self.told, self.has_ended, self.not_before = False, False, False, 0.0
+            self.process = spawn(
+                self.command, log, env={**os.environ, "OMP_NUM_THREADS": "1", **self.env}
+            )
+        self.killed = False
+        self.told = False
+        self.has_ended = False
+        self.not_before = 0.0
         self.started = time.monotonic()
 
     def kill(self) -> None:
@@ -87,7 +97,9 @@ class RunProcess:
         self.frozen = False
 
     def came_late(self) -> bool:
-        """Whether it was started when the run was over: it then waits for a learner that resumes it."""
+        """Whether it was started when the run was over: it then waits for a learner that resumes
+        it.
+        """
         with self.log.open("rb") as log:
             log.seek(self.began)
             return WAITS in log.read()
@@ -104,7 +116,8 @@ class RunProcess:
 
 @dataclass
 class RunFleet:
-    """A broker on one port and one store, and the children of one run; ``folder`` holds stores and logs.
+    """A broker on one port and one store, and the children of one run; ``folder`` holds stores and
+    logs.
 
     Attributes:
         bind: address of the broker; beyond loopback it requires TLS.
@@ -122,7 +135,8 @@ class RunFleet:
         self._server: BrokerServer | None = None
         self._watching: asyncio.Task[None] | None = None
 
-    # ------------------------------------------------------------------------------------------------ broker
+    # ------------------------------------------------------------------------------------------------
+    # broker
 
     @property
     def url(self) -> str:
@@ -150,7 +164,8 @@ class RunFleet:
         await asyncio.sleep(after_s)
         await asyncio.to_thread(self.start_broker)
 
-    # ---------------------------------------------------------------------------------------------- children
+    # ----------------------------------------------------------------------------------------------
+    # children
 
     def add(self, role: str, name: str, *arguments: str) -> RunProcess:
         own = [] if role == "learner" else ["--run", self.run, "--id", name]
@@ -184,12 +199,18 @@ class RunFleet:
         if self._server is not None:
             await asyncio.to_thread(self._server.stop)
 
-    async def wait_done(self, children: Sequence[RunProcess], timeout_s: float = PATIENCE_S) -> None:
-        """Wait until all children have exited with 0 or as they may; raise TimeoutError naming one that has not."""
+    async def wait_done(
+        self, children: Sequence[RunProcess], timeout_s: float = PATIENCE_S
+    ) -> None:
+        """Wait until all children have exited with 0 or as they may; raise TimeoutError naming one
+        that has not.
+        """
         deadline = time.monotonic() + timeout_s
         while waiting := [child for child in children if not (child.done or child.has_ended)]:
             if time.monotonic() > deadline:
-                raise TimeoutError("\n".join(f"{child.name} does not end:\n{child.tail()}" for child in waiting))
+                raise TimeoutError(
+                    "\n".join(f"{child.name} does not end:\n{child.tail()}" for child in waiting)
+                )
             for child in waiting:
                 if child.running and child.came_late():
                     child.tell()
@@ -229,10 +250,23 @@ def free_port(address: str = LOOPBACK) -> int:
 
 def run_audit(folder: Path, url: str, tap: Path | None = None) -> dict[str, Any]:
     """Return the output of ``rlearner audit RUN --json`` with its exit code as ``code``."""
-    command = [sys.executable, "-m", "rlearner.cli", "audit", str(folder), "--json", "--broker", url]
+    command = [
+        sys.executable,
+        "-m",
+        "rlearner.cli",
+        "audit",
+        str(folder),
+        "--json",
+        "--broker",
+        url,
+    ]
     command += ["--connect-deadline", "90"]
     done = subprocess.run(
-        [*command, *(["--tap", str(tap)] if tap else [])], capture_output=True, text=True, timeout=300, check=False
+        [*command, *(["--tap", str(tap)] if tap else [])],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     if not done.stdout.startswith("{"):
         raise RuntimeError(done.stderr)

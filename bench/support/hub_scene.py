@@ -1,6 +1,8 @@
-"""A hub with a broker, a run, endless tickets, and a server that answers after a fixed time, for ``bench.envhub``.
+"""A hub with a broker, a run, endless tickets, and a server that answers after a fixed time, for
+``bench.envhub``.
 
-The server, the tickets and the counting are in this process, the hub is ``envhub.cli`` as users start it.
+The server, the tickets and the counting are in this process, the hub is ``envhub.cli`` as users
+start it.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ class HangingLake(FrozenLake):
 
 @dataclass
 class HubScene:
-    """One run with one hub of n slots; ``idle_mib`` is the memory of the hub before its first ticket."""
+    """One run with one hub of n slots; ``idle_mib`` is the memory of the hub before its first
+    ticket.
+    """
 
     bus: Bus
     server: SlowServer
@@ -71,7 +75,9 @@ class HubScene:
     idle_mib: float = 0.0
 
     async def full(self, share: float = 0.9, within_s: float = 60.0) -> None:
-        """Wait until that share of the slots waits for the server and the effects of the start have passed."""
+        """Wait until that share of the slots waits for the server and the effects of the start have
+        passed.
+        """
         try:
             async with asyncio.timeout(within_s):
                 while self.server.waiting < share * self.n:  # noqa: ASYNC110 - the counter is no event
@@ -82,7 +88,8 @@ class HubScene:
 
     async def turns_per_s(self, seconds: float) -> float:
         """Return the turns per second that the server answers."""
-        began, answered = time.perf_counter(), self.server.answered
+        began = time.perf_counter()
+        answered = self.server.answered
         await asyncio.sleep(seconds)
         return (self.server.answered - answered) / (time.perf_counter() - began)
 
@@ -100,7 +107,8 @@ class HubScene:
 
     async def turns_per_episode(self) -> float:
         """Return the mean over the groups in the log."""
-        turns, last = [], await self.bus.last_seq(SAMPLES)
+        turns = []
+        last = await self.bus.last_seq(SAMPLES)
         async for record in self.bus.read_log(SAMPLES, max(last - 500, 1)):
             if isinstance(record.message, wire.Group):
                 turns += [len(trajectory.turns) for trajectory in record.message.trajectories]
@@ -116,7 +124,8 @@ async def scene(
     """Yield a hub at work with n slots in an empty folder, served after ``latency_s``.
 
     Args:
-        hanging: number of environments, run in processes, that hang; None: the unchanged lake in the hub's loop.
+        hanging: number of environments, run in processes, that hang; None: the unchanged lake in
+            the hub's loop.
 
     Raises:
         UserError: if no broker starts.
@@ -132,11 +141,25 @@ async def scene(
     try:
         await bus.ensure_streams()
         spec = wire.RunSpec(
-            run="bench", wire_version=wire.WIRE_VERSION, epoch=1, config=_config(hanging), model_path=str(model)
+            run="bench",
+            wire_version=wire.WIRE_VERSION,
+            epoch=1,
+            config=_config(hanging),
+            model_path=str(model),
         )
         await runspec.publish_runspec(bus, spec)
         log = folder / "envhub.log"
-        command = [sys.executable, "-m", "envhub.cli", "--broker", broker.url, "--run", "bench", "--n", str(n)]
+        command = [
+            sys.executable,
+            "-m",
+            "envhub.cli",
+            "--broker",
+            broker.url,
+            "--run",
+            "bench",
+            "--n",
+            str(n),
+        ]
         with log.open("ab") as output:
             hub = spawn(command, output, env={**os.environ, "OMP_NUM_THREADS": "1"})
         await _joined(bus, hub)
@@ -161,7 +184,10 @@ def _config(hanging: int | None) -> dict[str, Any]:
     """Return the domains of the quickstart with timeouts that are never reached."""
     overrides = ["envhub.step_timeout_s=3600", "envhub.episode_timeout_s=3600"]
     if hanging is not None:
-        overrides += ["domains.lake.env=bench.support.hub_scene:HangingLake", "domains.lake.isolation=process"]
+        overrides += [
+            "domains.lake.env=bench.support.hub_scene:HangingLake",
+            "domains.lake.isolation=process",
+        ]
         overrides.append(f"domains.lake.env_args.hanging={hanging}")
     config = runspec.load("quickstart.yaml", overrides)
     return runspec.validate(config)
@@ -178,11 +204,14 @@ async def _joined(bus: Bus, hub: subprocess.Popen[bytes]) -> None:
 
 async def _feed(bus: Bus, n: int, group_size: int) -> None:
     """Publish tickets so that some always wait."""
-    number, wanted = 0, AHEAD * n // group_size + 2
+    number = 0
+    wanted = AHEAD * n // group_size + 2
     while True:
         missing = wanted - (await bus.depth(TICKETS)).get("lake", 0)
         for _ in range(0, missing, AT_ONCE):
-            await asyncio.gather(*(_publish(bus, number + offset + 1, group_size) for offset in range(AT_ONCE)))
+            await asyncio.gather(
+                *(_publish(bus, number + offset + 1, group_size) for offset in range(AT_ONCE))
+            )
             number += AT_ONCE
         await asyncio.sleep(0.05)
 

@@ -19,7 +19,12 @@ class LocalhostResolver(AbstractResolver):
         address = "127.0.0.1" if host.rpartition(".")[2] == "localhost" else str(ip_address(host))
         return [
             ResolveResult(
-                hostname=host, host=address, port=port, family=socket.AF_INET, proto=0, flags=socket.AI_NUMERICHOST
+                hostname=host,
+                host=address,
+                port=port,
+                family=socket.AF_INET,
+                proto=0,
+                flags=socket.AI_NUMERICHOST,
             )
         ]
 

@@ -2,8 +2,8 @@
 
     python -m bench.support.long_prompt
 
-The server is a process of its own, as that of a rollout server; its context is so large that the prompt is encoded
-before it is refused.
+The server is a process of its own, as that of a rollout server; its context is so large that the
+prompt is encoded before it is refused.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def measure_body(body: object, *, path: str = "/chat/completions") -> dict[str, 
     """Send one request, which must be refused, and return figures in ms.
 
     Returns:
-        ``loop_stall_ms``: the longest /health while it is read; ``baseline_ms``: the longest before; ``answer_ms``.
+        ``loop_stall_ms``: the longest /health while it is read; ``baseline_ms``: the longest
+            before; ``answer_ms``.
     """
     with TemporaryDirectory() as name:
         folder = Path(name)
@@ -86,7 +87,11 @@ def _measure(port: int, path: str, body: bytes) -> dict[str, float]:
         time.sleep(POLL_S)
     ((status, answer_ms),) = answer
     assert status == 400, status
-    return {"loop_stall_ms": round(stall, 1), "baseline_ms": round(baseline, 1), "answer_ms": round(answer_ms, 1)}
+    return {
+        "loop_stall_ms": round(stall, 1),
+        "baseline_ms": round(baseline, 1),
+        "answer_ms": round(answer_ms, 1),
+    }
 
 
 def _health_ms(port: int) -> float:

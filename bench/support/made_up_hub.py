@@ -9,13 +9,31 @@ from broker.contract import wire
 
 
 def trajectory(
-    episode: int, token_ids: Sequence[int], logprobs: Sequence[float], *, version: int, reward: float, **more: Any
+    episode: int,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    *,
+    version: int,
+    reward: float,
+    **more: Any,
 ) -> wire.Trajectory:
-    """Return one turn of one version that ends with one answer token per logprob; ``more``: other fields."""
-    end, sampled = len(token_ids), len(logprobs)
+    """Return one turn of one version that ends with one answer token per logprob; ``more``: other
+    fields.
+    """
+    end = len(token_ids)
+    sampled = len(logprobs)
     start = end - sampled
     given: dict[str, Any] = {
-        "turns": [wire.Turn(start=start, end=end, reward=reward, valid=True, finish_reason="stop", server="made-up")],
+        "turns": [
+            wire.Turn(
+                start=start,
+                end=end,
+                reward=reward,
+                valid=True,
+                finish_reason="stop",
+                server="made-up",
+            )
+        ],
         "success": reward > 0,
     }
     return wire.Trajectory(
@@ -31,7 +49,9 @@ def trajectory(
     )
 
 
-def group(ticket: wire.Ticket | wire.EvalTicket, trajectories: list[wire.Trajectory], **more: Any) -> wire.Group:
+def group(
+    ticket: wire.Ticket | wire.EvalTicket, trajectories: list[wire.Trajectory], **more: Any
+) -> wire.Group:
     """Return the group of a ticket as a hub makes it; ``more``: other fields."""
     return wire.Group(
         ticket=ticket.number,

@@ -36,8 +36,20 @@ LOSSES: Final = ("actor/pg_loss", "actor/grad_norm")
 
 def small_run(folder: Path, name: str, **train: Any) -> dict[str, Any]:
     """Return the configuration of a run of five steps in float32 on the CPU, checked."""
-    lake = {"env": "frozenlake", "group_size": 2, "max_turns": 4, "max_context_tokens": 64, "deadline_s": 20}
-    steps = {"steps": 5, "groups_per_step": GROUPS, "micro_batch_tokens": 64, "lr": 1e-3, "num_threads": 1}
+    lake = {
+        "env": "frozenlake",
+        "group_size": 2,
+        "max_turns": 4,
+        "max_context_tokens": 64,
+        "deadline_s": 20,
+    }
+    steps = {
+        "steps": 5,
+        "groups_per_step": GROUPS,
+        "micro_batch_tokens": 64,
+        "lr": 1e-3,
+        "num_threads": 1,
+    }
     return validate(
         {
             "run": {"name": name, "dir": str(folder), "seed": 3},
@@ -56,15 +68,20 @@ def answer(ticket: wire.Ticket) -> wire.Group:
     episodes = []
     for episode in range(2):
         sampled = int(rng.integers(1, 9))
-        token_ids, logprobs = rng.integers(6, 60, PROMPT + sampled).tolist(), rng.uniform(-4, -1, sampled).tolist()
+        token_ids = rng.integers(6, 60, PROMPT + sampled).tolist()
+        logprobs = rng.uniform(-4, -1, sampled).tolist()
         reward = float(episode)
-        made = made_up_hub.trajectory(episode, token_ids, logprobs, version=ticket.min_version, reward=reward)
+        made = made_up_hub.trajectory(
+            episode, token_ids, logprobs, version=ticket.min_version, reward=reward
+        )
         episodes.append(made)
     return made_up_hub.group(ticket, episodes)
 
 
 @asynccontextmanager
-async def hub(url: str, run: str, before: Callable[[wire.Ticket], Awaitable[None]] | None = None) -> AsyncIterator[Bus]:
+async def hub(
+    url: str, run: str, before: Callable[[wire.Ticket], Awaitable[None]] | None = None
+) -> AsyncIterator[Bus]:
     """Answer a run's tickets for as long as the block runs.
 
     Args:
@@ -100,7 +117,8 @@ class Gate:
     """
 
     def __init__(self, steps: int) -> None:
-        self._most, self.opened = GROUPS * steps, asyncio.Event()
+        self._most = GROUPS * steps
+        self.opened = asyncio.Event()
 
     async def __call__(self, ticket: wire.Ticket) -> None:
         if ticket.number > self._most:
@@ -111,7 +129,8 @@ class NodeProcess:
     """``rlearner start`` on one node, with what it started."""
 
     def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
-        self.process, self._log = process, log
+        self.process = process
+        self._log = log
 
     @property
     def log(self) -> str:
@@ -123,7 +142,9 @@ class NodeProcess:
         with suppress(psutil.NoSuchProcess):
             below = psutil.Process(self.process.pid).children(recursive=True)
             return [
-                one for one in below if any("ranks.follower" in part or "nodes.rank" in part for part in one.cmdline())
+                one
+                for one in below
+                if any("ranks.follower" in part or "nodes.rank" in part for part in one.cmdline())
             ]
         return []
 
@@ -150,7 +171,9 @@ class NodeCluster:
     """Nodes on a network, and the broker's address on node 0."""
 
     def __init__(self, network: HostNetwork, folder: Path, url: str) -> None:
-        self.network, self.folder, self.url = network, folder, url
+        self.network = network
+        self.folder = folder
+        self.url = url
         self.processes: list[NodeProcess] = []
         self.rendezvous = f"{network.addresses[0]}:{PORT}"
 
@@ -167,7 +190,14 @@ class NodeCluster:
 
     def node_options(self, node: int, num_nodes: int) -> list[str]:
         """Return the options of a node."""
-        known = ["--nnodes", str(num_nodes), "--node-rank", str(node), "--rendezvous", self.rendezvous]
+        known = [
+            "--nnodes",
+            str(num_nodes),
+            "--node-rank",
+            str(node),
+            "--rendezvous",
+            self.rendezvous,
+        ]
         return [*known, *self.key_options]
 
     async def start(
@@ -186,10 +216,17 @@ class NodeCluster:
         """
         log = self.folder / f"{config.stem}-{node}-{len(self.processes)}.log"
         command = [*launcher, "rlearner.cli", "start", str(config), "--broker", self.url, *options]
-        # What a home has is each node's own, except for the broker's keys. So are its interfaces: ranks that ran in
-        # this process have left theirs in its environment.
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("GLOO_", "NCCL_"))}
-        own = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(self.folder / f"cache-{config.stem}-{node}")}
+        # What a home has is each node's own, except for the broker's keys. So are its interfaces:
+        # ranks that ran in this process have left theirs in its environment.
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("GLOO_", "NCCL_"))
+        }
+        own = {
+            "OMP_NUM_THREADS": "1",
+            "XDG_CACHE_HOME": str(self.folder / f"cache-{config.stem}-{node}"),
+        }
         with log.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
                 *self.network.inside(node),
@@ -204,7 +241,10 @@ class NodeCluster:
 
     async def start_all(self, config: Path, num_nodes: int = 2) -> list[NodeProcess]:
         """Start a learner over nodes, as their supervisors do."""
-        return [await self.start(node, config, *self.node_options(node, num_nodes)) for node in range(num_nodes)]
+        return [
+            await self.start(node, config, *self.node_options(node, num_nodes))
+            for node in range(num_nodes)
+        ]
 
     def clear(self) -> None:
         """Kill what is left of all processes."""
@@ -232,7 +272,9 @@ def node_cluster(folder: Path, num_nodes: int = 2) -> Iterator[NodeCluster]:
 def steps_of(folder: Path, run: str) -> list[dict[str, Any]]:
     """Return the lines of a run's metrics, one per step."""
     with suppress(FileNotFoundError):
-        return [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()
+        ]
     return []
 
 
@@ -247,7 +289,11 @@ def largest_difference(one: Sequence[dict[str, Any]], other: Sequence[dict[str, 
 
 
 async def reach(
-    folder: Path, run: str, step: int, processes: Sequence[NodeProcess] = (), within_s: float = LONG_S
+    folder: Path,
+    run: str,
+    step: int,
+    processes: Sequence[NodeProcess] = (),
+    within_s: float = LONG_S,
 ) -> None:
     """Wait until a run has made a step.
 
@@ -264,5 +310,7 @@ async def reach(
             raise TimeoutError(f"run {run} did not reach step {step} within {within_s:g} s")
         for one in processes:
             if one.process.returncode is not None:
-                raise RuntimeError(f"a process ended with code {one.process.returncode}:\n{one.log}")
+                raise RuntimeError(
+                    f"a process ended with code {one.process.returncode}:\n{one.log}"
+                )
         await asyncio.sleep(0.02)

@@ -1,7 +1,7 @@
 """One rank that loads a model and writes its part of a checkpoint, and measures its memory.
 
-Memory is RssAnon of /proc/self/status, sampled every few milliseconds: files that are read count only as far as this
-process copies them.
+Memory is RssAnon of /proc/self/status, sampled every few milliseconds: files that are read count
+only as far as this process copies them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class MemoryPeak:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         self._ended.set()
         self._thread.join()
 
@@ -67,7 +69,9 @@ def measure(rank: int, size: int, store: str, model: str, folder: Path) -> dict[
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.float32)
+        whole = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(model), dtype=torch.float32
+        )
     model_bytes = sum(parameter.nbytes for parameter in whole.parameters())
     del whole
     train = TrainSection(device="cpu", ranks=size, num_threads=1)
@@ -101,7 +105,13 @@ def measure(rank: int, size: int, store: str, model: str, folder: Path) -> dict[
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    for name, kind in (("rank", int), ("size", int), ("store", str), ("model", str), ("folder", Path)):
+    for name, kind in (
+        ("rank", int),
+        ("size", int),
+        ("store", str),
+        ("model", str),
+        ("folder", Path),
+    ):
         parser.add_argument(name, type=kind)
     print(json.dumps(measure(**vars(parser.parse_args()))))
     sys.exit(0)

@@ -9,13 +9,12 @@ from typing import Final
 
 import psutil
 
-NEVER_QUIET: Final = (
-    "nothing was measured: other processes took their share of the processors all the time; see --others"
-)
+NEVER_QUIET: Final = "nothing was measured: other processes took their share of the processors all the time; see --others"
 
 
 class OtherLoad:
-    """Counts from its making, then from call to call; this process and all its descendants are the run.
+    """Counts from its making, then from call to call; this process and all its descendants are the
+    run.
 
     A descendant that ended since the last call counts to the others from then on.
     """
@@ -32,7 +31,8 @@ class OtherLoad:
 
 
 def take_priority() -> None:
-    """Give this process and its descendants nearly all of the processors that they want, before those of others.
+    """Give this process and its descendants nearly all of the processors that they want, before
+    those of others.
 
     Raises:
         OSError: if this is not Linux, or not root.

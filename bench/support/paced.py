@@ -1,4 +1,6 @@
-"""A backend and an engine that take a given time for a step, for ``bench.overlap``; weights travel as ever."""
+"""A backend and an engine that take a given time for a step, for ``bench.overlap``; weights travel
+as ever.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,19 @@ class PacedBackend(TorchBackend):
 
 
 class PacedEngine(HFEngine):
-    """Answers with any tokens; ``SLOTS`` answers at a time, so that the samples of a step take ``GENERATE_S``."""
+    """Answers with any tokens; ``SLOTS`` answers at a time, so that the samples of a step take
+    ``GENERATE_S``.
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._slots = asyncio.Semaphore(SLOTS)
-        self._longer = 0.0  # share by which the answer before was longer, if the next is to make up for it
+        # share by which the answer before was longer, if the next is to make up for it
+        self._longer = 0.0
 
-    async def generate(self, request: wire.GenerateRequest, tap: TokenListener | None = None) -> GenerationOutput:
+    async def generate(
+        self, request: wire.GenerateRequest, tap: TokenListener | None = None
+    ) -> GenerationOutput:
         async with self._slots:
             while self.policy_version < request.min_version:  # noqa: ASYNC110  the engine tells nobody
                 await asyncio.sleep(0.005)
@@ -60,4 +67,6 @@ class PacedEngine(HFEngine):
             room = self._config.section.max_context_tokens - len(request.token_ids.array())
             num_tokens = min(request.sampling.max_tokens, room)
             tokens = [random.randrange(FEW) for _ in range(num_tokens)]
-            return GenerationOutput(tokens, [-1.0] * num_tokens, [(self.policy_version, num_tokens)], "length")
+            return GenerationOutput(
+                tokens, [-1.0] * num_tokens, [(self.policy_version, num_tokens)], "length"
+            )

@@ -1,4 +1,6 @@
-"""Write the table of ``bench.real_model`` into docs/learning.md, not the text around it, and draw its picture."""
+"""Write the table of ``bench.real_model`` into docs/learning.md, not the text around it, and draw
+its picture.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ def table(rows: Rows, runs: Runs) -> str:
     ]
     for name, row in rows.items():
         cells = [
-            f"{row[end]['success']:.3f} ({row[end]['low']:.3f}-{row[end]['high']:.3f})" for end in ("start", "end")
+            f"{row[end]['success']:.3f} ({row[end]['low']:.3f}-{row[end]['high']:.3f})"
+            for end in ("start", "end")
         ]
         counts = f"{row['end']['tasks']} | {len(runs[name])} | {row['minutes']:.1f} | {row['cpu_minutes']:.1f}"
         lines.append(f"| {TITLES[name]} | {' | '.join(cells)} | {counts} |")
@@ -48,19 +51,28 @@ def write(docs: Path, rows: Rows, runs: Runs) -> None:
 
 
 def draw(path: Path, rows: Rows, runs: Runs) -> None:
-    """Draw each recipe's training success by step, and its held-out success before and after with 95 % intervals."""
+    """Draw each recipe's training success by step, and its held-out success before and after with
+    95 % intervals.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(
-        1, len(rows), figsize=(3.6 * len(rows), 3.4), sharey=True, squeeze=False, constrained_layout=True
+        1,
+        len(rows),
+        figsize=(3.6 * len(rows), 3.4),
+        sharey=True,
+        squeeze=False,
+        constrained_layout=True,
     )
     for plot, (name, row) in zip(axes[0], rows.items(), strict=True):
         for run in runs[name]:
             curve = np.array(run["curve"])
-            smooth = [curve[max(0, step - SMOOTHED + 1) : step + 1].mean() for step in range(len(curve))]
+            smooth = [
+                curve[max(0, step - SMOOTHED + 1) : step + 1].mean() for step in range(len(curve))
+            ]
             plot.plot(range(1, len(curve) + 1), smooth, color="#7aa6c2", linewidth=1)
         places = [0, max(len(run["curve"]) for run in runs[name])]
         points = np.array([row["start"]["success"], row["end"]["success"]])
@@ -70,7 +82,9 @@ def draw(path: Path, rows: Rows, runs: Runs) -> None:
                 for end in ("start", "end")
             ]
         )
-        plot.errorbar(places, points, yerr=spread.T.clip(0), fmt="o", color="crimson", capsize=3, markersize=4)
+        plot.errorbar(
+            places, points, yerr=spread.T.clip(0), fmt="o", color="crimson", capsize=3, markersize=4
+        )
         plot.set(title=TITLES[name], xlabel="step", ylim=(-0.02, 1.02))
         plot.title.set_fontsize(9)
     axes[0][0].set_ylabel("success (line: training, points: held out, 95 %)", fontsize=8)

@@ -13,7 +13,9 @@ NAME: Final = "receiver"  # of the admitted process
 
 @dataclass(frozen=True)
 class MeetingPlace:
-    """Where the processes meet, and the key pair that admits them; can be passed to child processes."""
+    """Where the processes meet, and the key pair that admits them; can be passed to child
+    processes.
+    """
 
     address: RendezvousAddress
     keys: KeyPair
@@ -25,6 +27,7 @@ class MeetingPlace:
 
 def serve_place(host: str) -> tuple[BoardServer, MeetingPlace]:
     """Serve a rendezvous until the returned server is closed."""
-    server, keys = BoardServer(host), KeyPair.make()
+    server = BoardServer(host)
+    keys = KeyPair.make()
     server.admit(NAME, keys.public)
     return server, MeetingPlace(RendezvousAddress(host, server.port, server.key), keys)

@@ -1,4 +1,6 @@
-"""The bare engine of ``bench.server`` as a process: answers every line on stdin with one run of all requests."""
+"""The bare engine of ``bench.server`` as a process: answers every line on stdin with one run of all
+requests.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,12 @@ def asked(requests: list[tuple[list[int], int]], turn: str) -> list[wire.Generat
     ]  # fmt: skip
 
 
-async def vllm_arm(folder: str, requests: list[tuple[list[int], int]], threads: int) -> tuple[Run, Callable[[], None]]:
-    """Yield AsyncLLM as in the documentation of vLLM, but in the process of the server; only final outputs."""
+async def vllm_arm(
+    folder: str, requests: list[tuple[list[int], int]], threads: int
+) -> tuple[Run, Callable[[], None]]:
+    """Yield AsyncLLM as in the documentation of vLLM, but in the process of the server; only final
+    outputs.
+    """
     os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
@@ -65,30 +71,41 @@ async def vllm_arm(folder: str, requests: list[tuple[list[int], int]], threads: 
     async def run(turn: str) -> list[list[int]]:
         await llm.reset_prefix_cache()
         return list(
-            await asyncio.gather(*(one(f"{turn}-{i}", prompt, length) for i, (prompt, length) in enumerate(requests)))
+            await asyncio.gather(
+                *(one(f"{turn}-{i}", prompt, length) for i, (prompt, length) in enumerate(requests))
+            )
         )
 
     return run, llm.shutdown
 
 
-async def hf_arm(folder: str, requests: list[tuple[list[int], int]], threads: int) -> tuple[Run, Callable[[], None]]:
+async def hf_arm(
+    folder: str, requests: list[tuple[list[int], int]], threads: int
+) -> tuple[Run, Callable[[], None]]:
     from rollout.config import RolloutSection
     from rollout.engines.base import EngineConfig
     from rollout.engines.hf.engine import HFEngine
 
-    section = RolloutSection(max_running=len(requests), max_context_tokens=CONTEXT, num_threads=threads)
+    section = RolloutSection(
+        max_running=len(requests), max_context_tokens=CONTEXT, num_threads=threads
+    )
     engine = HFEngine(EngineConfig(folder, section, device="cpu", policy_version=0))
     await engine.start()
 
     async def run(turn: str) -> list[list[int]]:
-        outputs = await asyncio.gather(*(engine.generate(request) for request in asked(requests, turn)))
+        outputs = await asyncio.gather(
+            *(engine.generate(request) for request in asked(requests, turn))
+        )
         return [list(output.token_ids) for output in outputs]
 
     return run, lambda: None
 
 
 async def serve(engine: str, folder: str, threads: int) -> None:
-    requests = [(prompt, length) for prompt, length in json.loads((Path(folder).parent / "requests.json").read_text())]
+    requests = [
+        (prompt, length)
+        for prompt, length in json.loads((Path(folder).parent / "requests.json").read_text())
+    ]
     run, close = await {"vllm": vllm_arm, "hf": hf_arm}[engine](folder, requests, threads)
     print(json.dumps({"ready": True}), flush=True)
     turn = 0

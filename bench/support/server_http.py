@@ -1,4 +1,6 @@
-"""The client of ``bench.server`` for HTTP: each request is a stream of the OpenAI-compatible API, a chunk per token."""
+"""The client of ``bench.server`` for HTTP: each request is a stream of the OpenAI-compatible API, a
+chunk per token.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,18 @@ class StreamedServer:
         """Seconds, and the tokens of every request."""
         self.chunks = 0
         headers = {"Authorization": f"Bearer {KEY}"}
-        async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as session:
+        async with aiohttp.ClientSession(
+            headers=headers, connector=aiohttp.TCPConnector(limit=0)
+        ) as session:
             began = time.perf_counter()
-            tokens = list(await asyncio.gather(*(self._one(session, request) for request in requests)))
+            tokens = list(
+                await asyncio.gather(*(self._one(session, request) for request in requests))
+            )
             return time.perf_counter() - began, tokens
 
-    async def _one(self, session: aiohttp.ClientSession, request: wire.GenerateRequest) -> list[int]:
+    async def _one(
+        self, session: aiohttp.ClientSession, request: wire.GenerateRequest
+    ) -> list[int]:
         body: dict[str, Any] = {
             "prompt": request.token_ids.array().tolist(), "max_tokens": request.sampling.max_tokens, "temperature": 0,
             "ignore_eos": True, "logprobs": 0, "stream": True, "prompt_cache_key": request.conversation_id,
@@ -57,5 +65,7 @@ class StreamedServer:
                     tokens += choice.get("token_ids", ())
                     self.chunks += 1
         if len(tokens) != request.sampling.max_tokens:
-            raise RuntimeError(f"{request.request_id}: {len(tokens)} tokens instead of {request.sampling.max_tokens}")
+            raise RuntimeError(
+                f"{request.request_id}: {len(tokens)} tokens instead of {request.sampling.max_tokens}"
+            )
         return tokens

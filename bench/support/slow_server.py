@@ -33,10 +33,12 @@ class _Asked(msgspec.Struct):
 
 
 class SlowServer:
-    """A rollout server that answers any request with a random move after a latency with bounded jitter.
+    """A rollout server that answers any request with a random move after a latency with bounded
+    jitter.
 
-    It must cost next to nothing, because it shares two cores with the measured hub: it decodes only the id of a
-    request, and sends all answers due within a millisecond together. Hubs reach it by a local socket.
+    It must cost next to nothing, because it shares two cores with the measured hub: it decodes only
+    the id of a request, and sends all answers due within a millisecond together. Hubs reach it by a
+    local socket.
     """
 
     def __init__(self, bus: Bus, tokenizer: Tokenizer, latency_s: float) -> None:
@@ -50,7 +52,8 @@ class SlowServer:
         self._rng = random.Random(0)
         self._read = msgspec.msgpack.Decoder(_Asked).decode
         self._write = msgspec.msgpack.Encoder().encode
-        self._due: dict[int, list[tuple[bytes, str, bytes]]] = {}  # answers by the millisecond in which they leave
+        # answers by the millisecond in which they leave
+        self._due: dict[int, list[tuple[bytes, str, bytes]]] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: LoopSocket | None = None
         self.address = self._path = ""
@@ -83,7 +86,9 @@ class SlowServer:
         for token, request in unpack(bundle):
             if not token:
                 continue  # an abort: the answer comes soon anyway
-            due = math.ceil(1e3 * (now + self.latency_s * self._rng.uniform(1 - JITTER, 1 + JITTER)))
+            due = math.ceil(
+                1e3 * (now + self.latency_s * self._rng.uniform(1 - JITTER, 1 + JITTER))
+            )
             if due not in self._due:
                 self._due[due] = []
                 loop.call_at(due / 1e3, self._answer, due)
@@ -112,7 +117,12 @@ class SlowServer:
         )
 
     def _presence(self) -> wire.Presence:
-        common: dict[str, Any] = {"role": "rollout", "host": "bench", "pid": os.getpid(), "state": "serving"}
+        common: dict[str, Any] = {
+            "role": "rollout",
+            "host": "bench",
+            "pid": os.getpid(),
+            "state": "serving",
+        }
         common |= {"policy": wire.ACTOR}
         return wire.Presence(
             id="bench-server",

@@ -1,6 +1,8 @@
-"""The small form of every bench that docs/performance.md names: a few seconds each, on a machine without a GPU.
+"""The small form of every bench that docs/performance.md names: a few seconds each, on a machine
+without a GPU.
 
-Their figures mean nothing; that every path still works, and that every key of the last line is there, is what counts.
+Their figures mean nothing; that every path still works, and that every key of the last line is
+there, is what counts.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from bench.support.hosts import network_namespaces
 ROWS: Final = "{rows}"  # argument: a file of questions and answers
 ROOT: Final = Path(__file__).parents[2]
 
-# Benches that `make test`, or a target of its own, runs: what each needs is not there everywhere, or takes minutes.
+# Benches that `make test`, or a target of its own, runs: what each needs is not there everywhere,
+# or takes minutes.
 TESTED: Final = {
     "bench.gpu": "tests/unit/bench/test_gpu_runner.py",
     "bench.hosts": "tests/hosts/test_run_between_hosts.py",
@@ -48,8 +51,8 @@ class SmokeCase:
         module: that ``python -m`` runs.
         keys: of the JSON object that it prints last; all of them must be there.
         arguments: of the command.
-        constants: of modules, by ``module:NAME``, that make it small where no argument does; a function returns the
-            small value for the full one.
+        constants: of modules, by ``module:NAME``, that make it small where no argument does; a
+            function returns the small value for the full one.
         exit_codes: that are allowed; 1 where a small form misses a goal of its figures.
         problem: returns why it cannot run here, empty if it can.
     """
@@ -68,7 +71,9 @@ class SmokeCase:
         return f"{module} {self.arguments[-1]}" if module == "scale" else module
 
 
-def _scale(name: str, keys: tuple[str, ...], problem: Callable[[], str] = _no_problem, **constants: Any) -> SmokeCase:
+def _scale(
+    name: str, keys: tuple[str, ...], problem: Callable[[], str] = _no_problem, **constants: Any
+) -> SmokeCase:
     values = {f"bench.scale.{name}:{constant}": value for constant, value in constants.items()}
     return SmokeCase("bench.scale", keys, ("--one", name), values, problem=problem)
 
@@ -77,10 +82,20 @@ TINY_MODEL: Final = ("--hidden", "128", "--layers", "1")
 FEW_REQUESTS: Final = ("--requests", "4", *TINY_MODEL, "--others", "1")  # also next to other work
 
 CASES: Final = (
-    SmokeCase("bench.codec", ("encode_us", "decode_us", "check_us", "lists_encode_us"), ("--repeats", "40")),
-    SmokeCase("bench.bus", ("cycle_per_s", "cycle_per_s_sync_always"), ("--seconds", "0.3", "--repeats", "1")),
+    SmokeCase(
+        "bench.codec",
+        ("encode_us", "decode_us", "check_us", "lists_encode_us"),
+        ("--repeats", "40"),
+    ),
+    SmokeCase(
+        "bench.bus",
+        ("cycle_per_s", "cycle_per_s_sync_always"),
+        ("--seconds", "0.3", "--repeats", "1"),
+    ),
     SmokeCase("bench.engine", ("turns_per_s",), ("--requests", "4", "--repeats", "1", *TINY_MODEL)),
-    SmokeCase("bench.weights", ("ratio_transfer",), ("--pairs", "7", "--layers", "1", "--bucket-mib", "8")),
+    SmokeCase(
+        "bench.weights", ("ratio_transfer",), ("--pairs", "7", "--layers", "1", "--bucket-mib", "8")
+    ),
     SmokeCase(
         "bench.server",
         ("ratio_hf",),
@@ -96,9 +111,15 @@ CASES: Final = (
         "bench.learner",
         ("share", "stages_ms", "pairs"),
         ("--only", "quickstart", "--case", "quickstart"),
-        {"bench.learner:MAX_PAIRS": 1, "bench.learner:MIN_PAIRS": 1, "bench.learner:STAGES_REPEATS": 1},
+        {
+            "bench.learner:MAX_PAIRS": 1,
+            "bench.learner:MIN_PAIRS": 1,
+            "bench.learner:STAGES_REPEATS": 1,
+        },
     ),
-    SmokeCase("bench.packing", ("quickstart", "long_tail", "groups"), ("--pairs", "1", "--samples", "6")),
+    SmokeCase(
+        "bench.packing", ("quickstart", "long_tail", "groups"), ("--pairs", "1", "--samples", "6")
+    ),
     SmokeCase(
         "bench.plan",
         ("plan_error", "kv_error"),
@@ -116,7 +137,10 @@ CASES: Final = (
         "bench.advice",
         ("median_error", "worst_error", "bottleneck_right", "rows"),
         ("--virtual",),
-        {"bench.advice.__main__:VIRTUAL_STEPS": 14, "bench.advice.__main__:CASES": lambda cases: cases[:2]},
+        {
+            "bench.advice.__main__:VIRTUAL_STEPS": 14,
+            "bench.advice.__main__:CASES": lambda cases: cases[:2],
+        },
         exit_codes=(0, 1),
     ),
     SmokeCase(
@@ -130,10 +154,20 @@ CASES: Final = (
             "bench.tail.scene:GROUPS": 8,
         },
     ),
-    SmokeCase("bench.answers", ("voided", "over_2_s", "wrong_verdicts", "per_s"), ("--every", "97"), exit_codes=(0, 1)),
+    SmokeCase(
+        "bench.answers",
+        ("voided", "over_2_s", "wrong_verdicts", "per_s"),
+        ("--every", "97"),
+        exit_codes=(0, 1),
+    ),
     SmokeCase("bench.score_references", ("rows", "correct", "scores_per_s"), (ROWS,)),
     SmokeCase("bench.attacks", ("attempts", "succeeded"), ("--only", "expired_key")),
-    SmokeCase("bench.sandbox", ("pairs", "escapes_tried"), ("--pairs", "1", "--no-escapes"), problem=_sandbox_problem),
+    SmokeCase(
+        "bench.sandbox",
+        ("pairs", "escapes_tried"),
+        ("--pairs", "1", "--no-escapes"),
+        problem=_sandbox_problem,
+    ),
     SmokeCase(
         "bench.cheats",
         ("forms", "tried", "succeeded", "canonical"),
@@ -147,7 +181,11 @@ CASES: Final = (
         "bench.exporter",
         ("exporter",),
         ("--sizes", "3"),
-        {"bench.exporter:SETTLE_S": 1.0, "bench.exporter:WINDOW_S": 2.0, "bench.exporter:SCRAPE_EVERY_S": 1.0},
+        {
+            "bench.exporter:SETTLE_S": 1.0,
+            "bench.exporter:WINDOW_S": 2.0,
+            "bench.exporter:SCRAPE_EVERY_S": 1.0,
+        },
     ),
     SmokeCase(
         "bench.console_index",
@@ -162,14 +200,24 @@ CASES: Final = (
         problem=_browser_problem,
     ),
     SmokeCase(
-        "bench.stripes", ("stripes_ratio",), ("--pairs", "1", "--layers", "1"), problem=network_namespaces.why_not
+        "bench.stripes",
+        ("stripes_ratio",),
+        ("--pairs", "1", "--layers", "1"),
+        problem=network_namespaces.why_not,
     ),
     _scale("processes", ("processes",), SIZES=(20,), SETTLE_S=1.0, WINDOW_S=1.0),
     _scale("throughput", ("tickets_per_s", "tickets_group_kib"), STEPS=12),
     _scale("spreads", ("spreads",), ROWS=((4, 20),), WARM_UP_S=5.0, WINDOW_S=5.0),
     _scale("resume", ("resume_s", "resume_extra_mib"), GROUPS=3_000),
     _scale("groups", ("groups",), SIZES_MIB=(1, 8), TOTAL_MIB={1: 4, 8: 8}, ROUNDS={1: 1, 8: 1}),
-    _scale("intake", ("intake",), network_namespaces.why_not, SMALL_GROUPS=40, BEFORE_GROUPS=5, LARGE_GROUPS=4),
+    _scale(
+        "intake",
+        ("intake",),
+        network_namespaces.why_not,
+        SMALL_GROUPS=40,
+        BEFORE_GROUPS=5,
+        LARGE_GROUPS=4,
+    ),
     _scale("marks", ("marks_per_s", "marks_in_hand"), IN_HAND=500, HUBS=2, WINDOW_S=2.0),
     _scale("soak", ("soak",), STEPS=8, RENAME_AT=4, PAUSE_AT=(2,), AWAY_AT=(3,)),
 )

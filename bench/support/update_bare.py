@@ -20,7 +20,10 @@ class ByteMovers:
         command = [sys.executable, "-m", "bench.support.update_bare", str(port), str(size_bytes)]
         self._processes = [
             subprocess.Popen(
-                [*command, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE if rank == 0 else None, bufsize=0
+                [*command, str(rank)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if rank == 0 else None,
+                bufsize=0,
             )
             for rank in range(2)
         ]

@@ -1,4 +1,6 @@
-"""Observe a run from outside while its processes are killed: steps, tickets in flight, recovery times."""
+"""Observe a run from outside while its processes are killed: steps, tickets in flight, recovery
+times.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,16 @@ class FleetWatch:
     """Reads the samples log from its beginning, and the run's metrics.
 
     Attributes:
-        first: by ticket, the first record of the log that carries it, as (sequence, name of the message).
+        first: by ticket, the first record of the log that carries it, as (sequence, name of the
+            message).
         repeated: records of tickets that had one already.
         redelivered: groups whose ticket was delivered more than once.
         reasons: why tickets were closed, and how many.
     """
 
     def __init__(self, bus: Bus, folder: Path) -> None:
-        self._bus, self.folder = bus, folder
+        self._bus = bus
+        self.folder = folder
         self.first: dict[int, tuple[int, str]] = {}
         self.repeated = 0
         self.redelivered = 0
@@ -49,7 +53,11 @@ class FleetWatch:
         async with aclosing(self._bus.read_log(SAMPLES, 1)) as records:
             async for record in records:
                 message = record.message
-                ticket = message.ticket if isinstance(message, wire.Group | wire.Closed) else record.ticket
+                ticket = (
+                    message.ticket
+                    if isinstance(message, wire.Group | wire.Closed)
+                    else record.ticket
+                )
                 if ticket in self.first:
                     self.repeated += 1
                     continue
@@ -73,11 +81,14 @@ class FleetWatch:
         self._issued = await self._bus.last_seq(TICKETS)
         return set(range(1, self._issued + 1)) - self.first.keys()
 
-    async def until(self, what: Callable[[], bool], timeout_s: float, every_s: float = LOOK_EVERY_S) -> float:
+    async def until(
+        self, what: Callable[[], bool], timeout_s: float, every_s: float = LOOK_EVERY_S
+    ) -> float:
         """Return the seconds until ``what`` holds.
 
         Raises:
-            TimeoutError: if it does not, and no ticket has ended and no step was done for ``timeout_s``.
+            TimeoutError: if it does not, and no ticket has ended and no step was done for
+                ``timeout_s``.
             RlearnerError: without a log.
         """
         began = moved_at = time.monotonic()
@@ -93,12 +104,17 @@ class FleetWatch:
             await asyncio.sleep(every_s)
         return time.monotonic() - began
 
-    async def recovery_s(self, role: str, strike: Callable[[], Awaitable[None]], timeout_s: float = 60.0) -> float:
-        """Strike and return the seconds until the work in flight has arrived, or the learner has trained a new step.
+    async def recovery_s(
+        self, role: str, strike: Callable[[], Awaitable[None]], timeout_s: float = 60.0
+    ) -> float:
+        """Strike and return the seconds until the work in flight has arrived, or the learner has
+        trained a new step.
 
-        This is longer than until survivors hold the work of the victim. Raises TimeoutError without a recovery.
+        This is longer than until survivors hold the work of the victim. Raises TimeoutError without
+        a recovery.
         """
-        before, pending = self.step(), await self.in_flight()
+        before = self.step()
+        pending = await self.in_flight()
         began = time.monotonic()
         await strike()
         spent = time.monotonic() - began  # a broker's restart is part of its recovery

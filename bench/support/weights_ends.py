@@ -1,4 +1,6 @@
-"""The two processes of ``bench.weights``, which send and receive in lockstep through the parts that a run uses."""
+"""The two processes of ``bench.weights``, which send and receive in lockstep through the parts that
+a run uses.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ SMALL_TENSORS: Final = 4_000
 
 
 def large_model(num_layers: int) -> dict[str, Tensor]:
-    """Tensors of a decoder with hidden size 768: 7.1 M parameters a layer and 15.4 M in the embedding, fp32."""
+    """Tensors of a decoder with hidden size 768: 7.1 M parameters a layer and 15.4 M in the
+    embedding, fp32.
+    """
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (20_000, 768)}
     for layer in range(num_layers):
         at = f"layers.{layer}"
@@ -98,9 +102,19 @@ class ChannelEnd:
         carrier: Carrier = "gloo",
         settings: TransferSettings = SETTINGS,
     ) -> None:
-        self.store, self.place, self.rank, self.settings, self.carrier = store, place, rank, settings, carrier
-        self.serial, self.model, self.shared = serial, model, shared
-        self.plan, self.dtype, self.copies = plan_of(model, bucket_mib, dtype=dtype), dtype, list[float]()
+        self.store = store
+        self.place = place
+        self.rank = rank
+        self.settings = settings
+        self.carrier = carrier
+        self.serial = serial
+        self.model = model
+        self.shared = shared
+        self.plan, self.dtype, self.copies = (
+            plan_of(model, bucket_mib, dtype=dtype),
+            dtype,
+            list[float](),
+        )
         self.window: SegmentReader | None = None
         segment = SharedSegment(self.plan) if rank == 0 and shared else None
         if segment is not None:
@@ -109,7 +123,8 @@ class ChannelEnd:
             self.window = SegmentReader(store.get(f"segment/{serial}").decode(), self.plan)
         self.staging = StagingBuffers(self.plan, memory=segment) if rank == 0 else None
         self.base = ReferenceBytes(self.plan, full_every=10**9) if rank == 0 and delta else None
-        self.buffers, self.flat = ReceiveBuffers(kept=kept and dtype != fp8.NAME), FlatBuffer(self.plan)
+        self.buffers = ReceiveBuffers(kept=kept and dtype != fp8.NAME)
+        self.flat = FlatBuffer(self.plan)
         self.engine = HeldWeights(TensorHolder(model)) if kept else None
         self.communicator: Group | None = None
         self.uses = 0
@@ -129,8 +144,17 @@ class ChannelEnd:
                 carrier=self.carrier,
             )
             with self.staging.sending(version) as staged:
-                sent = lead(self.store, start, staged, self.communicator, self.settings, WaitMonitor(), self.base)
-            self.communicator, self.sent_bytes = sent.communicator, sent.size_bytes
+                sent = lead(
+                    self.store,
+                    start,
+                    staged,
+                    self.communicator,
+                    self.settings,
+                    WaitMonitor(),
+                    self.base,
+                )
+            self.communicator = sent.communicator
+            self.sent_bytes = sent.size_bytes
         else:
             answer = wire.WeightsSession(
                 session=session,
@@ -145,21 +169,34 @@ class ChannelEnd:
             )
             arrival = self.buffers.take(self.plan, CPU)
             received = follow(
-                self.store, answer, digest, arrival, self.communicator, self.settings, WaitMonitor(), self.window
+                self.store,
+                answer,
+                digest,
+                arrival,
+                self.communicator,
+                self.settings,
+                WaitMonitor(),
+                self.window,
             )
-            self.communicator, self.flat = received.communicator, arrival.flat
+            self.communicator = received.communicator
+            self.flat = arrival.flat
             self.buffers.arrived(arrival, received.digest)
 
     def whole(self, version: int) -> None:
-        """Copy, digests, transfer, load; on the sender in three threads, as in ``broker.weights.sender.send``."""
+        """Copy, digests, transfer, load; on the sender in three threads, as in
+        ``broker.weights.sender.send``.
+        """
         if self.staging is None:
             self.transfer(version)
             if self.engine is not None:
-                self.engine.load(self.flat.tensors if self.dtype != fp8.NAME else self._dequantised())
+                self.engine.load(
+                    self.flat.tensors if self.dtype != fp8.NAME else self._dequantised()
+                )
             else:
                 copy_all((self.model[name], view) for name, view in self.flat.tensors.items())
             return
-        staging, begun = self.staging, threading.Event()
+        staging = self.staging
+        begun = threading.Event()
         threads = [threading.Thread(target=self._write, args=(staging, version, begun))]
         threads[0].start()
         begun.wait()
@@ -197,12 +234,23 @@ class EndProcess:
         settings: TransferSettings = SETTINGS,
     ) -> None:
         torch.set_num_threads(1)
-        self.rank, self.place, self.options, self.settings = rank, place, options, settings
+        self.rank = rank
+        self.place = place
+        self.options = options
+        self.settings = settings
         self.store = store or place.connect()
         self.bare = WeightGroup(
-            self.store, "bare", rank, 2, backend="gloo", host=settings.host, timeout_s=60.0, connect_timeout_s=60.0
+            self.store,
+            "bare",
+            rank,
+            2,
+            backend="gloo",
+            host=settings.host,
+            timeout_s=60.0,
+            connect_timeout_s=60.0,
         )
-        self.meetings, self.channels = 0, 0
+        self.meetings = 0
+        self.channels = 0
 
     def channel(
         self,
@@ -215,9 +263,17 @@ class EndProcess:
         backend: Carrier = "gloo",
     ) -> ChannelEnd:
         self.channels += 1
-        more: dict[str, Any] = {"delta": delta, "kept": kept, "shared": shared, "dtype": dtype, "carrier": backend}
+        more: dict[str, Any] = {
+            "delta": delta,
+            "kept": kept,
+            "shared": shared,
+            "dtype": dtype,
+            "carrier": backend,
+        }
         more["settings"] = self.settings
-        return ChannelEnd(self.store, self.place, self.rank, self.channels, model, self.options.bucket_mib, **more)
+        return ChannelEnd(
+            self.store, self.place, self.rank, self.channels, model, self.options.bucket_mib, **more
+        )
 
     def meet(self) -> None:
         self.meetings += 1

@@ -1,1 +1,3 @@
-"""Long-tailed answers in simulated time: the real schedulers against schedules that know all lengths."""
+"""Long-tailed answers in simulated time: the real schedulers against schedules that know all
+lengths.
+"""

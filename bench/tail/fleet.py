@@ -1,4 +1,6 @@
-"""The real parts in simulated time: ledger, slots of hubs, their requests, and the scheduler of every server."""
+"""The real parts in simulated time: ledger, slots of hubs, their requests, and the scheduler of
+every server.
+"""
 
 from __future__ import annotations
 
@@ -96,8 +98,11 @@ class Server:
 
     def beat(self) -> None:
         """Publish the presence."""
-        now, batch = self._batch.now, self._batch
-        stats = EngineStats(batch.running, self.scheduler.num_waiting, SLOTS, now, int(batch.tokens))
+        now = self._batch.now
+        batch = self._batch
+        stats = EngineStats(
+            batch.running, self.scheduler.num_waiting, SLOTS, now, int(batch.tokens)
+        )
         self._meter.read(now, stats)
         self.presence = wire.Presence(
             role="rollout", id=self.id, host="here", pid=1, state="serving", address=self.id, slots=SLOTS,
@@ -156,7 +161,9 @@ class Servers:
     def __post_init__(self) -> None:
         self.announce: Callable[[], None] = lambda: None
 
-    async def generate(self, address: str, request: wire.GenerateRequest, *, timeout_s: float) -> wire.GenerateReply:
+    async def generate(
+        self, address: str, request: wire.GenerateRequest, *, timeout_s: float
+    ) -> wire.GenerateReply:
         return await self.servers[address].generate(request)
 
     async def abort(self, address: str, request_id: str) -> None: ...
@@ -187,14 +194,18 @@ class Hub:
         self.slots = slots.EpisodeSlots(EPISODES, 3)
         loop = asyncio.get_running_loop()
         servers = self.fleet.servers
-        self.generator = TurnGenerator(servers, servers, name=self.name, max_retries=3, clock=loop.time)
+        self.generator = TurnGenerator(
+            servers, servers, name=self.name, max_retries=3, clock=loop.time
+        )
         self.generator._rng.seed(self.name)
 
     def offer(self, ticket: wire.Ticket) -> None:
         key = str(ticket.number)
         self.tickets[key] = ticket
         self.slots.release(ticket.group_size, 1)
-        self.perform(self.slots.offer(GroupJob(key, ticket.group_size, ticket.min_group_size, 1e9), 0.0))
+        self.perform(
+            self.slots.offer(GroupJob(key, ticket.group_size, ticket.min_group_size, 1e9), 0.0)
+        )
 
     def perform(self, actions: list[slots.Action]) -> None:
         for action in actions:
@@ -209,13 +220,18 @@ class Hub:
                     raise AssertionError(action)
 
     async def play(self, key: str, episode: int) -> None:
-        ticket, fleet = self.tickets[key], self.fleet
+        ticket = self.tickets[key]
+        fleet = self.fleet
         name = f"{key}.{episode}"
         fleet.lengths_of[name] = fleet.lengths.of(ticket.task_index, ticket.number, episode)
-        context, step = prompt(ticket.task_index), -1
+        context = prompt(ticket.task_index)
+        step = -1
         key_of_task = task_key(context)
-        predicted = self.lengths.predict(UpcomingTurn(context, LIMIT, key_of_task, task_index=ticket.task_index))
-        expected, high = predicted.expected, predicted.high
+        predicted = self.lengths.predict(
+            UpcomingTurn(context, LIMIT, key_of_task, task_index=ticket.task_index)
+        )
+        expected = predicted.expected
+        high = predicted.high
         if fleet.predicts:
             step = assignment(ticket).step(GROUPS)
         else:
@@ -239,10 +255,13 @@ class Fleet:
     """Learner, hubs and servers."""
 
     def __init__(self, lengths: Lengths, max_staleness: int, *, predicts: bool) -> None:
-        self.lengths, self.predicts = lengths, predicts
+        self.lengths = lengths
+        self.predicts = predicts
         self.lengths_of: dict[str, int] = {}
         self.ledger = Ledger(rules(max_staleness))
-        self.servers = Servers({f"s{number}": Server(number, self.lengths_of) for number in range(SERVERS)})
+        self.servers = Servers(
+            {f"s{number}": Server(number, self.lengths_of) for number in range(SERVERS)}
+        )
         self.hubs = [Hub(self, f"hub{number}") for number in range(HUBS)]
         self.queue: deque[wire.Ticket] = deque()
         self.log: list[int] = []

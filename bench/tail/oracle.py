@@ -6,18 +6,33 @@ import heapq
 from collections.abc import Callable
 from typing import Final
 
-from bench.tail.scene import GROUP, GROUPS, LIMIT, PROMPT, SERVERS, SLOTS, Batch, Lengths, rules, throughput, train_s
+from bench.tail.scene import (
+    GROUP,
+    GROUPS,
+    LIMIT,
+    PROMPT,
+    SERVERS,
+    SLOTS,
+    Batch,
+    Lengths,
+    rules,
+    throughput,
+    train_s,
+)
 from learner.credit.ledger import Action, GroupArrival, IssueTicket, Ledger
 
-SLACK: Final = 4000  # tokens, about what a slot decodes in a step: the best of those tried, from 250 to 8,000
+# tokens, about what a slot decodes in a step: the best of those tried, from 250 to 8,000
+SLACK: Final = 4000
 Key = Callable[[int, int], float]  # (step, tokens) to rank: the least begins first
 
 
 def orders() -> dict[str, Key]:
     """Return orders of waiting answers; none is best in every case."""
     return {
-        "step": lambda step, tokens: step * LIMIT - tokens,  # an earlier step first, then the longest
-        "slack": lambda step, tokens: step * SLACK - tokens,  # a long answer of the next step before a short one
+        # an earlier step first, then the longest
+        "step": lambda step, tokens: step * LIMIT - tokens,
+        # a long answer of the next step before a short one
+        "slack": lambda step, tokens: step * SLACK - tokens,
     }
 
 
@@ -34,7 +49,10 @@ def run(lengths: Lengths, max_staleness: int, key: Key) -> float:
     left: dict[int, int] = {}  # ticket: open answers
     ticket_of: dict[int, int] = {}
     log: list[int] = []
-    position, number, now, trained_at = 0, 0, 0.0, float("inf")
+    position = 0
+    number = 0
+    now = 0.0
+    trained_at = float("inf")
     ends: list[float] = []
 
     def perform(actions: list[Action]) -> None:
@@ -69,7 +87,11 @@ def run(lengths: Lengths, max_staleness: int, key: Key) -> float:
             ends.append(now)
             perform(ledger.complete_step())
         while log[position:] and not ledger.full:
-            perform(ledger.apply(GroupArrival(log[position], ledger.state.version, (0.0, 1.0)), position + 1))
+            perform(
+                ledger.apply(
+                    GroupArrival(log[position], ledger.state.version, (0.0, 1.0)), position + 1
+                )
+            )
             position += 1
         if ledger.full and trained_at == float("inf"):
             trained_at = now + train_s()

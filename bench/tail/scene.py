@@ -1,4 +1,6 @@
-"""What the schedules of ``bench.tail`` share: lengths of answers, speed of a server, settings of the learner."""
+"""What the schedules of ``bench.tail`` share: lengths of answers, speed of a server, settings of
+the learner.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from learner.credit.ticket_rules import DomainRule, TicketRules
 P99_OVER_MEDIAN: Final = 10.0
 MEDIAN: Final = 400  # tokens
 LIMIT: Final = 16384  # sampling.max_tokens
-OF_TASK: Final = 0.6  # share of the variance of log lengths that belongs to the task; the rest is luck
+# share of the variance of log lengths that belongs to the task; the rest is luck
+OF_TASK: Final = 0.6
 TASKS: Final = 256  # tasks of the data set; every epoch plays each of them once
 PROMPT: Final = 64  # tokens
 
@@ -28,12 +31,15 @@ GROUP: Final = 8
 GROUPS: Final = 64  # groups_per_step
 STEPS: Final = 40
 WARM_UP: Final = 8  # steps, in which every task comes twice
-TRAIN_SHARE: Final = 0.6  # time of a training step, of that in which full servers generate its tokens
+# time of a training step, of that in which full servers generate its tokens
+TRAIN_SHARE: Final = 0.6
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Length of every answer: lognormal, with a part of the task and a part that nobody can know before."""
+    """Length of every answer: lognormal, with a part of the task and a part that nobody can know
+    before.
+    """
 
     seed: int
 
@@ -41,7 +47,9 @@ class Lengths:
         """Return the tokens of one answer."""
         spread = math.log(P99_OVER_MEDIAN) / 2.3263
         own = random.Random(f"task {self.seed} {task % TASKS}").gauss(0, spread * OF_TASK**0.5)
-        luck = random.Random(f"luck {self.seed} {ticket} {episode}").gauss(0, spread * (1 - OF_TASK) ** 0.5)
+        luck = random.Random(f"luck {self.seed} {ticket} {episode}").gauss(
+            0, spread * (1 - OF_TASK) ** 0.5
+        )
         return max(1, min(LIMIT, round(MEDIAN * math.exp(own + luck))))
 
     def group(self, task: int, ticket: int) -> list[int]:
@@ -63,7 +71,9 @@ def train_s() -> float:
 
 
 def throughput(ends: Sequence[float]) -> float:
-    """Return steps per second, given when each ended: after the warm-up, as long as credit is granted."""
+    """Return steps per second, given when each ended: after the warm-up, as long as credit is
+    granted.
+    """
     last = len(ends) - 6
     return (last - WARM_UP) / (ends[last] - ends[WARM_UP])
 
@@ -72,16 +82,18 @@ def throughput(ends: Sequence[float]) -> float:
 class Batch:
     """Continuous batching of one server: every running answer grows by a token per decode step.
 
-    A decode step takes STEP_S plus SEQUENCE_S per running answer: the weights are read once, whatever the batch, and
-    each answer adds its own attention. Time is passed in.
+    A decode step takes STEP_S plus SEQUENCE_S per running answer: the weights are read once,
+    whatever the batch, and each answer adds its own attention. Time is passed in.
     """
 
     now: float = 0.0
     grown: float = 0.0  # tokens that an answer which ran all the time would have
     debt_s: float = 0.0  # of prefill, before the batch goes on
-    ends: list[tuple[float, int, int]] = field(default_factory=list)  # value of ``grown``, number, id
+    # value of ``grown``, number, id
+    ends: list[tuple[float, int, int]] = field(default_factory=list)
     begun: dict[int, float] = field(default_factory=dict)
-    numbers: dict[int, int] = field(default_factory=dict)  # of the answers by id, which may come again
+    # of the answers by id, which may come again
+    numbers: dict[int, int] = field(default_factory=dict)
     added: int = 0
     tokens: float = 0.0
 

@@ -1,7 +1,8 @@
-"""Packs several messages of the request channel into one, as a MessagePack list of (token, message) pairs.
+"""Packs several messages of the request channel into one, as a MessagePack list of (token, message)
+pairs.
 
-Requests and replies come in bursts, because a generation server answers many after one decoding step. ZeroMQ takes as
-long for one small message as for a bundle, and wakes its I/O thread for each.
+Requests and replies come in bursts, because a generation server answers many after one decoding
+step. ZeroMQ takes as long for one small message as for a bundle, and wakes its I/O thread for each.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ Entry = tuple[str, bytes]  # token and message
 FULL_AT: Final = 256  # messages in one bundle
 FULL_BYTES: Final = 64 * 1024  # of messages in one bundle; a larger message is sent alone
 MAX_TOKEN_CHARS: Final = 64
-MAX_BUNDLE_BYTES: Final = MAX_PAYLOAD_BYTES + 4 * MAX_TOKEN_CHARS + 16  # one message of the largest size
+# one message of the largest size
+MAX_BUNDLE_BYTES: Final = MAX_PAYLOAD_BYTES + 4 * MAX_TOKEN_CHARS + 16
 
 _Token = Annotated[str, msgspec.Meta(max_length=MAX_TOKEN_CHARS)]
 _Entries = Annotated[list[tuple[_Token, bytes]], msgspec.Meta(max_length=FULL_AT)]
@@ -34,7 +36,8 @@ def cut(entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
     for index, (_, data) in enumerate(entries):
         if index > begin and (size + len(data) > FULL_BYTES or index - begin == FULL_AT):
             yield entries[begin:index]
-            begin, size = index, 0
+            begin = index
+            size = 0
         size += len(data)
     if begin < len(entries):
         yield entries[begin:]

@@ -1,8 +1,9 @@
 """The request channel: generation requests go directly from a client to one server and back.
 
-``broker.channel`` selects one of two carriers: ZeroMQ (DEALER/ROUTER, address and keys from presence) or NATS
-request/reply, for sites without a direct route. Neither stores anything: a client sends an unanswered request to
-another server. The code common to the carriers is in ``endpoint`` (server) and ``client``.
+``broker.channel`` selects one of two carriers: ZeroMQ (DEALER/ROUTER, address and keys from
+presence) or NATS request/reply, for sites without a direct route. Neither stores anything: a client
+sends an unanswered request to another server. The code common to the carriers is in ``endpoint``
+(server) and ``client``.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from broker.settings.registry import resolve
 Handler = Callable[[wire.GenerateRequest], Awaitable[wire.GenerateReply]]
 AbortHandler = Callable[[str], None]
 
-CHANNELS: Final = {"zmq": "broker.channel.over_zmq:CHANNEL", "nats": "broker.channel.over_nats:CHANNEL"}
+CHANNELS: Final = {
+    "zmq": "broker.channel.over_zmq:CHANNEL",
+    "nats": "broker.channel.over_nats:CHANNEL",
+}
 
 
 class ChannelServer(Protocol):
     """Answers requests; handlers run concurrently, one task per request.
 
-    A request that does not decode becomes a dead letter and is answered with finish_reason ``error``, as is one whose
-    handler raises.
+    A request that does not decode becomes a dead letter and is answered with finish_reason
+    ``error``, as is one whose handler raises.
     """
 
     address: str  # announced by presence; known once started
@@ -36,12 +40,15 @@ class ChannelServer(Protocol):
 
         Args:
             handle: answers one request.
-            abort: called with the request_id whose handler should return early; must ignore unknown ids.
+            abort: called with the request_id whose handler should return early; must ignore unknown
+                ids.
         """
         ...
 
     async def close(self) -> None:
-        """Stop accepting requests, abort and answer pending ones, after a moment with an error, and disconnect."""
+        """Stop accepting requests, abort and answer pending ones, after a moment with an error, and
+        disconnect.
+        """
         ...
 
 
@@ -49,18 +56,22 @@ class ChannelClient(Protocol):
     """Sends requests to any number of servers, many at once.
 
     Attributes:
-        key: public key that this process's presence must announce, so that servers admit it; empty: none is needed.
+        key: public key that this process's presence must announce, so that servers admit it; empty:
+            none is needed.
         announce: called while a server waits for that presence; replaced by the owner.
     """
 
     key: str
     announce: Callable[[], None]
 
-    async def generate(self, address: str, request: wire.GenerateRequest, *, timeout_s: float) -> wire.GenerateReply:
+    async def generate(
+        self, address: str, request: wire.GenerateRequest, *, timeout_s: float
+    ) -> wire.GenerateReply:
         """Send a request to the server at ``address``; abort it there on cancellation and timeout.
 
         Raises:
-            RequestFailed: if the server cannot be reached or the connection breaks, or the reply is late or malformed.
+            RequestFailed: if the server cannot be reached or the connection breaks, or the reply is
+                late or malformed.
             WireError: if the request breaks its own rules; nothing was sent.
         """
         ...
@@ -80,7 +91,9 @@ class ChannelClient(Protocol):
 
 @dataclass(frozen=True)
 class RequestChannel:
-    """One way for requests to travel: its server, made of (bus, server_id, bind), and its client, made of the bus."""
+    """One way for requests to travel: its server, made of (bus, server_id, bind), and its client,
+    made of the bus.
+    """
 
     server: Callable[[Bus, str, str], ChannelServer]
     client: Callable[[Bus], ChannelClient]

@@ -15,14 +15,18 @@ from broker.jetstream.bus import Bus
 
 CLOCK_S: Final = 0.001  # a timer may be early by the resolution of the loop's clock
 
-_Waiting = tuple[str, asyncio.Future[bytes], float, float, str]  # address, reply, deadline, timeout_s, request_id
+# address, reply, deadline, timeout_s, request_id
+_Waiting = tuple[str, asyncio.Future[bytes], float, float, str]
 
 
 class RequestCarrier(Protocol):
     """A transport for requests."""
 
-    def post(self, address: str, token: str, data: bytes, asker: asyncio.Future[bytes] | None) -> bool:
-        """Send soon, unless ``asker`` is done before; return False if only ``send``, which costs a task, can do it.
+    def post(
+        self, address: str, token: str, data: bytes, asker: asyncio.Future[bytes] | None
+    ) -> bool:
+        """Send soon, unless ``asker`` is done before; return False if only ``send``, which costs a
+        task, can do it.
 
         Raises:
             RequestFailed: if it cannot be sent.
@@ -30,7 +34,8 @@ class RequestCarrier(Protocol):
         ...
 
     async def send(self, address: str, token: str, data: bytes) -> None:
-        """Send to a server, whose reply has the same token; an empty token requests no reply. May await a connection.
+        """Send to a server, whose reply has the same token; an empty token requests no reply. May
+        await a connection.
 
         Raises:
             RequestFailed: if it cannot be sent.
@@ -45,17 +50,26 @@ class RequestClient:
         shown: returns the part of an address that messages show.
     """
 
-    def __init__(self, bus: Bus, carrier: RequestCarrier, shown: Callable[[str], str] = str) -> None:
-        self._bus, self._carrier, self._shown = bus, carrier, shown
+    def __init__(
+        self, bus: Bus, carrier: RequestCarrier, shown: Callable[[str], str] = str
+    ) -> None:
+        self._bus = bus
+        self._carrier = carrier
+        self._shown = shown
         self._tokens = itertools.count(1)
         self._waiting: dict[str, _Waiting] = {}
-        self._alarm: asyncio.TimerHandle | None = None  # for all requests: cheaper than a timer for each
+        # for all requests: cheaper than a timer for each
+        self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = math.inf
         self._background: set[asyncio.Task[None]] = set()
 
-    async def generate(self, address: str, request: wire.GenerateRequest, *, timeout_s: float) -> wire.GenerateReply:
+    async def generate(
+        self, address: str, request: wire.GenerateRequest, *, timeout_s: float
+    ) -> wire.GenerateReply:
         """See ``broker.channel.carriers.ChannelClient.generate``."""
-        data, token, loop = codec.encode(request), str(next(self._tokens)), asyncio.get_running_loop()
+        data = codec.encode(request)
+        token = str(next(self._tokens))
+        loop = asyncio.get_running_loop()
         future: asyncio.Future[bytes] = loop.create_future()
         until = loop.time() + timeout_s
         self._waiting[token] = (address, future, until, timeout_s, request.request_id)
@@ -71,14 +85,17 @@ class RequestClient:
         finally:
             del self._waiting[token]
             if future.done() and not future.cancelled():
-                future.exception()  # mark as retrieved, since it may have failed while sending failed
+                # mark as retrieved, since it may have failed while sending failed
+                future.exception()
         return self._read(address, request, answer)
 
     async def abort(self, address: str, request_id: str) -> None:
         """See ``broker.channel.carriers.ChannelClient.abort``; best effort."""
         try:
             async with asyncio.timeout(1.0):
-                await self._carrier.send(address, "", codec.encode(wire.AbortRequest(request_id=request_id)))
+                await self._carrier.send(
+                    address, "", codec.encode(wire.AbortRequest(request_id=request_id))
+                )
         except (TimeoutError, RequestFailed):
             return  # an unreachable server has nothing to abort
 
@@ -86,7 +103,8 @@ class RequestClient:
         """Deliver a reply to its request; drop it if no request is waiting.
 
         Args:
-            address: where the reply comes from; a server cannot reply to the requests to another one.
+            address: where the reply comes from; a server cannot reply to the requests to another
+                one.
         """
         waiting = self._waiting.get(token)
         if waiting is not None and not waiting[1].done() and address in ("", waiting[0]):
@@ -105,7 +123,9 @@ class RequestClient:
                 self.failed(token, reason)
 
     def refuse(self, address: str, reason: str, data: bytes) -> None:
-        """Store an unreadable message as a dead letter and fail all requests to its sender, as any may be meant."""
+        """Store an unreadable message as a dead letter and fail all requests to its sender, as any
+        may be meant.
+        """
         bury(self._bus, self._background, reason, data)
         self.fail_all(reason, address)
 
@@ -114,27 +134,33 @@ class RequestClient:
         self.fail_all("the client was closed")
         if self._alarm is not None:
             self._alarm.cancel()
-            self._alarm, self._alarm_at = None, math.inf
+            self._alarm = None
+            self._alarm_at = math.inf
         if self._background:
             await asyncio.wait(self._background, timeout=1.0)
 
     def _set_alarm(self, loop: asyncio.AbstractEventLoop, at: float) -> None:
         if self._alarm is not None:
             self._alarm.cancel()
-        self._alarm, self._alarm_at = loop.call_at(at, self._expire), at
+        self._alarm = loop.call_at(at, self._expire)
+        self._alarm_at = at
 
     def _expire(self) -> None:
         """Fail the requests that are due, and set the timer for the next one, if any."""
         loop = asyncio.get_running_loop()
         now = loop.time() + CLOCK_S
-        next_at, self._alarm, self._alarm_at = math.inf, None, math.inf
+        next_at = math.inf
+        self._alarm = None
+        self._alarm_at = math.inf
         for address, future, until, timeout_s, request_id in self._waiting.values():
             if future.done():
                 continue
             if until > now:
                 next_at = min(next_at, until)
                 continue
-            future.set_exception(RequestFailed(f"{self._shown(address)}: no answer within {timeout_s:g} s"))
+            future.set_exception(
+                RequestFailed(f"{self._shown(address)}: no answer within {timeout_s:g} s")
+            )
             self._abort_later(address, request_id)
         if next_at < math.inf:
             self._set_alarm(loop, next_at)
@@ -144,7 +170,9 @@ class RequestClient:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def _until(self, future: asyncio.Future[bytes], sending: Coroutine[Any, Any, None]) -> None:
+    async def _until(
+        self, future: asyncio.Future[bytes], sending: Coroutine[Any, Any, None]
+    ) -> None:
         """Send until done, or until the future is done."""
         task = asyncio.create_task(sending)
         either: list[asyncio.Future[Any]] = [task, future]
@@ -161,7 +189,8 @@ class RequestClient:
         except WireError as error:
             bury(self._bus, self._background, str(error), data)
             raise RequestFailed(f"{self._shown(address)}: {error}") from None
-        if reply.request_id not in (request.request_id, ""):  # empty: the server could not read the request
+        # empty: the server could not read the request
+        if reply.request_id not in (request.request_id, ""):
             others = f"answered request {reply.request_id!r} instead of {request.request_id!r}"
             raise RequestFailed(f"{self._shown(address)}: {others}")
         return reply

@@ -1,9 +1,10 @@
 """Limits the connections of a listening socket, and the memory that each can make ZeroMQ hold.
 
-ZeroMQ's own limits count complete messages: the parts of a message that never ends, and the replies that a peer never
-reads, are not bounded. The kernel counts the bytes of every TCP connection. What it received and no complete message
-accounts for is what ZeroMQ holds for that peer, and likewise what was posted and not acknowledged. A connection with
-too much of either is shut down; ZeroMQ then drops it with its buffers.
+ZeroMQ's own limits count complete messages: the parts of a message that never ends, and the replies
+that a peer never reads, are not bounded. The kernel counts the bytes of every TCP connection. What
+it received and no complete message accounts for is what ZeroMQ holds for that peer, and likewise
+what was posted and not acknowledged. A connection with too much of either is shut down; ZeroMQ then
+drops it with its buffers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from broker.contract.sizes import MAX_PAYLOAD_BYTES
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 4096
-MAX_SILENT: Final = 256  # connections without a message: of strangers, or of hubs that have just connected
+# connections without a message: of strangers, or of hubs that have just connected
+MAX_SILENT: Final = 256
 MAX_SILENT_BYTES: Final = 64 << 20  # received from all of these
 MAX_OF_KEY: Final = 4  # a hub has one
 MAX_PENDING_BYTES: Final = 4 * MAX_PAYLOAD_BYTES  # received from one hub, in no complete message
@@ -84,7 +86,9 @@ class ConnectionLimits:
         return max(SCAN_S, len(self._by_fd) / SCANS_PER_S)
 
     def accepted(self, fd: int) -> None:
-        """Note a new connection; shut it, or the oldest one that has sent nothing, if there are too many."""
+        """Note a new connection; shut it, or the oldest one that has sent nothing, if there are too
+        many.
+        """
         self.closed(fd)
         try:
             held = socket.socket(fileno=os.dup(fd))
@@ -133,7 +137,9 @@ class ConnectionLimits:
             self._shut(connection, "its hub is no longer admitted")
 
     def scan(self) -> None:
-        """Shut the connections that make ZeroMQ hold too much; call it when all complete messages have been read."""
+        """Shut the connections that make ZeroMQ hold too much; call it when all complete messages
+        have been read.
+        """
         for connection in self._by_fd.values():
             _count(connection)
         silent = [one for one in self._silent.values() if not one.is_shut]
@@ -158,7 +164,8 @@ class ConnectionLimits:
 
     def take_excessive(self) -> set[str]:
         """Return ``excessive`` and empty it."""
-        found, self.excessive = self.excessive, set()
+        found = self.excessive
+        self.excessive = set()
         return found
 
     def close(self) -> None:
@@ -185,17 +192,26 @@ class ConnectionLimits:
 
 
 def _count(connection: Connection) -> None:
-    """Bring ``pending`` and ``unread`` up to date; nothing below zero is kept, so that no peer can save up."""
+    """Bring ``pending`` and ``unread`` up to date; nothing below zero is kept, so that no peer can
+    save up.
+    """
     if TCP_INFO is None:
         return
     try:
-        info = connection.socket.getsockopt(socket.IPPROTO_TCP, TCP_INFO, COUNTERS_AT + COUNTERS.size)
+        info = connection.socket.getsockopt(
+            socket.IPPROTO_TCP, TCP_INFO, COUNTERS_AT + COUNTERS.size
+        )
     except OSError:
         return
     if len(info) < COUNTERS_AT + COUNTERS.size:
         return  # a kernel before 4.1
     acked, received = COUNTERS.unpack_from(info, COUNTERS_AT)
-    connection.pending = max(0, connection.pending + received - connection.received_total - connection.arrived)
-    connection.unread = max(0, connection.unread + connection.posted - (acked - connection.acked_total))
-    connection.acked_total, connection.received_total = acked, received
+    connection.pending = max(
+        0, connection.pending + received - connection.received_total - connection.arrived
+    )
+    connection.unread = max(
+        0, connection.unread + connection.posted - (acked - connection.acked_total)
+    )
+    connection.acked_total = acked
+    connection.received_total = received
     connection.arrived = connection.posted = 0

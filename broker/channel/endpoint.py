@@ -1,4 +1,6 @@
-"""The server side of every carrier: decodes requests, passes them to the handler, sends the replies."""
+"""The server side of every carrier: decodes requests, passes them to the handler, sends the
+replies.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ MAX_TASKS: Final = 65_536  # of all clients, replies that wait for a slow broker
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """How many requests, and encoded bytes of them, a server answers at once, for all clients and for one."""
+    """How many requests, and encoded bytes of them, a server answers at once, for all clients and
+    for one.
+    """
 
     count: int = 16_384
     bytes: int = 1 << 30
@@ -35,7 +39,9 @@ class RequestLimits:
     bytes_of_client: int = 1 << 28
 
 
-def error_reply(server_id: str, request_id: str, error: str, reason: wire.FinishReason = "error") -> wire.GenerateReply:
+def error_reply(
+    server_id: str, request_id: str, error: str, reason: wire.FinishReason = "error"
+) -> wire.GenerateReply:
     """Return the reply to a request that cannot be served, or not now."""
     nothing = wire.column((), "<i4")
     return wire.GenerateReply(
@@ -58,9 +64,17 @@ class RequestEndpoint:
     """
 
     def __init__(
-        self, bus: Bus, server_id: str, handle: Handler, abort: AbortHandler, most: RequestLimits | None = None
+        self,
+        bus: Bus,
+        server_id: str,
+        handle: Handler,
+        abort: AbortHandler,
+        most: RequestLimits | None = None,
     ) -> None:
-        self._bus, self._server_id, self._handle, self._abort = bus, server_id, handle, abort
+        self._bus = bus
+        self._server_id = server_id
+        self._handle = handle
+        self._abort = abort
         self._most = most or RequestLimits()
         self._held: dict[str, tuple[int, int]] = {}  # by client, empty for all: requests and bytes
         self._answering: dict[asyncio.Task[None], str] = {}
@@ -69,7 +83,8 @@ class RequestEndpoint:
         self._closing = False
 
     def receive(self, data: bytes, reply: Reply, source: str = "") -> None:
-        """Start handling one encoded message from a client, to which ``reply`` sends the encoded reply.
+        """Start handling one encoded message from a client, to which ``reply`` sends the encoded
+        reply.
 
         Messages of a client that floods the server are dropped, and only those.
 
@@ -88,7 +103,9 @@ class RequestEndpoint:
             self._tell_abort(message.request_id)
         elif isinstance(message, wire.GenerateRequest):
             if self._closing:
-                self._spawn("", self._reject(message.request_id, "the server is closing", reply), source)
+                self._spawn(
+                    "", self._reject(message.request_id, "the server is closing", reply), source
+                )
                 return
             if problem := self._room(source, len(data)):
                 self._spawn("", self._reject(message.request_id, problem, reply, "busy"), source)
@@ -137,7 +154,9 @@ class RequestEndpoint:
             if count == 1:
                 del self._held[name]
 
-    def _spawn(self, request_id: str, work: Coroutine[Any, Any, None], source: str) -> asyncio.Task[None]:
+    def _spawn(
+        self, request_id: str, work: Coroutine[Any, Any, None], source: str
+    ) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._answering[task] = request_id
         self._tasks[source] += 1
@@ -150,7 +169,9 @@ class RequestEndpoint:
         if not self._tasks[source]:
             del self._tasks[source]
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("request %s could not be answered: %s: %s", request_id, type(error).__name__, error)
+            log.error(
+                "request %s could not be answered: %s: %s", request_id, type(error).__name__, error
+            )
 
     def _tell_abort(self, request_id: str) -> None:
         try:
@@ -158,7 +179,9 @@ class RequestEndpoint:
         except Exception:  # must not stop the server from reading requests
             log.exception("aborting %s failed", request_id)
 
-    async def _reject(self, request_id: str, error: str, reply: Reply, reason: wire.FinishReason = "error") -> None:
+    async def _reject(
+        self, request_id: str, error: str, reply: Reply, reason: wire.FinishReason = "error"
+    ) -> None:
         await reply(codec.encode(error_reply(self._server_id, request_id, error, reason)))
 
     async def _answer(self, request: wire.GenerateRequest, reply: Reply) -> None:

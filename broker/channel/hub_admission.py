@@ -1,7 +1,8 @@
-"""Decides which hubs may send requests over the network: those whose key a live presence of the run announces.
+"""Decides which hubs may send requests over the network: those whose key a live presence of the run
+announces.
 
-The keys of admitted hubs are followed one by one. Only while an unknown key waits does a server hear all hubs, so that
-its cost does not grow with the fleet.
+The keys of admitted hubs are followed one by one. Only while an unknown key waits does a server
+hear all hubs, so that its cost does not grow with the fleet.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ log = logging.getLogger(__name__)
 ROLES: Final = ("envhub", "learner")  # that send requests; a learner asks a served teacher
 TICK_S: Final = 0.25
 WAIT_S: Final = 3.0  # for the presence of an unknown key; a hub announces itself every two seconds
-SILENT_S: Final = 20.0  # without presence: a hub that is blocked for some seconds keeps its requests
+# without presence: a hub that is blocked for some seconds keeps its requests
+SILENT_S: Final = 20.0
 LISTEN_S: Final = 5.0  # after the last unknown key
 MAX_WAITING: Final = 256
 MAX_WAITING_OF_HOST: Final = 16
@@ -44,12 +46,16 @@ class HubAdmission:
     """
 
     def __init__(self, bus: Bus, gone: Callable[[str], None]) -> None:
-        self._bus, self._gone, self._verifier = bus, gone, PresenceVerifier(bus)
-        self.clock = 0.0  # seconds in which this process was listening, as in ``broker.runtime.presence``
+        self._bus = bus
+        self._gone = gone
+        self._verifier = PresenceVerifier(bus)
+        # seconds in which this process was listening, as in ``broker.runtime.presence``
+        self.clock = 0.0
         self._keys: dict[str, float] = {}  # admitted, when last heard
         self._subject: dict[str, str] = {}  # of each admitted key
         self._banned: dict[str, float] = {}  # until when
-        self._waiting: dict[str, list[tuple[float, str, Answer]]] = {}  # by key: deadline, host, what to call
+        # by key: deadline, host, what to call
+        self._waiting: dict[str, list[tuple[float, str, Answer]]] = {}
         self._all: list[LinkSubscription] = []
         self._followed: dict[str, LinkSubscription] = {}  # by subject
         self._needed_at = -LISTEN_S
@@ -86,7 +92,9 @@ class HubAdmission:
             answer(True)
             return
         of_host = sum(one[1] == host for waiting in self._waiting.values() for one in waiting)
-        full = of_host >= MAX_WAITING_OF_HOST or sum(map(len, self._waiting.values())) >= MAX_WAITING
+        full = (
+            of_host >= MAX_WAITING_OF_HOST or sum(map(len, self._waiting.values())) >= MAX_WAITING
+        )
         if full or self._banned.get(key, 0.0) > self.clock:
             answer(False)
             return
@@ -101,15 +109,27 @@ class HubAdmission:
 
     async def _on_beat(self, message: Msg) -> None:
         presence, _ = decode(message.data, PRESENCE.messages)
-        if not isinstance(presence, wire.Presence) or presence.role not in ROLES or not presence.key:
+        if (
+            not isinstance(presence, wire.Presence)
+            or presence.role not in ROLES
+            or not presence.key
+        ):
             return
-        key, subject = presence.key, message.subject
-        waits = key in self._waiting and self._banned.get(key, 0.0) <= self.clock and len(self._keys) < MAX_KEYS
-        if (key not in self._keys and not waits) or not self._verifier.accepts(presence, beat_of(subject)):
+        key = presence.key
+        subject = message.subject
+        waits = (
+            key in self._waiting
+            and self._banned.get(key, 0.0) <= self.clock
+            and len(self._keys) < MAX_KEYS
+        )
+        if (key not in self._keys and not waits) or not self._verifier.accepts(
+            presence, beat_of(subject)
+        ):
             return
         if key not in self._keys:
             log.info("admitting %s %s", presence.role, presence.id)
-        self._keys[key], self._subject[key] = self.clock, subject
+        self._keys[key] = self.clock
+        self._subject[key] = subject
         for _, _, answer in self._waiting.pop(key, []):
             answer(True)
         self._news.set()
@@ -134,7 +154,9 @@ class HubAdmission:
             for key, waiting in list(self._waiting.items()):
                 for one in [one for one in waiting if one[0] <= self.clock]:
                     waiting.remove(one)
-                    log.warning("refused %s: no hub of this run that is present has its key", one[1])
+                    log.warning(
+                        "refused %s: no hub of this run that is present has its key", one[1]
+                    )
                     one[2](False)
                 if not waiting:
                     del self._waiting[key]
@@ -144,7 +166,8 @@ class HubAdmission:
 
     async def _subscribe(self) -> None:
         """Hear all hubs while a key waits, and those with admitted keys always."""
-        link, run = self._bus.link, self._bus.run
+        link = self._bus.link
+        run = self._bus.run
         while True:
             await self._news.wait()
             self._news.clear()
@@ -157,7 +180,9 @@ class HubAdmission:
                 needed = self.clock - self._needed_at <= LISTEN_S
                 if needed and not self._all:
                     subjects = [PRESENCE.all_subjects(run, role) for role in ROLES]
-                    self._all = [await link.subscribe(subject, self._on_beat) for subject in subjects]
+                    self._all = [
+                        await link.subscribe(subject, self._on_beat) for subject in subjects
+                    ]
                 elif not needed:
                     while self._all:
                         await self._all.pop().close()

@@ -15,7 +15,9 @@ LOOPBACK: Final = "127.0.0.1"
 log = logging.getLogger(__name__)
 
 
-def listening_address(interface: str | None, bind: str | None, broker_url: str, loopback: str = LOOPBACK) -> str:
+def listening_address(
+    interface: str | None, bind: str | None, broker_url: str, loopback: str = LOOPBACK
+) -> str:
     """Return the given address, the interface's, or this host's address on the way to the broker.
 
     Args:
@@ -36,8 +38,13 @@ def listening_address(interface: str | None, bind: str | None, broker_url: str, 
     host = urlsplit(addresses.split(broker_url)[0]).hostname or LOOPBACK
     try:
         address = address_towards(host)
-    except OSError as error:  # reached by a name that only a proxy knows, or the route has just gone
-        log.warning("no route to the broker's %s (%s), so only this host sends requests", host, error.strerror)
+    # reached by a name that only a proxy knows, or the route has just gone
+    except OSError as error:
+        log.warning(
+            "no route to the broker's %s (%s), so only this host sends requests",
+            host,
+            error.strerror,
+        )
         return _written(loopback)
     return _written(loopback if is_loopback(address) else address)
 

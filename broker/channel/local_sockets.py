@@ -1,7 +1,9 @@
-"""Sockets for processes of one host and user: ``ipc://`` files in a folder that only this user can enter.
+"""Sockets for processes of one host and user: ``ipc://`` files in a folder that only this user can
+enter.
 
-A socket's name is random. A file of that name in the own folder therefore shows that a server is on this host, in this
-mount namespace and of this user; its presence announces the name only, never a path.
+A socket's name is random. A file of that name in the own folder therefore shows that a server is on
+this host, in this mount namespace and of this user; its presence announces the name only, never a
+path.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class UnsafeFolder(Exception):
 
 
 def folder() -> Path:
-    """Return the folder of this user's sockets: ``$XDG_RUNTIME_DIR/rlearner``, else ``rlearner-UID`` in /tmp.
+    """Return the folder of this user's sockets: ``$XDG_RUNTIME_DIR/rlearner``, else
+    ``rlearner-UID`` in /tmp.
 
     Raises:
         UnsafeFolder: if it is not this user's alone, or cannot be created.
@@ -67,7 +70,9 @@ def path_of(name: str) -> str:
 
 
 def find(name: str) -> str:
-    """Return the path of a server's socket if it is on this host and of this user, else an empty text."""
+    """Return the path of a server's socket if it is on this host and of this user, else an empty
+    text.
+    """
     if not NAME.fullmatch(name):
         return ""
     try:
@@ -110,4 +115,8 @@ def _is_own(path: str | Path) -> bool:
         status = os.lstat(path)
     except OSError:
         return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+    return (
+        stat.S_ISDIR(status.st_mode)
+        and status.st_uid == os.geteuid()
+        and not status.st_mode & 0o077
+    )

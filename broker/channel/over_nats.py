@@ -1,6 +1,7 @@
 """Generation requests over NATS request/reply, for sites without a direct route from hub to server.
 
-Delivery is at most once. Each client has one inbox for all replies; NATS reports at once if nothing listens.
+Delivery is at most once. Each client has one inbox for all replies; NATS reports at once if nothing
+listens.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class NatsServer:
     """Answers requests on the subject of its id."""
 
     def __init__(self, bus: Bus, server_id: str, bind: str) -> None:
-        self.address, self._bus = server_id, bus
+        self.address = server_id
+        self._bus = bus
         self._desk: RequestEndpoint | None = None
         self._subscribed: LinkSubscription | None = None
 
@@ -65,16 +67,22 @@ class NatsClient:
     """Sends requests to servers by their ids."""
 
     def __init__(self, bus: Bus) -> None:
-        self._bus, self._link = bus, bus.link
-        self.key, self.announce = "", _nothing  # the broker knows who this is
+        self._bus = bus
+        self._link = bus.link
+        # the broker knows who this is
+        self.key = ""
+        self.announce = _nothing
         self._asker = RequestClient(bus, self)
         self._inbox = f"{self._link.inbox}.{self._link.next_token()}"
         self._subscribed: LinkSubscription | None = None
         self._listening = asyncio.Lock()
         self._closed = False
-        self.generate, self.abort = self._asker.generate, self._asker.abort
+        self.generate = self._asker.generate
+        self.abort = self._asker.abort
 
-    def post(self, address: str, token: str, data: bytes, asker: asyncio.Future[bytes] | None) -> bool:
+    def post(
+        self, address: str, token: str, data: bytes, asker: asyncio.Future[bytes] | None
+    ) -> bool:
         """Return False: nats-py has only coroutines."""
         return False
 

@@ -1,9 +1,11 @@
-"""Generation requests over ZeroMQ: the client's DEALER to the server's ROUTER, one socket per server.
+"""Generation requests over ZeroMQ: the client's DEALER to the server's ROUTER, one socket per
+server.
 
-Delivery is at most once: if the connection breaks, messages are lost, and the client retries elsewhere. Each ZeroMQ
-message is one frame, a ``bundle`` of (token, message) pairs; the client chooses the token, which is empty for an abort.
-Processes of the same host and user use a local socket. All others use TCP with CURVE: the server's key is part of its
-address, and the server admits the keys that hubs announce in their presence.
+Delivery is at most once: if the connection breaks, messages are lost, and the client retries
+elsewhere. Each ZeroMQ message is one frame, a ``bundle`` of (token, message) pairs; the client
+chooses the token, which is empty for an abort. Processes of the same host and user use a local
+socket. All others use TCP with CURVE: the server's key is part of its address, and the server
+admits the keys that hubs announce in their presence.
 """
 
 from __future__ import annotations
@@ -40,9 +42,12 @@ log = logging.getLogger(__name__)
 
 _ReplyTo = Callable[[str], Reply]  # of a token
 
-FAREWELL_S: Final = 0.1  # from the last reply to closing: with IMMEDIATE, unread replies are then lost
+# from the last reply to closing: with IMMEDIATE, unread replies are then lost
+FAREWELL_S: Final = 0.1
 ZAP: Final = "inproc://zeromq.zap.01"
-ZAP_VERSION, ZAP_YES, ZAP_NO = b"1.0", b"200", b"400"
+ZAP_VERSION = b"1.0"
+ZAP_YES = b"200"
+ZAP_NO = b"400"
 WATCHED: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 BIND: Final = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([0-9.]+))(?::([0-9]{1,5}))?")
 ALLOWED: Final = "expected an IP address of one interface of this host, IP or IP:PORT"
@@ -74,14 +79,17 @@ class ZmqServer:
             ConfigError: if the address or port cannot be bound.
         """
         self._desk = RequestEndpoint(self._bus, self._server_id, handle, abort)
-        local, tcp, key = self._bind_local(), "", ""
+        local = self._bind_local()
+        tcp = ""
+        key = ""
         if self._bind is not None:
             try:
                 self._network = _Network(self._context, self._bus, self._desk, *self._bind)
             except ConfigError:
                 await self.close()
                 raise
-            tcp, key = self._network.endpoint, self._network.key
+            tcp = self._network.endpoint
+            key = self._network.key
             await self._network.start()
         self.address = str(ServerAddress(tcp, key, this_host() if tcp else "", local))
 
@@ -99,7 +107,11 @@ class ZmqServer:
             socket.bind(f"ipc://{self._local_path}")
         except zmq.ZMQError as error:
             socket.close(0)
-            log.warning("no local socket, so processes of this host use TCP: %s: %s", self._local_path, error)
+            log.warning(
+                "no local socket, so processes of this host use TCP: %s: %s",
+                self._local_path,
+                error,
+            )
             return ""
         self._sockets.append(LoopSocket(socket, self._receive))
         return name
@@ -121,10 +133,14 @@ class ZmqServer:
                 os.unlink(self._local_path)
 
     def _receive(self, frames: Frames) -> None:
-        desk, socket = self._desk, self._sockets[0]
+        desk = self._desk
+        socket = self._sockets[0]
         assert desk is not None
         if len(frames) != 2:
-            desk.refuse(f"{len(frames) - 1} parts where one is allowed", frames[1] if len(frames) > 1 else b"")
+            desk.refuse(
+                f"{len(frames) - 1} parts where one is allowed",
+                frames[1] if len(frames) > 1 else b"",
+            )
             return
         route, data = frames
 
@@ -141,7 +157,12 @@ class _Network:
     """The part of a server that other users and hosts reach."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], bus: Bus, desk: RequestEndpoint, host: str, port: int
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        bus: Bus,
+        desk: RequestEndpoint,
+        host: str,
+        port: int,
     ) -> None:
         self._desk = desk
         public, secret = zmq.curve_keypair()
@@ -150,7 +171,8 @@ class _Network:
         zap.linger = 0
         zap.bind(ZAP)  # first: without it ZeroMQ would ask nobody
         router = open_socket(context, zmq.ROUTER)
-        router.curve_server, router.curve_secretkey = True, secret
+        router.curve_server = True
+        router.curve_secretkey = secret
         router.zap_domain = b"generate"
         router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         router.setsockopt(zmq.BACKLOG, 1024)
@@ -185,12 +207,16 @@ class _Network:
 
     def _on_client(self, frames: Frames) -> None:
         """Answer ZeroMQ, which asks whether a client may connect (RFC 27)."""
-        route, empty, version, request_id, _domain, address, _identity, mechanism, *credentials = frames
+        route, empty, version, request_id, _domain, address, _identity, mechanism, *credentials = (
+            frames
+        )
         is_curve = mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32
         key = z85.encode(credentials[0]).decode() if is_curve else ""
 
         def answer(admitted: bool) -> None:
-            status, text, user = (ZAP_YES, b"OK", key.encode()) if admitted else (ZAP_NO, b"not admitted", b"")
+            status, text, user = (
+                (ZAP_YES, b"OK", key.encode()) if admitted else (ZAP_NO, b"not admitted", b"")
+            )
             self._zap.send_raw([route, empty, version, request_id, status, text, user, b""])
 
         if key and version == ZAP_VERSION:
@@ -207,9 +233,15 @@ class _Network:
 
     def _receive(self, frames: list[zmq.Frame]) -> None:
         self._monitor.read_all()  # the connection may be new
-        key, size = str(frames[0].get("User-Id")), sum(len(frame.buffer) for frame in frames)
+        key = str(frames[0].get("User-Id"))
+        size = sum(len(frame.buffer) for frame in frames)
         connection = self.limits.received(int(frames[-1].get(zmq.SRCFD)), key, size)
-        if connection is None or connection.is_shut or connection.key != key or not self.admission.admits(key):
+        if (
+            connection is None
+            or connection.is_shut
+            or connection.key != key
+            or not self.admission.admits(key)
+        ):
             return
         if len(frames) != 2:
             self._desk.refuse(f"{len(frames) - 1} parts where one is allowed", frames[-1].bytes)
@@ -231,7 +263,9 @@ class _Network:
         self._socket.read_all()
         self.limits.scan()
         for key in self.limits.take_excessive():
-            log.warning("a hub exceeded the limits of a connection; its key is refused for a minute")
+            log.warning(
+                "a hub exceeded the limits of a connection; its key is refused for a minute"
+            )
             self.admission.ban(key)
         self._scanning = asyncio.get_running_loop().call_later(self.limits.scan_s, self._scan)
 

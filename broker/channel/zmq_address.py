@@ -2,9 +2,10 @@
 
     tcp://10.0.0.2:41234 key=Z85 host=DIGEST local=NAME
 
-``key`` is the server's public CURVE key. ``host`` tells on which host a loopback address is valid. ``local`` is the
-name of a socket of ``broker.channel.local_sockets``, which processes of the same host and user use. Either ``tcp`` with
-``key`` or ``local`` may be missing. Nothing else is allowed: no other scheme, no path, no host name.
+``key`` is the server's public CURVE key. ``host`` tells on which host a loopback address is valid.
+``local`` is the name of a socket of ``broker.channel.local_sockets``, which processes of the same
+host and user use. Either ``tcp`` with ``key`` or ``local`` may be missing. Nothing else is allowed:
+no other scheme, no path, no host name.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class ServerAddress:
         """Return an address from its text.
 
         Raises:
-            BadAddress: if it is not written exactly as above, or the IP address is not one of a host.
+            BadAddress: if it is not written exactly as above, or the IP address is not one of a
+                host.
         """
         found: dict[str, str] = {}
         for word in text.split(" ") if len(text) <= MAX_CHARS else ():
@@ -66,7 +68,9 @@ class ServerAddress:
             found[name] = value
         tcp, key, host, local = (found.pop(name, "") for name in ("tcp", "key", "host", "local"))
         good = not found and bool(tcp or local)
-        good = good and (not tcp or (_is_unicast(tcp) and _is_key(key) and bool(DIGEST.fullmatch(host))))
+        good = good and (
+            not tcp or (_is_unicast(tcp) and _is_key(key) and bool(DIGEST.fullmatch(host)))
+        )
         good = good and (not local or bool(local_sockets.NAME.fullmatch(local)))
         if not good or (not tcp and (key or host)):
             allowed = "expected tcp://IP:PORT key=KEY host=DIGEST, local=NAME, or both"
@@ -95,11 +99,15 @@ def shown(address: str) -> str:
 
 @cache
 def this_host() -> str:
-    """Return a digest of the boot and the network namespace: the same where loopback addresses mean the same."""
+    """Return a digest of the boot and the network namespace: the same where loopback addresses mean
+    the same.
+    """
     try:
-        boot, network = BOOT_ID.read_text(encoding="ascii").strip(), os.readlink("/proc/self/ns/net")
+        boot = BOOT_ID.read_text(encoding="ascii").strip()
+        network = os.readlink("/proc/self/ns/net")
     except OSError:
-        boot, network = os.uname().nodename, ""
+        boot = os.uname().nodename
+        network = ""
     return hashlib.sha256(f"rlearner {boot} {network}".encode()).hexdigest()[:16]
 
 
@@ -122,7 +130,9 @@ def _is_unicast(tcp: str) -> bool:
     except ValueError:
         return False
     port = int(tcp.rpartition(":")[2])
-    return port < 65536 and not (address.is_multicast or address.is_unspecified or str(address) == "255.255.255.255")
+    return port < 65536 and not (
+        address.is_multicast or address.is_unspecified or str(address) == "255.255.255.255"
+    )
 
 
 def _is_key(key: str) -> bool:

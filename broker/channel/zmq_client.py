@@ -18,11 +18,14 @@ from broker.channel.zmq_socket import Frames, LoopSocket
 from broker.errors import RequestFailed, WireError
 from broker.jetstream.bus import Bus
 
-REFUSED: Final = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # ZeroMQ does not retry
-LOST: Final = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED  # no reply can arrive; nothing listens
+# ZeroMQ does not retry
+REFUSED: Final = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+# no reply can arrive; nothing listens
+LOST: Final = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 UNKNOWN: Final = "it does not admit this process: no presence of it is heard there"
 ANOTHER: Final = "what listens there is not this server"
-KNOCK_S: Final = (0.1, 0.3, 0.7, 1.5)  # after connecting: a server waits 3 s for this process's presence
+# after connecting: a server waits 3 s for this process's presence
+KNOCK_S: Final = (0.1, 0.3, 0.7, 1.5)
 
 
 @dataclass
@@ -44,16 +47,20 @@ class ZmqClient:
 
     def __init__(self, bus: Bus) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))  # a line takes 3, the default is 1,023
+        # a line takes 3, the default is 1,023
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         public, self._secret = zmq.curve_keypair()
         self.key = public.decode()
         self.announce: Callable[[], None] = lambda: None
         self._lines: dict[str, _Line] = {}
         self._asker = RequestClient(bus, self, shown)
         self._closed = False
-        self.generate, self.abort = self._asker.generate, self._asker.abort
+        self.generate = self._asker.generate
+        self.abort = self._asker.abort
 
-    def post(self, address: str, token: str, data: bytes, asker: asyncio.Future[bytes] | None) -> bool:
+    def post(
+        self, address: str, token: str, data: bytes, asker: asyncio.Future[bytes] | None
+    ) -> bool:
         """See ``broker.channel.client.RequestCarrier``."""
         line = self._lines.get(address)
         if line is None:
@@ -102,7 +109,8 @@ class ZmqClient:
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
             if server_key:
                 socket.curve_serverkey = server_key.encode()
-                socket.curve_publickey, socket.curve_secretkey = self.key.encode(), self._secret
+                socket.curve_publickey = self.key.encode()
+                socket.curve_secretkey = self._secret
             monitor = socket.get_monitor_socket(LOST | REFUSED)
         except zmq.ZMQError as error:
             if socket is not None:
@@ -148,10 +156,14 @@ class ZmqClient:
             self._asker.fail_all(reason, address)
             return
         nothing = event == zmq.EVENT_CONNECT_RETRIED
-        self._asker.fail_all("nothing listens there" if nothing else "the connection broke", address)
+        self._asker.fail_all(
+            "nothing listens there" if nothing else "the connection broke", address
+        )
 
     def _drop_line(self, address: str, socket: LoopSocket, reason: str) -> None:
-        """Drop a connection that ZeroMQ does not open again, so that the next request opens a new one."""
+        """Drop a connection that ZeroMQ does not open again, so that the next request opens a new
+        one.
+        """
         line = self._lines.get(address)
         if line is not None and line.socket is socket:
             self._drop(address, reason)

@@ -12,10 +12,12 @@ from broker.channel.bundle import MAX_BUNDLE_BYTES
 
 LINGER_MS: Final = 1000  # how long close waits for replies to be sent
 HEARTBEAT_MS: Final = 2000
-SILENT_MS: Final = 10_000  # without a heartbeat, after which a peer counts as gone even if TCP has not noticed
+# without a heartbeat, after which a peer counts as gone even if TCP has not noticed
+SILENT_MS: Final = 10_000
 HANDSHAKE_MS: Final = 5000
 MAX_UNREAD: Final = 1000  # bundles of one peer that wait to be read
-MAX_UNSENT: Final = 16_384  # bundles to one peer that does not read them; a full ROUTER silently drops further ones
+# bundles to one peer that does not read them; a full ROUTER silently drops further ones
+MAX_UNSENT: Final = 16_384
 
 
 def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:

@@ -1,11 +1,13 @@
-"""A ZeroMQ socket on the running event loop that calls back with messages and sends them in batches.
+"""A ZeroMQ socket on the running event loop that calls back with messages and sends them in
+batches.
 
-Reading: the socket's file descriptor, which the loop watches, is edge-triggered, and sending may consume an event. So
-every event and every send is followed by reads until nothing is left. Compared with ``zmq.asyncio`` this saves a
-future, a task step and a timer per message.
+Reading: the socket's file descriptor, which the loop watches, is edge-triggered, and sending may
+consume an event. So every event and every send is followed by reads until nothing is left. Compared
+with ``zmq.asyncio`` this saves a future, a task step and a timer per message.
 
-Sending: waking ZeroMQ's I/O thread costs more than the rest of sending, at both ends. So messages wait for the end of
-the loop's turn, or until there are several, and are sent as one bundle per peer.
+Sending: waking ZeroMQ's I/O thread costs more than the rest of sending, at both ends. So messages
+wait for the end of the loop's turn, or until there are several, and are sent as one bundle per
+peer.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ from broker.channel.bundle import Entry, cut, pack
 
 log = logging.getLogger(__name__)
 
-DONTWAIT: Final = int(zmq.DONTWAIT)  # plain integers: the operators of an enumeration cost as much as sending
+# plain integers: the operators of an enumeration cost as much as sending
+DONTWAIT: Final = int(zmq.DONTWAIT)
 MORE: Final = int(zmq.DONTWAIT | zmq.SNDMORE)
 READ_AT_ONCE: Final = 1000  # messages, before other callbacks of the loop run
-SEND_AT: Final = 32  # messages that are sent before the end of the loop's turn, which may be milliseconds away
+# messages that are sent before the end of the loop's turn, which may be milliseconds away
+SEND_AT: Final = 32
 
 Frames = list[bytes]
 
@@ -39,18 +43,25 @@ class LoopSocket:
         copy: False: the frames are ``zmq.Frame`` objects, which tell who sent them.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], receive: Callable[[Any], None], *, copy: bool = True) -> None:
-        self._socket, self._receive, self._copy = socket, receive, copy
+    def __init__(
+        self, socket: zmq.Socket[bytes], receive: Callable[[Any], None], *, copy: bool = True
+    ) -> None:
+        self._socket = socket
+        self._receive = receive
+        self._copy = copy
         self._loop = asyncio.get_running_loop()
         self._unsent: dict[bytes, list[tuple[Entry, asyncio.Future[Any] | None]]] = {}  # by route
         self._num_unsent = 0  # since the last attempt to send
         self._blocked = False  # no peer was connected
-        self._look: asyncio.Handle | None = None  # a scheduled check for events that the file descriptor may not signal
+        # a scheduled check for events that the file descriptor may not signal
+        self._look: asyncio.Handle | None = None
         self._fd = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._on_news)
         self._look_again()
 
-    def post(self, route: bytes, token: str, data: bytes, asker: asyncio.Future[Any] | None = None) -> None:
+    def post(
+        self, route: bytes, token: str, data: bytes, asker: asyncio.Future[Any] | None = None
+    ) -> None:
         """Send soon, in the order of the calls, or when a peer connects.
 
         Args:
@@ -97,14 +108,16 @@ class LoopSocket:
             self._look = None
         self._flush()
         more = self._read()
-        if self._blocked and not self._socket.closed:  # reading and sending may consume each other's events
+        # reading and sending may consume each other's events
+        if self._blocked and not self._socket.closed:
             events = int(self._socket.get(zmq.EVENTS))
             more = more or bool(events & (zmq.POLLIN | zmq.POLLOUT))
         if more:
             self._look_again()
 
     def _flush(self) -> None:
-        self._blocked, self._num_unsent = False, 0
+        self._blocked = False
+        self._num_unsent = 0
         while self._unsent:
             route, waiting = next(iter(self._unsent.items()))
             wanted = [entry for entry, asker in waiting if asker is None or not asker.done()]
@@ -114,7 +127,9 @@ class LoopSocket:
                     self._send(route, pack(bundle))
                 except zmq.Again:
                     self._blocked = True
-                    self._unsent[route] = [one for one in waiting if one[1] is None or not one[1].done()][num_sent:]
+                    self._unsent[route] = [
+                        one for one in waiting if one[1] is None or not one[1].done()
+                    ][num_sent:]
                     return
                 except zmq.ZMQError as error:
                     log.error("%d messages could not be sent: %s", len(bundle), error)

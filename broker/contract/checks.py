@@ -1,6 +1,8 @@
-"""Checks that the types of ``broker.contract.wire`` cannot express: ranges, dtypes, fields that must agree.
+"""Checks that the types of ``broker.contract.wire`` cannot express: ranges, dtypes, fields that
+must agree.
 
-Ranges and names are data, so that docs/wire.md can show them. NaN and infinity are outside every range.
+Ranges and names are data, so that docs/wire.md can show them. NaN and infinity are outside every
+range.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from broker.errors import WireError
 
 LARGEST: Final = sys.float_info.max
 SHORT_BYTES: Final = 4096
-LONG_BYTES: Final = 256 * 1024  # from here on min() is faster than argmin, which copies read-only memory
+# from here on min() is faster than argmin, which copies read-only memory
+LONG_BYTES: Final = 256 * 1024
 FEW_BYTES: Final = 64
 SMALLEST: Final = 5e-324
 MAX_BIAS: Final = 100  # as in OpenAI's API
@@ -45,7 +48,9 @@ DIGEST_CHARS: Final = 32  # of a model's files
 HEX: Final = frozenset("0123456789abcdef")
 KEY_CHARS: Final = 40  # of a CURVE key in Z85
 MAX_RANKS: Final = 4096  # that one rollout server brings into a transfer
-Z85: Final = frozenset("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#")
+Z85: Final = frozenset(
+    "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
+)
 
 
 class ValueRange(NamedTuple):
@@ -161,14 +166,16 @@ def check(message: wire.Message) -> None:
     try:
         for rule in _CHECKS.get(type(message), _OTHERS):
             rule(message)
-    except (TypeError, AttributeError, KeyError, RecursionError) as error:  # built here with a value of a wrong type
+    # built here with a value of a wrong type
+    except (TypeError, AttributeError, KeyError, RecursionError) as error:
         raise WireError(" ".join(f"{type(message).__name__}: {error}".split())) from None
 
 
 def check_trajectory(trajectory: wire.Trajectory) -> None:
-    """Columns have n >= 1 values each. Turns are in order, disjoint and inside. The mask is 1 in turns, but 0 at tokens
-    drawn from a reshaped distribution, and 0 elsewhere. Logprobs are finite, at most 0.001, and 0 where the mask is 0.
-    Token ids are >= 0. Version runs have counts >= 1 that add up to the sum of the mask."""
+    """Columns have n >= 1 values each. Turns are in order, disjoint and inside. The mask is 1 in
+    turns, but 0 at tokens drawn from a reshaped distribution, and 0 elsewhere. Logprobs are finite,
+    at most 0.001, and 0 where the mask is 0. Token ids are >= 0. Version runs have counts >= 1 that
+    add up to the sum of the mask."""
     _check_structure(trajectory)
     _check_values([trajectory])
 
@@ -176,8 +183,8 @@ def check_trajectory(trajectory: wire.Trajectory) -> None:
 def check_trajectories(trajectories: list[wire.Trajectory]) -> None:
     """Check every trajectory of a group in a few microseconds per 2,048 tokens.
 
-    Spans are compared as bytes, and the values of all trajectories are checked at once: the overhead of a numpy call
-    dominates.
+    Spans are compared as bytes, and the values of all trajectories are checked at once: the
+    overhead of a numpy call dominates.
     """
     index = 0
     try:
@@ -195,7 +202,9 @@ def check_trajectories(trajectories: list[wire.Trajectory]) -> None:
 
 def _check_structure(trajectory: wire.Trajectory) -> None:
     """Check everything but the token ids and the logprobs of sampled tokens."""
-    mask, logprobs, ids = trajectory.loss_mask, trajectory.logprobs, trajectory.token_ids
+    mask = trajectory.loss_mask
+    logprobs = trajectory.logprobs
+    ids = trajectory.token_ids
     n = len(mask.data)
     if mask.dtype != "|u1":
         raise _wrong("Trajectory", "loss_mask.dtype", mask.dtype, "must be |u1")
@@ -218,7 +227,8 @@ def _check_structure(trajectory: wire.Trajectory) -> None:
 
 def _check_values(trajectories: list[wire.Trajectory]) -> None:
     """Check the token ids and logprobs of trajectories whose structure is right."""
-    if sum(len(one.token_ids.data) for one in trajectories) >= LONG_BYTES:  # a copy would cost more than the calls
+    # a copy would cost more than the calls
+    if sum(len(one.token_ids.data) for one in trajectories) >= LONG_BYTES:
         for one in trajectories:
             _check_token_ids("Trajectory", one.token_ids.data)
             _check_logprobs("Trajectory", one.logprobs.data)
@@ -231,9 +241,12 @@ def _check_turns(turns: list[wire.Turn], mask: bytes, logprobs: bytes, n: int) -
     """Check the turns, the mask, and that logprobs are 0 where it is 0; return the sum of the mask."""
     position = sampled = 0
     for turn in turns:
-        start, end = turn.start, turn.end
+        start = turn.start
+        end = turn.end
         if not position <= start <= end <= n:
-            raise _wrong("Turn", "start, end", (start, end), f"must lie in order within {position} to {n}")
+            raise _wrong(
+                "Turn", "start, end", (start, end), f"must lie in order within {position} to {n}"
+            )
         if start > position:
             _check_gap(mask, logprobs, position, start)
         ones = end - start
@@ -249,43 +262,74 @@ def _check_turns(turns: list[wire.Turn], mask: bytes, logprobs: bytes, n: int) -
 
 
 def _check_mixed(mask: bytes, logprobs: bytes, start: int, end: int) -> int:
-    """Check a turn in which tokens with a reshaped distribution have mask and logprob 0; return the sum of the mask."""
+    """Check a turn in which tokens with a reshaped distribution have mask and logprob 0; return the
+    sum of the mask.
+    """
     flags = np.frombuffer(mask, np.uint8, end - start, start)
     if np.any(flags > 1):
-        raise _wrong("Trajectory", "loss_mask", "another value", f"must be 0 or 1 in the turn {start}:{end}")
+        raise _wrong(
+            "Trajectory", "loss_mask", "another value", f"must be 0 or 1 in the turn {start}:{end}"
+        )
     if np.any(np.frombuffer(logprobs, _F4, end - start, 4 * start)[flags == 0] != 0):
-        raise _wrong("Trajectory", "logprobs", "another value", f"must be 0 where the mask is 0, in {start}:{end}")
+        raise _wrong(
+            "Trajectory",
+            "logprobs",
+            "another value",
+            f"must be 0 where the mask is 0, in {start}:{end}",
+        )
     return int(flags.sum())
 
 
 def _check_gap(mask: bytes, logprobs: bytes, start: int, end: int) -> None:
     """Check that tokens outside the turns have mask 0 and logprob 0."""
-    length, first = end - start, 4 * start
+    length = end - start
+    first = 4 * start
     if not mask.startswith(bytes(length), start):
-        raise _wrong("Trajectory", "loss_mask", "another value", f"must be 0 outside the turns, in {start}:{end}")
-    if not logprobs.startswith(bytes(4 * length), first) and np.any(np.frombuffer(logprobs, _F4, length, first) != 0):
-        raise _wrong("Trajectory", "logprobs", "another value", f"must be 0 where the mask is 0, in {start}:{end}")
+        raise _wrong(
+            "Trajectory",
+            "loss_mask",
+            "another value",
+            f"must be 0 outside the turns, in {start}:{end}",
+        )
+    if not logprobs.startswith(bytes(4 * length), first) and np.any(
+        np.frombuffer(logprobs, _F4, length, first) != 0
+    ):
+        raise _wrong(
+            "Trajectory",
+            "logprobs",
+            "another value",
+            f"must be 0 where the mask is 0, in {start}:{end}",
+        )
 
 
-_I4, _F4 = np.dtype("<i4"), np.dtype("<f4")
-_PAIR, _FLOAT = struct.Struct("<2i"), struct.Struct("<f")
+_I4 = np.dtype("<i4")
+_F4 = np.dtype("<f4")
+_PAIR = struct.Struct("<2i")
+_FLOAT = struct.Struct("<f")
 
 
-def _check_column(message: str, field: str, column: wire.Column, dtype: str, n: int | None = None) -> int:
-    """Check a column's dtype and length (n values, None: any number); return its number of 4-byte values."""
+def _check_column(
+    message: str, field: str, column: wire.Column, dtype: str, n: int | None = None
+) -> int:
+    """Check a column's dtype and length (n values, None: any number); return its number of 4-byte
+    values.
+    """
     if column.dtype != dtype:
         raise _wrong(message, f"{field}.dtype", column.dtype, f"must be {dtype}")
     size = len(column.data)
     if n is None and size % 4:
         raise _wrong(message, f"{field}.data", f"{size} bytes", "must be a multiple of 4 bytes")
     if n is not None and size != 4 * n:
-        raise _wrong(message, f"{field}.data", f"{size} bytes", f"must be {4 * n} bytes for {n} values")
+        raise _wrong(
+            message, f"{field}.data", f"{size} bytes", f"must be {4 * n} bytes for {n} values"
+        )
     return size // 4
 
 
 def _check_token_ids(message: str, data: bytes | bytearray) -> None:
     """Check that no token id is negative."""
-    if len(data) <= SHORT_BYTES and data[3::4].isascii():  # no sign bit is set; several times faster than numpy
+    # no sign bit is set; several times faster than numpy
+    if len(data) <= SHORT_BYTES and data[3::4].isascii():
         return
     if data:
         tokens = np.frombuffer(data, _I4)
@@ -295,15 +339,21 @@ def _check_token_ids(message: str, data: bytes | bytearray) -> None:
 
 
 def _check_logprobs(message: str, data: bytes | bytearray) -> None:
-    """Check that logprobs are finite and at most LOGPROB_EPS; numpy returns NaN as minimum and maximum."""
-    if len(data) <= FEW_BYTES and all(-LARGEST <= value <= LOGPROB_EPS for (value,) in _FLOAT.iter_unpack(data)):
+    """Check that logprobs are finite and at most LOGPROB_EPS; numpy returns NaN as minimum and
+    maximum.
+    """
+    if len(data) <= FEW_BYTES and all(
+        -LARGEST <= value <= LOGPROB_EPS for (value,) in _FLOAT.iter_unpack(data)
+    ):
         return  # faster than numpy for a few values
     if data:
         values = np.frombuffer(data, _F4)
         if len(data) >= LONG_BYTES:
-            least, most = float(values.min()), float(values.max())
+            least = float(values.min())
+            most = float(values.max())
         else:
-            least, most = values.item(values.argmin()), values.item(values.argmax())
+            least = values.item(values.argmin())
+            most = values.item(values.argmax())
         if not (least >= -LARGEST and most <= LOGPROB_EPS):
             bad = most if least >= -LARGEST else least
             raise _wrong(message, "logprobs", bad, f"must be finite and at most {LOGPROB_EPS}")
@@ -311,11 +361,18 @@ def _check_logprobs(message: str, data: bytes | bytearray) -> None:
 
 def _check_version_runs(message: str, column: wire.Column, sampled: int) -> None:
     if column.dtype != "<i4" or len(column.data) % 8:
-        raise _wrong(message, "version_runs", f"{len(column.data)} bytes of {column.dtype}", "must be pairs of <i4")
+        raise _wrong(
+            message,
+            "version_runs",
+            f"{len(column.data)} bytes of {column.dtype}",
+            "must be pairs of <i4",
+        )
     total = 0
     for version, count in _PAIR.iter_unpack(column.data):
         if version < 0 or count < 1:
-            raise _wrong(message, "version_runs", (version, count), "must be a version >= 0 and a count >= 1")
+            raise _wrong(
+                message, "version_runs", (version, count), "must be a version >= 0 and a count >= 1"
+            )
         total += count
     if total != sampled:
         raise _wrong(message, "version_runs", total, f"must count the {sampled} sampled tokens")
@@ -333,7 +390,11 @@ def _check_group(group: wire.Group) -> None:
 
 def _check_scores(scores: list[wire.RewardScore]) -> None:
     for score in scores:
-        _finite("RewardScore", "value", score.value if isinstance(score.value, dict) else {"": score.value})
+        _finite(
+            "RewardScore",
+            "value",
+            score.value if isinstance(score.value, dict) else {"": score.value},
+        )
         _finite("RewardScore", "notes", score.notes)
 
 
@@ -350,22 +411,32 @@ def _check_score_reply(reply: wire.EpisodeScoreReply) -> None:
 
 
 def _check_ticket(ticket: wire.Ticket) -> None:
-    """min_group_size is at most group_size minus num_redundant, and at least one episode is not greedy. pass_rate is
-    empty or two numbers from 0 to 1, the lower one first."""
-    size, least = ticket.group_size, ticket.min_group_size
+    """min_group_size is at most group_size minus num_redundant, and at least one episode is not
+    greedy. pass_rate is empty or two numbers from 0 to 1, the lower one first."""
+    size = ticket.group_size
+    least = ticket.min_group_size
     if least > size:
         raise _wrong("Ticket", "min_group_size", least, f"must be at most group_size, {size}")
     if ticket.num_greedy >= size:
         raise _wrong("Ticket", "num_greedy", ticket.num_greedy, f"must be below group_size, {size}")
     if ticket.num_redundant > size - least:
-        raise _wrong("Ticket", "num_redundant", ticket.num_redundant, f"must leave min_group_size, {least}")
+        raise _wrong(
+            "Ticket", "num_redundant", ticket.num_redundant, f"must leave min_group_size, {least}"
+        )
     bounds = ticket.pass_rate
     if bounds and not (len(bounds) == len(PASS_RATE) and 0 <= bounds[0] <= bounds[1] <= 1):
-        raise _wrong("Ticket", "pass_rate", bounds, "must be empty, or two numbers from 0 to 1, the lower one first")
+        raise _wrong(
+            "Ticket",
+            "pass_rate",
+            bounds,
+            "must be empty, or two numbers from 0 to 1, the lower one first",
+        )
 
 
 def _check_offer(offer: wire.WeightsOffer) -> None:
-    """The probe has n >= 2 token ids >= 0 and n - 1 finite logprobs of at most 0.001. An adapter has named targets."""
+    """The probe has n >= 2 token ids >= 0 and n - 1 finite logprobs of at most 0.001. An adapter
+    has named targets.
+    """
     if offer.adapter is not None:
         _numbers(offer.adapter)
         if not all(offer.adapter.targets or [""]):
@@ -391,11 +462,16 @@ def _check_lease(lease: wire.DeviceLease) -> None:
 
 
 def _check_join(join: wire.WeightsJoin) -> None:
-    """key is a CURVE key in Z85: 40 characters. carriers names at least one, each with 1 to 4096 ranks."""
+    """key is a CURVE key in Z85: 40 characters. carriers names at least one, each with 1 to 4096
+    ranks.
+    """
     _check_key("WeightsJoin", join.key)
     if not join.carriers or not all(1 <= ranks <= MAX_RANKS for ranks in join.carriers.values()):
         raise _wrong(
-            "WeightsJoin", "carriers", join.carriers, f"must be at least one, each with 1 to {MAX_RANKS} ranks"
+            "WeightsJoin",
+            "carriers",
+            join.carriers,
+            f"must be at least one, each with 1 to {MAX_RANKS} ranks",
         )
 
 
@@ -405,7 +481,9 @@ def _check_key(kind: str, key: str) -> None:
 
 
 def _check_session(session: wire.WeightsSession) -> None:
-    """rank is below world_size, or not below it for ipc and shared, unless error is set. key is a CURVE key in Z85."""
+    """rank is below world_size, or not below it for ipc and shared, unless error is set. key is a
+    CURVE key in Z85.
+    """
     _check_key("WeightsSession", session.key)
     reads = session.carrier in ("ipc", "shared")
     if not session.error and (session.rank < session.world_size) == reads:
@@ -414,10 +492,11 @@ def _check_session(session: wire.WeightsSession) -> None:
 
 
 def _check_request(request: wire.GenerateRequest) -> None:
-    """There is a request_id and at least one token id; token ids are >= 0; stop strings are not empty; biases are from
-    -100 to 100, guides have at most 2^16 characters, request_id and conversation_id at most 256. expected_high is 0 or
-    at least expected_tokens."""
-    sampling, ids = request.sampling, request.token_ids
+    """There is a request_id and at least one token id; token ids are >= 0; stop strings are not
+    empty; biases are from -100 to 100, guides have at most 2^16 characters, request_id and
+    conversation_id at most 256. expected_high is 0 or at least expected_tokens."""
+    sampling = request.sampling
+    ids = request.token_ids
     _numbers(sampling)
     if sampling.stop and "" in sampling.stop:
         raise _wrong("SamplingParams", "stop", "''", "must not be empty")
@@ -445,9 +524,16 @@ def _check_reshaping(sampling: wire.SamplingParams) -> None:
             raise _wrong("SamplingParams", "logit_bias", {token: bias}, rule)
     if any(not guide.schema for guide in sampling.guides):
         raise _wrong("Guide", "schema", "''", "must not be empty")
-    size = sum(len(guide.schema) + len(guide.before) + len(guide.after) for guide in sampling.guides)
+    size = sum(
+        len(guide.schema) + len(guide.before) + len(guide.after) for guide in sampling.guides
+    )
     if size > MAX_GUIDE_CHARS:
-        raise _wrong("SamplingParams", "guides", f"of {size} characters", f"must have at most {MAX_GUIDE_CHARS}")
+        raise _wrong(
+            "SamplingParams",
+            "guides",
+            f"of {size} characters",
+            f"must have at most {MAX_GUIDE_CHARS}",
+        )
 
 
 def _check_request_id(request: wire.GenerateRequest | wire.AbortRequest) -> None:
@@ -463,20 +549,24 @@ def _too_long(message: str, field: str, value: str, most: int) -> WireError:
 
 
 def _check_presence(presence: wire.Presence) -> None:
-    """host, address, policy and process have at most 256 characters, channel and job 64, engine 1,024, problem 2,048,
-    said, voucher and the difference of a refusal 512.
-    serves has at most 1,024 names, tickets at most 32,768 numbers from 1 on. key is a CURVE key in Z85 or empty."""
+    """host, address, policy and process have at most 256 characters, channel and job 64, engine
+    1,024, problem 2,048, said, voucher and the difference of a refusal 512. serves has at most
+    1,024 names, tickets at most 32,768 numbers from 1 on. key is a CURVE key in Z85 or empty."""
     for name, most in PRESENCE_CHARS.items():
         if len(value := getattr(presence, name)) > most:
             raise _too_long("Presence", name, value, most)
     if len(presence.serves) > MAX_SERVES:
-        raise _wrong("Presence", "serves", f"{len(presence.serves)} names", f"must have at most {MAX_SERVES}")
+        raise _wrong(
+            "Presence", "serves", f"{len(presence.serves)} names", f"must have at most {MAX_SERVES}"
+        )
     for name in presence.serves:
         if not wire.NAME.fullmatch(name):
             raise _wrong("Presence", "serves", name, "must be 1-64 letters, digits, '_' or '-'")
     tickets = presence.tickets or []
     if len(tickets) > MAX_TICKETS:
-        raise _wrong("Presence", "tickets", f"{len(tickets)} numbers", f"must have at most {MAX_TICKETS}")
+        raise _wrong(
+            "Presence", "tickets", f"{len(tickets)} numbers", f"must have at most {MAX_TICKETS}"
+        )
     if tickets and min(tickets) < 1:
         raise _wrong("Presence", "tickets", min(tickets), "must be >= 1")
     if presence.key:
@@ -488,31 +578,56 @@ def _check_presence(presence: wire.Presence) -> None:
 
 
 def _check_reply(reply: wire.GenerateReply) -> None:
-    """Columns have k values each, and version runs count them. With finish_reason `error` or `busy`, error is set and
-    k is 0. top_ids and top_logprobs come together, with the same number of values for each of k sampled tokens.
-    reshaped holds 0 and 1."""
-    ids, logprobs, top_ids, top_logprobs = reply.token_ids, reply.logprobs, reply.top_ids, reply.top_logprobs
+    """Columns have k values each, and version runs count them. With finish_reason `error` or
+    `busy`, error is set and k is 0. top_ids and top_logprobs come together, with the same number of
+    values for each of k sampled tokens. reshaped holds 0 and 1."""
+    ids = reply.token_ids
+    logprobs = reply.logprobs
+    top_ids = reply.top_ids
+    top_logprobs = reply.top_logprobs
     n = len(ids.data) // 4
-    if ids.dtype != "<i4" or logprobs.dtype != "<f4" or len(ids.data) % 4 or len(logprobs.data) != 4 * n:
+    if (
+        ids.dtype != "<i4"
+        or logprobs.dtype != "<f4"
+        or len(ids.data) % 4
+        or len(logprobs.data) != 4 * n
+    ):
         _check_column("GenerateReply", "token_ids", ids, "<i4")
         _check_column("GenerateReply", "logprobs", logprobs, "<f4", n)
     _check_token_ids("GenerateReply", ids.data)
     _check_logprobs("GenerateReply", logprobs.data)
     _check_version_runs("GenerateReply", reply.version_runs, n)
     if (reason := reply.finish_reason) in ("error", "busy") and (n or not reply.error):
-        raise _wrong("GenerateReply", "finish_reason", reason, "must come with a text in `error` and without tokens")
+        raise _wrong(
+            "GenerateReply",
+            "finish_reason",
+            reason,
+            "must come with a text in `error` and without tokens",
+        )
     if top_ids is not None or top_logprobs is not None:
         if top_ids is None or top_logprobs is None:
             raise _wrong("GenerateReply", "top_ids", "alone", "must come with top_logprobs")
         if n and (size := len(top_ids.data)) % (4 * n):
-            raise _wrong("GenerateReply", "top_ids", f"of {size} bytes", f"must be as many for each of {n} tokens")
+            raise _wrong(
+                "GenerateReply",
+                "top_ids",
+                f"of {size} bytes",
+                f"must be as many for each of {n} tokens",
+            )
         num_top = _check_column("GenerateReply", "top_ids", top_ids, "<i4")
         _check_column("GenerateReply", "top_logprobs", top_logprobs, "<f4", num_top)
         _check_token_ids("GenerateReply", top_ids.data)
         _check_logprobs("GenerateReply", top_logprobs.data)
     flags = reply.reshaped
-    if flags is not None and (flags.dtype != "|u1" or len(flags.data) != n or flags.data.strip(b"\0\1")):
-        raise _wrong("GenerateReply", "reshaped", "another value", f"must be {n} bytes of dtype |u1, each 0 or 1")
+    if flags is not None and (
+        flags.dtype != "|u1" or len(flags.data) != n or flags.data.strip(b"\0\1")
+    ):
+        raise _wrong(
+            "GenerateReply",
+            "reshaped",
+            "another value",
+            f"must be {n} bytes of dtype |u1, each 0 or 1",
+        )
 
 
 def _check_metrics(metrics: wire.Metrics) -> None:
@@ -523,20 +638,33 @@ def _check_metrics(metrics: wire.Metrics) -> None:
     for span in metrics.spans:
         _numbers(span)
         if span.end < span.start:
-            raise _wrong("Metrics", "spans", f"{span.start} to {span.end}", "must not end before it starts")
+            raise _wrong(
+                "Metrics", "spans", f"{span.start} to {span.end}", "must not end before it starts"
+            )
 
 
 def _check_dead_letter(letter: wire.DeadLetter) -> None:
     """data has at most 1 MiB."""
     if len(letter.data) > DEAD_LETTER_BYTES:
-        raise _wrong("DeadLetter", "data", f"{len(letter.data)} bytes", f"at most {DEAD_LETTER_BYTES} bytes")
+        raise _wrong(
+            "DeadLetter", "data", f"{len(letter.data)} bytes", f"at most {DEAD_LETTER_BYTES} bytes"
+        )
 
 
 def _check_run_spec(spec: wire.RunSpec) -> None:
-    """config holds only what JSON can express, and finite numbers. model_files is empty or 32 hexadecimal digits."""
+    """config holds only what JSON can express, and finite numbers. model_files is empty or 32
+    hexadecimal digits.
+    """
     _plain("RunSpec", "config", spec.config)
-    if spec.model_files and not (len(spec.model_files) == DIGEST_CHARS and HEX.issuperset(spec.model_files)):
-        raise _wrong("RunSpec", "model_files", spec.model_files, f"must be {DIGEST_CHARS} hexadecimal digits, or empty")
+    if spec.model_files and not (
+        len(spec.model_files) == DIGEST_CHARS and HEX.issuperset(spec.model_files)
+    ):
+        raise _wrong(
+            "RunSpec",
+            "model_files",
+            spec.model_files,
+            f"must be {DIGEST_CHARS} hexadecimal digits, or empty",
+        )
 
 
 def _check_model_part(part: wire.ModelPart) -> None:
@@ -548,19 +676,30 @@ def _check_model_part(part: wire.ModelPart) -> None:
 
 
 def _check_length_record(record: wire.LengthRecord) -> None:
-    """estimator has 1 to 256 characters. tasks, counts and means have k values each, k at most 4096. All numbers are
-    finite, at most 10^6 from 0, counts not below 0."""
+    """estimator has 1 to 256 characters. tasks, counts and means have k values each, k at most
+    4096. All numbers are finite, at most 10^6 from 0, counts not below 0."""
     if not 0 < len(record.estimator) <= MAX_ID_CHARS:
-        raise _wrong("LengthRecord", "estimator", f"{len(record.estimator)} characters", f"1 to {MAX_ID_CHARS}")
+        raise _wrong(
+            "LengthRecord",
+            "estimator",
+            f"{len(record.estimator)} characters",
+            f"1 to {MAX_ID_CHARS}",
+        )
     num_tasks = _check_column("LengthRecord", "tasks", record.tasks, "<i4")
     if num_tasks > MAX_TASKS:
         raise _wrong("LengthRecord", "tasks", num_tasks, f"at most {MAX_TASKS}")
-    for name, least, n in (("values", -MAX_MEAN, None), ("counts", 0, num_tasks), ("means", -MAX_MEAN, num_tasks)):
+    for name, least, n in (
+        ("values", -MAX_MEAN, None),
+        ("counts", 0, num_tasks),
+        ("means", -MAX_MEAN, num_tasks),
+    ):
         numbers = getattr(record, name)
         _check_column("LengthRecord", name, numbers, "<f4", n)
         found = numbers.array()
         if not np.all((found >= least) & (found <= MAX_MEAN)):  # false for NaN
-            raise _wrong("LengthRecord", name, "another value", f"must be numbers from {least} to {MAX_MEAN}")
+            raise _wrong(
+                "LengthRecord", name, "another value", f"must be numbers from {least} to {MAX_MEAN}"
+            )
 
 
 def _check_rules_change(change: wire.RulesChange) -> None:
@@ -575,7 +714,9 @@ def _plain(message: str, field: str, value: Any) -> None:
 
 
 def _not_plain(value: Any) -> tuple[str, Any, str] | None:
-    """Return path, value and rule of the first thing that JSON cannot express, None if there is none."""
+    """Return path, value and rule of the first thing that JSON cannot express, None if there is
+    none.
+    """
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):
@@ -613,12 +754,17 @@ def _numbers(message: Any) -> None:
 
 
 def _in_range(kind: type) -> Callable[[Any], bool]:
-    """Return a check of all numbers of a struct in one expression, three times faster than a loop over the table."""
+    """Return a check of all numbers of a struct in one expression, three times faster than a loop
+    over the table.
+    """
     terms = []
     for field, (least, most, _) in RANGES[kind].items():
-        optional = f"m.{field} is None or " if kind.__annotations__[field].endswith("| None") else ""
+        optional = (
+            f"m.{field} is None or " if kind.__annotations__[field].endswith("| None") else ""
+        )
         terms.append(f"({optional}{least!r} <= m.{field} <= {most!r})")
-    found: Callable[[Any], bool] = eval(f"lambda m: {' and '.join(terms) or True}")  # built only from the table above
+    # built only from the table above
+    found: Callable[[Any], bool] = eval(f"lambda m: {' and '.join(terms) or True}")
     return found
 
 
@@ -628,7 +774,9 @@ def _names(message: wire.Message | wire.DeviceClaim) -> None:
         value: str | list[str] = getattr(message, field)
         for name in [value] if isinstance(value, str) else value:
             if not wire.NAME.fullmatch(name):
-                raise _wrong(type(message).__name__, field, name, "must be 1-64 letters, digits, '_' or '-'")
+                raise _wrong(
+                    type(message).__name__, field, name, "must be 1-64 letters, digits, '_' or '-'"
+                )
 
 
 def _wrong(message: str, field: str, value: object, rule: str) -> WireError:

@@ -15,7 +15,8 @@ from broker.errors import TooLarge, WireError
 M = TypeVar("M", bound=wire.Message)
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODERS: dict[tuple[type[wire.Message], ...], tuple[Callable[[Buffer], Any], int]] = {}  # decoder and most bytes
+# decoder and most bytes
+_DECODERS: dict[tuple[type[wire.Message], ...], tuple[Callable[[Buffer], Any], int]] = {}
 
 
 class _Nothing(wire.Message, frozen=True, tag=""):
@@ -27,7 +28,8 @@ def encode(message: wire.Message) -> bytes:
 
     Raises:
         TooLarge: if it exceeds ``own_messages.max_bytes`` or ``max_items``.
-        WireError: if it breaks a rule of ``check``, or holds a value that MessagePack cannot express.
+        WireError: if it breaks a rule of ``check``, or holds a value that MessagePack cannot
+            express.
     """
     checks.check(message)
     try:
@@ -46,7 +48,8 @@ def decode(data: Buffer, *types: type[M]) -> M:
     """Decode one message of one of the given types and check it.
 
     Raises:
-        WireError: if it is too large or not MessagePack, has an unknown field or a wrong type, or breaks a rule.
+        WireError: if it is too large or not MessagePack, has an unknown field or a wrong type, or
+            breaks a rule.
     """
     decoder, limit = _DECODERS.get(types) or _decoder(types)
     if len(data) > limit:

@@ -7,7 +7,15 @@ from typing import Final
 from broker.contract import wire
 
 _TURNS: Final = [
-    wire.Turn(start=start, end=end, reward=reward, valid=True, finish_reason="stop", server="rollout-7c1", anchor=seen)
+    wire.Turn(
+        start=start,
+        end=end,
+        reward=reward,
+        valid=True,
+        finish_reason="stop",
+        server="rollout-7c1",
+        anchor=seen,
+    )
     for start, end, reward, seen in [(3, 5, 0.0, "S at (0, 0)"), (7, 9, 1.0, "S at (0, 1)")]
 ]
 _EPISODE: Final = wire.Trajectory(
@@ -25,11 +33,21 @@ _EPISODE: Final = wire.Trajectory(
     metrics={"num_turns": 2.0},
 )
 
-_RULES: Final = {"steps": 200, "groups_per_step": 16, "max_staleness": 1, "on_late": "wait", "seed": 0}
+_RULES: Final = {
+    "steps": 200,
+    "groups_per_step": 16,
+    "max_staleness": 1,
+    "on_late": "wait",
+    "seed": 0,
+}
 _PROBE: Final = wire.Probe(
-    token_ids=wire.column([1, 318, 27], "<i4"), logprobs=wire.column([-3.5, -0.75], "<f4"), tolerance=0.01
+    token_ids=wire.column([1, 318, 27], "<i4"),
+    logprobs=wire.column([-3.5, -0.75], "<f4"),
+    tolerance=0.01,
 )
-_GUIDE: Final = wire.Guide(schema='{"type": "object"}', before="<tool_call>\n", after="\n</tool_call>")
+_GUIDE: Final = wire.Guide(
+    schema='{"type": "object"}', before="<tool_call>\n", after="\n</tool_call>"
+)
 _KEY: Final = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 _SAMPLING: Final = wire.SamplingParams(
     max_tokens=64, temperature=1.0, top_p=0.95, seed=1234, stop=["</answer>"], guides=[_GUIDE]

@@ -1,6 +1,8 @@
-"""Rules of messages that are not in the contract: those of a program that uses the streams for something else.
+"""Rules of messages that are not in the contract: those of a program that uses the streams for
+something else.
 
-A message's own ``__post_init__`` may raise ValueError for what it does not allow; msgspec calls it on decoding, too.
+A message's own ``__post_init__`` may raise ValueError for what it does not allow; msgspec calls it
+on decoding, too.
 """
 
 from __future__ import annotations
@@ -57,8 +59,12 @@ def max_bytes(kind: type[wire.Message]) -> int:
 @cache
 def _max_own_bytes(kind: type[wire.Message]) -> int:
     fields = msgspec.structs.fields(kind)
-    return MAX_PAYLOAD_BYTES if any(_holds_bytes(field.type) for field in fields) else MAX_SMALL_BYTES
+    return (
+        MAX_PAYLOAD_BYTES if any(_holds_bytes(field.type) for field in fields) else MAX_SMALL_BYTES
+    )
 
 
 def _holds_bytes(annotation: Any) -> bool:
-    return annotation in (wire.Column, bytes) or any(_holds_bytes(inner) for inner in get_args(annotation))
+    return annotation in (wire.Column, bytes) or any(
+        _holds_bytes(inner) for inner in get_args(annotation)
+    )

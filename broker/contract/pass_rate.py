@@ -1,4 +1,5 @@
-"""Decides by their share of successful episodes which groups are kept, and when that is certain early. Pure.
+"""Decides by their share of successful episodes which groups are kept, and when that is certain
+early. Pure.
 
 Learner and hubs must agree on it to the last bit, so both use this.
 """
@@ -12,10 +13,11 @@ def is_within(num_solved: int, num_episodes: int, low: float, high: float) -> bo
 
 
 def never_within(num_solved: int, num_known: int, num_open: int, low: float, high: float) -> bool:
-    """Return whether no completion of a group has a share of solved episodes from ``low`` to ``high``.
+    """Return whether no completion of a group has a share of solved episodes from ``low`` to
+    ``high``.
 
-    A completion has all known episodes and any number of the open ones, each solved or not. The share is lowest if all
-    open ones join unsolved, and highest if all join solved.
+    A completion has all known episodes and any number of the open ones, each solved or not. The
+    share is lowest if all open ones join unsolved, and highest if all join solved.
 
     Args:
         num_solved: of the known episodes.

@@ -1,13 +1,15 @@
 """What each role may do on the broker, derived from the table of streams.
 
-A role may publish what it writes and subscribe to what it reads, of one run, and ask JetStream for nothing else. Only
-the learner creates, trims and purges the streams of its run; only the operator deletes them and sees several runs.
+A role may publish what it writes and subscribe to what it reads, of one run, and ask JetStream for
+nothing else. Only the learner creates, trims and purges the streams of its run; only the operator
+deletes them and sees several runs.
 
-JetStream sends its reply to any subject that the requester names, with no check of its own, and an empty reply to a
-subject of JetStream's own API is a request there, even to purge or delete a stream. Permissions alone can therefore
-not contain those who may ask JetStream anything: on a server each joining role of a run has an account of its own
-(``broker.identity.accounts``), where such a reply reaches only what that account imports. The learner shares the
-account of JetStream with the operator and is trusted like it.
+JetStream sends its reply to any subject that the requester names, with no check of its own, and an
+empty reply to a subject of JetStream's own API is a request there, even to purge or delete a
+stream. Permissions alone can therefore not contain those who may ask JetStream anything: on a
+server each joining role of a run has an account of its own (``broker.identity.accounts``), where
+such a reply reaches only what that account imports. The learner shares the account of JetStream
+with the operator and is trusted like it.
 """
 
 from __future__ import annotations
@@ -40,16 +42,25 @@ OBSERVER: Final = "observer"  # sees the figures of a run, no message of it, and
 INBOX: Final = "_INBOX"
 API: Final = "$JS.API"
 REPLIES: Final = "_R_"  # a server renames the reply subject of a request that crosses accounts
-JOINING: Final = ("rollout", "envhub", "rewardhub")  # the roles that join a run; the learner starts it
-WORK_QUEUE_READS: Final = ("STREAM.INFO.{}", "CONSUMER.INFO.{}.*", "CONSUMER.LIST.{}", "CONSUMER.MSG.NEXT.{}.*")
+# the roles that join a run; the learner starts it
+JOINING: Final = ("rollout", "envhub", "rewardhub")
+WORK_QUEUE_READS: Final = (
+    "STREAM.INFO.{}",
+    "CONSUMER.INFO.{}.*",
+    "CONSUMER.LIST.{}",
+    "CONSUMER.MSG.NEXT.{}.*",
+)
 VALUE_READS: Final = ("STREAM.INFO.{}", "STREAM.MSG.GET.{}")
 LOG_READS: Final = (*VALUE_READS, "DIRECT.GET.{}.>")
 MANAGES: Final = (
-    *("STREAM.CREATE.{}", "STREAM.INFO.{}", "STREAM.PURGE.{}", "STREAM.MSG.*.{}"),  # to read and to delete messages
-    *("CONSUMER.*.{}", "CONSUMER.*.{}.*", "CONSUMER.*.*.{}.*"),  # durable ones for hubs, others to read a log in order
+    # to read and to delete messages
+    *("STREAM.CREATE.{}", "STREAM.INFO.{}", "STREAM.PURGE.{}", "STREAM.MSG.*.{}"),
+    # durable ones for hubs, others to read a log in order
+    *("CONSUMER.*.{}", "CONSUMER.*.{}.*", "CONSUMER.*.*.{}.*"),
 )
 STORED: Final = (WORK_QUEUE, LOG, LAST_VALUE, KV)
-OBSERVED: Final = (METRICS, PRESENCE, MEMBERS, CONTROL, RUNS, WEIGHTS)  # of the others, an observer sees the sizes
+# of the others, an observer sees the sizes
+OBSERVED: Final = (METRICS, PRESENCE, MEMBERS, CONTROL, RUNS, WEIGHTS)
 
 
 @dataclass(frozen=True)
@@ -83,7 +94,8 @@ def permissions(role: str, run: str, name: str = "") -> Permissions:
         return Permissions((">",), (">",))
     if role not in (*ROLES, OBSERVER):
         raise ConfigError("role", role, f"one of {', '.join(ROLES)}, {OBSERVER}, {OPERATOR}")
-    publish, subscribe = dict[str, None](), {f"{inbox(role, run, name)}.>": None}
+    publish = dict[str, None]()
+    subscribe = {f"{inbox(role, run, name)}.>": None}
     for stream in STREAMS:
         publish |= dict.fromkeys(stored_requests(stream, role, run))
         if stream.writes(role) and role != OBSERVER:
@@ -91,11 +103,13 @@ def permissions(role: str, run: str, name: str = "") -> Permissions:
         subscribe |= dict.fromkeys(_subscribes(stream, role, run))
     if role in (LEARNER, OBSERVER):
         publish[f"{API}.INFO"] = None  # how full the store is
-    publish[f"{inbox(role, run, name)}.>"] = None  # a link measures its own delay with messages to itself
+    # a link measures its own delay with messages to itself
+    publish[f"{inbox(role, run, name)}.>"] = None
     if any(stream.kind is REQUEST and stream.reads(role) for stream in STREAMS):
         publish[f"{REPLIES}.>"] = None
     if role == LEARNER:
-        publish[f"{inbox(OPERATOR, '', '')}.>"] = None  # answers the operator, who has the same account
+        # answers the operator, who has the same account
+        publish[f"{inbox(OPERATOR, '', '')}.>"] = None
     return Permissions(tuple(publish), tuple(subscribe))
 
 
@@ -103,7 +117,8 @@ def stored_requests(stream: Stream, role: str, run: str) -> list[str]:
     """Return what a role may ask JetStream, and where it may acknowledge, for one row of the table."""
     if stream.kind not in STORED:
         return []
-    acknowledged, requests = list[str](), list[str]()
+    acknowledged = list[str]()
+    requests = list[str]()
     if role == OBSERVER:
         requests += VALUE_READS if stream in OBSERVED else ["STREAM.INFO.{}"]
         requests += ["CONSUMER.LIST.{}"] if stream.kind is WORK_QUEUE else []
@@ -111,16 +126,22 @@ def stored_requests(stream: Stream, role: str, run: str) -> list[str]:
         requests += [*MANAGES, *(["DIRECT.GET.{}.>"] if stream.kind is LOG else [])]
     elif stream.reads(role):
         requests += {WORK_QUEUE: WORK_QUEUE_READS, LOG: LOG_READS}.get(stream.kind, VALUE_READS)
-        acknowledged += [f"$JS.ACK.{stream.stream_name(run)}.>"] if stream.kind is WORK_QUEUE else []
+        acknowledged += (
+            [f"$JS.ACK.{stream.stream_name(run)}.>"] if stream.kind is WORK_QUEUE else []
+        )
     elif stream.writes(role):
         requests.append("STREAM.INFO.{}")
-    return acknowledged + [f"{API}.{request.format(stream.stream_name(run))}" for request in requests]
+    return acknowledged + [
+        f"{API}.{request.format(stream.stream_name(run))}" for request in requests
+    ]
 
 
 def hears(stream: Stream, role: str) -> bool:
-    """Return whether a role subscribes to a row: to requests, to what is not kept, and to the news of last values.
+    """Return whether a role subscribes to a row: to requests, to what is not kept, and to the news
+    of last values.
 
-    A subscription to what the broker stores only says that there may be a newer value, which is then read.
+    A subscription to what the broker stores only says that there may be a newer value, which is
+    then read.
     """
     if stream.kind not in (REQUEST, BEST_EFFORT, KV, LAST_VALUE):
         return False
@@ -128,7 +149,8 @@ def hears(stream: Stream, role: str) -> bool:
         return stream in OBSERVED
     if role == OPERATOR:
         return True
-    return stream.reads(role) or (role == LEARNER and stream is WEIGHTS)  # it looks for offers of a newer epoch
+    # it looks for offers of a newer epoch
+    return stream.reads(role) or (role == LEARNER and stream is WEIGHTS)
 
 
 def _subscribes(stream: Stream, role: str, run: str) -> list[str]:
@@ -140,7 +162,9 @@ def _subscribes(stream: Stream, role: str, run: str) -> list[str]:
 
 
 def own_subjects(stream: Stream, role: str, run: str) -> str:
-    """Return the subjects that a role writes, or of the requests that it answers; only its own where keys name one."""
+    """Return the subjects that a role writes, or of the requests that it answers; only its own
+    where keys name one.
+    """
     own = {"role": role, "run": run}
     keys = [own.get(part, "*") for part in stream.key.split(".") if part]
     if stream.kind is KV:

@@ -1,7 +1,7 @@
 """Size limits of messages, checked before decoding: bytes and number of values.
 
-Bytes alone do not limit the memory of decoding: an empty list is one byte in MessagePack and over fifty in Python. The
-limits bound it to twice the largest message.
+Bytes alone do not limit the memory of decoding: an empty list is one byte in MessagePack and over
+fifty in Python. The limits bound it to twice the largest message.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ Buffer = bytes | bytearray | memoryview
 
 MAX_PAYLOAD_BYTES: Final = 8 * 1024 * 1024
 MAX_GROUP_BYTES: Final = 1 << 30  # of a group in parts
-INLINE_BYTES: Final = 2 << 20  # of a group in one message; a larger one would block others on a slow link
+# of a group in one message; a larger one would block others on a slow link
+INLINE_BYTES: Final = 2 << 20
 PART_BYTES: Final = 1 << 20
 LEAST_PART_BYTES: Final = 64 * 1024
 HEADER_BYTES: Final = 512  # room for headers in addition to the largest message
-MAX_SMALL_BYTES: Final = 192 * 1024  # of messages without columns or bytes: at worst each byte is a list of 72
-COUNT_FROM_BYTES: Final = 1024 * 1024  # smaller messages need less memory than the limit in any case
+# of messages without columns or bytes: at worst each byte is a list of 72
+MAX_SMALL_BYTES: Final = 192 * 1024
+# smaller messages need less memory than the limit in any case
+COUNT_FROM_BYTES: Final = 1024 * 1024
 MAX_ITEMS: Final = 80_000  # values and keys of larger messages, per MAX_PAYLOAD_BYTES begun
 
 _FIXED: Final = {  # first byte: number of bytes that follow
@@ -31,20 +34,27 @@ _COUNTED: Final = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 
 
 def max_items(num_bytes: int) -> int:
-    """Return the most values and keys for a message of this size, which bounds the memory of decoding it."""
+    """Return the most values and keys for a message of this size, which bounds the memory of
+    decoding it.
+    """
     return max(MAX_ITEMS, MAX_ITEMS * num_bytes // MAX_PAYLOAD_BYTES)
 
 
 def has_too_many_items(data: Buffer) -> bool:
-    """Return whether a large message holds more than ``max_items`` values and keys; truncated ones pass."""
+    """Return whether a large message holds more than ``max_items`` values and keys; truncated ones
+    pass.
+    """
     if len(data) < COUNT_FROM_BYTES:
         return False
-    position, left, end = 0, 1, len(data)
+    position = 0
+    left = 1
+    end = len(data)
     for _ in range(max_items(end)):
         if not left or position >= end:
             return False
         head = data[position]
-        position, left = position + 1, left - 1
+        position = position + 1
+        left = left - 1
         if head < 0x80 or head >= 0xE0:
             continue
         if head < 0xA0:
@@ -55,7 +65,9 @@ def has_too_many_items(data: Buffer) -> bool:
             position += _FIXED[head]
         elif head in _SIZED:
             width = _SIZED[head]
-            position += width + int.from_bytes(data[position : position + width]) + (0xC7 <= head <= 0xC9)
+            position += (
+                width + int.from_bytes(data[position : position + width]) + (0xC7 <= head <= 0xC9)
+            )
         else:
             width, each = _COUNTED[head]
             left += each * int.from_bytes(data[position : position + width])

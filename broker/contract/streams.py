@@ -1,7 +1,7 @@
 """The table of all streams, which the code uses, docs/wire.md shows, and a golden test freezes.
 
-No other code may name a subject, a stream, a consumer or a bucket. A program that uses the streams for something else
-declares rows of its own (docs/streams.md).
+No other code may name a subject, a stream, a consumer or a bucket. A program that uses the streams
+for something else declares rows of its own (docs/streams.md).
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def token(value: str, what: str) -> str:
     """Return a value after checking that it can be one part of a subject.
 
     Raises:
-        ConfigError: if it holds anything but letters, digits, ``_`` and ``-``, or is longer than 64.
+        ConfigError: if it holds anything but letters, digits, ``_`` and ``-``, or is longer than
+            64.
     """
     if not wire.NAME.fullmatch(value):
         raise ConfigError(what, value, "use 1-64 letters, digits, '_' or '-'")
@@ -50,7 +51,8 @@ class Stream:
     name: str  # short name, the second part of the subject
     kind: StreamKind  # how it delivers
     messages: tuple[type[wire.Message], ...]  # what it carries; empty: pieces of messages
-    key: str = ""  # meaning of the last parts of the subject, separated by dots; empty if there are none
+    # meaning of the last parts of the subject, separated by dots; empty if there are none
+    key: str = ""
     writer: str = EVERYONE  # roles that write, separated by commas; the operator may do everything
     reader: str = EVERYONE  # roles that read
     kept: str = "not"  # until when, in words
@@ -58,9 +60,11 @@ class Stream:
     max_bytes: int = 0  # most bytes kept, which the broker reserves, 0: unlimited
     max_messages: int = 0  # most messages kept, 0: unlimited
     max_message_bytes: int = 0  # most bytes of one, 0: what the broker allows
-    essential: bool = False  # stored even if the broker is full, from the run's reserve; small and rare messages only
+    # stored even if the broker is full, from the run's reserve; small and rare messages only
+    essential: bool = False
     signed: bool = False  # by the owner of the run; readers ignore other values
-    memory: bool = False  # kept in the broker's memory, independent of a full disk; lost when the broker restarts;
+    # kept in the broker's memory, independent of a full disk; lost when the broker restarts;
+    memory: bool = False
     # bounded by number and size, since a stream's maximum of bytes would be reserved for each run
 
     def __post_init__(self) -> None:
@@ -69,13 +73,25 @@ class Stream:
     def subject(self, run: str, key: str = "") -> str:
         """Return the subject for one run and key, for example ``rl.demo.tickets.lake``."""
         tokens = key.split(".", self.key.count(".")) if self.key else []
-        return ".".join(["rl", token(run, "run"), self.name, *(token(one, self.name) for one in tokens)])
+        return ".".join(
+            ["rl", token(run, "run"), self.name, *(token(one, self.name) for one in tokens)]
+        )
 
     def all_subjects(self, run: str, *first: str) -> str:
-        """Return the subject pattern of every key, or of every key with these first parts; ignores empty ones."""
+        """Return the subject pattern of every key, or of every key with these first parts; ignores
+        empty ones.
+        """
         first = tuple(filter(None, first))
         free = self.key.count(".") + 1 - len(first) if self.key else 0
-        return ".".join(["rl", token(run, "run"), self.name, *(token(one, self.name) for one in first), *["*"] * free])
+        return ".".join(
+            [
+                "rl",
+                token(run, "run"),
+                self.name,
+                *(token(one, self.name) for one in first),
+                *["*"] * free,
+            ]
+        )
 
     def bucket(self, run: str) -> str:
         """Return the name of a KV row's bucket."""
@@ -83,7 +99,11 @@ class Stream:
 
     def stream_name(self, run: str) -> str:
         """Return JetStream's name of the stream, of the one behind the bucket for KV."""
-        return f"KV_{self.bucket(run)}" if self.kind is StreamKind.KV else f"rl_{token(run, 'run')}_{self.name}"
+        return (
+            f"KV_{self.bucket(run)}"
+            if self.kind is StreamKind.KV
+            else f"rl_{token(run, 'run')}_{self.name}"
+        )
 
     def key_prefix(self, run: str) -> str:
         """Return the part of a KV row's subjects before the key."""
@@ -98,13 +118,20 @@ class Stream:
         return role in self.reader.split(", ") or self.reader == EVERYONE
 
 
-TICKETS: Final = Stream("tickets", WORK_QUEUE, (wire.Ticket,), "domain", "learner", "envhub", "until acknowledged")
+TICKETS: Final = Stream(
+    "tickets", WORK_QUEUE, (wire.Ticket,), "domain", "learner", "envhub", "until acknowledged"
+)
 EPISODES: Final = Stream(
     "episodes", WORK_QUEUE, (wire.Group, wire.Parted), "pool.ticket", "envhub, rewardhub", "rewardhub",
     "until acknowledged, or its ticket was closed",
 )  # fmt: skip
 SCORES: Final = Stream(
-    "scores", REQUEST, (wire.EpisodeScoreRequest, wire.EpisodeScoreReply), "pool", "envhub", "rewardhub"
+    "scores",
+    REQUEST,
+    (wire.EpisodeScoreRequest, wire.EpisodeScoreReply),
+    "pool",
+    "envhub",
+    "rewardhub",
 )
 SAMPLES: Final = Stream(
     "samples",
@@ -116,10 +143,22 @@ SAMPLES: Final = Stream(
     "until every kept checkpoint covers it",
 )
 PARTS: Final = Stream(
-    "parts", LOG, (), "kind.ticket.upload.part", "envhub, rewardhub", "rewardhub, learner", "until their ticket ends"
+    "parts",
+    LOG,
+    (),
+    "kind.ticket.upload.part",
+    "envhub, rewardhub",
+    "rewardhub, learner",
+    "until their ticket ends",
 )
 EVALTICKETS: Final = Stream(
-    "evaltickets", WORK_QUEUE, (wire.EvalTicket,), "domain", "learner", "envhub", "until acknowledged"
+    "evaltickets",
+    WORK_QUEUE,
+    (wire.EvalTicket,),
+    "domain",
+    "learner",
+    "envhub",
+    "until acknowledged",
 )
 EVALS: Final = Stream(
     "evals",
@@ -132,13 +171,26 @@ EVALS: Final = Stream(
     max_bytes=1 << 28,
 )
 WEIGHTS: Final = Stream(
-    "weights", LAST_VALUE, (wire.WeightsOffer,), "", "learner", "rollout", "last value", essential=True, signed=True
+    "weights",
+    LAST_VALUE,
+    (wire.WeightsOffer,),
+    "",
+    "learner",
+    "rollout",
+    "last value",
+    essential=True,
+    signed=True,
 )
 WEIGHTSYNC: Final = Stream(
     "weightsync", REQUEST, (wire.WeightsJoin, wire.WeightsSession), "epoch", "rollout", "learner"
 )
 GENERATE: Final = Stream(
-    "generate", REQUEST, (wire.GenerateRequest, wire.AbortRequest, wire.GenerateReply), "server", "envhub", "rollout"
+    "generate",
+    REQUEST,
+    (wire.GenerateRequest, wire.AbortRequest, wire.GenerateReply),
+    "server",
+    "envhub",
+    "rollout",
 )
 RERUNS: Final = Stream(
     "reruns",
@@ -149,71 +201,135 @@ RERUNS: Final = Stream(
     "envhub, rewardhub",
 )
 REQUESTS: Final = Stream(
-    "requests", REQUEST, (wire.OperatorRequest, wire.OperatorReply), "process", "operator", "learner"
+    "requests",
+    REQUEST,
+    (wire.OperatorRequest, wire.OperatorReply),
+    "process",
+    "operator",
+    "learner",
 )
 METRICS: Final = Stream("metrics", BEST_EFFORT, (wire.Metrics,), "role.id", "all", "operator")
 PRESENCE: Final = Stream("presence", BEST_EFFORT, (wire.Presence,), "role.id", "all", "all")
-DEAD: Final = Stream("dead", LOG, (wire.DeadLetter,), "stream", "all", "operator", "until purged", max_bytes=1 << 26)
+DEAD: Final = Stream(
+    "dead", LOG, (wire.DeadLetter,), "stream", "all", "operator", "until purged", max_bytes=1 << 26
+)
 ATTEMPTS: Final = Stream(
     "attempts", KV, (wire.Attempt,), "run.stream.ticket", "envhub", "envhub", "a day", ttl_s=86_400.0, memory=True,
     max_messages=50_000, max_message_bytes=1 << 11,
 )  # fmt: skip
-LENGTHS: Final = Stream("lengths", KV, (wire.LengthRecord,), "run.domain", "envhub", "envhub", "last value")
+LENGTHS: Final = Stream(
+    "lengths", KV, (wire.LengthRecord,), "run.domain", "envhub", "envhub", "last value"
+)
 CONTROL: Final = Stream(
-    "control", KV, (wire.DesiredState,), "run", "operator, learner", "all", "last value", essential=True, signed=True
+    "control",
+    KV,
+    (wire.DesiredState,),
+    "run",
+    "operator, learner",
+    "all",
+    "last value",
+    essential=True,
+    signed=True,
 )
 MEMBERS: Final = Stream(
     "members", KV, (wire.Presence,), "run.role.id", "all", "envhub, learner", "60 s", ttl_s=60.0, memory=True,
     max_messages=50_000, max_message_bytes=1 << 17,
 )  # fmt: skip
-RUNS: Final = Stream("runs", KV, (wire.RunSpec,), "run", "learner", "all", "last value", essential=True, signed=True)
+RUNS: Final = Stream(
+    "runs", KV, (wire.RunSpec,), "run", "learner", "all", "last value", essential=True, signed=True
+)
 MODELS: Final = Stream(
-    "models", KV, (wire.ModelPart,), "run.digest.part", "learner", "rollout, envhub", "last value", essential=True
+    "models",
+    KV,
+    (wire.ModelPart,),
+    "run.digest.part",
+    "learner",
+    "rollout, envhub",
+    "last value",
+    essential=True,
 )
 DEVICES: Final = Stream(
     "devices", KV, (wire.DeviceLease,), "run.device", "learner, rollout", "learner, rollout", "60 s", ttl_s=60.0,
     memory=True, max_messages=10_000, max_message_bytes=1 << 16,
 )  # fmt: skip
 RESERVE: Final = Stream(
-    "reserve", LAST_VALUE, (), "part", "learner", "none", "until an essential message needs its room"
+    "reserve",
+    LAST_VALUE,
+    (),
+    "part",
+    "learner",
+    "none",
+    "until an essential message needs its room",
 )
 
 STREAMS: Final[tuple[Stream, ...]] = (
-    *(TICKETS, EPISODES, SCORES, SAMPLES, PARTS, EVALTICKETS, EVALS, WEIGHTS, WEIGHTSYNC, GENERATE, RERUNS),
-    *(REQUESTS, METRICS, PRESENCE, DEAD, ATTEMPTS, CONTROL, MEMBERS, RUNS, MODELS, DEVICES, LENGTHS, RESERVE),
+    *(
+        TICKETS,
+        EPISODES,
+        SCORES,
+        SAMPLES,
+        PARTS,
+        EVALTICKETS,
+        EVALS,
+        WEIGHTS,
+        WEIGHTSYNC,
+        GENERATE,
+        RERUNS,
+    ),
+    *(
+        REQUESTS,
+        METRICS,
+        PRESENCE,
+        DEAD,
+        ATTEMPTS,
+        CONTROL,
+        MEMBERS,
+        RUNS,
+        MODELS,
+        DEVICES,
+        LENGTHS,
+        RESERVE,
+    ),
 )
 
 
 def ticket_key(number: int, *, evaluation: bool) -> str:
     """Return the key of a ticket, unique in a run.
 
-    The broker drops a second result published with it as message id. It ends the subjects of the ticket's groups.
+    The broker drops a second result published with it as message id. It ends the subjects of the
+    ticket's groups.
     """
     return f"{(EVALTICKETS if evaluation else TICKETS).name}-{number}"
 
 
-ACK_WAIT_S: Final = 6.0  # redelivery after this long without an in-progress mark, with up to 180 open tickets
-LONGEST_ACK_WAIT_S: Final = 600.0  # a dead hub's tickets are delivered again after this time at the latest
-MARKS_PER_S: Final = 90.0  # of all processes of a run; in a cluster the consumer's servers vote on each mark
+# redelivery after this long without an in-progress mark, with up to 180 open tickets
+ACK_WAIT_S: Final = 6.0
+# a dead hub's tickets are delivered again after this time at the latest
+LONGEST_ACK_WAIT_S: Final = 600.0
+# of all processes of a run; in a cluster the consumer's servers vote on each mark
+MARKS_PER_S: Final = 90.0
 MAX_DELIVERIES: Final = 20  # a hub closes a ticket on this delivery
 
 
 def ack_wait_s(open_tickets: int) -> float:
     """Return the ack_wait of a run's consumers.
 
-    JetStream takes one mark per message, none for several, so the number of open tickets decides how often each can be
-    marked.
+    JetStream takes one mark per message, none for several, so the number of open tickets decides
+    how often each can be marked.
     """
     return min(max(ACK_WAIT_S, 2.0 * open_tickets / MARKS_PER_S + 2.0), LONGEST_ACK_WAIT_S)
 
 
 def marking_period_s(ack_wait_s: float) -> float:
-    """Return the seconds between two marks of a message: one may be lost, and the next one two seconds late."""
+    """Return the seconds between two marks of a message: one may be lost, and the next one two
+    seconds late.
+    """
     return max(ack_wait_s - 2.0, ack_wait_s / 2.0) / 2.0
 
 
 def require_own(streams: Collection[Stream]) -> None:
-    """Check that streams of another program do not take names of the table, which mean something to every tool.
+    """Check that streams of another program do not take names of the table, which mean something to
+    every tool.
 
     Raises:
         ConfigError: if one does, or two have the same name.
@@ -221,7 +337,9 @@ def require_own(streams: Collection[Stream]) -> None:
     names: set[str] = set()
     for stream in streams:
         if stream not in STREAMS and stream.name in {one.name for one in STREAMS}:
-            raise ConfigError("stream", stream.name, "another name; rlearner's own stream has this one")
+            raise ConfigError(
+                "stream", stream.name, "another name; rlearner's own stream has this one"
+            )
         if stream.name in names:
             raise ConfigError("stream", stream.name, "a name of its own for each stream")
         names.add(stream.name)

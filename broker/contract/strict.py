@@ -1,7 +1,7 @@
 """Strict parsing of external text and JSON: refuses values that could not be encoded again.
 
-JSON can spell half of a surrogate pair (``"\\ud83d"``), which UTF-8 cannot encode, and Python's parser accepts NaN and
-Infinity, which JSON and the wire refuse. A NUL is an ordinary character.
+JSON can spell half of a surrogate pair (``"\\ud83d"``), which UTF-8 cannot encode, and Python's
+parser accepts NaN and Infinity, which JSON and the wire refuse. A NUL is an ordinary character.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def loads(data: str | bytes | bytearray) -> Any:
     """Parse a JSON text; bytes must be UTF-8.
 
     Raises:
-        BadJson: if it is not JSON, nested too deeply, or holds NaN, an infinite number or half of a surrogate pair.
+        BadJson: if it is not JSON, nested too deeply, or holds NaN, an infinite number or half of a
+            surrogate pair.
     """
     text = _decoded(data).strip(_WHITE)
     value, end = decode_prefix(text)
@@ -48,7 +49,9 @@ def decode_prefix(text: str, start: int = 0) -> tuple[Any, int]:
     try:
         value, end = _DECODER.raw_decode(text, start)
         read = text[start:end]
-        if ("\\u" in read or not read.isascii()) and text_problem(json.dumps(value, ensure_ascii=False)):
+        if ("\\u" in read or not read.isascii()) and text_problem(
+            json.dumps(value, ensure_ascii=False)
+        ):
             raise BadJson("it holds half of a surrogate pair, which is not text")
     except BadJson:
         raise

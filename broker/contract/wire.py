@@ -1,11 +1,13 @@
 """The messages between processes, as typed ``msgspec`` structs.
 
-``broker.contract.codec`` encodes and decodes them as MessagePack maps, whose field ``type`` holds the message's name.
-Unknown fields are refused, sizes are checked before decoding, and ``broker.contract.checks`` checks what types cannot
-express (NaN, ranges, lengths that disagree), before encoding and after decoding. Nothing is ever pickled.
+``broker.contract.codec`` encodes and decodes them as MessagePack maps, whose field ``type`` holds
+the message's name. Unknown fields are refused, sizes are checked before decoding, and
+``broker.contract.checks`` checks what types cannot express (NaN, ranges, lengths that disagree),
+before encoding and after decoding. Nothing is ever pickled.
 
-Per-token data is sent as columns, raw little-endian bytes with a dtype: 1-2 microseconds for a trajectory of 2,048
-tokens, where lists take 26-158. Each field's comment is its meaning and unit; ``docs/wire.md`` is generated from them.
+Per-token data is sent as columns, raw little-endian bytes with a dtype: 1-2 microseconds for a
+trajectory of 2,048 tokens, where lists take 26-158. Each field's comment is its meaning and unit;
+``docs/wire.md`` is generated from them.
 """
 
 from __future__ import annotations
@@ -26,18 +28,27 @@ WIRE_VERSION: Final = 16
 MAX_PAYLOAD_BYTES: Final = sizes.MAX_PAYLOAD_BYTES
 ACTOR: Final = "actor"  # the policy being trained
 EVAL_HEADER: Final = "Rl-Eval-Step"  # eval_step of messages of an evaluation; absent in training
-TICKET_HEADER: Final = "Rl-Ticket"  # ticket number, so that a body that does not decode still closes its ticket
+# ticket number, so that a body that does not decode still closes its ticket
+TICKET_HEADER: Final = "Rl-Ticket"
 NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")  # parts of subjects and keys
 
 Dtype = Literal["<i4", "<f4", "|u1"]
-Carrier = Literal["ipc", "shared", "nccl", "gloo", "curve"]  # how weights travel: see broker.weights.carriers
+# how weights travel: see broker.weights.carriers
+Carrier = Literal["ipc", "shared", "nccl", "gloo", "curve"]
 RefusalKind = Literal["layout", "base", "logprobs"]
 Array = npt.NDArray[Any]
 _NATIVE: Final = {"<i4": "i", "<f4": "f", "|u1": "B"}
 _TYPECODES: Final[dict[str, str]] = _NATIVE if sys.byteorder == "little" else {}
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="type"):
+class Message(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag=True,
+    tag_field="type",
+):
     """Base of every message; the subclass's name is the value of the field ``type``."""
 
 
@@ -53,7 +64,9 @@ class Column(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
 
 def growing(column: Column) -> array[Any]:
-    """Return the values of a column as a growable array; for short columns several times faster than numpy."""
+    """Return the values of a column as a growable array; for short columns several times faster
+    than numpy.
+    """
     if column.dtype not in _TYPECODES:
         return array(_NATIVE[column.dtype], column.array().tolist())
     found: array[Any] = array(_TYPECODES[column.dtype])
@@ -63,14 +76,16 @@ def growing(column: Column) -> array[Any]:
 
 def column(values: Any, dtype: Dtype) -> Column:
     """Pack a sequence or array of shape (n,) into a column."""
-    if type(values) is array and values.typecode == _TYPECODES.get(dtype):  # 13 times faster than numpy
+    # 13 times faster than numpy
+    if type(values) is array and values.typecode == _TYPECODES.get(dtype):
         return Column(dtype, values.tobytes())
     if type(values) is bytearray and dtype == "|u1":
         return Column(dtype, bytes(values))
     return Column(dtype, np.ascontiguousarray(values, dtype=dtype).tobytes())
 
 
-# ---------------------------------------------------------------------------------------------------- credit
+# ----------------------------------------------------------------------------------------------------
+# credit
 
 
 class Ticket(Message, frozen=True, tag="Ticket"):
@@ -85,9 +100,12 @@ class Ticket(Message, frozen=True, tag="Ticket"):
     group_size: int  # episodes in the group
     min_group_size: int  # episodes that suffice after the deadline
     deadline_s: float  # seconds in one hub until the group closes with the episodes it has
-    num_greedy: int = 0  # the last num_greedy episodes are sampled at temperature 0 as a baseline, never trained on
-    num_redundant: int = 0  # spare episodes: when all but this many have finished, the rest are aborted
-    pass_rate: list[float] = []  # if set: a hub may close a group whose share of successes cannot end within
+    # the last num_greedy episodes are sampled at temperature 0 as a baseline, never trained on
+    num_greedy: int = 0
+    # spare episodes: when all but this many have finished, the rest are aborted
+    num_redundant: int = 0
+    # if set: a hub may close a group whose share of successes cannot end within
+    pass_rate: list[float] = []
 
 
 class EvalTicket(Message, frozen=True, tag="EvalTicket"):
@@ -105,9 +123,12 @@ class EvalTicket(Message, frozen=True, tag="EvalTicket"):
     deadline_s: float  # seconds in one hub until the group closes
 
 
-# --------------------------------------------------------------------------------------------------- samples
+# ---------------------------------------------------------------------------------------------------
+# samples
 
-SpanKind = Literal["generate", "env_step", "reward", "train", "weights", "evaluate", "checkpoint", "wait"]
+SpanKind = Literal[
+    "generate", "env_step", "reward", "train", "weights", "evaluate", "checkpoint", "wait"
+]
 FinishReason = Literal["stop", "length", "abort", "deadline", "error", "busy"]
 EpisodeEnd = Literal["terminated", "truncated", "timeout", "length"]
 ClosedReason = Literal[
@@ -129,13 +150,18 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """One training sequence: all tokens of a conversation, in the order in which the policy read and sampled them."""
+    """One training sequence: all tokens of a conversation, in the order in which the policy read
+    and sampled them.
+    """
 
-    episode: int  # index of the episode in the group, from 0; samples of one episode's turns share it
+    # index of the episode in the group, from 0; samples of one episode's turns share it
+    episode: int
     token_ids: Column  # <i4, shape (n,): prompt, sampled and environment tokens
     loss_mask: Column  # |u1, shape (n,): 1 where the token was sampled by the policy
-    logprobs: Column  # <f4, shape (n,): natural log of the sampling probability; 0 where the mask is 0
-    version_runs: Column  # <i4, shape (2k,): pairs (policy_version, number of sampled tokens), in token order
+    # <f4, shape (n,): natural log of the sampling probability; 0 where the mask is 0
+    logprobs: Column
+    # <i4, shape (2k,): pairs (policy_version, number of sampled tokens), in token order
+    version_runs: Column
     turns: list[Turn]  # spans of sampled tokens, in order
     reward: float  # total reward so far; reward hubs add their parts
     reward_parts: dict[str, float]  # value of each reward by name; its notes as name/note
@@ -154,11 +180,14 @@ class RewardScore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     notes: dict[str, float] = {}  # numbers that are shown and not part of the reward, by name
 
 
-class EpisodeScores(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class EpisodeScores(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False
+):
     """Scores that an episode got before its group was complete."""
 
     episode: int  # index of the episode in the group
-    rewards: str  # digest of the domain's rewards that gave them; with other rewards they are not used
+    # digest of the domain's rewards that gave them; with other rewards they are not used
+    rewards: str
     scores: list[RewardScore]  # of the rewards of the pools that have scored it
 
 
@@ -184,11 +213,14 @@ class Group(Message, frozen=True, tag="Group"):
     reward_hubs: list[str] = []  # ids of the reward hubs that scored it, in order
     frames: list[str] = []  # text frames of episode 0, for replays; evaluation only
     temperature: float = 1.0  # sampling temperature of the trained tokens
-    scores: list[EpisodeScores] = []  # not yet part of the rewards; the pools compute those that are missing
+    # not yet part of the rewards; the pools compute those that are missing
+    scores: list[EpisodeScores] = []
 
 
 class EpisodeScoreRequest(Message, frozen=True, tag="EpisodeScoreRequest"):
-    """Asks an idle reward hub for the scores of one pool for an episode whose group is not complete yet."""
+    """Asks an idle reward hub for the scores of one pool for an episode whose group is not complete
+    yet.
+    """
 
     ticket: int  # the ticket's number
     domain: str  # the ticket's domain
@@ -216,7 +248,8 @@ class EpisodeScoreReply(Message, frozen=True, tag="EpisodeScoreReply"):
     reward_parts: dict[str, float] = {}  # value of each reward so far
     success: bool = False  # whether the task was solved, as far as known
     busy: bool = False  # nothing was tried: ask again later, while the group is not complete
-    partial: bool = False  # rewards of the pool failed: neither reward nor success is known, later pools are not asked
+    # rewards of the pool failed: neither reward nor success is known, later pools are not asked
+    partial: bool = False
 
 
 class Closed(Message, frozen=True, tag="Closed"):
@@ -231,16 +264,21 @@ class Closed(Message, frozen=True, tag="Closed"):
 
 
 class RulesChange(Message, frozen=True, tag="RulesChange"):
-    """The learner's rules from this record on; it appends one each time it starts or takes over the run."""
+    """The learner's rules from this record on; it appends one each time it starts or takes over the
+    run.
+    """
 
     epoch: int  # incarnation of the learner that appended it
-    rules: dict[str, Any]  # steps, groups_per_step, max_staleness, domains …; see learner/credit/ticket_rules.py
+    # steps, groups_per_step, max_staleness, domains …; see learner/credit/ticket_rules.py
+    rules: dict[str, Any]
 
 
 class Parted(Message, frozen=True, tag="Parted"):
-    """Refers to a Group whose encoding is too large for one message; its parts, concatenated, are the encoding.
+    """Refers to a Group whose encoding is too large for one message; its parts, concatenated, are
+    the encoding.
 
-    Part i is at `rl.{run}.parts.{kind}.{ticket}.{upload}.{i}`, from 0, kind `t` for training and `e` for an evaluation.
+    Part i is at `rl.{run}.parts.{kind}.{ticket}.{upload}.{i}`, from 0, kind `t` for training and
+    `e` for an evaluation.
     """
 
     ticket: int  # the group's ticket
@@ -257,7 +295,8 @@ class Parted(Message, frozen=True, tag="Parted"):
         return -(-self.size // self.part_bytes)
 
 
-# --------------------------------------------------------------------------------------------------- weights
+# ---------------------------------------------------------------------------------------------------
+# weights
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -269,7 +308,9 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A low-rank adapter sent instead of a model: factors A and B, which change weights W to W + B A * scale."""
+    """A low-rank adapter sent instead of a model: factors A and B, which change weights W to W + B
+    A * scale.
+    """
 
     base: str  # hex digest of the adapted model, in the layout of its bucket plan
     targets: list[str]  # names of the adapted weights, with * for each number in them
@@ -283,12 +324,14 @@ class WeightsOffer(Message, frozen=True, tag="WeightsOffer"):
 
     epoch: int  # incarnation of the learner
     version: int  # policy version, equal to the optimizer steps taken
-    digest: str  # hex digest over all buckets, see broker.weights.digest; empty while they are being packed
+    # hex digest over all buckets, see broker.weights.digest; empty while they are being packed
+    digest: str
     plan: str  # hex digest of the bucket plan: names, shapes, dtypes, order
     size_bytes: int  # bytes on the wire
     carriers: list[Carrier]  # how the buckets can travel, best first
     probe: Probe  # checked after loading, before serving
-    adapter: Adapter | None = None  # if set, the buckets hold its factors instead of the whole model
+    # if set, the buckets hold its factors instead of the whole model
+    adapter: Adapter | None = None
     segment: str = ""  # process/file/name of memory that holds the buckets, for ipc or shared
     devices: list[str] = []  # UUIDs of the GPUs that send by nccl, which no other member may use
 
@@ -316,10 +359,12 @@ class WeightsSession(Message, frozen=True, tag="WeightsSession"):
     version: int  # version that will be sent
     timeout_s: float  # longest wait for one bucket
     error: str = ""  # reason of a refusal, else empty
-    carrier: Carrier = "gloo"  # how the buckets travel; ranks that read the offer's segment start at world_size
+    # how the buckets travel; ranks that read the offer's segment start at world_size
+    carrier: Carrier = "gloo"
 
 
-# -------------------------------------------------------------------------------------------------- generate
+# --------------------------------------------------------------------------------------------------
+# generate
 
 
 class Guide(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -340,20 +385,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     min_p: float = 0.0  # smallest probability relative to the best candidate, 0 is off
     seed: int | None = None  # the same seed, prompt and weights give the same tokens
     stop: list[str] = []  # strings that end generation; their tokens are kept
-    stop_token_ids: list[int] = []  # tokens that end generation, in addition to the model's own; kept in the output
+    # tokens that end generation, in addition to the model's own; kept in the output
+    stop_token_ids: list[int] = []
     ignore_eos: bool = False  # whether to treat the model's end tokens as ordinary tokens
-    frequency_penalty: float = 0.0  # subtracted from a token's logit for each time it was sampled in this output
-    presence_penalty: float = 0.0  # subtracted from a token's logit if it was sampled in this output
+    # subtracted from a token's logit for each time it was sampled in this output
+    frequency_penalty: float = 0.0
+    # subtracted from a token's logit if it was sampled in this output
+    presence_penalty: float = 0.0
     logit_bias: dict[int, float] = {}  # added to the logits of these tokens
-    guides: list[Guide] = []  # forms of which the output must match one, ending after it; empty: any output
-    top_logprobs: int = 0  # number of likeliest tokens to return at each sampled one, if the engine can
+    # forms of which the output must match one, ending after it; empty: any output
+    guides: list[Guide] = []
+    # number of likeliest tokens to return at each sampled one, if the engine can
+    top_logprobs: int = 0
 
     @property
     def is_resumable(self) -> bool:
         """Whether another request can continue an output that ended early.
 
-        Guides and penalties depend on the whole output, the columns for biases and likeliest tokens are of one reply,
-        and a stop string may begin in one output and end in the next.
+        Guides and penalties depend on the whole output, the columns for biases and likeliest tokens
+        are of one reply, and a stop string may begin in one output and end in the next.
         """
         has_penalty = self.frequency_penalty or self.presence_penalty
         return not (self.guides or self.logit_bias or has_penalty or self.top_logprobs or self.stop)
@@ -369,23 +419,30 @@ class GenerateRequest(Message, frozen=True, tag="GenerateRequest"):
     min_version: int = 0  # oldest version that may answer; the server waits for it
     deadline_s: float = 60.0  # seconds after receipt at which the partial output is returned
     expected_tokens: int = 0  # predicted length of this request's output, its median; 0 unknown
-    expected_high: int = 0  # 0.9 quantile of the predicted length, at least expected_tokens; 0 unknown
-    priority: int = 0  # higher ones start first; a hub raises it for the last open episodes of a group
-    step: int = -1  # training step that its group is expected in, as a policy version; later ones give way; -1 unknown
-    prompt_top_k: int = 0  # above 0: sample nothing, return this many likeliest tokens at each context position
+    # 0.9 quantile of the predicted length, at least expected_tokens; 0 unknown
+    expected_high: int = 0
+    # higher ones start first; a hub raises it for the last open episodes of a group
+    priority: int = 0
+    # training step that its group is expected in, as a policy version; later ones give way; -1
+    # unknown
+    step: int = -1
+    # above 0: sample nothing, return this many likeliest tokens at each context position
+    prompt_top_k: int = 0
 
 
 class LengthRecord(Message, frozen=True, tag="LengthRecord"):
     """What the hubs of a run have learnt about the lengths of a domain's turns; see envhub/lengths.
 
-    All numbers are running means, so that a hub can average them with its own, by the turns that they come from.
+    All numbers are running means, so that a hub can average them with its own, by the turns that
+    they come from.
     """
 
     domain: str  # the domain
     estimator: str  # its length_estimator; another one ignores the record
     turns: int  # turns that all hubs together learnt from
     values: Column  # <f4, shape (n,): the estimator's means, in its order
-    tasks: Column  # <i4, shape (k,): tasks by the hash of their first prompt, each once, at most 4096
+    # <i4, shape (k,): tasks by the hash of their first prompt, each once, at most 4096
+    tasks: Column
     counts: Column  # <f4, shape (k,): turns that a task's mean is made of
     means: Column  # <f4, shape (k,): mean log length of a task relative to others
 
@@ -404,18 +461,22 @@ class GenerateReply(Message, frozen=True, tag="GenerateReply"):
     token_ids: Column  # <i4, shape (k,): sampled tokens, including the stop token
     logprobs: Column  # <f4, shape (k,)
     version_runs: Column  # <i4, shape (2r,): pairs (policy_version, number of tokens)
-    finish_reason: FinishReason  # `error`, or `busy` (no room for the request): no tokens, see error
+    # `error`, or `busy` (no room for the request): no tokens, see error
+    finish_reason: FinishReason
     policy_version: int  # the server's version when it replied
     prefix_hit_tokens: int = 0  # context tokens found in the cache
     error: str = ""  # one line, with finish_reason `error` or `busy`
-    # With prompt_top_k, for each context token but the first, at temperature 1; with sampling.top_logprobs, for each
-    # sampled token, under its distribution. If that has fewer tokens, the last one is repeated.
+    # With prompt_top_k, for each context token but the first, at temperature 1; with
+    # sampling.top_logprobs, for each sampled token, under its distribution. If that has fewer
+    # tokens, the last one is repeated.
     top_ids: Column | None = None  # <i4, top_logprobs or prompt_top_k for each token
     top_logprobs: Column | None = None  # <f4, of top_ids, in descending order
-    reshaped: Column | None = None  # |u1, shape (k,): 1 where a guide, penalty or bias applied; None: nowhere
+    # |u1, shape (k,): 1 where a guide, penalty or bias applied; None: nowhere
+    reshaped: Column | None = None
 
 
-# -------------------------------------------------------------------------------------------------- operator
+# --------------------------------------------------------------------------------------------------
+# operator
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
@@ -424,11 +485,13 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     kind: SpanKind  # what it did; `wait`: nothing of all this
     start: float  # unix seconds
     end: float  # unix seconds, of its end or of this report
-    seconds: float  # busy time in it: more than its length if several went on at once, less if there were gaps
+    # busy time in it: more than its length if several went on at once, less if there were gaps
+    seconds: float
     count: int = 0  # pieces of work that ended in it
     ticket: int = 0  # of the group, 0 unknown or several
     step: int = -1  # optimizer step, -1 unknown or several
-    sample: bool = False  # one piece of work, as an example; another span of the report counts it too
+    # one piece of work, as an example; another span of the report counts it too
+    sample: bool = False
 
 
 class Metrics(Message, frozen=True, tag="Metrics"):
@@ -454,7 +517,9 @@ class DeadLetter(Message, frozen=True, tag="DeadLetter"):
 
 
 class Attempt(Message, frozen=True, tag="Attempt"):
-    """The state of a ticket that was delivered more than once, until it ends; written by a hub before it runs it."""
+    """The state of a ticket that was delivered more than once, until it ends; written by a hub
+    before it runs it.
+    """
 
     deaths: int  # processes that may have died while running it
     hub: str = ""  # id of the environment hub that runs it, empty if none
@@ -470,16 +535,21 @@ class DesiredState(Message, frozen=True, tag="DesiredState"):
 
 
 class OperatorRequest(Message, frozen=True, tag="OperatorRequest"):
-    """Asks the learner for something outside its schedule; asking twice at the same version does it once."""
+    """Asks the learner for something outside its schedule; asking twice at the same version does it
+    once.
+    """
 
-    action: Literal["checkpoint", "evaluate"]  # write a checkpoint; evaluate the policy on the held-out tasks
-    step: int = -1  # step of an earlier reply, to learn how far it is; -1 begins at the current version
+    # write a checkpoint; evaluate the policy on the held-out tasks
+    action: Literal["checkpoint", "evaluate"]
+    # step of an earlier reply, to learn how far it is; -1 begins at the current version
+    step: int = -1
 
 
 class OperatorReply(Message, frozen=True, tag="OperatorReply"):
     """The learner's answer to an OperatorRequest."""
 
-    state: Literal["waiting", "running", "done", "refused"]  # waiting: it begins when the current step ends
+    # waiting: it begins when the current step ends
+    state: Literal["waiting", "running", "done", "refused"]
     step: int  # optimizer steps of the checkpoint or the evaluation
     detail: str  # one line for the operator
 
@@ -488,9 +558,11 @@ class DeviceClaim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """One process's claim to a device that it shares with others."""
 
     holder: str  # one start of a process, for example rollout-1-9f86d0
-    exclusive: bool  # a learner's: nothing else may be on the device; servers share it with each other
+    # a learner's: nothing else may be on the device; servers share it with each other
+    exclusive: bool
     granted: bool  # whether it has the device; else it waits
-    beat: int  # raised by each renewal; a claim whose beat stays the same for the time limit has ended
+    # raised by each renewal; a claim whose beat stays the same for the time limit has ended
+    beat: int
 
 
 class DeviceLease(Message, frozen=True, tag="DeviceLease"):
@@ -504,20 +576,24 @@ class OfferRefusal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     epoch: int  # of the offer
     version: int  # of the offer
-    kind: RefusalKind  # other names or shapes; another base of adapters; loaded, and the probe's logprobs differ
+    # other names or shapes; another base of adapters; loaded, and the probe's logprobs differ
+    kind: RefusalKind
     difference: str  # the first one, one line
     loads: int = 0  # how often it was loaded, 0 unless kind is `logprobs`
 
 
 class Presence(Message, frozen=True, tag="Presence"):
-    """A heartbeat; the process is alive while the revision changes within the TTL on the reader's clock."""
+    """A heartbeat; the process is alive while the revision changes within the TTL on the reader's
+    clock.
+    """
 
     role: str  # rollout, envhub, rewardhub, learner
     id: str  # the process
     host: str  # machine name
     pid: int  # process id on the host
     state: Literal["starting", "serving", "draining", "failed"]  # what the process is doing
-    address: str = ""  # rollout: address of its request channel, for example tcp://10.0.0.2:41234 key=... host=...
+    # rollout: address of its request channel, for example tcp://10.0.0.2:41234 key=... host=...
+    address: str = ""
     channel: str = ""  # name of the request channel: zmq, nats
     policy: str = ACTOR  # rollout: the policy it serves
     engine: str = ""  # rollout: engine name
@@ -529,19 +605,25 @@ class Presence(Message, frozen=True, tag="Presence"):
     serves: list[str] = []  # envhub: domains; rewardhub: pools
     speed: float = 0.0  # rollout: tokens per second when busy, 0 unknown
     idle_ratio: float = -1.0  # rollout: share of the last second without work, -1 unknown
-    base_s: float = 0.0  # seconds that one token (rollout), step (envhub) or score (rewardhub) takes, 0 unknown;
+    # seconds that one token (rollout), step (envhub) or score (rewardhub) takes, 0 unknown;
+    base_s: float = 0.0
     each_s: float = 0.0  # with r at once it takes base_s + r * each_s
     at_once: int = 0  # rewardhub: scores that it computes at once
     carriers: list[str] = []  # rollout: how it can take weights, best first
     problem: str = ""  # one line: why it takes no work, empty while it does
-    process: str = ""  # learner, envhub: boot id, PID namespace, pid, start time; see broker/system/process_identity.py
-    said: str = ""  # latest WARNING or ERROR logged, with its time, at most 300 characters; empty after 10 minutes
+    # learner, envhub: boot id, PID namespace, pid, start time; see
+    # broker/system/process_identity.py
+    process: str = ""
+    # latest WARNING or ERROR logged, with its time, at most 300 characters; empty after 10 minutes
+    said: str = ""
     key: str = ""  # envhub, learner: public CURVE key of its requests to rollout servers, in Z85
     asleep: bool = False  # rollout: others use its device, so its requests wait
     job: str = ""  # batch job that it runs in, for example Slurm job 4711_2; empty outside of one
-    voucher: str = ""  # proves that a process of this role announces what broker/runtime/vouching.py lists
+    # proves that a process of this role announces what broker/runtime/vouching.py lists
+    voucher: str = ""
     refusal: OfferRefusal | None = None  # rollout: set while it cannot serve the newest offer
-    tickets: list[int] | None = None  # hubs: training tickets they work on, in their entries only; null: not said
+    # hubs: training tickets they work on, in their entries only; null: not said
+    tickets: list[int] | None = None
 
 
 class RunSpec(Message, frozen=True, tag="RunSpec"):
@@ -554,13 +636,16 @@ class RunSpec(Message, frozen=True, tag="RunSpec"):
     model_path: str  # folder or hub name of the policy's first weights and tokenizer
     data_digests: dict[str, str] = {}  # file path to content digest, for data sets read by hubs
     created: float = 0.0  # unix seconds, for display only
-    model_files: str = ""  # digest of the stored ModelParts, for hosts without model_path; empty for a hub name
+    # digest of the stored ModelParts, for hosts without model_path; empty for a hub name
+    model_files: str = ""
 
 
 class ModelPart(Message, frozen=True, tag="ModelPart"):
-    """One part of the configuration and the tokenizer of the run's model, for hosts that do not have its folder.
+    """One part of the configuration and the tokenizer of the run's model, for hosts that do not
+    have its folder.
 
-    The parts of one digest, concatenated, are a MessagePack map from file name to content, compressed with zlib.
+    The parts of one digest, concatenated, are a MessagePack map from file name to content,
+    compressed with zlib.
     """
 
     digest: str  # of the files; see rlearner_text/model_files.py

@@ -1,12 +1,13 @@
 """The accounts of a nats-server and what crosses between them, derived from the table of streams.
 
-JetStream, the operator and the learners have one account. Each joining role of a run has an account of its own, which
-imports the services that its permissions name, and nothing else: the streams that it may ask for, the subjects that it
-writes, the requests that others answer. A server renames the reply subject of whatever crosses, so that a reply
-reaches its requester's account only, where there is nothing that the requester could not have sent itself.
+JetStream, the operator and the learners have one account. Each joining role of a run has an account
+of its own, which imports the services that its permissions name, and nothing else: the streams that
+it may ask for, the subjects that it writes, the requests that others answer. A server renames the
+reply subject of whatever crosses, so that a reply reaches its requester's account only, where there
+is nothing that the requester could not have sent itself.
 
-What a role hears (metrics, presence, news of last values) comes as a stream from the account of each writer: what
-reached an account by a service is not passed on as a stream.
+What a role hears (metrics, presence, news of last values) comes as a stream from the account of
+each writer: what reached an account by a service is not passed on as a stream.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from broker.contract.permissions import (
 from broker.contract.streams import REQUEST, ROLES, STREAMS, Stream
 
 ACCOUNT: Final = "RLEARNER"
-MAPPED_API: Final = "RLJS"  # an account without JetStream answers requests to its API itself, so they are renamed
-SERVICE, STREAM = "service", "stream"
+# an account without JetStream answers requests to its API itself, so they are renamed
+MAPPED_API: Final = "RLJS"
+SERVICE = "service"
+STREAM = "stream"
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,11 @@ class Export:
         return self.subject.startswith(f"{API}.CONSUMER.MSG.NEXT.")
 
     def is_part_of(self, other: Export) -> bool:
-        """Return whether another export has all subjects of this one; accounts of JWTs may not have both."""
-        parts, others = self.subject.split("."), other.subject.split(".")
+        """Return whether another export has all subjects of this one; accounts of JWTs may not have
+        both.
+        """
+        parts = self.subject.split(".")
+        others = other.subject.split(".")
         if self == other or (self.kind, len(parts)) != (other.kind, len(others)):
             return False
         return all(there in ("*", here) for here, there in zip(parts, others, strict=True))
@@ -97,12 +103,22 @@ def account_of(role: str, run: str) -> str:
 
 def mapped(subject: str) -> str:
     """Return a subject as the account of a joining role has it."""
-    return subject.replace(f"{API}.", f"{MAPPED_API}.", 1) if subject.startswith(f"{API}.") else subject
+    return (
+        subject.replace(f"{API}.", f"{MAPPED_API}.", 1)
+        if subject.startswith(f"{API}.")
+        else subject
+    )
 
 
 def unmapped(subject: str) -> str:
-    """Return the subject that a client used, from one that a server names in a refusal, in any case."""
-    return f"{API}.{subject[len(MAPPED_API) + 1 :]}" if subject.upper().startswith(f"{MAPPED_API}.") else subject
+    """Return the subject that a client used, from one that a server names in a refusal, in any
+    case.
+    """
+    return (
+        f"{API}.{subject[len(MAPPED_API) + 1 :]}"
+        if subject.upper().startswith(f"{MAPPED_API}.")
+        else subject
+    )
 
 
 def accounts_of(users: Iterable[tuple[str, str]]) -> list[Account]:
@@ -116,24 +132,34 @@ def accounts_of(users: Iterable[tuple[str, str]]) -> list[Account]:
             roles.setdefault(run, set(JOINING)).update({role} & {OBSERVER})
     accounts = {ACCOUNT: Account(ACCOUNT)}
     for run, joining in sorted(roles.items()):
-        accounts |= {name: Account(name) for name in (account_of(role, run) for role in sorted(joining))}
+        accounts |= {
+            name: Account(name) for name in (account_of(role, run) for role in sorted(joining))
+        }
         for importer, wanted, is_request in _crossings(run, sorted(joining)):
             accounts[importer].imports[wanted] = None
-            subject = _of_any_run(wanted.subject, run) if wanted.exporter == ACCOUNT else wanted.subject
+            subject = (
+                _of_any_run(wanted.subject, run) if wanted.exporter == ACCOUNT else wanted.subject
+            )
             accounts[wanted.exporter].exports[Export(wanted.kind, subject, is_request)] = None
     for account in accounts.values():
-        account.exports = {one: None for one in account.exports if not any(map(one.is_part_of, account.exports))}
+        account.exports = {
+            one: None for one in account.exports if not any(map(one.is_part_of, account.exports))
+        }
     return list(accounts.values())
 
 
 def _of_any_run(subject: str, run: str) -> str:
-    """Return the pattern of a subject in every run: with an export for each, a server takes long to read them."""
+    """Return the pattern of a subject in every run: with an export for each, a server takes long to
+    read them.
+    """
     parts = subject.split(".")
     return ".".join("*" if part == run or f"rl_{run}_" in part else part for part in parts)
 
 
 def _crossings(run: str, joining: Collection[str]) -> Iterator[tuple[str, Import, bool]]:
-    """Yield (importing account, import, whether a process answers) of a run of which these roles have accounts."""
+    """Yield (importing account, import, whether a process answers) of a run of which these roles
+    have accounts.
+    """
     roles = [OPERATOR, LEARNER, *joining]
     for stream in STREAMS:
         for role in joining:
@@ -149,22 +175,30 @@ def _crossings(run: str, joining: Collection[str]) -> Iterator[tuple[str, Import
 def _stored(stream: Stream, role: str, run: str) -> list[str]:
     """Return what a joining role asks of JetStream and stores there."""
     is_stored = stream.kind in STORED and _writes(stream, role)
-    return [*stored_requests(stream, role, run), *([own_subjects(stream, role, run)] if is_stored else [])]
+    return [
+        *stored_requests(stream, role, run),
+        *([own_subjects(stream, role, run)] if is_stored else []),
+    ]
 
 
 def _live(stream: Stream, writer: str, reader: str, run: str) -> Iterator[tuple[str, Import, bool]]:
-    """Yield what a role sends to another without the broker storing it, and the news of what it stores."""
-    sending, hearing = account_of(writer, run), account_of(reader, run)
+    """Yield what a role sends to another without the broker storing it, and the news of what it
+    stores.
+    """
+    sending = account_of(writer, run)
+    hearing = account_of(reader, run)
     if stream.kind is REQUEST:
         if stream.reads(reader):
             yield sending, Import(SERVICE, hearing, own_subjects(stream, reader, run)), True
         return
-    if not hears(stream, reader) or writer == LEARNER:  # what the operator may write includes the learner's
+    # what the operator may write includes the learner's
+    if not hears(stream, reader) or writer == LEARNER:
         return
     if hearing == ACCOUNT and stream.kind in STORED:
         return  # it comes there to be stored
     writers = [writer]
-    if writer == OPERATOR:  # who may speak for every role; what the reader's own says would come back to it
+    # who may speak for every role; what the reader's own says would come back to it
+    if writer == OPERATOR:
         writers = ["*"] if stream.kind in STORED else [role for role in ROLES if role != reader]
     for role in writers:
         yield hearing, Import(STREAM, sending, own_subjects(stream, role, run)), False

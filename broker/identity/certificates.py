@@ -1,4 +1,6 @@
-"""The certificates of a broker that other hosts reach: an authority of its own, and one certificate per address."""
+"""The certificates of a broker that other hosts reach: an authority of its own, and one certificate
+per address.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,17 @@ from typing import Final
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, EllipticCurvePrivateKey, generate_private_key
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
+from cryptography.hazmat.primitives.asymmetric.ec import (
+    SECP256R1,
+    EllipticCurvePrivateKey,
+    generate_private_key,
+)
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
 
 AUTHORITY_DAYS: Final = 3650
 SERVER_DAYS: Final = 365
@@ -19,10 +30,12 @@ RENEW_DAYS: Final = 180  # before its end, when the server starts
 
 
 def server_certificate(folder: Path, address: str) -> tuple[Path, Path]:
-    """Return the files of certificate and key of the server at an IP address, made or renewed as needed.
+    """Return the files of certificate and key of the server at an IP address, made or renewed as
+    needed.
 
     Args:
-        folder: holds ``ca.pem`` and ``ca.key``, made if missing; its caller keeps others from changing it.
+        folder: holds ``ca.pem`` and ``ca.key``, made if missing; its caller keeps others from
+            changing it.
 
     Raises:
         OSError: if a file cannot be used.
@@ -42,7 +55,8 @@ def _days_left(file: Path) -> int:
 
 
 def _make_authority(folder: Path) -> None:
-    key, name = generate_private_key(SECP256R1()), _name("rlearner broker authority")
+    key = generate_private_key(SECP256R1())
+    name = _name("rlearner broker authority")
     limits = x509.BasicConstraints(ca=True, path_length=0)
     made = _builder(name, name, key, AUTHORITY_DAYS).add_extension(limits, critical=True)
     _write(folder / "ca.key", _private(key))
@@ -60,17 +74,27 @@ def _make_server(folder: Path, address: str, certificate: Path, key_file: Path) 
     names = x509.SubjectAlternativeName([x509.IPAddress(ip), *others])
     limits = x509.BasicConstraints(ca=False, path_length=None)
     issued = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
-    made = _builder(_name(f"rlearner broker {address}"), issuer, key, SERVER_DAYS).add_extension(limits, critical=True)
+    made = _builder(_name(f"rlearner broker {address}"), issuer, key, SERVER_DAYS).add_extension(
+        limits, critical=True
+    )
     made = made.add_extension(names, critical=False).add_extension(issued, critical=False)
     _write(key_file, _private(key))
     _write(certificate, _signed(made, authority))
 
 
-def _builder(subject: x509.Name, issuer: x509.Name, key: EllipticCurvePrivateKey, days: int) -> x509.CertificateBuilder:
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: EllipticCurvePrivateKey, days: int
+) -> x509.CertificateBuilder:
     begin = _now() - datetime.timedelta(days=1)  # clocks of other hosts may be behind
-    builder = x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number())
-    builder = builder.not_valid_before(begin).not_valid_after(_now() + datetime.timedelta(days=days))
-    return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    builder = x509.CertificateBuilder(
+        issuer, subject, key.public_key(), x509.random_serial_number()
+    )
+    builder = builder.not_valid_before(begin).not_valid_after(
+        _now() + datetime.timedelta(days=days)
+    )
+    return builder.add_extension(
+        x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False
+    )
 
 
 def _signed(builder: x509.CertificateBuilder, authority: EllipticCurvePrivateKey) -> bytes:

@@ -1,10 +1,11 @@
-"""The login for a user's own NATS cluster, from files that environment variables name; never from a command line.
+"""The login for a user's own NATS cluster, from files that environment variables name; never from a
+command line.
 
-RL_BROKER_NKEY                           file with the seed of a user (nkeys)
-RL_BROKER_CREDS                          file with a JWT and its seed, as nsc writes it
-RL_BROKER_USER, RL_BROKER_PASSWORD_FILE  user and file of the password
-RL_BROKER_CERT, RL_BROKER_KEY            client certificate and its key as PEM; may go with any of the above
-RL_BROKER_CA                             the authority of the servers' certificates as PEM
+RL_BROKER_NKEY                           file with the seed of a user (nkeys) RL_BROKER_CREDS
+file with a JWT and its seed, as nsc writes it RL_BROKER_USER, RL_BROKER_PASSWORD_FILE  user and
+file of the password RL_BROKER_CERT, RL_BROKER_KEY            client certificate and its key as PEM;
+may go with any of the above RL_BROKER_CA                             the authority of the servers'
+certificates as PEM
 """
 
 from __future__ import annotations
@@ -23,10 +24,16 @@ from broker.errors import UserError
 from broker.identity.keys import Key
 from broker.system.private_files import is_open_to_others
 
-NKEY, CREDS, USER, PASSWORD = "RL_BROKER_NKEY", "RL_BROKER_CREDS", "RL_BROKER_USER", "RL_BROKER_PASSWORD_FILE"
-CERT, CERT_KEY, CA = "RL_BROKER_CERT", "RL_BROKER_KEY", "RL_BROKER_CA"
+NKEY = "RL_BROKER_NKEY"
+CREDS = "RL_BROKER_CREDS"
+USER = "RL_BROKER_USER"
+PASSWORD = "RL_BROKER_PASSWORD_FILE"
+CERT = "RL_BROKER_CERT"
+CERT_KEY = "RL_BROKER_KEY"
+CA = "RL_BROKER_CA"
 MOST_BYTES: Final = 65_536
-LONG_JWT: Final = 3500  # with it, the command to connect approaches the 4096 bytes that servers take by default
+# with it, the command to connect approaches the 4096 bytes that servers take by default
+LONG_JWT: Final = 3500
 _JWT: Final = re.compile(r"-----BEGIN NATS USER JWT-----\s+(\S+)\s+-+END NATS USER JWT-+")
 _SEED: Final = re.compile(r"-----BEGIN USER NKEY SEED-----\s+(\S+)\s+-+END USER NKEY SEED-+")
 
@@ -76,7 +83,8 @@ class ClusterLogin:
             try:
                 context.load_cert_chain(self.certificate, self.certificate_key, password=lambda: "")
             except OSError as error:
-                files, what = f"{self.certificate} and {self.certificate_key}", "a certificate and its key, unencrypted"
+                files = f"{self.certificate} and {self.certificate_key}"
+                what = "a certificate and its key, unencrypted"
                 raise _unusable(f"{CERT}, {CERT_KEY}", files, error, what) from None
         return context
 
@@ -98,20 +106,27 @@ class ClusterLogin:
 
 
 def from_environment(url: str) -> ClusterLogin | None:
-    """Return the login that the environment, or a user and password in an address, names; None without any.
+    """Return the login that the environment, or a user and password in an address, names; None
+    without any.
 
     Raises:
         UserError: if variables contradict each other or a file cannot be used.
     """
-    named = [name for name in (NKEY, CREDS, USER) if os.environ.get(name)] + ["RL_BROKER"] * ("@" in url)
+    named = [name for name in (NKEY, CREDS, USER) if os.environ.get(name)] + ["RL_BROKER"] * (
+        "@" in url
+    )
     if len(named) > 1:
-        raise UserError(f"{' and '.join(named)} each name a login for the broker; set only one of them")
+        raise UserError(
+            f"{' and '.join(named)} each name a login for the broker; set only one of them"
+        )
     for one, other in ((USER, PASSWORD), (CERT, CERT_KEY)):
         if bool(os.environ.get(one)) != bool(os.environ.get(other)):
             raise UserError(f"{one} and {other} go together; set both or neither")
     tls: dict[str, Any] = {name: os.environ.get(variable, "") for name, variable in _TLS.items()}
     if not named:
-        return ClusterLogin(CERT if tls["certificate"] else "", **tls) if any(tls.values()) else None
+        return (
+            ClusterLogin(CERT if tls["certificate"] else "", **tls) if any(tls.values()) else None
+        )
     if named == [NKEY]:
         file = os.environ[NKEY]
         return ClusterLogin(NKEY, key=Key.parse(read_secret(NKEY, file), f"{NKEY}: {file}"), **tls)
@@ -120,17 +135,21 @@ def from_environment(url: str) -> ClusterLogin | None:
         return ClusterLogin(CREDS, key=key, jwt=jwt, **tls)
     if named == [USER]:
         if not (password := read_secret(PASSWORD, os.environ[PASSWORD]).strip("\r\n")):
-            raise UserError(f"{PASSWORD}: {os.environ[PASSWORD]} is empty; expected the password of {USER}")
+            raise UserError(
+                f"{PASSWORD}: {os.environ[PASSWORD]} is empty; expected the password of {USER}"
+            )
         return ClusterLogin(USER, user=os.environ[USER], password=password, **tls)
     user = url.partition("://")[2].partition("@")[0].partition(":")[0]
-    return ClusterLogin("RL_BROKER", user=user, **tls)  # the client takes the password of each address
+    # the client takes the password of each address
+    return ClusterLogin("RL_BROKER", user=user, **tls)
 
 
 _TLS: Final = {"certificate": CERT, "certificate_key": CERT_KEY, "authority": CA}
 
 
 def named_authority() -> str:
-    """Return the certificate of the authority that the environment names as PEM text, empty without one.
+    """Return the certificate of the authority that the environment names as PEM text, empty without
+    one.
 
     Raises:
         UserError: if it cannot be read.
@@ -160,8 +179,11 @@ def read_secret(variable: str, file: str) -> str:
 
 def _credentials(file: str) -> tuple[Key, str]:
     text = read_secret(CREDS, file)
-    jwt, seed = _JWT.search(text), _SEED.search(text)
-    wrong = UserError(f"{CREDS}: {file} is not a credentials file; expected a user's JWT and seed, as nsc writes them")
+    jwt = _JWT.search(text)
+    seed = _SEED.search(text)
+    wrong = UserError(
+        f"{CREDS}: {file} is not a credentials file; expected a user's JWT and seed, as nsc writes them"
+    )
     if jwt is None or seed is None:
         raise wrong
     key = Key.parse(seed[1], f"{CREDS}: {file}")
@@ -200,7 +222,9 @@ def _why_not(jwt: str) -> str:
 
 
 def _why_no_certificate(file: str) -> str:
-    """Return the likely reason why servers refuse a client certificate; some of them only close the connection."""
+    """Return the likely reason why servers refuse a client certificate; some of them only close the
+    connection.
+    """
     from cryptography import x509  # takes a third of a second to import
 
     end = x509.load_pem_x509_certificate(Path(file).read_bytes()).not_valid_after_utc

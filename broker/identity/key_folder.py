@@ -35,7 +35,8 @@ from broker.system.private_files import private_write
 from broker.system.process_identity import has_ended, identity_of, is_elsewhere, this_machine
 
 AUTHORIZATION: Final = "authorization.conf"
-LOCK_WITHIN_S: Final = 60.0  # others hold it while servers read their configuration again, for each new key
+# others hold it while servers read their configuration again, for each new key
+LOCK_WITHIN_S: Final = 60.0
 
 
 @dataclass(frozen=True)
@@ -65,18 +66,24 @@ class KeyFolder:
     """A broker's keys. Several processes may use the folder at once.
 
     Args:
-        makes_keys: whether it is of a private broker, which learns of changes by itself; else its user tells the
-            servers, and a missing key is an error.
+        makes_keys: whether it is of a private broker, which learns of changes by itself; else its
+            user tells the servers, and a missing key is an error.
 
     Raises:
-        UserError: if the folder belongs to another user, others can enter it, or it makes no keys and is missing.
+        UserError: if the folder belongs to another user, others can enter it, or it makes no keys
+            and is missing.
     """
 
     def __init__(self, path: Path, *, makes_keys: bool = True) -> None:
-        self.path, self.makes_keys = path, makes_keys
+        self.path = path
+        self.makes_keys = makes_keys
         if not makes_keys and not path.is_dir():
-            raise UserError(f"there is no folder of keys {path}; make it with `broker permissions --keys {path}`")
-        self._read, self._next_expiry = 0, 0.0  # when the users were last read, and when the next one expires
+            raise UserError(
+                f"there is no folder of keys {path}; make it with `broker permissions --keys {path}`"
+            )
+        # when the users were last read, and when the next one expires
+        self._read = 0
+        self._next_expiry = 0.0
         try:
             for folder in (path, path / "users", path / "servers"):
                 folder.mkdir(mode=0o700, parents=folder == path, exist_ok=True)
@@ -84,7 +91,9 @@ class KeyFolder:
         except OSError as error:
             raise UserError(f"cannot use the folder of keys {path}: {error.strerror}") from None
         if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise UserError(f"the folder of keys {path} must belong to you alone; run chmod 700 {path}")
+            raise UserError(
+                f"the folder of keys {path} must belong to you alone; run chmod 700 {path}"
+            )
 
     def operator(self) -> Key:
         """Return the operator's key, a new one in a new folder."""
@@ -99,12 +108,16 @@ class KeyFolder:
         return self._key(self.path / token(run, "run") / "owner.key", "", run)
 
     def _key(self, file: Path, role: str, run: str) -> Key:
-        """Return the key in a file; a new one if there is none, which the broker accepts if it is one of a role."""
+        """Return the key in a file; a new one if there is none, which the broker accepts if it is
+        one of a role.
+        """
         if file.is_file():
             return Key.load(file)
         if not self.makes_keys:
             names = f"--run {run}" if run else "any --run"
-            raise UserError(f"{file} is missing; make it with `broker permissions {names} --keys {self.path}`")
+            raise UserError(
+                f"{file} is missing; make it with `broker permissions {names} --keys {self.path}`"
+            )
         with self._locked():
             if not file.is_file():
                 key = Key.generate()
@@ -117,7 +130,9 @@ class KeyFolder:
         return Key.load(file)
 
     def authority(self) -> str:
-        """Return the certificate of the broker's authority as PEM text, empty if no other host reaches the broker."""
+        """Return the certificate of the broker's authority as PEM text, empty if no other host
+        reaches the broker.
+        """
         try:
             return (self.path / "tls" / "ca.pem").read_text(encoding="ascii")
         except FileNotFoundError:
@@ -129,7 +144,8 @@ class KeyFolder:
         Raises:
             UserError: if one cannot be used.
         """
-        from broker.identity.certificates import server_certificate  # takes a third of a second to import
+        # takes a third of a second to import
+        from broker.identity.certificates import server_certificate
 
         folder = self.path / "tls"
         with self._locked():
@@ -160,7 +176,9 @@ class KeyFolder:
             self._reload()
 
     def renew(self, name: str, expires_at: float) -> BrokerUser | None:
-        """Accept a token's key until another time, also if it has expired; return it, None without such a token."""
+        """Accept a token's key until another time, also if it has expired; return it, None without
+        such a token.
+        """
         with self._locked():
             for user in self._every_user():
                 if user.name == name:
@@ -191,14 +209,18 @@ class KeyFolder:
         return self.path / "servers" / f"{pid}.{zlib.crc32(this_machine().encode()):08x}"
 
     def follow(self, pid: int) -> None:
-        """Reload this nats-server if a process of another host, which could not signal it, changed the users."""
+        """Reload this nats-server if a process of another host, which could not signal it, changed
+        the users.
+        """
         note = self._note_of(pid)
         with suppress(FileNotFoundError, ProcessLookupError):
             if note.stat().st_mtime_ns < (self.path / AUTHORIZATION).stat().st_mtime_ns:
                 self._tell(note, has_new_accounts=True)
 
     def refresh(self) -> None:
-        """Write what the nats-server reads, and reload the servers if that changed, as after an expiry."""
+        """Write what the nats-server reads, and reload the servers if that changed, as after an
+        expiry.
+        """
         with self._locked():
             self._reload()
 
@@ -208,11 +230,14 @@ class KeyFolder:
         if changed == self._read and time.time() < self._next_expiry:
             return
         self._read = changed
-        self._next_expiry = min((user.expires_at for user in self.users() if user.expires_at), default=math.inf)
+        self._next_expiry = min(
+            (user.expires_at for user in self.users() if user.expires_at), default=math.inf
+        )
         self.refresh()
 
     def _reload(self) -> None:
-        text, file = accounts(map(as_server_user, self.users())), self.path / AUTHORIZATION
+        text = accounts(map(as_server_user, self.users()))
+        file = self.path / AUTHORIZATION
         if file.is_file() and file.read_text(encoding="utf-8") == text:
             return
         known = account_names(file.read_text(encoding="utf-8")) if file.is_file() else set()
@@ -229,7 +254,9 @@ class KeyFolder:
         """Reload the nats-server of this machine that a note names."""
         server_log = Path(note.read_text(encoding="utf-8").partition("\n")[2].strip())
         os.utime(note)  # newer than what it reads
-        reload_server(int(note.name.partition(".")[0]), server_log, has_new_accounts=has_new_accounts)
+        reload_server(
+            int(note.name.partition(".")[0]), server_log, has_new_accounts=has_new_accounts
+        )
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

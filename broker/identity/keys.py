@@ -1,4 +1,6 @@
-"""Ed25519 keys in the encoding of NATS (nkeys): a seed that is kept secret and a public key that names it."""
+"""Ed25519 keys in the encoding of NATS (nkeys): a seed that is kept secret and a public key that
+names it.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,17 @@ class Key:
         """Return the key of a seed.
 
         Raises:
-            UserError: if it is not the seed of a user; names where it came from and does not repeat it.
+            UserError: if it is not the seed of a user; names where it came from and does not repeat
+                it.
         """
         key = cls(text.strip())
         try:
             if not key.public.startswith("U"):
                 raise ValueError
         except (nkeys.NkeysError, ValueError, IndexError):
-            raise UserError(f"{where} holds no key; expected the seed of a NATS user (it begins with SU)") from None
+            raise UserError(
+                f"{where} holds no key; expected the seed of a NATS user (it begins with SU)"
+            ) from None
         return key
 
     @classmethod

@@ -1,7 +1,8 @@
 """Finds the key with which a process connects to a broker.
 
-A private broker notes its folder of keys by its address, in a folder of its user. Processes of the same user find it
-there; all others need a join token. The environment names logins and folders of keys for a user's own cluster.
+A private broker notes its folder of keys by its address, in a folder of its user. Processes of the
+same user find it there; all others need a join token. The environment names logins and folders of
+keys for a user's own cluster.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Login:
         key: None without any login, or for one by password or certificate.
         owner: public key of the run's owner, from a join token.
         certificate: by which the owner vouches for the key of a join token, see ``vouchers``.
-        authority: certificate of the broker's authority as PEM text; empty: the system's authorities count.
+        authority: certificate of the broker's authority as PEM text; empty: the system's
+            authorities count.
         keys: the broker's folder of keys, if this user has it.
         cluster: the rest of a login that the environment names.
         signer: key of the join token, with which it vouches for what it says.
@@ -61,7 +63,8 @@ class Login:
         return inbox(self.role, self.run, self.name) if self.role else INBOX
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """Return a context that accepts only a broker with a certificate of its authority; None: the default one.
+        """Return a context that accepts only a broker with a certificate of its authority; None:
+        the default one.
 
         Raises:
             UserError: if the certificate of the authority is none.
@@ -73,7 +76,9 @@ class Login:
         try:
             context.load_verify_locations(cadata=self.authority)
         except (ssl.SSLError, ValueError):
-            raise UserError("the certificate of the broker's authority is damaged; ask for a new join token") from None
+            raise UserError(
+                "the certificate of the broker's authority is damaged; ask for a new join token"
+            ) from None
         return context
 
     @property
@@ -92,7 +97,8 @@ class Login:
         return signatures.signed(self.keys.owner(run), subject, data, above=above)
 
     def stamp(self, run: str, subject: str, headers: dict[str, str] | None, data: Buffer) -> int:
-        """Return when the owner of a run signed a value, in milliseconds; 0 on brokers without keys.
+        """Return when the owner of a run signed a value, in milliseconds; 0 on brokers without
+        keys.
 
         Raises:
             WireError: if the owner did not sign it.
@@ -107,7 +113,8 @@ class Login:
         return vouchers.vouch(self.signer, statement, self.certificate) if self.signer else ""
 
     def check_voucher(self, run: str, role: str, statement: bytes, voucher: str) -> None:
-        """Check that a process of a role made a statement; on brokers without keys nothing is checked.
+        """Check that a process of a role made a statement; on brokers without keys nothing is
+        checked.
 
         Raises:
             WireError: if the voucher does not prove it.
@@ -125,12 +132,14 @@ class Login:
 
 
 def find_login(url: str, role: str, run: str) -> Login:
-    """Return the login for a broker: the key of this role and run if its folder of keys is this user's.
+    """Return the login for a broker: the key of this role and run if its folder of keys is this
+    user's.
 
     Without such a folder, the environment may name a login.
 
     Args:
-        role: a role, or the operator; a process that does not know its run yet connects as the operator.
+        role: a role, or the operator; a process that does not know its run yet connects as the
+            operator.
 
     Raises:
         UserError: if a folder or a file cannot be used.
@@ -139,11 +148,13 @@ def find_login(url: str, role: str, run: str) -> Login:
     if (keys := _noted_keys(url)) is not None:
         key = keys.role(role, run) if run else keys.operator()
         return Login(role, run, key=key, authority=keys.authority(), keys=keys)
-    shown, keys = cluster_login.from_environment(url), _named_keys()
+    shown = cluster_login.from_environment(url)
+    keys = _named_keys()
     if shown is not None and shown.shows_something:
         return Login(role, run, key=shown.key, keys=keys, cluster=shown)
     if keys is not None:
-        key, tls = (keys.role(role, run) if run else keys.operator()), shown or ClusterLogin()
+        key = keys.role(role, run) if run else keys.operator()
+        tls = shown or ClusterLogin()
         return Login(role, run, key=key, keys=keys, cluster=replace(tls, named_by=KEYS, key=key))
     return Login(cluster=shown)
 
@@ -156,8 +167,12 @@ def keys_of(url: str) -> KeyFolder:
     """
     if (found := _noted_keys(url) or _named_keys()) is not None:
         return found
-    where = f"on the machine where it was started, as the same user; for your own cluster, set {KEYS}"
-    raise UserError(f"no keys of a broker at {url.rpartition('@')[2]} on this machine; run this {where}")
+    where = (
+        f"on the machine where it was started, as the same user; for your own cluster, set {KEYS}"
+    )
+    raise UserError(
+        f"no keys of a broker at {url.rpartition('@')[2]} on this machine; run this {where}"
+    )
 
 
 def _noted_keys(url: str) -> KeyFolder | None:
@@ -173,7 +188,9 @@ def _named_keys() -> KeyFolder | None:
 
 
 def client_options(url: str) -> dict[str, Any]:
-    """Return the arguments with which a plain ``nats.connect`` logs in as the operator; empty without a login."""
+    """Return the arguments with which a plain ``nats.connect`` logs in as the operator; empty
+    without a login.
+    """
     login = find_login(url, OPERATOR, "")
     cluster = login.cluster or ClusterLogin()
     options: dict[str, Any] = {"inbox_prefix": login.inbox} if login.role else {}
@@ -198,7 +215,9 @@ def note(url: str, folder: Path) -> None:
         private_folder(place)
         private_write(file, f"{folder.absolute()}\n".encode())
     except OSError as error:
-        raise UserError(f"cannot write to {place}: {error.strerror}; set XDG_STATE_HOME to a folder of yours") from None
+        raise UserError(
+            f"cannot write to {place}: {error.strerror}; set XDG_STATE_HOME to a folder of yours"
+        ) from None
 
 
 def forget(url: str, folder: Path) -> None:

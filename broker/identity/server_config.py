@@ -1,4 +1,6 @@
-"""Writes who may connect to a nats-server, and what each may do, in the language of its configuration file."""
+"""Writes who may connect to a nats-server, and what each may do, in the language of its
+configuration file.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ from typing import Final
 
 from broker.contract.permissions import API, OPERATOR, permissions
 from broker.errors import UserError
-from broker.identity.accounts import ACCOUNT, MAPPED_API, Export, Import, account_of, accounts_of, mapped
+from broker.identity.accounts import (
+    ACCOUNT,
+    MAPPED_API,
+    Export,
+    Import,
+    account_of,
+    accounts_of,
+    mapped,
+)
 
 REPLY_WITHIN: Final = '"10m"'  # the server forgets where the reply to a request goes
 LOGINS: Final = ("nkey", "password", "certificate")
@@ -55,7 +65,8 @@ def user_name(role: str, run: str) -> str:
 
 
 def require_distinct(users: Sequence[ServerUser]) -> None:
-    """Check that no two users log in with the same, as with the variables of runs ``a-b`` and ``a_b``.
+    """Check that no two users log in with the same, as with the variables of runs ``a-b`` and
+    ``a_b``.
 
     Raises:
         UserError: if two do.
@@ -64,7 +75,9 @@ def require_distinct(users: Sequence[ServerUser]) -> None:
     for user in users:
         shown = user.shows.rpartition(": ")[2]
         if (other := seen.setdefault(shown, user)) is not user:
-            raise UserError(f"runs {other.run} and {user.run} would share {shown}; rename one, or use --login nkey")
+            raise UserError(
+                f"runs {other.run} and {user.run} would share {shown}; rename one, or use --login nkey"
+            )
 
 
 def accounts(users: Iterable[ServerUser]) -> str:
@@ -73,7 +86,9 @@ def accounts(users: Iterable[ServerUser]) -> str:
     for user in users:
         members.setdefault(account_of(user.role, user.run), []).append(user)
     lines = ["accounts {"]
-    for account in accounts_of((user.role, user.run) for group in members.values() for user in group):
+    for account in accounts_of(
+        (user.role, user.run) for group in members.values() for user in group
+    ):
         lines.append(f"  {json.dumps(account.name)} {{")
         if account.name == ACCOUNT:
             lines.append("    jetstream: enabled")
@@ -94,7 +109,11 @@ def _users(users: Iterable[ServerUser]) -> list[str]:
     lines = ["    users = ["]
     for user in users:
         allowed = permissions(user.role, user.run, user.name)
-        publish = allowed.publish if account_of(user.role, user.run) == ACCOUNT else map(mapped, allowed.publish)
+        publish = (
+            allowed.publish
+            if account_of(user.role, user.run) == ACCOUNT
+            else map(mapped, allowed.publish)
+        )
         lines.append(f"      # {user.role} {user.run} {user.name}".rstrip())
         lines.append(f"      {{ {user.shows}, permissions: {{")
         lines.append(f"        publish: {{ allow: {json.dumps(list(publish))} }}")
@@ -111,5 +130,9 @@ def _export(export: Export) -> str:
 
 def _import(wanted: Import) -> str:
     source = f"{{ account: {json.dumps(wanted.exporter)}, subject: {json.dumps(wanted.subject)} }}"
-    more = f", to: {json.dumps(wanted.local_subject)}" if wanted.local_subject != wanted.subject else ""
+    more = (
+        f", to: {json.dumps(wanted.local_subject)}"
+        if wanted.local_subject != wanted.subject
+        else ""
+    )
     return f"      {{ {wanted.kind}: {source}{more} }}"

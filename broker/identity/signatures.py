@@ -1,6 +1,7 @@
 """Signatures of a run's owner on the values that decide what the run's processes do.
 
-A broker's permissions alone do not protect them: JetStream sends its reply to any subject that the requester names.
+A broker's permissions alone do not protect them: JetStream sends its reply to any subject that the
+requester names.
 """
 
 from __future__ import annotations

@@ -56,14 +56,23 @@ class JoinToken:
 
     @property
     def login(self) -> Login:
-        """The login of this token's key, or one that the environment names, with signatures by this key.
+        """The login of this token's key, or one that the environment names, with signatures by this
+        key.
 
         Raises:
             UserError: if the environment names a login that cannot be used.
         """
-        key, shown = Key(self.seed), cluster_login.from_environment(self.broker)
+        key = Key(self.seed)
+        shown = cluster_login.from_environment(self.broker)
         made = Login(
-            self.role, self.run, self.name, key, self.owner, self.authority, certificate=self.certificate, signer=key
+            self.role,
+            self.run,
+            self.name,
+            key,
+            self.owner,
+            self.authority,
+            certificate=self.certificate,
+            signer=key,
         )
         if shown is None or not shown.shows_something:
             return made
@@ -83,7 +92,9 @@ def duration(text: str) -> float:
     return float(int(found[1]) * SECONDS[found[2]])
 
 
-def invite(keys: KeyFolder, broker: str, role: str, run: str, *, name: str = "", expires_s: float) -> JoinToken:
+def invite(
+    keys: KeyFolder, broker: str, role: str, run: str, *, name: str = "", expires_s: float
+) -> JoinToken:
     """Make a token and let the broker accept its key.
 
     Args:
@@ -97,12 +108,17 @@ def invite(keys: KeyFolder, broker: str, role: str, run: str, *, name: str = "",
         raise ConfigError("role", role, f"one of {', '.join(INVITED)}")
     name = token(name or f"{role}-{secrets.token_hex(3)}", "--name")
     if any(user.name == name for user in keys.users()):
-        raise UserError(f"--name {name}: the broker already has a token of this name; `rlearner revoke {name}` ends it")
+        raise UserError(
+            f"--name {name}: the broker already has a token of this name; `rlearner revoke {name}` ends it"
+        )
     key = Key.generate()
-    owner, expires_at = keys.owner(token(run, "--run")), time.time() + expires_s
+    owner = keys.owner(token(run, "--run"))
+    expires_at = time.time() + expires_s
     certificate = vouchers.certify(owner, run, role, key.public, expires_at)
     authority = keys.authority() if keys.makes_keys else cluster_login.named_authority()
-    made = JoinToken(broker, run, role, name, expires_at, owner.public, certificate, authority, key.seed)
+    made = JoinToken(
+        broker, run, role, name, expires_at, owner.public, certificate, authority, key.seed
+    )
     keys.admit(BrokerUser(key.public, role, run, name, made.expires_at))
     return made
 
@@ -137,11 +153,14 @@ def read(place: str, role: str) -> JoinToken:
         role: of the process that joins.
 
     Raises:
-        UserError: if it cannot be read, other users can read it, or it is not a valid token for this role.
+        UserError: if it cannot be read, other users can read it, or it is not a valid token for
+            this role.
     """
     made = _parse(_content(place), place)
     if made.role != role:
-        raise UserError(f"--join {place}: this token is for {made.role} {made.name}, not for {role}")
+        raise UserError(
+            f"--join {place}: this token is for {made.role} {made.name}, not for {role}"
+        )
     return made
 
 
@@ -151,7 +170,9 @@ def _content(place: str) -> bytes:
     try:
         with open(place, "rb") as file:
             if is_open_to_others(os.fstat(file.fileno())):
-                raise UserError(f"--join {place}: other users can read this file; run chmod 600 {place}")
+                raise UserError(
+                    f"--join {place}: other users can read this file; run chmod 600 {place}"
+                )
             return file.read(MOST_BYTES + 1)
     except OSError as error:
         raise UserError(f"--join {place}: {error.strerror}") from None

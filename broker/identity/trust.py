@@ -1,4 +1,6 @@
-"""The owners whose runs may load code on this host, as far as the code is not part of an installed package."""
+"""The owners whose runs may load code on this host, as far as the code is not part of an installed
+package.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,14 @@ def trust(owner: str) -> None:
     file = _file()
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600), "w") as opened:
+        with os.fdopen(
+            os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600), "w"
+        ) as opened:
             opened.write(f"{owner}\n")
     except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}; set XDG_STATE_HOME to a folder of yours") from None
+        raise UserError(
+            f"cannot write {file}: {error.strerror}; set XDG_STATE_HOME to a folder of yours"
+        ) from None
 
 
 def is_trusted(owner: str) -> bool:

@@ -1,10 +1,12 @@
-"""Vouchers: proof that a process of one role in a run made a statement, checked with the public key of the run's owner.
+"""Vouchers: proof that a process of one role in a run made a statement, checked with the public key
+of the run's owner.
 
 SIGNATURE                               of the owner, for processes of the owner's user
-PUBLIC.EXPIRES.CERTIFICATE.SIGNATURE    of a join token's key, which the owner certified for one role
+PUBLIC.EXPIRES.CERTIFICATE.SIGNATURE    of a join token's key, which the owner certified for one
+role
 
-EXPIRES is when the token was to expire. The broker alone decides that, by refusing the key: a token can be renewed
-there while its processes work, on hosts that nobody has to visit.
+EXPIRES is when the token was to expire. The broker alone decides that, by refusing the key: a token
+can be renewed there while its processes work, on hosts that nobody has to visit.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ def check(owner: str, run: str, role: str, statement: bytes, voucher: str) -> No
 
 
 def signer_of(voucher: str) -> str:
-    """Return the public key of the join token that made a voucher; empty for processes of the owner's user."""
+    """Return the public key of the join token that made a voucher; empty for processes of the
+    owner's user.
+    """
     key, _, rest = voucher.partition(".")
     return key if rest else ""
 
@@ -68,7 +72,9 @@ def _certified_key(owner: str, run: str, role: str, certificate: list[str]) -> s
     except ValueError:
         raise WireError("its voucher is malformed") from None
     is_number = expires.isascii() and expires.isdigit() and len(expires) <= MAX_DIGITS
-    if not is_number or not verify(owner, _certified(run, role, public_key, expires), _bytes(signature)):
+    if not is_number or not verify(
+        owner, _certified(run, role, public_key, expires), _bytes(signature)
+    ):
         raise WireError(f"the owner of the run did not certify its key for the role {role}")
     return public_key
 

@@ -1,1 +1,3 @@
-"""Durable messaging on JetStream: work queues, logs, key-value buckets, dead letters; at least once."""
+"""Durable messaging on JetStream: work queues, logs, key-value buckets, dead letters; at least
+once.
+"""

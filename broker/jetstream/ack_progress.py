@@ -41,21 +41,31 @@ class _Mark:
 class AckProgress:
     """Marks held messages as in progress, due ones together.
 
-    A message has one mark, however often it was delivered to this process: the broker applies a mark to the message,
-    so that of an older delivery would keep the message from others after the newest is settled.
+    A message has one mark, however often it was delivered to this process: the broker applies a
+    mark to the message, so that of an older delivery would keep the message from others after the
+    newest is settled.
 
-    The thread has its own event loop and connection. If the process's event loop does not turn for ``hang_after_s()``
-    seconds, the process counts as dead: marks stop, and other processes get its work.
+    The thread has its own event loop and connection. If the process's event loop does not turn for
+    ``hang_after_s()`` seconds, the process counts as dead: marks stop, and other processes get its
+    work.
 
-    A delivery that had no mark for as long as the broker waits has lapsed: others may hold its message, so it is never
-    marked again. While the broker itself was down or had no leader, it served no other process either, so the holder
-    goes on; but the broker may deliver the message again, so the holder may no longer decide how it ends.
+    A delivery that had no mark for as long as the broker waits has lapsed: others may hold its
+    message, so it is never marked again. While the broker itself was down or had no leader, it
+    served no other process either, so the holder goes on; but the broker may deliver the message
+    again, so the holder may no longer decide how it ends.
     """
 
     def __init__(
-        self, url: str, name: str, hang_after_s: Callable[[], float], find_login: Callable[[], Login] = Login
+        self,
+        url: str,
+        name: str,
+        hang_after_s: Callable[[], float],
+        find_login: Callable[[], Login] = Login,
     ) -> None:
-        self._url, self._name, self._hang_after_s, self._find_login = url, name, hang_after_s, find_login
+        self._url = url
+        self._name = name
+        self._hang_after_s = hang_after_s
+        self._find_login = find_login
         self._held: dict[tuple[str, int], _Mark] = {}  # by stream and sequence
         self._confirmed_at = 0.0  # when the newest mark was sent that the broker confirmed
         self._server = ""  # to which the thread is connected
@@ -83,8 +93,8 @@ class AckProgress:
     def hold(self, ack_subject: str, ack_wait_s: float) -> bool:
         """Mark a delivery's message often enough for the ``ack_wait`` of its consumer.
 
-        The first mark comes within a period, to spread deliveries that arrived together. Return whether an earlier
-        delivery of the message is held.
+        The first mark comes within a period, to spread deliveries that arrived together. Return
+        whether an earlier delivery of the message is held.
         """
         stream, num_delivered, seq = _message_of(ack_subject)
         now = _now()
@@ -92,7 +102,9 @@ class AckProgress:
         with self._lock:
             known = self._held.get((stream, seq))
             if known is None or known.num_delivered <= num_delivered:
-                self._held[stream, seq] = _Mark(ack_subject, num_delivered, ack_wait_s, due_at, now, now, now)
+                self._held[stream, seq] = _Mark(
+                    ack_subject, num_delivered, ack_wait_s, due_at, now, now, now
+                )
         return known is not None
 
     def release(self, ack_subject: str) -> None:
@@ -103,7 +115,9 @@ class AckProgress:
                 del self._held[stream, seq]
 
     def has_lapsed(self, ack_subject: str) -> bool:
-        """Return whether others may hold a delivery's message by now, because its marks stopped for too long."""
+        """Return whether others may hold a delivery's message by now, because its marks stopped for
+        too long.
+        """
         stream, num_delivered, seq = _message_of(ack_subject)
         with self._lock:
             mark = self._held.get((stream, seq))
@@ -112,7 +126,9 @@ class AckProgress:
             return mark.has_lapsed or _now() - mark.marked_at > mark.wait_s
 
     def is_proven(self, ack_subject: str) -> bool:
-        """Return whether only this process can hold a delivery's message: the broker has confirmed a mark in time."""
+        """Return whether only this process can hold a delivery's message: the broker has confirmed
+        a mark in time.
+        """
         with self._lock:
             mark = self._newest(ack_subject)
             if mark is None or mark.has_lapsed or not mark.is_certain:
@@ -129,7 +145,9 @@ class AckProgress:
             self._thread = None
 
     def _newest(self, ack_subject: str) -> _Mark | None:
-        """Return the mark of a delivery, None if its message is not held, or was delivered again since."""
+        """Return the mark of a delivery, None if its message is not held, or was delivered again
+        since.
+        """
         stream, num_delivered, seq = _message_of(ack_subject)
         mark = self._held.get((stream, seq))
         return mark if mark is not None and mark.num_delivered <= num_delivered else None
@@ -154,7 +172,9 @@ class AckProgress:
                 if (stood_s > self._hang_after_s()) != hanging:
                     hanging = not hanging
                     if hanging:
-                        log.error("event loop blocked for %.1f s; other processes get its work", stood_s)
+                        log.error(
+                            "event loop blocked for %.1f s; other processes get its work", stood_s
+                        )
                     else:
                         log.info("event loop runs again")
                 if not hanging:
@@ -174,13 +194,16 @@ class AckProgress:
         with self._lock:
             for mark in self._held.values():
                 mark.has_lapsed = mark.has_lapsed or now - mark.marked_at > mark.wait_s
-            due = [mark for mark in self._held.values() if mark.due_at <= now and not mark.has_lapsed]
+            due = [
+                mark for mark in self._held.values() if mark.due_at <= now and not mark.has_lapsed
+            ]
         may_ask = self._asking is None or self._asking.done()
         try:
             for mark in due:
                 if not may_ask or mark is not due[-1]:
                     await link.send(mark.subject, IN_PROGRESS)
-                mark.due_at, mark.marked_at = now + marking_period_s(mark.wait_s), now
+                mark.due_at = now + marking_period_s(mark.wait_s)
+                mark.marked_at = now
         except Disconnected:
             log.debug("connection lost; the others are marked first when the broker is back")
             return
@@ -202,15 +225,20 @@ class AckProgress:
         self._server = link.server_id
 
     def _forget_unproven(self) -> None:
-        """Take back the marks that may not have arrived before the connection was lost; they are sent again first."""
+        """Take back the marks that may not have arrived before the connection was lost; they are
+        sent again first.
+        """
         with self._lock:
             for mark in self._held.values():
                 if mark.marked_at > mark.proven_at:
-                    mark.marked_at, mark.due_at = mark.proven_at, 0.0
+                    mark.marked_at = mark.proven_at
+                    mark.due_at = 0.0
                 mark.asked_at = mark.proven_at
 
     async def _ask(self, link: NatsLink, mark: _Mark, sent_at: float) -> None:
-        """Have one mark confirmed: a server cut off from its cluster accepts marks but does not pass them on."""
+        """Have one mark confirmed: a server cut off from its cluster accepts marks but does not
+        pass them on.
+        """
         try:
             await link.call(mark.subject, IN_PROGRESS, timeout_s=CONFIRM_WITHIN_S)
         except Disconnected:
@@ -230,7 +258,8 @@ class AckProgress:
         with self._lock:
             self._confirmed_at = sent_at
             for mark in self._held.values():
-                if mark.asked_at - mark.proven_at > mark.wait_s:  # it may have been delivered again in between
+                # it may have been delivered again in between
+                if mark.asked_at - mark.proven_at > mark.wait_s:
                     mark.is_certain = False
                 mark.proven_at = max(mark.proven_at, mark.asked_at)
 

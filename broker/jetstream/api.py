@@ -21,9 +21,11 @@ log = logging.getLogger(__name__)
 
 TIMEOUTS_S: Final = (2.0, 3.0, 4.0)  # of one attempt; a leader that has just failed never answers
 NO_JETSTREAM_AFTER_S: Final = 10.0
-CATCH_UP_S: Final = 30.0  # for a replica that answers for a stream before it has caught up with the others
+# for a replica that answers for a stream before it has caught up with the others
+CATCH_UP_S: Final = 30.0
 CATCH_UP_PAUSE_S: Final = 0.5
-EPHEMERAL: Final[dict[str, Any]] = {"ack_policy": "none", "mem_storage": True, "num_replicas": 1}  # consumer settings
+# consumer settings
+EPHEMERAL: Final[dict[str, Any]] = {"ack_policy": "none", "mem_storage": True, "num_replicas": 1}
 NO_STREAM: Final = 10059
 NO_MESSAGE: Final = 10037
 
@@ -36,8 +38,10 @@ class StoredEntry:
     subject: str
     headers: dict[str, str] | None
     data: bytes
-    time: str = ""  # when the broker stored it, as RFC 3339 text of its clock; empty unless requested
-    stored_ns: int = 0  # the same as unix time; with the sequence, no two messages that a stream ever held share it
+    # when the broker stored it, as RFC 3339 text of its clock; empty unless requested
+    time: str = ""
+    # the same as unix time; with the sequence, no two messages that a stream ever held share it
+    stored_ns: int = 0
 
 
 async def ask(link: NatsLink, request: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -49,12 +53,15 @@ async def ask(link: NatsLink, request: str, body: dict[str, Any] | None = None) 
         Disconnected: if the link is closed while waiting.
     """
     payload = json.dumps(body).encode() if body else b""
-    started, attempts = time.monotonic(), 0
+    started = time.monotonic()
+    attempts = 0
     while True:
         await link.ready()
         timeout_s = TIMEOUTS_S[min(attempts, len(TIMEOUTS_S) - 1)]
         try:
-            answer = json.loads((await link.call(f"$JS.API.{request}", payload, timeout_s=timeout_s)).data)
+            answer = json.loads(
+                (await link.call(f"$JS.API.{request}", payload, timeout_s=timeout_s)).data
+            )
         except (Disconnected, TimeoutError) as error:
             if isinstance(error, TimeoutError):
                 attempts += 1
@@ -67,7 +74,9 @@ async def ask(link: NatsLink, request: str, body: dict[str, Any] | None = None) 
         except NoResponders:
             link.doubt(request)
             if not link.has_jetstream and time.monotonic() - started > NO_JETSTREAM_AFTER_S:
-                message = f"the broker at {link.where} runs without JetStream; start nats-server with -js"
+                message = (
+                    f"the broker at {link.where} runs without JetStream; start nats-server with -js"
+                )
                 raise UserError(message) from None
             await asyncio.sleep(0.2)
             continue
@@ -76,7 +85,9 @@ async def ask(link: NatsLink, request: str, body: dict[str, Any] | None = None) 
             return dict(answer)
         refusal = msgspec.convert(answer["error"], ErrorDescription)
         if refusal.err_code == NO_STREAM:
-            reason = f"{request}: no such stream on {link.where}; it was purged, or the store was lost"
+            reason = (
+                f"{request}: no such stream on {link.where}; it was purged, or the store was lost"
+            )
             raise NoStream(refusal.code, refusal.err_code, reason)
         if refusal.code != 503:  # 503: no leader yet, or JetStream is still starting
             link.trust(request)
@@ -85,8 +96,12 @@ async def ask(link: NatsLink, request: str, body: dict[str, Any] | None = None) 
         await asyncio.sleep(0.2)
 
 
-async def find(link: NatsLink, stream_name: str, *, seq: int | None = None, last_of: str = "") -> StoredEntry | None:
-    """Return one message from the stream's leader, by its sequence or the newest of a subject; None if missing."""
+async def find(
+    link: NatsLink, stream_name: str, *, seq: int | None = None, last_of: str = ""
+) -> StoredEntry | None:
+    """Return one message from the stream's leader, by its sequence or the newest of a subject; None
+    if missing.
+    """
     query: dict[str, Any] = {"last_by_subj": last_of} if seq is None else {"seq": seq}
     try:
         found = (await ask(link, f"STREAM.MSG.GET.{stream_name}", query))["message"]
@@ -99,7 +114,9 @@ async def find(link: NatsLink, stream_name: str, *, seq: int | None = None, last
     data = base64.b64decode(found.get("data", ""))
     time = str(found.get("time", ""))
     stored_ns = unix_ns(time) if time else 0
-    return StoredEntry(int(found["seq"]), str(found["subject"]), headers or None, data, time, stored_ns)
+    return StoredEntry(
+        int(found["seq"]), str(found["subject"]), headers or None, data, time, stored_ns
+    )
 
 
 def unix_ns(text: str) -> int:
@@ -110,19 +127,27 @@ def unix_ns(text: str) -> int:
 
 
 async def bounds(link: NatsLink, stream_name: str, *, known: int = 0) -> tuple[int, int]:
-    """Return the (first kept, last ever stored) sequence of a stream; (last + 1, last) if it is empty.
+    """Return the (first kept, last ever stored) sequence of a stream; (last + 1, last) if it is
+    empty.
 
     Args:
-        known: a sequence that was stored. If a stream of several replicas ends before it, the server that answers may
-            be behind the others after a partition; it is queried again for up to ``CATCH_UP_S`` seconds.
+        known: a sequence that was stored. If a stream of several replicas ends before it, the
+            server that answers may be behind the others after a partition; it is queried again for
+            up to ``CATCH_UP_S`` seconds.
     """
     started = time.monotonic()
     while True:
         answer = await ask(link, f"STREAM.INFO.{stream_name}")
         state = answer["state"]
-        first, last = int(state["first_seq"]), int(state["last_seq"])
+        first = int(state["first_seq"])
+        last = int(state["last_seq"])
         replicas = int(answer.get("config", {}).get("num_replicas", 1))
         if last >= known or replicas < 2 or time.monotonic() - started > CATCH_UP_S:
             return (first, last) if state["messages"] else (last + 1, last)
-        log.warning("%s ends at %d on the server that answers, but %d was stored; retrying", stream_name, last, known)
+        log.warning(
+            "%s ends at %d on the server that answers, but %d was stored; retrying",
+            stream_name,
+            last,
+            known,
+        )
         await asyncio.sleep(CATCH_UP_PAUSE_S)

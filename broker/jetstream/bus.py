@@ -1,4 +1,6 @@
-"""One process's access to a run's streams: publish, work queues, logs, last values, key-value buckets."""
+"""One process's access to a run's streams: publish, work queues, logs, last values, key-value
+buckets.
+"""
 
 from __future__ import annotations
 
@@ -69,19 +71,23 @@ class LogRecord:
 
 
 class Bus:
-    """One process's connection to the broker for one run. Reconnects forever; publishes wait while disconnected.
+    """One process's connection to the broker for one run. Reconnects forever; publishes wait while
+    disconnected.
 
     Attributes:
         run: the run; may be set once after ``connect``, if its name has to be found first.
         name: the process's name in the broker's lists and in dead letters.
-        replicas: servers that hold each message of streams created from now on; None: three in a cluster, else one.
+        replicas: servers that hold each message of streams created from now on; None: three in a
+            cluster, else one.
         hang_after_s: in-progress marks stop if the event loop has not turned for this long.
         link: the underlying connection, for messages that are not stored.
         counts: messages that went through this connection.
     """
 
     def __init__(self, link: NatsLink, run: str) -> None:
-        self.run, self.link, self.name = run, link, link.name
+        self.run = run
+        self.link = link
+        self.name = link.name
         self.replicas: int | None = None
         self.hang_after_s = 30.0
         self.counts = StreamCounts()
@@ -110,12 +116,18 @@ class Bus:
             login: from a join token; None: looked up by the address.
 
         Raises:
-            BrokerUnreachable: if no broker answers within ``deadline_s`` (None: no limit), or it refuses the key.
+            BrokerUnreachable: if no broker answers within ``deadline_s`` (None: no limit), or it
+                refuses the key.
         """
-        link = NatsLink(url, name, (lambda: login) if login is not None else partial(find_login, url, role, run))
+        link = NatsLink(
+            url, name, (lambda: login) if login is not None else partial(find_login, url, role, run)
+        )
         await link.open(deadline_s)
         if (limit := link.max_payload) < wire.MAX_PAYLOAD_BYTES + HEADER_BYTES:
-            log.warning("the broker's max_payload is %d bytes; larger requests fail (set max_payload: 9MB)", limit)
+            log.warning(
+                "the broker's max_payload is %d bytes; larger requests fail (set max_payload: 9MB)",
+                limit,
+            )
         return cls(link, run)
 
     async def close(self) -> None:
@@ -126,13 +138,15 @@ class Bus:
         await self.link.close()
 
     async def ensure_streams(self, streams: Collection[Stream] = STREAMS) -> None:
-        """Create those of this run's streams and buckets that do not exist, or wait for the learner to do so.
+        """Create those of this run's streams and buckets that do not exist, or wait for the learner
+        to do so.
 
         Args:
             streams: of a program of your own, with those of the table that it uses.
 
         Raises:
-            UserError: if the broker has no JetStream or no room for another run, or its cluster is too old.
+            UserError: if the broker has no JetStream or no room for another run, or its cluster is
+                too old.
             ConfigError: if a stream has a name that means another one.
         """
         link = self.link
@@ -141,10 +155,16 @@ class Bus:
         await asyncio.gather(*(self._ensure(stream, self.run) for stream in streams))
 
     async def ensure_memory(self) -> None:
-        """Create again what the broker kept in memory, as after its restart, or wait for the learner to do so."""
-        await asyncio.gather(*(self._ensure(stream, self.run) for stream in STREAMS if stream.memory))
+        """Create again what the broker kept in memory, as after its restart, or wait for the
+        learner to do so.
+        """
+        await asyncio.gather(
+            *(self._ensure(stream, self.run) for stream in STREAMS if stream.memory)
+        )
 
-    async def ensure_consumers(self, stream: Stream, keys: Collection[str], ack_wait_s: float = ACK_WAIT_S) -> None:
+    async def ensure_consumers(
+        self, stream: Stream, keys: Collection[str], ack_wait_s: float = ACK_WAIT_S
+    ) -> None:
         """Create the consumers of a work queue's keys; hubs may only use them."""
         name = stream.stream_name(self.run)
         wanted = (settings(key, stream.all_subjects(self.run, key), ack_wait_s) for key in keys)
@@ -159,16 +179,21 @@ class Bus:
         if not self.link.login.manages:
             if stream.reads(role) or stream.writes(role):
                 await provision.wait_for_stream(self.link, config["name"])
-        elif not await provision.exists(self.link, config["name"]):  # faster than a creation request
+        # faster than a creation request
+        elif not await provision.exists(self.link, config["name"]):
             await ensure_stream(self.link, config)
 
     async def runs(self) -> list[str]:
-        """Return the runs that have streams on the broker; of those, a process of a run sees only its own."""
+        """Return the runs that have streams on the broker; of those, a process of a run sees only
+        its own.
+        """
         if not self.link.login.manages_all:
             return [self.run]
         ends = f"_{RUNS.name}"
         names = await provision.stream_names(self.link, "$KV.>")
-        return sorted(one.removeprefix("KV_rl_").removesuffix(ends) for one in names if one.endswith(ends))
+        return sorted(
+            one.removeprefix("KV_rl_").removesuffix(ends) for one in names if one.endswith(ends)
+        )
 
     async def delete_streams(self, streams: Collection[Stream] = STREAMS) -> None:
         """Delete this run's streams with all their messages."""
@@ -190,10 +215,11 @@ class Bus:
     ) -> int | None:
         """Store one message, retrying until the broker confirms it; return its sequence.
 
-        A group too large for one message is stored in parts, followed by a ``Parted`` that refers to them.
-        ``message_id`` lets the broker drop a repetition within two minutes. None: ``expected_last_seq`` did not match,
-        or ``may_send``, which is called before each attempt, returned False.
-        ``is_essential`` uses the run's reserve if the broker is full; only the learner and the operator may purge it.
+        A group too large for one message is stored in parts, followed by a ``Parted`` that refers
+        to them. ``message_id`` lets the broker drop a repetition within two minutes. None:
+        ``expected_last_seq`` did not match, or ``may_send``, which is called before each attempt,
+        returned False. ``is_essential`` uses the run's reserve if the broker is full; only the
+        learner and the operator may purge it.
 
         Raises:
             TooLarge: if the message is larger than the wire or the broker allows; nothing was sent.
@@ -202,10 +228,16 @@ class Bus:
             LostState: if the broker has no such stream.
         """
         data = await aside(_weight(message), partial(codec.encode, message))
-        if isinstance(message, wire.Group) and wire.Parted in stream.messages and len(data) > self._parts.inline_bytes:
+        if (
+            isinstance(message, wire.Group)
+            and wire.Parted in stream.messages
+            and len(data) > self._parts.inline_bytes
+        ):
             data = codec.encode(await self._parts.put(message, data))
         if len(data) + HEADER_BYTES > (limit := self.link.max_payload):
-            raise TooLarge(f"{type(message).__name__} is {len(data)} bytes, the broker's limit is {limit}")
+            raise TooLarge(
+                f"{type(message).__name__} is {len(data)} bytes, the broker's limit is {limit}"
+            )
         headers = {MESSAGE_ID: message_id or f"{self.link.inbox}.{self.link.next_token()}"}
         if ticket:
             headers[wire.TICKET_HEADER] = str(ticket)
@@ -216,14 +248,22 @@ class Bus:
         if expected_last_seq is not None:
             headers[EXPECTED_LAST_SEQ] = str(expected_last_seq)
         async with self._in_flight:
-            name, subject = stream.stream_name(self.run), stream.subject(self.run, key)
+            name = stream.stream_name(self.run)
+            subject = stream.subject(self.run, key)
             essential = is_essential or stream.essential or isinstance(message, wire.RulesChange)
             make_room = partial(release, self.link, self.run) if essential else None
             if stream.signed:
                 headers |= self.link.login.sign(self.run, subject, data)
             waits_for_room = stream is not DEAD
             stored = await store(
-                self.link, name, subject, data, headers, make_room, may_send, waits_for_room=waits_for_room
+                self.link,
+                name,
+                subject,
+                data,
+                headers,
+                make_room,
+                may_send,
+                waits_for_room=waits_for_room,
             )
         self.counts.published[stream.name] += stored is not None
         return stored
@@ -237,10 +277,12 @@ class Bus:
         return (await self.bounds(stream))[0]
 
     async def bounds(self, stream: Stream, *, known: int = 0) -> tuple[int, int]:
-        """Return the oldest kept and the newest ever stored sequence; (last + 1, last) if none is kept.
+        """Return the oldest kept and the newest ever stored sequence; (last + 1, last) if none is
+        kept.
 
         Args:
-            known: a sequence that was stored; waits for replicas that are behind it, see ``api.bounds``.
+            known: a sequence that was stored; waits for replicas that are behind it, see
+                ``api.bounds``.
         """
         return await bounds(self.link, stream.stream_name(self.run), known=known)
 
@@ -249,21 +291,32 @@ class Bus:
         if not seqs:
             return set()
         state = (await self.info(stream, {"deleted_details": True}))["state"]
-        deleted, first, last = set(state.get("deleted") or ()), int(state["first_seq"]), int(state["last_seq"])
-        return {seq for seq in seqs if seq <= last and (seq < first or seq in deleted or not state["messages"])}
+        deleted = set(state.get("deleted") or ())
+        first = int(state["first_seq"])
+        last = int(state["last_seq"])
+        return {
+            seq
+            for seq in seqs
+            if seq <= last and (seq < first or seq in deleted or not state["messages"])
+        }
 
     async def info(self, stream: Stream, details: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return JetStream's description of a stream: its configuration and state, with the requested details."""
+        """Return JetStream's description of a stream: its configuration and state, with the
+        requested details.
+        """
         return await ask(self.link, f"STREAM.INFO.{stream.stream_name(self.run)}", details)
 
     async def depth(self, stream: Stream) -> dict[str, int]:
-        """Return the unacknowledged messages per key of a work queue, or {'': messages kept} of a log.
+        """Return the unacknowledged messages per key of a work queue, or {'': messages kept} of a
+        log.
 
         Of a key with several parts the first is meant.
         """
         if stream.kind is not StreamKind.WORK_QUEUE:
             return {"": int((await self.info(stream))["state"]["messages"])}
-        state = (await self.info(stream, {"subjects_filter": stream.all_subjects(self.run)}))["state"]
+        state = (await self.info(stream, {"subjects_filter": stream.all_subjects(self.run)}))[
+            "state"
+        ]
         depths: Counter[str] = Counter()
         for subject, count in (state.get("subjects") or {}).items():
             depths[subject.split(".")[3]] += int(count)
@@ -272,7 +325,9 @@ class Bus:
     async def trim(self, stream: Stream, before_seq: int) -> None:
         """Delete every message with a sequence below ``before_seq``."""
         if before_seq > 1:
-            await ask(self.link, f"STREAM.PURGE.{stream.stream_name(self.run)}", {"seq": before_seq})
+            await ask(
+                self.link, f"STREAM.PURGE.{stream.stream_name(self.run)}", {"seq": before_seq}
+            )
 
     async def delete(self, stream: Stream, seq: int) -> bool:
         """Delete one message by its sequence; return False if it is not there.
@@ -284,26 +339,36 @@ class Bus:
             await ask(self.link, f"STREAM.MSG.DELETE.{name}", {"seq": seq, "no_erase": True})
         except ApiError as error:
             # servers use several codes, including a general one, for a missing message
-            if error.err_code not in DELETE_FAILED or await find(self.link, name, seq=seq) is not None:
+            if (
+                error.err_code not in DELETE_FAILED
+                or await find(self.link, name, seq=seq) is not None
+            ):
                 raise
             return False
         return True
 
     async def remove_groups(self, number: int, *, evaluation: bool = False) -> None:
-        """Delete the groups of a ticket from the queues of all reward pools; hubs that hold one may still end it."""
-        subjects = EPISODES.all_subjects(self.run).removesuffix("*") + ticket_key(number, evaluation=evaluation)
+        """Delete the groups of a ticket from the queues of all reward pools; hubs that hold one may
+        still end it.
+        """
+        subjects = EPISODES.all_subjects(self.run).removesuffix("*") + ticket_key(
+            number, evaluation=evaluation
+        )
         await ask(self.link, f"STREAM.PURGE.{EPISODES.stream_name(self.run)}", {"filter": subjects})
 
     async def last_delivered(self, stream: Stream, key: str) -> int:
         """Return the highest sequence of a work queue's key that was ever delivered, 0 if none."""
-        name, consumer = stream.stream_name(self.run), key
+        name = stream.stream_name(self.run)
+        consumer = key
         while True:
             try:
                 info = await ask(self.link, f"CONSUMER.INFO.{name}.{consumer}")
             except ApiError as error:
                 if error.err_code != NO_CONSUMER:
                     raise
-                found = await find_consumer(self.link, name, key, stream.all_subjects(self.run, key))
+                found = await find_consumer(
+                    self.link, name, key, stream.all_subjects(self.run, key)
+                )
                 if found is None or found["durable_name"] == consumer:
                     return 0
                 consumer = found["durable_name"]  # created by another program
@@ -311,7 +376,8 @@ class Bus:
                 return int(info["delivered"]["stream_seq"])
 
     async def trim_parts(self, log: Stream, keep: Callable[[int], bool]) -> int:
-        """Delete the parts of every ticket of a log that ``keep`` rejects; return how many tickets had some.
+        """Delete the parts of every ticket of a log that ``keep`` rejects; return how many tickets
+        had some.
 
         Args:
             log: SAMPLES or EVALS.
@@ -323,7 +389,9 @@ class Bus:
         """Return the queue of one key, the same object each time."""
         task = self._queues.get((stream.name, key))
         if task is None or (task.done() and (task.cancelled() or task.exception())):
-            task = self._queues[stream.name, key] = asyncio.create_task(self._open_queue(stream, key))
+            task = self._queues[stream.name, key] = asyncio.create_task(
+                self._open_queue(stream, key)
+            )
         return await asyncio.shield(task)
 
     async def renew_queues(self) -> None:
@@ -344,19 +412,22 @@ class Bus:
         wanted: Callable[[int], bool] = lambda _: True,
         window_bytes: int = 0,
     ) -> AsyncGenerator[LogRecord, None]:
-        """Yield every record from ``start_seq`` on, in order, without gaps, across reconnects; wait at the end.
+        """Yield every record from ``start_seq`` on, in order, without gaps, across reconnects; wait
+        at the end.
 
-        A log with a size limit may have lost its oldest records; reading then starts at the oldest kept.
+        A log with a size limit may have lost its oldest records; reading then starts at the oldest
+        kept.
 
         Args:
-            wanted: whether to fetch this ticket's group if it is stored in parts; called when the record's turn comes.
-                Other records have the ``Parted`` as message; one whose parts are missing or damaged has an error.
-            window_bytes: of coming records that are read, and groups that are fetched, ahead of their turn; ``wanted``
-                is then also called before it. 0: one record at a time.
+            wanted: whether to fetch this ticket's group if it is stored in parts; called when the
+                record's turn comes. Other records have the ``Parted`` as message; one whose parts
+                are missing or damaged has an error.
+            window_bytes: of coming records that are read, and groups that are fetched, ahead of
+                their turn; ``wanted`` is then also called before it. 0: one record at a time.
 
         Raises:
-            LostState: if the log ends before ``start_seq - 1``, has lost records it should have kept, or holds another
-                record in the place of the newest that was read.
+            LostState: if the log ends before ``start_seq - 1``, has lost records it should have
+                kept, or holds another record in the place of the newest that was read.
         """
         entries = self._log_entries(stream, start_seq)
         if not window_bytes:
@@ -369,7 +440,9 @@ class Bus:
             async for pending in records:
                 yield await self.record(pending.entry, stream, wanted, pending=pending)
 
-    async def _log_entries(self, stream: Stream, start_seq: int) -> AsyncGenerator[StoredEntry, None]:
+    async def _log_entries(
+        self, stream: Stream, start_seq: int
+    ) -> AsyncGenerator[StoredEntry, None]:
         """Yield the entries of a log as they are stored; see ``read_log``."""
         name = stream.stream_name(self.run)
         following = max(start_seq, 1)
@@ -379,12 +452,17 @@ class Bus:
             read = following - 1
             first, last = await bounds(self.link, name, known=read)
             if last < read:
-                raise LostState(f"{name} ends at {last}, but {read} was already read; the broker lost its store")
+                raise LostState(
+                    f"{name} ends at {last}, but {read} was already read; the broker lost its store"
+                )
             if first > following and not stream.max_bytes:
-                raise LostState(f"{name} starts at {first}, but {following} is not read yet; it was trimmed too far")
+                raise LostState(
+                    f"{name} starts at {first}, but {following} is not read yet; it was trimmed too far"
+                )
             seq, stored_ns = newest
             stored = await find(self.link, name, seq=seq) if seq else None
-            if stored is not None and stored.stored_ns != stored_ns:  # in an older store, which has grown since
+            # in an older store, which has grown since
+            if stored is not None and stored.stored_ns != stored_ns:
                 other = f"{name} holds another record {seq} than the one that was read"
                 raise LostState(f"{other}; the broker's store was replaced by an older one")
             return {"deliver_policy": "by_start_sequence", "opt_start_seq": following}
@@ -394,12 +472,19 @@ class Bus:
                 # a replica back from a crash or a partition may lack messages that the others have
                 skipped = range(following, entry.seq) if not stream.max_bytes else ()
                 for seq in skipped:
-                    log.warning("%s: %d is missing before %d; asking the stream's leader", name, seq, entry.seq)
+                    log.warning(
+                        "%s: %d is missing before %d; asking the stream's leader",
+                        name,
+                        seq,
+                        entry.seq,
+                    )
                     if (missed := await find(self.link, name, seq=seq)) is not None:
-                        following, newest = seq + 1, (seq, missed.stored_ns)
+                        following = seq + 1
+                        newest = (seq, missed.stored_ns)
                         yield missed
                 if entry.seq >= following:
-                    following, newest = entry.seq + 1, (entry.seq, entry.stored_ns)
+                    following = entry.seq + 1
+                    newest = (entry.seq, entry.stored_ns)
                     yield entry
 
     async def record(
@@ -422,15 +507,19 @@ class Bus:
         parted = None
         if isinstance(message, wire.Parted) and wanted(message.ticket):
             parted = message
-            message, error, body = await self._parts.load(parted, pending.fetching if pending is not None else None)
+            message, error, body = await self._parts.load(
+                parted, pending.fetching if pending is not None else None
+            )
             data = body or data
         return LogRecord(entry.seq, message, error, ticket_of(entry.headers), data, parted)
 
     def drop_other_parts(self, parted: wire.Parted) -> None:
-        """Begin to delete a ticket's parts except those of this record, which must be the one that counts.
+        """Begin to delete a ticket's parts except those of this record, which must be the one that
+        counts.
 
-        Those of any other record may be the ones that count: a later reader of the log would find it without them. What
-        is still there when this process ends is deleted with the ticket's parts, by ``trim_parts``.
+        Those of any other record may be the ones that count: a later reader of the log would find
+        it without them. What is still there when this process ends is deleted with the ticket's
+        parts, by ``trim_parts``.
         """
         task = asyncio.create_task(self._parts.drop_others(parted))
         self._dropping.add(task)
@@ -443,7 +532,8 @@ class Bus:
 
     async def watch_last(self, stream: Stream) -> AsyncGenerator[wire.Message, None]:
         """Yield the newest value and every newer one; intermediate values may be skipped."""
-        name, subject = stream.stream_name(self.run), stream.subject(self.run)
+        name = stream.stream_name(self.run)
+        subject = stream.subject(self.run)
 
         async def read() -> tuple[int, int, StoredEntry] | None:
             found = await find(self.link, name, last_of=subject)
@@ -472,22 +562,39 @@ class Bus:
         async def malformed(key: str, seq: int, reason: str, data: bytes) -> None:
             log.warning("%s %s: %s", stream.name, key, reason)
             if run == self.run:
-                await self.dead_letter(stream, seq=seq, ticket=0, reason=f"{key}: {reason}", data=data)
+                await self.dead_letter(
+                    stream, seq=seq, ticket=0, reason=f"{key}: {reason}", data=data
+                )
 
         bucket = KeyValue(self.link, stream, run, malformed, partial(self._ensure, stream, run))
         return self._buckets.setdefault((stream.name, run), bucket)
 
-    async def dead_letter(self, stream: Stream, *, seq: int, ticket: int, reason: str, data: Buffer) -> None:
+    async def dead_letter(
+        self, stream: Stream, *, seq: int, ticket: int, reason: str, data: Buffer
+    ) -> None:
         """Store unusable bytes for the operator, once even if several readers report them.
 
-        While the broker is full a letter is dropped with a warning: a learner that waited for room could not make any.
+        While the broker is full a letter is dropped with a warning: a learner that waited for room
+        could not make any.
         """
-        name, reason = stream.name, " ".join(reason.split())
+        name = stream.name
+        reason = " ".join(reason.split())
         letter = wire.DeadLetter(
-            stream=name, sequence=seq, ticket=ticket, reason=reason, by=self.name, data=bytes(data[:DEAD_BYTES])
+            stream=name,
+            sequence=seq,
+            ticket=ticket,
+            reason=reason,
+            by=self.name,
+            data=bytes(data[:DEAD_BYTES]),
         )
         try:
-            await self.publish(DEAD, letter, key=name, ticket=ticket, message_id=f"dead.{name}.{seq}" if seq else "")
+            await self.publish(
+                DEAD,
+                letter,
+                key=name,
+                ticket=ticket,
+                message_id=f"dead.{name}.{seq}" if seq else "",
+            )
         except StoreFull as error:
             log.warning("no dead letter for message %d of %s (%s): %s", seq, name, reason, error)
 
@@ -497,6 +604,7 @@ def _weight(message: wire.Message) -> int:
     if not isinstance(message, wire.Group):
         return 0
     try:
-        return 9 * sum(len(one.loss_mask.data) for one in message.trajectories)  # id, logprob and mask of each token
+        # id, logprob and mask of each token
+        return 9 * sum(len(one.loss_mask.data) for one in message.trajectories)
     except (TypeError, AttributeError):
         return 0  # encoding reports the error

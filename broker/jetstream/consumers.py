@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING_PULLS: Final = 8192  # hubs that may wait at one queue
 WAIT_S: Final = 0.25
-KEPT: Final[tuple[str, ...]] = ("max_waiting", "mem_storage", "num_replicas")  # harmless, and cannot be changed
+# harmless, and cannot be changed
+KEPT: Final[tuple[str, ...]] = ("max_waiting", "mem_storage", "num_replicas")
 # settings for which a queue needs exactly this value
 OTHERS: Final[dict[str, Any]] = {
     "deliver_subject": "", "replay_policy": "instant", "headers_only": False, "priority_policy": "", "max_batch": 0,
@@ -38,7 +39,8 @@ def settings(name: str, subject: str, ack_wait_s: float = ACK_WAIT_S) -> dict[st
         "ack_wait": int(ack_wait_s * 1e9),
         "deliver_policy": "all",
         "max_ack_pending": -1,  # the default of 1,000 silently stalls a fleet
-        "max_deliver": -1,  # hubs close a ticket that is delivered too often; the broker must not drop it
+        # hubs close a ticket that is delivered too often; the broker must not drop it
+        "max_deliver": -1,
         "max_waiting": MAX_WAITING_PULLS,
     }
 
@@ -46,22 +48,29 @@ def settings(name: str, subject: str, ack_wait_s: float = ACK_WAIT_S) -> dict[st
 def differences(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the settings in which a consumer differs from what is wanted, with both values."""
     pairs = {name: (found.get(name), value) for name, value in (OTHERS | wanted).items()}
-    return {name: (a, b) for name, (a, b) in pairs.items() if a != b and not (a in UNSET and b in UNSET)}
+    return {
+        name: (a, b) for name, (a, b) in pairs.items() if a != b and not (a in UNSET and b in UNSET)
+    }
 
 
 def adopted(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings for another program's consumer: the wanted ones, except harmless ones of its own."""
+    """Return the settings for another program's consumer: the wanted ones, except harmless ones of
+    its own.
+    """
     kept = {name: found[name] for name in KEPT if name in found}
     if wanted["ack_wait"] <= found.get("ack_wait", 0) <= LONGEST_ACK_WAIT_S * 1e9:
         kept["ack_wait"] = found["ack_wait"]
     return wanted | kept | {"durable_name": found["durable_name"]}
 
 
-async def ensure_consumer(link: NatsLink, stream_name: str, wanted: dict[str, Any]) -> tuple[str, float]:
-    """Create the consumer of a queue, or adopt the existing one; return its name and its ack_wait in seconds.
+async def ensure_consumer(
+    link: NatsLink, stream_name: str, wanted: dict[str, Any]
+) -> tuple[str, float]:
+    """Create the consumer of a queue, or adopt the existing one; return its name and its ack_wait
+    in seconds.
 
-    A process that may not create it waits until the learner has; the learner changes what it can, but keeps a longer
-    ack_wait: hubs mark what they hold as often as the one they know requires.
+    A process that may not create it waits until the learner has; the learner changes what it can,
+    but keeps a longer ack_wait: hubs mark what they hold as often as the one they know requires.
 
     Raises:
         UserError: if the existing one cannot be used.
@@ -74,26 +83,41 @@ async def ensure_consumer(link: NatsLink, stream_name: str, wanted: dict[str, An
     except NoStream:
         raise
     except ApiError:
-        found = await find_consumer(link, stream_name, wanted["durable_name"], wanted["filter_subject"])
+        found = await find_consumer(
+            link, stream_name, wanted["durable_name"], wanted["filter_subject"]
+        )
         if found is None:
             raise
         return await _adopt(link, stream_name, found, wanted)
     return _name_and_wait(wanted)
 
 
-async def _wait_for_consumer(link: NatsLink, stream_name: str, wanted: dict[str, Any]) -> tuple[str, float]:
+async def _wait_for_consumer(
+    link: NatsLink, stream_name: str, wanted: dict[str, Any]
+) -> tuple[str, float]:
     reminders = Reminders()
-    while (found := await find_consumer(link, stream_name, wanted["durable_name"], wanted["filter_subject"])) is None:
+    while (
+        found := await find_consumer(
+            link, stream_name, wanted["durable_name"], wanted["filter_subject"]
+        )
+    ) is None:
         if reminders.due(time.monotonic()):
-            log.info("waiting for the learner to create the consumer of %s", wanted["filter_subject"])
+            log.info(
+                "waiting for the learner to create the consumer of %s", wanted["filter_subject"]
+            )
         await asyncio.sleep(WAIT_S)
-    if found["filter_subject"] != wanted["filter_subject"] or differences(found, adopted(found, wanted)):
+    if found["filter_subject"] != wanted["filter_subject"] or differences(
+        found, adopted(found, wanted)
+    ):
         raise _unusable(stream_name, found, wanted, "the learner could not change it")
     return _name_and_wait(found)
 
 
-async def _adopt(link: NatsLink, stream_name: str, found: dict[str, Any], wanted: dict[str, Any]) -> tuple[str, float]:
-    name, changed = found["durable_name"], adopted(found, wanted)
+async def _adopt(
+    link: NatsLink, stream_name: str, found: dict[str, Any], wanted: dict[str, Any]
+) -> tuple[str, float]:
+    name = found["durable_name"]
+    changed = adopted(found, wanted)
     try:
         if found["filter_subject"] == wanted["filter_subject"] and differences(found, changed):
             await _create(link, stream_name, changed)
@@ -103,7 +127,12 @@ async def _adopt(link: NatsLink, stream_name: str, found: dict[str, Any], wanted
         raise _unusable(stream_name, found, wanted, error.description) from None
     if kept := differences(changed, wanted):
         kept.pop("durable_name", None)
-        log.info("using the consumer %s of stream %s, which has %s", name, stream_name, _listed(kept) or "another name")
+        log.info(
+            "using the consumer %s of stream %s, which has %s",
+            name,
+            stream_name,
+            _listed(kept) or "another name",
+        )
     return _name_and_wait(changed)
 
 
@@ -111,7 +140,9 @@ def _name_and_wait(config: dict[str, Any]) -> tuple[str, float]:
     return str(config["durable_name"]), config["ack_wait"] / 1e9
 
 
-def _unusable(stream_name: str, found: dict[str, Any], wanted: dict[str, Any], why: str) -> UserError:
+def _unusable(
+    stream_name: str, found: dict[str, Any], wanted: dict[str, Any], why: str
+) -> UserError:
     name = found["durable_name"]
     return UserError(
         f"the consumer {name} of stream {stream_name}, created by another program, cannot serve "
@@ -120,8 +151,12 @@ def _unusable(stream_name: str, found: dict[str, Any], wanted: dict[str, Any], w
     )
 
 
-async def find_consumer(link: NatsLink, stream_name: str, name: str, subject: str) -> dict[str, Any] | None:
-    """Return the configuration of the consumer with that name, else of one that takes that subject, else None."""
+async def find_consumer(
+    link: NatsLink, stream_name: str, name: str, subject: str
+) -> dict[str, Any] | None:
+    """Return the configuration of the consumer with that name, else of one that takes that subject,
+    else None.
+    """
     configs: list[dict[str, Any]] = []
     while True:
         page = await ask(link, f"CONSUMER.LIST.{stream_name}", {"offset": len(configs)})
@@ -132,20 +167,27 @@ async def find_consumer(link: NatsLink, stream_name: str, name: str, subject: st
         one.setdefault("filter_subject", "")
         one["durable_name"] = one.get("durable_name") or one.get("name", "")
     named = [one for one in configs if one["durable_name"] == name]
-    return next(iter(named + [one for one in configs if _takes(one["filter_subject"], subject)]), None)
+    return next(
+        iter(named + [one for one in configs if _takes(one["filter_subject"], subject)]), None
+    )
 
 
 def _takes(pattern: str, subject: str) -> bool:
     """Return whether a filter matches a subject; an empty one matches all."""
-    tokens, parts = (pattern or ">").split("."), subject.split(".")
+    tokens = (pattern or ">").split(".")
+    parts = subject.split(".")
     if tokens[-1] == ">" and len(parts) >= len(tokens):
         tokens, parts = tokens[:-1], parts[: len(tokens) - 1]
-    return len(tokens) == len(parts) and all(token in ("*", part) for token, part in zip(tokens, parts, strict=True))
+    return len(tokens) == len(parts) and all(
+        token in ("*", part) for token, part in zip(tokens, parts, strict=True)
+    )
 
 
 def _listed(differing: dict[str, tuple[Any, Any]]) -> str:
     items = sorted(differing.items())
-    return ", ".join(f"{name} {_shown(name, has)} instead of {_shown(name, want)}" for name, (has, want) in items)
+    return ", ".join(
+        f"{name} {_shown(name, has)} instead of {_shown(name, want)}" for name, (has, want) in items
+    )
 
 
 def _shown(name: str, value: Any) -> str:

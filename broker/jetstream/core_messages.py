@@ -30,7 +30,9 @@ Handler = Callable[[wire.Message], Awaitable[wire.Message | None]]
 
 
 async def publish_metrics(bus: Bus, metrics: wire.Metrics) -> None:
-    """Publish metrics, without those that are not finite; lost if disconnected or if nothing listens."""
+    """Publish metrics, without those that are not finite; lost if disconnected or if nothing
+    listens.
+    """
     finite = {name: value for name, value in metrics.values.items() if math.isfinite(value)}
     subject = METRICS.subject(bus.run, f"{metrics.role}.{metrics.id}")
     try:
@@ -40,7 +42,9 @@ async def publish_metrics(bus: Bus, metrics: wire.Metrics) -> None:
 
 
 async def watch_metrics(bus: Bus, role: str = "") -> AsyncGenerator[wire.Metrics, None]:
-    """Yield the metrics of every process of the run, or of one role; a reader that is too slow misses the oldest."""
+    """Yield the metrics of every process of the run, or of one role; a reader that is too slow
+    misses the oldest.
+    """
     waiting: deque[Msg] = deque(maxlen=MAX_WAITING_METRICS)
     arrived = asyncio.Event()
 
@@ -65,7 +69,13 @@ async def watch_metrics(bus: Bus, role: str = "") -> AsyncGenerator[wire.Metrics
 
 
 async def request(
-    bus: Bus, stream: Stream, key: str, message: wire.Message, *, timeout_s: float, reply: type[M] | tuple[type[M], ...]
+    bus: Bus,
+    stream: Stream,
+    key: str,
+    message: wire.Message,
+    *,
+    timeout_s: float,
+    reply: type[M] | tuple[type[M], ...],
 ) -> M:
     """Send a request to the responder of that key; return its reply, of a type in ``reply``.
 
@@ -77,7 +87,9 @@ async def request(
     try:
         data = codec.encode(message)
         if len(data) > (limit := bus.link.max_payload):
-            raise TooLarge(f"{type(message).__name__} is {len(data)} bytes, the broker's limit is {limit}")
+            raise TooLarge(
+                f"{type(message).__name__} is {len(data)} bytes, the broker's limit is {limit}"
+            )
         answer = await bus.link.call(subject, data, timeout_s=timeout_s)
         return codec.decode(answer.data, *(reply if isinstance(reply, tuple) else (reply,)))
     except NoResponders:
@@ -90,13 +102,17 @@ async def request(
         raise RequestInvalid(f"{subject}: {error}") from None
 
 
-async def respond(bus: Bus, stream: Stream, key: str, handle: Handler, *, shared: bool = False) -> LinkSubscription:
+async def respond(
+    bus: Bus, stream: Stream, key: str, handle: Handler, *, shared: bool = False
+) -> LinkSubscription:
     """Answer requests, each in its own task, until the returned subscription is closed.
 
-    A handler that returns None sends no reply. A request that does not decode becomes a dead letter and times out.
+    A handler that returns None sends no reply. A request that does not decode becomes a dead letter
+    and times out.
 
     Args:
-        shared: whether each request goes to one of all processes that answer those of this key, instead of to all.
+        shared: whether each request goes to one of all processes that answer those of this key,
+            instead of to all.
     """
     tasks: set[asyncio.Task[None]] = set()
 
@@ -117,4 +133,6 @@ async def respond(bus: Bus, stream: Stream, key: str, handle: Handler, *, shared
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    return await bus.link.subscribe(stream.subject(bus.run, key), receive, queue=stream.name if shared else "")
+    return await bus.link.subscribe(
+        stream.subject(bus.run, key), receive, queue=stream.name if shared else ""
+    )

@@ -35,10 +35,12 @@ MAX_DIGITS: Final = 18  # of a number in a header; more may not fit into 64 bits
 
 
 class Delivery:
-    """One message of a work queue, held by this process until acknowledged; in-progress marks are sent until then.
+    """One message of a work queue, held by this process until acknowledged; in-progress marks are
+    sent until then.
 
     Attributes:
-        message: the decoded message, None if it did not decode; a ``Parted`` until ``load`` was awaited.
+        message: the decoded message, None if it did not decode; a ``Parted`` until ``load`` was
+            awaited.
         error: why it did not decode, else empty.
         ticket: from the TICKET_HEADER, 0 if absent or not a number.
         eval_step: from the EVAL_HEADER, -1 (training) if absent or not a number.
@@ -78,7 +80,10 @@ class Delivery:
         message: Msg,
         decoded: Decoded,
     ) -> None:
-        self._link, self._marks, self._parts, self._subject = link, marks, parts, message.reply
+        self._link = link
+        self._marks = marks
+        self._parts = parts
+        self._subject = message.reply
         self._settled = settled
         self.num_delivered, self.seq, _ = delivery_numbers(message.reply)
         self.ticket = ticket_of(message.headers)
@@ -95,12 +100,16 @@ class Delivery:
 
     @property
     def has_lapsed(self) -> bool:
-        """Whether others may hold the message by now: what this process does with it is abandoned in silence."""
+        """Whether others may hold the message by now: what this process does with it is abandoned
+        in silence.
+        """
         return self._marks.has_lapsed(self._subject)
 
     @property
     def is_ours(self) -> bool:
-        """Whether certainly no other process holds the message; required to end it without a result, see ``nak``."""
+        """Whether certainly no other process holds the message; required to end it without a
+        result, see ``nak``.
+        """
         return self._marks.is_proven(self._subject)
 
     def abandon(self) -> None:
@@ -109,7 +118,8 @@ class Delivery:
         self._settled(False)
 
     async def load(self) -> wire.Message | None:
-        """Return the message, fetching a group in parts first and setting ``error`` and ``data`` to the group's.
+        """Return the message, fetching a group in parts first and setting ``error`` and ``data`` to
+        the group's.
 
         Raises:
             LostState: if there is no stream for parts.
@@ -120,11 +130,14 @@ class Delivery:
         return self.message
 
     async def ack(self) -> None:
-        """Acknowledge the message with confirmation and delete its parts; any number may be awaited at once."""
+        """Acknowledge the message with confirmation and delete its parts; any number may be awaited
+        at once.
+        """
         try:
             await self._settle(ACK)
         finally:
-            self._marks.release(self._subject)  # after the confirmation: until then the message is still held
+            # after the confirmation: until then the message is still held
+            self._marks.release(self._subject)
         self._settled(True)
         if self._parted is not None:
             await self._parts.drop(self._parted)
@@ -137,7 +150,9 @@ class Delivery:
             await self._settle(nak_payload(delay_s))
 
     async def _settle(self, payload: bytes) -> None:
-        """Send an acknowledgement; without a confirmation the message comes again, as at-least-once allows."""
+        """Send an acknowledgement; without a confirmation the message comes again, as at-least-once
+        allows.
+        """
         late = unheard = 0
         while late < CONFIRM_TRIES and unheard < UNHEARD_TRIES:
             await self._link.ready()
@@ -148,10 +163,15 @@ class Delivery:
                 await asyncio.sleep(PAUSE_S)
             except TimeoutError:
                 late += 1
-            except NoResponders:  # the queue is gone, or has no leader, or the server reads its accounts again
+            # the queue is gone, or has no leader, or the server reads its accounts again
+            except NoResponders:
                 unheard += 1
                 await asyncio.sleep(UNHEARD_PAUSE_S)
-        log.warning("message %d: the broker did not confirm %s; it may be delivered again", self.seq, payload.decode())
+        log.warning(
+            "message %d: the broker did not confirm %s; it may be delivered again",
+            self.seq,
+            payload.decode(),
+        )
 
 
 def delivery_numbers(ack_subject: str) -> tuple[int, int, int]:
@@ -173,7 +193,9 @@ def ticket_of(headers: dict[str, str] | None) -> int:
 
 
 def number_of(headers: dict[str, str] | None, name: str, otherwise: int) -> int:
-    """Return the natural number in a header, ``otherwise`` if the header is absent or holds something else."""
+    """Return the natural number in a header, ``otherwise`` if the header is absent or holds
+    something else.
+    """
     text = headers.get(name, "") if headers else ""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS else otherwise
 
@@ -193,4 +215,6 @@ async def decode_aside(data: Buffer, types: tuple[type[wire.Message], ...]) -> D
 
 def nak_payload(delay_s: float) -> bytes:
     """Return a negative acknowledgement, with the delay in nanoseconds if there is one."""
-    return b"-NAK" + (b" " + json.dumps({"delay": int(delay_s * 1e9)}).encode() if delay_s > 0 else b"")
+    return b"-NAK" + (
+        b" " + json.dumps({"delay": int(delay_s * 1e9)}).encode() if delay_s > 0 else b""
+    )

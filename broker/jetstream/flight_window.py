@@ -1,4 +1,6 @@
-"""Bounds the bytes of requests on the wire: more while answers come quickly, fewer once they are late."""
+"""Bounds the bytes of requests on the wire: more while answers come quickly, fewer once they are
+late.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
-LEAST_BYTES: Final = 4 << 20  # a server drops a client that takes over 10 s to read what waits for it
+# a server drops a client that takes over 10 s to read what waits for it
+LEAST_BYTES: Final = 4 << 20
 MOST_BYTES: Final = 16 << 20  # what a link of 3 Gbit/s holds at a round trip of 40 ms
 QUICK_S: Final = 0.5  # an answer within it found the link with room for more
 
 
 class FlightWindow:
-    """Window of the bytes that answers on the wire may have; the requests of the oldest owner go first.
+    """Window of the bytes that answers on the wire may have; the requests of the oldest owner go
+    first.
 
     Attributes:
         limit: bytes that may be on the wire now; a single larger answer may be, too.
@@ -23,7 +27,8 @@ class FlightWindow:
     def __init__(self) -> None:
         self.limit = LEAST_BYTES
         self._used = self._number = 0
-        self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []  # heap of (owner, number, bytes, turn)
+        # heap of (owner, number, bytes, turn)
+        self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []
 
     @asynccontextmanager
     async def slot(self, owner: int, num_bytes: int) -> AsyncIterator[None]:
@@ -67,7 +72,9 @@ class FlightWindow:
             heapq.heappop(self._waiting)
 
     def _adapt(self, num_bytes: int, seconds: float) -> None:
-        """Grow by what was answered quickly, so that the window doubles in a round trip; else halve it."""
+        """Grow by what was answered quickly, so that the window doubles in a round trip; else halve
+        it.
+        """
         if seconds <= QUICK_S:
             self.limit = min(self.limit + num_bytes, MOST_BYTES)
         else:

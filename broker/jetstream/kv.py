@@ -31,24 +31,38 @@ OnPut = Callable[[str, wire.Message | None], None]
 
 
 class KeyValue:
-    """One KV bucket of a run, typed by its row in the table. Keys begin with the run, for example ``demo.rollout.r1``.
+    """One KV bucket of a run, typed by its row in the table. Keys begin with the run, for example
+    ``demo.rollout.r1``.
 
-    A bucket that does not exist reads as empty. In a bucket whose values the run's owner signs, one without a valid
-    signature reads as deleted, and so does one that is older than a value that was read before.
+    A bucket that does not exist reads as empty. In a bucket whose values the run's owner signs, one
+    without a valid signature reads as deleted, and so does one that is older than a value that was
+    read before.
 
     Attributes:
-        ensure: creates the bucket if it is missing, or waits for the learner to do so; a bucket in memory does not
-            survive a restart of the broker.
+        ensure: creates the bucket if it is missing, or waits for the learner to do so; a bucket in
+            memory does not survive a restart of the broker.
     """
 
     def __init__(
-        self, link: NatsLink, stream: Stream, run: str, malformed: Malformed, ensure: Callable[[], Awaitable[None]]
+        self,
+        link: NatsLink,
+        stream: Stream,
+        run: str,
+        malformed: Malformed,
+        ensure: Callable[[], Awaitable[None]],
     ) -> None:
-        self._link, self._stream = link, stream
-        self._run, self._stream_name, self._prefix = run, stream.stream_name(run), stream.key_prefix(run)
+        self._link = link
+        self._stream = stream
+        self._run, self._stream_name, self._prefix = (
+            run,
+            stream.stream_name(run),
+            stream.key_prefix(run),
+        )
         self._stamps: dict[str, int] = {}  # of the newest signed value that was read, by key
-        self._refused: dict[str, int] = {}  # revision of the newest value without a valid signature, by key
-        self._malformed, self.ensure = malformed, ensure
+        # revision of the newest value without a valid signature, by key
+        self._refused: dict[str, int] = {}
+        self._malformed = malformed
+        self.ensure = ensure
 
     async def get(self, key: str) -> tuple[wire.Message, int] | None:
         """Return message and revision, or None.
@@ -83,7 +97,9 @@ class KeyValue:
         return revision
 
     async def update(self, key: str, message: wire.Message, revision: int) -> int | None:
-        """Compare and swap; return the new revision, or None if the key is no longer at ``revision``."""
+        """Compare and swap; return the new revision, or None if the key is no longer at
+        ``revision``.
+        """
         return await self._store(key, codec.encode(message), {EXPECTED_LAST_KEY_SEQ: str(revision)})
 
     async def delete(self, key: str) -> None:
@@ -91,7 +107,9 @@ class KeyValue:
         await self._store(key, b"", {OPERATION: "DEL"})
 
     async def values(self, prefix: str) -> dict[str, wire.Message]:
-        """Return every key below a prefix of whole parts (``demo.rollout``) that holds a value, with the value."""
+        """Return every key below a prefix of whole parts (``demo.rollout``) that holds a value,
+        with the value.
+        """
         read = latest if self._link.login.manages else latest_one_by_one
         try:
             entries = await read(self._link, self._stream_name, f"{self._prefix}{prefix}.>")
@@ -100,13 +118,18 @@ class KeyValue:
         found: dict[str, wire.Message] = {}
         for entry in entries:
             key = entry.subject.removeprefix(self._prefix)
-            message = None if _is_deletion(entry.headers) else await self._decoded(key, entry.seq, entry.data)
+            message = (
+                None
+                if _is_deletion(entry.headers)
+                else await self._decoded(key, entry.seq, entry.data)
+            )
             if message is not None:
                 found[key] = message
         return found
 
     async def watch(self, key: str) -> AsyncGenerator[tuple[wire.Message | None, int], None]:
-        """Yield (message or None if deleted, revision) of one key, now and after each change, from the stream's leader.
+        """Yield (message or None if deleted, revision) of one key, now and after each change, from
+        the stream's leader.
 
         Skips intermediate values and expiries; a value that does not decode becomes a dead letter.
         """
@@ -123,7 +146,8 @@ class KeyValue:
                     yield message, revision
 
     async def tap(self, prefix: str, on_put: OnPut) -> LinkSubscription:
-        """Call ``on_put`` with (key, message or None if deleted) of every later put below a prefix, stored or not.
+        """Call ``on_put`` with (key, message or None if deleted) of every later put below a prefix,
+        stored or not.
 
         For keys that are put repeatedly and never compared and swapped: a missed value comes again.
         """
@@ -149,12 +173,17 @@ class KeyValue:
 
     async def _store(self, key: str, data: bytes, headers: dict[str, str]) -> int | None:
         headers[MESSAGE_ID] = f"{self._link.inbox}.{self._link.next_token()}"
-        make_room = partial(release, self._link, key.partition(".")[0]) if self._stream.essential else None
+        make_room = (
+            partial(release, self._link, key.partition(".")[0]) if self._stream.essential else None
+        )
         subject = self._prefix + _checked(key, self._stream.name)
         if self._stream.signed:
             with suppress(NoStream):
-                await self._last(key)  # so that the new value is the newest, even if the clocks of its writers differ
-            headers |= self._link.login.sign(self._run, subject, data, above=self._stamps.get(key, 0))
+                # so that the new value is the newest, even if the clocks of its writers differ
+                await self._last(key)
+            headers |= self._link.login.sign(
+                self._run, subject, data, above=self._stamps.get(key, 0)
+            )
         revision = await store(self._link, self._stream_name, subject, data, headers, make_room)
         if self._stream.signed and revision is not None:
             self._stamps[key] = self._link.login.stamp(self._run, subject, headers, data)
@@ -174,7 +203,9 @@ class KeyValue:
         return found.data, found.seq, is_deletion, found.stored_ns
 
     def _is_valid(self, key: str, entry: StoredEntry) -> bool:
-        """Return whether the run's owner signed an entry, as its newest so far; always true for unsigned buckets."""
+        """Return whether the run's owner signed an entry, as its newest so far; always true for
+        unsigned buckets.
+        """
         if not self._stream.signed:
             return True
         try:
@@ -183,7 +214,9 @@ class KeyValue:
                 raise WireError("it is older than one that was read before")
         except WireError as error:
             if self._refused.get(key) != entry.seq:
-                log.warning("%s %s: ignoring value %d: %s", self._stream.name, key, entry.seq, error)
+                log.warning(
+                    "%s %s: ignoring value %d: %s", self._stream.name, key, entry.seq, error
+                )
             self._refused[key] = entry.seq
             return False
         self._stamps[key] = stamp
@@ -199,4 +232,6 @@ def _checked(key: str, what: str) -> str:
 
 
 def _is_deletion(headers: dict[str, str] | None) -> bool:
-    return headers is not None and (headers.get(OPERATION) in ("DEL", "PURGE") or MARKER_REASON in headers)
+    return headers is not None and (
+        headers.get(OPERATION) in ("DEL", "PURGE") or MARKER_REASON in headers
+    )

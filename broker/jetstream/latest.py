@@ -1,4 +1,6 @@
-"""Reads the newest message of every subject of a stream once: with a temporary consumer, or one by one."""
+"""Reads the newest message of every subject of a stream once: with a temporary consumer, or one by
+one.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ AT_ONCE: Final = 32  # requests of a process that may have no consumer
 
 
 async def latest(link: NatsLink, stream_name: str, pattern: str) -> list[StoredEntry]:
-    """Return the newest message of each matching subject, in stream order, retrying until the broker answers.
+    """Return the newest message of each matching subject, in stream order, retrying until the
+    broker answers.
 
     Raises:
         NoStream: if the stream does not exist.
@@ -36,7 +39,8 @@ async def latest(link: NatsLink, stream_name: str, pattern: str) -> list[StoredE
 
 
 async def latest_one_by_one(link: NatsLink, stream_name: str, pattern: str) -> list[StoredEntry]:
-    """Return the same as ``latest`` by a request per subject, for roles that may not have a consumer.
+    """Return the same as ``latest`` by a request per subject, for roles that may not have a
+    consumer.
 
     Raises:
         NoStream: if the stream does not exist.
@@ -56,7 +60,9 @@ async def _read(link: NatsLink, stream_name: str, pattern: str) -> list[StoredEn
     """Read the messages once; return None if an answer was lost."""
     config = EPHEMERAL | {"deliver_policy": "last_per_subject", "filter_subject": pattern}
     config["inactive_threshold"] = int(FORGET_AFTER_S * 1e9)
-    made = await ask(link, f"CONSUMER.CREATE.{stream_name}", {"stream_name": stream_name, "config": config})
+    made = await ask(
+        link, f"CONSUMER.CREATE.{stream_name}", {"stream_name": stream_name, "config": config}
+    )
     if not made.get("num_pending"):
         return []
     consumer = str(made["name"])
@@ -68,11 +74,17 @@ async def _read(link: NatsLink, stream_name: str, pattern: str) -> list[StoredEn
         while True:
             # no_wait without an expiry: the broker sends what it has and keeps no request
             request = json.dumps({"batch": BATCH, "no_wait": True}).encode()
-            await link.send(f"$JS.API.CONSUMER.MSG.NEXT.{stream_name}.{consumer}", request, reply=inbox)
+            await link.send(
+                f"$JS.API.CONSUMER.MSG.NEXT.{stream_name}.{consumer}", request, reply=inbox
+            )
             for _ in range(BATCH):
                 async with asyncio.timeout(ANSWER_S):
                     message = await arrived.get()
-                if message.headers and not message.reply and (status := message.headers.get("Status")):
+                if (
+                    message.headers
+                    and not message.reply
+                    and (status := message.headers.get("Status"))
+                ):
                     return entries if status in NO_MORE else None
                 _, seq, _ = delivery_numbers(message.reply)
                 entries.append(StoredEntry(seq, message.subject, message.headers, message.data))

@@ -18,7 +18,8 @@ from broker.nats.nats_errors import ApiError, Disconnected, NoStream
 log = logging.getLogger(__name__)
 
 BATCH: Final = 256
-BATCH_BYTES: Final = 8 << 20  # on the wire at once; a server drops a client that takes over 10 s to read them
+# on the wire at once; a server drops a client that takes over 10 s to read them
+BATCH_BYTES: Final = 8 << 20
 EXPIRES_S: Final = 10.0
 HEARTBEAT_S: Final = 2.0
 PROTOCOL_BYTES: Final = 4096  # for the subject, which the broker counts with the message
@@ -34,7 +35,8 @@ async def follow(
     """Yield stored and new entries in order, until the link is closed.
 
     Args:
-        start: returns where to begin, as fields of a consumer's configuration; called for each new consumer.
+        start: returns where to begin, as fields of a consumer's configuration; called for each new
+            consumer.
 
     Raises:
         NoStream: if the stream does not exist.
@@ -51,7 +53,8 @@ async def follow(
                 return
         except NoStream:
             raise
-        except ApiError as error:  # for example from a broker that has just restarted; a reader can only wait
+        # for example from a broker that has just restarted; a reader can only wait
+        except ApiError as error:
             log.warning("%s: the broker refuses to have it read: %s; retrying", stream_name, error)
             await asyncio.sleep(REFUSED_PAUSE_S)
         finally:
@@ -62,11 +65,13 @@ class _Attachment:
     """One ephemeral consumer with its inbox; ends at the first sign of a missing message."""
 
     def __init__(self, link: NatsLink, stream_name: str) -> None:
-        self._link, self._stream_name = link, stream_name
+        self._link = link
+        self._stream_name = stream_name
         self._queue: asyncio.Queue[Msg | None] = asyncio.Queue()
         self._inbox = f"{link.inbox}.{link.next_token()}"
         self._consumer = ""
-        self._newest = 0  # stream sequence up to which messages have arrived, or can no longer arrive
+        # stream sequence up to which messages have arrived, or can no longer arrive
+        self._newest = 0
         self._pending = 0  # messages that the consumer had to deliver when it was created
         self._close: Callable[[], Awaitable[None]] | None = None
 
@@ -74,7 +79,11 @@ class _Attachment:
         self._link.on_disconnect.add(self._lost)
         subscribed = await self._link.subscribe(f"{self._inbox}.*", self._queue.put)
         self._close = subscribed.close
-        config = EPHEMERAL | {"max_ack_pending": -1, "inactive_threshold": int(FORGET_AFTER_S * 1e9)} | start
+        config = (
+            EPHEMERAL
+            | {"max_ack_pending": -1, "inactive_threshold": int(FORGET_AFTER_S * 1e9)}
+            | start
+        )
         if (first := start.get("opt_start_seq")) is not None:
             self._newest = first - 1
         else:  # before the consumer is created: it delivers what is stored in between
@@ -90,7 +99,9 @@ class _Attachment:
             await self._close()
         if self._consumer and self._link.connected.is_set():
             try:
-                await self._link.send(f"$JS.API.CONSUMER.DELETE.{self._stream_name}.{self._consumer}", b"")
+                await self._link.send(
+                    f"$JS.API.CONSUMER.DELETE.{self._stream_name}.{self._consumer}", b""
+                )
             except Disconnected:
                 log.debug("not connected; the broker removes the consumer when it expires")
 
@@ -98,12 +109,17 @@ class _Attachment:
         self._queue.put_nowait(None)
 
     async def entries(self) -> AsyncGenerator[StoredEntry, None]:
-        pull, wanted, delivered, before = 0, 0, 0, -1
+        pull = 0
+        wanted = 0
+        delivered = 0
+        before = -1
         while True:
             if not wanted:
                 if delivered == before and await self._overlooked(delivered):
                     return
-                pull, wanted, before = pull + 1, BATCH, delivered
+                pull = pull + 1
+                wanted = BATCH
+                before = delivered
                 await self._ask(pull)
             message = await self._next()
             if message is None:
@@ -121,31 +137,48 @@ class _Attachment:
             if consumer_seq != delivered + 1:
                 log.warning("%s: a message was lost on the way; reading again", self._stream_name)
                 return
-            delivered, wanted, self._newest = consumer_seq, wanted - 1, max(seq, self._newest)
+            delivered = consumer_seq
+            wanted = wanted - 1
+            self._newest = max(seq, self._newest)
             stored = stored_ns(message.reply)
             yield StoredEntry(seq, message.subject, message.headers, message.data, stored_ns=stored)
 
     async def _overlooked(self, delivered: int) -> bool:
         """Return whether the stream has more than an empty pull of this consumer delivered.
 
-        After a partition, a consumer may send heartbeats from a replica that no longer learns of new messages. A
-        consumer of some subjects is replaced needlessly when others grow; it then reads its last values once more.
+        After a partition, a consumer may send heartbeats from a replica that no longer learns of
+        new messages. A consumer of some subjects is replaced needlessly when others grow; it then
+        reads its last values once more.
         """
         last = (await bounds(self._link, self._stream_name))[1]
-        known, self._newest = self._newest, max(last, self._newest)
+        known = self._newest
+        self._newest = max(last, self._newest)
         if last > known:
-            log.info("%s: ends at %d, the newest received is %d; reading again", self._stream_name, last, known)
+            log.info(
+                "%s: ends at %d, the newest received is %d; reading again",
+                self._stream_name,
+                last,
+                known,
+            )
         return last > known or delivered < self._pending
 
     async def _ask(self, pull: int) -> None:
         most = max(BATCH_BYTES, self._link.max_payload + PROTOCOL_BYTES)  # fits the largest message
-        expires, heartbeat = int(EXPIRES_S * 1e9), int(HEARTBEAT_S * 1e9)
-        request = {"batch": BATCH, "max_bytes": most, "expires": expires, "idle_heartbeat": heartbeat}
+        expires = int(EXPIRES_S * 1e9)
+        heartbeat = int(HEARTBEAT_S * 1e9)
+        request = {
+            "batch": BATCH,
+            "max_bytes": most,
+            "expires": expires,
+            "idle_heartbeat": heartbeat,
+        }
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._stream_name}.{self._consumer}"
         await self._link.send(subject, json.dumps(request).encode(), reply=f"{self._inbox}.{pull}")
 
     async def _next(self) -> Msg | None:
-        """Return the next message, or None if the connection is lost, or none arrives and none is on the wire."""
+        """Return the next message, or None if the connection is lost, or none arrives and none is
+        on the wire.
+        """
         if not self._queue.empty():
             return self._queue.get_nowait()
         coming = asyncio.ensure_future(self._queue.get())
@@ -161,5 +194,9 @@ class _Attachment:
             coming.cancel()
             if silent is not None:
                 silent.cancel()
-        log.warning("%s: no sign of life from the broker for %g s; reading again", self._stream_name, SILENCE_S)
+        log.warning(
+            "%s: no sign of life from the broker for %g s; reading again",
+            self._stream_name,
+            SILENCE_S,
+        )
         return None

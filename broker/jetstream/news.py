@@ -1,7 +1,9 @@
-"""Wakes the reader of a last value whenever there may be a newer one, without a consumer on the broker.
+"""Wakes the reader of a last value whenever there may be a newer one, without a consumer on the
+broker.
 
-A value is stored by a publish to its subject, which a plain subscription receives too. That includes values that the
-broker refused, may miss some, and may arrive before the value is stored, so it only says when to read.
+A value is stored by a publish to its subject, which a plain subscription receives too. That
+includes values that the broker refused, may miss some, and may arrive before the value is stored,
+so it only says when to read.
 """
 
 from __future__ import annotations
@@ -18,17 +20,19 @@ from broker.nats.nats_errors import Disconnected
 T = TypeVar("T")
 
 READ_AGAIN_S: Final = 20.0  # a plain subscription may miss a message
-AFTER_NEWS_S: Final = (0.0, 0.1, 0.3, 1.0, 3.0)  # reads after a message, which may arrive before it is stored
+# reads after a message, which may arrive before it is stored
+AFTER_NEWS_S: Final = (0.0, 0.1, 0.3, 1.0, 3.0)
 
 
 async def newer_values(
     link: NatsLink, subject: str, read: Callable[[], Awaitable[tuple[int, int, T] | None]]
 ) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield (sequence, value) now and after each change, until the link is closed; skip intermediate values.
+    """Yield (sequence, value) now and after each change, until the link is closed; skip
+    intermediate values.
 
     Args:
-        read: returns (sequence, time of its store in nanoseconds, value) of the newest, None if there is none; an older
-            store may give a sequence to another value.
+        read: returns (sequence, time of its store in nanoseconds, value) of the newest, None if
+            there is none; an older store may give a sequence to another value.
     """
     arrived = asyncio.Event()
 
@@ -37,7 +41,8 @@ async def newer_values(
 
     subscribed = await link.subscribe(subject, note)
     link.on_disconnect.add(arrived.set)
-    seen, delays = (0, 0), [0.0]
+    seen = (0, 0)
+    delays = [0.0]
     try:
         while not link.closed:
             await asyncio.sleep(delays.pop(0))
@@ -49,7 +54,9 @@ async def newer_values(
                 seen = newest[:2]
                 delays.clear()
                 yield newest[0], newest[2]
-            if await _is_set_within(arrived, 0.0 if delays else READ_AGAIN_S * random.uniform(0.75, 1.25)):
+            if await _is_set_within(
+                arrived, 0.0 if delays else READ_AGAIN_S * random.uniform(0.75, 1.25)
+            ):
                 delays = list(AFTER_NEWS_S)
             delays = delays or [0.0]
     finally:

@@ -1,7 +1,8 @@
-"""Stores large groups in parts, in a separate stream before the record that refers to them, and fetches them.
+"""Stores large groups in parts, in a separate stream before the record that refers to them, and
+fetches them.
 
-The parts of one upload, concatenated, are the wire encoding of its group. Their subjects contain the ticket, so that
-they can be purged by ticket; see docs/adr/0009-large-groups-travel-in-parts.md.
+The parts of one upload, concatenated, are the wire encoding of its group. Their subjects contain
+the ticket, so that they can be purged by ticket; see docs/adr/0009-large-groups-travel-in-parts.md.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ log = logging.getLogger(__name__)
 IN_FLIGHT: Final = 4  # parts that one process stores at once
 MOST_REQUESTS: Final = 64  # for parts of one group at once, within the window of bytes
 NO_STREAM_AFTER_S: Final = 10.0
-TRAINING, EVALUATION = "t", "e"  # kinds of tickets, numbered separately
+# kinds of tickets, numbered separately
+TRAINING = "t"
+EVALUATION = "e"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +57,10 @@ class GroupParts:
     """
 
     def __init__(self, link: NatsLink, run: Callable[[], str]) -> None:
-        self._link, self._run = link, run
-        self._out, self._in = asyncio.Semaphore(IN_FLIGHT), FlightWindow()
+        self._link = link
+        self._run = run
+        self._out = asyncio.Semaphore(IN_FLIGHT)
+        self._in = FlightWindow()
         self._num_fetched = 0
 
     @property
@@ -64,16 +69,20 @@ class GroupParts:
         return min(INLINE_BYTES, self._link.max_payload - HEADER_BYTES)
 
     async def put(self, group: wire.Group, data: bytes) -> wire.Parted:
-        """Store the encoding of a group; return the record for it when the broker has confirmed every part.
+        """Store the encoding of a group; return the record for it when the broker has confirmed
+        every part.
 
         Raises:
             TooLarge: if the broker's messages are too small for parts.
             LostState: if there is no stream for parts.
         """
-        part_bytes, upload = min(PART_BYTES, self._link.max_payload - HEADER_BYTES), secrets.token_hex(8)
+        part_bytes = min(PART_BYTES, self._link.max_payload - HEADER_BYTES)
+        upload = secrets.token_hex(8)
         if part_bytes < LEAST_PART_BYTES:
             limit = self._link.max_payload
-            raise TooLarge(f"Group is {len(data)} bytes, and the broker takes messages of {limit} bytes only")
+            raise TooLarge(
+                f"Group is {len(data)} bytes, and the broker takes messages of {limit} bytes only"
+            )
         parted = wire.Parted(
             ticket=group.ticket, domain=group.domain, upload=upload, size=len(data), part_bytes=part_bytes,
             digest="", eval_step=group.eval_step,
@@ -82,11 +91,21 @@ class GroupParts:
 
         async def send(number: int) -> None:
             part = _place(view, parted, number)
-            headers = {MESSAGE_ID: f"{parted.upload}.{number}", wire.TICKET_HEADER: str(parted.ticket)}
+            headers = {
+                MESSAGE_ID: f"{parted.upload}.{number}",
+                wire.TICKET_HEADER: str(parted.ticket),
+            }
             async with self._out:
-                await store(self._link, PARTS.stream_name(self._run()), self._subject(parted, number), part, headers)
+                await store(
+                    self._link,
+                    PARTS.stream_name(self._run()),
+                    self._subject(parted, number),
+                    part,
+                    headers,
+                )
 
-        digesting, sending = aside(len(data), partial(digest, data)), _each(parted.num_parts, send, IN_FLIGHT)
+        digesting = aside(len(data), partial(digest, data))
+        sending = _each(parted.num_parts, send, IN_FLIGHT)
         found, _ = await asyncio.gather(digesting, sending)
         return msgspec.structs.replace(parted, digest=found)
 
@@ -117,19 +136,33 @@ class GroupParts:
         try:
             if fetched.error:
                 raise WireError(fetched.error)
-            return await aside(len(data), partial(put_together, parted, data, fetched.digest)), "", data
+            return (
+                await aside(len(data), partial(put_together, parted, data, fetched.digest)),
+                "",
+                data,
+            )
         except WireError as error:
-            return None, f"Group in parts, ticket {parted.ticket}, upload {parted.upload}: {error}", bytearray()
+            return (
+                None,
+                f"Group in parts, ticket {parted.ticket}, upload {parted.upload}: {error}",
+                bytearray(),
+            )
 
     async def drop(self, parted: wire.Parted) -> None:
-        """Delete one upload that is no longer needed, if this process may; the learner deletes what remains."""
+        """Delete one upload that is no longer needed, if this process may; the learner deletes what
+        remains.
+        """
         if self._link.login.manages:
             await self._purge(_kind(parted), str(parted.ticket), parted.upload)
 
     async def drop_others(self, parted: wire.Parted) -> None:
-        """Delete the other uploads of a ticket: of earlier reward pools, later records and processes that ended."""
+        """Delete the other uploads of a ticket: of earlier reward pools, later records and
+        processes that ended.
+        """
         place = _kind(parted), str(parted.ticket)
-        for upload in {subject.split(".")[5] for subject in await self._subjects(*place)} - {parted.upload}:
+        for upload in {subject.split(".")[5] for subject in await self._subjects(*place)} - {
+            parted.upload
+        }:
             await self._purge(*place, upload)
 
     async def _purge(self, *first: str) -> None:
@@ -141,15 +174,23 @@ class GroupParts:
             log.debug("%s stays until the next trimming", subjects)
 
     async def trim(self, kind: str, keep: Callable[[int], bool]) -> int:
-        """Delete the parts of every ticket of one kind that ``keep`` rejects; return how many tickets had some."""
+        """Delete the parts of every ticket of one kind that ``keep`` rejects; return how many
+        tickets had some.
+        """
         run = self._run()
-        name, ended = PARTS.stream_name(run), ended_tickets(await self._subjects(kind), keep)
+        name = PARTS.stream_name(run)
+        ended = ended_tickets(await self._subjects(kind), keep)
         for ticket in ended:
-            await ask(self._link, f"STREAM.PURGE.{name}", {"filter": PARTS.all_subjects(run, kind, str(ticket))})
+            await ask(
+                self._link,
+                f"STREAM.PURGE.{name}",
+                {"filter": PARTS.all_subjects(run, kind, str(ticket))},
+            )
         return len(ended)
 
     async def _subjects(self, *first: str) -> list[str]:
-        run, found = self._run(), list[str]()
+        run = self._run()
+        found = list[str]()
         while True:
             body = {"subjects_filter": PARTS.all_subjects(run, *first), "offset": len(found)}
             answer = await ask(self._link, f"STREAM.INFO.{PARTS.stream_name(run)}", body)
@@ -159,12 +200,16 @@ class GroupParts:
                 return found
 
     def _subject(self, parted: wire.Parted, number: int) -> str:
-        return PARTS.subject(self._run(), f"{_kind(parted)}.{parted.ticket}.{parted.upload}.{number}")
+        return PARTS.subject(
+            self._run(), f"{_kind(parted)}.{parted.ticket}.{parted.upload}.{number}"
+        )
 
     async def _get(self, parted: wire.Parted) -> tuple[bytearray, str]:
         """Return the encoding and its digest, computed in a thread while further parts arrive."""
-        data, hashed = bytearray(parted.size), sha256()
-        view, loop = memoryview(data), asyncio.get_running_loop()
+        data = bytearray(parted.size)
+        hashed = sha256()
+        view = memoryview(data)
+        loop = asyncio.get_running_loop()
         came = [loop.create_future() for _ in range(parted.num_parts)]
         self._num_fetched += 1
         owner = self._num_fetched
@@ -176,7 +221,9 @@ class GroupParts:
             if part is None:
                 raise WireError(f"part {number} of {parted.num_parts} is missing")
             if len(part) != len(place):
-                raise WireError(f"part {number} of {parted.num_parts} has {len(part)} bytes; must be {len(place)}")
+                raise WireError(
+                    f"part {number} of {parted.num_parts} has {len(part)} bytes; must be {len(place)}"
+                )
             place[:] = part
             came[number].set_result(None)
 
@@ -191,18 +238,23 @@ class GroupParts:
             await following
         finally:
             following.cancel()
-            await asyncio.gather(following, return_exceptions=True)  # the thread may still read the returned buffer
+            # the thread may still read the returned buffer
+            await asyncio.gather(following, return_exceptions=True)
         return data, _text(hashed.digest())
 
     async def _part(self, subject: str) -> bytes | None:
         """Return one part, None if it is not stored."""
-        name, loop = PARTS.stream_name(self._run()), asyncio.get_running_loop()
-        attempts, since = 0, loop.time()
+        name = PARTS.stream_name(self._run())
+        loop = asyncio.get_running_loop()
+        attempts = 0
+        since = loop.time()
         while True:
             await self._link.ready()
             timeout_s = TIMEOUTS_S[min(attempts, len(TIMEOUTS_S) - 1)]
             try:
-                answer = await self._link.call(f"$JS.API.DIRECT.GET.{name}.{subject}", b"", timeout_s=timeout_s)
+                answer = await self._link.call(
+                    f"$JS.API.DIRECT.GET.{name}.{subject}", b"", timeout_s=timeout_s
+                )
             except Disconnected:
                 await asyncio.sleep(PAUSE_S)
                 continue
@@ -221,7 +273,8 @@ class GroupParts:
             self._link.trust("parts")
             if "Status" not in (answer.headers or {}):
                 return answer.data
-            found = await find(self._link, name, last_of=subject)  # from the leader: a replica may lack the part
+            # from the leader: a replica may lack the part
+            found = await find(self._link, name, last_of=subject)
             return found.data if found is not None else None
 
 
@@ -230,7 +283,9 @@ def _kind(parted: wire.Parted) -> str:
 
 
 def digest(data: Buffer) -> str:
-    """Return the digest of an encoding; SHA-256 is several times faster than BLAKE2 on most processors."""
+    """Return the digest of an encoding; SHA-256 is several times faster than BLAKE2 on most
+    processors.
+    """
     return _text(sha256(data).digest())
 
 
@@ -244,7 +299,11 @@ def _place(view: memoryview, parted: wire.Parted, number: int) -> memoryview:
 
 def ended_tickets(subjects: Iterable[str], keep: Callable[[int], bool]) -> list[int]:
     """Return the tickets in these subjects of parts that ``keep`` rejects, in order."""
-    return sorted(ticket for ticket in {int(subject.split(".")[4]) for subject in subjects} if not keep(ticket))
+    return sorted(
+        ticket
+        for ticket in {int(subject.split(".")[4]) for subject in subjects}
+        if not keep(ticket)
+    )
 
 
 def put_together(parted: wire.Parted, data: bytearray, found: str) -> wire.Group:
@@ -256,9 +315,13 @@ def put_together(parted: wire.Parted, data: bytearray, found: str) -> wire.Group
     if found != parted.digest:
         raise WireError(f"its bytes are damaged: digest {found}; must be {parted.digest}")
     group = codec.decode(data, wire.Group)
-    ticket, step, domain = group.ticket, group.eval_step, group.domain
+    ticket = group.ticket
+    step = group.eval_step
+    domain = group.domain
     if (ticket, step, domain) != (parted.ticket, parted.eval_step, parted.domain):
-        raise WireError(f"it holds the group of ticket {ticket}, domain {domain}, evaluation step {step}")
+        raise WireError(
+            f"it holds the group of ticket {ticket}, domain {domain}, evaluation step {step}"
+        )
     return group
 
 

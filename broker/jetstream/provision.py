@@ -20,10 +20,12 @@ DUPLICATE_WINDOW_S: Final = 120.0
 WAIT_S: Final = 0.25
 STREAM_EXISTS: Final = 10058
 NO_ROOM: Final = (10047, 10028)
-RESERVED_MIB: Final = sum(stream.max_bytes for stream in STREAMS) >> 20  # a broker reserves each stream's maximum
+# a broker reserves each stream's maximum
+RESERVED_MIB: Final = sum(stream.max_bytes for stream in STREAMS) >> 20
 TOO_FEW_SERVERS: Final = (10005, 10074)
 REPLICAS_IN_CLUSTER: Final = 3
-OLDEST_CLUSTER: Final = (2, 10, 23)  # older ones may lose a stream if a process dies: jepsen.io/analyses/nats-2.12.1
+# older ones may lose a stream if a process dies: jepsen.io/analyses/nats-2.12.1
+OLDEST_CLUSTER: Final = (2, 10, 23)
 
 
 def require_safe_cluster(link: NatsLink) -> None:
@@ -33,7 +35,9 @@ def require_safe_cluster(link: NatsLink) -> None:
         UserError: if its servers are too old.
     """
     if link.clustered and link.server_version < OLDEST_CLUSTER:
-        version, oldest = (".".join(map(str, numbers)) for numbers in (link.server_version, OLDEST_CLUSTER))
+        version, oldest = (
+            ".".join(map(str, numbers)) for numbers in (link.server_version, OLDEST_CLUSTER)
+        )
         raise UserError(
             f"the broker at {link.where} is a cluster of nats-server {version}, which may lose a stream when a process "
             f"dies; install {oldest} or newer there"
@@ -41,7 +45,8 @@ def require_safe_cluster(link: NatsLink) -> None:
 
 
 async def ensure_stream(link: NatsLink, config: dict[str, Any]) -> None:
-    """Create a stream unless it exists; an existing one keeps its settings, which an operator may have changed.
+    """Create a stream unless it exists; an existing one keeps its settings, which an operator may
+    have changed.
 
     Waits until there are enough servers for its replicas.
 
@@ -92,7 +97,9 @@ async def exists(link: NatsLink, name: str) -> bool:
 
 
 async def stream_names(link: NatsLink, pattern: str) -> set[str]:
-    """Return the names of the streams that take subjects of a pattern; the operator may ask for them."""
+    """Return the names of the streams that take subjects of a pattern; the operator may ask for
+    them.
+    """
     names: set[str] = set()
     while True:
         answer = await ask(link, "STREAM.NAMES", {"subject": pattern, "offset": len(names)})
@@ -111,7 +118,8 @@ async def delete_stream(link: NatsLink, name: str) -> None:
 
 
 def stream_config(stream: Stream, run: str, replicas: int = 1) -> dict[str, Any] | None:
-    """Return JetStream's configuration of a row of the table, None if it is not stored; durations in nanoseconds.
+    """Return JetStream's configuration of a row of the table, None if it is not stored; durations
+    in nanoseconds.
 
     Args:
         replicas: servers that hold every message; fewer than half of them may fail.

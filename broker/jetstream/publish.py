@@ -25,7 +25,8 @@ EXPECTED_LAST_SEQ: Final = "Nats-Expected-Last-Sequence"
 EXPECTED_LAST_KEY_SEQ: Final = "Nats-Expected-Last-Subject-Sequence"
 WRONG_LAST_SEQUENCE: Final = (10071, 10164)
 IN_PROCESS: Final = 10158  # an earlier attempt with the same id is still pending
-CONFIRM_WITHIN_S: Final = (2.0, 3.0, 5.0)  # per attempt; a leader that has just failed never confirms
+# per attempt; a leader that has just failed never confirms
+CONFIRM_WITHIN_S: Final = (2.0, 3.0, 5.0)
 NO_STREAM_AFTER_S: Final = 10.0
 
 
@@ -50,13 +51,17 @@ async def store(
     *,
     waits_for_room: bool = True,
 ) -> int | None:
-    """Publish to a stream until confirmed; return the sequence, or None if an expected sequence did not match.
+    """Publish to a stream until confirmed; return the sequence, or None if an expected sequence did
+    not match.
 
-    The headers must contain a message id, so that a repetition within two minutes is not stored again.
+    The headers must contain a message id, so that a repetition within two minutes is not stored
+    again.
 
     Args:
-        make_room: for messages that must be stored even if the broker is full: awaited before each retry.
-        may_send: called before each attempt; once it returns False, nothing more is sent, and None is returned.
+        make_room: for messages that must be stored even if the broker is full: awaited before each
+            retry.
+        may_send: called before each attempt; once it returns False, nothing more is sent, and None
+            is returned.
         waits_for_room: False gives up if the broker is full.
 
     Raises:
@@ -67,7 +72,15 @@ async def store(
     """
     with link.refusals.publish() as publish:
         return await _store(
-            link, stream_name, subject, data, headers, make_room, may_send, publish, waits_for_room=waits_for_room
+            link,
+            stream_name,
+            subject,
+            data,
+            headers,
+            make_room,
+            may_send,
+            publish,
+            waits_for_room=waits_for_room,
         )
 
 
@@ -83,7 +96,8 @@ async def _store(
     *,
     waits_for_room: bool,
 ) -> int | None:
-    attempts, since = 0, time.monotonic()
+    attempts = 0
+    since = time.monotonic()
     while True:
         await link.ready()
         if not may_send():
@@ -114,17 +128,24 @@ async def _store(
             return ack.seq
         if error.err_code in WRONG_LAST_SEQUENCE:
             if await _still_expected(link, stream_name, subject, headers):
-                await asyncio.sleep(0.1)  # an earlier attempt, from here or elsewhere, is still pending
+                # an earlier attempt, from here or elsewhere, is still pending
+                await asyncio.sleep(0.1)
                 continue
-            return await _already_stored(link, stream_name, subject, headers) if attempts > 1 else None
+            return (
+                await _already_stored(link, stream_name, subject, headers) if attempts > 1 else None
+            )
         if full := error.err_code in FULL:
             link.trust(subject)  # another server of the cluster has no more room either
         else:
             link.doubt(subject)
         if not full and error.code not in (429, 500, 503) and error.err_code != IN_PROCESS:
-            raise RlearnerError(f"{subject}: the broker refuses the message: {error.description} ({error.err_code})")
+            raise RlearnerError(
+                f"{subject}: the broker refuses the message: {error.description} ({error.err_code})"
+            )
         if full and not waits_for_room:
-            raise StoreFull(f"{subject}: the broker at {link.where} cannot store: {error.description}")
+            raise StoreFull(
+                f"{subject}: the broker at {link.where} cannot store: {error.description}"
+            )
         pause_s = publish.refused(subject, error.description, full=full)
         if full and make_room is not None:
             await asyncio.sleep(FIRST_PAUSE_S)
@@ -146,19 +167,32 @@ async def require_stream(link: NatsLink, stream_name: str, subject: str) -> None
         raise LostState(message) from None
 
 
-async def _still_expected(link: NatsLink, stream_name: str, subject: str, headers: dict[str, str]) -> bool:
-    """Return whether the refused last sequence is right: clusters also refuse while a message awaits its majority."""
+async def _still_expected(
+    link: NatsLink, stream_name: str, subject: str, headers: dict[str, str]
+) -> bool:
+    """Return whether the refused last sequence is right: clusters also refuse while a message
+    awaits its majority.
+    """
     if (expected := headers.get(EXPECTED_LAST_SEQ)) is not None:
         return (await bounds(link, stream_name))[1] == int(expected)
     found = await find(link, stream_name, last_of=subject)
     return (found.seq if found else 0) == int(headers[EXPECTED_LAST_KEY_SEQ])
 
 
-async def _already_stored(link: NatsLink, stream_name: str, subject: str, headers: dict[str, str]) -> int | None:
-    """Return the message's sequence if an earlier attempt stored it, which makes the last sequence wrong too.
+async def _already_stored(
+    link: NatsLink, stream_name: str, subject: str, headers: dict[str, str]
+) -> int | None:
+    """Return the message's sequence if an earlier attempt stored it, which makes the last sequence
+    wrong too.
 
     Newer servers check the sequence before duplicates, older ones after.
     """
     expected = headers.get(EXPECTED_LAST_SEQ)
-    found = await find(link, stream_name, seq=None if expected is None else int(expected) + 1, last_of=subject)
-    return found.seq if found and (found.headers or {}).get(MESSAGE_ID) == headers[MESSAGE_ID] else None
+    found = await find(
+        link, stream_name, seq=None if expected is None else int(expected) + 1, last_of=subject
+    )
+    return (
+        found.seq
+        if found and (found.headers or {}).get(MESSAGE_ID) == headers[MESSAGE_ID]
+        else None
+    )

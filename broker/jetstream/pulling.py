@@ -11,14 +11,18 @@ from broker.jetstream.delivery import Delivery
 from broker.jetstream.work_queue import WorkQueue
 
 LONG_PULL_S: Final = 30.0  # interval at which an idle process polls each of its queues
-LEAST_PULL_S: Final = 0.2  # enough for stored messages to arrive; a pull cancelled sooner would cross with them
+# enough for stored messages to arrive; a pull cancelled sooner would cross with them
+LEAST_PULL_S: Final = 0.2
 
 
-async def fetch_unless(queue: WorkQueue, limit: int, *reasons: Coroutine[Any, Any, object]) -> list[Delivery]:
-    """Return up to ``limit`` messages, or none after 30 s or soon after one of the ``reasons`` not to fetch returns.
+async def fetch_unless(
+    queue: WorkQueue, limit: int, *reasons: Coroutine[Any, Any, object]
+) -> list[Delivery]:
+    """Return up to ``limit`` messages, or none after 30 s or soon after one of the ``reasons`` not
+    to fetch returns.
 
-    Messages that arrive too late, or after a cancellation, are handed back. That counts as a delivery, so messages
-    that are already stored are waited for.
+    Messages that arrive too late, or after a cancellation, are handed back. That counts as a
+    delivery, so messages that are already stored are waited for.
 
     Raises:
         LostState: if the queue's stream does not exist.

@@ -1,7 +1,8 @@
-"""Reads a log ahead within a window of bytes: the parts of the next groups arrive while a reader works on earlier ones.
+"""Reads a log ahead within a window of bytes: the parts of the next groups arrive while a reader
+works on earlier ones.
 
-Records are yielded in the order of the log, each as if it had been read alone: whether its group is wanted is decided
-when its turn comes, and a group that was fetched in vain is dropped.
+Records are yielded in the order of the log, each as if it had been read alone: whether its group is
+wanted is decided when its turn comes, and a group that was fetched in vain is dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from broker.jetstream.api import StoredEntry
 from broker.jetstream.delivery import Decoded, decode
 from broker.jetstream.parts import FetchedParts, GroupParts
 
-PARTED_BYTES: Final = 4096  # a record that refers to parts has fewer; what is larger is decoded when its turn comes
+# a record that refers to parts has fewer; what is larger is decoded when its turn comes
+PARTED_BYTES: Final = 4096
 ENTRY_BYTES: Final = 1024  # of memory that an entry needs in addition to its data
 
 
@@ -44,8 +46,10 @@ class LogWindow:
     Args:
         entries: of the log, in order; closed with ``pending``.
         types: of the stream's messages.
-        wanted: whether to fetch this ticket's group ahead; asked again for each record of a group that was not wanted.
-        window_bytes: that all entries behind the current one may hold; a single larger one waits for its turn.
+        wanted: whether to fetch this ticket's group ahead; asked again for each record of a group
+            that was not wanted.
+        window_bytes: that all entries behind the current one may hold; a single larger one waits
+            for its turn.
     """
 
     def __init__(
@@ -56,8 +60,12 @@ class LogWindow:
         wanted: Callable[[int], bool],
         window_bytes: int,
     ) -> None:
-        self._entries, self._types, self._parts, self._wanted = entries, types, parts, wanted
-        self._window_bytes, self._used = window_bytes, 0
+        self._entries = entries
+        self._types = types
+        self._parts = parts
+        self._wanted = wanted
+        self._window_bytes = window_bytes
+        self._used = 0
         self._queue: deque[PendingRecord] = deque()
         self._undecided: list[PendingRecord] = []  # groups in parts that are not fetched, in order
         self._changed = asyncio.Event()
@@ -79,14 +87,17 @@ class LogWindow:
             await asyncio.gather(filling, *tasks, return_exceptions=True)
 
     async def _head(self, filling: asyncio.Task[None]) -> PendingRecord | None:
-        """Return the next entry, None at the end of the log; raise an error of the log at once: its store is lost."""
+        """Return the next entry, None at the end of the log; raise an error of the log at once: its
+        store is lost.
+        """
         while not self._queue and not filling.done():
             await self._change()
         if filling.done():
             filling.result()
         if not self._queue:
             return None
-        self._fetch_wanted()  # what the reader did with the last record may have issued their tickets
+        # what the reader did with the last record may have issued their tickets
+        self._fetch_wanted()
         record = self._queue.popleft()
         if record in self._undecided:
             self._undecided.remove(record)
@@ -96,7 +107,9 @@ class LogWindow:
         try:
             async with aclosing(self._entries) as entries:
                 async for entry in entries:
-                    decoded = decode(entry.data, self._types) if len(entry.data) <= PARTED_BYTES else None
+                    decoded = (
+                        decode(entry.data, self._types) if len(entry.data) <= PARTED_BYTES else None
+                    )
                     record = PendingRecord(entry, decoded, len(entry.data) + ENTRY_BYTES)
                     while self._used and self._used + record.num_bytes > self._window_bytes:
                         await self._change()
@@ -111,8 +124,11 @@ class LogWindow:
             self._changed.set()
 
     def _fetch_wanted(self) -> bool:
-        """Fetch the groups that are wanted, in order; return False if the window has no room for all of them."""
-        rest, has_room = [], True
+        """Fetch the groups that are wanted, in order; return False if the window has no room for
+        all of them.
+        """
+        rest = []
+        has_room = True
         for index, record in enumerate(self._undecided):
             parted = record.parted
             if parted is None or not self._wanted(parted.ticket):

@@ -1,7 +1,9 @@
-"""Reserves room in the broker's store for the few small messages that must be stored even if it is full.
+"""Reserves room in the broker's store for the few small messages that must be stored even if it is
+full.
 
-The learner fills the reserve while there is room. A process whose essential message (a learner's epoch, a desired
-state, a weights offer) is refused for lack of room purges the reserve and retries; purging works in a full store.
+The learner fills the reserve while there is room. A process whose essential message (a learner's
+epoch, a desired state, a weights offer) is refused for lack of room purges the reserve and retries;
+purging works in a full store.
 """
 
 from __future__ import annotations
@@ -31,11 +33,14 @@ async def release(link: NatsLink, run: str) -> None:
     except NoStream:
         return
     if purged:
-        log.warning("the store of the broker at %s is full; using the reserve of run %s", link.where, run)
+        log.warning(
+            "the store of the broker at %s is full; using the reserve of run %s", link.where, run
+        )
 
 
 async def has_room(link: NatsLink, run: str) -> bool:
-    """Return whether the broker stores one small message now, which also works if no limit is configured.
+    """Return whether the broker stores one small message now, which also works if no limit is
+    configured.
 
     Raises:
         Disconnected, TimeoutError, NoResponders, ApiError: if that cannot be determined.

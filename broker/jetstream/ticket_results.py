@@ -25,25 +25,35 @@ def result_log(*, evaluation: bool) -> Stream:
 
 
 async def close_ticket(
-    bus: Bus, delivery: Delivery, stream: Stream, closed: wire.Closed, *, evaluation: bool, keep: bool = True
+    bus: Bus,
+    delivery: Delivery,
+    stream: Stream,
+    closed: wire.Closed,
+    *,
+    evaluation: bool,
+    keep: bool = True,
 ) -> bool:
-    """End a ticket without a group: publish the closing, store the message as a dead letter, then acknowledge.
+    """End a ticket without a group: publish the closing, store the message as a dead letter, then
+    acknowledge.
 
-    A delivery that other processes may hold by now is abandoned, and False returned: they decide about the ticket.
+    A delivery that other processes may hold by now is abandoned, and False returned: they decide
+    about the ticket.
 
     Args:
         delivery: of the ticket or its group, taken from ``stream``.
-        closed: its detail is cut to one line; with ticket 0 (unknown) it is not published, and the learner's timeout
-            closes the ticket.
+        closed: its detail is cut to one line; with ticket 0 (unknown) it is not published, and the
+            learner's timeout closes the ticket.
         keep: whether the operator is to have the message as a dead letter.
     """
-    reason, detail = clean(f"{closed.reason}: {closed.detail}", DETAIL_CHARS), clean(closed.detail, DETAIL_CHARS)
+    reason = clean(f"{closed.reason}: {closed.detail}", DETAIL_CHARS)
+    detail = clean(closed.detail, DETAIL_CHARS)
     key = ticket_key(closed.ticket, evaluation=evaluation)
     if not delivery.is_ours:
         log.info("%s is not closed, because another process may hold it by now: %s", key, reason)
         delivery.abandon()
         return False
-    level = logging.INFO if closed.reason == "filtered" else logging.WARNING  # what the run's settings ask for
+    # what the run's settings ask for
+    level = logging.INFO if closed.reason == "filtered" else logging.WARNING
     log.log(level, "domain %s, %s closed: %s", closed.domain, key, reason)
     if closed.ticket > 0:
         record = msgspec.structs.replace(closed, detail=detail)
@@ -55,6 +65,8 @@ async def close_ticket(
             delivery.abandon()
             return False
     if keep:
-        await bus.dead_letter(stream, seq=delivery.seq, ticket=closed.ticket, reason=reason, data=delivery.data)
+        await bus.dead_letter(
+            stream, seq=delivery.seq, ticket=closed.ticket, reason=reason, data=delivery.data
+        )
     await delivery.ack()
     return True

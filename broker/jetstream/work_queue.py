@@ -31,12 +31,15 @@ TOO_LARGE: Final = "bytes"  # value of ended: the next message would have exceed
 LONGEST_PULL_S: Final = 30.0
 SHORTEST_PULL_S: Final = 0.05  # a shorter pull takes what is stored and does not wait
 GRACE_S: Final = 1.0  # beyond a pull's expiry, before it may count as lost
-QUIET_S: Final = 0.25  # after a message, before received ones are returned; the pull stays open for the others
+# after a message, before received ones are returned; the pull stays open for the others
+QUIET_S: Final = 0.25
 KEPT_S: Final = 3.0  # that unfetched messages wait for the next fetch before they are handed back
 FIRST_PULL_BYTES: Final = 4 << 20
-LEAST_PULL_BYTES: Final = INLINE_BYTES + (64 << 10)  # the largest message that the project publishes here
+# the largest message that the project publishes here
+LEAST_PULL_BYTES: Final = INLINE_BYTES + (64 << 10)
 MOST_PULL_BYTES: Final = 16 << 20
-PULL_TAKES_S: Final = (0.25, 1.0)  # the next pull requests more bytes if one fills sooner, fewer if it takes longer
+# the next pull requests more bytes if one fills sooner, fewer if it takes longer
+PULL_TAKES_S: Final = (0.25, 1.0)
 
 
 @dataclass
@@ -56,8 +59,9 @@ class _Pull:
 class WorkQueue:
     """The durable consumer of a work-queue subject, shared by all processes that fetch from it.
 
-    Bytes on their way to this process are never handed back: a pull stays open while its messages arrive slowly, and
-    late ones go to the next fetch. Messages not fetched within ``KEPT_S`` are handed back.
+    Bytes on their way to this process are never handed back: a pull stays open while its messages
+    arrive slowly, and late ones go to the next fetch. Messages not fetched within ``KEPT_S`` are
+    handed back.
     """
 
     def __init__(
@@ -70,13 +74,22 @@ class WorkQueue:
         run: str,
         key: str,
     ) -> None:
-        self._link, self._marks, self._parts, self._types = link, marks, parts, stream.messages
-        self._counts, self._stream = counts, stream.name
-        self._stream_name, self._key, self._filter = stream.stream_name(run), key, stream.all_subjects(run, key)
+        self._link = link
+        self._marks = marks
+        self._parts = parts
+        self._types = stream.messages
+        self._counts = counts
+        self._stream = stream.name
+        self._stream_name, self._key, self._filter = (
+            stream.stream_name(run),
+            key,
+            stream.all_subjects(run, key),
+        )
         self._consumer = key  # its name, unless another program created it
         self._ack_wait_s = ACK_WAIT_S
         self._inbox = ""
-        self._subscribed: LinkSubscription | None = None  # to the inbox; None before the first pull and after giving up
+        # to the inbox; None before the first pull and after giving up
+        self._subscribed: LinkSubscription | None = None
         self._fetching = asyncio.Lock()
         self._number = 0  # of the newest pull
         self._pull: _Pull | None = None
@@ -98,14 +111,17 @@ class WorkQueue:
         await self._ensure()
 
     async def close(self) -> None:
-        """Stop listening and hand back unfetched messages; deliveries already returned are still held."""
+        """Stop listening and hand back unfetched messages; deliveries already returned are still
+        held.
+        """
         self._link.on_disconnect.discard(self._on_disconnect)
         if self._ensuring is not None:
             self._ensuring.cancel()
         self._give_up()
 
     async def fetch(self, limit: int, timeout_s: float) -> list[Delivery]:
-        """Return up to ``limit`` messages as soon as there is one, or none after ``timeout_s``, across reconnects.
+        """Return up to ``limit`` messages as soon as there is one, or none after ``timeout_s``,
+        across reconnects.
 
         When cancelled, hands back what had arrived.
 
@@ -120,12 +136,18 @@ class WorkQueue:
                 self._unfetched.cancel()
             messages: list[Msg] = []
             try:
-                while not (messages := await self._next(limit, deadline)) and loop.time() < deadline:
+                while (
+                    not (messages := await self._next(limit, deadline)) and loop.time() < deadline
+                ):
                     pass
-                of = partial(Delivery.of, self._link, self._marks, self._parts, self._types, self._settled)
+                of = partial(
+                    Delivery.of, self._link, self._marks, self._parts, self._types, self._settled
+                )
                 deliveries = [await of(message) for message in messages]
                 self._counts.consumed[self._stream] += len(deliveries)
-                self._counts.redelivered[self._stream] += sum(one.num_delivered > 1 for one in deliveries)
+                self._counts.redelivered[self._stream] += sum(
+                    one.num_delivered > 1 for one in deliveries
+                )
                 return deliveries
             except BaseException:
                 self._arrived.extendleft(reversed(messages))
@@ -167,18 +189,25 @@ class WorkQueue:
             self._subscribed = await self._link.subscribe(f"{self._inbox}.*", self._on_message)
         expires_s = min(left_s, LONGEST_PULL_S) if left_s >= SHORTEST_PULL_S else 0.0
         self._number += 1
-        pull = self._pull = _Pull(self._number, limit, asyncio.get_running_loop().time() + expires_s)
-        # no_wait with an expiry is one-shot: the broker waits for a first message and then sends only what it has, so
-        # that no request remains that would claim messages for a process that has stopped fetching
+        pull = self._pull = _Pull(
+            self._number, limit, asyncio.get_running_loop().time() + expires_s
+        )
+        # no_wait with an expiry is one-shot: the broker waits for a first message and then sends
+        # only what it has, so that no request remains that would claim messages for a process that
+        # has stopped fetching
         request: dict[str, Any] = {"batch": limit, "no_wait": True, "max_bytes": self._pull_bytes}
         if expires_s:
             request["expires"] = int(expires_s * 1e9)
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._stream_name}.{self._consumer}"
-        await self._link.send(subject, json.dumps(request).encode(), reply=f"{self._inbox}.{pull.number}")
+        await self._link.send(
+            subject, json.dumps(request).encode(), reply=f"{self._inbox}.{pull.number}"
+        )
         return pull
 
     async def _until_served(self, pull: _Pull, deadline: float, limit: int) -> None:
-        """Wait until enough messages arrived, the pull ended or is lost, messages are slow, or the deadline passed."""
+        """Wait until enough messages arrived, the pull ended or is lost, messages are slow, or the
+        deadline passed.
+        """
         loop = asyncio.get_running_loop()
         while pull.wanted and not pull.ended and len(self._arrived) < limit:
             before = len(self._arrived)
@@ -190,10 +219,13 @@ class WorkQueue:
             if before or pull.lost is not None or loop.time() < pull.expires_at + GRACE_S:
                 return
             pull.lost = asyncio.create_task(self._lose(pull))
-            deadline = max(deadline, loop.time() + SHORTEST_PULL_S)  # enough, unless the link is slow
+            # enough, unless the link is slow
+            deadline = max(deadline, loop.time() + SHORTEST_PULL_S)
 
     async def _lose(self, pull: _Pull) -> None:
-        """End an overdue pull once its end can no longer arrive: nats-server 2.9 does not always report an expiry."""
+        """End an overdue pull once its end can no longer arrive: nats-server 2.9 does not always
+        report an expiry.
+        """
         await self._link.overdue(GRACE_S)
         pull.ended = pull.ended or "lost"
         self._changed.set()
@@ -204,7 +236,8 @@ class WorkQueue:
             pull.lost.cancel()
         if self._pull is pull:
             self._pull = None
-        if pull.ended == TOO_LARGE and not pull.came:  # a single message that no other pull could fetch either
+        # a single message that no other pull could fetch either
+        if pull.ended == TOO_LARGE and not pull.came:
             self._pull_bytes = max(2 * self._pull_bytes, self._link.max_payload + PROTOCOL_BYTES)
         elif pull.came > 1:
             took_s = pull.newest_at - pull.began_at
@@ -224,21 +257,32 @@ class WorkQueue:
             await asyncio.sleep(0.2 if pull.ended != "404" else PAUSE_S)
 
     async def _ensure_while_pulling(self) -> None:
-        """Create the consumer while pulls continue: it may be back before the cluster can create one."""
+        """Create the consumer while pulls continue: it may be back before the cluster can create
+        one.
+        """
         await asyncio.sleep(0.2)
         if self._ensuring is None:
             self._ensuring = asyncio.create_task(self._ensure())
         done, _ = await asyncio.wait([self._ensuring], timeout=0.3)
         if done:
-            ensuring, self._ensuring = self._ensuring, None
+            ensuring = self._ensuring
+            self._ensuring = None
             await ensuring
 
     async def _on_message(self, message: Msg) -> None:
         pull = self._pull
         status = message.headers.get("Status") if message.headers and not message.reply else None
         if status is not None:
-            if pull is not None and message.subject == f"{self._inbox}.{pull.number}" and status != "100":
-                pull.ended = TOO_LARGE if "Bytes" in (message.headers or {}).get("Description", "") else status
+            if (
+                pull is not None
+                and message.subject == f"{self._inbox}.{pull.number}"
+                and status != "100"
+            ):
+                pull.ended = (
+                    TOO_LARGE
+                    if "Bytes" in (message.headers or {}).get("Description", "")
+                    else status
+                )
                 self._changed.set()
             return
         if self._subscribed is None:
@@ -250,11 +294,14 @@ class WorkQueue:
         if pull is not None and pull.wanted:
             pull.newest_at = asyncio.get_running_loop().time()
             pull.began_at = pull.began_at or pull.newest_at
-            pull.came, pull.wanted = pull.came + 1, pull.wanted - 1
+            pull.came = pull.came + 1
+            pull.wanted = pull.wanted - 1
         self._changed.set()
 
     def _drop_older(self, message: Msg) -> None:
-        """Drop earlier deliveries of a message that nobody has fetched, so that it is not handed back twice."""
+        """Drop earlier deliveries of a message that nobody has fetched, so that it is not handed
+        back twice.
+        """
         seq = delivery_numbers(message.reply)[1]
         for older in [one for one in self._arrived if delivery_numbers(one.reply)[1] == seq]:
             self._arrived.remove(older)
@@ -271,7 +318,8 @@ class WorkQueue:
         if self._unfetched is not None:
             self._unfetched.cancel()
         self._hand_back(self._take(len(self._arrived)))
-        subscribed, self._subscribed = self._subscribed, None
+        subscribed = self._subscribed
+        self._subscribed = None
         if subscribed is not None:
             self._run_in_background(subscribed.drain())
 
@@ -279,7 +327,9 @@ class WorkQueue:
         if not self._fetching.locked():
             self._hand_back(self._take(len(self._arrived)))
             if self._pull is not None:  # more may arrive
-                self._unfetched = asyncio.get_running_loop().call_later(KEPT_S, self._hand_back_unfetched)
+                self._unfetched = asyncio.get_running_loop().call_later(
+                    KEPT_S, self._hand_back_unfetched
+                )
 
     def _hand_back(self, messages: list[Msg]) -> None:
         for message in messages:
@@ -301,7 +351,9 @@ class WorkQueue:
 
     async def _ensure(self) -> None:
         wanted = settings(self._key, self._filter)
-        self._consumer, self._ack_wait_s = await ensure_consumer(self._link, self._stream_name, wanted)
+        self._consumer, self._ack_wait_s = await ensure_consumer(
+            self._link, self._stream_name, wanted
+        )
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> bool:

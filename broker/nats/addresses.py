@@ -13,13 +13,19 @@ from broker.errors import BrokerUnreachable
 
 DEFAULT_BROKER: Final = "nats://127.0.0.1:4222"
 INSECURE: Final = "RL_INSECURE"  # environment variable of --insecure
-EXPIRED, NOT_YET_VALID, OTHER_NAMES = 10, 9, (62, 64)  # of OpenSSL's X509_V_ERR
-CERTIFICATE_ALERTS: Final = tuple(f"ALERT_{one}" for one in ("BAD_CERTIFICATE", "UNKNOWN_CA", "CERTIFICATE_"))
+# of OpenSSL's X509_V_ERR
+EXPIRED = 10
+NOT_YET_VALID = 9
+OTHER_NAMES = (62, 64)
+CERTIFICATE_ALERTS: Final = tuple(
+    f"ALERT_{one}" for one in ("BAD_CERTIFICATE", "UNKNOWN_CA", "CERTIFICATE_")
+)
 SCHEMES: Final = ("nats", "tls", "ws", "wss")
 
 
 def split(url: str) -> list[str]:
-    """Return the URL of each server; later ones without a scheme get that of the first: ``nats://a:4222,b:4222``.
+    """Return the URL of each server; later ones without a scheme get that of the first:
+    ``nats://a:4222,b:4222``.
 
     Raises:
         BrokerUnreachable: if one of them is not a valid address.
@@ -60,7 +66,9 @@ def why_unreachable(error: Exception) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not accepted: {_why_untrusted(error)}"
     if isinstance(error, ssl.SSLError):
-        return f"TLS fails: {error.reason or error}".replace("WRONG_VERSION_NUMBER", "what answers there speaks no TLS")
+        return f"TLS fails: {error.reason or error}".replace(
+            "WRONG_VERSION_NUMBER", "what answers there speaks no TLS"
+        )
     if "INFO" in str(error):  # the first message of a NATS server
         return "what answers there is not a NATS server"
     return str(error) or type(error).__name__

@@ -13,7 +13,8 @@ from broker.nats.client import Msg
 
 
 class PendingCalls:
-    """Unanswered requests of one link; the reply subject is ``inbox``, a dot and the request's token.
+    """Unanswered requests of one link; the reply subject is ``inbox``, a dot and the request's
+    token.
 
     Attributes:
         inbox: below what the link's identity may read, which is known once it is connected.
@@ -22,7 +23,8 @@ class PendingCalls:
     def __init__(self) -> None:
         self.inbox = f"{INBOX}.{secrets.token_hex(8)}"
         self._tokens = itertools.count(1)
-        self._waiting: dict[str, tuple[asyncio.Future[Msg], str]] = {}  # replies, and where the requests went
+        # replies, and where the requests went
+        self._waiting: dict[str, tuple[asyncio.Future[Msg], str]] = {}
 
     def next_token(self) -> str:
         """Return a token that is unique in this inbox."""
@@ -46,7 +48,9 @@ class PendingCalls:
             waiting.set_result(message)
 
     def drop(self, why: Exception, subject: str = "") -> None:
-        """Fail every pending request with this error, or those to one subject, which nats-py writes in lower case."""
+        """Fail every pending request with this error, or those to one subject, which nats-py writes
+        in lower case.
+        """
         for answer, sent_to in self._waiting.values():
             if subject.lower() in ("", sent_to.lower()):
                 fail(answer, why)

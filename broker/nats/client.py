@@ -1,7 +1,7 @@
 """The parts of nats-py that the project uses, imported without aiohttp.
 
-nats-py imports aiohttp if it is installed, only for WebSockets, which the project does not use. The import would take a
-quarter of every process's startup time.
+nats-py imports aiohttp if it is installed, only for WebSockets, which the project does not use. The
+import would take a quarter of every process's startup time.
 """
 
 from __future__ import annotations
@@ -37,11 +37,14 @@ finally:
 
 
 class Unprotected(nats_errors.Error):
-    """A connection would not be encrypted, need no login, or lack the certificate that the server requires."""
+    """A connection would not be encrypted, need no login, or lack the certificate that the server
+    requires.
+    """
 
 
 class GuardedClient(_Client):
-    """The nats-py client with a bug fix, a login looked up at every attempt, and nothing unprotected to other hosts.
+    """The nats-py client with a bug fix, a login looked up at every attempt, and nothing
+    unprotected to other hosts.
 
     A private broker makes its keys when it starts, which may be after its clients.
 
@@ -54,8 +57,13 @@ class GuardedClient(_Client):
         self._find_login = find_login
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        if initial_connection and self._current_server is not None and self._current_server.uri.scheme == "tls":
-            info["tls_required"] = True  # whatever the server says: the login must not cross in clear
+        if (
+            initial_connection
+            and self._current_server is not None
+            and self._current_server.uri.scheme == "tls"
+        ):
+            # whatever the server says: the login must not cross in clear
+            info["tls_required"] = True
         if initial_connection:
             login = self._find_login()
             if info.get("tls_verify") and not (login.cluster and login.cluster.certificate):
@@ -69,7 +77,8 @@ class GuardedClient(_Client):
         self._require_protection(login)
         self._note_tls()
         if (key := login.key) is not None:
-            self._public_nkey, self._signature_cb = key.public, key.sign_nonce
+            self._public_nkey = key.public
+            self._signature_cb = key.sign_nonce
         if (cluster := login.cluster) is not None:
             self._user_jwt_cb = cluster.jwt.encode if cluster.jwt else None
             if cluster.password:
@@ -77,11 +86,14 @@ class GuardedClient(_Client):
         return super()._connect_command()
 
     def _note_tls(self) -> None:
-        """Tell asyncio of an upgrade to TLS; else it logs a warning about nats-py's protocol at every disconnect."""
+        """Tell asyncio of an upgrade to TLS; else it logs a warning about nats-py's protocol at
+        every disconnect.
+        """
         writer: Any = getattr(self._transport, "_io_writer", None)
         if writer is None or writer.get_extra_info("ssl_object") is None:
             return
-        if (protocol := writer.transport.get_protocol()) is not None:  # None: the server has closed it already
+        # None: the server has closed it already
+        if (protocol := writer.transport.get_protocol()) is not None:
             protocol._over_ssl = True
 
     def _require_protection(self, login: Login) -> None:
@@ -119,7 +131,9 @@ class GuardedClient(_Client):
     @property
     def has_stopped_reading(self) -> bool:
         """Whether the client reports a connection but no longer reads from it."""
-        return bool(self.is_connected and self._reading_task is not None and self._reading_task.done())
+        return bool(
+            self.is_connected and self._reading_task is not None and self._reading_task.done()
+        )
 
 
 __all__ = ["GuardedClient", "Msg", "Subscription", "Unprotected", "nats_errors"]

@@ -1,7 +1,8 @@
 """A connection to the broker that reconnects forever, with calls that fail as soon as it breaks.
 
-A call that is unanswered when the connection breaks fails at once with ``Disconnected``; its caller waits for
-``connected`` and repeats it. A retry thus starts when the broker is back, not after a timeout.
+A call that is unanswered when the connection breaks fails at once with ``Disconnected``; its caller
+waits for ``connected`` and repeats it. A retry thus starts when the broker is back, not after a
+timeout.
 """
 
 from __future__ import annotations
@@ -42,13 +43,21 @@ CALL_TIMEOUT_S: Final = 5.0
 CLOSE_WITHIN_S: Final = 5.0
 PAUSE_S: Final = 0.02  # before a retry, to spare a connection that is not yet known to be broken
 STUCK_AFTER_S: Final = 30.0
-STALLED_AFTER_S: Final = 3.0  # without a byte in either direction while one is due, the link counts as stuck
+# without a byte in either direction while one is due, the link counts as stuck
+STALLED_AFTER_S: Final = 3.0
 PING_EVERY_S: Final = 5
 LOOK_EVERY_S: Final = 2.0  # at the traffic; below PING_EVERY_S
 REFUSED_AFTER_S: Final = 3.0  # of refused attempts; a new key takes a moment to be accepted
-REFUSALS: Final = ("authorization violation", "connection lost", "authentication timeout", "maximum control line")
+REFUSALS: Final = (
+    "authorization violation",
+    "connection lost",
+    "authentication timeout",
+    "maximum control line",
+)
 _UNHEARD: Final = re.compile('permissions violation for subscription to "(?P<subject>[^"]+)"')
-_DENIED: Final = re.compile('permissions violation for publish to "(?P<subject>[^"]+)"', re.IGNORECASE)
+_DENIED: Final = re.compile(
+    'permissions violation for publish to "(?P<subject>[^"]+)"', re.IGNORECASE
+)
 
 
 class NatsLink:
@@ -58,14 +67,18 @@ class NatsLink:
         find_login: looks up whose permissions it has; called at every attempt to connect.
 
     Attributes:
-        refused: set with the reason once the broker refuses the key again and again, as after it was revoked.
+        refused: set with the reason once the broker refuses the key again and again, as after it
+            was revoked.
     """
 
     def __init__(self, url: str, name: str, find_login: Callable[[], Login] = Login) -> None:
-        self.url, self.name, self.find_login = url, name, find_login
+        self.url = url
+        self.name = name
+        self.find_login = find_login
         self._login = Login()
         self.refused: asyncio.Future[UserError] = asyncio.get_running_loop().create_future()
-        self._unsafe = False  # the latest attempt failed because the connection would not be protected
+        # the latest attempt failed because the connection would not be protected
+        self._unsafe = False
         self._by_certificate = False  # the server refused this end's certificate
         self._refused_since = 0.0  # of the first of consecutive refusals; 0: not refused
         self.connected = asyncio.Event()
@@ -92,8 +105,8 @@ class NatsLink:
         """Connect, retrying forever or until the deadline.
 
         Raises:
-            BrokerUnreachable: if no broker answers before the deadline, it refuses the login, or an address is not
-                valid.
+            BrokerUnreachable: if no broker answers before the deadline, it refuses the login, or an
+                address is not valid.
         """
         addresses.split(self.url)
         try:
@@ -114,7 +127,8 @@ class NatsLink:
         self._looking = asyncio.create_task(self._look())
 
     async def _require_replies(self) -> None:
-        """Check that replies reach this connection; a login of the user's may be of another role or run.
+        """Check that replies reach this connection; a login of the user's may be of another role or
+        run.
 
         Raises:
             BrokerUnreachable: if they do not.
@@ -145,7 +159,8 @@ class NatsLink:
     def _look_up(self) -> Login:
         try:
             self._login = self.find_login()
-        except UserError as error:  # a file that is being replaced does not end a process that works
+        # a file that is being replaced does not end a process that works
+        except UserError as error:
             if not self._was_connected:
                 raise
             log.warning("%s; connecting with the login read before", error)
@@ -198,7 +213,8 @@ class NatsLink:
     @property
     def clustered(self) -> bool:
         """Whether the connected server belongs to a cluster."""
-        return bool(self._client._server_info.get("cluster"))  # the client has no public name for it
+        # the client has no public name for it
+        return bool(self._client._server_info.get("cluster"))
 
     @property
     def server_id(self) -> str:
@@ -217,7 +233,8 @@ class NatsLink:
         return self._client.max_payload
 
     async def _connect(self) -> None:
-        self._look_up()  # a server that learns of a new key drops connections that have not logged in yet
+        # a server that learns of a new key drops connections that have not logged in yet
+        self._look_up()
         servers = self._servers()
         self._client = GuardedClient(self._look_up)
         self._traffic.watch(self._client)
@@ -247,12 +264,16 @@ class NatsLink:
         servers = addresses.split(self.url)
         if "@" not in self.url:
             known = {urlsplit(one).netloc for one in servers}
-            servers += [uri.geturl() for uri in self._client.discovered_servers if uri.netloc not in known]
+            servers += [
+                uri.geturl() for uri in self._client.discovered_servers if uri.netloc not in known
+            ]
         shuffled = random.sample(servers, len(servers))
         return sorted(shuffled, key=lambda one: urlsplit(one).netloc == self._avoid)
 
     async def _abandon(self) -> None:
-        try:  # the client fails an assertion if it never began to connect, and when it writes to a closed socket
+        # the client fails an assertion if it never began to connect, and when it writes to a closed
+        # socket
+        try:
             async with asyncio.timeout(CLOSE_WITHIN_S):
                 await self._client.close()
         except (OSError, nats_errors.Error, AssertionError, RuntimeError):
@@ -260,9 +281,14 @@ class NatsLink:
 
     async def _on_connected(self) -> None:
         if self._waiting.said:
-            log.info("connected to the broker at %s%s", self.where, " again" if self._was_connected else "")
+            log.info(
+                "connected to the broker at %s%s",
+                self.where,
+                " again" if self._was_connected else "",
+            )
         self._waiting.over()
-        self._was_connected, self._refused_since = True, 0.0
+        self._was_connected = True
+        self._refused_since = 0.0
         self._doubts.clear()
         self.connected.set()
 
@@ -289,33 +315,52 @@ class NatsLink:
             await asyncio.sleep(STUCK_AFTER_S / 4)
             idle = not self.connected.is_set() and self._reopening is None
             if idle and time.monotonic() - self._tried > STUCK_AFTER_S:
-                log.warning("the connection to %s does not come back; opening a new one", self.where)
+                log.warning(
+                    "the connection to %s does not come back; opening a new one", self.where
+                )
                 await self._abandon()  # calls back to reopen
 
     async def _look(self) -> None:
-        """Keep a connection while bytes move, since ping replies queue behind them; replace one that stopped reading.
+        """Keep a connection while bytes move, since ping replies queue behind them; replace one
+        that stopped reading.
 
         The client does not notice when its reader fails.
         """
         before = self._traffic.now()
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            if self.connected.is_set() and self._reopening is None and self._client.has_stopped_reading:
+            if (
+                self.connected.is_set()
+                and self._reopening is None
+                and self._client.has_stopped_reading
+            ):
                 log.warning("the connection to %s is no longer read; opening a new one", self.where)
                 await self._abandon()  # calls back to reopen
             elif self._traffic.moved_since(before):
-                self._client._pings_outstanding = 0  # the client counts only ping replies as a sign of life
+                # the client counts only ping replies as a sign of life
+                self._client._pings_outstanding = 0
             before = self._traffic.now()
 
     def doubt(self, what: str, waited_s: float = 0.0) -> None:
-        """Record that JetStream did not reply; if that lasts, switch away from a server cut off from its cluster."""
+        """Record that JetStream did not reply; if that lasts, switch away from a server cut off
+        from its cluster.
+        """
         now = time.monotonic()
         if not self._doubts.doubt(what, now, waited_s):
             return
         uri = self._client.connected_url
-        if uri is None or not self.connected.is_set() or self._reopening is not None or len(self._servers()) < 2:
+        if (
+            uri is None
+            or not self.connected.is_set()
+            or self._reopening is not None
+            or len(self._servers()) < 2
+        ):
             return
-        log.warning("JetStream at %s does not answer %s; trying another server", uri.netloc.rpartition("@")[2], what)
+        log.warning(
+            "JetStream at %s does not answer %s; trying another server",
+            uri.netloc.rpartition("@")[2],
+            what,
+        )
         self._avoid = uri.netloc
         self._doubts.moved(now)
         self._moving = asyncio.create_task(self._abandon())  # calls back to reopen
@@ -337,7 +382,8 @@ class NatsLink:
             log.warning("no broker at %s (%s); trying again", self.where, self._error)
 
     def _note_refusal(self, error: Exception) -> None:
-        """Note an attempt that will not succeed later: the server refuses the login, or this end the server.
+        """Note an attempt that will not succeed later: the server refuses the login, or this end
+        the server.
 
         A server that requires a login may end an attempt without saying why.
         """
@@ -348,7 +394,11 @@ class NatsLink:
             if denied["subject"].startswith(self.inbox.lower()):
                 self._refuse(BrokerUnreachable(self._why_unheard()))
             else:
-                log.warning("the broker at %s does not let this login hear %s", self.where, denied["subject"])
+                log.warning(
+                    "the broker at %s does not let this login hear %s",
+                    self.where,
+                    denied["subject"],
+                )
             return
         if self.connected.is_set() or not (
             self._unsafe or self._by_certificate or any(refusal in text for refusal in REFUSALS)
@@ -369,7 +419,11 @@ class NatsLink:
         return UserError(f"the broker at {self.where} does not allow {who} to publish to {subject}")
 
     def _why_unheard(self) -> str:
-        who = f"{self._login.role} of run {self._login.run}" if self._login.run else "operator, who sees all runs"
+        who = (
+            f"{self._login.role} of run {self._login.run}"
+            if self._login.run
+            else "operator, who sees all runs"
+        )
         remedy = "name its run with --run, or give it the permissions that `broker permissions` prints for that role"
         return f"the login for {self.where} may not receive replies as the {who}; {remedy}"
 
@@ -385,7 +439,9 @@ class NatsLink:
             "a join token (rlearner invite) and pass it with --join; for your own cluster see docs/cluster.md"
         )
 
-    async def send(self, subject: str, payload: Buffer, *, reply: str = "", headers: Headers | None = None) -> None:
+    async def send(
+        self, subject: str, payload: Buffer, *, reply: str = "", headers: Headers | None = None
+    ) -> None:
         """Publish without confirmation.
 
         Raises:
@@ -398,24 +454,34 @@ class NatsLink:
             await self._client.publish(subject, payload, reply, headers)  # type: ignore[arg-type]  # any buffer does
         except nats_errors.MaxPayloadError:
             raise
-        except (nats_errors.Error, OSError, RuntimeError) as error:  # RuntimeError: uvloop's for a closed socket
+        # RuntimeError: uvloop's for a closed socket
+        except (nats_errors.Error, OSError, RuntimeError) as error:
             raise Disconnected(str(error)) from None
 
     async def call(
-        self, subject: str, payload: Buffer, *, headers: Headers | None = None, timeout_s: float = CALL_TIMEOUT_S
+        self,
+        subject: str,
+        payload: Buffer,
+        *,
+        headers: Headers | None = None,
+        timeout_s: float = CALL_TIMEOUT_S,
     ) -> Msg:
-        """Publish and wait for one reply, up to ``timeout_s`` plus the time that either may be on the wire.
+        """Publish and wait for one reply, up to ``timeout_s`` plus the time that either may be on
+        the wire.
 
         Raises:
             Disconnected: if the connection is down, or breaks before the reply arrives.
             NoResponders: if nothing listens on the subject.
             TimeoutError: if no reply arrives in time.
         """
-        loop, overdue = asyncio.get_running_loop(), list[asyncio.Task[None]]()
+        loop = asyncio.get_running_loop()
+        overdue = list[asyncio.Task[None]]()
         with self._calls.expect(subject) as (reply, answered):
             await self.send(subject, payload, reply=reply, headers=headers)
             expire = partial(self._expire, answered, timeout_s)
-            timer = loop.call_later(timeout_s, lambda: overdue.append(asyncio.create_task(expire())))
+            timer = loop.call_later(
+                timeout_s, lambda: overdue.append(asyncio.create_task(expire()))
+            )
             try:
                 answer = await answered
             finally:
@@ -433,9 +499,9 @@ class NatsLink:
     async def overdue(self, allowed_s: float) -> None:
         """Return when a message due within ``allowed_s`` can no longer be on the wire.
 
-        Sends a message to this link itself: it queues behind everything sent to the broker and everything the broker
-        has to send. When it arrives, waits as long again, up to ``allowed_s``. Returns early if the connection is lost
-        or no byte moves.
+        Sends a message to this link itself: it queues behind everything sent to the broker and
+        everything the broker has to send. When it arrives, waits as long again, up to
+        ``allowed_s``. Returns early if the connection is lost or no byte moves.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -455,8 +521,12 @@ class NatsLink:
     def _lost(self) -> Disconnected:
         return Disconnected(f"lost the connection to {self.where}")
 
-    async def subscribe(self, subject: str, callback: Callback, queue: str = "") -> LinkSubscription:
-        """Call ``callback`` with every message from now on, in order, one at a time, across reconnects."""
+    async def subscribe(
+        self, subject: str, callback: Callback, queue: str = ""
+    ) -> LinkSubscription:
+        """Call ``callback`` with every message from now on, in order, one at a time, across
+        reconnects.
+        """
         subscribed = LinkSubscription(self.forget, subject, callback, queue)
         self._subscribed.add(subscribed)
         try:

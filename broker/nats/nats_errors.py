@@ -16,11 +16,15 @@ class NoResponders(RlearnerError):
 
 
 class ApiError(RlearnerError):
-    """JetStream refused a request; ``code`` is the HTTP-like status, ``err_code`` the JetStream error number."""
+    """JetStream refused a request; ``code`` is the HTTP-like status, ``err_code`` the JetStream
+    error number.
+    """
 
     def __init__(self, code: int, err_code: int, description: str) -> None:
         super().__init__(f"{description} ({err_code})")
-        self.code, self.err_code, self.description = code, err_code, description
+        self.code = code
+        self.err_code = err_code
+        self.description = description
 
 
 class NoStream(ApiError, LostState):

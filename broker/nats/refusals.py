@@ -11,7 +11,8 @@ from typing import Final
 log = logging.getLogger(__name__)
 
 SAY_AFTER_S: Final = 3.0  # shorter refusals are not logged, such as those during a leader election
-FULL: Final = (10002, 10023, 10047, 10077)  # limits of account, server memory, server storage, stream
+# limits of account, server memory, server storage, stream
+FULL: Final = (10002, 10023, 10047, 10077)
 FIRST_PAUSE_S: Final = 0.25
 LONGEST_PAUSE_S: Final = 4.0  # each retry sends the whole body again
 
@@ -20,7 +21,9 @@ class PendingPublish:
     """A message being published to a stream."""
 
     def __init__(self, refusals: RefusalTracker) -> None:
-        self._refusals, self._times, self._since = refusals, 0, 0.0
+        self._refusals = refusals
+        self._times = 0
+        self._since = 0.0
 
     def refused(self, subject: str, reason: str, *, full: bool) -> float:
         """Record a temporary refusal; return the seconds to wait before the next try."""
@@ -29,7 +32,9 @@ class PendingPublish:
         self._since = self._since or now
         if full or now - self._since > SAY_AFTER_S:
             self._refusals.add(self, subject, reason, full=full)
-        return min(FIRST_PAUSE_S * 2 ** (self._times - 1), LONGEST_PAUSE_S) if full else FIRST_PAUSE_S
+        return (
+            min(FIRST_PAUSE_S * 2 ** (self._times - 1), LONGEST_PAUSE_S) if full else FIRST_PAUSE_S
+        )
 
 
 class RefusalTracker:
@@ -41,7 +46,8 @@ class RefusalTracker:
 
     def __init__(self, where: str) -> None:
         self._where = where
-        self._refused: dict[PendingPublish, bool] = {}  # waiting messages; True: because the store is full
+        # waiting messages; True: because the store is full
+        self._refused: dict[PendingPublish, bool] = {}
         self._since: float | None = None  # time of the logged warning; None: none is active
 
     @property
@@ -56,8 +62,16 @@ class RefusalTracker:
         try:
             yield made
         finally:
-            if self._refused.pop(made, None) is not None and not self._refused and self._since is not None:
-                log.warning("the broker at %s stores again after %.0f s", self._where, time.monotonic() - self._since)
+            if (
+                self._refused.pop(made, None) is not None
+                and not self._refused
+                and self._since is not None
+            ):
+                log.warning(
+                    "the broker at %s stores again after %.0f s",
+                    self._where,
+                    time.monotonic() - self._since,
+                )
                 self._since = None
 
     def add(self, publish: PendingPublish, subject: str, reason: str, *, full: bool) -> None:
@@ -65,4 +79,9 @@ class RefusalTracker:
         self._refused[publish] = full
         if self._since is None:
             self._since = time.monotonic()
-            log.warning("%s: the broker at %s cannot store: %s; retrying until it can", subject, self._where, reason)
+            log.warning(
+                "%s: the broker at %s cannot store: %s; retrying until it can",
+                subject,
+                self._where,
+                reason,
+            )

@@ -1,7 +1,7 @@
 """Decides when to switch away from a server that accepts connections but stops answering.
 
-A server cut off from its cluster answers some requests for up to half a minute, because it still takes itself for the
-leader of some streams. Each kind of request is therefore tracked separately.
+A server cut off from its cluster answers some requests for up to half a minute, because it still
+takes itself for the leader of some streams. Each kind of request is therefore tracked separately.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Final
 
 MOVE_AFTER_S: Final = 8.0  # longer than most leader elections
-MOVE_AGAIN_AFTER_S: Final = 16.0  # after a recent move that did not help: the leader is missing everywhere
+# after a recent move that did not help: the leader is missing everywhere
+MOVE_AGAIN_AFTER_S: Final = 16.0
 CALM_S: Final = 60.0  # without a move, after which MOVE_AFTER_S applies again
 STALE_S: Final = 12.0  # without a new failure, after which older failures no longer count
 
@@ -22,7 +23,9 @@ class ServerHealth:
         self._moved = float("-inf")
 
     def doubt(self, what: str, now: float, waited_s: float = 0.0) -> bool:
-        """Record that a request had no reply for ``waited_s``; return whether to switch servers now."""
+        """Record that a request had no reply for ``waited_s``; return whether to switch servers
+        now.
+        """
         first, last = self._since.get(what, (now - waited_s, now))
         if now - last > STALE_S:
             first = now - waited_s

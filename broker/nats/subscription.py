@@ -20,9 +20,16 @@ class LinkSubscription:
     """
 
     def __init__(
-        self, forget: Callable[[LinkSubscription], None], subject: str, callback: Callback, queue: str
+        self,
+        forget: Callable[[LinkSubscription], None],
+        subject: str,
+        callback: Callback,
+        queue: str,
     ) -> None:
-        self._forget, self.subject, self.callback, self.queue = forget, subject, callback, queue
+        self._forget = forget
+        self.subject = subject
+        self.callback = callback
+        self.queue = queue
         self._inner: Subscription | None = None
 
     async def attach(self, client: GuardedClient) -> None:
@@ -41,7 +48,8 @@ class LinkSubscription:
 
     async def _end(self, *, drain: bool) -> None:
         self._forget(self)
-        inner, self._inner = self._inner, None
+        inner = self._inner
+        self._inner = None
         if inner is not None:
             try:
                 await (inner.drain() if drain else inner.unsubscribe())  # type: ignore[no-untyped-call]

@@ -10,13 +10,15 @@ from typing import Final
 
 from broker.nats.client import GuardedClient
 
-_SIOCOUTQ: Final = termios.TIOCOUTQ  # Linux: bytes in the socket's send queue that the peer has not acknowledged
+# Linux: bytes in the socket's send queue that the peer has not acknowledged
+_SIOCOUTQ: Final = termios.TIOCOUTQ
 
 
 class TrafficCounter:
     """Counts the bytes of a nats-py client.
 
-    Headers and protocol are not counted exactly, so only compare two readings: bytes moved if either number grew.
+    Headers and protocol are not counted exactly, so only compare two readings: bytes moved if
+    either number grew.
     """
 
     def __init__(self) -> None:
@@ -25,18 +27,22 @@ class TrafficCounter:
 
     def watch(self, client: GuardedClient) -> None:
         """Count the bytes of this client from now on."""
-        self._client, self._written = client, 0
+        self._client = client
+        self._written = 0
 
     def wrote(self, num_bytes: int) -> None:
         """Count payload bytes handed to the client."""
         self._written += num_bytes
 
     def now(self) -> tuple[int, int]:
-        """Return the bytes that have left and reached this machine, including those of incomplete messages."""
+        """Return the bytes that have left and reached this machine, including those of incomplete
+        messages.
+        """
         client = self._client
         if client is None:
             return 0, 0
-        received = client.stats["in_bytes"] + len(client._ps.buf)  # no public name for an incomplete message
+        # no public name for an incomplete message
+        received = client.stats["in_bytes"] + len(client._ps.buf)
         return self._written - self._unsent(client), received
 
     def moved_since(self, before: tuple[int, int]) -> bool:
@@ -45,7 +51,9 @@ class TrafficCounter:
         return sent > before[0] or received > before[1]
 
     def _unsent(self, client: GuardedClient) -> int:
-        """Return the bytes waiting in the client, in the event loop's transport and, on Linux, in the kernel."""
+        """Return the bytes waiting in the client, in the event loop's transport and, on Linux, in
+        the kernel.
+        """
         writer = getattr(client._transport, "_io_writer", None)
         waiting: int = client._pending_data_size
         if writer is None or writer.transport.is_closing():

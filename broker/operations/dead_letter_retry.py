@@ -1,7 +1,8 @@
-"""``broker dead retry``: asks the processes of a run to repeat what ended as a dead letter, for inspection.
+"""``broker dead retry``: asks the processes of a run to repeat what ended as a dead letter, for
+inspection.
 
-It uses request and reply. Nothing is stored, so the result cannot be trained on, and ticket numbers, which are
-sequences of their streams, do not change.
+It uses request and reply. Nothing is stored, so the result cannot be trained on, and ticket
+numbers, which are sequences of their streams, do not change.
 """
 
 from __future__ import annotations
@@ -30,17 +31,25 @@ def original(letter: wire.DeadLetter) -> wire.Ticket | wire.EvalTicket | wire.Gr
     try:
         message = codec.decode(letter.data, *wire.MESSAGES)
     except WireError as error:
-        raise UserError(f"its {len(letter.data)} bytes do not decode, so they cannot be retried: {error}") from None
+        raise UserError(
+            f"its {len(letter.data)} bytes do not decode, so they cannot be retried: {error}"
+        ) from None
     if not isinstance(message, (wire.Ticket, wire.EvalTicket, wire.Group)):
-        raise UserError(f"expected a Ticket, an EvalTicket or a Group, found a {type(message).__name__}")
+        raise UserError(
+            f"expected a Ticket, an EvalTicket or a Group, found a {type(message).__name__}"
+        )
     return message
 
 
-async def retry(bus: Bus, letter: wire.DeadLetter, timeout_s: float) -> AsyncGenerator[Outcome, None]:
-    """Yield the outcome at each process: an environment hub for a ticket, then a reward hub for each pool.
+async def retry(
+    bus: Bus, letter: wire.DeadLetter, timeout_s: float
+) -> AsyncGenerator[Outcome, None]:
+    """Yield the outcome at each process: an environment hub for a ticket, then a reward hub for
+    each pool.
 
     Raises:
-        UserError: if the letter cannot be retried, no process serves its domain or pool, or one does not answer.
+        UserError: if the letter cannot be retried, no process serves its domain or pool, or one
+            does not answer.
     """
     message = original(letter)
     if isinstance(message, wire.Group):
@@ -53,15 +62,22 @@ async def retry(bus: Bus, letter: wire.DeadLetter, timeout_s: float) -> AsyncGen
         yield outcome
 
 
-async def _ask(bus: Bus, role: str, serves: str, message: wire.Message, rather_not: str, timeout_s: float) -> Outcome:
+async def _ask(
+    bus: Bus, role: str, serves: str, message: wire.Message, rather_not: str, timeout_s: float
+) -> Outcome:
     what = "domain" if role == "envhub" else "pool"
     members = await census(bus, bus.run)
-    able = [one for one in members if one.role == role and serves in one.serves and one.state == "serving"]
+    able = [
+        one
+        for one in members
+        if one.role == role and serves in one.serves and one.state == "serving"
+    ]
     if not able:
         raise UserError(f"run {bus.run} has no {role} that serves {what} {serves!r} now")
     chosen = min(able, key=lambda one: (one.id == rather_not, one.running, one.id))
     try:
-        key, reply = f"{role}.{chosen.id}", (wire.Group, wire.Closed)
+        key = f"{role}.{chosen.id}"
+        reply = (wire.Group, wire.Closed)
         answer = await request(bus, RERUNS, key, message, timeout_s=timeout_s, reply=reply)
     except RequestFailed as error:
         raise UserError(f"{chosen.id} did not answer: {error}") from None
@@ -75,7 +91,8 @@ def as_plain(outcome: Outcome) -> dict[str, Any]:
         return {"by": outcome.by, "closed": outcome.reason, "detail": outcome.detail}
     names = ("episode", "reward", "reward_parts", "success", "end", "response")
     episodes = [
-        {name: getattr(one, name) for name in names} | {"turns": len(one.turns)} for one in outcome.trajectories
+        {name: getattr(one, name) for name in names} | {"turns": len(one.turns)}
+        for one in outcome.trajectories
     ]
     times = {"generate_s": outcome.generate_s, "env_step_s": outcome.env_step_s}
     return {"by": (outcome.reward_hubs or [outcome.hub])[-1], **times, "episodes": episodes}
@@ -86,7 +103,11 @@ def described(outcome: Outcome) -> list[str]:
     if isinstance(outcome, wire.Closed):
         return [f"{outcome.by} gave up: {outcome.reason}: {outcome.detail}"]
     times = f"{outcome.generate_s:.2f} s of generation and {outcome.env_step_s:.3f} s of environment each"
-    title = f"{outcome.reward_hubs[-1]} scored it:" if outcome.reward_hubs else f"{outcome.hub} played it, {times}:"
+    title = (
+        f"{outcome.reward_hubs[-1]} scored it:"
+        if outcome.reward_hubs
+        else f"{outcome.hub} played it, {times}:"
+    )
     return [title, *(line for one in outcome.trajectories for line in _episode(one))]
 
 

@@ -1,4 +1,6 @@
-"""``broker dead``: lists, shows, retries and purges dead letters, messages that no process could use."""
+"""``broker dead``: lists, shows, retries and purges dead letters, messages that no process could
+use.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ async def stored_letters(bus: Bus, newest: int | None = None) -> AsyncGenerator[
     last = await bus.last_seq(DEAD)
     if await bus.first_seq(DEAD) > last:
         return
-    async with aclosing(bus.read_log(DEAD, 1 if newest is None else max(1, last - newest + 1))) as records:
+    async with aclosing(
+        bus.read_log(DEAD, 1 if newest is None else max(1, last - newest + 1))
+    ) as records:
         async for record in records:
             yield record
             if record.seq >= last:
@@ -38,7 +42,14 @@ async def list_letters(bus: Bus, options: argparse.Namespace) -> None:
     """``broker dead list``: print a line for each, and the count to standard error."""
     await choose_run(bus, options.run)
     if options.json:
-        print(visible_json({"run": bus.run, "letters": [_summary(record) async for record in stored_letters(bus)]}))
+        print(
+            visible_json(
+                {
+                    "run": bus.run,
+                    "letters": [_summary(record) async for record in stored_letters(bus)],
+                }
+            )
+        )
         return
     count = 0
     async for record in stored_letters(bus):
@@ -47,7 +58,11 @@ async def list_letters(bus: Bus, options: argparse.Namespace) -> None:
         if isinstance(letter, wire.DeadLetter):
             where = f"{letter.stream} {letter.sequence}" if letter.sequence else letter.stream
             ticket = f", ticket {letter.ticket}" if letter.ticket else ""
-            print(visible(f"{record.seq}  {where}{ticket}, {len(letter.data)} bytes, by {letter.by}: {letter.reason}"))
+            print(
+                visible(
+                    f"{record.seq}  {where}{ticket}, {len(letter.data)} bytes, by {letter.by}: {letter.reason}"
+                )
+            )
         else:
             print(visible(f"{record.seq}  does not decode: {record.error}"))
     print(f"{count} dead letter{'' if count == 1 else 's'} in run {bus.run}", file=sys.stderr)
@@ -59,7 +74,11 @@ def _summary(record: LogRecord) -> dict[str, Any]:
     if not isinstance(letter, wire.DeadLetter):
         return {"number": record.seq, "error": record.error, "bytes": len(record.data)}
     names = ("stream", "sequence", "ticket", "by", "reason")
-    return {"number": record.seq, **{name: getattr(letter, name) for name in names}, "bytes": len(letter.data)}
+    return {
+        "number": record.seq,
+        **{name: getattr(letter, name) for name in names},
+        "bytes": len(letter.data),
+    }
 
 
 async def _letter(bus: Bus, number: int) -> LogRecord:
@@ -95,7 +114,9 @@ async def retry_letter(bus: Bus, options: argparse.Namespace) -> None:
     if not isinstance(letter, wire.DeadLetter):
         raise UserError(f"dead letter {options.number} does not decode, so it cannot be retried")
     if not options.json:
-        print(visible(f"ticket {letter.ticket}, given up by {letter.by}: {letter.reason}"), flush=True)
+        print(
+            visible(f"ticket {letter.ticket}, given up by {letter.by}: {letter.reason}"), flush=True
+        )
     made: list[dict[str, Any]] = []
     async with aclosing(dead_letter_retry.retry(bus, letter, options.timeout)) as outcomes:
         async for outcome in outcomes:
@@ -104,7 +125,16 @@ async def retry_letter(bus: Bus, options: argparse.Namespace) -> None:
                 continue
             print("\n".join(map(visible, dead_letter_retry.described(outcome))), flush=True)
     if options.json:
-        print(visible_json({"ticket": letter.ticket, "by": letter.by, "reason": letter.reason, "outcomes": made}))
+        print(
+            visible_json(
+                {
+                    "ticket": letter.ticket,
+                    "by": letter.by,
+                    "reason": letter.reason,
+                    "outcomes": made,
+                }
+            )
+        )
     print("for inspection only: the result is neither stored nor trained on", file=sys.stderr)
 
 

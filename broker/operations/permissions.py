@@ -1,4 +1,6 @@
-"""``broker permissions``: the accounts and users of a run for a nats-server of your own, with what each may do."""
+"""``broker permissions``: the accounts and users of a run for a nats-server of your own, with what
+each may do.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ CERTIFICATES: Final = """\
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add = parser.add_argument
-    add("--run", metavar="NAME", action="append", required=True, help="a run; repeat it for several")
+    add(
+        "--run", metavar="NAME", action="append", required=True, help="a run; repeat it for several"
+    )
     roles = (*ROLES, OBSERVER, OPERATOR)
     text = f"only these roles (all; without --login nkey all but {OBSERVER})"
     add("--role", choices=roles, nargs="+", help=text)
@@ -66,7 +70,9 @@ def show_permissions(options: argparse.Namespace) -> None:
         print(text, file=sys.stderr)
 
 
-def _users(options: argparse.Namespace, runs: Sequence[str], roles: Sequence[str]) -> Iterator[ServerUser]:
+def _users(
+    options: argparse.Namespace, runs: Sequence[str], roles: Sequence[str]
+) -> Iterator[ServerUser]:
     keys = KeyFolder(Path(options.keys).absolute()) if options.keys else None
     if keys is not None:
         for run in runs:
@@ -78,7 +84,9 @@ def _users(options: argparse.Namespace, runs: Sequence[str], roles: Sequence[str
         yield from (make(role, run) for role, run in named)
         return
     if keys is None:
-        raise UserError(f"--login nkey needs --keys FOLDER (or {KEYS}), where the keys of the users are or will be")
+        raise UserError(
+            f"--login nkey needs --keys FOLDER (or {KEYS}), where the keys of the users are or will be"
+        )
     for role, run in named:
         _ = keys.operator() if role == OPERATOR else keys.role(role, run)
     yield from (as_server_user(user) for user in keys.users() if (user.role, user.run) in named)

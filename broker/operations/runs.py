@@ -31,9 +31,13 @@ async def choose_run(bus: Bus, run: str | None) -> None:
     if not runs:
         raise UserError(f"no run on the broker at {bus.link.where}")
     if len(candidates) > 1:
-        raise UserError(f"several runs on the broker: {', '.join(sorted(candidates))}; choose one with --run or RL_RUN")
+        raise UserError(
+            f"several runs on the broker: {', '.join(sorted(candidates))}; choose one with --run or RL_RUN"
+        )
     if candidates[0] not in runs:
-        raise UserError(f"no run {candidates[0]!r} on the broker; there is {', '.join(sorted(runs))}")
+        raise UserError(
+            f"no run {candidates[0]!r} on the broker; there is {', '.join(sorted(runs))}"
+        )
     bus.run = candidates[0]
 
 
@@ -53,7 +57,14 @@ async def status(bus: Bus, options: argparse.Namespace) -> None:
             if stream.kind in (StreamKind.WORK_QUEUE, StreamKind.LOG)
         }
         roles = Counter(one.role for one in alive)
-        found.append({"run": run, "state": state, "processes": dict(sorted(roles.items())), "streams": streams})
+        found.append(
+            {
+                "run": run,
+                "state": state,
+                "processes": dict(sorted(roles.items())),
+                "streams": streams,
+            }
+        )
     if options.json:
         print(visible_json({"broker": bus.link.where, "runs": found}))
         return
@@ -101,7 +112,11 @@ async def set_desired(bus: Bus, run: str | None, state: State, reason: str) -> N
     await choose_run(bus, run)
     states = bus.key_value(CONTROL)
     found = await states.get(bus.run)
-    if found is not None and isinstance(found[0], wire.DesiredState) and found[0].state == "stopped" != state:
+    if (
+        found is not None
+        and isinstance(found[0], wire.DesiredState)
+        and found[0].state == "stopped" != state
+    ):
         why = f" ({found[0].reason})" if found[0].reason else ""
         again = f"start its learner again: rlearner start … run.name={bus.run}"
         raise UserError(f"run {bus.run} is stopped{why}, so it cannot be {state}; {again}")

@@ -30,25 +30,38 @@ def member_key(run: str, role: str, process_id: str) -> str:
 
 
 def decides(presence: wire.Presence) -> tuple[object, ...]:
-    """Return what others base decisions on for longer than a second; a change of it updates the entry at once."""
+    """Return what others base decisions on for longer than a second; a change of it updates the
+    entry at once.
+    """
     one = presence
     is_measured = one.base_s + one.each_s > 0
     return one.state, one.address, one.policy, tuple(one.serves), one.problem, one.key, is_measured
 
 
 class Announcer:
-    """Publishes ``describe()`` every second, at once after ``poke``, and keeps the process's entry among the members.
+    """Publishes ``describe()`` every second, at once after ``poke``, and keeps the process's entry
+    among the members.
 
-    Every other beat is omitted while nothing changes. A beat costs the broker one message. The entry is put when a
-    value that others decide on changes, and about every 20 seconds; ``close`` deletes it.
+    Every other beat is omitted while nothing changes. A beat costs the broker one message. The
+    entry is put when a value that others decide on changes, and about every 20 seconds; ``close``
+    deletes it.
     """
 
     def __init__(
-        self, bus: Bus, describe: Callable[[], wire.Presence], *, every_s: float = BEAT_S, refresh_s: float = REFRESH_S
+        self,
+        bus: Bus,
+        describe: Callable[[], wire.Presence],
+        *,
+        every_s: float = BEAT_S,
+        refresh_s: float = REFRESH_S,
     ) -> None:
-        self._bus, self._every_s, self._refresh_s = bus, every_s, refresh_s
-        self._signer, self._plain = PresenceSigner(bus), describe
-        self._poked, self._due = asyncio.Event(), asyncio.Event()
+        self._bus = bus
+        self._every_s = every_s
+        self._refresh_s = refresh_s
+        self._signer = PresenceSigner(bus)
+        self._plain = describe
+        self._poked = asyncio.Event()
+        self._due = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._beaten: wire.Presence | None = None  # the last beat; None: omitted or not sent
         self._put: tuple[object, ...] | None = None  # content of the entry
@@ -60,7 +73,10 @@ class Announcer:
         self._bus.link.on_disconnect.add(self._lost)
         await self._enter()
         await self._beat()
-        self._tasks = [asyncio.create_task(self._keep_beating()), asyncio.create_task(self._keep_entered())]
+        self._tasks = [
+            asyncio.create_task(self._keep_beating()),
+            asyncio.create_task(self._keep_entered()),
+        ]
 
     async def serve(self) -> None:
         """Start and run until cancelled; fails when ``describe`` does."""
@@ -94,7 +110,9 @@ class Announcer:
         return self._signer.signed(self._plain())
 
     def _describe_beat(self) -> wire.Presence:
-        """Return the presence without its tickets, which may be thousands and are of use to the learner only."""
+        """Return the presence without its tickets, which may be thousands and are of use to the
+        learner only.
+        """
         return msgspec.structs.replace(self._describe(), tickets=None)
 
     async def _keep_beating(self) -> None:

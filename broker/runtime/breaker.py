@@ -1,4 +1,6 @@
-"""A circuit breaker: decides when a hub stops taking a kind of work that fails here, and when it tries again. Pure."""
+"""A circuit breaker: decides when a hub stops taking a kind of work that fails here, and when it
+tries again. Pure.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,21 @@ State = Literal["closed", "open", "probing"]
 
 
 class CircuitBreaker:
-    """Breaker of one kind of work in one hub: a domain of an environment hub, a pool of a reward hub.
+    """Breaker of one kind of work in one hub: a domain of an environment hub, a pool of a reward
+    hub.
 
-    While it is closed, work is taken. It opens when ``threshold`` deliveries in a row have failed. After a pause the
-    hub makes a trial, which costs no ticket a delivery; a good one closes the breaker. Pauses double until real work
-    succeeds. Times are seconds of any monotonic clock.
+    While it is closed, work is taken. It opens when ``threshold`` deliveries in a row have failed.
+    After a pause the hub makes a trial, which costs no ticket a delivery; a good one closes the
+    breaker. Pauses double until real work succeeds. Times are seconds of any monotonic clock.
 
-    It also decides whether a failure is the ticket's own: if other work or a trial has succeeded here since the ticket
-    first failed, or if it has been tried often enough and nothing else fails here. Any other failure may be the host's,
-    so the ticket goes to another hub.
+    It also decides whether a failure is the ticket's own: if other work or a trial has succeeded
+    here since the ticket first failed, or if it has been tried often enough and nothing else fails
+    here. Any other failure may be the host's, so the ticket goes to another hub.
 
     Args:
         threshold: deliveries that fail in a row before it opens.
-        chance: shortens each pause by up to half, so that hubs that failed together do not return together.
+        chance: shortens each pause by up to half, so that hubs that failed together do not return
+            together.
 
     Attributes:
         state: ``probing`` while a trial runs.
@@ -39,11 +43,13 @@ class CircuitBreaker:
         self.state: State = "closed"
         self.until = 0.0
         self._why = ""  # what failed last
-        self._num_failed = self._num_trials = 0  # deliveries that opened it, trials that failed since
+        # deliveries that opened it, trials that failed since
+        self._num_failed = self._num_trials = 0
         self._threshold, self._chance = threshold, chance or random.Random()
         self._pauses = 0  # since real work succeeded
         self._successes = 0
-        self._failing: set[tuple[str, int]] = set()  # tickets and their deliveries since something succeeded
+        # tickets and their deliveries since something succeeded
+        self._failing: set[tuple[str, int]] = set()
         self._failed_at: dict[str, int] = {}  # ticket -> successes when it first failed here
 
     @property
@@ -76,7 +82,8 @@ class CircuitBreaker:
         self._failing.add((ticket, delivery))
         if len(self._failing) < self._threshold:
             return False
-        self._num_failed, self._num_trials = len(self._failing), 0
+        self._num_failed = len(self._failing)
+        self._num_trials = 0
         self._open(why, now)
         return True
 
@@ -109,7 +116,8 @@ class CircuitBreaker:
         """Note that a trial ended. Return whether it closed the breaker.
 
         Args:
-            good: whether it succeeded; None if that is unknown, for example because no server answered.
+            good: whether it succeeded; None if that is unknown, for example because no server
+                answered.
             why: what failed.
         """
         if self.state != "probing":
@@ -127,7 +135,8 @@ class CircuitBreaker:
 
     def _close(self) -> bool:
         self._failing.clear()
-        opened, self.state = self.state != "closed", "closed"
+        opened = self.state != "closed"
+        self.state = "closed"
         return opened
 
     def _open(self, why: str, now: float) -> None:
@@ -151,7 +160,8 @@ class CircuitBreakers:
     """
 
     def __init__(self, noun: str, threshold: Callable[[str], int]) -> None:
-        self._noun, self._threshold = noun, threshold
+        self._noun = noun
+        self._threshold = threshold
         self._all: dict[str, CircuitBreaker] = {}
 
     def __getitem__(self, key: str) -> CircuitBreaker:
@@ -168,5 +178,9 @@ class CircuitBreakers:
         return [key for key in keys if self[key].closed]
 
     def problem(self, keys: Iterable[str]) -> str:
-        """Return why work of some keys is not taken, one line for ``Presence.problem``; empty if all is taken."""
-        return "; ".join(f"{self._noun} {key}: {self[key].problem}" for key in keys if not self[key].closed)[:MAX_CHARS]
+        """Return why work of some keys is not taken, one line for ``Presence.problem``; empty if
+        all is taken.
+        """
+        return "; ".join(
+            f"{self._noun} {key}: {self[key].problem}" for key in keys if not self[key].closed
+        )[:MAX_CHARS]

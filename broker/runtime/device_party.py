@@ -1,12 +1,13 @@
-"""Decides when one process has a shared device: a pure state machine around the lease in the bucket ``devices``.
+"""Decides when one process has a shared device: a pure state machine around the lease in the bucket
+``devices``.
 
-A learner claims a device for itself, servers share it with each other. Everyone reads the lease, changes it by
-compare-and-swap, and renews its own claim. Processes compare no clocks:
+A learner claims a device for itself, servers share it with each other. Everyone reads the lease,
+changes it by compare-and-swap, and renews its own claim. Processes compare no clocks:
 
-- A claim has ended for a reader once its beat stayed the same for ``ttl_s`` on the reader's clock, which stops while
-  the reader does not read.
-- A holder counts from before it sent its last renewal, and stops ``MARGIN_S`` earlier: it has stopped before anyone
-  else takes the device, if clocks run equally fast to within a tenth.
+- A claim has ended for a reader once its beat stayed the same for ``ttl_s`` on the reader's clock,
+  which stops while the reader does not read.
+- A holder counts from before it sent its last renewal, and stops ``MARGIN_S`` earlier: it has
+  stopped before anyone else takes the device, if clocks run equally fast to within a tenth.
 - A learner that waits comes before servers that wait, which otherwise could keep it out for ever.
 """
 
@@ -39,14 +40,17 @@ class DeviceParty:
     """
 
     def __init__(self, holder: str, *, exclusive: bool, ttl_s: float = TTL_S) -> None:
-        self.holder, self._exclusive, self._ttl_s = holder, exclusive, ttl_s
+        self.holder = holder
+        self._exclusive = exclusive
+        self._ttl_s = ttl_s
         self.wanted = self.asked = self.listed = False
         self.blockers: list[str] = []
         self._granted = False
         self._valid_until = self._renewed_at = float("-inf")
         self._clock = 0.0  # seconds in which this process read the lease
         self._read_at: float | None = None
-        self._seen: dict[str, tuple[int, bool, float]] = {}  # holder -> beat, granted, since when on the clock
+        # holder -> beat, granted, since when on the clock
+        self._seen: dict[str, tuple[int, bool, float]] = {}
         self._absent_since: float | None = None  # on that clock
 
     def has(self, now: float) -> bool:
@@ -68,15 +72,23 @@ class DeviceParty:
             self._absent_since = self._clock
         claims = list(lease.claims) if lease is not None else []
         own = next((claim for claim in claims if claim.holder == self.holder), None)
-        others, self.listed = self._living(claims), own is not None
+        others = self._living(claims)
+        self.listed = own is not None
         opposed = [claim for claim in others if claim.exclusive or self._exclusive]
-        # a claim that vanished with the broker's memory is made again, unless another process has the device by now
+        # a claim that vanished with the broker's memory is made again, unless another process has
+        # the device by now
         lasts = self.has(now) and not any(claim.granted for claim in opposed)
         self._granted = own.granted if own is not None else lasts
         found = self._own(own, claims, others, now)
         self.asked = self._granted and bool(opposed)
-        self.blockers = [] if self._granted else [claim.holder for claim in opposed if claim.granted]
-        made = [claim if claim.holder != self.holder else found for claim in claims if claim in others or claim is own]
+        self.blockers = (
+            [] if self._granted else [claim.holder for claim in opposed if claim.granted]
+        )
+        made = [
+            claim if claim.holder != self.holder else found
+            for claim in claims
+            if claim in others or claim is own
+        ]
         made += [found] if own is None else []
         kept = [claim for claim in made if claim is not None]
         return wire.DeviceLease(claims=kept) if kept != claims else None
@@ -88,9 +100,11 @@ class DeviceParty:
             sent_at: when it was sent, or earlier.
         """
         own = next((claim for claim in lease.claims if claim.holder == self.holder), None)
-        self.listed, self._granted = own is not None, own is not None and own.granted
+        self.listed = own is not None
+        self._granted = own is not None and own.granted
         if own is not None:
-            self._renewed_at, self._valid_until = sent_at, sent_at + self._ttl_s - MARGIN_S
+            self._renewed_at = sent_at
+            self._valid_until = sent_at + self._ttl_s - MARGIN_S
 
     def _living(self, claims: list[wire.DeviceClaim]) -> list[wire.DeviceClaim]:
         """Return the claims of others that were renewed lately."""
@@ -98,29 +112,47 @@ class DeviceParty:
         for claim in claims:
             before = self._seen.get(claim.holder)
             is_same = before is not None and before[:2] == (claim.beat, claim.granted)
-            seen[claim.holder] = before if before is not None and is_same else (claim.beat, claim.granted, self._clock)
+            seen[claim.holder] = (
+                before
+                if before is not None and is_same
+                else (claim.beat, claim.granted, self._clock)
+            )
         self._seen = seen
         others = [claim for claim in claims if claim.holder != self.holder]
         return [claim for claim in others if self._clock - seen[claim.holder][2] < self._ttl_s]
 
     def _own(
-        self, own: wire.DeviceClaim | None, claims: list[wire.DeviceClaim], others: list[wire.DeviceClaim], now: float
+        self,
+        own: wire.DeviceClaim | None,
+        claims: list[wire.DeviceClaim],
+        others: list[wire.DeviceClaim],
+        now: float,
     ) -> wire.DeviceClaim | None:
         """Return this process's claim as it should be; None: it should have none."""
         if not self.wanted:
             return None
         if own is None:
-            if self._absent_since is not None and not self._granted and self._clock - self._absent_since < ABSENT_S:
+            if (
+                self._absent_since is not None
+                and not self._granted
+                and self._clock - self._absent_since < ABSENT_S
+            ):
                 return None
             granted = self._granted or self._is_free(others, others)
-            return wire.DeviceClaim(holder=self.holder, exclusive=self._exclusive, granted=granted, beat=0)
+            return wire.DeviceClaim(
+                holder=self.holder, exclusive=self._exclusive, granted=granted, beat=0
+            )
         before = [claim for claim in claims[: claims.index(own)] if claim in others]
         granted = own.granted or self._is_free(before, others)
         is_due = granted != own.granted or now - self._renewed_at >= RENEW_S
         return msgspec.structs.replace(own, granted=granted, beat=own.beat + 1) if is_due else own
 
     def _is_free(self, before: list[wire.DeviceClaim], others: list[wire.DeviceClaim]) -> bool:
-        """Return whether the device can be taken: a learner waits for all that have it, and for learners before it."""
+        """Return whether the device can be taken: a learner waits for all that have it, and for
+        learners before it.
+        """
         if self._exclusive:
-            return not any(claim.granted for claim in others) and not any(claim.exclusive for claim in before)
+            return not any(claim.granted for claim in others) and not any(
+                claim.exclusive for claim in before
+            )
         return not any(claim.exclusive for claim in others)

@@ -28,5 +28,9 @@ class ProcessFigures:
 
 
 def newest_values(before: Mapping[str, float], values: Mapping[str, float]) -> dict[str, float]:
-    """Return new metrics of a process, and those of earlier evaluations, which only one step's line holds."""
-    return {name: value for name, value in before.items() if name.startswith("eval/")} | dict(values)
+    """Return new metrics of a process, and those of earlier evaluations, which only one step's line
+    holds.
+    """
+    return {name: value for name, value in before.items() if name.startswith("eval/")} | dict(
+        values
+    )

@@ -1,7 +1,7 @@
 """Health of a process: its state, one line of status, and whether its event loop turns.
 
-``stop.health`` is the only one of a process. ``process.main`` keeps it beating; a service manager and the pages
-``/healthz`` and ``/readyz`` read it.
+``stop.health`` is the only one of a process. ``process.main`` keeps it beating; a service manager
+and the pages ``/healthz`` and ``/readyz`` read it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,27 @@ State = Literal["starting", "ready", "draining", "failed"]
 Report = tuple[State, str]  # state and status
 
 BEAT_S: Final = 1.0
-TURNS_WITHIN_S: Final = 30.0  # a loop that beat within this time turns; more than any pause that was measured
+# a loop that beat within this time turns; more than any pause that was measured
+TURNS_WITHIN_S: Final = 30.0
 _STATES: Final[dict[str, State]] = {"serving": "ready", "starting": "starting", "failed": "failed"}
-_WORK: Final = {"learner": "groups", "rollout": "requests", "envhub": "episodes", "rewardhub": "groups"}
+_WORK: Final = {
+    "learner": "groups",
+    "rollout": "requests",
+    "envhub": "episodes",
+    "rewardhub": "groups",
+}
 
 
 class Health:
     """State of this process, read by others from any thread, changed on the event loop.
 
     Attributes:
-        state: ``starting`` until it takes work, then ``ready``; ``failed`` while it cannot take any; ``draining`` from
-            the request to stop on.
+        state: ``starting`` until it takes work, then ``ready``; ``failed`` while it cannot take
+            any; ``draining`` from the request to stop on.
         status: one line for operators, such as the run, the step or version, and the load.
-        has_joined: whether it has all that it can get by itself: it has reached its broker and found no error of the
-            user's. What it then waits for, a run or weights, comes from others, in any order.
+        has_joined: whether it has all that it can get by itself: it has reached its broker and
+            found no error of the user's. What it then waits for, a run or weights, comes from
+            others, in any order.
         beat: ``time.monotonic()`` of the event loop's last beat.
         lag_s: longest delay of a beat so far, in seconds.
         beat_every_s: time between two beats.
@@ -74,7 +81,8 @@ class Health:
     def set(self, state: State, status: str) -> None:
         """Set state and status, which no source gives from then on."""
         self._source = None
-        self.state, self.status = "draining" if self._is_draining else state, status
+        self.state = "draining" if self._is_draining else state
+        self.status = status
         self._tell()
 
     def follow(self, source: Callable[[], Report]) -> None:
@@ -89,7 +97,8 @@ class Health:
                 state, self.status = self._source()
             except Exception as error:  # noqa: BLE001 - the same error ends a process that announces itself
                 log.debug("no health: %s", error)
-                state, self.status = "failed", described(error)
+                state = "failed"
+                self.status = described(error)
             self.state = "draining" if self._is_draining else state
         self._tell()
 
@@ -114,10 +123,18 @@ def report_of(run: str, presence: wire.Presence, doing: str = "") -> Report:
     """
     parts = []
     if presence.policy_version >= 0:
-        parts.append(f"{'step' if presence.role == 'learner' else 'version'} {presence.policy_version}")
+        parts.append(
+            f"{'step' if presence.role == 'learner' else 'version'} {presence.policy_version}"
+        )
     if presence.slots:
         parts.append(f"{presence.running} of {presence.slots} {_WORK.get(presence.role, 'jobs')}")
     if presence.waiting:
         parts.append(f"{presence.waiting} waiting")
-    parts += [*filter(None, (",".join(presence.serves), "asleep" * presence.asleep, presence.problem, doing))]
-    return _STATES.get(presence.state, "draining"), f"run {run}: {', '.join(parts) or presence.state}"
+    parts += [
+        *filter(
+            None, (",".join(presence.serves), "asleep" * presence.asleep, presence.problem, doing)
+        )
+    ]
+    return _STATES.get(
+        presence.state, "draining"
+    ), f"run {run}: {', '.join(parts) or presence.state}"

@@ -1,8 +1,10 @@
-"""Measures how pieces of work that run at once slow each other down, from when each began and ended. Pure.
+"""Measures how pieces of work that run at once slow each other down, from when each began and
+ended. Pure.
 
-A piece advances by 1 / (base_s + each_s * running) units of work a second. How many pieces ran changes while a piece
-runs, so the time of each piece is divided by that number, and one linear equation per piece says how much work it did
-in these times. The curve is known once the load has changed a little, as it does in every step.
+A piece advances by 1 / (base_s + each_s * running) units of work a second. How many pieces ran
+changes while a piece runs, so the time of each piece is divided by that number, and one linear
+equation per piece says how much work it did in these times. The curve is known once the load has
+changed a little, as it does in every step.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ CAUTION: Final = 1e-3  # how much better a steeper curve must fit, per unit of s
 
 
 class Piece:
-    """A piece of work; ``times`` are those of each load when it got a slot, None while it waits for one."""
+    """A piece of work; ``times`` are those of each load when it got a slot, None while it waits for
+    one.
+    """
 
     __slots__ = ("times",)
 
@@ -33,15 +37,18 @@ class LoadCurve:
     """The curve of one process.
 
     Args:
-        slots: how many pieces run at once at most. Others wait for the end of one, in the order in which they came.
+        slots: how many pieces run at once at most. Others wait for the end of one, in the order in
+            which they came.
     """
 
     def __init__(self, slots: Callable[[], int]) -> None:
         self._slots = slots
-        self._running, self._at = 0, 0.0
+        self._running = 0
+        self._at = 0.0
         self._waiting: deque[Piece] = deque()
         self._times = [0.0] * LEVELS  # seconds at each load so far
-        self._load_s = [0.0] * LEVELS  # the same times the number of pieces, for the mean load of a level
+        # the same times the number of pieces, for the mean load of a level
+        self._load_s = [0.0] * LEVELS
         self._keep = 0.5 ** (1 / HALF_LIFE)
         self._products = np.zeros((LEVELS, LEVELS))
         self._work = np.zeros(LEVELS)
@@ -57,7 +64,9 @@ class LoadCurve:
         return piece
 
     def leave(self, piece: Piece, now: float, units: float) -> None:
-        """End a piece that did ``units`` of work; 0: it tells nothing, for example because it failed."""
+        """End a piece that did ``units`` of work; 0: it tells nothing, for example because it
+        failed.
+        """
         self._advance(now)
         if piece.times is None:
             self._waiting.remove(piece)
@@ -80,7 +89,12 @@ class LoadCurve:
     def _solve(self) -> tuple[float, float]:
         if self._pieces < MIN_PIECES:
             return 0.0, 0.0
-        loads = np.array([total / time if time else 1.0 for total, time in zip(self._load_s, self._times, strict=True)])
+        loads = np.array(
+            [
+                total / time if time else 1.0
+                for total, time in zip(self._load_s, self._times, strict=True)
+            ]
+        )
         ratios = np.array(RATIOS)[:, None]
         shapes = 1 / (1 + ratios * loads)  # speed at each load, up to a factor
         scales = (shapes @ self._work) / np.einsum("ri,ij,rj->r", shapes, self._products, shapes)
@@ -95,7 +109,8 @@ class LoadCurve:
             self._waiting.popleft().times = list(self._times)
 
     def _advance(self, now: float) -> None:
-        elapsed, running = now - self._at, self._running
+        elapsed = now - self._at
+        running = self._running
         if running and elapsed > 0:
             level = min(LEVELS - 1, (running - 1).bit_length())
             self._times[level] += elapsed

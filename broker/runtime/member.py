@@ -30,7 +30,8 @@ REPORT_EVERY_S: Final = 1.0
 
 
 class Stop:
-    """A request to end, made by SIGTERM or SIGINT, by the operator's desired state, or by the process itself.
+    """A request to end, made by SIGTERM or SIGINT, by the operator's desired state, or by the
+    process itself.
 
     The first one asks for a drain; a second signal exits at once with 130.
 
@@ -65,7 +66,8 @@ class Member:
     Attributes:
         spec: the newest RunSpec; replaced when the learner resumes under a new epoch.
         renewed: set when it was replaced; cleared by the code that waits for it.
-        running: cleared while the operator wants a pause; ``await member.running.wait()`` before taking new work.
+        running: cleared while the operator wants a pause; ``await member.running.wait()`` before
+            taking new work.
         pausing: set while the operator wants a pause.
         desired: what the operator wants: running, paused, draining or stopped.
         spans: what the process does, for the timeline; reported with the metrics.
@@ -101,12 +103,17 @@ class Member:
         return not self.running.is_set()
 
     def announce(self, describe: Callable[[], wire.Presence]) -> None:
-        """Start announcing this process and its newest warning; called again, replace the description."""
+        """Start announcing this process and its newest warning; called again, replace the
+        description.
+        """
         self._describe = describe
         if self._announcer is None:
             logging.getLogger().addHandler(self._said)
             self._announcer = Announcer(
-                self.bus, lambda: msgspec.structs.replace(self._describe(), said=self._said.line(time.time()))
+                self.bus,
+                lambda: msgspec.structs.replace(
+                    self._describe(), said=self._said.line(time.time())
+                ),
             )
             self.spawn(self._announcer.serve())
             self.stop.health.follow(self._health)
@@ -120,7 +127,11 @@ class Member:
             self._announcer.poke()
             self.stop.health.refresh()
 
-    def report(self, values: Callable[[], dict[str, float]], text: Callable[[], dict[str, str]] | None = None) -> None:
+    def report(
+        self,
+        values: Callable[[], dict[str, float]],
+        text: Callable[[], dict[str, str]] | None = None,
+    ) -> None:
         """Publish metrics every second; called again, replace their source."""
         if self._reporting is not None:
             self._reporting.cancel()
@@ -133,7 +144,9 @@ class Member:
         self.renewed.set()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a coroutine until the process leaves; if it fails, request a stop, and raise its error on leaving."""
+        """Run a coroutine until the process leaves; if it fails, request a stop, and raise its
+        error on leaving.
+        """
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -142,7 +155,8 @@ class Member:
     def follow(self, desired: str, reason: str) -> None:
         """Follow the operator's desired state.
 
-        ``draining`` stops environment hubs, which start new work; the processes that serve them stay until ``stopped``.
+        ``draining`` stops environment hubs, which start new work; the processes that serve them
+        stay until ``stopped``.
         """
         self.desired = desired
         if desired == "paused":
@@ -188,7 +202,12 @@ class Member:
         while True:
             texts = text() if text else {}
             numbers = wire.Metrics(
-                role=self.role, id=self.id, time=time.time(), values=values(), text=texts, spans=self.spans.take()
+                role=self.role,
+                id=self.id,
+                time=time.time(),
+                values=values(),
+                text=texts,
+                spans=self.spans.take(),
             )
             self.stop.figures.report(numbers)
             await publish_metrics(self.bus, numbers)

@@ -1,4 +1,6 @@
-"""Serves ``/metrics``, ``/healthz`` and ``/readyz`` over HTTP, from a thread that a busy event loop does not stop."""
+"""Serves ``/metrics``, ``/healthz`` and ``/readyz`` over HTTP, from a thread that a busy event loop
+does not stop.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ START_WITHIN_S: Final = 10.0
 class MetricsEndpoint:
     """An HTTP server in a thread of its own.
 
-    ``/healthz`` is 200 while the process's event loop turns, ``/readyz`` while the process takes work, else both are
-    503; the body is one line that says why.
+    ``/healthz`` is 200 while the process's event loop turns, ``/readyz`` while the process takes
+    work, else both are 503; the body is one line that says why.
 
     Args:
         bind: address to listen on.
@@ -56,7 +58,8 @@ class MetricsEndpoint:
         *collectors: Collector,
         turns_within_s: float = TURNS_WITHIN_S,
     ) -> None:
-        self._health, self._turns_within_s = health, turns_within_s
+        self._health = health
+        self._turns_within_s = turns_within_s
         self._registry = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self._registry)
         for collector in collectors:
@@ -66,7 +69,8 @@ class MetricsEndpoint:
         self.url = f"http://{f'[{bind}]' if ':' in bind else bind}:{self.port}"
         self._opened: dict[asyncio.BaseTransport, float] = {}
         self._loop = asyncio.new_event_loop()
-        self._started, self._stop = threading.Event(), asyncio.Event()
+        self._started = threading.Event()
+        self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
         self._started.wait(START_WITHIN_S)
@@ -96,7 +100,11 @@ class MetricsEndpoint:
             ]
         )
         runner = web.AppRunner(
-            app, access_log=None, handle_signals=False, keepalive_timeout=OPEN_S, shutdown_timeout=0.1
+            app,
+            access_log=None,
+            handle_signals=False,
+            keepalive_timeout=OPEN_S,
+            shutdown_timeout=0.1,
         )
         await runner.setup()
         assert runner.server is not None
@@ -120,7 +128,9 @@ class MetricsEndpoint:
         while True:
             await asyncio.sleep(REAP_EVERY_S)
             now = time.monotonic()
-            transports = [transport for one in server.connections if (transport := one.transport) is not None]
+            transports = [
+                transport for one in server.connections if (transport := one.transport) is not None
+            ]
             self._opened = {one: self._opened.get(one, now) for one in transports}
             for transport, since in self._opened.items():
                 if now - since > OPEN_S:
@@ -139,7 +149,9 @@ class MetricsEndpoint:
         return web.Response(status=503, text=f"the event loop has not turned for {stood_s:.0f} s\n")
 
     async def _readyz(self, request: web.Request) -> web.Response:
-        status = 200 if self._health.is_ready and self._health.is_turning(self._turns_within_s) else 503
+        status = (
+            200 if self._health.is_ready and self._health.is_turning(self._turns_within_s) else 503
+        )
         return web.Response(status=status, text=f"{self._health.state}: {self._health.status}\n")
 
 
@@ -153,7 +165,9 @@ def _listening(bind: str, number: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(bind).version == 6 else socket.AF_INET
     except ValueError:
-        raise UserError(f"--metrics-bind: {bind!r} is not an IP address, such as 127.0.0.1 or 0.0.0.0") from None
+        raise UserError(
+            f"--metrics-bind: {bind!r} is not an IP address, such as 127.0.0.1 or 0.0.0.0"
+        ) from None
     made = socket.socket(family)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -161,7 +175,9 @@ def _listening(bind: str, number: int) -> socket.socket:
         made.listen(128)
     except PermissionError:
         made.close()
-        raise UserError(f"--metrics-port: port {number} needs privileges; choose one above 1023") from None
+        raise UserError(
+            f"--metrics-port: port {number} needs privileges; choose one above 1023"
+        ) from None
     except OSError as error:
         made.close()
         raise UserError(_why_not(bind, number, error)) from None

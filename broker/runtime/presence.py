@@ -1,4 +1,6 @@
-"""Keeps track of other processes: servers by their beats, hubs by their entries in the members bucket."""
+"""Keeps track of other processes: servers by their beats, hubs by their entries in the members
+bucket.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,10 @@ class _Seen:
 class Roster:
     """Living processes of this run, by role; watches only the roles that it is told to.
 
-    A process is alive if it was heard within a time on this process's clock: 5 s for roles followed by beats, 60 s for
-    roles followed by the members bucket, which costs a message per process each 20 s instead of each second. The clock
-    stops while this process's event loop or the broker does, because silence then says nothing about the others.
+    A process is alive if it was heard within a time on this process's clock: 5 s for roles followed
+    by beats, 60 s for roles followed by the members bucket, which costs a message per process each
+    20 s instead of each second. The clock stops while this process's event loop or the broker does,
+    because silence then says nothing about the others.
 
     Args:
         beats: roles to follow by their beats.
@@ -55,11 +58,16 @@ class Roster:
         ttl_s: float = SILENT_AFTER_S,
         told: Callable[[wire.Presence, bool], None] = lambda presence, is_there: None,
     ) -> None:
-        self._bus, self._beats, self._members, self._ttl_s, self._told = bus, beats, members, ttl_s, told
+        self._bus = bus
+        self._beats = beats
+        self._members = members
+        self._ttl_s = ttl_s
+        self._told = told
         self._verifier = PresenceVerifier(bus)
         self.clock = 0.0
         self._seen: dict[str, _Seen] = {}  # by role.id
-        self._living: dict[str, list[wire.Presence]] = {}  # by role, until anyone comes, goes or changes
+        # by role, until anyone comes, goes or changes
+        self._living: dict[str, list[wire.Presence]] = {}
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._subscribed: list[LinkSubscription] = []
@@ -72,7 +80,9 @@ class Roster:
             self._subscribed.append(await self._bus.link.subscribe(subject, self._on_beat))
         for role in (*self._beats, *self._members):
             told = self.hear if role in self._beats else self._hear_member
-            self._subscribed.append(await listen(self._bus, role, told, self._verifier, read=role in self._members))
+            self._subscribed.append(
+                await listen(self._bus, role, told, self._verifier, read=role in self._members)
+            )
         self._tasks = [asyncio.create_task(self._tick())]
 
     async def serve(self) -> None:
@@ -91,19 +101,29 @@ class Roster:
         self._followed.clear()
 
     async def follow(self, role: str, ids: Collection[str]) -> None:
-        """Follow the beats of exactly these processes of a role; forget those that are no longer followed."""
+        """Follow the beats of exactly these processes of a role; forget those that are no longer
+        followed.
+        """
         wanted = {f"{role}.{process_id}" for process_id in ids}
-        for key in [key for key in self._followed if key.startswith(f"{role}.") and key not in wanted]:
+        for key in [
+            key for key in self._followed if key.startswith(f"{role}.") and key not in wanted
+        ]:
             await self._followed.pop(key).close()
             self._forget(key)
         for key in sorted(wanted - set(self._followed)):
-            self._followed[key] = await self._bus.link.subscribe(PRESENCE.subject(self._bus.run, key), self._on_beat)
+            self._followed[key] = await self._bus.link.subscribe(
+                PRESENCE.subject(self._bus.run, key), self._on_beat
+            )
 
     def alive(self, role: str) -> list[wire.Presence]:
         """Return the newest presence of each living process of a role, ordered by id."""
         living = self._living.get(role)
         if living is None:
-            found = [seen.presence for seen in self._seen.values() if seen.presence.role == role and self._lives(seen)]
+            found = [
+                seen.presence
+                for seen in self._seen.values()
+                if seen.presence.role == role and self._lives(seen)
+            ]
             living = self._living[role] = sorted(found, key=lambda presence: presence.id)
         return list(living)
 
@@ -152,7 +172,8 @@ class Roster:
         return self.clock - seen.at < seen.ttl_s
 
     def _tell(self) -> None:
-        event, self._changed = self._changed, asyncio.Event()
+        event = self._changed
+        self._changed = asyncio.Event()
         event.set()
 
     async def _on_beat(self, message: Msg) -> None:
@@ -184,7 +205,8 @@ async def listen(
     *,
     read: bool,
 ) -> LinkSubscription:
-    """Call back with (role.id, presence or None if it left) for each new entry of a role among the members.
+    """Call back with (role.id, presence or None if it left) for each new entry of a role among the
+    members.
 
     Args:
         read: also call back with the existing entries; each is at most 60 s old.
@@ -216,9 +238,12 @@ def beat_of(subject: str) -> str:
 
 
 async def census(bus: Bus, run: str, within_s: float = CENSUS_S) -> list[wire.Presence]:
-    """Return all processes of a run that are heard within a time, ordered by role and id; stop once all members are."""
+    """Return all processes of a run that are heard within a time, ordered by role and id; stop once
+    all members are.
+    """
     heard: dict[str, wire.Presence] = {}
-    news, verifier = asyncio.Event(), PresenceVerifier(bus, run)
+    news = asyncio.Event()
+    verifier = PresenceVerifier(bus, run)
 
     async def on_beat(message: Msg) -> None:
         presence, _ = decode(message.data, PRESENCE.messages)

@@ -62,20 +62,28 @@ GARBAGE_AFTER: Final = 50_000  # objects made and not freed; see _collect_rarely
 
 
 class Stopped(RlearnerError):
-    """A stop was requested before there was anything to undo; ``main`` returns its exit code ``stopped``."""
+    """A stop was requested before there was anything to undo; ``main`` returns its exit code
+    ``stopped``.
+    """
 
 
-# -------------------------------------------------------------------------------------------------------- main
+# --------------------------------------------------------------------------------------------------------
+# main
 
 
-def main(role: str, body: Callable[[Stop], Coroutine[Any, Any, int | None]], *, stopped: int = 0) -> int:
-    """Run a process's coroutine on uvloop and return the exit code; call it inside ``broker.system.entry.enter``.
+def main(
+    role: str, body: Callable[[Stop], Coroutine[Any, Any, int | None]], *, stopped: int = 0
+) -> int:
+    """Run a process's coroutine on uvloop and return the exit code; call it inside
+    ``broker.system.entry.enter``.
 
-    The code is what ``body`` returns, None for 0; 2 for a UserError, printed as one line ``error: …``; 1 for any other
-    error, with a traceback; 130 for a second signal. docs/operations.md has the whole table.
+    The code is what ``body`` returns, None for 0; 2 for a UserError, printed as one line ``error:
+    …``; 1 for any other error, with a traceback; 130 for a second signal. docs/operations.md has
+    the whole table.
 
     Args:
-        stopped: exit code if ``body`` raises Stopped: 0 for hubs and servers, 130 for a command with unfinished work.
+        stopped: exit code if ``body`` raises Stopped: 0 for hubs and servers, 130 for a command
+            with unfinished work.
     """
     logs.configure()
     logs.identify(role=role)
@@ -102,7 +110,9 @@ def main(role: str, body: Callable[[Stop], Coroutine[Any, Any, int | None]], *, 
             logs.say_error(str(failed))
             return EXIT_FAULT
         if lost := _find(error, LostState):
-            logs.say_error(f"{lost}; start this process again: it joins the run once the learner is back")
+            logs.say_error(
+                f"{lost}; start this process again: it joins the run once the learner is back"
+            )
             return EXIT_FAULT
         log.exception("%s: %s", type(error).__name__, error)
         return EXIT_FAULT
@@ -122,26 +132,32 @@ async def _beating(stop: Stop, work: Coroutine[Any, Any, T]) -> T:
 def _collect_rarely() -> None:
     """Collect cycles less often than by default.
 
-    Episodes and requests in flight are hundreds of live objects without cycles: at the default threshold of 700 the
-    search took a fifth of a hub's processor time.
+    Episodes and requests in flight are hundreds of live objects without cycles: at the default
+    threshold of 700 the search took a fifth of a hub's processor time.
     """
     gc.set_threshold(GARBAGE_AFTER, 10, 10)
 
 
 def raise_file_limit() -> None:
-    """Raise the limit of open files to the hard limit; each connection takes one, and 1,024 is a usual soft limit."""
+    """Raise the limit of open files to the hard limit; each connection takes one, and 1,024 is a
+    usual soft limit.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if hard != resource.RLIM_INFINITY and hard < FEW_FILES:
-        log.warning("at most %d open files, too few for a large fleet; raise the hard limit (ulimit -Hn)", hard)
+        log.warning(
+            "at most %d open files, too few for a large fleet; raise the hard limit (ulimit -Hn)",
+            hard,
+        )
 
 
 @contextmanager
 def _signals(stop: Stop, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
     """Let the first SIGINT or SIGTERM request a drain, and the second end the process.
 
-    These are handlers of the interpreter, not of the loop: the second signal must work while the loop is blocked.
+    These are handlers of the interpreter, not of the loop: the second signal must work while the
+    loop is blocked.
     """
     count = 0
 
@@ -172,7 +188,8 @@ def _find(error: BaseException, kind: type[T]) -> T | None:
     return next((found for member in members if (found := _find(member, kind))), None)
 
 
-# ----------------------------------------------------------------------------------------------------- metrics
+# -----------------------------------------------------------------------------------------------------
+# metrics
 
 
 def add_metrics_options(
@@ -202,7 +219,9 @@ def serve_metrics(options: argparse.Namespace, stop: Stop, *collectors: Collecto
 
     lag = LoopLag()
     own = ProcessCollector(stop.figures, stop.health, lag)
-    endpoint = MetricsEndpoint(options.metrics_bind, options.metrics_port, stop.health, own, *collectors)
+    endpoint = MetricsEndpoint(
+        options.metrics_bind, options.metrics_port, stop.health, own, *collectors
+    )
     log.info("metrics at %s/metrics", endpoint.url)
     measuring = asyncio.get_running_loop().create_task(lag.measure())
 
@@ -213,40 +232,57 @@ def serve_metrics(options: argparse.Namespace, stop: Stop, *collectors: Collecto
     stop.close_metrics = close
 
 
-# -------------------------------------------------------------------------------------------------------- join
+# --------------------------------------------------------------------------------------------------------
+# join
 
 
 def add_join_options(parser: argparse.ArgumentParser) -> None:
-    """Add --broker (RL_BROKER), --run (RL_RUN), --id, --connect-deadline, and the options of metrics and logging."""
+    """Add --broker (RL_BROKER), --run (RL_RUN), --id, --connect-deadline, and the options of
+    metrics and logging.
+    """
     add = parser.add_argument
     run = os.environ.get("RL_RUN") or None
     add_broker(parser)
-    add("--run", metavar="NAME", default=run, help="run to join (RL_RUN, else the only one running)")
+    add(
+        "--run", metavar="NAME", default=run, help="run to join (RL_RUN, else the only one running)"
+    )
     text = "join token of another host or user, from `rlearner invite`; - reads standard input"
     add("--join", metavar="FILE", help=text)
     text = "with --join: from now on run code for the token's owner (files, commands, weaker isolation)"
     add("--trust-run-code", action="store_true", help=text)
     add_rule_options(parser)
     add("--id", metavar="NAME", help="name of this process, unique in the run (generated)")
-    add("--connect-deadline", metavar="SECONDS", type=positive, help="time limit for reaching a broker (none)")
+    add(
+        "--connect-deadline",
+        metavar="SECONDS",
+        type=positive,
+        help="time limit for reaching a broker (none)",
+    )
     add_metrics_options(parser)
     logs.add_options(parser)
 
 
 @asynccontextmanager
 async def join(
-    role: str, options: argparse.Namespace, stop: Stop, *, connected: Callable[[], None] = lambda: None
+    role: str,
+    options: argparse.Namespace,
+    stop: Stop,
+    *,
+    connected: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Member]:
-    """Connect, wait for the RunSpec, check the wire version and follow the desired state; undo all of it on exit.
+    """Connect, wait for the RunSpec, check the wire version and follow the desired state; undo all
+    of it on exit.
 
-    Without --run it waits until exactly one run on the broker is not stopped. A stopped run is awaited until it is
-    resumed. Raises Stopped, a success for ``main``, if a stop is requested while waiting.
+    Without --run it waits until exactly one run on the broker is not stopped. A stopped run is
+    awaited until it is resumed. Raises Stopped, a success for ``main``, if a stop is requested
+    while waiting.
 
     Args:
         connected: called once the broker has answered; waiting for the run may follow.
 
     Raises:
-        UserError: if several runs exist (names them), or the wire version, the data files or an option is wrong.
+        UserError: if several runs exist (names them), or the wire version, the data files or an
+            option is wrong.
     """
     logs.apply(options)
     process_id = options.id or f"{role}-{os.getpid():x}-{secrets.token_hex(2)}"
@@ -265,7 +301,9 @@ async def join(
         if asked is None:
             asked = await unless_stopped(stop, _discover(options, process_id, reached))
         deadline_s = options.connect_deadline
-        connecting = Bus.connect(url, asked, name=process_id, role=role, login=login, deadline_s=deadline_s)
+        connecting = Bus.connect(
+            url, asked, name=process_id, role=role, login=login, deadline_s=deadline_s
+        )
         bus = await unless_stopped(stop, connecting)
         stack.push_async_callback(bus.close)
         logs.identify(run=bus.run)
@@ -320,11 +358,15 @@ def _token(options: argparse.Namespace, role: str) -> tuple[str, str | None, Log
     """
     if options.join is None:
         if options.trust_run_code:
-            raise UserError("--trust-run-code goes with --join; runs of this machine's own user are trusted")
+            raise UserError(
+                "--trust-run-code goes with --join; runs of this machine's own user are trusted"
+            )
         for name in ("allow_secret", "allow_data"):
             if getattr(options, name):
                 option = name.replace("_", "-")
-                raise UserError(f"--{option} goes with --join; runs of this machine's own user are trusted")
+                raise UserError(
+                    f"--{option} goes with --join; runs of this machine's own user are trusted"
+                )
         return options.broker, options.run, None
     made = tokens.read(options.join, role)
     if options.run not in (None, made.run):
@@ -335,7 +377,8 @@ def _token(options: argparse.Namespace, role: str) -> tuple[str, str | None, Log
 
 
 def _check_consent(bus: Bus, spec: wire.RunSpec, rules: HostRules) -> None:
-    """Check that this host accepts a run of another owner, and limit the secrets of this process to its rules.
+    """Check that this host accepts a run of another owner, and limit the secrets of this process to
+    its rules.
 
     Raises:
         UserError: if it does not; names the settings.
@@ -356,14 +399,20 @@ async def _discover(options: argparse.Namespace, name: str, connected: Callable[
 
 
 async def _wait_until_running(role: str, bus: Bus) -> wire.RunSpec:
-    """Return the RunSpec of a run that is not stopped, nor draining if that would end a process of this role."""
+    """Return the RunSpec of a run that is not stopped, nor draining if that would end a process of
+    this role.
+    """
     ended = ("stopped", "draining") if role == "envhub" else ("stopped",)
     control = bus.key_value(CONTROL)
     reminders = Reminders()
     while True:
         spec = await wait_for_runspec(bus, bus.run)
         desired = await control.get(bus.run)
-        state = desired[0].state if desired is not None and isinstance(desired[0], wire.DesiredState) else "running"
+        state = (
+            desired[0].state
+            if desired is not None and isinstance(desired[0], wire.DesiredState)
+            else "running"
+        )
         if state not in ended:
             return spec
         if reminders.due(time.monotonic()):
@@ -380,7 +429,9 @@ async def _follow_control(member: Member) -> None:
 
 
 async def _end_when_refused(bus: Bus) -> None:
-    """Raise the error of a key that the broker refuses; the work in progress is lost to other processes."""
+    """Raise the error of a key that the broker refuses; the work in progress is lost to other
+    processes.
+    """
     refusal = await asyncio.shield(bus.link.refused)
     await bus.link.close()
     raise refusal

@@ -41,7 +41,9 @@ class ProcessCollector(Collector):
     """
 
     def __init__(self, figures: ProcessFigures, health: Health, lag: LoopLag) -> None:
-        self._figures, self._health, self._lag = figures, health, lag
+        self._figures = figures
+        self._health = health
+        self._lag = lag
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing: names are known only when the process reports them."""
@@ -49,8 +51,13 @@ class ProcessCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Return the families of all figures."""
-        families, labels = Families(), logs.identity()
-        about = {"version": version("rlearner"), "host": socket.gethostname(), "pid": str(os.getpid())}
+        families = Families()
+        labels = logs.identity()
+        about = {
+            "version": version("rlearner"),
+            "host": socket.gethostname(),
+            "pid": str(os.getpid()),
+        }
         families.gauge("process_info", "Always 1; what the process is.", {**labels, **about}, 1.0)
         for state in get_args(State):
             here = float(self._health.state == state)
@@ -62,7 +69,9 @@ class ProcessCollector(Collector):
         if (bus := self._figures.bus) is not None:
             for what, text in COUNTED.items():
                 for stream, count in dict(getattr(bus.counts, what)).items():
-                    families.counter(f"stream_messages_{what}", text, {**labels, "stream": stream}, count)
+                    families.counter(
+                        f"stream_messages_{what}", text, {**labels, "stream": stream}, count
+                    )
         return [*families.all(), self._lag.family(labels)]
 
 
@@ -85,9 +94,14 @@ class LoopLag:
     def family(self, labels: Mapping[str, str]) -> Metric:
         """Return the histogram."""
         text = "How late the event loop ran a timer, in seconds."
-        family = HistogramMetricFamily("rlearner_event_loop_lag_seconds", text, labels=tuple(labels))
-        buckets, total = list[tuple[str, float]](), 0
-        for bound, count in zip((*map(str, LAG_BUCKETS_S), "+Inf"), tuple(self._counts), strict=True):
+        family = HistogramMetricFamily(
+            "rlearner_event_loop_lag_seconds", text, labels=tuple(labels)
+        )
+        buckets = list[tuple[str, float]]()
+        total = 0
+        for bound, count in zip(
+            (*map(str, LAG_BUCKETS_S), "+Inf"), tuple(self._counts), strict=True
+        ):
             total += count
             buckets.append((bound, float(total)))
         family.add_metric(tuple(labels.values()), buckets, self._sum_s)

@@ -1,4 +1,6 @@
-"""This process's turns on devices that it shares with other processes of the run; see ``device_party``."""
+"""This process's turns on devices that it shares with other processes of the run; see
+``device_party``.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ HOLDER_CHARS: Final = 64
 class SharedDevices:
     """Turns on one or more devices.
 
-    Devices are taken one after the other in the order of their names, so that no two processes wait for each other.
+    Devices are taken one after the other in the order of their names, so that no two processes wait
+    for each other.
 
     Args:
         devices: names from ``broker.system.devices``.
@@ -39,11 +42,23 @@ class SharedDevices:
         exclusive: nothing else may be on the devices during a turn, as a learner needs it.
     """
 
-    def __init__(self, bus: Bus, devices: Sequence[str], holder: str, *, exclusive: bool, ttl_s: float = TTL_S) -> None:
-        self._bus, self._holder = bus, holder
-        self._parties = {name: DeviceParty(holder, exclusive=exclusive, ttl_s=ttl_s) for name in sorted(devices)}
+    def __init__(
+        self,
+        bus: Bus,
+        devices: Sequence[str],
+        holder: str,
+        *,
+        exclusive: bool,
+        ttl_s: float = TTL_S,
+    ) -> None:
+        self._bus = bus
+        self._holder = holder
+        self._parties = {
+            name: DeviceParty(holder, exclusive=exclusive, ttl_s=ttl_s) for name in sorted(devices)
+        }
         self._pokes = {name: asyncio.Event() for name in self._parties}
-        self._read: dict[str, list[tuple[str, bool]]] = {}  # device -> who claimed it, and whether they have it
+        # device -> who claimed it, and whether they have it
+        self._read: dict[str, list[tuple[str, bool]]] = {}
         self._changed = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
         self._subscribed: LinkSubscription | None = None
@@ -77,7 +92,8 @@ class SharedDevices:
 
     async def acquire(self) -> None:
         """Return once this process has all of the devices."""
-        reminders, began = Reminders(), time.monotonic()
+        reminders = Reminders()
+        began = time.monotonic()
         for name, party in self._parties.items():
             party.wanted = True
             self._pokes[name].set()
@@ -88,7 +104,9 @@ class SharedDevices:
                 await self._news(lambda party=party: party.has(time.monotonic()))  # type: ignore[misc]
 
     async def release(self) -> None:
-        """Give the devices up; call it once nothing of this process is on them. Returns when the broker knows it."""
+        """Give the devices up; call it once nothing of this process is on them. Returns when the
+        broker knows it.
+        """
         for name, party in self._parties.items():
             party.wanted = False
             self._pokes[name].set()
@@ -101,7 +119,9 @@ class SharedDevices:
             await self._news(lambda: self.asked)
 
     async def close(self) -> None:
-        """Stop following, and withdraw the claims if the broker is available; else they end by themselves."""
+        """Stop following, and withdraw the claims if the broker is available; else they end by
+        themselves.
+        """
         with suppress(TimeoutError, Disconnected):
             async with asyncio.timeout(FAREWELL_WITHIN_S):
                 if self._tasks and self.failed is None:
@@ -124,7 +144,9 @@ class SharedDevices:
             failed.result()
 
     def _put(self, key: str, lease: wire.Message | None) -> None:
-        """Read a lease at once if someone came, left or took the device; renewals are read in time anyway."""
+        """Read a lease at once if someone came, left or took the device; renewals are read in time
+        anyway.
+        """
         name = key.rpartition(".")[2]
         if name in self._pokes and _parties_of(lease) != self._read.get(name):
             self._pokes[name].set()
@@ -139,7 +161,8 @@ class SharedDevices:
 
     async def _exchange(self, name: str, party: DeviceParty) -> None:
         """Read the lease and change it until nothing has to be changed."""
-        bucket, key = self._bus.key_value(DEVICES), f"{self._bus.run}.{name}"
+        bucket = self._bus.key_value(DEVICES)
+        key = f"{self._bus.run}.{name}"
         while True:
             found = await bucket.get(key)
             lease, revision = found if found is not None else (None, 0)
@@ -150,7 +173,11 @@ class SharedDevices:
                 return
             sent_at = time.monotonic()
             try:
-                made = await (bucket.create(key, wanted) if lease is None else bucket.update(key, wanted, revision))
+                made = await (
+                    bucket.create(key, wanted)
+                    if lease is None
+                    else bucket.update(key, wanted, revision)
+                )
             except LostState:
                 await bucket.ensure()
                 continue
@@ -161,7 +188,9 @@ class SharedDevices:
 
 
 @asynccontextmanager
-async def sharing(member: Member, devices: Sequence[str], *, exclusive: bool) -> AsyncIterator[SharedDevices | None]:
+async def sharing(
+    member: Member, devices: Sequence[str], *, exclusive: bool
+) -> AsyncIterator[SharedDevices | None]:
     """Open the turns of a process on these devices, None without any; nothing is claimed yet."""
     if not devices:
         yield None

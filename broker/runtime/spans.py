@@ -1,8 +1,10 @@
-"""Adds up what a process does, for the timeline: one row per kind of work and second, however many at once.
+"""Adds up what a process does, for the timeline: one row per kind of work and second, however many
+at once.
 
-Beginning and ending a piece of work costs about a microsecond. What lasts longer than a report is reported in parts;
-pieces with short gaps between them become one span, whose ``seconds`` tell how much of it was busy. While nothing of
-all this goes on, the process waits. A few pieces of each report are also reported singly, as samples.
+Beginning and ending a piece of work costs about a microsecond. What lasts longer than a report is
+reported in parts; pieces with short gaps between them become one span, whose ``seconds`` tell how
+much of it was busy. While nothing of all this goes on, the process waits. A few pieces of each
+report are also reported singly, as samples.
 """
 
 from __future__ import annotations
@@ -50,10 +52,14 @@ class _Activity:
             if step != self.step:
                 self.step = -1
         elif self.start != self.start:
-            self.start, self.step = now, step
+            self.start = now
+            self.step = step
         elif len(parts) < MAX_PARTS and (now - self.since > GAP_S or step != self.step):
             parts.append(_Part(self.start, self.since, self.seconds, self.count, self.step))
-            self.start, self.seconds, self.count, self.step = now, 0.0, 0, step
+            self.start = now
+            self.seconds = 0.0
+            self.count = 0
+            self.step = step
         elif step != self.step:
             self.step = -1
         self.since = now
@@ -73,7 +79,9 @@ class _Activity:
             self.seconds += self.running * (now - self.since)
             self.since = now
         parts.append(_Part(self.start, self.since, self.seconds, self.count, self.step))
-        self.start, self.seconds, self.count = now if self.running else math.nan, 0.0, 0
+        self.start = now if self.running else math.nan
+        self.seconds = 0.0
+        self.count = 0
 
 
 class SpanRecorder:
@@ -87,8 +95,11 @@ class SpanRecorder:
         traces: also gets each piece of work of a ticket that is traced; None: none is.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
-        self._clock, self._wall = clock, wall
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
+    ) -> None:
+        self._clock = clock
+        self._wall = wall
         self.traces: TicketTraces | None = None
         self._lock = threading.Lock()
         self._running = 0
@@ -142,10 +153,14 @@ class SpanRecorder:
             for kind, activity in self._activities.items():
                 activity.report(now, self._parts[kind])
             parts = [
-                (kind, one) for kind, own in self._parts.items() for one in own if one.end > one.start or one.count
+                (kind, one)
+                for kind, own in self._parts.items()
+                for one in own
+                if one.end > one.start or one.count
             ]
             samples = self._samples
-            self._parts, self._samples = {kind: [] for kind in self._activities}, []
+            self._parts = {kind: [] for kind in self._activities}
+            self._samples = []
         spans = [
             wire.Span(
                 kind=kind,

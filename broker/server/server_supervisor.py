@@ -1,8 +1,8 @@
-"""Restarts the private nats-server when it dies or after a full disk has space again, ends expired keys, and names
-whom the server refused.
+"""Restarts the private nats-server when it dies or after a full disk has space again, ends expired
+keys, and names whom the server refused.
 
-A nats-server with a full store neither confirms nor refuses messages (2.15.1) or stops answering (2.9.10), and stays so
-until it is restarted. Nothing that was confirmed is lost; publishers wait.
+A nats-server with a full store neither confirms nor refuses messages (2.15.1) or stops answering
+(2.9.10), and stays so until it is restarted. Nothing that was confirmed is lost; publishers wait.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class ServerSupervisor:
     """
 
     def __init__(self, server: BrokerServer, *, revive: bool = True) -> None:
-        self._server, self._revive, self._keys = server, revive, KeyFolder(server.keys_path)
+        self._server = server
+        self._revive = revive
+        self._keys = KeyFolder(server.keys_path)
         self._refusals = RefusalLog(server.log_path)
         self.full = False
 
@@ -47,7 +49,9 @@ class ServerSupervisor:
         return [*self._refusals.news(self._keys.users), *self._revived()]
 
     def _revived(self) -> list[str]:
-        """Restart the server if it died, or if a full disk has space again; return a line for what happened."""
+        """Restart the server if it died, or if a full disk has space again; return a line for what
+        happened.
+        """
         died = self._server.pid
         if not self._server.running:
             if not self._revive:
@@ -55,13 +59,16 @@ class ServerSupervisor:
             self._start()
             return [f"broker (pid {died}) died; restarted as pid {self._server.pid}"]
         space = os.statvfs(self._server.store)
-        free, size = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+        free = space.f_bavail * space.f_frsize
+        size = space.f_blocks * space.f_frsize
         if not self.full and free < FULL_BELOW_BYTES:
             self.full = True
             return [f"{self._server.store}: no space left for the broker; all processes wait"]
         if self.full and free >= min(ROOM_BYTES, size // 10):
             self._start()
-            return [f"{self._server.store}: space again; broker (pid {died}) restarted as pid {self._server.pid}"]
+            return [
+                f"{self._server.store}: space again; broker (pid {died}) restarted as pid {self._server.pid}"
+            ]
         return []
 
     def _start(self) -> None:

@@ -1,7 +1,7 @@
 """Moves the streams of a store to the account that has JetStream now.
 
-A nats-server keeps the streams of each account in a folder of its name. Before the joining roles had accounts of their
-own, every identity was in the server's default account.
+A nats-server keeps the streams of each account in a folder of its name. Before the joining roles
+had accounts of their own, every identity was in the server's default account.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def move_streams(jetstream: Path, *, is_clustered: bool) -> None:
         UserError: if they cannot be moved: those of a cluster, or if both accounts have streams.
         OSError: if the folder cannot be renamed.
     """
-    old, new = jetstream / DEFAULT_ACCOUNT, jetstream / ACCOUNT
+    old = jetstream / DEFAULT_ACCOUNT
+    new = jetstream / ACCOUNT
     if not _has_streams(old):
         return
     if is_clustered or (jetstream / CLUSTER_STATE).is_dir():

@@ -24,14 +24,19 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with code 2."""
-        self.exit(EXIT_USER_ERROR, f"error: {self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
+        self.exit(
+            EXIT_USER_ERROR,
+            f"error: {self.prog}: {' '.join(message.split())}; see {self.prog} --help\n",
+        )
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Name the commands in a line that begins with the one that was probably meant."""
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
             close = difflib.get_close_matches(str(value), action.choices, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
-            raise argparse.ArgumentError(None, f"no command {value!r}; {hint}known: {', '.join(action.choices)}")
+            raise argparse.ArgumentError(
+                None, f"no command {value!r}; {hint}known: {', '.join(action.choices)}"
+            )
         super()._check_value(action, value)
 
 
@@ -47,7 +52,9 @@ def natural(text: str) -> int:
 
 def _whole(text: str, least: int) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a whole number of at least {least}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not allowed; a whole number of at least {least}"
+        )
     return int(text)
 
 
@@ -90,7 +97,11 @@ def tokens(text: str) -> list[str]:
 
 
 def add_config(
-    parser: argparse.ArgumentParser, *, file: str = "quickstart", setting: str = "train.steps=50", needed: bool = True
+    parser: argparse.ArgumentParser,
+    *,
+    file: str = "quickstart",
+    setting: str = "train.steps=50",
+    needed: bool = True,
 ) -> None:
     """Add the arguments CONFIG and any number of key=value."""
     rest = "" if needed else "; without one, only the machine is checked"
@@ -105,7 +116,9 @@ def add_json(parser: Arguments, text: str = "print one JSON object") -> None:
     parser.add_argument("--json", action="store_true", help=text)
 
 
-def complete(parser: argparse.ArgumentParser, examples: Mapping[str, Sequence[str]]) -> argparse.ArgumentParser:
+def complete(
+    parser: argparse.ArgumentParser, examples: Mapping[str, Sequence[str]]
+) -> argparse.ArgumentParser:
     """Add --version, shell completion, and examples to the help of each command; return the parser.
 
     Args:
@@ -139,7 +152,13 @@ class VersionAction(argparse.Action):
     """Prints the version of the installed package and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=kwargs.get("help"))
+        super().__init__(
+            option_strings,
+            argparse.SUPPRESS,
+            nargs=0,
+            default=argparse.SUPPRESS,
+            help=kwargs.get("help"),
+        )
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import version
@@ -158,7 +177,9 @@ def _number(text: str) -> float:
 class _Address(argparse.Action):
     """Stores an address from the command line, which all users of the machine can read."""
 
-    def __call__(self, parser: argparse.ArgumentParser, options: argparse.Namespace, value: Any, *_: Any) -> None:
+    def __call__(
+        self, parser: argparse.ArgumentParser, options: argparse.Namespace, value: Any, *_: Any
+    ) -> None:
         if "@" in value:
             allowed = "an address without a login, because other users can see it here; put the address into RL_BROKER"
             raise UserError(f"--broker {without_passwords(value)}: {allowed}")
@@ -172,7 +193,9 @@ class _SetInsecure(argparse.Action):
         os.environ[INSECURE] = "1"
 
 
-def add_broker(parser: argparse.ArgumentParser, *, text: str = "address of the broker", is_noted: bool = False) -> None:
+def add_broker(
+    parser: argparse.ArgumentParser, *, text: str = "address of the broker", is_noted: bool = False
+) -> None:
     """Add --broker (RL_BROKER) and --insecure (RL_INSECURE).
 
     Args:
@@ -184,9 +207,13 @@ def add_broker(parser: argparse.ArgumentParser, *, text: str = "address of the b
     help_text = f"{text} (RL_BROKER, {shown})"
     parser.add_argument("--broker", metavar="URL", action=_Address, default=default, help=help_text)
     help_text = f"connect to a broker on another host without TLS or without a login ({INSECURE}=1)"
-    parser.add_argument("--insecure", action=_SetInsecure, nargs=0, default=argparse.SUPPRESS, help=help_text)
+    parser.add_argument(
+        "--insecure", action=_SetInsecure, nargs=0, default=argparse.SUPPRESS, help=help_text
+    )
 
 
 def broker_words(url: str) -> list[str]:
-    """Return the words that name a broker to another command; none for one with a login, which RL_BROKER holds."""
+    """Return the words that name a broker to another command; none for one with a login, which
+    RL_BROKER holds.
+    """
     return [] if "@" in url else ["--broker", url]

@@ -1,7 +1,7 @@
 """Shell completion of commands, options, settings and runs, with argcomplete.
 
-``eval "$(rlearner completion)"`` in a shell's start-up file enables it: the shell then runs a command with
-``_ARGCOMPLETE`` set to get completions. Otherwise this module is not imported.
+``eval "$(rlearner completion)"`` in a shell's start-up file enables it: the shell then runs a
+command with ``_ARGCOMPLETE`` set to get completions. Otherwise this module is not imported.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def offer(parser: argparse.ArgumentParser, commands: Iterator[argparse.ArgumentP
 
 
 def settings(prefix: str, **_: object) -> list[str]:
-    """Return the settings that begin with the prefix, for example ``train.lr=``; names in ``domains`` are free."""
+    """Return the settings that begin with the prefix, for example ``train.lr=``; names in
+    ``domains`` are free.
+    """
     head = prefix.partition(".")[0]
     found: list[str] = []
     for name, where in SECTIONS.items():
@@ -52,7 +54,10 @@ def settings(prefix: str, **_: object) -> list[str]:
 
 def _keys(prefix: str, section: type[Section]) -> Iterator[str]:
     for name, field in section.model_fields.items():
-        inner = next((one for one in (field.annotation, *get_args(field.annotation)) if _is_section(one)), None)
+        inner = next(
+            (one for one in (field.annotation, *get_args(field.annotation)) if _is_section(one)),
+            None,
+        )
         if inner is None:
             yield f"{prefix}{name}="
         else:
@@ -64,7 +69,9 @@ def _is_section(annotation: Any) -> bool:
 
 
 def configs(prefix: str, **_: object) -> list[str]:
-    """Return the configurations of the package, and YAML files and folders of this one, that begin with the prefix."""
+    """Return the configurations of the package, and YAML files and folders of this one, that begin
+    with the prefix.
+    """
     from argcomplete.completers import FilesCompleter
 
     shipped = sorted(name for name in shipped_names() if name.startswith(prefix))
@@ -74,7 +81,11 @@ def configs(prefix: str, **_: object) -> list[str]:
 def runs(prefix: str, parsed_args: argparse.Namespace | None = None, **_: object) -> list[str]:
     """Return the names of the runs in ``--dir``, or ``runs``."""
     folder = Path(getattr(parsed_args, "dir", None) or RUNS)
-    return sorted(path.parent.name for path in folder.glob("*/config.yaml") if path.parent.name.startswith(prefix))
+    return sorted(
+        path.parent.name
+        for path in folder.glob("*/config.yaml")
+        if path.parent.name.startswith(prefix)
+    )
 
 
 def shell_code(shell: str) -> str:

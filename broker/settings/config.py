@@ -9,7 +9,15 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from urllib.parse import urlsplit
 
 import pydantic
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from broker.contract.streams import token
 from broker.errors import ConfigError
@@ -21,9 +29,10 @@ class Section(BaseModel):
     """Base of every section: refuses unknown keys and infinite numbers; frozen.
 
     Attributes:
-        harmless: fields that a host accepts, with any value, from an owner that it does not trust to run code. None,
-            for the arguments of a plug-in: the plug-in itself needs trust. A field's default needs none, nor do fields
-            that are sections or of the types below, which ``broker.settings.consent`` judges by their value.
+        harmless: fields that a host accepts, with any value, from an owner that it does not trust
+            to run code. None, for the arguments of a plug-in: the plug-in itself needs trust. A
+            field's default needs none, nor do fields that are sections or of the types below, which
+            ``broker.settings.consent`` judges by their value.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -36,7 +45,8 @@ class DataMark:
     """Marks a field that names files: a joined host reads only those below its own folders.
 
     Attributes:
-        may_be_missing: the value may name something else, such as a model on the hub, if there is no such file.
+        may_be_missing: the value may name something else, such as a model on the hub, if there is
+            no such file.
     """
 
     may_be_missing: bool = False
@@ -94,15 +104,19 @@ def _device(value: str) -> str:
 def _http_url(value: str) -> str:
     parts = urlsplit(value)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
-        raise ValueError("expected http://host:port/v1 or https://…, without a user; api_key says where the key is")
+        raise ValueError(
+            "expected http://host:port/v1 or https://…, without a user; api_key says where the key is"
+        )
     return value
 
 
 Token = Annotated[str, AfterValidator(_token)]  # can be one part of a subject
 Device = Annotated[str, AfterValidator(_device)]  # as torch names it
-HttpUrl = Annotated[str, AfterValidator(_http_url), EndpointMark()]  # of an OpenAI-compatible endpoint
+# of an OpenAI-compatible endpoint
+HttpUrl = Annotated[str, AfterValidator(_http_url), EndpointMark()]
 DataPath = Annotated[str, DataMark()]  # of a data file or a folder of them
-ModelPath = Annotated[str, DataMark(may_be_missing=True)]  # a folder or file of a model, or another name
+# a folder or file of a model, or another name
+ModelPath = Annotated[str, DataMark(may_be_missing=True)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -140,8 +154,10 @@ class BrokerSection(Section):
     channel: Annotated[str, PluginMark("channels")] = "zmq"
     bind: Annotated[str, AfterValidator(loopback)] = "127.0.0.1"
     sync_always: bool = False  # fsync every message before it is confirmed
-    store_max_gib: PositiveFloat | None = None  # null: 8 if `rlearner up` starts the broker, else the broker's limit
-    replicas: Literal[1, 3] | None = None  # servers that hold each message; None: three in a cluster, else one
+    # null: 8 if `rlearner up` starts the broker, else the broker's limit
+    store_max_gib: PositiveFloat | None = None
+    # servers that hold each message; None: three in a cluster, else one
+    replicas: Literal[1, 3] | None = None
 
 
 class Sampling(Section):
@@ -188,38 +204,47 @@ class DomainSection(Section):
     # a name of the registry in envhub/envs, or a dotted path or file path to a class
     env: Annotated[str, PluginMark("envs", "envhub.envs:ENVS", "env_args")]
     env_args: dict[str, Any] = {}
-    isolation: Literal["none", "thread", "process", "sandbox"] | None = None  # None: the default of its class
+    # None: the default of its class
+    isolation: Literal["none", "thread", "process", "sandbox"] | None = None
     network: bool = False  # with isolation sandbox: whether the environment may use the network
     readable: list[str] = []  # with isolation sandbox: further files and folders that it may read
     system_prompt: str = ""
     weight: PositiveFloat = 1.0  # share among the domains
     group_size: PositiveInt = 8
     min_group_size: PositiveInt | None = None  # None: all of them
-    group_size_redundancy: NonNegativeInt = 0  # extra episodes; when group_size have finished, the rest are aborted
-    # closes a group of at least min_group_size episodes when the others are expected to take more than this many times
-    # as long again as the group has taken; null: never, they have until deadline_s
+    # extra episodes; when group_size have finished, the rest are aborted
+    group_size_redundancy: NonNegativeInt = 0
+    # closes a group of at least min_group_size episodes when the others are expected to take more
+    # than this many times as long again as the group has taken; null: never, they have until
+    # deadline_s
     straggler_factor: PositiveFloat | None = None
     max_turns: PositiveInt = 1
-    context: Literal["auto", "full", "steps"] = "auto"  # whole conversation or single turns; auto: by algorithm
+    # whole conversation or single turns; auto: by algorithm
+    context: Literal["auto", "full", "steps"] = "auto"
     history_length: NonNegativeInt = 2  # previous turns in a prompt of context steps
-    thinking: Literal["keep", "drop"] = "keep"  # drop: hide text before </think> from environment and later prompts
+    # drop: hide text before </think> from environment and later prompts
+    thinking: Literal["keep", "drop"] = "keep"
     # builds that prompt; or your own function of (opening, past, now, history_length)
     memory: Annotated[str, PluginMark("memories")] = "recent"
     max_context_tokens: PositiveInt = 4096
-    deadline_s: PositiveFloat | None = None  # per group; null: derived, see broker.settings.timeouts
+    # per group; null: derived, see broker.settings.timeouts
+    deadline_s: PositiveFloat | None = None
     sampling: Sampling = Sampling()
-    # predicts how long turns will be, because servers start the longest first: a name of the registry in
-    # envhub/lengths, or a dotted path or file path to a class or function
+    # predicts how long turns will be, because servers start the longest first: a name of the
+    # registry in envhub/lengths, or a dotted path or file path to a class or function
     length_estimator: Annotated[
         str, PluginMark("length_estimators", "envhub.lengths:ESTIMATORS", "length_estimator_args")
     ] = "regression"
     length_estimator_args: dict[str, Any] = {}
     rewards: list[RewardConfig] = []
-    score_ahead: bool = True  # score each episode when it ends, if a reward hub is idle; false: with its group
+    # score each episode when it ends, if a reward hub is idle; false: with its group
+    score_ahead: bool = True
 
 
 def takes_steps(context: str, adv_estimator: str) -> bool:
-    """Return whether each turn of a domain is a separate sample, as ``auto`` is for gigpo, which compares steps."""
+    """Return whether each turn of a domain is a separate sample, as ``auto`` is for gigpo, which
+    compares steps.
+    """
     return context == "steps" or (context == "auto" and adv_estimator == "gigpo")
 
 
@@ -232,13 +257,17 @@ def check(config: dict[str, Any]) -> None:
     """Check the domains' settings that must agree.
 
     Raises:
-        ConfigError: if min_group_size exceeds group_size or lets no straggler be left out, a turn exceeds the context,
-            or the memory is not used.
+        ConfigError: if min_group_size exceeds group_size or lets no straggler be left out, a turn
+            exceeds the context, or the memory is not used.
     """
     for name, domain in config["domains"].items():
-        where, smallest, size = f"domains.{name}", domain["min_group_size"], domain["group_size"]
+        where = f"domains.{name}"
+        smallest = domain["min_group_size"]
+        size = domain["group_size"]
         if smallest is not None and smallest > size:
-            raise ConfigError(f"{where}.min_group_size", smallest, f"at most group_size, which is {size}")
+            raise ConfigError(
+                f"{where}.min_group_size", smallest, f"at most group_size, which is {size}"
+            )
         if domain["straggler_factor"] is not None and (smallest is None or smallest == size):
             rule = f"left out, or {where}.min_group_size below group_size: only then can a group close early"
             raise ConfigError(f"{where}.straggler_factor", domain["straggler_factor"], rule)
@@ -247,6 +276,11 @@ def check(config: dict[str, Any]) -> None:
                 if (value := domain[key]) != DomainSection.model_fields[key].default:
                     rule = f"{allowed} with context full, which shows the whole conversation"
                     raise ConfigError(f"{where}.{key}", value, rule)
-        tokens, context = domain["sampling"]["max_tokens"], domain["max_context_tokens"]
+        tokens = domain["sampling"]["max_tokens"]
+        context = domain["max_context_tokens"]
         if tokens >= context:
-            raise ConfigError(f"{where}.sampling.max_tokens", tokens, f"below max_context_tokens, which is {context}")
+            raise ConfigError(
+                f"{where}.sampling.max_tokens",
+                tokens,
+                f"below max_context_tokens, which is {context}",
+            )

@@ -30,16 +30,21 @@ _KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
 
 
 def load(
-    path: str, overrides: Sequence[str] = (), *, of_run: Callable[[Config], Config] = lambda config: config
+    path: str,
+    overrides: Sequence[str] = (),
+    *,
+    of_run: Callable[[Config], Config] = lambda config: config,
 ) -> Config:
     """Read a YAML file with the files it inherits, apply overrides.
 
-    The key ``inherit`` holds a relative file name, ``configs/NAME.yaml`` of the package, or a list of these.
+    The key ``inherit`` holds a relative file name, ``configs/NAME.yaml`` of the package, or a list
+    of these.
 
-    ``path`` may be the folder of a run, for its ``config.yaml``, with ``run.name`` and ``run.dir`` set to the folder's
-    current name; ``of_run`` transforms that before the overrides are applied. Later files win over earlier ones, a file
-    over inherited ones, overrides over all. Mappings are merged, lists replaced. ``null`` removes a domain. ``${here}``
-    in a file is its folder. ``algorithm=<name>`` replaces the section by the preset ``configs/algorithm/<name>.yaml``;
+    ``path`` may be the folder of a run, for its ``config.yaml``, with ``run.name`` and ``run.dir``
+    set to the folder's current name; ``of_run`` transforms that before the overrides are applied.
+    Later files win over earlier ones, a file over inherited ones, overrides over all. Mappings are
+    merged, lists replaced. ``null`` removes a domain. ``${here}`` in a file is its folder.
+    ``algorithm=<name>`` replaces the section by the preset ``configs/algorithm/<name>.yaml``;
     overrides after it change the preset.
 
     Raises:
@@ -77,16 +82,23 @@ def _harmless_environment() -> Iterator[None]:
 
 
 def _renamed(config: DictConfig, folder: Path) -> Config:
-    """Return a run's settings with its folder's name and parent, relative to the working folder if below it."""
+    """Return a run's settings with its folder's name and parent, relative to the working folder if
+    below it.
+    """
     settings: Config = OmegaConf.to_container(config, resolve=False)  # type: ignore[assignment]  # of a mapping
-    parent, here = folder.parent, Path.cwd()
+    parent = folder.parent
+    here = Path.cwd()
     if isinstance(run := settings.get("run"), dict):
-        run |= {"name": folder.name, "dir": str(parent.relative_to(here) if parent.is_relative_to(here) else parent)}
+        run |= {
+            "name": folder.name,
+            "dir": str(parent.relative_to(here) if parent.is_relative_to(here) else parent),
+        }
     return settings
 
 
 def locate(path: str) -> Path:
-    """Return the file, the one in a run's folder, or the one of that name that comes with the package.
+    """Return the file, the one in a run's folder, or the one of that name that comes with the
+    package.
 
     Raises:
         UserError: if there is none.
@@ -95,20 +107,27 @@ def locate(path: str) -> Path:
         if candidate.is_file():
             return candidate
     if "=" in path:
-        raise UserError(f"expected a YAML file, found {path!r}; give the file first, then the settings")
-    shipped, name = _shipped(), path.removeprefix(SHIPPED)
+        raise UserError(
+            f"expected a YAML file, found {path!r}; give the file first, then the settings"
+        )
+    shipped = _shipped()
+    name = path.removeprefix(SHIPPED)
     for candidate in (shipped / name, shipped / f"{name}.yaml"):
         if not Path(path).is_absolute() and candidate.is_file():
             return candidate
     if Path(path).is_dir():
-        raise UserError(f"{path}: a folder without {RUN_CONFIG}; give a YAML file, or the folder of a run")
+        raise UserError(
+            f"{path}: a folder without {RUN_CONFIG}; give a YAML file, or the folder of a run"
+        )
     close = difflib.get_close_matches(name.removesuffix(".yaml"), shipped_names(), n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     raise UserError(f"{path}: no such file; {hint}the package has {', '.join(shipped_names())}")
 
 
 def shipped_names() -> list[str]:
-    """Return the names of the configurations that come with the package, by which commands find them."""
+    """Return the names of the configurations that come with the package, by which commands find
+    them.
+    """
     return sorted(file.stem for file in _shipped().glob("*.yaml"))
 
 
@@ -120,7 +139,9 @@ def _shipped() -> Path:
 def _read(path: Path, inheriting: tuple[Path, ...]) -> DictConfig:
     path = path.resolve()
     if path in inheriting:
-        raise UserError(f"{path}: inherits itself through {' -> '.join(file.name for file in (*inheriting, path))}")
+        raise UserError(
+            f"{path}: inherits itself through {' -> '.join(file.name for file in (*inheriting, path))}"
+        )
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_CHARACTERS + 1)
@@ -158,7 +179,8 @@ def _read(path: Path, inheriting: tuple[Path, ...]) -> DictConfig:
 
 
 def _check_keys(path: Path, node: yaml.Node | None, where: str) -> None:
-    """Check that no key is given twice or without a value, which would silently replace a section or a default.
+    """Check that no key is given twice or without a value, which would silently replace a section
+    or a default.
 
     Args:
         where: the key of ``node``, empty at the top.
@@ -173,12 +195,17 @@ def _check_keys(path: Path, node: yaml.Node | None, where: str) -> None:
         return
     first: dict[str, int] = {}
     for key, value in node.value:
-        name, line = f"{where}.{key.value}".lstrip("."), key.start_mark.line + 1
+        name = f"{where}.{key.value}".lstrip(".")
+        line = key.start_mark.line + 1
         if name in first:
-            raise UserError(f"{path}:{line}: {name} is given twice, first in line {first[name]}; keep one of them")
+            raise UserError(
+                f"{path}:{line}: {name} is given twice, first in line {first[name]}; keep one of them"
+            )
         first[name] = line
         if isinstance(value, yaml.ScalarNode) and value.style is None and not value.value:
-            raise UserError(f"{path}:{line}: {name} has no value; give one, write null, or remove the key")
+            raise UserError(
+                f"{path}:{line}: {name} has no value; give one, write null, or remove the key"
+            )
         _check_keys(path, value, name)
 
 
@@ -203,9 +230,13 @@ def _merge(base: DictConfig, top: DictConfig, path: Path) -> DictConfig:
 def _override(config: DictConfig, override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not _KEY.fullmatch(key):
-        raise UserError(f"override {override!r} is not allowed; write key=value, for example train.steps=50")
+        raise UserError(
+            f"override {override!r} is not allowed; write key=value, for example train.steps=50"
+        )
     if not text.strip():
-        raise UserError(f"override {override!r} has no value; give one, or write {key}=null or {key}=\"''\"")
+        raise UserError(
+            f"override {override!r} has no value; give one, or write {key}=null or {key}=\"''\""
+        )
     try:
         compose_bounded(f"value: {text}")
         parsed = OmegaConf.create(f"value: {text}")
@@ -236,7 +267,11 @@ def _preset(name: str) -> DictConfig:
     candidates = (Path("configs", "algorithm", f"{name}.yaml"), folder / f"{name}.yaml")
     path = next((path for path in candidates if _PRESET.fullmatch(name) and path.is_file()), None)
     if path is None:
-        raise ConfigError("algorithm", name, f"known: {', '.join(sorted(file.stem for file in folder.glob('*.yaml')))}")
+        raise ConfigError(
+            "algorithm",
+            name,
+            f"known: {', '.join(sorted(file.stem for file in folder.glob('*.yaml')))}",
+        )
     return _read(path, ())
 
 

@@ -1,8 +1,8 @@
 """Finds what a host must not accept of a configuration: a run's owner may be a stranger.
 
-Each section and the arguments of each plug-in declare the fields that are harmless (``Section.harmless``). All others
-run code or weaken isolation, or may do so in a later version; they need an owner that the host trusts. Secrets need a
-rule of the host in any case.
+Each section and the arguments of each plug-in declare the fields that are harmless
+(``Section.harmless``). All others run code or weaken isolation, or may do so in a later version;
+they need an owner that the host trusts. Secrets need a rule of the host in any case.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from broker.settings.runspec import SECTIONS as ALL_SECTIONS
 from broker.settings.secret import SecretRef
 from broker.system.redaction import is_secret_name
 
-SECTIONS: Final = ("domains", "model", "rollout", "envhub", "rewardhub", "broker", "telemetry")  # of those who join
+# of those who join
+SECTIONS: Final = ("domains", "model", "rollout", "envhub", "rewardhub", "broker", "telemetry")
 ISOLATION: Final = ("none", "thread", "process", "sandbox")  # the strictest last
 SHOWN: Final = 3
 
@@ -57,7 +58,11 @@ def check_consent(spec: wire.RunSpec, rules: HostRules, *, is_trusted: bool) -> 
     """
     refusals = refused_settings(spec.config, rules, is_trusted=is_trusted)
     if not is_trusted:
-        refusals += [Refusal("data_digests", "data", path) for path in spec.data_digests if not rules.allow_data(path)]
+        refusals += [
+            Refusal("data_digests", "data", path)
+            for path in spec.data_digests
+            if not rules.allow_data(path)
+        ]
         path = spec.model_path
         if path and not spec.model_files and os.path.exists(path) and not rules.allow_data(path):
             refusals.append(Refusal("model_path", "data", path))
@@ -75,15 +80,21 @@ def _sentence(refusals: list[Refusal]) -> str:
         remedy = "add --trust-run-code once if you trust its owner with this account"
         return f"runs code of its own or weakens isolation ({shown}); {remedy}"
     if first.need == "endpoint":
-        remedy = "allow the host with --allow-secret NAME=HOST, or trust the owner with --trust-run-code"
+        remedy = (
+            "allow the host with --allow-secret NAME=HOST, or trust the owner with --trust-run-code"
+        )
         return f"lets this host send requests ({shown}); {remedy}"
     if first.need == "data":
-        remedy = "name their folder with --allow-data FOLDER, or trust the owner with --trust-run-code"
+        remedy = (
+            "name their folder with --allow-data FOLDER, or trust the owner with --trust-run-code"
+        )
         return f"names files outside the folders that this host allows ({shown}); {remedy}"
     return f"wants secrets of this host ({shown}); --allow-secret NAME=HOST allows one"
 
 
-def refused_settings(config: Mapping[str, Any], rules: HostRules, *, is_trusted: bool = False) -> list[Refusal]:
+def refused_settings(
+    config: Mapping[str, Any], rules: HostRules, *, is_trusted: bool = False
+) -> list[Refusal]:
     """Return the settings of a configuration that a host does not accept.
 
     Args:
@@ -94,7 +105,8 @@ def refused_settings(config: Mapping[str, Any], rules: HostRules, *, is_trusted:
         return secrets
     refusals: list[Refusal] = []
     for name in SECTIONS:
-        value, model = config.get(name), _attribute(ALL_SECTIONS[name])
+        value = config.get(name)
+        model = _attribute(ALL_SECTIONS[name])
         if name == "domains" and isinstance(value, Mapping):
             for domain, settings in value.items():
                 if settings is not None:
@@ -116,7 +128,8 @@ def _search(key: str, model: type[Section], values: Any, rules: HostRules) -> It
         if isinstance(mark, PluginMark) and mark.args
     }
     for name, value in values.items():
-        place, field = f"{key}.{name}", model.model_fields.get(str(name))
+        place = f"{key}.{name}"
+        field = model.model_fields.get(str(name))
         if field is None:
             yield Refusal(place, "trust")
         elif name in plugins:
@@ -134,7 +147,9 @@ def _search(key: str, model: type[Section], values: Any, rules: HostRules) -> It
             yield from _judge(place, model, field, value, rules)
 
 
-def _judge(key: str, model: type[Section], field: FieldInfo, value: Any, rules: HostRules) -> Iterator[Refusal]:
+def _judge(
+    key: str, model: type[Section], field: FieldInfo, value: Any, rules: HostRules
+) -> Iterator[Refusal]:
     """Judge a value that is not the default."""
     for mark in _marks(field):
         if isinstance(mark, PluginMark):
@@ -168,7 +183,8 @@ def _secrets(key: str, value: Any, rules: HostRules, name: str = "") -> Iterator
     """Find the references to secrets that the host's rules do not allow.
 
     Args:
-        name: of the mapping that holds ``value``, for those whose every key may be a secret (``env``).
+        name: of the mapping that holds ``value``, for those whose every key may be a secret
+            (``env``).
     """
     if isinstance(value, list | tuple):
         for number, each in enumerate(value):
@@ -197,7 +213,9 @@ def _source(value: Any) -> str:
 
 
 def _arguments(mark: PluginMark, name: Any) -> type[Section] | None:
-    """Return the arguments of a registered plug-in; None if it has no such declaration, so that it needs trust."""
+    """Return the arguments of a registered plug-in; None if it has no such declaration, so that it
+    needs trust.
+    """
     if not isinstance(name, str) or ":" in name:
         return None
     try:
@@ -228,7 +246,9 @@ def _is_isolated(environment: Any, isolation: Any) -> bool:
 
 
 def _default(field: FieldInfo) -> Any:
-    """Return the default as it stands in a resolved configuration; an object equal to nothing if there is none."""
+    """Return the default as it stands in a resolved configuration; an object equal to nothing if
+    there is none.
+    """
     if field.is_required():
         return object()
     try:
@@ -254,7 +274,9 @@ def _section_of(annotation: Any) -> type[Section] | None:
         return annotation
     if get_origin(annotation) is dict:
         return None
-    return next((found for argument in get_args(annotation) if (found := _section_of(argument))), None)
+    return next(
+        (found for argument in get_args(annotation) if (found := _section_of(argument))), None
+    )
 
 
 def _attribute(target: str) -> Any:

@@ -1,4 +1,5 @@
-"""What this host allows runs of other owners: which secrets go where, and which folders their data is read from.
+"""What this host allows runs of other owners: which secrets go where, and which folders their data
+is read from.
 
 Options, and the file ``~/.config/rlearner/host.toml`` with the same names:
 
@@ -59,13 +60,17 @@ class HostRules:
         host, is_private = _destination(url)
         if ANY in hosts or (host and host in hosts):
             return True
-        return name == OPENAI_KEY and (is_private or (url.startswith("https://") and host == OPENAI_HOST))
+        return name == OPENAI_KEY and (
+            is_private or (url.startswith("https://") and host == OPENAI_HOST)
+        )
 
     def allow_requests(self, url: str) -> bool:
         """Return whether a run may let this host send requests to the host of a URL."""
         host, _ = _destination(url)
         named = {host for hosts in self.secrets.values() for host in hosts} - {ANY}
-        return bool(host) and (host in named or (url.startswith("https://") and host == OPENAI_HOST))
+        return bool(host) and (
+            host in named or (url.startswith("https://") and host == OPENAI_HOST)
+        )
 
     def allow_data(self, path: str) -> bool:
         """Return whether a file or folder is below one of the host's folders, links resolved."""
@@ -79,7 +84,9 @@ class HostRules:
 
 
 def enforced_rules() -> HostRules | None:
-    """Return the rules of this process; None if it did not join with a token, so that nothing is restricted."""
+    """Return the rules of this process; None if it did not join with a token, so that nothing is
+    restricted.
+    """
     text = os.environ.get(VARIABLE)
     if text is None:
         return None
@@ -94,11 +101,21 @@ def add_rule_options(parser: argparse.ArgumentParser) -> None:
     """Add --allow-secret and --allow-data."""
     text = "with --join: the run may send this variable or file to HOST (* for any use); may be repeated"
     parser.add_argument(
-        "--allow-secret", action="append", default=[], type=_checked(parse_secret), metavar="NAME=HOST", help=text
+        "--allow-secret",
+        action="append",
+        default=[],
+        type=_checked(parse_secret),
+        metavar="NAME=HOST",
+        help=text,
     )
     text = "with --join: the run may name data files below this folder; may be repeated"
     parser.add_argument(
-        "--allow-data", action="append", default=[], type=_checked(parse_folder), metavar="FOLDER", help=text
+        "--allow-data",
+        action="append",
+        default=[],
+        type=_checked(parse_folder),
+        metavar="FOLDER",
+        help=text,
     )
 
 
@@ -116,7 +133,9 @@ def host_rules(options: argparse.Namespace) -> HostRules:
 def rules_file() -> Path:
     """Return the path of the host's file."""
     base = os.environ.get("XDG_CONFIG_HOME", "")
-    return (Path(base) if base.startswith("/") else Path.home() / ".config") / "rlearner" / "host.toml"
+    return (
+        (Path(base) if base.startswith("/") else Path.home() / ".config") / "rlearner" / "host.toml"
+    )
 
 
 def parse_secret(text: str) -> tuple[str, str]:
@@ -126,9 +145,12 @@ def parse_secret(text: str) -> tuple[str, str]:
         ValueError: if it is not that.
     """
     name, _, host = text.rpartition("=")
-    name, host = name.strip(), host.strip().lower().strip("[]")
+    name = name.strip()
+    host = host.strip().lower().strip("[]")
     if not name or not host or "/" in host or " " in host:
-        raise ValueError(f"{text!r} is not allowed; NAME=HOST, for example JUDGE_KEY=judge.example.com")
+        raise ValueError(
+            f"{text!r} is not allowed; NAME=HOST, for example JUDGE_KEY=judge.example.com"
+        )
     return (os.path.abspath(os.path.expanduser(name)) if "/" in name else name), host
 
 
@@ -162,7 +184,9 @@ def _file_rules() -> dict[str, list[str]]:
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
-            if status.st_uid not in (0, os.geteuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            if status.st_uid not in (0, os.geteuid()) or status.st_mode & (
+                stat.S_IWGRP | stat.S_IWOTH
+            ):
                 raise UserError(f"{path} could be written by other users; run chmod go-w {path}")
             rules = tomllib.load(file)
     except FileNotFoundError:

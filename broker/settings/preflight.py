@@ -15,8 +15,8 @@ class PreflightFinding:
     Attributes:
         area: group of the check, for example ``engines``; findings of one area are shown together.
         name: what was checked.
-        status: ``missing``: the configuration cannot run without it. ``warning``: it can, but will fail sooner or
-            later. ``absent``: optional and not used by the configuration.
+        status: ``missing``: the configuration cannot run without it. ``warning``: it can, but will
+            fail sooner or later. ``absent``: optional and not used by the configuration.
         found: the result in a few words.
         remedy: the command or setting that changes it; empty if nothing needs to be done.
     """

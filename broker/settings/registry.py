@@ -22,13 +22,15 @@ def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
     """Return the object that a plug-in's name refers to.
 
     Args:
-        kind: kind of plug-in, for example ``engines``; names the entry-point group ``rlearner.<kind>``.
-        name: a name in the table or of an entry point, ``package.module:attribute`` or ``path/to/file.py:attribute``.
+        kind: kind of plug-in, for example ``engines``; names the entry-point group
+            ``rlearner.<kind>``.
+        name: a name in the table or of an entry point, ``package.module:attribute`` or
+            ``path/to/file.py:attribute``.
         table: the registry, name to ``module:attribute``; modules are imported only when needed.
 
     Raises:
-        ConfigError: if the name is unknown (lists the known ones), its module or file is missing or fails to import,
-            or lacks the attribute.
+        ConfigError: if the name is unknown (lists the known ones), its module or file is missing or
+            fails to import, or lacks the attribute.
     """
     if name in table:
         return _load(kind, name, table[name])
@@ -59,11 +61,20 @@ def check_call(key: str, name: str, found: Any, parameters: Sequence[str]) -> No
     try:
         signature.bind(*parameters)
     except TypeError:
-        raise ConfigError(key, name, f"{wanted}{getattr(found, '__name__', name)}{signature}") from None
+        raise ConfigError(
+            key, name, f"{wanted}{getattr(found, '__name__', name)}{signature}"
+        ) from None
 
 
 def check_method(
-    key: str, name: str, found: type, method: str, parameters: Sequence[str], *, base: type = object, why: str = ""
+    key: str,
+    name: str,
+    found: type,
+    method: str,
+    parameters: Sequence[str],
+    *,
+    base: type = object,
+    why: str = "",
 ) -> None:
     """Check that a class has a method that takes these arguments.
 
@@ -79,7 +90,9 @@ def check_method(
     wanted = f"({', '.join(('self', *parameters))})"
     own = getattr(found, method, None)
     if not callable(own) or own is getattr(base, method, None):
-        raise ConfigError(key, name, f"class {found.__name__}{_place(found)} has no method {method}{wanted}{why}")
+        raise ConfigError(
+            key, name, f"class {found.__name__}{_place(found)} has no method {method}{wanted}{why}"
+        )
     is_static = isinstance(inspect.getattr_static(found, method), (staticmethod, classmethod))
     try:
         signature = inspect.signature(own)
@@ -87,13 +100,17 @@ def check_method(
     except ValueError:  # some callables written in C have no signature
         return
     except TypeError:
-        raise ConfigError(key, name, f"{method}{signature}{_place(own)} must take {wanted}") from None
+        raise ConfigError(
+            key, name, f"{method}{signature}{_place(own)} must take {wanted}"
+        ) from None
 
 
 def _place(found: Any) -> str:
     """Return `` (my_env.py:12)``, or nothing if there is no source."""
     try:
-        return f" ({Path(inspect.getsourcefile(found) or '').name}:{inspect.getsourcelines(found)[1]})"
+        return (
+            f" ({Path(inspect.getsourcefile(found) or '').name}:{inspect.getsourcelines(found)[1]})"
+        )
     except (OSError, TypeError):
         return ""
 
@@ -120,7 +137,11 @@ def _load(kind: str, name: str, target: str) -> Any:
     where, _, attribute = target.rpartition(":")
     if not where or not attribute:
         raise ConfigError(kind, name, "write 'package.module:attribute' or 'file.py:attribute'")
-    module = _from_file(kind, name, Path(where)) if where.endswith(".py") else _from_path(kind, name, where)
+    module = (
+        _from_file(kind, name, Path(where))
+        if where.endswith(".py")
+        else _from_path(kind, name, where)
+    )
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -139,8 +160,11 @@ def _from_path(kind: str, name: str, module: str) -> ModuleType:
         missing = error.name or module
         if module == missing or module.startswith(missing + "."):
             raise ConfigError(kind, name, f"there is no module {module!r}") from None
-        raise ConfigError(kind, name, f"it needs the package {missing!r}, which is not installed") from None
-    except (Exception, SystemExit) as error:  # a script that calls sys.exit must not silently end this process
+        raise ConfigError(
+            kind, name, f"it needs the package {missing!r}, which is not installed"
+        ) from None
+    # a script that calls sys.exit must not silently end this process
+    except (Exception, SystemExit) as error:
         raise ConfigError(kind, name, f"{module} fails to import: {fault.told(error)}") from error
 
 
@@ -156,7 +180,8 @@ def _from_file(kind: str, name: str, path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(kind, name, f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # before it runs: dataclasses and pickles of worker processes look it up
+    # before it runs: dataclasses and pickles of worker processes look it up
+    sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:

@@ -42,7 +42,9 @@ log = logging.getLogger(__name__)
 
 
 def load(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Load a configuration, see ``config_file.load``; imported late, since processes that join a run read no YAML."""
+    """Load a configuration, see ``config_file.load``; imported late, since processes that join a
+    run read no YAML.
+    """
     from broker.settings.config_file import load as read
 
     return read(path, overrides, of_run=_as_configured)
@@ -57,7 +59,8 @@ def _as_configured(config: dict[str, Any]) -> dict[str, Any]:
     return timeouts.release(checked, _attribute(SCORING)(checked))
 
 
-# section -> pydantic model, imported late so that no role needs another's code; `domains` maps names to DomainSection
+# section -> pydantic model, imported late so that no role needs another's code; `domains` maps
+# names to DomainSection
 SECTIONS: Final[dict[str, str]] = {
     "run": "broker.settings.config:RunSection",
     "broker": "broker.settings.config:BrokerSection",
@@ -78,7 +81,11 @@ SECTIONS: Final[dict[str, str]] = {
 }
 
 # sections of other configurations than a run's, the most specific first, and the command for them
-OFFLINE: Final[dict[str, str]] = {"dpo": "rlearner dpo", "distill": "rlearner distill", "data": "rlearner sft"}
+OFFLINE: Final[dict[str, str]] = {
+    "dpo": "rlearner dpo",
+    "distill": "rlearner distill",
+    "data": "rlearner sft",
+}
 
 # checks across sections, each a function of the resolved config that raises ConfigError
 CHECKS: Final[tuple[str, ...]] = (
@@ -97,9 +104,12 @@ POLL_S: Final = 0.25
 
 
 def validate(
-    config: dict[str, Any], sections: Mapping[str, str] | None = None, checks: Sequence[str] | None = None
+    config: dict[str, Any],
+    sections: Mapping[str, str] | None = None,
+    checks: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Check all sections and their combinations; return the config with defaults and timeouts, ready for JSON.
+    """Check all sections and their combinations; return the config with defaults and timeouts,
+    ready for JSON.
 
     Args:
         config: as returned by ``load``.
@@ -107,16 +117,21 @@ def validate(
         checks: checks across sections; None: those of a run.
 
     Raises:
-        ConfigError: if a value is not allowed or a secret; names the first key (``train.lr``), its value and what is
-            allowed.
+        ConfigError: if a value is not allowed or a secret; names the first key (``train.lr``), its
+            value and what is allowed.
         UserError: if it is a configuration for another command.
     """
-    sections, checks = SECTIONS if sections is None else sections, CHECKS if checks is None else checks
+    sections = SECTIONS if sections is None else sections
+    checks = CHECKS if checks is None else checks
     refuse_literal(config)
     for name in config:
         if name not in sections:
-            if sections is SECTIONS and (command := next((OFFLINE[key] for key in OFFLINE if key in config), "")):
-                raise UserError(f"{name}: with that section it is a configuration for `{command}`, not for a run")
+            if sections is SECTIONS and (
+                command := next((OFFLINE[key] for key in OFFLINE if key in config), "")
+            ):
+                raise UserError(
+                    f"{name}: with that section it is a configuration for `{command}`, not for a run"
+                )
             raise ConfigError(name, config[name], unknown(name, sections, ""))
     checked = {name: _dump_section(name, config.get(name), sections[name]) for name in sections}
     for check in checks:
@@ -133,7 +148,10 @@ def section(config: dict[str, Any], name: str, model: type[S]) -> S:
 
 def domains(config: dict[str, Any]) -> dict[str, DomainSection]:
     """Return the domains of a validated config by name."""
-    return {name: DomainSection.model_validate(value) for name, value in (config.get("domains") or {}).items()}
+    return {
+        name: DomainSection.model_validate(value)
+        for name, value in (config.get("domains") or {}).items()
+    }
 
 
 def _dump_section(name: str, value: Any, target: str) -> dict[str, Any]:
@@ -145,7 +163,10 @@ def _dump_section(name: str, value: Any, target: str) -> dict[str, Any]:
         return parse(name, value, model).model_dump(mode="json")
     # null removes an inherited domain
     kept = {token(str(key), "domains"): entry for key, entry in value.items() if entry is not None}
-    return {key: parse(f"domains.{key}", entry, model).model_dump(mode="json") for key, entry in kept.items()}
+    return {
+        key: parse(f"domains.{key}", entry, model).model_dump(mode="json")
+        for key, entry in kept.items()
+    }
 
 
 def _attribute(target: str) -> Any:
@@ -163,13 +184,17 @@ async def newest_epoch(bus: Bus, run: str) -> int:
     return 0 if found is None else _decode(run, found[0]).epoch
 
 
-async def publish_runspec(bus: Bus, spec: wire.RunSpec, *, above: int = 0, seen: int | None = None) -> int:
-    """Write the RunSpec with the next epoch above ``above``, by compare-and-swap; return that epoch.
+async def publish_runspec(
+    bus: Bus, spec: wire.RunSpec, *, above: int = 0, seen: int | None = None
+) -> int:
+    """Write the RunSpec with the next epoch above ``above``, by compare-and-swap; return that
+    epoch.
 
     This fences the previous owner of the run. Replaces the ``epoch`` in ``spec``.
 
     Args:
-        seen: newest epoch that the caller knows; a newer one is not replaced. None: take over from any.
+        seen: newest epoch that the caller knows; a newer one is not replaced. None: take over from
+            any.
 
     Raises:
         Fenced: if there is a newer epoch than ``seen``.
@@ -184,7 +209,9 @@ async def publish_runspec(bus: Bus, spec: wire.RunSpec, *, above: int = 0, seen:
             raise Fenced(f"run {spec.run}: another learner took epoch {newest}")
         epoch = max(above, newest) + 1
         mine = msgspec.structs.replace(spec, epoch=epoch)
-        revision = await (runs.create(spec.run, mine) if found is None else runs.update(spec.run, mine, found[1]))
+        revision = await (
+            runs.create(spec.run, mine) if found is None else runs.update(spec.run, mine, found[1])
+        )
         if revision is not None:
             return epoch
 
@@ -195,7 +222,8 @@ async def _ensure_consumers(bus: Bus, config: dict[str, Any]) -> None:
     pools = {reward.pool for domain in found.values() for reward in domain.rewards}
     train = config.get("train") or {}
     steps = min(1 + train.get("max_staleness", 0), train.get("steps", 1))
-    wait_s = ack_wait_s(steps * train.get("groups_per_step", 0))  # all that are open may be in hand at once
+    # all that are open may be in hand at once
+    wait_s = ack_wait_s(steps * train.get("groups_per_step", 0))
     for stream, keys in ((TICKETS, set(found)), (EVALTICKETS, set(found)), (EPISODES, pools)):
         await bus.ensure_consumers(stream, keys, wait_s)
 
@@ -206,24 +234,33 @@ async def wait_for_runspec(bus: Bus, run: str) -> wire.RunSpec:
     Raises:
         UserError: if it has another wire version, or does not decode.
     """
-    runs, reminders = bus.key_value(RUNS), Reminders()
+    runs = bus.key_value(RUNS)
+    reminders = Reminders()
     while True:
         if (found := await runs.get_bytes(run)) is not None:
             return _decode(run, found[0])
         if reminders.due(time.monotonic()):
             others = ", ".join(sorted(await find_runs(bus)))
-            log.info("waiting for the learner to start run %s%s", run, f"; the broker has {others}" if others else "")
+            log.info(
+                "waiting for the learner to start run %s%s",
+                run,
+                f"; the broker has {others}" if others else "",
+            )
         await asyncio.sleep(POLL_S)
 
 
 async def find_runs(bus: Bus) -> dict[str, str]:
-    """Return every run on the broker with its desired state, ``running`` if the operator never set one."""
+    """Return every run on the broker with its desired state, ``running`` if the operator never set
+    one.
+    """
     states: dict[str, str] = {}
     for run in await bus.runs():
         if await bus.key_value(RUNS, run).get_bytes(run) is None:
             continue
         desired = await bus.key_value(CONTROL, run).get(run)
-        states[run] = desired[0].state if desired and isinstance(desired[0], wire.DesiredState) else "running"
+        states[run] = (
+            desired[0].state if desired and isinstance(desired[0], wire.DesiredState) else "running"
+        )
     return states
 
 
@@ -253,12 +290,17 @@ class _Versioned(msgspec.Struct):
 
 
 def _decode(run: str, data: bytes) -> wire.RunSpec:
-    """Decode a RunSpec; one of another wire version may have fields that this program does not know."""
+    """Decode a RunSpec; one of another wire version may have fields that this program does not
+    know.
+    """
     try:
-        spec, problem = codec.decode(data, wire.RunSpec), ""
+        spec = codec.decode(data, wire.RunSpec)
+        problem = ""
         version = spec.wire_version
     except WireError as error:
-        spec, problem, version = None, str(error), _version(data)
+        spec = None
+        problem = str(error)
+        version = _version(data)
     if version != wire.WIRE_VERSION:
         found = f"run {run} uses wire version {version}, this program {wire.WIRE_VERSION}"
         remedy = "install the version that started the run, or see docs/operations.md#upgrading"
@@ -269,7 +311,9 @@ def _decode(run: str, data: bytes) -> wire.RunSpec:
 
 
 def _version(data: bytes) -> int:
-    """Return the wire version in the encoding of a RunSpec, ours if it has none; nothing else is decoded."""
+    """Return the wire version in the encoding of a RunSpec, ours if it has none; nothing else is
+    decoded.
+    """
     try:
         return msgspec.msgpack.decode(data, type=_Versioned).wire_version
     except (msgspec.MsgspecError, RecursionError):
@@ -297,4 +341,6 @@ def check_digests(digests: Mapping[str, str]) -> None:
     """
     for path, expected in digests.items():
         if (found := digest_file(path)) != expected:
-            raise UserError(f"{path}: content differs from the run's (digest {found}, expected {expected})")
+            raise UserError(
+                f"{path}: content differs from the run's (digest {found}, expected {expected})"
+            )

@@ -1,4 +1,5 @@
-"""References to secrets: a configuration, which is stored and sent around, says where a secret is, never what it is.
+"""References to secrets: a configuration, which is stored and sent around, says where a secret is,
+never what it is.
 
 api_key: {env: JUDGE_KEY}             # an environment variable of the process that uses it
 api_key: {file: /run/secrets/judge}   # a file on its host that only its user can read
@@ -39,7 +40,9 @@ class SecretRef(Section):
 
     @pydantic.model_validator(mode="after")
     def _names_one(self) -> Self:
-        if (self.env is None) == (self.file is None) or not (self.env is None or _ENV.fullmatch(self.env)):
+        if (self.env is None) == (self.file is None) or not (
+            self.env is None or _ENV.fullmatch(self.env)
+        ):
             raise ValueError(ALLOWED)
         return self
 
@@ -52,14 +55,16 @@ class SecretRef(Section):
         return self.env or os.path.abspath(os.path.expanduser(self.file or ""))
 
     def find(self, url: str = "") -> str:
-        """Return the secret, without white space around it; empty if there is none, or none for this destination.
+        """Return the secret, without white space around it; empty if there is none, or none for
+        this destination.
 
         Args:
-            url: where it is sent; empty: it is used by code of the run. In a process that joined with a token, the
-                host's rules decide, see ``host_rules``.
+            url: where it is sent; empty: it is used by code of the run. In a process that joined
+                with a token, the host's rules decide, see ``host_rules``.
 
         Raises:
-            UserError: if it is not usable: unreadable, readable by other users, or not one line of text.
+            UserError: if it is not usable: unreadable, readable by other users, or not one line of
+                text.
         """
         rules = enforced_rules()
         if rules is not None and not rules.allow_secret(self.source, url):
@@ -80,8 +85,12 @@ class SecretRef(Section):
             return secret
         rules = enforced_rules()
         if rules is not None and not rules.allow_secret(self.source, url):
-            raise UserError(f"{key} needs {self}, which this host's rules do not allow; see --allow-secret")
-        raise UserError(f"{key} needs {self}, which is {'not set' if self.env else 'missing or empty'}")
+            raise UserError(
+                f"{key} needs {self}, which this host's rules do not allow; see --allow-secret"
+            )
+        raise UserError(
+            f"{key} needs {self}, which is {'not set' if self.env else 'missing or empty'}"
+        )
 
     def _read(self) -> str:
         path = os.path.expanduser(self.file or "")
@@ -108,13 +117,17 @@ def refuse_copied(key: str, variable: str) -> None:
     Raises:
         UserError: if one would; names the key and the variable.
     """
-    value, last = os.environ.get(variable, ""), key.rpartition(".")[2].partition("[")[0]
+    value = os.environ.get(variable, "")
+    last = key.rpartition(".")[2].partition("[")[0]
     if is_secret_name(last) or is_secret_name(variable) or why_secret("", value):
-        raise UserError(f"{key}: ${{oc.env:{variable}}} would store a secret with the run; write {{env: {variable}}}")
+        raise UserError(
+            f"{key}: ${{oc.env:{variable}}} would store a secret with the run; write {{env: {variable}}}"
+        )
 
 
 def refuse_literal(config: Mapping[str, Any]) -> None:
-    """Check that a configuration holds no secret, because the run's folder, the broker and trackers store it.
+    """Check that a configuration holds no secret, because the run's folder, the broker and trackers
+    store it.
 
     Raises:
         ConfigError: if it seems to hold one; names the key, never the value.
@@ -125,7 +138,8 @@ def refuse_literal(config: Mapping[str, Any]) -> None:
 
 
 def resolved(value: Any, where: str) -> Any:
-    """Return the arguments of a plug-in with each reference at the key of a secret replaced by the secret.
+    """Return the arguments of a plug-in with each reference at the key of a secret replaced by the
+    secret.
 
     Args:
         where: the key of the arguments, for messages.
@@ -167,7 +181,11 @@ def _strings(value: Any, path: str = "", key: str = "") -> list[tuple[str, str, 
     if isinstance(value, str):
         return [(path, key, value)]
     if isinstance(value, list):
-        return [found for index, each in enumerate(value) for found in _strings(each, f"{path}.{index}", key)]
+        return [
+            found
+            for index, each in enumerate(value)
+            for found in _strings(each, f"{path}.{index}", key)
+        ]
     if not isinstance(value, Mapping):
         return []
     parts = [(f"{path}.{name}".lstrip("."), str(name), each) for name, each in value.items()]

@@ -1,4 +1,6 @@
-"""Parses plain values into pydantic sections, strictly, with an error message for the first bad value."""
+"""Parses plain values into pydantic sections, strictly, with an error message for the first bad
+value.
+"""
 
 from __future__ import annotations
 
@@ -16,33 +18,43 @@ M = TypeVar("M", bound=pydantic.BaseModel)
 
 
 def parse(where: str, value: Any, model: type[M]) -> M:
-    """Parse one section as strictly as JSON: a quoted number is not a number, but a list may fill a tuple.
+    """Parse one section as strictly as JSON: a quoted number is not a number, but a list may fill a
+    tuple.
 
     Args:
         where: its key, for example ``rollout.engine_args``.
         value: mappings, lists, strings, numbers, booleans and null.
 
     Raises:
-        ConfigError: if a value is not allowed; names the first one, and for an unknown key the nearest known one.
+        ConfigError: if a value is not allowed; names the first one, and for an unknown key the
+            nearest known one.
     """
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):
-        raise ConfigError(where, value, "only mappings, lists, strings, numbers, booleans and null") from None
+        raise ConfigError(
+            where, value, "only mappings, lists, strings, numbers, booleans and null"
+        ) from None
     try:
         return model.model_validate_json(text, strict=True)
     except pydantic.ValidationError as error:
         raise _config_error(where, model, error) from None
 
 
-def _config_error(where: str, model: type[pydantic.BaseModel], error: pydantic.ValidationError) -> ConfigError:
-    """Return the first problem, but unknown keys first, because a misspelt key also leaves one missing."""
+def _config_error(
+    where: str, model: type[pydantic.BaseModel], error: pydantic.ValidationError
+) -> ConfigError:
+    """Return the first problem, but unknown keys first, because a misspelt key also leaves one
+    missing.
+    """
     problem = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
     location = [str(part) for part in problem["loc"]]
     key = ".".join((where, *location))
     if problem["type"] == "extra_forbidden":
         *above, name = location
-        return ConfigError(key, problem["input"], unknown(name, _keys_at(model, above), ".".join((where, *above))))
+        return ConfigError(
+            key, problem["input"], unknown(name, _keys_at(model, above), ".".join((where, *above)))
+        )
     if problem["type"] == "missing":
         return ConfigError(key, None, "it must be given")
     found = HIDDEN if is_secret_name(location[-1] if location else "") else problem["input"]
@@ -50,7 +62,9 @@ def _config_error(where: str, model: type[pydantic.BaseModel], error: pydantic.V
 
 
 def sentence(message: str) -> str:
-    """Return a message of pydantic for use within a line, without its prefix for errors of validators."""
+    """Return a message of pydantic for use within a line, without its prefix for errors of
+    validators.
+    """
     message = message.removeprefix("Value error, ")
     return message[:1].lower() + message[1:]
 
@@ -65,7 +79,9 @@ def _keys_at(model: Any, location: Sequence[str]) -> Sequence[str]:
 
 
 def _inner(annotation: Any) -> Any:
-    """Return the section inside an annotation: ``Reward`` of ``list[Reward]`` or of ``Reward | None``."""
+    """Return the section inside an annotation: ``Reward`` of ``list[Reward]`` or of ``Reward |
+    None``.
+    """
     if hasattr(annotation, "model_fields"):
         return annotation
     for argument in getattr(annotation, "__args__", ()):

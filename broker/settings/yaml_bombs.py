@@ -1,4 +1,6 @@
-"""Refuses YAML that is small as a text and huge as a value, or nested so deeply that reading it fails."""
+"""Refuses YAML that is small as a text and huge as a value, or nested so deeply that reading it
+fails.
+"""
 
 from __future__ import annotations
 

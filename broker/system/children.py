@@ -19,21 +19,26 @@ from broker.system.private_files import PRIVATE_UMASK
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_DUMPABLE: Final = 4
-_PRCTL: Final = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None) if sys.platform == "linux" else None
+_PRCTL: Final = (
+    getattr(ctypes.CDLL(None, use_errno=True), "prctl", None) if sys.platform == "linux" else None
+)
 
 
 def die_with(parent: int, death_signal: signal.Signals) -> None:
-    """Make the kernel send ``death_signal`` when the parent dies; only system calls, for use between fork and exec."""
+    """Make the kernel send ``death_signal`` when the parent dies; only system calls, for use
+    between fork and exec.
+    """
     if _PRCTL is not None:
         _PRCTL(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
-# Runs between fork and exec of the command, in a process of its own: a forked copy of a process with threads may only
-# make system calls, and copying the page tables of a large one takes longer. Where Linux shares processor time
-# out by session first (autogroup), niceness counts only within a session, so the child's new session gets it too. All
-# users together may change ten sessions in a second; a child that only inherits its niceness does not wait for that.
+# Runs between fork and exec of the command, in a process of its own: a forked copy of a process
+# with threads may only make system calls, and copying the page tables of a large one takes longer.
+# Where Linux shares processor time out by session first (autogroup), niceness counts only within a
+# session, so the child's new session gets it too. All users together may change ten sessions in a
+# second; a child that only inherits its niceness does not wait for that.
 _LAUNCH: Final = """import ctypes, os, sys, time
 parent, signal, nice, *command = sys.argv[1:]
 prctl = getattr(ctypes.CDLL(None), "prctl", None)
@@ -59,7 +64,8 @@ except OSError as error:
 
 
 def hide_memory() -> None:
-    """Keep other processes of this user, which may run users' code, from reading this one's memory and environment.
+    """Keep other processes of this user, which may run users' code, from reading this one's memory
+    and environment.
 
     Root still can. Debuggers and profilers of this process need root, and it writes no core dump.
     """
@@ -68,7 +74,9 @@ def hide_memory() -> None:
 
 
 def cpu_s(pid: int) -> float:
-    """Return the seconds of processor time, user and system, that a process has used; 0 once it is reaped."""
+    """Return the seconds of processor time, user and system, that a process has used; 0 once it is
+    reaped.
+    """
     try:
         times: Any = psutil.Process(pid).cpu_times()
     except psutil.Error:
@@ -90,9 +98,10 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start a child whose stdout and stderr go to ``output``, or stderr to ``errors``.
 
-    It receives ``death_signal`` when this process dies (Linux). The kernel sends it when the *thread* that forked ends,
-    so a thread that lives as long as the child forks it. The child gets its own session: Ctrl-C in the terminal reaches
-    only the parent, which stops its children in order. Files that it creates are private to this user.
+    It receives ``death_signal`` when this process dies (Linux). The kernel sends it when the
+    *thread* that forked ends, so a thread that lives as long as the child forks it. The child gets
+    its own session: Ctrl-C in the terminal reaches only the parent, which stops its children in
+    order. Files that it creates are private to this user.
 
     Args:
         nice: added to this process's niceness; higher gives way to others.
@@ -103,7 +112,16 @@ def spawn(
     program = os.path.join(cwd or "", command[0]) if os.path.dirname(command[0]) else command[0]
     if shutil.which(program, path=(os.environ if env is None else env).get("PATH")) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
-    launcher = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), str(int(death_signal)), str(nice)]
+    launcher = [
+        sys.executable,
+        "-I",
+        "-S",
+        "-c",
+        _LAUNCH,
+        str(os.getpid()),
+        str(int(death_signal)),
+        str(nice),
+    ]
 
     started = threading.Event()
     outcome: list[subprocess.Popen[bytes] | OSError] = []

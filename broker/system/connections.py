@@ -13,7 +13,9 @@ FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
 
 
 def addresses() -> dict[str, list[str]]:
-    """Return the addresses of each interface, IPv4 before IPv6, without those of the link only (fe80::)."""
+    """Return the addresses of each interface, IPv4 before IPv6, without those of the link only
+    (fe80::).
+    """
     found: dict[str, list[str]] = {}
     for name, known in psutil.net_if_addrs().items():
         ordered = [one.address for family in FAMILIES for one in known if one.family == family]

@@ -1,4 +1,6 @@
-"""Names the devices that processes of this machine may share: its GPUs by their UUIDs, its memory by the host."""
+"""Names the devices that processes of this machine may share: its GPUs by their UUIDs, its memory
+by the host.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +24,29 @@ def gpu_uuids() -> dict[int, str]:
         return {}
     command = [smi, "--query-gpu=index,uuid", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=gpus.SMI_TIMEOUT_S, check=False)
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=gpus.SMI_TIMEOUT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return {}
-    rows = [line.partition(",") for line in answer.stdout.splitlines()] if answer.returncode == 0 else []
+    rows = (
+        [line.partition(",") for line in answer.stdout.splitlines()]
+        if answer.returncode == 0
+        else []
+    )
     return {int(index): uuid.strip() for index, _, uuid in rows if index.strip().isdigit()}
 
 
 def device_names(
-    spec: str, environ: Mapping[str, str] = os.environ, found: Callable[[], dict[int, str]] = gpu_uuids
+    spec: str,
+    environ: Mapping[str, str] = os.environ,
+    found: Callable[[], dict[int, str]] = gpu_uuids,
 ) -> list[str]:
-    """Return the names of the devices that ``--gpus SPEC`` selects; the host's memory if there is no GPU.
+    """Return the names of the devices that ``--gpus SPEC`` selects; the host's memory if there is
+    no GPU.
 
-    ``auto`` are all GPUs that the environment allows, also those that the process will not use: a process then waits
-    longer than it must.
+    ``auto`` are all GPUs that the environment allows, also those that the process will not use: a
+    process then waits longer than it must.
 
     Raises:
         UserError: if the spec does not parse.
@@ -44,11 +55,18 @@ def device_names(
         return [host_name()]
     there = found()
     if spec != "auto":
-        return [_token(there.get(number, f"{socket.gethostname()}-gpu-{number}")) for number in gpus.parse(spec)]
+        return [
+            _token(there.get(number, f"{socket.gethostname()}-gpu-{number}"))
+            for number in gpus.parse(spec)
+        ]
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         chosen = [one.strip() for one in visible.split(",")]
-        there = {i: uuid for i, uuid in there.items() if any(c == str(i) or (c and uuid.startswith(c)) for c in chosen)}
+        there = {
+            i: uuid
+            for i, uuid in there.items()
+            if any(c == str(i) or (c and uuid.startswith(c)) for c in chosen)
+        }
     return [_token(uuid) for uuid in there.values()] or [host_name()]
 
 

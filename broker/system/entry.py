@@ -1,4 +1,6 @@
-"""The outermost layer of every command: one line for bad input, no traceback for a closed pipe (``| head``)."""
+"""The outermost layer of every command: one line for bad input, no traceback for a closed pipe (``|
+head``).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ def enter(command: Callable[[], int]) -> int:
 
     What the command and its children create is private to this user.
 
-    SIGPIPE stays ignored: its default action would kill the process when a connection to the broker breaks.
+    SIGPIPE stays ignored: its default action would kill the process when a connection to the broker
+    breaks.
 
     Raises:
         BrokenPipeError: if it comes from anything but stdout and stderr.

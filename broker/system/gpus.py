@@ -18,7 +18,8 @@ Device = Literal["cpu", "cuda", "auto"]
 
 
 def parse(spec: str) -> list[int]:
-    """Return the GPU numbers of a list of numbers and ranges: ``0,2`` gives [0, 2], ``4-7`` gives [4, 5, 6, 7].
+    """Return the GPU numbers of a list of numbers and ranges: ``0,2`` gives [0, 2], ``4-7`` gives
+    [4, 5, 6, 7].
 
     Raises:
         UserError: if it is anything else, a range runs backwards, or a number occurs twice.
@@ -27,8 +28,11 @@ def parse(spec: str) -> list[int]:
     for part in spec.split(","):
         match = re.fullmatch(r"\s*(\d{1,4})(?:\s*-\s*(\d{1,4}))?\s*", part)
         if match is None:
-            raise UserError(f"--gpus: expected cpu, auto, a list such as 0,2 or a range such as 4-7, got {spec!r}")
-        first, last = int(match[1]), int(match[2] or match[1])
+            raise UserError(
+                f"--gpus: expected cpu, auto, a list such as 0,2 or a range such as 4-7, got {spec!r}"
+            )
+        first = int(match[1])
+        last = int(match[2] or match[1])
         if last < first:
             raise UserError(f"--gpus {spec!r}: the range {first}-{last} runs backwards")
         numbers.extend(range(first, last + 1))
@@ -39,12 +43,16 @@ def parse(spec: str) -> list[int]:
 
 
 def existing() -> list[int]:
-    """Return the numbers of this machine's NVIDIA GPUs in nvidia-smi's order, without importing torch."""
+    """Return the numbers of this machine's NVIDIA GPUs in nvidia-smi's order, without importing
+    torch.
+    """
     smi = shutil.which("nvidia-smi")
     if smi is not None:
         try:
             command = [smi, "--query-gpu=index", "--format=csv,noheader"]
-            answer = subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
+            answer = subprocess.run(
+                command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False
+            )
         except (OSError, subprocess.TimeoutExpired):
             pass  # a broken tool does not describe the hardware: read the driver's folder
         else:
@@ -54,12 +62,14 @@ def existing() -> list[int]:
 
 
 def select(
-    spec: str, environ: MutableMapping[str, str] = os.environ, found: Callable[[], list[int]] = existing
+    spec: str,
+    environ: MutableMapping[str, str] = os.environ,
+    found: Callable[[], list[int]] = existing,
 ) -> Device:
     """Restrict this process to some GPUs; call it before torch is imported.
 
-    ``auto`` takes what the environment allows. Numbers are the machine's, in PCI order, whatever CUDA_VISIBLE_DEVICES
-    was before.
+    ``auto`` takes what the environment allows. Numbers are the machine's, in PCI order, whatever
+    CUDA_VISIBLE_DEVICES was before.
 
     Returns:
         ``cpu``, ``cuda`` (numbers were given), or ``auto``.
@@ -72,7 +82,8 @@ def select(
     if spec == "cpu":
         environ["CUDA_VISIBLE_DEVICES"] = ""
         return "cpu"
-    asked, there = parse(spec), found()
+    asked = parse(spec)
+    there = found()
     missing = [n for n in asked if n not in there]
     if missing:
         names = f"GPU{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"

@@ -1,7 +1,7 @@
 """Sends log records to the systemd journal with fields: ``journalctl RL_RUN=lake RL_ROLE=envhub``.
 
-The native protocol, because a line behind a ``<3>`` prefix has a priority but no fields, and a traceback would become
-one entry per line. https://systemd.io/JOURNAL_NATIVE_PROTOCOL
+The native protocol, because a line behind a ``<3>`` prefix has a priority but no fields, and a
+traceback would become one entry per line. https://systemd.io/JOURNAL_NATIVE_PROTOCOL
 """
 
 from __future__ import annotations
@@ -15,11 +15,18 @@ from typing import Final
 
 SOCKET: Final = "/run/systemd/journal/socket"
 ERROR_LEVEL: Final = "<3>"  # at the start of a line to stderr: the priority of an error
-_PRIORITIES: Final = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
+_PRIORITIES: Final = (
+    (logging.CRITICAL, 2),
+    (logging.ERROR, 3),
+    (logging.WARNING, 4),
+    (logging.INFO, 6),
+)
 
 
 def is_behind_stderr() -> bool:
-    """Return whether this process's stderr is the journal's stream, and the journal takes records here."""
+    """Return whether this process's stderr is the journal's stream, and the journal takes records
+    here.
+    """
     device, _, inode = os.environ.get("JOURNAL_STREAM", "").partition(":")
     try:
         there = os.fstat(2)
@@ -33,12 +40,16 @@ class JournalHandler(logging.Handler):
 
     Args:
         identity: returns run, role and id, which become ``RL_RUN``, ``RL_ROLE`` and ``RL_ID``.
-        otherwise: handles a record that the journal does not take, such as one beyond a datagram's size.
+        otherwise: handles a record that the journal does not take, such as one beyond a datagram's
+            size.
     """
 
-    def __init__(self, identity: Callable[[], Mapping[str, str]], otherwise: logging.Handler) -> None:
+    def __init__(
+        self, identity: Callable[[], Mapping[str, str]], otherwise: logging.Handler
+    ) -> None:
         super().__init__()
-        self._identity, self._otherwise = identity, otherwise
+        self._identity = identity
+        self._otherwise = otherwise
 
     def emit(self, record: logging.LogRecord) -> None:
         """Send a record."""
@@ -52,13 +63,19 @@ class JournalHandler(logging.Handler):
     def _entry(self, record: logging.LogRecord) -> bytes:
         fields = {
             "MESSAGE": self.format(record),
-            "PRIORITY": str(next((number for level, number in _PRIORITIES if record.levelno >= level), 7)),
+            "PRIORITY": str(
+                next((number for level, number in _PRIORITIES if record.levelno >= level), 7)
+            ),
             "SYSLOG_IDENTIFIER": os.path.basename(sys.argv[0]) or "rlearner",
             "CODE_FILE": record.pathname,
             "CODE_LINE": str(record.lineno),
             "CODE_FUNC": record.funcName or "",
             "LOGGER": record.name,
-            **{f"RL_{name.upper()}": value for name, value in self._identity().items() if value != "-"},
+            **{
+                f"RL_{name.upper()}": value
+                for name, value in self._identity().items()
+                if value != "-"
+            },
         }
         return b"".join(map(_field, fields.items()))
 
@@ -69,7 +86,8 @@ class JournalHandler(logging.Handler):
 
 def _field(item: tuple[str, str]) -> bytes:
     """Return ``NAME=value``, or name, length and bytes if the value has several lines."""
-    name, value = item[0].encode(), item[1].encode("utf-8", "replace")
+    name = item[0].encode()
+    value = item[1].encode("utf-8", "replace")
     if b"\n" not in value:
         return name + b"=" + value + b"\n"
     return name + b"\n" + len(value).to_bytes(8, "little") + value + b"\n"

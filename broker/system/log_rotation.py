@@ -15,7 +15,8 @@ from typing import Final
 
 KEPT: Final = 3  # older files
 SIZE: Final = "RL_LOG_MIB"  # environment variable: MiB of a file, 64 by default
-OUTPUT: Final = "RL_LOG_OUTPUT"  # environment variable that `rlearner up` sets: the file behind stdout and stderr
+# environment variable that `rlearner up` sets: the file behind stdout and stderr
+OUTPUT: Final = "RL_LOG_OUTPUT"
 DEFAULT_MIB: Final = 64.0
 
 
@@ -38,7 +39,8 @@ def rotate(path: str) -> None:
 
 
 def rotate_output() -> None:
-    """Rotate the file behind this process's stdout and stderr, if it is too large and ``rlearner up`` opened it.
+    """Rotate the file behind this process's stdout and stderr, if it is too large and ``rlearner
+    up`` opened it.
 
     Children that write to it directly keep the old file.
     """
@@ -53,7 +55,9 @@ def rotate_output() -> None:
         if (there.st_dev, there.st_ino) != (behind.st_dev, behind.st_ino):
             return  # a parent's file, not this process's
         rotate(path)
-        fresh = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fresh = os.open(
+            path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+        )
         try:
             for descriptor in (1, 2):
                 os.dup2(fresh, descriptor)
@@ -64,7 +68,8 @@ def rotate_output() -> None:
 class PrivateLogFile(RotatingFileHandler):
     """Appends to a log file that only this user can read, and rotates it.
 
-    If another process rotated the file (one with the same file, or logrotate), it continues in the new one.
+    If another process rotated the file (one with the same file, or logrotate), it continues in the
+    new one.
 
     Raises:
         OSError: if it cannot be written.
@@ -82,7 +87,8 @@ class PrivateLogFile(RotatingFileHandler):
 
     def _is_current(self, stream: TextIOWrapper) -> bool:
         try:
-            there, behind = os.stat(self.baseFilename), os.fstat(stream.fileno())
+            there = os.stat(self.baseFilename)
+            behind = os.fstat(stream.fileno())
         except OSError:
             return False
         return (there.st_dev, there.st_ino) == (behind.st_dev, behind.st_ino)

@@ -19,14 +19,16 @@ from broker.system.visible_text import visible, visible_json
 log = logging.getLogger(__name__)
 _identity = {"run": "-", "role": "-", "id": "-"}
 TRACEBACK: Final = "traceback"  # the key in ``extra``
-FORMAT: Final = "RL_LOG_FORMAT"  # environment variable: default of --log-format, which children inherit
+# environment variable: default of --log-format, which children inherit
+FORMAT: Final = "RL_LOG_FORMAT"
 FORMATS: Final = ("text", "json")
 ERROR_PREFIX: Final = "error: "
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 class LineFormatter(logging.Formatter):
-    """``2026-11-22 12:00:01.042 INFO run role id message key=value``, with a traceback on the lines below.
+    """``2026-11-22 12:00:01.042 INFO run role id message key=value``, with a traceback on the lines
+    below.
 
     Secrets appear as ``***``.
     """
@@ -64,14 +66,18 @@ class JournalFormatter(LineFormatter):
 class JsonFormatter(logging.Formatter):
     """One object per record: time, level, run, role, id, message, extra, traceback.
 
-    The time is UTC in ISO 8601 with milliseconds. ``extra`` and ``traceback`` are absent without content. Secrets
-    appear as ``***``.
+    The time is UTC in ISO 8601 with milliseconds. ``extra`` and ``traceback`` are absent without
+    content. Secrets appear as ``***``.
     """
 
     def format(self, record: logging.LogRecord) -> str:
         given = {key: value for key, value in vars(record).items() if key not in _STANDARD}
         trace = given.pop(TRACEBACK, "")
-        if record.exc_info and not isinstance(record.exc_info, bool) and record.exc_info[0] is not None:
+        if (
+            record.exc_info
+            and not isinstance(record.exc_info, bool)
+            and record.exc_info[0] is not None
+        ):
             trace = trace or self.formatException(record.exc_info)
         if record.stack_info:
             trace = "\n".join(filter(None, (trace, record.stack_info)))
@@ -81,18 +87,26 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname,
             **_identity,
             "message": redact(record.getMessage()),
-            **({"extra": {key: _plain(key, value) for key, value in given.items()}} if given else {}),
+            **(
+                {"extra": {key: _plain(key, value) for key, value in given.items()}}
+                if given
+                else {}
+            ),
             **({TRACEBACK: redact(trace)} if trace else {}),
         }
         return visible_json(line)
 
 
 def _plain(key: str, value: Any) -> Any:
-    """Return a value of ``extra`` as JSON has it; redacted before encoding, which would hide a secret's quotes."""
+    """Return a value of ``extra`` as JSON has it; redacted before encoding, which would hide a
+    secret's quotes.
+    """
     if is_secret_name(key):
         return HIDDEN
     if value is None or isinstance(value, bool | int | float):
-        return value if value == value and value not in (float("inf"), float("-inf")) else str(value)
+        return (
+            value if value == value and value not in (float("inf"), float("-inf")) else str(value)
+        )
     return redact(str(value))
 
 
@@ -113,7 +127,9 @@ class StderrHandler(logging.StreamHandler[TextIO]):
 
 
 def configure(level: str = "INFO") -> None:
-    """Send all logging of this process to stderr, in one format; or to the journal, if that is behind stderr."""
+    """Send all logging of this process to stderr, in one format; or to the journal, if that is
+    behind stderr.
+    """
     handler: logging.Handler = StderrHandler()
     if journal.is_behind_stderr():
         handler.setFormatter(LineFormatter())
@@ -134,8 +150,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     default = form if (form := os.environ.get(FORMAT)) in FORMATS else FORMATS[0]
     text = f"lines of text, or one JSON object per line ({FORMAT}, %(default)s)"
     parser.add_argument("--log-format", default=default, choices=FORMATS, help=text)
-    parser.add_argument("--log-level", default="INFO", choices=levels, help="lowest level logged (%(default)s)")
-    parser.add_argument("--log-file", metavar="PATH", help="also append the log to this file in an existing folder")
+    parser.add_argument(
+        "--log-level", default="INFO", choices=levels, help="lowest level logged (%(default)s)"
+    )
+    parser.add_argument(
+        "--log-file", metavar="PATH", help="also append the log to this file in an existing folder"
+    )
 
 
 def apply(options: argparse.Namespace) -> None:
@@ -162,7 +182,9 @@ def apply(options: argparse.Namespace) -> None:
 
 
 def say_error(text: str) -> None:
-    """Print ``error: …`` to stderr, in the log's format if that is JSON, and log it to the log file if there is one."""
+    """Print ``error: …`` to stderr, in the log's format if that is JSON, and log it to the log file
+    if there is one.
+    """
     plain = f"{ERROR_PREFIX}{redact(visible(text, newlines=True))}"
     is_json = os.environ.get(FORMAT) == "json"
     said = log.makeRecord(log.name, logging.ERROR, __file__, 0, f"{ERROR_PREFIX}%s", (text,), None)
@@ -175,7 +197,9 @@ def say_error(text: str) -> None:
 
 
 def error_of(line: str) -> str:
-    """Return the text behind ``error:`` in a line that ``say_error`` printed, empty if it is another line."""
+    """Return the text behind ``error:`` in a line that ``say_error`` printed, empty if it is
+    another line.
+    """
     if line.startswith("{"):
         try:
             line = str(json.loads(line).get("message", ""))
@@ -184,7 +208,9 @@ def error_of(line: str) -> str:
     return line.removeprefix(ERROR_PREFIX) if line.startswith(ERROR_PREFIX) else ""
 
 
-def identify(*, run: str | None = None, role: str | None = None, process_id: str | None = None) -> None:
+def identify(
+    *, run: str | None = None, role: str | None = None, process_id: str | None = None
+) -> None:
     """Set the fields that every line starts with; None keeps a field."""
     given = {"run": run, "role": role, "id": process_id}
     _identity.update({key: value for key, value in given.items() if value})

@@ -1,7 +1,8 @@
-"""Makes files and folders that only this user can read, whatever the umask, and replaces files durably.
+"""Makes files and folders that only this user can read, whatever the umask, and replaces files
+durably.
 
-A run's folder holds prompts, logs and weights, and its processes load what is in it. So modes are explicit, links of
-other users are refused, and temporary names cannot be guessed.
+A run's folder holds prompts, logs and weights, and its processes load what is in it. So modes are
+explicit, links of other users are refused, and temporary names cannot be guessed.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ def private_umask() -> Iterator[None]:
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder that only this user can enter, or take away the permissions of others, and return its path.
+    """Make a folder that only this user can enter, or take away the permissions of others, and
+    return its path.
 
     Raises:
-        UserError: if it, or the link at its place, belongs to another user, or everyone could write to it.
+        UserError: if it, or the link at its place, belongs to another user, or everyone could write
+            to it.
         OSError: if it cannot be made.
     """
     if not path.is_dir():
@@ -50,9 +53,13 @@ def private_folder(path: Path) -> Path:
     try:
         status = os.fstat(folder)
         if status.st_uid != os.geteuid():
-            raise UserError(f"{path} belongs to another user (uid {status.st_uid}); name a folder of yours")
+            raise UserError(
+                f"{path} belongs to another user (uid {status.st_uid}); name a folder of yours"
+            )
         if status.st_mode & stat.S_IWOTH:
-            raise UserError(f"{path} can be written by every user; check its contents, then run chmod 700 {path}")
+            raise UserError(
+                f"{path} can be written by every user; check its contents, then run chmod 700 {path}"
+            )
         if stat.S_IMODE(status.st_mode) != 0o700:
             os.fchmod(folder, 0o700)
     finally:
@@ -63,8 +70,8 @@ def private_folder(path: Path) -> Path:
 def is_open_to_others(status: os.stat_result) -> bool:
     """Return whether other users can use a file with a secret.
 
-    As in PostgreSQL, a group may read root's: Debian keeps TLS keys that way, and Kubernetes mounts secrets
-    that way for processes that are not root.
+    As in PostgreSQL, a group may read root's: Debian keeps TLS keys that way, and Kubernetes mounts
+    secrets that way for processes that are not root.
     """
     group = stat.S_IWGRP | stat.S_IXGRP if status.st_uid == 0 else stat.S_IRWXG
     return bool(status.st_mode & (stat.S_IRWXO | group))
@@ -86,7 +93,8 @@ def open_private(path: Path, flags: int) -> int:
     """Open or create a file that only this user can read, and return its descriptor.
 
     Args:
-        flags: as for ``os.open``. A file that exists may be a device or a pipe of another user, such as a terminal.
+        flags: as for ``os.open``. A file that exists may be a device or a pipe of another user,
+            such as a terminal.
 
     Raises:
         UserError: if the file, or a link at its place, belongs to another user.
@@ -98,13 +106,16 @@ def open_private(path: Path, flags: int) -> int:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        refuse_foreign_link(path)  # others cannot replace it afterwards: its folder is ours, or sticky
+        # others cannot replace it afterwards: its folder is ours, or sticky
+        refuse_foreign_link(path)
         file = os.open(path, flags, 0o600)
     try:
         status = os.fstat(file)
         if stat.S_ISREG(status.st_mode):
             if status.st_uid != os.geteuid():
-                raise UserError(f"{path} belongs to another user (uid {status.st_uid}); name a file of yours")
+                raise UserError(
+                    f"{path} belongs to another user (uid {status.st_uid}); name a file of yours"
+                )
             if status.st_mode & PRIVATE_UMASK:
                 os.fchmod(file, status.st_mode & 0o700)
     except BaseException:
@@ -114,7 +125,8 @@ def open_private(path: Path, flags: int) -> int:
 
 
 def private_write(path: Path, data: bytes | memoryview) -> None:
-    """Replace a file: a reader, or a crash at any moment, sees all of the old content or all of the new.
+    """Replace a file: a reader, or a crash at any moment, sees all of the old content or all of the
+    new.
 
     Raises:
         OSError: if it cannot be written; the old file stays.
@@ -125,7 +137,8 @@ def private_write(path: Path, data: bytes | memoryview) -> None:
 
 @contextmanager
 def draft_of(path: Path) -> Iterator[Path]:
-    """Yield an empty private file next to ``path``, to be filled; it replaces ``path`` when the block ends.
+    """Yield an empty private file next to ``path``, to be filled; it replaces ``path`` when the
+    block ends.
 
     If the block raises, the draft is removed.
 
@@ -133,7 +146,9 @@ def draft_of(path: Path) -> Iterator[Path]:
         OSError: if it cannot be written.
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}{SUFFIX}")
-    os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+    os.close(
+        os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    )
     try:
         yield draft
         draft.chmod(0o600)  # a library may have put a file of its own there
@@ -144,7 +159,9 @@ def draft_of(path: Path) -> Iterator[Path]:
 
 
 def replace(source: Path, target: Path) -> None:
-    """Rename a file or a folder within one folder, over an existing one, so that a power loss does not undo it."""
+    """Rename a file or a folder within one folder, over an existing one, so that a power loss does
+    not undo it.
+    """
     os.replace(source, target)
     sync(target.parent)
 

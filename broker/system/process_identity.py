@@ -1,6 +1,7 @@
 """Identifies a process across restarts, and decides whether one of this machine has ended.
 
-An identity is ``<boot id>/<PID namespace>/<pid>/<start time>``: process ids are reused, the combination is not.
+An identity is ``<boot id>/<PID namespace>/<pid>/<start time>``: process ids are reused, the
+combination is not.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ def this_machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """Return a living process's start in clock ticks since boot; None if there is no such process or it is a zombie."""
+    """Return a living process's start in clock ticks since boot; None if there is no such process
+    or it is a zombie.
+    """
     try:
-        # The command in parentheses may contain anything; the state is the first field after it, the start the 20th.
+        # The command in parentheses may contain anything; the state is the first field after it,
+        # the start the 20th.
         fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
@@ -44,7 +48,9 @@ def identity_of(pid: int) -> str:
 
 
 def has_ended(identity: str) -> bool:
-    """Return whether a process is known to have ended; False for another machine, boot or container."""
+    """Return whether a process is known to have ended; False for another machine, boot or
+    container.
+    """
     parts = identity.rsplit("/", 2)
     if len(parts) != 3 or not parts[1].isdecimal():
         return False

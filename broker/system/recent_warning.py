@@ -28,7 +28,8 @@ class RecentWarning(logging.Handler):
             self.handleError(record)
 
     def line(self, now: float) -> str:
-        """Return the newest with its time, at most 300 characters; empty without one of the last 10 minutes.
+        """Return the newest with its time, at most 300 characters; empty without one of the last 10
+        minutes.
 
         Args:
             now: unix seconds.

@@ -1,7 +1,8 @@
 """Removes secrets from text for logs and terminals, and tells which names belong to secrets.
 
-A secret is recognized by its format (a key of nkeys, OpenAI, Hugging Face, ...), by the name in front of it
-(``api_key=...``), as a login in a URL, or because it is the value of an environment variable with such a name.
+A secret is recognized by its format (a key of nkeys, OpenAI, Hugging Face, ...), by the name in
+front of it (``api_key=...``), as a login in a URL, or because it is the value of an environment
+variable with such a name.
 """
 
 from __future__ import annotations
@@ -35,14 +36,17 @@ _FORMATS: Final = re.compile(
 _LOGIN: Final = re.compile(r"(\b[A-Za-z][A-Za-z0-9+.-]{0,20}://)[^\s/@'\"]{1,512}@")
 _NAMED: Final = re.compile(
     rf"(?i)(\b{_NAMES}[\"']?\s{{0,2}}=\s{{0,2}}[\"']?)(?!\*\*\*)[^\s\"',;&)}}\]]+"  # api_key=value
-    rf"|(\b(?:{_NAMES}|token)[\"']?\s{{0,2}}:\s{{0,2}}[\"'])(?!\*\*\*)[^\"'\n]+"  # "api_key": "value"
+    # "api_key": "value"
+    rf"|(\b(?:{_NAMES}|token)[\"']?\s{{0,2}}:\s{{0,2}}[\"'])(?!\*\*\*)[^\"'\n]+"
     r"|(\bauthorization[\"']?\s{0,2}[:=]\s{0,2}[\"']?(?:bearer|basic|token)\s)[^\s\"',]+"
     r"|(\bbearer\s)[A-Za-z0-9._~+/=-]{16,}"
 )
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a setting or an environment variable of this name holds a secret: ``api_key``, ``HF_TOKEN``."""
+    """Return whether a setting or an environment variable of this name holds a secret: ``api_key``,
+    ``HF_TOKEN``.
+    """
     return _NAME.match(name) is not None
 
 
@@ -58,7 +62,11 @@ def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that hold no secret."""
-    return {name: value for name, value in environ.items() if not _VARIABLE.match(name) and not _LOGIN.search(value)}
+    return {
+        name: value
+        for name, value in environ.items()
+        if not _VARIABLE.match(name) and not _LOGIN.search(value)
+    }
 
 
 def why_secret(key: str, value: str) -> str:
@@ -72,4 +80,9 @@ def why_secret(key: str, value: str) -> str:
 
 def _holds_secret(name: str, value: str) -> bool:
     long_enough = len(value.strip()) >= MIN_VALUE_CHARS
-    return long_enough and _VARIABLE.match(name) is not None and not value.startswith(("/", "./", "~/"))  # paths
+    # paths
+    return (
+        long_enough
+        and _VARIABLE.match(name) is not None
+        and not value.startswith(("/", "./", "~/"))
+    )

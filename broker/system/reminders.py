@@ -28,7 +28,8 @@ class Reminders:
         if self.said and now < self._next:
             return False
         self._wait_s = min(2 * self._wait_s, LONGEST_S) if self.said else FIRST_S
-        self.said, self._next = True, now + self._wait_s
+        self.said = True
+        self._next = now + self._wait_s
         return True
 
     def over(self) -> None:

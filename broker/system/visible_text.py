@@ -6,8 +6,11 @@ import json
 import re
 from typing import Any, Final
 
-# C0 and C1 controls, marks and overrides of the writing direction, Unicode's line separators, lone surrogates.
-_HIDDEN: Final = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# C0 and C1 controls, marks and overrides of the writing direction, Unicode's line separators, lone
+# surrogates.
+_HIDDEN: Final = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 _HIDDEN_IN_LINES: Final = re.compile(_HIDDEN.pattern.replace("\x00-\x1f", "\x00-\x08\x0b-\x1f"))
 
 
@@ -20,8 +23,12 @@ def visible(text: str, *, newlines: bool = False) -> str:
 
 
 def visible_json(value: Any) -> str:
-    """Return a value as one line of JSON that has no control characters; other non-ASCII characters stay."""
-    return _HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))
+    """Return a value as one line of JSON that has no control characters; other non-ASCII characters
+    stay.
+    """
+    return _HIDDEN.sub(
+        lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False)
+    )
 
 
 def _escaped(found: re.Match[str]) -> str:

@@ -1,4 +1,6 @@
-"""Collects samples into the families of prometheus-client, with the labels of the process that they come from."""
+"""Collects samples into the families of prometheus-client, with the labels of the process that they
+come from.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,12 @@ from broker.telemetry.names import NOT_FIGURES, prometheus_name
 
 log = logging.getLogger(__name__)
 
-SUPERSEDED: Final = frozenset({"rlearner_queue_stream_depth"})  # by rlearner_queue_depth, which names the subject
+# by rlearner_queue_depth, which names the subject
+SUPERSEDED: Final = frozenset({"rlearner_queue_stream_depth"})
 QUEUE_DEPTH: Final = "queue_depth"
-QUEUE_DEPTH_HELP: Final = "Messages of a queue that are not acknowledged; of samples: those the learner has not read."
+QUEUE_DEPTH_HELP: Final = (
+    "Messages of a queue that are not acknowledged; of samples: those the learner has not read."
+)
 
 _said: set[str] = set()  # names that were reported as ambiguous
 
@@ -50,20 +55,34 @@ class Families:
             if found.name in SUPERSEDED:
                 continue
             text = f"{found.source}, see docs/metrics.md"
-            self._add(found.name, text, {**labels, **dict(found.labels)}, value * found.scale, found.is_counter)
+            self._add(
+                found.name,
+                text,
+                {**labels, **dict(found.labels)},
+                value * found.scale,
+                found.is_counter,
+            )
 
-    def _add(self, name: str, text: str, labels: Mapping[str, str], value: float, is_counter: bool) -> None:
+    def _add(
+        self, name: str, text: str, labels: Mapping[str, str], value: float, is_counter: bool
+    ) -> None:
         family = self._families.get(name)
         if family is None:
             kind = CounterMetricFamily if is_counter else GaugeMetricFamily
             self._labels[name] = tuple(labels)
             family = self._families[name] = kind(name, text, labels=self._labels[name])
         where = tuple(labels.values())
-        is_other = tuple(labels) != self._labels[name] or isinstance(family, CounterMetricFamily) != is_counter
-        if is_other or (name, where) in self._seen:  # two names of a user's that differ in "." and "_", for example
+        is_other = (
+            tuple(labels) != self._labels[name]
+            or isinstance(family, CounterMetricFamily) != is_counter
+        )
+        # two names of a user's that differ in "." and "_", for example
+        if is_other or (name, where) in self._seen:
             if name not in _said and len(_said) < 100:
                 _said.add(name)
-                log.warning("several metrics are called %s in Prometheus; one of them is shown", name)
+                log.warning(
+                    "several metrics are called %s in Prometheus; one of them is shown", name
+                )
             return
         self._seen.add((name, where))
         assert isinstance(family, CounterMetricFamily | GaugeMetricFamily)

@@ -1,11 +1,12 @@
 """Turns the names of metrics into those of Prometheus, by one rule.
 
-1. ``rlearner_`` comes first, and every character other than letters, digits and ``_`` becomes ``_``.
-2. Units are spelled out in base units: ``time/…`` and ``…_s`` end in ``_seconds``, ``…_per_s`` in ``_per_second``,
-   ``gbytes`` becomes ``bytes``.
-3. A part that is a name of the run's (a domain, a reward, a policy) or one of a few (a reason, a stream) is replaced by
-   the word for its kind, unless that stands there already, and becomes a label of that word: ``reward/lake/mean`` is
-   ``rlearner_reward_domain_mean{domain="lake"}``.
+1. ``rlearner_`` comes first, and every character other than letters, digits and ``_`` becomes
+  ``_``.
+2. Units are spelled out in base units: ``time/…`` and ``…_s`` end in ``_seconds``, ``…_per_s`` in
+   ``_per_second``, ``gbytes`` becomes ``bytes``.
+3. A part that is a name of the run's (a domain, a reward, a policy) or one of a few (a reason, a
+   stream) is replaced by the word for its kind, unless that stands there already, and becomes a
+   label of that word: ``reward/lake/mean`` is ``rlearner_reward_domain_mean{domain="lake"}``.
 4. What only grows while a process lives ends in ``_total``.
 """
 
@@ -38,11 +39,25 @@ PATTERNS: Final = (
 # What a process only adds to while it lives; a new process may start below the last one.
 COUNTERS: Final = frozenset(
     {
-        *(f"ticket/{name}" for name in ("issued", "trained", "filtered", "dropped", "dead", "duplicate", "unknown")),
-        *("ticket/closed_<reason>", "off_policy/dropped", "rollout/finished/<reason>", "process/cpu_s"),
-        *(f"envhub/{name}" for name in ("groups", "closed", "handed_back", "failed_episodes", "generate_retries")),
+        *(
+            f"ticket/{name}"
+            for name in ("issued", "trained", "filtered", "dropped", "dead", "duplicate", "unknown")
+        ),
+        *(
+            "ticket/closed_<reason>",
+            "off_policy/dropped",
+            "rollout/finished/<reason>",
+            "process/cpu_s",
+        ),
+        *(
+            f"envhub/{name}"
+            for name in ("groups", "closed", "handed_back", "failed_episodes", "generate_retries")
+        ),
         *("envhub/died_workers", "envhub/tokens"),
-        *(f"rewardhub/{name}" for name in ("groups", "cost", "closed", "handed_back", "retries", "killed_workers")),
+        *(
+            f"rewardhub/{name}"
+            for name in ("groups", "cost", "closed", "handed_back", "retries", "killed_workers")
+        ),
         "rewardhub/scored_ahead",
         "broker/server_cpu_s",
         *("weights/failures", "weights/communicators", "weights/deltas"),
@@ -83,17 +98,21 @@ _INVALID: Final = re.compile(r"[^a-zA-Z0-9_]")
 @lru_cache(maxsize=4096)
 def prometheus_name(metric: str) -> PrometheusName:
     """Return the name in Prometheus of a metric such as ``reward/lake/mean``."""
-    source, labels = metric, tuple[tuple[str, str], ...]()
+    source = metric
+    labels = tuple[tuple[str, str], ...]()
     for pattern, compiled in _COMPILED:
         if found := compiled.match(metric):
-            source, labels = pattern, tuple(found.groupdict().items())
+            source = pattern
+            labels = tuple(found.groupdict().items())
             break
     name, scale = _with_units(_INVALID.sub("_", _without_repetition(source)))
     return PrometheusName(PREFIX + name, labels, source in COUNTERS, scale, source)
 
 
 def _without_repetition(source: str) -> str:
-    """Return a pattern with the words of its kinds, each once: ``env/domain/<domain>/x`` as ``env/domain/x``."""
+    """Return a pattern with the words of its kinds, each once: ``env/domain/<domain>/x`` as
+    ``env/domain/x``.
+    """
     return re.sub(r"(\w+)/<\1>", r"\1", source).replace("<", "").replace(">", "")
 
 

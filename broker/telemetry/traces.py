@@ -1,8 +1,10 @@
-"""Sends the way of single tickets through the processes as OpenTelemetry traces, over OTLP and HTTP.
+"""Sends the way of single tickets through the processes as OpenTelemetry traces, over OTLP and
+HTTP.
 
-Trace and root span have ids that follow from the run and the ticket's number, so that spans of different processes meet
-in one trace although no message carries an id. The learner sends the root span when a ticket ends. Where to send is up
-to the environment of each process, in OpenTelemetry's own variables: ``OTEL_EXPORTER_OTLP_ENDPOINT`` and others.
+Trace and root span have ids that follow from the run and the ticket's number, so that spans of
+different processes meet in one trace although no message carries an id. The learner sends the root
+span when a ticket ends. Where to send is up to the environment of each process, in OpenTelemetry's
+own variables: ``OTEL_EXPORTER_OTLP_ENDPOINT`` and others.
 """
 
 from __future__ import annotations
@@ -34,14 +36,17 @@ def trace_ids(run: str, ticket: int) -> tuple[int, int]:
 
 
 class TicketTraces:
-    """Sender of one process's spans; methods may be called from any thread, and never block or fail.
+    """Sender of one process's spans; methods may be called from any thread, and never block or
+    fail.
 
     Args:
         every: only tickets whose number is a multiple of this are traced, by all processes alike.
         exporter: where spans go; None: as the environment says.
     """
 
-    def __init__(self, run: str, role: str, process_id: str, every: int, exporter: SpanExporter | None = None) -> None:
+    def __init__(
+        self, run: str, role: str, process_id: str, every: int, exporter: SpanExporter | None = None
+    ) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -59,9 +64,18 @@ class TicketTraces:
             def generate_span_id(self) -> int:
                 return self.chosen[1] if self.chosen else super().generate_span_id()
 
-        self._run, self._every, self._ids, self._lock = run, every, Ids(), threading.Lock()
-        about = {"service.name": f"rlearner-{role}", "service.instance.id": process_id, "rlearner.run": run}
-        provider = TracerProvider(resource=Resource.create(about), id_generator=self._ids, shutdown_on_exit=False)
+        self._run = run
+        self._every = every
+        self._ids = Ids()
+        self._lock = threading.Lock()
+        about = {
+            "service.name": f"rlearner-{role}",
+            "service.instance.id": process_id,
+            "rlearner.run": run,
+        }
+        provider = TracerProvider(
+            resource=Resource.create(about), id_generator=self._ids, shutdown_on_exit=False
+        )
         self._exporter: SpanExporter = exporter or OTLPSpanExporter()
         self._processor = BatchSpanProcessor(self._exporter)
         provider.add_span_processor(self._processor)
@@ -72,7 +86,9 @@ class TicketTraces:
         """Return whether a ticket is traced."""
         return ticket > 0 and ticket % self._every == 0
 
-    def add(self, hop: str, ticket: int, start: float, end: float, **attributes: str | int | float) -> None:
+    def add(
+        self, hop: str, ticket: int, start: float, end: float, **attributes: str | int | float
+    ) -> None:
         """Send one hop of a ticket, if it is traced.
 
         Args:
@@ -85,12 +101,18 @@ class TicketTraces:
 
         trace_id, root = trace_ids(self._run, ticket)
         flags = trace.TraceFlags(trace.TraceFlags.SAMPLED)
-        parent = trace.NonRecordingSpan(trace.SpanContext(trace_id, root, is_remote=True, trace_flags=flags))
-        given: dict[str, str | int | float] = {f"rlearner.{name}": value for name, value in attributes.items()}
+        parent = trace.NonRecordingSpan(
+            trace.SpanContext(trace_id, root, is_remote=True, trace_flags=flags)
+        )
+        given: dict[str, str | int | float] = {
+            f"rlearner.{name}": value for name, value in attributes.items()
+        }
         given["rlearner.ticket"] = ticket
         context = trace.set_span_in_context(parent)
         with self._lock:
-            span = self._tracer.start_span(hop, context, start_time=_nanoseconds(start), attributes=given)
+            span = self._tracer.start_span(
+                hop, context, start_time=_nanoseconds(start), attributes=given
+            )
         span.end(_nanoseconds(max(start, end)))
 
     def granted(self, ticket: int, at: float) -> None:
@@ -110,7 +132,9 @@ class TicketTraces:
         with self._lock:
             self._ids.chosen = trace_ids(self._run, ticket)
             try:
-                span = self._tracer.start_span(ROOT, Context(), start_time=_nanoseconds(start), attributes=given)
+                span = self._tracer.start_span(
+                    ROOT, Context(), start_time=_nanoseconds(start), attributes=given
+                )
             finally:
                 self._ids.chosen = None
         span.end(_nanoseconds(now))
@@ -123,7 +147,8 @@ class TicketTraces:
             thread.join(within_s)
 
     def _end(self) -> None:
-        logging.getLogger(type(self._exporter).__module__).setLevel(logging.ERROR)  # it warns of the second call
+        # it warns of the second call
+        logging.getLogger(type(self._exporter).__module__).setLevel(logging.ERROR)
         self._exporter.shutdown()  # first: it ends the pauses between attempts
         self._processor.shutdown()  # type: ignore[no-untyped-call]
 
@@ -160,7 +185,9 @@ def open_traces(every: int, run: str, role: str, process_id: str) -> TicketTrace
     if not every:
         return None
     if not is_installed():
-        log.warning("telemetry.traces: OpenTelemetry is not installed here, so this process sends no spans")
+        log.warning(
+            "telemetry.traces: OpenTelemetry is not installed here, so this process sends no spans"
+        )
         return None
     log.info("tickets whose number is a multiple of %d are traced", every)
     return TicketTraces(run, role, process_id, every)

@@ -1,10 +1,13 @@
-"""Adapters on the weight channel: factors A and B travel, and the receiver merges them into its base, W + B A * scale.
+"""Adapters on the weight channel: factors A and B travel, and the receiver merges them into its
+base, W + B A * scale.
 
-Both ends name the factors by the weight, plan them from the model's weights and merge them by the same function, so the
-receiver gets exactly the numbers that the sender would have sent. The base is compared once, by its digest.
+Both ends name the factors by the weight, plan them from the model's weights and merge them by the
+same function, so the receiver gets exactly the numbers that the sender would have sent. The base is
+compared once, by its digest.
 
-The experts of a layer are one tensor of matrices, which peft adapts together: A (experts * rank, inputs) holds each
-expert's rows after those of the expert before, B (outputs, rank * experts) the columns of all experts for each rank.
+The experts of a layer are one tensor of matrices, which peft adapts together: A (experts * rank,
+inputs) holds each expert's rows after those of the expert before, B (outputs, rank * experts) the
+columns of all experts for each rank.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def factor_names(weight: str) -> tuple[str, str]:
-    """Return the names of the factors A and B of a weight, for example of ``layers.0.q_proj.weight``."""
+    """Return the names of the factors A and B of a weight, for example of
+    ``layers.0.q_proj.weight``.
+    """
     layer = PREFIX + weight.removesuffix(_WEIGHT)
     return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 
@@ -47,8 +52,8 @@ def adapted(shapes: Mapping[str, Tensor], targets: Collection[str]) -> list[str]
     """Return the weights that have factors.
 
     Args:
-        targets: patterns as of ``name_pattern``, of matrices and of stacked matrices; or, as in checkpoints of older
-            versions, last names of linear layers.
+        targets: patterns as of ``name_pattern``, of matrices and of stacked matrices; or, as in
+            checkpoints of older versions, last names of linear layers.
     """
     wanted = set(targets)
     return [name for name, weight in shapes.items() if _is_target(name, weight.ndim, wanted)]
@@ -61,7 +66,10 @@ def _is_target(name: str, ndim: int, targets: Collection[str]) -> bool:
 
 
 def factor_shapes(
-    shapes: Mapping[str, Tensor], targets: Collection[str], rank: int, transposed: Collection[str] = ()
+    shapes: Mapping[str, Tensor],
+    targets: Collection[str],
+    rank: int,
+    transposed: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """Return the factors of a model's weights on the meta device, float32.
 
@@ -74,27 +82,37 @@ def factor_shapes(
         if name_pattern(name) in transposed:
             outputs, inputs = inputs, outputs
         rows = rank * (experts[0] if experts else 1)
-        for factor, shape in zip(factor_names(name), ((rows, inputs), (outputs, rows)), strict=True):
+        for factor, shape in zip(
+            factor_names(name), ((rows, inputs), (outputs, rows)), strict=True
+        ):
             factors[factor] = torch.empty(shape, device="meta")
     return factors
 
 
-def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float, *, transposed: bool = False) -> Tensor:
-    """Return W + B A * scale, computed in float32 and cast to W's dtype, a few rows at a time for the cache.
+def merge(
+    weight: Tensor, a: Tensor, b: Tensor, scale: float, *, transposed: bool = False
+) -> Tensor:
+    """Return W + B A * scale, computed in float32 and cast to W's dtype, a few rows at a time for
+    the cache.
 
     Args:
         weight: (outputs, inputs), or those of all experts stacked.
         transposed: whether each expert's matrix is (inputs, outputs).
     """
     if weight.ndim == 3:
-        experts, merged = len(weight), torch.empty_like(weight)
-        all_a, all_b = a.reshape(experts, -1, a.shape[1]), b.reshape(b.shape[0], -1, experts)
+        experts = len(weight)
+        merged = torch.empty_like(weight)
+        all_a = a.reshape(experts, -1, a.shape[1])
+        all_b = b.reshape(b.shape[0], -1, experts)
         for expert in range(experts):
-            own_a, own_b = all_a[expert], all_b[:, :, expert]
+            own_a = all_a[expert]
+            own_b = all_b[:, :, expert]
             factors = (own_b.T, own_a.T) if transposed else (own_a, own_b)
             merged[expert] = merge(weight[expert], *factors, scale)
         return merged
-    merged, a, b = torch.empty_like(weight), a.float(), b.float()
+    merged = torch.empty_like(weight)
+    a = a.float()
+    b = b.float()
     rows = max(1, PIECE_ELEMENTS // max(1, weight.shape[1]))
     for start in range(0, len(weight), rows):
         part = slice(start, start + rows)
@@ -103,14 +121,20 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float, *, transposed: boo
 
 
 def digest_of(plan: LayoutPlan, tensors: Mapping[str, Tensor]) -> str:
-    """Return what ``FlatBuffer.digest`` would, with one bucket in memory; each tensor is read once, in plan order."""
+    """Return what ``FlatBuffer.digest`` would, with one bucket in memory; each tensor is read once,
+    in plan order.
+    """
     digests: list[bytes] = []
     buffer: Tensor | None = None
     for slot in plan.slots:
         tensor = tensors[slot.spec.name].detach().to(getattr(torch, slot.spec.dtype))
         source = tensor.contiguous().view(-1).view(torch.uint8)
         source = source if buffer is None else source.to(buffer.device)
-        buffer = torch.zeros(plan.bucket_bytes, dtype=torch.uint8, device=source.device) if buffer is None else buffer
+        buffer = (
+            torch.zeros(plan.bucket_bytes, dtype=torch.uint8, device=source.device)
+            if buffer is None
+            else buffer
+        )
         done = 0
         while done < len(source):
             index, start = divmod(slot.offset + done, plan.bucket_bytes)
@@ -132,7 +156,8 @@ def _finish(plan: LayoutPlan, digests: list[bytes], buffer: Tensor, upto: int) -
 
 
 class MergedModel(OnDemand):
-    """A whole model whose weights with factors are merged each time they are read; the others are the base's.
+    """A whole model whose weights with factors are merged each time they are read; the others are
+    the base's.
 
     Attributes:
         base: the base model, with the same names and shapes.
@@ -147,7 +172,10 @@ class MergedModel(OnDemand):
         scale: float,
         transposed: Collection[str] = (),
     ) -> None:
-        self.base, self._factors, self._scale, self._transposed = base, factors, scale, transposed
+        self.base = base
+        self._factors = factors
+        self._scale = scale
+        self._transposed = transposed
         self.changed = frozenset(adapted(base, targets))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -156,7 +184,9 @@ class MergedModel(OnDemand):
             return weight
         a, b = (self._factors[factor].to(weight.device) for factor in factor_names(name))
         with torch.no_grad():
-            return merge(weight, a, b, self._scale, transposed=name_pattern(name) in self._transposed)
+            return merge(
+                weight, a, b, self._scale, transposed=name_pattern(name) in self._transposed
+            )
 
 
 First = Callable[[], tuple[Mapping[str, Tensor], bool]]
@@ -169,14 +199,20 @@ class AdapterBase:
         plan: of the whole model.
         bucket_mib: the sender's.
         held: the engine's weights by name; only names, shapes and dtypes are used.
-        first: the weights that the run started from, and whether no other code changes them; otherwise those with
-            factors are copied to host memory. None: they are not available.
+        first: the weights that the run started from, and whether no other code changes them;
+            otherwise those with factors are copied to host memory. None: they are not available.
     """
 
     def __init__(
-        self, plan: LayoutPlan, bucket_mib: float, held: Mapping[str, Tensor], first: First | None = None
+        self,
+        plan: LayoutPlan,
+        bucket_mib: float,
+        held: Mapping[str, Tensor],
+        first: First | None = None,
     ) -> None:
-        self._plan, self._bucket_mib, self._first = plan, bucket_mib, first
+        self._plan = plan
+        self._bucket_mib = bucket_mib
+        self._first = first
         self._shapes = {name: tensor.to("meta") for name, tensor in held.items()}
         self._plans: tuple[wire.Adapter, LayoutPlan] | None = None
         self._laid: wire.Adapter | None = None
@@ -185,7 +221,8 @@ class AdapterBase:
     def plan(self, adapter: wire.Adapter | None) -> LayoutPlan:
         """Return the plan of what travels: an adapter's factors, or the whole model for None.
 
-        A model without any of the adapter's layers is sent whole, which no learner with adapters agrees to.
+        A model without any of the adapter's layers is sent whole, which no learner with adapters
+        agrees to.
         """
         if adapter is None:
             return self._plan
@@ -195,7 +232,9 @@ class AdapterBase:
         return self._plans[1]
 
     def lay(self, adapter: wire.Adapter) -> str:
-        """Load the adapter's base, which takes a digest and a copy once; return why it failed, empty on success."""
+        """Load the adapter's base, which takes a digest and a copy once; return why it failed,
+        empty on success.
+        """
         if self._laid == adapter:
             return ""
         try:
@@ -207,7 +246,9 @@ class AdapterBase:
             why = f"the learner's adapters need another base: expected digest {adapter.base}, found {digest}"
             return f"{why}; start this server from the weights that the run started from"
         copied = () if own else adapted(source, adapter.targets)
-        self._base = dict(source) | {name: source[name].detach().to("cpu", copy=True).contiguous() for name in copied}
+        self._base = dict(source) | {
+            name: source[name].detach().to("cpu", copy=True).contiguous() for name in copied
+        }
         self._laid = adapter
         return ""
 

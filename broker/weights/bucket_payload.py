@@ -1,4 +1,6 @@
-"""The bytes of a transfer, bucket by bucket: the whole bucket, or what changed since the receivers' version."""
+"""The bytes of a transfer, bucket by bucket: the whole bucket, or what changed since the receivers'
+version.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,22 @@ from broker.weights.memory.staging import FlatBuffer, StagedVersion
 from broker.weights.plan import LayoutPlan
 from broker.weights.store_messages import StoreMessages
 
-WHOLE: Final = "whole"  # sent instead of a size: the bucket itself follows, because its difference is not smaller
+# sent instead of a size: the bucket itself follows, because its difference is not smaller
+WHOLE: Final = "whole"
 MAX_DIGITS: Final = 18
 
 
 class ReferenceBytes:
-    """The sender's copy of the bytes that the receivers of its last transfer hold; as large as the model.
+    """The sender's copy of the bytes that the receivers of its last transfer hold; as large as the
+    model.
 
     Args:
         full_every: at least one of this many consecutive transfers sends everything.
     """
 
-    def __init__(self, plan: LayoutPlan, full_every: int, device: str | torch.device = "cpu") -> None:
+    def __init__(
+        self, plan: LayoutPlan, full_every: int, device: str | torch.device = "cpu"
+    ) -> None:
         self.flat = FlatBuffer(plan, device)
         self.word = delta.word_bytes(plan)
         self._full_every = full_every
@@ -34,7 +40,9 @@ class ReferenceBytes:
         self._since_full = 0
 
     def fits(self, held: Sequence[str]) -> bool:
-        """Decide whether all holders of these digests can use a difference from it, and a full transfer is not due."""
+        """Decide whether all holders of these digests can use a difference from it, and a full
+        transfer is not due.
+        """
         due = self._since_full + 1 >= self._full_every
         return bool(self._digest) and all(digest == self._digest for digest in held) and not due
 
@@ -44,7 +52,8 @@ class ReferenceBytes:
 
     def end(self, digest: str, *, whole: bool) -> None:
         """Note that all receivers have confirmed these bytes."""
-        self._digest, self._since_full = digest, 0 if whole else self._since_full + 1
+        self._digest = digest
+        self._since_full = 0 if whole else self._since_full + 1
 
 
 class OutgoingBuckets:
@@ -55,9 +64,17 @@ class OutgoingBuckets:
     """
 
     def __init__(
-        self, staged: StagedVersion, base: ReferenceBytes | None, lines: StoreMessages, *, whole: bool
+        self,
+        staged: StagedVersion,
+        base: ReferenceBytes | None,
+        lines: StoreMessages,
+        *,
+        whole: bool,
     ) -> None:
-        self._staged, self._base, self._lines, self._whole = staged, base, lines, whole
+        self._staged = staged
+        self._base = base
+        self._lines = lines
+        self._whole = whole
         self.size_bytes = 0
 
     def __len__(self) -> int:
@@ -88,8 +105,13 @@ class IncomingBuckets:
         base: the bytes that a difference refers to; None: those in ``flat``.
     """
 
-    def __init__(self, flat: FlatBuffer, lines: StoreMessages, *, whole: bool, base: FlatBuffer | None = None) -> None:
-        self._flat, self._lines, self._whole, self._base = flat, lines, whole, base or flat
+    def __init__(
+        self, flat: FlatBuffer, lines: StoreMessages, *, whole: bool, base: FlatBuffer | None = None
+    ) -> None:
+        self._flat = flat
+        self._lines = lines
+        self._whole = whole
+        self._base = base or flat
         self._word = delta.word_bytes(flat.plan)
         self._changes: dict[int, Tensor] = {}
 
@@ -102,7 +124,12 @@ class IncomingBuckets:
             return bucket
         if size is None:
             return None
-        if not (size.isascii() and size.isdigit() and len(size) <= MAX_DIGITS and 0 < int(size) < len(bucket)):
+        if not (
+            size.isascii()
+            and size.isdigit()
+            and len(size) <= MAX_DIGITS
+            and 0 < int(size) < len(bucket)
+        ):
             why = f"bucket {index} of {len(bucket)} bytes was announced with a difference of {size[:80]!r} bytes"
             raise TransferFailed(why)
         self._changes[index] = torch.empty(int(size), dtype=torch.uint8, device=bucket.device)

@@ -18,7 +18,8 @@ SLOWER: Final = 3.0  # a receiver may take this many times as long as the first 
 class _Receiver:
     since: float  # when it last got something, or nothing was left for it to get
     missing: dict[int, int] = field(default_factory=dict)  # bucket: bytes
-    requests: dict[Hashable, tuple[int, int, int]] = field(default_factory=dict)  # token: bucket, start, size
+    # token: bucket, start, size
+    requests: dict[Hashable, tuple[int, int, int]] = field(default_factory=dict)
     finished: bool = False
 
 
@@ -28,25 +29,37 @@ class BucketShelf:
     Args:
         servers: that may fetch.
         num_buckets: of the broadcast.
-        changed: held by callers of ``fetch`` and ``parts``; notified after each change. The other methods take it.
+        changed: held by callers of ``fetch`` and ``parts``; notified after each change. The other
+            methods take it.
 
     Attributes:
         lost: servers that the broadcast goes on without, and why; the owner may add to it.
     """
 
     def __init__(
-        self, servers: Sequence[str], num_buckets: int, changed: threading.Condition, now: float, lost: dict[str, str]
+        self,
+        servers: Sequence[str],
+        num_buckets: int,
+        changed: threading.Condition,
+        now: float,
+        lost: dict[str, str],
     ) -> None:
         self._receivers = {server: _Receiver(now) for server in servers}
         self._buckets: dict[int, Any] = {}  # that somebody still lacks
-        self._num_buckets, self._put, self._changed, self._begun = num_buckets, 0, changed, now
+        self._num_buckets = num_buckets
+        self._put = 0
+        self._changed = changed
+        self._begun = now
         self._first_s: float | None = None  # that the fastest receiver took
         self.lost = lost
 
     def put(self, bucket: Any, now: float) -> None:
-        """Add the next bucket, as a view of its bytes that stays valid until the end of the broadcast."""
+        """Add the next bucket, as a view of its bytes that stays valid until the end of the
+        broadcast.
+        """
         with self._changed:
-            index, self._put = self._put, self._put + 1
+            index = self._put
+            self._put = self._put + 1
             self._buckets[index] = bucket
             for server in self._live():
                 receiver = self._receivers[server]
@@ -69,7 +82,9 @@ class BucketShelf:
         receiver.requests[token] = (request.number, request.start, request.size)
 
     def parts(self, now: float) -> list[tuple[Hashable, bytes | None]]:
-        """Return the requested parts that are available, None for those that never will be, and forget the requests."""
+        """Return the requested parts that are available, None for those that never will be, and
+        forget the requests.
+        """
         found: list[tuple[Hashable, bytes | None]] = []
         for server, receiver in self._receivers.items():
             for token, (index, start, size) in list(receiver.requests.items()):
@@ -77,7 +92,11 @@ class BucketShelf:
                     continue
                 del receiver.requests[token]
                 bucket = self._buckets.get(index) if server not in self.lost else None
-                if bucket is None or start + size > len(bucket) or receiver.missing.get(index, 0) < size:
+                if (
+                    bucket is None
+                    or start + size > len(bucket)
+                    or receiver.missing.get(index, 0) < size
+                ):
                     found.append((token, None))
                     continue
                 found.append((token, bytes(bucket[start : start + size])))
@@ -99,7 +118,11 @@ class BucketShelf:
         """Return the buckets that all have now, once each."""
         with self._changed:
             live = [self._receivers[server] for server in self._live()]
-            done = [index for index in self._buckets if not any(index in receiver.missing for receiver in live)]
+            done = [
+                index
+                for index in self._buckets
+                if not any(index in receiver.missing for receiver in live)
+            ]
             for index in done:
                 del self._buckets[index]
             return done
@@ -112,7 +135,9 @@ class BucketShelf:
                 self._changed.notify_all()
 
     def drop_late(self, now: float, timeout_s: float) -> None:
-        """Go on without the servers that fetched nothing for so long, or are much slower than another one."""
+        """Go on without the servers that fetched nothing for so long, or are much slower than
+        another one.
+        """
         with self._changed:
             for server in self._live():
                 receiver = self._receivers[server]
@@ -122,8 +147,12 @@ class BucketShelf:
                     self.lost[server] = (
                         f"bucket {min(receiver.missing)} of {self._num_buckets} took longer than {timeout_s:g} s"
                     )
-                elif self._first_s is not None and now - self._begun > max(timeout_s, SLOWER * self._first_s):
-                    self.lost[server] = f"took {now - self._begun:.1f} s, another server {self._first_s:.1f} s"
+                elif self._first_s is not None and now - self._begun > max(
+                    timeout_s, SLOWER * self._first_s
+                ):
+                    self.lost[server] = (
+                        f"took {now - self._begun:.1f} s, another server {self._first_s:.1f} s"
+                    )
 
     def live(self) -> list[str]:
         """Return the servers that are not lost."""

@@ -1,4 +1,5 @@
-"""How weights travel between a learner and a server: which ways each has, and which one a pair uses; pure functions.
+"""How weights travel between a learner and a server: which ways each has, and which one a pair
+uses; pure functions.
 
     learner: offer.carriers, what it can send by                ["shared", "nccl", "gloo"]
     server:  join.carriers, what it can take, best first        {"nccl": 2, "gloo": 1}: 2 workers by nccl, else itself
@@ -20,7 +21,8 @@ from typing import Final
 
 from broker.contract.wire import Carrier
 
-READ: Final[frozenset[Carrier]] = frozenset({"ipc", "shared"})  # no communicator: the server reads the learner's memory
+# no communicator: the server reads the learner's memory
+READ: Final[frozenset[Carrier]] = frozenset({"ipc", "shared"})
 MAX_LOST: Final = 3  # consecutive failures of a carrier after which a server asks for another one
 SETTINGS: Final[dict[str, tuple[Carrier, ...]]] = {  # by train.weights_backend, "auto" aside
     "shared": ("shared", "gloo"),
@@ -32,14 +34,18 @@ SETTINGS: Final[dict[str, tuple[Carrier, ...]]] = {  # by train.weights_backend,
 
 
 def offered(setting: str, *, on_gpu: bool) -> tuple[Carrier, ...]:
-    """Return what a learner offers for ``train.weights_backend``; with ``auto`` every server can take one of them."""
+    """Return what a learner offers for ``train.weights_backend``; with ``auto`` every server can
+    take one of them.
+    """
     if setting != "auto":
         return SETTINGS[setting]
     return ("nccl", "shared", "gloo") if on_gpu else ("shared", "gloo")
 
 
 def choose(offers: Collection[Carrier], takes: Mapping[Carrier, int]) -> Carrier | None:
-    """Return a server's best carrier among those that the learner offers; None without a common one."""
+    """Return a server's best carrier among those that the learner offers; None without a common
+    one.
+    """
     return next((carrier for carrier in takes if carrier in offers), None)
 
 

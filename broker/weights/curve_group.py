@@ -1,8 +1,10 @@
-"""Carries buckets over ZeroMQ CURVE, encrypted and authenticated: each receiver fetches them at its own pace.
+"""Carries buckets over ZeroMQ CURVE, encrypted and authenticated: each receiver fetches them at its
+own pace.
 
-Everything goes through the rendezvous' port. A receiver asks for parts of a bucket before it needs them, as many as
-fill a long link; the sender answers as soon as the bucket is packed. What is asked for bounds what waits in memory. A
-receiver that is dead, expelled or slow is left behind, the others finish.
+Everything goes through the rendezvous' port. A receiver asks for parts of a bucket before it needs
+them, as many as fill a long link; the sender answers as soon as the bucket is packed. What is asked
+for bounds what waits in memory. A receiver that is dead, expelled or slow is left behind, the
+others finish.
 """
 
 from __future__ import annotations
@@ -51,9 +53,14 @@ class CurveSender:
         lost: receivers that the last broadcast went on without, and why.
     """
 
-    def __init__(self, server: BoardServer, name: str, members: Sequence[str], timeout_s: float) -> None:
+    def __init__(
+        self, server: BoardServer, name: str, members: Sequence[str], timeout_s: float
+    ) -> None:
         self.name, self.lost = name, dict[str, str]()
-        self._server, self._members, self._timeout_s, self._uses = server, tuple(members), timeout_s, 0
+        self._server = server
+        self._members = tuple(members)
+        self._timeout_s = timeout_s
+        self._uses = 0
         self._shelf: BucketShelf | None = None
 
     def open(self, num_buckets: int, lost: dict[str, str]) -> None:
@@ -63,13 +70,21 @@ class CurveSender:
             lost: receivers to go on without, and why; may grow at any time, here and elsewhere.
         """
         self.lost = lost
-        self._shelf = BucketShelf(self._members, num_buckets, self._server.changed, time.monotonic(), lost)
+        self._shelf = BucketShelf(
+            self._members, num_buckets, self._server.changed, time.monotonic(), lost
+        )
         self._server.share(f"{self.name}/{self._uses}", _ClockedShelf(self._shelf))
 
     def broadcast(
-        self, buckets: BucketSequence, watch: WaitMonitor, *, done: Callable[[int], None], peek: Callable[[], None]
+        self,
+        buckets: BucketSequence,
+        watch: WaitMonitor,
+        *,
+        done: Callable[[int], None],
+        peek: Callable[[], None],
     ) -> None:
-        """Let the receivers fetch the buckets, each as soon as it is available; ``open`` comes first.
+        """Let the receivers fetch the buckets, each as soon as it is available; ``open`` comes
+        first.
 
         Args:
             done: called with a bucket's index once all receivers have it.
@@ -77,9 +92,11 @@ class CurveSender:
 
         Raises:
             PeerLost: if all receivers are lost.
-            TransferFailed: if a bucket was not available within ``timeout_s``, or the wait was cancelled.
+            TransferFailed: if a bucket was not available within ``timeout_s``, or the wait was
+                cancelled.
         """
-        shelf, self._shelf = self._shelf, None
+        shelf = self._shelf
+        self._shelf = None
         assert shelf is not None, "open the broadcast first"
         try:
             self._run(shelf, buckets, watch, done, peek)
@@ -95,12 +112,14 @@ class CurveSender:
         done: Callable[[int], None],
         peek: Callable[[], None],
     ) -> None:
-        following, packed_at = 0, time.monotonic()
+        following = 0
+        packed_at = time.monotonic()
         while not (following == len(buckets) and shelf.finished()):
             watch.beat()
             while following < len(buckets) and (bucket := buckets[following]) is not None:
                 shelf.put(_bytes_of(bucket), time.monotonic())
-                following, packed_at = following + 1, time.monotonic()
+                following = following + 1
+                packed_at = time.monotonic()
                 self._server.poke()
             for index in shelf.complete():
                 done(index)
@@ -111,10 +130,14 @@ class CurveSender:
                     shelf.drop(server, "went away")
                 shelf.drop_late(time.monotonic(), self._timeout_s)
             if not shelf.live():
-                raise PeerLost("; ".join(f"{server}: {reason}" for server, reason in shelf.lost.items()))
+                raise PeerLost(
+                    "; ".join(f"{server}: {reason}" for server, reason in shelf.lost.items())
+                )
             if following < len(buckets):
                 if time.monotonic() - packed_at > self._timeout_s and not any(shelf.lost):
-                    raise TransferFailed(f"bucket {following} of {len(buckets)} took longer than {self._timeout_s:g} s")
+                    raise TransferFailed(
+                        f"bucket {following} of {len(buckets)} took longer than {self._timeout_s:g} s"
+                    )
                 time.sleep(POLL_S)
             else:
                 with self._server.changed:
@@ -125,7 +148,10 @@ class CurveSender:
     def close(self) -> threading.Thread:
         """Take no more requests."""
         thread = threading.Thread(
-            target=self._server.withdraw, args=(f"{self.name}/{self._uses}",), name="weights-close", daemon=True
+            target=self._server.withdraw,
+            args=(f"{self.name}/{self._uses}",),
+            name="weights-close",
+            daemon=True,
         )
         thread.start()
         return thread
@@ -136,20 +162,31 @@ class CurveReceiver:
 
     def __init__(self, client: BoardClient, name: str, timeout_s: float) -> None:
         self.name, self.lost = name, dict[str, str]()
-        self._socket, self._timeout_s, self._uses = client.connect(), timeout_s, 0
-        self._serial, self._lock = 0, threading.Lock()
+        self._socket = client.connect()
+        self._timeout_s = timeout_s
+        self._uses = 0
+        self._serial = 0
+        self._lock = threading.Lock()
 
     def broadcast(
-        self, buckets: BucketSequence, watch: WaitMonitor, *, done: Callable[[int], None], peek: Callable[[], None]
+        self,
+        buckets: BucketSequence,
+        watch: WaitMonitor,
+        *,
+        done: Callable[[int], None],
+        peek: Callable[[], None],
     ) -> None:
         """Fetch the buckets, several parts at a time.
 
         Raises:
-            PeerLost: if the sender goes on without this receiver, or nothing came for ``timeout_s``.
-            TransferFailed: if a bucket was not available within that time, or the wait was cancelled.
+            PeerLost: if the sender goes on without this receiver, or nothing came for
+                ``timeout_s``.
+            TransferFailed: if a bucket was not available within that time, or the wait was
+                cancelled.
         """
         with self._lock:
-            name, self._uses = f"{self.name}/{self._uses}", self._uses + 1
+            name = f"{self.name}/{self._uses}"
+            self._uses = self._uses + 1
             fetching = _Fetching(self._ask, name, buckets)
             progress_at = time.monotonic()
             while not fetching.finished:
@@ -188,8 +225,12 @@ class CurveReceiver:
 class _Fetching:
     """The parts of one broadcast: which are asked for, and which are there."""
 
-    def __init__(self, ask: Callable[[BoardRequest], bytes], name: str, buckets: BucketSequence) -> None:
-        self._ask, self._name, self._buckets = ask, name, buckets
+    def __init__(
+        self, ask: Callable[[BoardRequest], bytes], name: str, buckets: BucketSequence
+    ) -> None:
+        self._ask = ask
+        self._name = name
+        self._buckets = buckets
         self.asked: dict[bytes, tuple[int, int, int]] = {}  # request: bucket, start, size
         self._views: dict[int, Any] = {}
         self._left: dict[int, int] = {}  # bytes of buckets that are not complete
@@ -220,8 +261,11 @@ class _Fetching:
         if index == len(self._buckets) or (bucket := self._buckets[index]) is None:
             return False
         view = self._views[index] = _bytes_of(bucket)
-        self._left[index], self._following = len(view), index + 1
-        self._todo.extend((index, at, min(PART_BYTES, len(view) - at)) for at in range(0, len(view), PART_BYTES))
+        self._left[index] = len(view)
+        self._following = index + 1
+        self._todo.extend(
+            (index, at, min(PART_BYTES, len(view) - at)) for at in range(0, len(view), PART_BYTES)
+        )
         return True
 
     def take(self, *frames: zmq.Frame) -> int | None:

@@ -6,8 +6,8 @@ A bucket is read as words of the size of the model's elements. Its difference is
     positions  uint16, of each changed word within its block, blocks and words in order
     values     the changed words; they begin on a multiple of 8 bytes
 
-so a changed element costs its own bytes and two more. Words are compared as integers: -0.0 differs from 0.0, and a NaN
-equals itself.
+so a changed element costs its own bytes and two more. Words are compared as integers: -0.0 differs
+from 0.0, and a NaN equals itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def word_bytes(plan: LayoutPlan) -> int:
 
 
 def difference(new: Tensor, base: Tensor, word: int) -> Tensor | None:
-    """Return the difference that turns ``base`` into ``new``; None if the whole bucket is not larger.
+    """Return the difference that turns ``base`` into ``new``; None if the whole bucket is not
+    larger.
 
     Args:
         new, base: uint8, shape (n,), n a multiple of 8, on one device.
@@ -44,13 +45,16 @@ def difference(new: Tensor, base: Tensor, word: int) -> Tensor | None:
     Returns:
         uint8, on that device.
     """
-    words, before = new.view(WORDS[word]), base.view(WORDS[word])
+    words = new.view(WORDS[word])
+    before = base.view(WORDS[word])
     changed = _changed(words, before)
     start, middle, stop = _layout(len(words), len(changed), word)
     if stop >= len(new):
         return None
     made = torch.zeros(stop, dtype=torch.uint8, device=new.device)
-    made[:start].view(torch.int32).copy_(torch.bincount(changed >> BLOCK_BITS, minlength=start // 4))
+    made[:start].view(torch.int32).copy_(
+        torch.bincount(changed >> BLOCK_BITS, minlength=start // 4)
+    )
     # wraps: these are the bits of uint16
     made[start : start + 2 * len(changed)].view(torch.int16).copy_(changed & (BLOCK_WORDS - 1))
     torch.index_select(words, 0, changed, out=made[middle:].view(WORDS[word]))
@@ -66,12 +70,16 @@ def apply(data: Tensor, bucket: Tensor, word: int) -> None:
     words = bucket.view(WORDS[word])
     num_blocks = -(-len(words) // BLOCK_WORDS)
     if len(data) < 4 * num_blocks:
-        raise TransferFailed(f"a difference of {len(data)} bytes lacks the counts of {num_blocks} blocks")
+        raise TransferFailed(
+            f"a difference of {len(data)} bytes lacks the counts of {num_blocks} blocks"
+        )
     counts = data[: 4 * num_blocks].view(torch.int32).long()
     total = int(counts.sum())
     start, middle, stop = _layout(len(words), total, word)
     if int(counts.min()) < 0 or stop != len(data):
-        raise TransferFailed(f"a difference of {len(data)} bytes announces {total} words of {word} bytes")
+        raise TransferFailed(
+            f"a difference of {len(data)} bytes announces {total} words of {word} bytes"
+        )
     positions = data[start : start + 2 * total].view(torch.int16).long() & (BLOCK_WORDS - 1)
     starts = torch.arange(num_blocks, device=data.device) * BLOCK_WORDS
     index = positions + torch.repeat_interleave(starts, counts, output_size=total)

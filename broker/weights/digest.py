@@ -1,10 +1,12 @@
-"""A digest of weights that is cheap enough for every version: sums on the bucket's device, of which a hash is taken.
+"""A digest of weights that is cheap enough for every version: sums on the bucket's device, of which
+a hash is taken.
 
-A bucket's bytes are read as 64-bit integers in tiles of rows and columns. The sums of each row and each column, modulo
-2**64, depend on the positions: changing an element changes its row's sum; exchanging two elements changes two rows'
-sums or, within a row, two columns' sums. The sums (a few thousandths of the data), the rest that fills no row of a tile
-and the lengths are hashed. It finds faults, not forgeries: four changes that cancel out at the corners of a rectangle
-are missed, which lost, repeated, moved or flipped data never produces.
+A bucket's bytes are read as 64-bit integers in tiles of rows and columns. The sums of each row and
+each column, modulo 2**64, depend on the positions: changing an element changes its row's sum;
+exchanging two elements changes two rows' sums or, within a row, two columns' sums. The sums (a few
+thousandths of the data), the rest that fills no row of a tile and the lengths are hashed. It finds
+faults, not forgeries: four changes that cancel out at the corners of a rectangle are missed, which
+lost, repeated, moved or flipped data never produces.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from torch import Tensor
 
 ROW_WORDS: Final = 256  # 64-bit words of a row
 ROW_BYTES: Final = 8 * ROW_WORDS
-TILE_ROWS: Final = 1024  # rows whose columns are summed together: 2 MiB stay in a core's cache for the second pass
+# rows whose columns are summed together: 2 MiB stay in a core's cache for the second pass
+TILE_ROWS: Final = 1024
 
 
 class BucketDigest:
@@ -31,7 +34,9 @@ class BucketDigest:
     def __init__(self, bucket: Tensor) -> None:
         self._num_rows = bucket.numel() // ROW_BYTES
         self._bucket = bucket
-        self._body = bucket[: self._num_rows * ROW_BYTES].view(torch.int64).view(self._num_rows, ROW_WORDS)
+        self._body = (
+            bucket[: self._num_rows * ROW_BYTES].view(torch.int64).view(self._num_rows, ROW_WORDS)
+        )
         num_tiles = -(-self._num_rows // TILE_ROWS)
         self._rows = torch.empty(self._num_rows, dtype=torch.int64, device=bucket.device)
         self._columns = torch.empty((num_tiles, ROW_WORDS), dtype=torch.int64, device=bucket.device)
@@ -51,12 +56,18 @@ class BucketDigest:
             self._done += 1
 
     def _add_together(self, upto: int) -> None:
-        """Add all but a shorter last tile by two sums: few kernels on a GPU. On a CPU, tile by tile uses the caches."""
+        """Add all but a shorter last tile by two sums: few kernels on a GPU. On a CPU, tile by tile
+        uses the caches.
+        """
         last = min(upto // (TILE_ROWS * ROW_BYTES), self._num_rows // TILE_ROWS)
         if last > self._done:
             rows = slice(self._done * TILE_ROWS, last * TILE_ROWS)
             torch.sum(self._body[rows], 1, out=self._rows[rows])
-            torch.sum(self._body[rows].view(-1, TILE_ROWS, ROW_WORDS), 1, out=self._columns[self._done : last])
+            torch.sum(
+                self._body[rows].view(-1, TILE_ROWS, ROW_WORDS),
+                1,
+                out=self._columns[self._done : last],
+            )
             self._done = last
 
     def finish(self) -> bytes:
@@ -64,10 +75,11 @@ class BucketDigest:
         return digest_of_sums(self._bucket.numel(), self.sums())
 
     def sums(self) -> Tensor:
-        """Return what is hashed, once all bytes are there: int64, shape (``num_sums(n)``,), on the CPU.
+        """Return what is hashed, once all bytes are there: int64, shape (``num_sums(n)``,), on the
+        CPU.
 
-        It is additive: the sums of a bucket whose bytes lie in several buffers of its size, which are zero elsewhere,
-        are the sums of those buffers' sums, modulo 2**64.
+        It is additive: the sums of a bucket whose bytes lie in several buffers of its size, which
+        are zero elsewhere, are the sums of those buffers' sums, modulo 2**64.
         """
         self.add(self._bucket.numel())
         rest = torch.zeros(num_rest_words(self._bucket.numel()) * 8, dtype=torch.uint8)

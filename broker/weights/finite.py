@@ -1,4 +1,6 @@
-"""Finds the first tensor of a model that holds NaN or infinity, in one pass over the memory and one synchronization."""
+"""Finds the first tensor of a model that holds NaN or infinity, in one pass over the memory and one
+synchronization.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from torch import Tensor
 
 @torch.no_grad()
 def first_non_finite(tensors: Mapping[str, Tensor]) -> str:
-    """Return the first tensor with a value that is not finite, how many it has, and where; empty if there is none.
+    """Return the first tensor with a value that is not finite, how many it has, and where; empty if
+    there is none.
 
     Args:
         tensors: by name, on any devices. Of distributed ones only this process's part is read.
@@ -18,8 +21,15 @@ def first_non_finite(tensors: Mapping[str, Tensor]) -> str:
     extremes: dict[torch.device, list[tuple[str, Tensor]]] = {}
     for name, tensor in tensors.items():
         local = _local(tensor)
-        if local.is_floating_point() and local.numel() and not local.is_meta and local.element_size() > 1:
-            extremes.setdefault(local.device, []).append((name, torch.stack(torch.aminmax(local)).double()))
+        if (
+            local.is_floating_point()
+            and local.numel()
+            and not local.is_meta
+            and local.element_size() > 1
+        ):
+            extremes.setdefault(local.device, []).append(
+                (name, torch.stack(torch.aminmax(local)).double())
+            )
     broken: set[str] = set()
     for pairs in extremes.values():
         is_finite = torch.stack([extreme for _, extreme in pairs]).isfinite().all(1).tolist()

@@ -1,17 +1,20 @@
-"""FP8 on the weight channel: the sender quantizes matrices of linear layers, the receiver dequantizes them.
+"""FP8 on the weight channel: the sender quantizes matrices of linear layers, the receiver
+dequantizes them.
 
-A matrix ``X`` travels as ``X`` (float8_e4m3fn) and ``X_scale_inv`` (float32), one scale per block of 128 x 128
-elements, smaller at the right and lower edges: weight = q * scale. This is the layout of DeepSeek-V3's checkpoints
-(DeepSeek-AI, 2024, arXiv 2412.19437, section 3.3) and of Qwen's FP8 checkpoints.
+A matrix ``X`` travels as ``X`` (float8_e4m3fn) and ``X_scale_inv`` (float32), one scale per block
+of 128 x 128 elements, smaller at the right and lower edges: weight = q * scale. This is the layout
+of DeepSeek-V3's checkpoints (DeepSeek-AI, 2024, arXiv 2412.19437, section 3.3) and of Qwen's FP8
+checkpoints.
 
-A scale is the smallest power of two by which the block's largest element, rounded to four significant bits, is at most
-448 (like the UE8M0 scales of OCP's Microscaling specification). Multiplying and dividing are thus exact, which gives
-three properties that largest / 448 lacks: an element is off by at most 1/16 of itself, or 2^-10 scales if that is more;
-quantizing a dequantized matrix gives the same bits; and a block whose largest element moves a little keeps its scale,
-so few bytes change between versions.
+A scale is the smallest power of two by which the block's largest element, rounded to four
+significant bits, is at most 448 (like the UE8M0 scales of OCP's Microscaling specification).
+Multiplying and dividing are thus exact, which gives three properties that largest / 448 lacks: an
+element is off by at most 1/16 of itself, or 2^-10 scales if that is more; quantizing a dequantized
+matrix gives the same bits; and a block whose largest element moves a little keeps its scale, so few
+bytes change between versions.
 
-A block with an element that is not finite, or above 448 * 2^119 (3e38), gets the scale NaN: a server that loads it
-computes NaN, which the probe finds.
+A block with an element that is not finite, or above 448 * 2^119 (3e38), gets the scale NaN: a
+server that loads it computes NaN, which the probe finds.
 """
 
 from __future__ import annotations
@@ -33,34 +36,48 @@ FLOAT8: Final = torch.float8_e4m3fn
 PIECE_ELEMENTS: Final = 1 << 19  # per thread: shorter pieces would cost more than the cache saves
 GPU_PIECE_ELEMENTS: Final = 1 << 24
 _WIDE: Final = ("float64", "float32", "bfloat16", "float16")
-_ALL_LESS: Final = ("embed", "norm", "router")  # in any part of the name: not a linear layer, or too sensitive
+# in any part of the name: not a linear layer, or too sensitive
+_ALL_LESS: Final = ("embed", "norm", "router")
 _LAST_LESS: Final = ("gate", "head", "lm_head")
 _LARGEST: Final = 448.0 * 2.0**119  # of an element: 256 * scale must be finite
 _FRACTION: Final = 0x7FFFFF  # bits of a float32
-_ROUNDS_TO_448: Final = 0x680000  # 1.8125, the largest fraction that four significant bits round down to 1.75
+# 1.8125, the largest fraction that four significant bits round down to 1.75
+_ROUNDS_TO_448: Final = 0x680000
 
 
 def is_linear(name: str, shape: Sequence[int]) -> bool:
-    """Decide whether a tensor is quantized: the weight of a linear layer in a numbered block, or of stacked experts.
+    """Decide whether a tensor is quantized: the weight of a linear layer in a numbered block, or of
+    stacked experts.
 
-    Embeddings, output heads, norms, routers, gates of a shared expert and biases are not. Name and shape alone decide,
-    so both ends agree.
+    Embeddings, output heads, norms, routers, gates of a shared expert and biases are not. Name and
+    shape alone decide, so both ends agree.
     """
     layer, _, last = name.rpartition(".")
     parts = layer.split(".")
-    if not any(part.isdigit() for part in parts) or any(word in part for part in parts for word in _ALL_LESS):
+    if not any(part.isdigit() for part in parts) or any(
+        word in part for part in parts for word in _ALL_LESS
+    ):
         return False
     if parts[-1] in _LAST_LESS or parts[-1].endswith("_gate") or 0 in shape:
         return False
-    return len(shape) == 2 and last == "weight" if len(shape) != 3 else parts[-1] == "experts" and "bias" not in last
+    return (
+        len(shape) == 2 and last == "weight"
+        if len(shape) != 3
+        else parts[-1] == "experts" and "bias" not in last
+    )
 
 
 def specs_of(own: TensorSpec) -> list[TensorSpec]:
-    """Return how a tensor of a model travels: matrices that are not quantized in 16 bits, all else unchanged."""
+    """Return how a tensor of a model travels: matrices that are not quantized in 16 bits, all else
+    unchanged.
+    """
     if own.dtype not in _WIDE or len(own.shape) < 2 or own.name.endswith(SCALE):
         return [own]
     if is_linear(own.name, own.shape):
-        return [replace(own, dtype="float8_e4m3fn"), TensorSpec(own.name + SCALE, scale_shape(own.shape), "float32")]
+        return [
+            replace(own, dtype="float8_e4m3fn"),
+            TensorSpec(own.name + SCALE, scale_shape(own.shape), "float32"),
+        ]
     return [replace(own, dtype="bfloat16") if ITEM_BYTES[own.dtype] > 2 else own]
 
 
@@ -69,8 +86,11 @@ def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return (*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
 
 
-def quantise(weight: Tensor, into: Tensor, scales: Tensor, most: int = GPU_PIECE_ELEMENTS) -> Iterator[int]:
-    """Quantize piece by piece on the weight's device; yield how many elements of ``into`` are complete, in its order.
+def quantise(
+    weight: Tensor, into: Tensor, scales: Tensor, most: int = GPU_PIECE_ELEMENTS
+) -> Iterator[int]:
+    """Quantize piece by piece on the weight's device; yield how many elements of ``into`` are
+    complete, in its order.
 
     Args:
         weight: (rows, columns) or (n, rows, columns), floating point.
@@ -90,17 +110,24 @@ def quantise(weight: Tensor, into: Tensor, scales: Tensor, most: int = GPU_PIECE
 
 def dequantise(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the dequantized weights, q * scale in float32, then cast; on the device of ``weight``."""
-    made, room = torch.empty(weight.shape, dtype=dtype, device=weight.device), _Room(weight.device)
+    made = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    room = _Room(weight.device)
     stacks = (one.unsqueeze(0) if one.ndim == 2 else one for one in (weight, scales, made))
     for source, factors, target in zip(*stacks, strict=True):
-        for part, blocks in _pieces(weight.shape[-2], weight.shape[-1], weight.is_cuda, GPU_PIECE_ELEMENTS):
+        for part, blocks in _pieces(
+            weight.shape[-2], weight.shape[-1], weight.is_cuda, GPU_PIECE_ELEMENTS
+        ):
             _dequantise_piece(source[part], factors[blocks], target[part], room)
     return made
 
 
 def as_sent(name: str, weight: Tensor) -> Tensor:
-    """Return what a server computes with instead of this tensor, in its dtype; the tensor itself if it is unchanged."""
-    specs = specs_of(TensorSpec(name, tuple(weight.shape), str(weight.dtype).removeprefix("torch.")))
+    """Return what a server computes with instead of this tensor, in its dtype; the tensor itself if
+    it is unchanged.
+    """
+    specs = specs_of(
+        TensorSpec(name, tuple(weight.shape), str(weight.dtype).removeprefix("torch."))
+    )
     if len(specs) == 1:
         return weight.to(getattr(torch, specs[0].dtype)).to(weight.dtype)
     found = torch.empty(weight.shape, dtype=FLOAT8, device=weight.device)
@@ -122,7 +149,8 @@ class DequantizedModel(OnDemand):
         self._scales = {
             name: sent[name + SCALE]
             for name, tensor in sent.items()
-            if tensor.dtype == FLOAT8 and name + SCALE in sent and dtypes[name] != FLOAT8  # otherwise the model's own
+            # otherwise the model's own
+            if tensor.dtype == FLOAT8 and name + SCALE in sent and dtypes[name] != FLOAT8
         }
         scales = {name + SCALE for name in self._scales}
         self.base = {name: tensor for name, tensor in sent.items() if name not in scales}
@@ -130,17 +158,33 @@ class DequantizedModel(OnDemand):
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self.base[name]
-        return tensor if name not in self._scales else dequantise(tensor, self._scales[name], self._dtypes[name])
+        return (
+            tensor
+            if name not in self._scales
+            else dequantise(tensor, self._scales[name], self._dtypes[name])
+        )
 
     def made(self) -> dict[str, Tensor]:
-        """Return all tensors in memory of their own, so that the next version can arrive in the same buffer."""
-        return {name: self[name] if name in self._scales else tensor.clone() for name, tensor in self.base.items()}
+        """Return all tensors in memory of their own, so that the next version can arrive in the
+        same buffer.
+        """
+        return {
+            name: self[name] if name in self._scales else tensor.clone()
+            for name, tensor in self.base.items()
+        }
 
 
-def _pieces(rows: int, columns: int, gpu: bool, most: int) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
-    """Yield parts of a matrix, left to right and downwards, and their blocks: rows of blocks, or the lower edge."""
+def _pieces(
+    rows: int, columns: int, gpu: bool, most: int
+) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
+    """Yield parts of a matrix, left to right and downwards, and their blocks: rows of blocks, or
+    the lower edge.
+    """
     # torch parallelizes it
-    most = max(BLOCK * BLOCK, min(most, GPU_PIECE_ELEMENTS if gpu else PIECE_ELEMENTS * torch.get_num_threads()))
+    most = max(
+        BLOCK * BLOCK,
+        min(most, GPU_PIECE_ELEMENTS if gpu else PIECE_ELEMENTS * torch.get_num_threads()),
+    )
     high = max(1, most // (BLOCK * columns)) * BLOCK
     wide = columns if BLOCK * columns <= most else most // (BLOCK * BLOCK) * BLOCK
     full = rows // BLOCK * BLOCK
@@ -149,7 +193,10 @@ def _pieces(rows: int, columns: int, gpu: bool, most: int) -> Iterator[tuple[tup
         bottom = min(top + high, full) if top < full else rows
         for left in range(0, columns, wide):
             right = min(left + wide, columns)
-            blocks = slice(top // BLOCK, -(-bottom // BLOCK)), slice(left // BLOCK, -(-right // BLOCK))
+            blocks = (
+                slice(top // BLOCK, -(-bottom // BLOCK)),
+                slice(left // BLOCK, -(-right // BLOCK)),
+            )
             yield (slice(top, bottom), slice(left, right)), blocks
 
 
@@ -170,12 +217,20 @@ class _Room:
 def _quantise_piece(source: Tensor, target: Tensor, scales: Tensor, room: _Room) -> None:
     rows, columns = source.shape
     across = scales.shape[1]
-    blocks = source if source.dtype == torch.float32 else room.of(torch.float32, source, 1).copy_(source)
+    blocks = (
+        source if source.dtype == torch.float32 else room.of(torch.float32, source, 1).copy_(source)
+    )
     blocks = blocks.view(-1, min(rows, BLOCK), columns)  # (blocks down, rows of one, columns)
     scaled = room.of(torch.float32, blocks)
     largest = torch.abs(blocks, out=scaled).amax(1)
-    largest = torch.nn.functional.pad(largest, (0, across * BLOCK - columns)).view(-1, across, BLOCK).amax(2)
-    power = (((largest.view(torch.int32) + (_FRACTION - _ROUNDS_TO_448)) >> 23) - 135).clamp_(-126, 119)
+    largest = (
+        torch.nn.functional.pad(largest, (0, across * BLOCK - columns))
+        .view(-1, across, BLOCK)
+        .amax(2)
+    )
+    power = (((largest.view(torch.int32) + (_FRACTION - _ROUNDS_TO_448)) >> 23) - 135).clamp_(
+        -126, 119
+    )
     factors = _power_of_two(power).masked_fill_(~(largest <= _LARGEST), torch.nan)
     inverse = _power_of_two(-power).repeat_interleave(BLOCK, 1)[:, None, :columns]
     scaled = torch.mul(blocks, inverse, out=scaled).view(rows, columns)
@@ -191,12 +246,15 @@ def _power_of_two(power: Tensor) -> Tensor:
 def _dequantise_piece(source: Tensor, scales: Tensor, target: Tensor, room: _Room) -> None:
     rows, columns = source.shape
     values = room.of(torch.float32, source)
-    # torch's own cast takes ten times as long: the bits are moved to where a float16 of 1/256 has them
+    # torch's own cast takes ten times as long: the bits are moved to where a float16 of 1/256 has
+    # them
     if source.is_cpu:
         bits = room.of(torch.int16, source).copy_(source.view(torch.int8))
         values.copy_(bits.bitwise_left_shift_(7).bitwise_and_(~(1 << 14)).view(torch.float16))
         scales = scales * 256
     else:
         values.copy_(source)
-    values.view(-1, min(rows, BLOCK), columns).mul_(scales.repeat_interleave(BLOCK, 1)[:, None, :columns])
+    values.view(-1, min(rows, BLOCK), columns).mul_(
+        scales.repeat_interleave(BLOCK, 1)[:, None, :columns]
+    )
     target.copy_(values)

@@ -1,9 +1,10 @@
 """Communicators of gloo and NCCL, independent of the default process group.
 
-Nothing here calls ``init_process_group``: the learner keeps its own default group. Every wait polls, so that it can be
-cancelled at any time; gloo's own timeout only ends threads left behind. Facts about torch 2.13 behind this design: a
-gloo operation whose peer is stopped ends only at its timeout, and ``abort`` does not wake it; with two operations in
-flight the error of a dead peer may reach only one of them.
+Nothing here calls ``init_process_group``: the learner keeps its own default group. Every wait
+polls, so that it can be cancelled at any time; gloo's own timeout only ends threads left behind.
+Facts about torch 2.13 behind this design: a gloo operation whose peer is stopped ends only at its
+timeout, and ``abort`` does not wake it; with two operations in flight the error of a dead peer may
+reach only one of them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ POLL_S: Final = 0.0005
 SLICE_S: Final = 0.05
 PEEK_EVERY_S: Final = 0.1
 
-WATCHES: Final[WeakSet[WaitMonitor]] = WeakSet()  # all waits, so that the end of the process can cancel them
+# all waits, so that the end of the process can cancel them
+WATCHES: Final[WeakSet[WaitMonitor]] = WeakSet()
 
 
 class PeerLost(TransferFailed):
@@ -84,14 +86,20 @@ class Group(Protocol):
 
     Attributes:
         name: of the communicator, in session ids.
-        lost: receivers that a broadcast went on without, and why; empty if one failure ends it for all.
+        lost: receivers that a broadcast went on without, and why; empty if one failure ends it for
+            all.
     """
 
     name: str
     lost: dict[str, str]
 
     def broadcast(
-        self, buckets: BucketSequence, watch: WaitMonitor, *, done: Callable[[int], None], peek: Callable[[], None]
+        self,
+        buckets: BucketSequence,
+        watch: WaitMonitor,
+        *,
+        done: Callable[[int], None],
+        peek: Callable[[], None],
     ) -> None:
         """Send or receive the buckets, see ``WeightGroup.broadcast``."""
         ...
@@ -105,7 +113,8 @@ class WeightGroup:
     """A process group of the sender (rank 0) and its receivers.
 
     Args:
-        host: address of this end's interface; gloo listens there, and NCCL is told the interface's name.
+        host: address of this end's interface; gloo listens there, and NCCL is told the interface's
+            name.
 
     Raises:
         PeerLost: if not all members connect within ``connect_timeout_s``.
@@ -123,19 +132,33 @@ class WeightGroup:
         timeout_s: float,
         connect_timeout_s: float,
     ) -> None:
-        self.name, self.rank, self.size, self.timeout_s = name, rank, size, timeout_s
+        self.name = name
+        self.rank = rank
+        self.size = size
+        self.timeout_s = timeout_s
         self.lost: dict[str, str] = {}
         self._store = store  # written in Python, so torch does not keep it alive
         self._polls = backend == "nccl"  # a wait with a timeout would abort the communicator
-        self._device = torch.device("cuda", torch.cuda.current_device()) if self._polls else torch.device("cpu")
+        self._device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if self._polls
+            else torch.device("cpu")
+        )
         make = _make_nccl if backend == "nccl" else _make_gloo
         try:
-            self._group: Any = make(PrefixStore(f"{name}/group", store), rank, size, host, connect_timeout_s)
+            self._group: Any = make(
+                PrefixStore(f"{name}/group", store), rank, size, host, connect_timeout_s
+            )
         except RuntimeError as error:
             raise PeerLost(f"communicator {name} of {size}: {first_line(error)}") from None
 
     def broadcast(
-        self, buckets: BucketSequence, watch: WaitMonitor, *, done: Callable[[int], None], peek: Callable[[], None]
+        self,
+        buckets: BucketSequence,
+        watch: WaitMonitor,
+        *,
+        done: Callable[[int], None],
+        peek: Callable[[], None],
     ) -> None:
         """Send (rank 0) or receive the buckets, several at a time, each as soon as it is available.
 
@@ -145,13 +168,20 @@ class WeightGroup:
 
         Raises:
             PeerLost: if a peer is gone, or a bucket was on the wire for longer than ``timeout_s``.
-            TransferFailed: if a bucket was not available within that time, or the wait was cancelled.
+            TransferFailed: if a bucket was not available within that time, or the wait was
+                cancelled.
         """
         flying: list[tuple[int, Any, Tensor]] = []
-        following, progress_at = 0, time.monotonic()
+        following = 0
+        progress_at = time.monotonic()
         while following < len(buckets) or flying:
-            while following < len(buckets) and len(flying) < IN_FLIGHT and (bucket := buckets[following]) is not None:
-                here = bucket.to(self._device)  # gloo also sends from device memory, NCCL also from the host's
+            while (
+                following < len(buckets)
+                and len(flying) < IN_FLIGHT
+                and (bucket := buckets[following]) is not None
+            ):
+                # gloo also sends from device memory, NCCL also from the host's
+                here = bucket.to(self._device)
                 flying.append((following, self._issue(here), here))
                 following += 1
             complete = [one for one in flying if one[1].is_completed()]
@@ -161,8 +191,12 @@ class WeightGroup:
             if not complete:
                 if time.monotonic() - progress_at > self.timeout_s:
                     late, kind = (flying[0][0], PeerLost) if flying else (following, TransferFailed)
-                    raise kind(f"bucket {late} of {len(buckets)} took longer than {self.timeout_s:g} s")
-                self._rest(flying[0][1] if len(flying) == IN_FLIGHT or following == len(buckets) else None)
+                    raise kind(
+                        f"bucket {late} of {len(buckets)} took longer than {self.timeout_s:g} s"
+                    )
+                self._rest(
+                    flying[0][1] if len(flying) == IN_FLIGHT or following == len(buckets) else None
+                )
                 continue
             progress_at = time.monotonic()
             for one in complete:
@@ -173,12 +207,17 @@ class WeightGroup:
 
     def _issue(self, bucket: Tensor) -> Any:
         options = BroadcastOptions()
-        options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
-        options.timeout = timedelta(seconds=self.timeout_s * IN_FLIGHT)  # includes those before it on the wire
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.asyncOp = True
+        # includes those before it on the wire
+        options.timeout = timedelta(seconds=self.timeout_s * IN_FLIGHT)
         return self._group.broadcast([bucket], options)
 
     def _rest(self, work: Any | None) -> None:
-        """Sleep until ``work`` may be complete, but only briefly: another one may fail or complete first."""
+        """Sleep until ``work`` may be complete, but only briefly: another one may fail or complete
+        first.
+        """
         if self._polls or work is None:
             time.sleep(POLL_S)
             return
@@ -187,7 +226,8 @@ class WeightGroup:
 
     def close(self) -> threading.Thread:
         """Release the group in a thread: gloo's destructor waits for operations that may hang."""
-        group, self._group = [self._group, self._store], None
+        group = [self._group, self._store]
+        self._group = None
         group[0].abort()
         thread = threading.Thread(target=group.clear, name="weights-close", daemon=True)
         thread.start()
@@ -205,7 +245,8 @@ def _make_gloo(store: Store, rank: int, size: int, host: str, connect_timeout_s:
     from torch.distributed import ProcessGroupGloo
 
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [ProcessGroupGloo.create_device(hostname=host)]  # the default follows the host's name
+    # the default follows the host's name
+    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=connect_timeout_s)
     options._threads = IN_FLIGHT
     return ProcessGroupGloo(store, rank, size, options)
@@ -223,10 +264,16 @@ def _make_nccl(store: Store, rank: int, size: int, host: str, connect_timeout_s:
 
 
 def nccl_environment(host: str) -> dict[str, str]:
-    """Return NCCL's variables for an interface's address; NCCL reads them when it first connects in a process."""
-    named = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}  # its watchdog would end this process when a peer hangs
+    """Return NCCL's variables for an interface's address; NCCL reads them when it first connects in
+    a process.
+    """
+    # its watchdog would end this process when a peer hangs
+    named = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     if interface := interface_of(host):
-        named |= {"NCCL_SOCKET_IFNAME": f"={interface}", "NCCL_SOCKET_FAMILY": "AF_INET6" if ":" in host else "AF_INET"}
+        named |= {
+            "NCCL_SOCKET_IFNAME": f"={interface}",
+            "NCCL_SOCKET_FAMILY": "AF_INET6" if ":" in host else "AF_INET",
+        }
     return named
 
 

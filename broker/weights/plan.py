@@ -1,8 +1,9 @@
-"""Plans which bytes of a model travel in which bucket; sender and receivers must compute the same plan.
+"""Plans which bytes of a model travel in which bucket; sender and receivers must compute the same
+plan.
 
-All tensors lie in one flat buffer, ordered by name, at aligned offsets; a bucket is a fixed-size slice of it, so that
-buckets are equally large however uneven the tensors are. The order is by name because trainers and engines list the
-same tensors differently.
+All tensors lie in one flat buffer, ordered by name, at aligned offsets; a bucket is a fixed-size
+slice of it, so that buckets are equally large however uneven the tensors are. The order is by name
+because trainers and engines list the same tensors differently.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ class LayoutPlan:
         return tuple((start, min(start + self.bucket_bytes, self.size_bytes)) for start in starts)
 
     def slots_between(self, start: int, stop: int) -> tuple[TensorSlot, ...]:
-        """Return the tensors of which at least one byte lies in this part of the flat buffer, in order."""
+        """Return the tensors of which at least one byte lies in this part of the flat buffer, in
+        order.
+        """
         first = bisect.bisect_right(self._stops, start)
         last = bisect.bisect_left(self.slots, stop, key=lambda slot: slot.offset)
         return tuple(slot for slot in self.slots[first:last] if slot.spec.size_bytes)
@@ -98,7 +101,9 @@ class LayoutPlan:
     def text(self) -> str:
         """The plan as one line of JSON; ``from_text`` reads it."""
         tensors = [[slot.spec.name, list(slot.spec.shape), slot.spec.dtype] for slot in self.slots]
-        return json.dumps({"bucket_bytes": self.bucket_bytes, "tensors": tensors}, separators=(",", ":"))
+        return json.dumps(
+            {"bucket_bytes": self.bucket_bytes, "tensors": tensors}, separators=(",", ":")
+        )
 
     @cached_property
     def digest(self) -> str:
@@ -107,7 +112,9 @@ class LayoutPlan:
 
     def difference(self, other: LayoutPlan) -> str:
         """Return the first difference from another plan in one line, empty for equal plans."""
-        mine, theirs = ({slot.spec.name: slot.spec for slot in plan.slots} for plan in (self, other))
+        mine, theirs = (
+            {slot.spec.name: slot.spec for slot in plan.slots} for plan in (self, other)
+        )
         for name in sorted(mine.keys() | theirs.keys()):
             if name not in mine:
                 return f"{theirs[name]} is in the offer but not here"
@@ -124,18 +131,23 @@ def make_plan(specs: Iterable[TensorSpec], bucket_mib: float) -> LayoutPlan:
     """Lay out tensors given in any order.
 
     Raises:
-        UserError: for no tensors, a repeated name, a dtype that cannot travel, or a bucket size that is not positive.
+        UserError: for no tensors, a repeated name, a dtype that cannot travel, or a bucket size
+            that is not positive.
     """
     ordered = sorted(specs, key=lambda spec: spec.name)
     if not ordered:
         raise UserError("weights: the model has no tensors to send")
     if not bucket_mib > 0:
-        raise UserError(f"weights: a bucket of {bucket_mib} MiB is not allowed; use a positive size")
+        raise UserError(
+            f"weights: a bucket of {bucket_mib} MiB is not allowed; use a positive size"
+        )
     slots: list[TensorSlot] = []
     offset = 0
     for spec in ordered:
         if spec.dtype not in ITEM_BYTES:
-            raise UserError(f"weights: {spec.name} has dtype {spec.dtype}; known: {', '.join(ITEM_BYTES)}")
+            raise UserError(
+                f"weights: {spec.name} has dtype {spec.dtype}; known: {', '.join(ITEM_BYTES)}"
+            )
         if slots and slots[-1].spec.name == spec.name:
             raise UserError(f"weights: two tensors are named {spec.name}")
         slots.append(TensorSlot(spec, offset))
@@ -165,7 +177,10 @@ def from_text(text: str) -> LayoutPlan:
     try:
         fields = json.loads(text)
         found = fields["tensors"]
-        specs = [TensorSpec(str(name), tuple(int(n) for n in shape), str(dtype)) for name, shape, dtype in found]
+        specs = [
+            TensorSpec(str(name), tuple(int(n) for n in shape), str(dtype))
+            for name, shape, dtype in found
+        ]
         return make_plan(specs, int(fields["bucket_bytes"]) / 2**20)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError, UserError) as error:
         raise WireError(f"not a plan of weights: {error}") from None

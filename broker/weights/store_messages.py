@@ -19,18 +19,26 @@ class StoreMessages:
     """Keys of one transfer."""
 
     def __init__(self, store: Store, session: str, watch: WaitMonitor) -> None:
-        self._store, self._session, self._watch = store, session, watch
+        self._store = store
+        self._session = session
+        self._watch = watch
 
     def say(self, word: str, text: str = "") -> None:
         try:
             self._store.set(f"{self._session}/{word}", text or "ok")
         except RuntimeError as error:
-            raise TransferFailed(f"the learner's rendezvous store is gone: {first_line(error)}") from None
+            raise TransferFailed(
+                f"the learner's rendezvous store is gone: {first_line(error)}"
+            ) from None
 
     def note(self, word: str, text: str = "") -> None:
-        """Say something without waiting for the learner to confirm it; a later message fails if it got lost."""
+        """Say something without waiting for the learner to confirm it; a later message fails if it
+        got lost.
+        """
         if isinstance(self._store, BoardClient):
-            self._store.post(BoardRequest("set", [f"{self._session}/{word}"], value=(text or "ok").encode()))
+            self._store.post(
+                BoardRequest("set", [f"{self._session}/{word}"], value=(text or "ok").encode())
+            )
         else:
             self.say(word, text)
 
@@ -46,7 +54,9 @@ class StoreMessages:
             else:
                 value = store.get(key) if store.check([key]) else None
         except RuntimeError as error:
-            raise TransferFailed(f"the learner's rendezvous store is gone: {first_line(error)}") from None
+            raise TransferFailed(
+                f"the learner's rendezvous store is gone: {first_line(error)}"
+            ) from None
         if value is None:
             return None
         text: str = value.decode(errors="replace")  # any text is a reason
@@ -54,7 +64,8 @@ class StoreMessages:
 
     def wait(self, word: str, timeout_s: float) -> str | None:
         """Wait for a message and return it as ``heard`` does; None after the timeout."""
-        deadline, key = time.monotonic() + timeout_s, f"{self._session}/{word}"
+        deadline = time.monotonic() + timeout_s
+        key = f"{self._session}/{word}"
         while (left_s := deadline - time.monotonic()) > 0:
             self._watch.beat()
             if (answer := self._read(key, min(left_s, SLICE_S))) is not None:
@@ -64,12 +75,17 @@ class StoreMessages:
         return self.heard(word)
 
     def forget(self, num_receivers: int, num_sizes: int, before: str | None) -> None:
-        """Delete the keys after the transfer, except ``go``: a server whose workers receive may look for it only then.
+        """Delete the keys after the transfer, except ``go``: a server whose workers receive may
+        look for it only then.
 
         Args:
             before: the communicator's previous session, whose ``go`` is deleted now.
         """
-        words = [f"{word}/{rank}" for word in ("held", "ready", "done", "at") for rank in range(1, num_receivers + 1)]
+        words = [
+            f"{word}/{rank}"
+            for word in ("held", "ready", "done", "at")
+            for rank in range(1, num_receivers + 1)
+        ]
         for word in [*words, *(f"size/{index}" for index in range(num_sizes)), "digest"]:
             self._store.delete_key(f"{self._session}/{word}")
         if before is not None:

@@ -18,7 +18,8 @@ from broker.errors import RlearnerError, TransferFailed
 from broker.weights.group import WATCHES, WaitMonitor
 
 STUCK_AFTER_S: Final = 10.0  # beyond the longest wait that a thread has agreed to
-LEAVE_WITHIN_S: Final = 1.0  # a cancelled thread that takes longer hangs in a call without a timeout
+# a cancelled thread that takes longer hangs in a call without a timeout
+LEAVE_WITHIN_S: Final = 1.0
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -67,13 +68,19 @@ class ChannelTasks:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not self._broken.done():
+        if (
+            not task.cancelled()
+            and (error := task.exception()) is not None
+            and not self._broken.done()
+        ):
             self._broken.set_exception(error)
             self._broken.exception()  # it is logged; mark it as retrieved
 
 
 def in_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Run the call in a thread; the future has its result or exception. Cancelling the future does not stop it."""
+    """Run the call in a thread; the future has its result or exception. Cancelling the future does
+    not stop it.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -86,7 +93,8 @@ def in_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
             future.set_result(result)  # type: ignore[arg-type]  # T may be None itself
 
     def run() -> None:
-        result, failure = None, None
+        result = None
+        failure = None
         try:
             result = call()
         except BaseException as error:  # noqa: BLE001  # raised again where the future is awaited
@@ -111,7 +119,9 @@ async def patiently(future: asyncio.Future[T], watch: WaitMonitor, timeout_s: fl
     while not future.done():
         await asyncio.wait({future}, timeout=0.5)
         silent_s = time.monotonic() - watch.beat_at
-        if not future.done() and silent_s > (LEAVE_WITHIN_S if watch.reason else timeout_s + STUCK_AFTER_S):
+        if not future.done() and silent_s > (
+            LEAVE_WITHIN_S if watch.reason else timeout_s + STUCK_AFTER_S
+        ):
             future.cancel()
             watch.cancel(f"stuck for {silent_s:.0f} s; the learner may be stopped")
             raise TransferFailed(watch.reason)

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""The health check of the images: exit code 0 if the process in the container says that it is alive.
+"""The health check of the images: exit code 0 if the process in the container says that it is
+alive.
 
 It asks /healthz of `--metrics-port`, at the port that RL_HEALTH_PORT names.
 """

@@ -1,7 +1,7 @@
 """Writes the dashboards next to this file: ``python deploy/grafana/dashboards.py``.
 
-Each panel is one line of the tables below: title, unit, and its queries with their legends. ``$run`` is the run that is
-chosen at the top of a dashboard; ``RUN`` stands for ``run="$run"``.
+Each panel is one line of the tables below: title, unit, and its queries with their legends.
+``$run`` is the run that is chosen at the top of a dashboard; ``RUN`` stands for ``run="$run"``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ RUN: Final[dict[str, list[Panel]]] = {
         (
             "Reward",
             "short",
-            {f"rlearner_reward_mean{{{LEARNER}}}": "mean", f"rlearner_reward_domain_mean{{{LEARNER}}}": "{{domain}}"},
+            {
+                f"rlearner_reward_mean{{{LEARNER}}}": "mean",
+                f"rlearner_reward_domain_mean{{{LEARNER}}}": "{{domain}}",
+            },
         ),
         (
             "Success",
@@ -36,14 +39,24 @@ RUN: Final[dict[str, list[Panel]]] = {
         (
             "Evaluation",
             "percentunit",
-            {"rlearner_eval_success_rate{RUN}": "success", "rlearner_eval_policy_success_rate{RUN}": "{{policy}}"},
+            {
+                "rlearner_eval_success_rate{RUN}": "success",
+                "rlearner_eval_policy_success_rate{RUN}": "{{policy}}",
+            },
         ),
-        ("Entropy and KL", "short", {"rlearner_actor_entropy{RUN}": "entropy", "rlearner_actor_ppo_kl{RUN}": "KL"}),
+        (
+            "Entropy and KL",
+            "short",
+            {"rlearner_actor_entropy{RUN}": "entropy", "rlearner_actor_ppo_kl{RUN}": "KL"},
+        ),
         ("Gradient norm", "short", {"rlearner_actor_grad_norm{RUN}": "gradient norm"}),
         (
             "Response length",
             "short",
-            {"rlearner_response_length_mean{RUN}": "mean", "rlearner_response_length_max{RUN}": "longest"},
+            {
+                "rlearner_response_length_mean{RUN}": "mean",
+                "rlearner_response_length_max{RUN}": "longest",
+            },
         ),
     ],
     "Pace": [
@@ -51,7 +64,10 @@ RUN: Final[dict[str, list[Panel]]] = {
         (
             "Idle shares",
             "percentunit",
-            {"rlearner_trainer_idle_ratio{RUN}": "learner", f"rlearner_rollouter_idle_ratio{{{LEARNER}}}": "servers"},
+            {
+                "rlearner_trainer_idle_ratio{RUN}": "learner",
+                f"rlearner_rollouter_idle_ratio{{{LEARNER}}}": "servers",
+            },
         ),
         (
             "Staleness of trained tokens",
@@ -93,7 +109,10 @@ RUN: Final[dict[str, list[Panel]]] = {
         (
             "Open tickets",
             "short",
-            {"rlearner_ticket_open{RUN}": "open", "rlearner_off_policy_in_queue{RUN}": "waiting to be trained"},
+            {
+                "rlearner_ticket_open{RUN}": "open",
+                "rlearner_off_policy_in_queue{RUN}": "waiting to be trained",
+            },
         ),
         (
             "Outcomes per minute",
@@ -105,8 +124,16 @@ RUN: Final[dict[str, list[Panel]]] = {
                 "60 * rate(rlearner_ticket_dead_total{RUN}[5m])": "dead",
             },
         ),
-        ("Failed groups by reason", "short", {"rlearner_ticket_closed_reason_total{RUN}": "{{reason}}"}),
-        ("Length bias of kept episodes", "percentunit", {"rlearner_off_policy_length_bias{RUN}": "{{id}}"}),
+        (
+            "Failed groups by reason",
+            "short",
+            {"rlearner_ticket_closed_reason_total{RUN}": "{{reason}}"},
+        ),
+        (
+            "Length bias of kept episodes",
+            "percentunit",
+            {"rlearner_off_policy_length_bias{RUN}": "{{id}}"},
+        ),
     ],
 }
 FLEET: Final[dict[str, list[Panel]]] = {
@@ -121,15 +148,35 @@ FLEET: Final[dict[str, list[Panel]]] = {
                 "rlearner_weights_offer_version{RUN}": "on offer",
             },
         ),
-        ("Used slots", "percentunit", {"rlearner_member_running{RUN} / rlearner_member_slots{RUN}": "{{role}} {{id}}"}),
+        (
+            "Used slots",
+            "percentunit",
+            {"rlearner_member_running{RUN} / rlearner_member_slots{RUN}": "{{role}} {{id}}"},
+        ),
         ("Waiting", "short", {"rlearner_member_waiting{RUN}": "{{role}} {{id}}"}),
-        ("Processor time", "short", {"rate(rlearner_process_cpu_seconds_total{RUN}[5m])": "{{role}} {{id}}"}),
+        (
+            "Processor time",
+            "short",
+            {"rate(rlearner_process_cpu_seconds_total{RUN}[5m])": "{{role}} {{id}}"},
+        ),
     ],
     "Generation servers": [
-        ("Tokens per second", "short", {'rlearner_perf_tokens_per_second{RUN, role="rollout"}': "{{id}}"}),
-        ("Idle share", "percentunit", {'rlearner_rollouter_idle_ratio{RUN, role="rollout"}': "{{id}}"}),
+        (
+            "Tokens per second",
+            "short",
+            {'rlearner_perf_tokens_per_second{RUN, role="rollout"}': "{{id}}"},
+        ),
+        (
+            "Idle share",
+            "percentunit",
+            {'rlearner_rollouter_idle_ratio{RUN, role="rollout"}': "{{id}}"},
+        ),
         ("Prefix cache hits", "percentunit", {"rlearner_rollout_prefix_hit_ratio{RUN}": "{{id}}"}),
-        ("Time of a request", "s", {'rlearner_time_generate_seconds{RUN, role="rollout"}': "{{id}}"}),
+        (
+            "Time of a request",
+            "s",
+            {'rlearner_time_generate_seconds{RUN, role="rollout"}': "{{id}}"},
+        ),
         ("Time of a weight transfer", "s", {"rlearner_weights_seconds{RUN}": "{{role}} {{id}}"}),
         (
             "Failed weight transfers",
@@ -170,21 +217,32 @@ BROKER: Final[dict[str, list[Panel]]] = {
         ("Not delivered yet", "short", {"rlearner_queue_pending{RUN}": "{{subject}}"}),
         ("Held by a process", "short", {"rlearner_queue_held{RUN}": "{{subject}}"}),
         ("Redelivered", "short", {"rlearner_queue_redelivered{RUN}": "{{subject}}"}),
-        ("Processes that wait for messages", "short", {"rlearner_queue_waiting_pulls{RUN}": "{{subject}}"}),
+        (
+            "Processes that wait for messages",
+            "short",
+            {"rlearner_queue_waiting_pulls{RUN}": "{{subject}}"},
+        ),
         ("Dead letters", "short", {"rlearner_dead_letters{RUN}": "{{stream}}"}),
     ],
     "Store": [
         (
             "Store",
             "bytes",
-            {"rlearner_jetstream_store_bytes{RUN}": "used", "rlearner_jetstream_store_limit_bytes{RUN}": "limit"},
+            {
+                "rlearner_jetstream_store_bytes{RUN}": "used",
+                "rlearner_jetstream_store_limit_bytes{RUN}": "limit",
+            },
         ),
         ("Bytes by stream", "bytes", {"rlearner_stream_bytes{RUN}": "{{stream}}"}),
         ("Messages by stream", "short", {"rlearner_stream_messages{RUN}": "{{stream}}"}),
     ],
     "Exporter and disk": [
         ("Broker answers", "short", {"rlearner_exporter_up{RUN}": "up"}),
-        ("Time since an answer", "s", {"time() - rlearner_exporter_last_answer_timestamp_seconds{RUN}": "age"}),
+        (
+            "Time since an answer",
+            "s",
+            {"time() - rlearner_exporter_last_answer_timestamp_seconds{RUN}": "age"},
+        ),
         ("Free disk space", "bytes", {"rlearner_disk_free_bytes{RUN}": "{{role}} {{id}}"}),
     ],
 }
@@ -213,10 +271,21 @@ def dashboard(name: str) -> dict[str, Any]:
         )
         y += 1
         for index, (head, unit, queries) in enumerate(of_row):
-            where = {"h": HEIGHT, "w": WIDTH, "x": WIDTH * (index % COLUMNS), "y": y + HEIGHT * (index // COLUMNS)}
+            where = {
+                "h": HEIGHT,
+                "w": WIDTH,
+                "x": WIDTH * (index % COLUMNS),
+                "y": y + HEIGHT * (index // COLUMNS),
+            }
             panels.append(panel(len(panels) + 1, head, unit, queries, where))
         y += HEIGHT * -(-len(of_row) // COLUMNS)
-    source = {"name": "source", "type": "datasource", "query": "prometheus", "label": "Source", "hide": 0}
+    source = {
+        "name": "source",
+        "type": "datasource",
+        "query": "prometheus",
+        "label": "Source",
+        "hide": 0,
+    }
     run = {
         "name": "run",
         "type": "query",
@@ -257,7 +326,9 @@ def dashboard(name: str) -> dict[str, Any]:
     }
 
 
-def panel(number: int, title: str, unit: str, queries: dict[str, str], where: dict[str, int]) -> dict[str, Any]:
+def panel(
+    number: int, title: str, unit: str, queries: dict[str, str], where: dict[str, int]
+) -> dict[str, Any]:
     """Return one chart."""
     targets = [
         {
@@ -270,7 +341,13 @@ def panel(number: int, title: str, unit: str, queries: dict[str, str], where: di
         }
         for index, (expression, legend) in enumerate(queries.items())
     ]
-    custom = {"drawStyle": "line", "lineWidth": 1, "fillOpacity": 0, "showPoints": "auto", "spanNulls": True}
+    custom = {
+        "drawStyle": "line",
+        "lineWidth": 1,
+        "fillOpacity": 0,
+        "showPoints": "auto",
+        "spanNulls": True,
+    }
     return {
         "id": number,
         "type": "timeseries",
@@ -280,7 +357,12 @@ def panel(number: int, title: str, unit: str, queries: dict[str, str], where: di
         "targets": targets,
         "fieldConfig": {"defaults": {"unit": unit, "custom": custom}, "overrides": []},
         "options": {
-            "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []},
+            "legend": {
+                "displayMode": "list",
+                "placement": "bottom",
+                "showLegend": True,
+                "calcs": [],
+            },
             "tooltip": {"mode": "multi", "sort": "desc"},
         },
     }

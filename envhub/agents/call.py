@@ -1,6 +1,7 @@
 """Calls a user's function as an agent: the task is JSON on stdin, the result stdout's last line.
 
-What the function prints goes to stderr, so that it cannot be taken for the result. Started by ``envhub.envs.agent``.
+What the function prints goes to stderr, so that it cannot be taken for the result. Started by
+``envhub.envs.agent``.
 """
 
 from __future__ import annotations

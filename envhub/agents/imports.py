@@ -1,4 +1,6 @@
-"""Finds the packages that a Python program imports at its start and those that its interpreter lacks."""
+"""Finds the packages that a Python program imports at its start and those that its interpreter
+lacks.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,17 @@ print(*[name for name in sys.argv[2:] if importlib.util.find_spec(name) is None]
 
 
 def imported(source: str) -> list[str]:
-    """Return the top-level packages that a file imports when it starts, each once; not those within ``try``.
+    """Return the top-level packages that a file imports when it starts, each once; not those within
+    ``try``.
 
     Raises:
         SyntaxError: if the source is not Python.
     """
-    names = (name.partition(".")[0] for node in _statements(ast.parse(source).body) for name in _names(node))
+    names = (
+        name.partition(".")[0]
+        for node in _statements(ast.parse(source).body)
+        for name in _names(node)
+    )
     return list(dict.fromkeys(names))
 
 
@@ -36,11 +43,16 @@ def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 def _names(node: ast.stmt) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
-    return [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+    return (
+        [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+    )
 
 
-def missing(interpreter: str, names: Sequence[str], folder: str, env: Mapping[str, str], cwd: str | None) -> list[str]:
-    """Return the names that an interpreter does not find; none if it does not run, as its start will report why.
+def missing(
+    interpreter: str, names: Sequence[str], folder: str, env: Mapping[str, str], cwd: str | None
+) -> list[str]:
+    """Return the names that an interpreter does not find; none if it does not run, as its start
+    will report why.
 
     Args:
         folder: of the program, where imports look first.
@@ -48,9 +60,12 @@ def missing(interpreter: str, names: Sequence[str], folder: str, env: Mapping[st
     """
     if not names:
         return []
-    command, env = [interpreter, "-c", PROBE, folder, *names], {**worker_environment(), **env}
+    command = [interpreter, "-c", PROBE, folder, *names]
+    env = {**worker_environment(), **env}
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S, check=False, env=env, cwd=cwd)
+        asked = subprocess.run(
+            command, capture_output=True, text=True, timeout=WITHIN_S, check=False, env=env, cwd=cwd
+        )
     except (OSError, subprocess.TimeoutExpired):
         return []
     return asked.stdout.split() if asked.returncode == 0 else []

@@ -35,7 +35,11 @@ class ProgramExit:
 
 
 async def run(
-    command: Sequence[str], given: str, env: Mapping[str, str], cwd: str | None, files: Sequence[int] = ()
+    command: Sequence[str],
+    given: str,
+    env: Mapping[str, str],
+    cwd: str | None,
+    files: Sequence[int] = (),
 ) -> ProgramExit:
     """Run a program in its own session; when cancelled, kill the session and all its descendants.
 
@@ -54,7 +58,9 @@ async def run(
         os.lseek(stdin, 0, os.SEEK_SET)
         out, errors = (os.fdopen(end, "wb", buffering=0) for _, end in outputs)
         with out, errors:
-            start = partial(spawn, command, out, stdin=stdin, errors=errors, env=env, cwd=cwd, pass_fds=files)
+            start = partial(
+                spawn, command, out, stdin=stdin, errors=errors, env=env, cwd=cwd, pass_fds=files
+            )
             child = await _started(asyncio.to_thread(start, death_signal=signal.SIGKILL))
     except BaseException:
         for end, _ in outputs:
@@ -72,17 +78,25 @@ async def run(
         for task in reading:
             task.cancel()
         tails = await asyncio.gather(*reading, return_exceptions=True)
-    (stdout, is_cut), (stderr, _) = ((b"", False) if isinstance(tail, BaseException) else tail for tail in tails)
-    return ProgramExit(status, stdout.decode("utf-8", "replace"), stderr.decode("utf-8", "replace"), is_cut)
+    (stdout, is_cut), (stderr, _) = (
+        (b"", False) if isinstance(tail, BaseException) else tail for tail in tails
+    )
+    return ProgramExit(
+        status, stdout.decode("utf-8", "replace"), stderr.decode("utf-8", "replace"), is_cut
+    )
 
 
 async def _started(work: Coroutine[Any, Any, subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-    """Wait for a start in a thread, which cannot be cancelled: kill the program at once if it comes too late."""
+    """Wait for a start in a thread, which cannot be cancelled: kill the program at once if it comes
+    too late.
+    """
     starting = asyncio.create_task(work)
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
-        starting.add_done_callback(lambda done: None if done.exception() else limits.kill_tree(done.result().pid))
+        starting.add_done_callback(
+            lambda done: None if done.exception() else limits.kill_tree(done.result().pid)
+        )
         raise
 
 
@@ -92,7 +106,8 @@ async def _status(child: subprocess.Popen[bytes]) -> int:
         handle = os.pidfd_open(child.pid)
     except ProcessLookupError:
         return child.wait()
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
     loop.add_reader(handle, ended.set)
     try:
         await ended.wait()
@@ -104,8 +119,10 @@ async def _status(child: subprocess.Popen[bytes]) -> int:
 
 async def _tail(end: int) -> tuple[bytes, bool]:
     """Return the last bytes of a pipe, those so far when cancelled; and whether there were more."""
-    kept, is_cut = bytearray(), False
-    reader, pipe = asyncio.StreamReader(), os.fdopen(end, "rb", buffering=0)
+    kept = bytearray()
+    is_cut = False
+    reader = asyncio.StreamReader()
+    pipe = os.fdopen(end, "rb", buffering=0)
     connect = asyncio.get_running_loop().connect_read_pipe
     transport, _ = await connect(lambda: asyncio.StreamReaderProtocol(reader), pipe)
     try:

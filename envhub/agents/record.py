@@ -1,10 +1,11 @@
-"""Records an agent's calls as samples of exact tokens, joined if one call continues another. No I/O.
+"""Records an agent's calls as samples of exact tokens, joined if one call continues another. No
+I/O.
 
-A call whose prompt begins with the exact tokens of an earlier one, including its answer, continues that sample; any
-other begins a new one. Agents send texts, and tokenising a text again need not give the sampled tokens. So if the text
-of a prompt begins with the text of a sample, the sample's tokens are used for it, and only the rest is tokenised. If it
-does not, because the agent dropped a message, changed an answer, or the template shows an old answer differently,
-nothing is joined.
+A call whose prompt begins with the exact tokens of an earlier one, including its answer, continues
+that sample; any other begins a new one. Agents send texts, and tokenising a text again need not
+give the sampled tokens. So if the text of a prompt begins with the text of a sample, the sample's
+tokens are used for it, and only the rest is tokenised. If it does not, because the agent dropped a
+message, changed an answer, or the template shows an old answer differently, nothing is joined.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class RecordedSample:
     Attributes:
         number: from 0, in the order in which they began.
         text: of the tokens, without the token that closes the last answer; None if it is not known.
-        token_ids, loss_mask, logprobs: n values each; the mask is 1 where the policy sampled the token from its own
-            distribution, logprobs are 0 elsewhere.
+        token_ids, loss_mask, logprobs: n values each; the mask is 1 where the policy sampled the
+            token from its own distribution, logprobs are 0 elsewhere.
         version_runs: flat pairs (policy_version, number of tokens with mask 1).
         turns: spans of sampled tokens.
     """
@@ -55,16 +56,25 @@ class RecordedSample:
         self.token_ids.extend(sampled.token_ids)
         own = bytes(1 - flag for flag in sampled.reshaped) or b"\1" * len(sampled.token_ids)
         self.loss_mask += own
-        self.logprobs.extend(logprob * bit for logprob, bit in zip(sampled.logprobs, own, strict=True))
+        self.logprobs.extend(
+            logprob * bit for logprob, bit in zip(sampled.logprobs, own, strict=True)
+        )
         at = 0
-        for version, length in zip(sampled.version_runs[::2], sampled.version_runs[1::2], strict=True):
-            count, at = own.count(1, at, at + length), at + length
+        for version, length in zip(
+            sampled.version_runs[::2], sampled.version_runs[1::2], strict=True
+        ):
+            count = own.count(1, at, at + length)
+            at = at + length
             if self.version_runs and self.version_runs[-2] == version:
                 self.version_runs[-1] += count
             elif count:
                 self.version_runs += [version, count]
-        end, reason, server = len(self.token_ids), sampled.finish_reason, sampled.server
-        turn = wire.Turn(start=start, end=end, reward=0.0, valid=True, finish_reason=reason, server=server)
+        end = len(self.token_ids)
+        reason = sampled.finish_reason
+        server = sampled.server
+        turn = wire.Turn(
+            start=start, end=end, reward=0.0, valid=True, finish_reason=reason, server=server
+        )
         self.turns.append(turn)
 
 
@@ -73,24 +83,30 @@ class EpisodeRecord:
 
     Args:
         tokenizer: of the policy.
-        closing: the tokens with which its chat template closes an answer, the last one special; empty for plain text.
+        closing: the tokens with which its chat template closes an answer, the last one special;
+            empty for plain text.
         ends: tokens at which an answer ends; they are not part of its text.
 
     Attributes:
-        samples: in the order in which they were last extended: the last one ends with the last answer.
+        samples: in the order in which they were last extended: the last one ends with the last
+            answer.
         num_calls: answered so far.
         last_response: text of the last answer.
     """
 
     def __init__(self, tokenizer: Tokenizer, closing: Sequence[int], ends: Sequence[int]) -> None:
-        self._tokenizer, self._closing, self._ends = tokenizer, list(closing), {*ends, *closing[-1:]}
+        self._tokenizer = tokenizer
+        self._closing = list(closing)
+        self._ends = {*ends, *closing[-1:]}
         self._texts: dict[bytes, str] = {}  # of prompts that were given as text, by their tokens
         self.samples: list[RecordedSample] = []
         self.num_calls = 0
         self.last_response = ""
 
     def prompt(self, text: str) -> list[int]:
-        """Return the tokens of a prompt that is given as text: those of the sample that it continues, then the rest."""
+        """Return the tokens of a prompt that is given as text: those of the sample that it
+        continues, then the rest.
+        """
         for sample in sorted(self.samples, key=lambda one: -len(one.token_ids)):
             if sample.text is None or not text.startswith(sample.text):
                 continue
@@ -112,7 +128,9 @@ class EpisodeRecord:
         return max(begun, key=lambda one: len(one.token_ids), default=None)
 
     def sampled(self, prompt: array[int], sampled: SampledTurn) -> RecordedSample:
-        """Record an answered call and return its sample; of two calls from the same place only the first continues."""
+        """Record an answered call and return its sample; of two calls from the same place only the
+        first continues.
+        """
         self.num_calls += 1
         sample = self.goes_on(prompt)
         if sample is None:

@@ -19,7 +19,9 @@ MAX_RESPONSE_CHARS: Final = 1 << 20
 
 
 class BadResult(ValueError):
-    """The program ended without a usable result; says why. ``trace``: its traceback, if it is in Python."""
+    """The program ended without a usable result; says why. ``trace``: its traceback, if it is in
+    Python.
+    """
 
     def __init__(self, detail: str, trace: str = "") -> None:
         super().__init__(detail)
@@ -41,12 +43,14 @@ class AgentResult:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def read(source: Source, status: int, stdout: str, stderr: str, *, is_cut: bool = False) -> AgentResult:
+def read(
+    source: Source, status: int, stdout: str, stderr: str, *, is_cut: bool = False
+) -> AgentResult:
     """Return the result of a program.
 
     Args:
-        source: of the reward: the last line of stdout, a JSON number or object with ``reward``; the exit status, 0 for
-            reward 1 and 1 for reward 0; or none.
+        source: of the reward: the last line of stdout, a JSON number or object with ``reward``; the
+            exit status, 0 for reward 1 and 1 for reward 0; or none.
         status: exit status, negative for a signal.
         stdout: the end of its output.
         stderr: the end of its error output.
@@ -62,10 +66,16 @@ def read(source: Source, status: int, stdout: str, stderr: str, *, is_cut: bool 
     line = next((line for line in reversed(stdout.split("\n")) if line.strip()), "").strip()
     if source == "result":
         if is_cut and line == stdout.strip():
-            raise BadResult(f"the last line that the agent printed is longer than {KEPT_BYTES} bytes: {_shown(line)}")
+            raise BadResult(
+                f"the last line that the agent printed is longer than {KEPT_BYTES} bytes: {_shown(line)}"
+            )
         return _result(line)
     found = _object(line)
-    extra = _checked({key: value for key, value in found.items() if key != "reward"}) if found else AgentResult()
+    extra = (
+        _checked({key: value for key, value in found.items() if key != "reward"})
+        if found
+        else AgentResult()
+    )
     if source == "none":
         return extra
     return AgentResult(float(status == 0), status == 0, extra.response, extra.metrics)
@@ -112,13 +122,19 @@ def _checked(found: dict[str, Any]) -> AgentResult:
     if not isinstance(success, bool):
         raise BadResult(f"the agent's result has success {_shown(success)}, not true or false")
     response = found.get("response")
-    if response is not None and not (isinstance(response, str) and len(response) <= MAX_RESPONSE_CHARS):
-        raise BadResult(f"the agent's response is not a text of at most {MAX_RESPONSE_CHARS} characters")
+    if response is not None and not (
+        isinstance(response, str) and len(response) <= MAX_RESPONSE_CHARS
+    ):
+        raise BadResult(
+            f"the agent's response is not a text of at most {MAX_RESPONSE_CHARS} characters"
+        )
     if response is not None and (problem := text_problem(response)):
         raise BadResult(f"the agent's result has a response that is {problem}")
     metrics = found.get("metrics", {})
     if not isinstance(metrics, dict) or len(metrics) > MAX_METRICS:
-        raise BadResult(f"the agent's result has metrics {_shown(metrics)}, not at most {MAX_METRICS} numbers by name")
+        raise BadResult(
+            f"the agent's result has metrics {_shown(metrics)}, not at most {MAX_METRICS} numbers by name"
+        )
     for name in metrics:
         if not 0 < len(name) <= NAME_CHARS or not name.isprintable():
             allowed = f"a name has 1-{NAME_CHARS} printable characters"
@@ -129,7 +145,11 @@ def _checked(found: dict[str, Any]) -> AgentResult:
 
 def _number(what: str, value: object) -> float:
     try:
-        number = float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+        number = (
+            float(value)
+            if isinstance(value, (int, float)) and not isinstance(value, bool)
+            else math.nan
+        )
     except OverflowError:  # an integer beyond every float
         number = math.inf
     if not math.isfinite(number):

@@ -55,23 +55,28 @@ class AgentRunner:
         session = self._sessions.get(api_keys.bearer(header) or "")
         return None if session is None else Caller(session.name, session)
 
-    async def play(self, task: EpisodeTask, means: SessionContext, on_tokens: Callable[[int], None]) -> EpisodeResult:
+    async def play(
+        self, task: EpisodeTask, means: SessionContext, on_tokens: Callable[[int], None]
+    ) -> EpisodeResult:
         """Play one episode; when cancelled, kill the program.
 
         Raises:
-            EpisodeFailed: if the program does not start, crashes, gives no result, or never calls the policy.
+            EpisodeFailed: if the program does not start, crashes, gives no result, or never calls
+                the policy.
         """
         args = task.domain.args
         assert isinstance(args, AgentArgs)
         async with self._starting:
             if not self._server.address:
                 await self._server.start("127.0.0.1", 0)
-        session, key = AgentSession(task, means, on_tokens), f"rl-{secrets.token_urlsafe(24)}"
+        session = AgentSession(task, means, on_tokens)
+        key = f"rl-{secrets.token_urlsafe(24)}"
         started = time.perf_counter()
         self._sessions[key] = session
         row = agent_env.row(args, task.task_index, task.split)
         try:
-            given, env = self._given(task, row), self._environment(args, task, key)
+            given = self._given(task, row)
+            env = self._environment(args, task, key)
             with sandboxed_start(task.domain, args.cwd) as how:
                 command = sandboxed_command(how, agent_env.command(args))
                 ended = await program.run(command, given, env, args.cwd, how.files if how else ())
@@ -82,20 +87,37 @@ class AgentRunner:
             del self._sessions[key]
         result = _result(args, session, ended)
         spent_s = max(0.0, time.perf_counter() - started - session.generate_s)
-        prompt, reference = (agent_env.text_of(args, row, column) for column in (args.prompt, args.answer))
+        prompt, reference = (
+            agent_env.text_of(args, row, column) for column in (args.prompt, args.answer)
+        )
         return _played(task, session, result, prompt, reference, spent_s)
 
     def _given(self, task: EpisodeTask, row: object) -> str:
-        given = {"task_index": task.task_index, "split": task.split, "seed": task.seed, "episode": task.episode}
+        given = {
+            "task_index": task.task_index,
+            "split": task.split,
+            "seed": task.seed,
+            "episode": task.episode,
+        }
         return json.dumps(given if row is None else given | {"row": row}, ensure_ascii=False) + "\n"
 
     def _environment(self, args: AgentArgs, task: EpisodeTask, key: str) -> dict[str, str]:
-        own = {"OPENAI_BASE_URL": self._server.address, "OPENAI_API_KEY": key, "OPENAI_MODEL": task.policy}
-        return {**worker_environment(self._passed), **agent_env.whole_env(args), **own, "OMP_NUM_THREADS": "1"}
+        own = {
+            "OPENAI_BASE_URL": self._server.address,
+            "OPENAI_API_KEY": key,
+            "OPENAI_MODEL": task.policy,
+        }
+        return {
+            **worker_environment(self._passed),
+            **agent_env.whole_env(args),
+            **own,
+            "OMP_NUM_THREADS": "1",
+        }
 
 
 def _result(args: AgentArgs, session: AgentSession, ended: program.ProgramExit) -> AgentResult:
-    """Return the program's result; giving up for lack of calls, context or answer length is not a crash.
+    """Return the program's result; giving up for lack of calls, context or answer length is not a
+    crash.
 
     Raises:
         EpisodeFailed: if the program crashed or never called the policy.
@@ -115,18 +137,30 @@ def _result(args: AgentArgs, session: AgentSession, ended: program.ProgramExit) 
             raise EpisodeFailed("generate", session.failed)
         if session.refused == "length":
             limit = session.served.max_context_tokens
-            raise EpisodeFailed("fatal", f"the agent's first prompt exceeds max_context_tokens, which is {limit}")
+            raise EpisodeFailed(
+                "fatal", f"the agent's first prompt exceeds max_context_tokens, which is {limit}"
+            )
         raise EpisodeFailed("env", "the agent ended without a call to the policy")
     return result
 
 
 def _played(
-    task: EpisodeTask, session: AgentSession, result: AgentResult, prompt: str, reference: str, env_step_s: float
+    task: EpisodeTask,
+    session: AgentSession,
+    result: AgentResult,
+    prompt: str,
+    reference: str,
+    env_step_s: float,
 ) -> EpisodeResult:
-    samples, reward = session.record.samples, result.reward or 0.0
+    samples = session.record.samples
+    reward = result.reward or 0.0
     last = samples[-1]
     last.turns[-1] = msgspec.structs.replace(last.turns[-1], reward=reward)
-    metrics = {**result.metrics, "num_turns": float(session.record.num_calls), "num_samples": float(len(samples))}
+    metrics = {
+        **result.metrics,
+        "num_turns": float(session.record.num_calls),
+        "num_samples": float(len(samples)),
+    }
     sampled = sum(turn.end - turn.start for one in samples for turn in one.turns)
     if (untrained := sampled - sum(one.loss_mask.count(1) for one in samples)) > 0:
         metrics["reshaped_share"] = untrained / sampled
@@ -134,11 +168,23 @@ def _played(
     response = session.record.last_response if result.response is None else result.response
     trajectories[-1] = msgspec.structs.replace(trajectories[-1], response=response, metrics=metrics)
     versions = [version for one in samples for version in one.version_runs[::2]]
-    return EpisodeResult(trajectories, prompt, reference, session.generate_s, env_step_s, [], min(versions, default=-1))
+    return EpisodeResult(
+        trajectories,
+        prompt,
+        reference,
+        session.generate_s,
+        env_step_s,
+        [],
+        min(versions, default=-1),
+    )
 
 
 def _trajectory(
-    task: EpisodeTask, session: AgentSession, sample: RecordedSample, result: AgentResult, reward: float
+    task: EpisodeTask,
+    session: AgentSession,
+    sample: RecordedSample,
+    result: AgentResult,
+    reward: float,
 ) -> wire.Trajectory:
     return wire.Trajectory(
         episode=task.episode,

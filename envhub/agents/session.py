@@ -26,7 +26,12 @@ from rlearner_text.openai.answer_store import AnswerStore
 from rlearner_text.openai.backends import ServedModel, refuse_long, refuse_overlong
 from rlearner_text.openai.generation import REPLY_ID_CHARS
 from rlearner_text.openai.http_errors import HttpError
-from rlearner_text.openai.request_bodies import ChatBody, ChatMessage, CompletionBody, GenerationBody
+from rlearner_text.openai.request_bodies import (
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    GenerationBody,
+)
 from rlearner_text.openai.token_events import TokenEvent, TokenListener
 from rlearner_text.special_text import shield_values
 from rlearner_text.tokenizer import LONG_TEXT, Tokenizer
@@ -63,22 +68,30 @@ class AgentSession:
         generate_s: seconds that all calls took.
     """
 
-    def __init__(self, task: EpisodeTask, means: SessionContext, on_tokens: Callable[[int], None]) -> None:
-        self._task, self._means, self._on_tokens = task, means, on_tokens
+    def __init__(
+        self, task: EpisodeTask, means: SessionContext, on_tokens: Callable[[int], None]
+    ) -> None:
+        self._task = task
+        self._means = means
+        self._on_tokens = on_tokens
         self._section = task.domain.section
         self.name = task.id  # in the access log
         closing, stops = _ends(means.tokenizer)
         self._stop_token_ids = stops
         self.record = EpisodeRecord(means.tokenizer, closing, stops)
-        names, limit = (task.policy, means.tokenizer.name), self._section.max_context_tokens
-        self.served = ServedModel(*names, limit, self._state, self._version, any_model=True, top_logprobs=True)
+        names = (task.policy, means.tokenizer.name)
+        limit = self._section.max_context_tokens
+        self.served = ServedModel(
+            *names, limit, self._state, self._version, any_model=True, top_logprobs=True
+        )
         self.kept = AnswerStore()
         self.refused: wire.EpisodeEnd | None = None
         self.cut = False
         self.failed = ""
         self.generate_s = 0.0
         self._said: dict[str, str] = {}  # texts of answers, by the prefix of their calls' ids
-        self._with_specials: list[str] = []  # those with sampled special tokens, which the record has to find again
+        # those with sampled special tokens, which the record has to find again
+        self._with_specials: list[str] = []
         self._begun = self._task_key = 0
         self._newest = -1
         self._over = False
@@ -89,7 +102,9 @@ class AgentSession:
         self._over = True
 
     async def prompts(self, body: GenerationBody) -> list[Sequence[int]]:
-        """Return the prompts' tokens, beginning with the exact tokens of the samples that they continue."""
+        """Return the prompts' tokens, beginning with the exact tokens of the samples that they
+        continue.
+        """
         if self._over:
             raise HttpError(403, "the episode is over")
         try:
@@ -120,7 +135,9 @@ class AgentSession:
         for text in prompts:
             if isinstance(text, str):
                 try:
-                    refuse_overlong(self._means.tokenizer, text, self._section.max_context_tokens, "messages")
+                    refuse_overlong(
+                        self._means.tokenizer, text, self._section.max_context_tokens, "messages"
+                    )
                 except HttpError:
                     self.refused = "length"
                     raise
@@ -130,7 +147,10 @@ class AgentSession:
         """Return the prompt's text; turns with unchanged tool calls appear as they were sampled."""
         shield = self._means.tokenizer.shield
         plain = [self._shielded(shield, message) for message in body.messages]
-        messages = [self._as_said(one, body.most_calls, other) for one, other in zip(body.messages, plain, strict=True)]
+        messages = [
+            self._as_said(one, body.most_calls, other)
+            for one, other in zip(body.messages, plain, strict=True)
+        ]
         tools = shield_values(shield, body.offered)
         try:
             return self._means.tokenizer.render_chat(messages, tools=tools)
@@ -140,25 +160,38 @@ class AgentSession:
     def _shielded(self, shield: Callable[[str], str], message: ChatMessage) -> dict[str, Any]:
         plain: dict[str, Any] = message.plain()
         shielded: dict[str, Any] = shield_values(shield, plain)
-        if message.role == "assistant" and message.text and any(message.text in text for text in self._with_specials):
+        if (
+            message.role == "assistant"
+            and message.text
+            and any(message.text in text for text in self._with_specials)
+        ):
             shielded["content"] = plain["content"]
         return shielded
 
-    def _as_said(self, message: ChatMessage, most_calls: int | None, plain: dict[str, Any]) -> dict[str, Any]:
+    def _as_said(
+        self, message: ChatMessage, most_calls: int | None, plain: dict[str, Any]
+    ) -> dict[str, Any]:
         if message.role == "assistant" and message.tool_calls:
             prefix = message.tool_calls[0].id[: len(tool_calls.prefix_of("x" * REPLY_ID_CHARS, 0))]
             if (text := self._said.get(prefix)) is not None:
                 syntax = tool_calls.tool_syntax(self._means.tokenizer)
                 words, calls = tool_calls.split_calls(text, syntax, prefix, most_calls)
-                if words == message.text and [one.model_dump() for one in message.tool_calls] == calls:
+                if (
+                    words == message.text
+                    and [one.model_dump() for one in message.tool_calls] == calls
+                ):
                     return {"role": "assistant", "content": text}
         return plain
 
-    async def handle(self, ask: wire.GenerateRequest, tap: TokenListener | None = None, /) -> wire.GenerateReply:
+    async def handle(
+        self, ask: wire.GenerateRequest, tap: TokenListener | None = None, /
+    ) -> wire.GenerateReply:
         """Sample one turn of the policy, which a server returns whole."""
         if self._begun >= self._section.max_turns:
             self.refused = self.refused or "truncated"
-            raise HttpError(400, f"the episode's {self._section.max_turns} calls are used up", code="max_turns")
+            raise HttpError(
+                400, f"the episode's {self._section.max_turns} calls are used up", code="max_turns"
+            )
         self._begun += 1
         if tap is not None and tap.top_logprobs:
             sampling = replace(ask.sampling, top_logprobs=tap.top_logprobs)
@@ -166,7 +199,8 @@ class AgentSession:
         else:
             tap = None
         prompt = array("i", ask.token_ids.array().tolist())
-        started, began = time.perf_counter(), self._means.spans.enter("generate")
+        started = time.perf_counter()
+        began = self._means.spans.enter("generate")
         try:
             turn, predicted = self._ask(ask, prompt)
             sampled = await self._means.turn(turn)
@@ -197,7 +231,11 @@ class AgentSession:
             self._newest = max(self._newest, *versions)
             self._on_tokens(min(versions))
         if tap is not None:
-            tap.told(TokenEvent(sampled.token_ids.tolist(), sampled.logprobs.tolist(), self._newest, sampled.top))
+            tap.told(
+                TokenEvent(
+                    sampled.token_ids.tolist(), sampled.logprobs.tolist(), self._newest, sampled.top
+                )
+            )
         return wire.GenerateReply(
             request_id=ask.request_id,
             server=sampled.server,
@@ -208,13 +246,25 @@ class AgentSession:
             policy_version=max(versions, default=-1),
         )
 
-    def _ask(self, asked: wire.GenerateRequest, prompt: array[int]) -> tuple[TurnRequest, LengthPrediction]:
-        task, section, sampling = self._task, self._section, self._section.sampling
+    def _ask(
+        self, asked: wire.GenerateRequest, prompt: array[int]
+    ) -> tuple[TurnRequest, LengthPrediction]:
+        task = self._task
+        section = self._section
+        sampling = self._section.sampling
         base = self.record.goes_on(prompt)
-        most = min(asked.sampling.max_tokens, sampling.max_tokens, section.max_context_tokens - len(prompt))
+        most = min(
+            asked.sampling.max_tokens, sampling.max_tokens, section.max_context_tokens - len(prompt)
+        )
         self._task_key = self._task_key or task_key(prompt)
         last = base.turns[-1] if base is not None else None
-        place = self._task_key, self._begun - 1, last.end - last.start if last else 0, task.task_index, task.split
+        place = (
+            self._task_key,
+            self._begun - 1,
+            last.end - last.start if last else 0,
+            task.task_index,
+            task.split,
+        )
         predicted = self._means.lengths.predict(UpcomingTurn(prompt, most, *place))
         turn = TurnRequest(
             episode=task.id,
@@ -256,6 +306,7 @@ def _ends(tokenizer: Tokenizer) -> tuple[Sequence[int], Sequence[int]]:
     """Return the tokens that close an answer, and those at which one should stop."""
     try:
         rules = Conversation(tokenizer).rules
-    except ConfigError:  # the template shows old turns differently from new ones, so nothing is joined
+    # the template shows old turns differently from new ones, so nothing is joined
+    except ConfigError:
         return (), tokenizer.eos_token_ids
     return rules.closing, rules.stop_token_ids

@@ -7,11 +7,12 @@
         context: steps
         max_turns: 20        # calls to the policy
 
-The program, or ``function: my_agent.py:play``, is started for each episode with OPENAI_BASE_URL, OPENAI_API_KEY and
-OPENAI_MODEL in its environment, and gets its task as a line of JSON on stdin: ``{"task_index": 3, "split": "train",
-"seed": 7, "row": {...}}``. Its requests are sampled with the run's settings and recorded. Its last line on stdout is
-the reward, or an object with ``reward`` and optionally ``success``, ``response`` and ``metrics``; or its exit status is
-(``reward: exit``), or reward hubs give it (``reward: none``). A crash fails the episode, which is tried again; it never
+The program, or ``function: my_agent.py:play``, is started for each episode with OPENAI_BASE_URL,
+OPENAI_API_KEY and OPENAI_MODEL in its environment, and gets its task as a line of JSON on stdin:
+``{"task_index": 3, "split": "train", "seed": 7, "row": {...}}``. Its requests are sampled with the
+run's settings and recorded. Its last line on stdout is the reward, or an object with ``reward`` and
+optionally ``success``, ``response`` and ``metrics``; or its exit status is (``reward: exit``), or
+reward hubs give it (``reward: none``). A crash fails the episode, which is tried again; it never
 counts as a reward of zero.
 """
 
@@ -46,17 +47,22 @@ PYTHON: Final = "python"  # as a command, the hub's interpreter, whether it is o
 class AgentArgs(Section):
     """``env_args`` of ``agent``."""
 
-    command: list[str] = Field(default_factory=list)  # program and arguments, `python` being the hub's own; or:
-    function: str = ""  # package.module:name or file.py:name, called with the task in its own process; may be async
-    reward: Source = "result"  # the last line on stdout; exit: 1 for exit status 0, 0 for 1; none: reward hubs give it
+    # program and arguments, `python` being the hub's own; or:
+    command: list[str] = Field(default_factory=list)
+    # package.module:name or file.py:name, called with the task in its own process; may be async
+    function: str = ""
+    # the last line on stdout; exit: 1 for exit status 0, 0 for 1; none: reward hubs give it
+    reward: Source = "result"
     path: str | None = None  # JSONL; each row is a task
     prompt: str | None = None  # column that reward hubs see as the question
     answer: str | None = None  # column that they see as the reference
     eval_path: str | None = None  # a file for evaluation; None: the share below
-    eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05  # of the rows of ``path``, taken from its end
+    # of the rows of ``path``, taken from its end
+    eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05
     num_tasks: PositiveInt | None = None  # if there is no file; None: endless
     shuffle_seed: NonNegativeInt = 0
-    env: dict[str, str | SecretRef] = Field(default_factory=dict)  # added to the program's environment
+    # added to the program's environment
+    env: dict[str, str | SecretRef] = Field(default_factory=dict)
     cwd: str | None = None  # folder to run in; None: the hub's
 
     @model_validator(mode="after")
@@ -80,29 +86,41 @@ class AgentEnvironment(Environment):
     def check(cls, args: AgentArgs) -> None:
         program = args.command[0] if args.command else PYTHON
         if program != PYTHON and shutil.which(program, path=plain_env(args).get("PATH")) is None:
-            raise ConfigError("command", args.command, f"a program that is there; {program!r} is not")
+            raise ConfigError(
+                "command", args.command, f"a program that is there; {program!r} is not"
+            )
         script = args.command[1] if args.command[:1] == [PYTHON] and len(args.command) > 1 else ""
         if script.endswith(".py") and not Path(args.cwd or "", script).is_file():
             raise ConfigError("command", args.command, f"there is no file {script}")
         file = args.function.rpartition(":")[0]
         if args.function and not file:
-            raise ConfigError("function", args.function, "write 'package.module:name' or 'file.py:name'")
+            raise ConfigError(
+                "function", args.function, "write 'package.module:name' or 'file.py:name'"
+            )
         if file.endswith(".py") and not Path(file).is_file():
             raise ConfigError("function", args.function, f"there is no file {file}")
         if args.cwd is not None and not Path(args.cwd).is_dir():
             raise ConfigError("cwd", args.cwd, "there is no such folder")
         _read.cache_clear()
         if args.path is not None and not rows(args, "train"):
-            raise ConfigError("eval_share", args.eval_share, "a smaller share: it leaves no row for training")
+            raise ConfigError(
+                "eval_share", args.eval_share, "a smaller share: it leaves no row for training"
+            )
         if args.eval_path is not None:
             rows(args, "eval")
 
     @classmethod
     def folders(cls, args: AgentArgs) -> tuple[list[str], list[str]]:
-        program = shutil.which(args.command[0], path=plain_env(args).get("PATH")) if args.command else None
+        program = (
+            shutil.which(args.command[0], path=plain_env(args).get("PATH"))
+            if args.command
+            else None
+        )
         scripts = [one for one in args.command[1:] if Path(args.cwd or "", one).is_file()]
         file = args.function.rpartition(":")[0]
-        own = [os.path.join(args.cwd or "", one) for one in scripts] + ([file] if file.endswith(".py") else [])
+        own = [os.path.join(args.cwd or "", one) for one in scripts] + (
+            [file] if file.endswith(".py") else []
+        )
         return [*([program] if program else []), *own, *([args.cwd] if args.cwd else [])], []
 
     @classmethod
@@ -126,7 +144,9 @@ def whole_env(args: AgentArgs) -> dict[str, str]:
         UserError: if a secret is missing or not usable.
     """
     secrets = {name: ref for name, ref in args.env.items() if not isinstance(ref, str)}
-    return plain_env(args) | {name: ref.require(f"env_args.env.{name}") for name, ref in secrets.items()}
+    return plain_env(args) | {
+        name: ref.require(f"env_args.env.{name}") for name, ref in secrets.items()
+    }
 
 
 def check_section(name: str, section: DomainSection, args: Section) -> None:
@@ -158,12 +178,18 @@ def command(args: AgentArgs) -> list[str]:
 
 
 def row(args: AgentArgs, task_index: int, split: Split) -> Mapping[str, Any] | None:
-    """Return the row of a task, None if there is no file. Training shuffles the rows in every epoch."""
+    """Return the row of a task, None if there is no file. Training shuffles the rows in every
+    epoch.
+    """
     if args.path is None:
         return None
     found = rows(args, split)
     epoch, position = divmod(task_index, len(found))
-    return found[int(_order(len(found), args.shuffle_seed, epoch)[position]) if split == "train" else position]
+    return found[
+        int(_order(len(found), args.shuffle_seed, epoch)[position])
+        if split == "train"
+        else position
+    ]
 
 
 def text_of(args: AgentArgs, of: Mapping[str, Any] | None, column: str | None) -> str:
@@ -194,7 +220,8 @@ def rows(args: AgentArgs, split: Split) -> tuple[dict[str, Any], ...]:
 def _read(path: str, columns: tuple[str, ...], key: str) -> tuple[dict[str, Any], ...]:
     if not Path(path).is_file():
         raise ConfigError(key, path, "there is no such file")
-    decoder, found = msgspec.json.Decoder(dict[str, Any]), []
+    decoder = msgspec.json.Decoder(dict[str, Any])
+    found = []
     for line, data in enumerate(Path(path).read_bytes().split(b"\n"), start=1):
         if not data.strip():
             continue
@@ -204,7 +231,11 @@ def _read(path: str, columns: tuple[str, ...], key: str) -> tuple[dict[str, Any]
             raise DataError(path, line, f"not a JSON object: {error}") from None
         for column in columns:
             if column not in found[-1]:
-                raise DataError(path, line, f"no column {column!r}; it has {', '.join(sorted(found[-1])) or 'none'}")
+                raise DataError(
+                    path,
+                    line,
+                    f"no column {column!r}; it has {', '.join(sorted(found[-1])) or 'none'}",
+                )
     if not found:
         raise ConfigError(key, path, "the file holds no rows")
     return tuple(found)

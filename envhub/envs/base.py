@@ -1,16 +1,17 @@
 """The base class of environments: text in, text out.
 
-Your own class derives from ``Environment``, declares its arguments in a pydantic ``Section`` and implements ``reset``
-and ``step``; the config names it by dotted path or file path. Methods may be plain or ``async``, and each call has a
-timeout. They run where ``domains.<name>.isolation``, or else the class, says:
+Your own class derives from ``Environment``, declares its arguments in a pydantic ``Section`` and
+implements ``reset`` and ``step``; the config names it by dotted path or file path. Methods may be
+plain or ``async``, and each call has a timeout. They run where ``domains.<name>.isolation``, or
+else the class, says:
 
-- ``process``: in their own worker process, which is killed if it hangs, crashes or takes too much memory. The default,
-  for all code that is not known to be harmless.
-- ``sandbox``: like ``process``, but under bubblewrap, as another user if the hub is root: a read-only root with Python,
-  its packages, the environment's code and data, a private ``/tmp``, and no network unless ``network`` is set. For code
-  that executes what the policy writes.
-- ``thread``: plain methods in a thread of the hub. For code that waits and shares much: a hanging thread is abandoned,
-  but code that crashes, leaks or holds the interpreter's lock harms its hub.
+- ``process``: in their own worker process, which is killed if it hangs, crashes or takes too much
+  memory. The default, for all code that is not known to be harmless.
+- ``sandbox``: like ``process``, but under bubblewrap, as another user if the hub is root: a
+  read-only root with Python, its packages, the environment's code and data, a private ``/tmp``, and
+  no network unless ``network`` is set. For code that executes what the policy writes.
+- ``thread``: plain methods in a thread of the hub. For code that waits and shares much: a hanging
+  thread is abandoned, but code that crashes, leaks or holds the interpreter's lock harms its hub.
 - ``none``: on the hub's event loop, for trusted code whose calls take microseconds.
 """
 
@@ -60,7 +61,8 @@ class StepResult(msgspec.Struct, frozen=True):
         valid: whether the text parsed to an action.
         success: whether the task is solved.
         truncated: with ``done``, ended by a limit of the environment rather than by an outcome.
-        metrics: numbers about the whole episode so far; those of the last step are reported as ``env/<name>``.
+        metrics: numbers about the whole episode so far; those of the last step are reported as
+            ``env/<name>``.
     """
 
     observation: Observation
@@ -98,7 +100,8 @@ class Environment:
         """Refuse arguments that contradict each other or name something missing.
 
         Raises:
-            ConfigError: with the argument's name as key; the caller prepends ``domains.<name>.env_args``.
+            ConfigError: with the argument's name as key; the caller prepends
+                ``domains.<name>.env_args``.
             DataError: if a row of a data file is malformed.
         """
 
@@ -109,7 +112,8 @@ class Environment:
 
     @classmethod
     def folders(cls, args: Any) -> tuple[list[str], list[str]]:
-        """Return the folders that it reads in a sandbox besides ``data_files``, and those that it writes to.
+        """Return the folders that it reads in a sandbox besides ``data_files``, and those that it
+        writes to.
 
         What it writes stays in memory and is lost with its processes.
         """
@@ -117,7 +121,9 @@ class Environment:
 
     @classmethod
     def references(cls, args: Any) -> list[tuple[str, str]]:
-        """Return the place and text of each reference answer, for rewards that check them before anything starts."""
+        """Return the place and text of each reference answer, for rewards that check them before
+        anything starts.
+        """
         return []
 
     @classmethod
@@ -127,19 +133,24 @@ class Environment:
 
     @classmethod
     def tools(cls, args: Any) -> list[dict[str, Any]]:
-        """Return the functions that the policy may call, in OpenAI's form: ``{"type": "function", "function": {...}}``.
+        """Return the functions that the policy may call, in OpenAI's form: ``{"type": "function",
+        "function": {...}}``.
 
-        The chat template shows them to the model and defines how calls are written; calls go to ``use``, other text to
-        ``step``.
+        The chat template shows them to the model and defines how calls are written; calls go to
+        ``use``, other text to ``step``.
         """
         return []
 
     @classmethod
     def example(cls, folder: Path) -> dict[str, Any]:
-        """Return ``env_args`` of a small instance for the contract tests; its data files go to the empty ``folder``."""
+        """Return ``env_args`` of a small instance for the contract tests; its data files go to the
+        empty ``folder``.
+        """
         return {}
 
-    def reset(self, task_index: int, split: Split, seed: int) -> Observation | Awaitable[Observation]:
+    def reset(
+        self, task_index: int, split: Split, seed: int
+    ) -> Observation | Awaitable[Observation]:
         """Start a task; a pure function of its arguments."""
         raise NotImplementedError
 
@@ -148,9 +159,11 @@ class Environment:
         raise NotImplementedError
 
     def use(self, calls: Sequence[ToolCall]) -> StepResult | Awaitable[StepResult]:
-        """Act by calling tools, all of one turn; the observation is their answer. Only with ``tools``.
+        """Act by calling tools, all of one turn; the observation is their answer. Only with
+        ``tools``.
 
-        A call that is not JSON does not get here: the policy gets an error, and its action counts as invalid.
+        A call that is not JSON does not get here: the policy gets an error, and its action counts
+        as invalid.
         """
         raise NotImplementedError
 

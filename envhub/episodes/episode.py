@@ -54,16 +54,26 @@ class EpisodeContext:
 
 
 class Episode:
-    """One episode from its reset on; see ``envhub.episodes.runners.EpisodeRunners.play`` for ``on_tokens``."""
+    """One episode from its reset on; see ``envhub.episodes.runners.EpisodeRunners.play`` for
+    ``on_tokens``.
+    """
 
     def __init__(
-        self, task: EpisodeTask, environment: Environment, means: EpisodeContext, on_tokens: Callable[[int], None]
+        self,
+        task: EpisodeTask,
+        environment: Environment,
+        means: EpisodeContext,
+        on_tokens: Callable[[int], None],
     ) -> None:
-        self._means, self._task, self._env, self._on_tokens = means, task, environment, on_tokens
+        self._means = means
+        self._task = task
+        self._env = environment
+        self._on_tokens = on_tokens
         self._section = task.domain.section
         self._steps = task.domain.steps()
         self._conversations: list[Conversation] = []
-        self._seed = stirred(0, task.seed, task.episode)  # of every turn's sampling, with the length of its context
+        # of every turn's sampling, with the length of its context
+        self._seed = stirred(0, task.seed, task.episode)
         self._turns: list[wire.Turn] = []
         self._frames: list[str] = []
         self._generate_s = self._env_step_s = 0.0
@@ -81,16 +91,24 @@ class Episode:
         seen = await self._reset()
         limit = self._section.max_context_tokens
         if (size := len(seen.text)) > limit * CHARS_PER_TOKEN:
-            raise EpisodeFailed("fatal", f"the prompt has {size} characters and max_context_tokens is {limit}")
+            raise EpisodeFailed(
+                "fatal", f"the prompt has {size} characters and max_context_tokens is {limit}"
+            )
         prompt = seen.text if self._steps is None else self._remembered(self._steps.open, seen.text)
         await self._encode_ahead(prompt)
         self._show(prompt)
         if (size := len(self._conversation)) >= limit:
-            raise EpisodeFailed("fatal", f"the prompt has {size} tokens and max_context_tokens is {limit}")
+            raise EpisodeFailed(
+                "fatal", f"the prompt has {size} tokens and max_context_tokens is {limit}"
+            )
         while True:
             sampled = await self._sample()
             self._response = self._conversation.rules.text(sampled.token_ids)
-            action = without_thinking(self._response) if self._section.thinking == "drop" else self._response
+            action = (
+                without_thinking(self._response)
+                if self._section.thinking == "drop"
+                else self._response
+            )
             step = await self._act(action, sampled)
             start, end = self._conversation.spans[-1]
             self._turns.append(
@@ -107,7 +125,11 @@ class Episode:
             seen = step.observation
             if (ended := self._ended(step)) is not None:
                 return self._played(step, ended)
-            prompt = seen.text if self._steps is None else self._remembered(self._steps.acted, action, seen.text)
+            prompt = (
+                seen.text
+                if self._steps is None
+                else self._remembered(self._steps.acted, action, seen.text)
+            )
             await self._encode_ahead(prompt)
             if not self._fits(prompt):
                 return self._played(step, "length")
@@ -122,10 +144,14 @@ class Episode:
         try:
             return ask(*texts)
         except Exception as error:
-            raise EpisodeFailed("fatal", f"memory {self._section.memory}: {told(error)}", trace(error)) from error
+            raise EpisodeFailed(
+                "fatal", f"memory {self._section.memory}: {told(error)}", trace(error)
+            ) from error
 
     async def _encode_ahead(self, prompt: str) -> None:
-        """Encode a long prompt in a thread, so that the hub's loop finds the tokens in the cache of the rules."""
+        """Encode a long prompt in a thread, so that the hub's loop finds the tokens in the cache of
+        the rules.
+        """
         if not LONG_TEXT <= len(prompt) <= self._section.max_context_tokens * CHARS_PER_TOKEN:
             return
         section = self._section
@@ -137,8 +163,11 @@ class Episode:
 
     def _show(self, prompt: str) -> None:
         if self._steps is not None or not self._conversations:
-            tokenizer, section = self._means.tokenizer, self._section
-            self._conversations.append(Conversation(tokenizer, section.system_prompt, self._task.domain.tools))
+            tokenizer = self._means.tokenizer
+            section = self._section
+            self._conversations.append(
+                Conversation(tokenizer, section.system_prompt, self._task.domain.tools)
+            )
             self._conversation.observe(prompt)
         else:
             self._conversation.observe(prompt, self._role)
@@ -147,9 +176,15 @@ class Episode:
         """Return whether the next prompt leaves room for an answer."""
         limit = self._section.max_context_tokens
         if self._steps is not None:
-            return len(prompt) <= limit * CHARS_PER_TOKEN and len(self._conversation.rules.start(prompt)) < limit
+            return (
+                len(prompt) <= limit * CHARS_PER_TOKEN
+                and len(self._conversation.rules.start(prompt)) < limit
+            )
         room = limit - len(self._conversation)
-        return len(prompt) <= room * CHARS_PER_TOKEN and self._conversation.cost_of(prompt, self._role) < room
+        return (
+            len(prompt) <= room * CHARS_PER_TOKEN
+            and self._conversation.cost_of(prompt, self._role) < room
+        )
 
     def _ended(self, step: StepResult) -> wire.EpisodeEnd | None:
         if step.done:
@@ -157,10 +192,14 @@ class Episode:
         return "truncated" if len(self._turns) >= self._section.max_turns else None
 
     async def _sample(self) -> SampledTurn:
-        conversation, task, sampling = self._conversation, self._task, self._sampling()
+        conversation = self._conversation
+        task = self._task
+        sampling = self._sampling()
         self._task_key = self._task_key or task_key(conversation.token_ids)
         place = self._task_key, len(self._turns), self._previous, task.task_index, task.split
-        predicted = self._means.lengths.predict(UpcomingTurn(conversation.token_ids, sampling.max_tokens, *place))
+        predicted = self._means.lengths.predict(
+            UpcomingTurn(conversation.token_ids, sampling.max_tokens, *place)
+        )
         ask = TurnRequest(
             episode=task.id,
             conversation_id=task.id if self._steps is None else f"{task.id}.{len(self._turns)}",
@@ -174,7 +213,8 @@ class Episode:
             expected_high=predicted.high,
             step=task.step,
         )
-        started, began = time.perf_counter(), self._means.spans.enter("generate")
+        started = time.perf_counter()
+        began = self._means.spans.enter("generate")
         try:
             sampled = await self._means.turns.turn(ask)
         finally:
@@ -189,9 +229,15 @@ class Episode:
         return sampled
 
     def _sampling(self) -> wire.SamplingParams:
-        section, task, conversation = self._section.sampling, self._task, self._conversation
+        section = self._section.sampling
+        task = self._task
+        conversation = self._conversation
         length = len(conversation)
-        seed = stirred(self._seed, length) if self._steps is None else stirred(self._seed, length, len(self._turns))
+        seed = (
+            stirred(self._seed, length)
+            if self._steps is None
+            else stirred(self._seed, length, len(self._turns))
+        )
         return wire.SamplingParams(
             max_tokens=min(section.max_tokens, self._section.max_context_tokens - length),
             temperature=section.temperature if task.temperature is None else task.temperature,
@@ -205,9 +251,14 @@ class Episode:
 
     async def _reset(self) -> Observation:
         task = self._task
-        seen = observation("reset", await self._call("reset", task.task_index, task.split, task.seed))
+        seen = observation(
+            "reset", await self._call("reset", task.task_index, task.split, task.seed)
+        )
         self._carry(seen.text, seen.anchor)
-        self._carry(text("after reset, prompt", self._env.prompt), text("after reset, reference", self._env.reference))
+        self._carry(
+            text("after reset, prompt", self._env.prompt),
+            text("after reset, reference", self._env.reference),
+        )
         if task.record:
             self._record(first_frame(task.task_index, task.split, task.seed, await self._look()))
         return seen
@@ -224,7 +275,9 @@ class Episode:
             self._role = "tool"
             return StepResult(Observation(f"error: {error}"), 0.0, done=False, valid=False)
         self._role = "tool" if calls else "user"
-        return await (self._step("use", action, calls) if calls else self._step("step", action, action))
+        return await (
+            self._step("use", action, calls) if calls else self._step("step", action, action)
+        )
 
     async def _step(self, method: str, action: str, given: Any) -> StepResult:
         step = step_result(await self._call(method, given), method)
@@ -248,8 +301,10 @@ class Episode:
             raise EpisodeFailed("large", detail)
 
     async def _call(self, method: str, *args: Any) -> Any:
-        started, began = time.perf_counter(), self._means.spans.enter("env_step")
-        piece, is_done = self._means.calls.curve.enter(started), False
+        started = time.perf_counter()
+        began = self._means.spans.enter("env_step")
+        piece = self._means.calls.curve.enter(started)
+        is_done = False
         try:
             result = await self._means.calls.call(self._env, method, *args)
             is_done = True
@@ -282,8 +337,16 @@ class Episode:
                 metrics=metrics if index == last else {},
                 greedy=self._task.greedy,
             )
-            for index, (conversation, own) in enumerate(zip(self._conversations, parts, strict=True))
+            for index, (conversation, own) in enumerate(
+                zip(self._conversations, parts, strict=True)
+            )
         ]
-        versions = [version for conversation in self._conversations for version in conversation.version_runs[::2]]
-        env, times, oldest = self._env, (self._generate_s, self._env_step_s), min(versions, default=-1)
+        versions = [
+            version
+            for conversation in self._conversations
+            for version in conversation.version_runs[::2]
+        ]
+        env = self._env
+        times = (self._generate_s, self._env_step_s)
+        oldest = min(versions, default=-1)
         return EpisodeResult(trajectories, env.prompt, env.reference, *times, self._frames, oldest)

@@ -15,7 +15,9 @@ from envhub.envs.base import Split
 
 def first_frame(task_index: int, split: Split, seed: int, text: str) -> str:
     """Return the frame before the first action."""
-    return json.dumps({"task_index": task_index, "split": split, "seed": seed, "text": text}, ensure_ascii=False)
+    return json.dumps(
+        {"task_index": task_index, "split": split, "seed": seed, "text": text}, ensure_ascii=False
+    )
 
 
 def frame(action: str, text: str) -> str:

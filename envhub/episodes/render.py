@@ -38,12 +38,14 @@ def write_gif(
         config: a validated config.
         domain: None: the only one.
         task_index, seed, split: of the recorded episode.
-        actions: the texts the policy sent, in order; those after the end of the episode are not played.
+        actions: the texts the policy sent, in order; those after the end of the episode are not
+            played.
         out: path of the GIF.
         title: first line above the picture; below it stand the turn's action and its outcome.
 
     Raises:
-        UserError: if the domain is unknown, its environment draws no pictures, or the file cannot be written.
+        UserError: if the domain is unknown, its environment draws no pictures, or the file cannot
+            be written.
     """
     chosen = pick_domain(config, domain)
     if not can_render(chosen.environment):
@@ -53,7 +55,11 @@ def write_gif(
     pictures = [_picture(environment.render_frame(), [title, "start", ""])]
     for turn, action in enumerate(actions, start=1):
         step: Any = environment.step(action)
-        caption = [title, f"turn {turn}: {' '.join(action.split())}", outcome(step, is_last=turn == len(actions))]
+        caption = [
+            title,
+            f"turn {turn}: {' '.join(action.split())}",
+            outcome(step, is_last=turn == len(actions)),
+        ]
         pictures.append(_picture(environment.render_frame(), caption))
         if step.done:
             break
@@ -63,9 +69,19 @@ def write_gif(
 
 
 def outcome(step: StepResult, *, is_last: bool) -> str:
-    """Return the outcome of an action in a few words; after the last one the episode need not be over."""
+    """Return the outcome of an action in a few words; after the last one the episode need not be
+    over.
+    """
     how = "" if step.valid else ", not a valid action"
-    end = ", solved" if step.success else ", failed" if step.done else ", out of turns" if is_last else ""
+    end = (
+        ", solved"
+        if step.success
+        else ", failed"
+        if step.done
+        else ", out of turns"
+        if is_last
+        else ""
+    )
     return f"reward {step.reward:+.3g}{how}{end}"
 
 
@@ -74,7 +90,8 @@ def _picture(frame: Frame, caption: Sequence[str]) -> Image:
     from PIL import Image, ImageDraw
 
     picture = Image.fromarray(frame)
-    top, width = LINE_PX * len(caption) + MARGIN_PX, max(picture.width, MIN_WIDTH_PX)
+    top = LINE_PX * len(caption) + MARGIN_PX
+    width = max(picture.width, MIN_WIDTH_PX)
     whole = Image.new("RGB", (width, picture.height + top), "white")
     whole.paste(picture, ((width - picture.width) // 2, top))
     draw = ImageDraw.Draw(whole)
@@ -92,6 +109,13 @@ def _save(pictures: Sequence[Image], out: str) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with draft_of(target) as draft:
-            pictures[0].save(draft, format="GIF", save_all=True, append_images=pictures[1:], duration=durations, loop=0)
+            pictures[0].save(
+                draft,
+                format="GIF",
+                save_all=True,
+                append_images=pictures[1:],
+                duration=durations,
+                loop=0,
+            )
     except OSError as error:
         raise UserError(f"{out}: {error.strerror or error}") from None

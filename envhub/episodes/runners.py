@@ -39,7 +39,8 @@ class EpisodeRunners:
 
     Attributes:
         nurseries: for environments in worker processes.
-        max_workers: worker processes, including idle ones, beyond which an idle one makes way for another domain's.
+        max_workers: worker processes, including idle ones, beyond which an idle one makes way for
+            another domain's.
         idle: environments of finished episodes, by domain, for the next ones.
         lengths: predicts how long turns will be.
         spans: of the hub, for the timeline.
@@ -58,10 +59,12 @@ class EpisodeRunners:
     spans: SpanRecorder = field(default_factory=SpanRecorder)
 
     async def play(self, task: EpisodeTask, on_tokens: Callable[[int], None]) -> EpisodeResult:
-        """Play one episode; ``on_tokens`` gets the oldest policy version of each turn as soon as it is sampled.
+        """Play one episode; ``on_tokens`` gets the oldest policy version of each turn as soon as it
+        is sampled.
 
         Raises:
-            EpisodeFailed: if environment or generation fail, or it takes longer than ``episode_timeout_s``.
+            EpisodeFailed: if environment or generation fail, or it takes longer than
+                ``episode_timeout_s``.
         """
         environment: Environment | None = None
         try:
@@ -88,7 +91,8 @@ class EpisodeRunners:
             raise EpisodeFailed("timeout", detail) from None
         else:
             if not (isinstance(environment, RemoteEnvironment) and environment.spent):
-                self.idle.setdefault(task.domain.name, []).append(environment)  # only a healthy one is used again
+                # only a healthy one is used again
+                self.idle.setdefault(task.domain.name, []).append(environment)
                 environment = None
             return played
         finally:
@@ -100,7 +104,9 @@ class EpisodeRunners:
         """Close the idle environments and end all worker processes."""
         idle = [environment for environments in self.idle.values() for environment in environments]
         self.idle.clear()
-        await asyncio.gather(*(self.calls.call(environment, "close") for environment in idle), return_exceptions=True)
+        await asyncio.gather(
+            *(self.calls.call(environment, "close") for environment in idle), return_exceptions=True
+        )
         self.calls.close()
         await self.nurseries.close()
         if self.agents is not None:
@@ -109,11 +115,14 @@ class EpisodeRunners:
     async def _play_agent(
         self, task: EpisodeTask, lengths: LengthPredictor, on_tokens: Callable[[int], None]
     ) -> EpisodeResult:
-        from envhub.agents.run_episode import AgentRunner  # a web server, which other hubs need not load
+        # a web server, which other hubs need not load
+        from envhub.agents.run_episode import AgentRunner
         from envhub.agents.session import SessionContext
 
         self.agents = self.agents or AgentRunner(self.tokenizer, self.nurseries.passed)
-        means = SessionContext(self.tokenizer, self.turns.turn, lengths, self.limits.generate_timeout_s, self.spans)
+        means = SessionContext(
+            self.tokenizer, self.turns.turn, lengths, self.limits.generate_timeout_s, self.spans
+        )
         return await self.agents.play(task, means, on_tokens)
 
     async def _environment(self, domain: Domain) -> Environment:
@@ -134,7 +143,10 @@ class EpisodeRunners:
 
     def _make_way(self) -> None:
         """End the process of an idle environment, of the domain that has most of them."""
-        spare = [[one for one in idle if isinstance(one, RemoteEnvironment)] for idle in self.idle.values()]
+        spare = [
+            [one for one in idle if isinstance(one, RemoteEnvironment)]
+            for idle in self.idle.values()
+        ]
         if most := max(spare, key=len, default=[]):
             next(idle for idle in self.idle.values() if most[0] in idle).remove(most[0])
             self.calls.retire(most[0])

@@ -1,6 +1,8 @@
-"""Plays a trial episode of each domain with the user's code, as a hub would, for ``rlearner check``.
+"""Plays a trial episode of each domain with the user's code, as a hub would, for ``rlearner
+check``.
 
-It needs no model: every turn sends the same words, which an environment must answer (``valid=False`` at worst).
+It needs no model: every turn sends the same words, which an environment must answer
+(``valid=False`` at worst).
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ SEED: Final = 0
 
 
 async def try_domains(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Play training task 0 of every domain with the user's environment or reward; agents are left out.
+    """Play training task 0 of every domain with the user's environment or reward; agents are left
+    out.
 
     Args:
         config: validated.
@@ -49,7 +52,10 @@ async def try_domains(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _has_own_code(domain: Domain) -> bool:
-    return any(":" in name for name in (domain.section.env, *(reward.name for reward in domain.section.rewards)))
+    return any(
+        ":" in name
+        for name in (domain.section.env, *(reward.name for reward in domain.section.rewards))
+    )
 
 
 async def _try(domain: Domain, calls: EnvironmentCalls, nurseries: WorkerPools) -> dict[str, Any]:
@@ -65,10 +71,14 @@ async def _try(domain: Domain, calls: EnvironmentCalls, nurseries: WorkerPools) 
         finally:
             await calls.call(environment, "close")
     except (CallFailed, ReturnedValueError, NoWorker) as error:
-        raise UserError(f"domains.{domain.name}.env: {domain.section.env} failed in a trial episode: {error}") from None
+        raise UserError(
+            f"domains.{domain.name}.env: {domain.section.env} failed in a trial episode: {error}"
+        ) from None
 
 
-async def _play(domain: Domain, calls: EnvironmentCalls, environment: Environment) -> dict[str, Any]:
+async def _play(
+    domain: Domain, calls: EnvironmentCalls, environment: Environment
+) -> dict[str, Any]:
     observation("reset", await calls.call(environment, "reset", 0, "train", SEED))
     rewards = []
     for _ in range(min(domain.section.max_turns, MAX_TURNS)):

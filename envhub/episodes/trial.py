@@ -12,7 +12,9 @@ from envhub.task import EpisodeFailed, EpisodeTask
 NO_LIMIT: Final = 1 << 20  # task numbers of a domain with endless tasks
 
 
-async def trial(players: EpisodeRunners, domain: Domain, name: str, number: int) -> tuple[bool | None, str]:
+async def trial(
+    players: EpisodeRunners, domain: Domain, name: str, number: int
+) -> tuple[bool | None, str]:
     """Play an episode of a random training task. Return whether it went well, and what failed.
 
     Args:
@@ -24,7 +26,9 @@ async def trial(players: EpisodeRunners, domain: Domain, name: str, number: int)
     """
     index = random.randrange(domain.num_tasks("train") or NO_LIMIT)
     try:
-        await players.play(EpisodeTask(name, domain, index, "train", seed=number, episode=0), lambda _: None)
+        await players.play(
+            EpisodeTask(name, domain, index, "train", seed=number, episode=0), lambda _: None
+        )
     except EpisodeFailed as error:
         return (None if error.kind == "generate" else False), error.detail
     return True, ""

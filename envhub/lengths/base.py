@@ -1,7 +1,8 @@
 """What a length estimator is: it predicts how many tokens the policy's next turn will have.
 
-Servers start the turns first that are predicted to be long (docs/scheduling.md). A prediction decides when a turn is
-sampled, never what is sampled, so an estimator cannot change what the policy learns from a finished group.
+Servers start the turns first that are predicted to be long (docs/scheduling.md). A prediction
+decides when a turn is sampled, never what is sampled, so an estimator cannot change what the policy
+learns from a finished group.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class UpcomingTurn:
     Attributes:
         token_ids: the whole context, n token ids.
         max_tokens: most tokens that the turn can have.
-        task: a number that is the same for episodes with the same first prompt: those of a group, and later ones.
+        task: a number that is the same for episodes with the same first prompt: those of a group,
+            and later ones.
         turn: turns of the policy before this one in its episode.
         previous: tokens of the turn before it, 0 for the first.
         task_index, split: the environment's task.
@@ -42,7 +44,8 @@ class UpcomingTurn:
 
 
 class LengthKnowledge(NamedTuple):
-    """What an estimator has learnt, as running means, so that the knowledge of several hubs can be averaged.
+    """What an estimator has learnt, as running means, so that the knowledge of several hubs can be
+    averaged.
 
     Attributes:
         values: shape (n,), float32.
@@ -58,7 +61,8 @@ class LengthKnowledge(NamedTuple):
 
 
 class LengthEstimator:
-    """Base of length estimators; one instance serves one domain of one hub, and all its methods run on one thread.
+    """Base of length estimators; one instance serves one domain of one hub, and all its methods run
+    on one thread.
 
     Attributes:
         Args: the section ``length_estimator_args`` of the domain; unknown keys are refused.
@@ -70,20 +74,25 @@ class LengthEstimator:
         self.args = args
 
     def predict(self, turn: UpcomingTurn) -> float | tuple[float, float] | None:
-        """Return the median of the turn's length in tokens, or median and 0.9 quantile; None if nothing is known.
+        """Return the median of the turn's length in tokens, or median and 0.9 quantile; None if
+        nothing is known.
 
-        Both are above 0 and need not respect ``max_tokens``. The hub corrects what is systematically too short or too
-        long.
+        Both are above 0 and need not respect ``max_tokens``. The hub corrects what is
+        systematically too short or too long.
         """
         raise NotImplementedError
 
     def observe(self, turn: UpcomingTurn, tokens: int) -> None:
-        """Learn from a finished turn of that many tokens; ``max_tokens`` of them are a turn that was cut off."""
+        """Learn from a finished turn of that many tokens; ``max_tokens`` of them are a turn that
+        was cut off.
+        """
 
     def knowledge(self) -> LengthKnowledge | None:
         """Return what a hub that starts later should know, None if nothing is to be kept."""
         return None
 
     def adopt(self, known: LengthKnowledge) -> bool:
-        """Know what an estimator of the same class returned; return whether its shapes are those of this one."""
+        """Know what an estimator of the same class returned; return whether its shapes are those of
+        this one.
+        """
         return False

@@ -1,8 +1,8 @@
 """Corrects the predictions of a length estimator, and measures how well they are calibrated.
 
-Two corrections are learnt for each estimator, one of its median and one of its 0.9 quantile: each moves up a little if
-a turn was longer than predicted and down a little if it was not, so that in the long run a tenth of the turns is longer
-than the 0.9 quantile, whatever the estimator says.
+Two corrections are learnt for each estimator, one of its median and one of its 0.9 quantile: each
+moves up a little if a turn was longer than predicted and down a little if it was not, so that in
+the long run a tenth of the turns is longer than the 0.9 quantile, whatever the estimator says.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class Quantiles(NamedTuple):
 
 @dataclass(slots=True)
 class LengthCalibration:
-    """How a hub's predictions compare with what came, as means over its newest turns; see docs/metrics.md."""
+    """How a hub's predictions compare with what came, as means over its newest turns; see
+    docs/metrics.md.
+    """
 
     memory: int = 500
     error: float = 0.0
@@ -47,7 +49,9 @@ class LengthCalibration:
     _counts: list[int] = field(default_factory=lambda: [0, 0, 0])
 
     def add(self, predicted: Quantiles | tuple[float, float], actual: float, limit: float) -> None:
-        """Add a turn; all in log tokens. A quantile at the limit cannot be exceeded and does not count."""
+        """Add a turn; all in log tokens. A quantile at the limit cannot be exceeded and does not
+        count.
+        """
         median, high = predicted[:2]
         self.error += self._share(0) * (abs(actual - min(median, limit)) - self.error)
         if median < limit:
@@ -59,7 +63,11 @@ class LengthCalibration:
         """Return the metrics; those without a turn are absent."""
         names = ("length/error", "length/calibration_50", "length/calibration_90")
         values = (self.error, self.below_median, self.below_high)
-        return {name: value for name, value, count in zip(names, values, self._counts, strict=True) if count}
+        return {
+            name: value
+            for name, value, count in zip(names, values, self._counts, strict=True)
+            if count
+        }
 
     def _share(self, which: int) -> float:
         self._counts[which] = min(self._counts[which] + 1, self.memory)
@@ -67,11 +75,14 @@ class LengthCalibration:
 
 
 class CorrectedEstimator:
-    """An estimator with its two corrections and its error, the mean of ``abs(log(tokens / median))``."""
+    """An estimator with its two corrections and its error, the mean of ``abs(log(tokens /
+    median))``.
+    """
 
     def __init__(self, estimator: LengthEstimator) -> None:
         self.estimator = estimator
-        self.error, self.num_turns = FIRST_SPREAD / 2, 0
+        self.error = FIRST_SPREAD / 2
+        self.num_turns = 0
         self._median = self._high = 0.0  # corrections
         self._has_high = True
 
@@ -86,13 +97,18 @@ class CorrectedEstimator:
         if found is None:
             return None
         try:
-            median, high = map(_number, found) if isinstance(found, tuple) else (_number(found), 0.0)
+            median, high = (
+                map(_number, found) if isinstance(found, tuple) else (_number(found), 0.0)
+            )
         except (TypeError, ValueError):
             median = high = math.nan
         if not (0 < median <= MOST_TOKENS and (not high or median <= high <= MOST_TOKENS)):
-            raise ValueError(f"it predicts {reprlib.repr(found)}, not a number above 0, or two in order")
+            raise ValueError(
+                f"it predicts {reprlib.repr(found)}, not a number above 0, or two in order"
+            )
         if self._has_high and not high:
-            self._has_high, self._high = False, FIRST_SPREAD
+            self._has_high = False
+            self._high = FIRST_SPREAD
         return self._corrected(math.log(median), math.log(high or median))
 
     def learn(self, predicted: Quantiles | None, turn: UpcomingTurn, tokens: int) -> None:
@@ -102,9 +118,10 @@ class CorrectedEstimator:
             Exception: what the estimator raises.
         """
         if predicted is not None:
-            actual, limit = math.log(max(tokens, 1)), math.log(turn.max_tokens)
-            # by the corrections of now: hundreds of turns may have ended since it was predicted, and each of them would
-            # otherwise correct the same error once more
+            actual = math.log(max(tokens, 1))
+            limit = math.log(turn.max_tokens)
+            # by the corrections of now: hundreds of turns may have ended since it was predicted,
+            # and each of them would otherwise correct the same error once more
             median, high, _, _ = self._corrected(predicted.raw_median, predicted.raw_high)
             self.num_turns += 1
             step = self.error * max(STEP, 1 / (FIRST_STEPS + self.num_turns))
@@ -113,7 +130,9 @@ class CorrectedEstimator:
                 self._median += step * ((actual > median) - 0.5)
             if actual < limit or high < limit:
                 self._high += step * ((actual > high) - (1 - HIGH)) / HIGH
-            self.error += (abs(actual - min(median, limit)) - self.error) / min(self.num_turns + 10, ERROR_MEMORY)
+            self.error += (abs(actual - min(median, limit)) - self.error) / min(
+                self.num_turns + 10, ERROR_MEMORY
+            )
         self.estimator.observe(turn, tokens)
 
     def _corrected(self, median: float, high: float) -> Quantiles:

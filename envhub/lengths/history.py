@@ -1,9 +1,10 @@
 """Predicts a turn from earlier ones of the same task, as far as there are any, and of the domain.
 
-A mixed model of log lengths: ``log(tokens) = level of the turn + effect of the task + noise``, all three normal. Tasks
-recur, within a group and in later epochs; the fewer of a task's turns are known, the more its effect is drawn to zero,
-by the ratio of the variance within tasks to that between them (the usual empirical Bayes estimate). Everything is a
-running mean that forgets slowly, because the policy changes.
+A mixed model of log lengths: ``log(tokens) = level of the turn + effect of the task + noise``, all
+three normal. Tasks recur, within a group and in later epochs; the fewer of a task's turns are
+known, the more its effect is drawn to zero, by the ratio of the variance within tasks to that
+between them (the usual empirical Bayes estimate). Everything is a running mean that forgets slowly,
+because the policy changes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from broker.contract.lengths import HIGH
 from broker.settings.config import NoArguments
 from envhub.lengths.base import LengthEstimator, LengthKnowledge, UpcomingTurn
 
-NUM_TASKS: Final = 4096  # with an entry of their own; another task with the same remainder takes the place
+# with an entry of their own; another task with the same remainder takes the place
+NUM_TASKS: Final = 4096
 LEVELS: Final = 8  # later turns share the last one
 LEVEL_MEMORY: Final = 256  # turns over which a level is a mean
 TASK_MEMORY: Final = 32
@@ -29,15 +31,21 @@ _Z_HIGH: Final = NormalDist().inv_cdf(HIGH)
 
 
 class TaskEffects:
-    """Running means of tasks, in a table of fixed size. A task is any 32-bit number; 0 has no entry."""
+    """Running means of tasks, in a table of fixed size. A task is any 32-bit number; 0 has no
+    entry.
+    """
 
     def __init__(self) -> None:
-        self._tasks, self._counts, self._means = [0] * NUM_TASKS, [0.0] * NUM_TASKS, [0.0] * NUM_TASKS
+        self._tasks = [0] * NUM_TASKS
+        self._counts = [0.0] * NUM_TASKS
+        self._means = [0.0] * NUM_TASKS
 
     def get(self, task: int) -> tuple[float, float]:
         """Return (number of turns, mean), zeros for an unknown task."""
         place = task % NUM_TASKS
-        return (self._counts[place], self._means[place]) if self._tasks[place] == task else (0.0, 0.0)
+        return (
+            (self._counts[place], self._means[place]) if self._tasks[place] == task else (0.0, 0.0)
+        )
 
     def add(self, task: int, value: float) -> None:
         """Add one turn's value; the oldest ones fade."""
@@ -46,7 +54,8 @@ class TaskEffects:
         place = task % NUM_TASKS
         count = self._counts[place] if self._tasks[place] == task else 0.0
         mean = self._means[place] if count else 0.0
-        self._tasks[place], self._counts[place] = task, min(count + 1, TASK_MEMORY)
+        self._tasks[place] = task
+        self._counts[place] = min(count + 1, TASK_MEMORY)
         self._means[place] = mean + (value - mean) / self._counts[place]
 
     def arrays(self) -> tuple[Any, Any, Any]:
@@ -59,9 +68,13 @@ class TaskEffects:
     def adopt(self, tasks: Any, counts: Any, means: Any) -> None:
         """Replace all entries."""
         self.__init__()  # type: ignore[misc]
-        for task, count, mean in zip(tasks.view(np.uint32).tolist(), counts.tolist(), means.tolist(), strict=True):
+        for task, count, mean in zip(
+            tasks.view(np.uint32).tolist(), counts.tolist(), means.tolist(), strict=True
+        ):
             place = task % NUM_TASKS
-            self._tasks[place], self._counts[place], self._means[place] = task, min(count, TASK_MEMORY), mean
+            self._tasks[place] = task
+            self._counts[place] = min(count, TASK_MEMORY)
+            self._means[place] = mean
 
 
 class TaskHistory(LengthEstimator):
@@ -72,8 +85,12 @@ class TaskHistory(LengthEstimator):
     def __init__(self, args: Any) -> None:
         super().__init__(args)
         self._effects = TaskEffects()
-        self._levels, self._counts = [0.0] * LEVELS, [0.0] * LEVELS
-        self._between, self._total, self._pairs, self._seen = 0.0, 0.0, 0.0, 0.0
+        self._levels = [0.0] * LEVELS
+        self._counts = [0.0] * LEVELS
+        self._between = 0.0
+        self._total = 0.0
+        self._pairs = 0.0
+        self._seen = 0.0
 
     def predict(self, turn: UpcomingTurn) -> tuple[float, float] | None:
         """Return both quantiles, None before the first turn of the domain."""
@@ -88,7 +105,8 @@ class TaskHistory(LengthEstimator):
 
     def observe(self, turn: UpcomingTurn, tokens: int) -> None:
         """Add a finished turn to its level and its task."""
-        value, place = math.log(max(tokens, 1)), min(turn.turn, LEVELS - 1)
+        value = math.log(max(tokens, 1))
+        place = min(turn.turn, LEVELS - 1)
         middle, features = turn.notes or self._without_task(turn)
         rest = value - middle if self._seen else 0.0
         count, mean = self._effects.get(turn.task)
@@ -104,14 +122,20 @@ class TaskHistory(LengthEstimator):
         self._levels[place] += (value - self._levels[place]) / self._counts[place]
 
     def _without_task(self, turn: UpcomingTurn) -> tuple[float, Any]:
-        """Return the log length to expect of a turn of an unknown task, and the features that it follows from."""
+        """Return the log length to expect of a turn of an unknown task, and the features that it
+        follows from.
+        """
         return self._level(turn.turn), None
 
     def _learn(self, features: Any, above: float, weight: float) -> None:
-        """Learn how features go with a log length above its level; the more of a task is known, the less it weighs."""
+        """Learn how features go with a log length above its level; the more of a task is known, the
+        less it weighs.
+        """
 
     def _known(self, count: float) -> tuple[float, float, float]:
-        """Return the share of a task's effect that so many turns tell, and the variances within and between tasks."""
+        """Return the share of a task's effect that so many turns tell, and the variances within and
+        between tasks.
+        """
         between = max(self._between, 0.0)
         within = max(self._total - between, LEAST_VARIANCE)
         return count * between / (count * between + within), within, between
@@ -133,7 +157,11 @@ class TaskHistory(LengthEstimator):
         if known.values.shape != (2 * LEVELS + 4,):
             return False
         values = known.values.tolist()
-        self._levels, self._counts = values[:LEVELS], [max(one, 0.0) for one in values[LEVELS : 2 * LEVELS]]
-        self._between, (self._total, self._pairs, self._seen) = values[-4], (max(one, 0.0) for one in values[-3:])
+        self._levels = values[:LEVELS]
+        self._counts = [max(one, 0.0) for one in values[LEVELS : 2 * LEVELS]]
+        self._between, (self._total, self._pairs, self._seen) = (
+            values[-4],
+            (max(one, 0.0) for one in values[-3:]),
+        )
         self._effects.adopt(known.tasks, known.counts, known.means)
         return True

@@ -32,7 +32,9 @@ class RunningMean(LengthEstimator):
 
     def knowledge(self) -> LengthKnowledge:
         """Return the mean as the only value."""
-        return LengthKnowledge(np.array([self._mean], np.float32), np.zeros(0, np.int32), _NONE, _NONE)
+        return LengthKnowledge(
+            np.array([self._mean], np.float32), np.zeros(0, np.int32), _NONE, _NONE
+        )
 
     def adopt(self, known: LengthKnowledge) -> bool:
         """Take over the mean."""

@@ -1,7 +1,9 @@
-"""Predicts the lengths of one domain's turns, by its estimator or, where that fails, by the running mean.
+"""Predicts the lengths of one domain's turns, by its estimator or, where that fails, by the running
+mean.
 
-An estimator that fails costs its prediction of that turn only; one whose predictions have been clearly worse than the
-mean is not used until they are better. One that hangs is interrupted, and not called again.
+An estimator that fails costs its prediction of that turn only; one whose predictions have been
+clearly worse than the mean is not used until they are better. One that hangs is interrupted, and
+not called again.
 """
 
 from __future__ import annotations
@@ -68,8 +70,11 @@ class LengthPredictor:
         merged: turns of the shared record at that time.
     """
 
-    def __init__(self, domain: str, estimator: LengthEstimator, calibration: LengthCalibration) -> None:
-        self._domain, self._calibration = domain, calibration
+    def __init__(
+        self, domain: str, estimator: LengthEstimator, calibration: LengthCalibration
+    ) -> None:
+        self._domain = domain
+        self._calibration = calibration
         self._own = CorrectedEstimator(estimator)
         self._mean = CorrectedEstimator(RunningMean())
         self._noted: set[str] = set()
@@ -79,7 +84,9 @@ class LengthPredictor:
         self.new = self.merged = 0
 
     @classmethod
-    def of(cls, domain: str, make: Callable[[], LengthEstimator], calibration: LengthCalibration) -> LengthPredictor:
+    def of(
+        cls, domain: str, make: Callable[[], LengthEstimator], calibration: LengthCalibration
+    ) -> LengthPredictor:
         """Return a predictor with a new estimator; with the mean if that fails to start."""
         try:
             with time_limit(STARTS_S):
@@ -95,23 +102,35 @@ class LengthPredictor:
         return self._own.estimator
 
     def predict(self, turn: UpcomingTurn) -> LengthPrediction:
-        """Predict a turn; without the estimator if it fails, or if the mean has been clearly better."""
-        fallback, began = self._mean.predict(turn), time.perf_counter()
+        """Predict a turn; without the estimator if it fails, or if the mean has been clearly
+        better.
+        """
+        fallback = self._mean.predict(turn)
+        began = time.perf_counter()
         own = self._ask(self._own.predict, turn)
-        self._slow_s = [*self._slow_s, taken] if (taken := time.perf_counter() - began) > SLOW_S else []
+        self._slow_s = (
+            [*self._slow_s, taken] if (taken := time.perf_counter() - began) > SLOW_S else []
+        )
         if len(self._slow_s) == SLOW_IN_A_ROW:
             typical = sorted(self._slow_s)[SLOW_IN_A_ROW // 2] * 1000
-            self._note("slow", f"{SLOW_IN_A_ROW} predictions in a row took about {typical:.2g} ms each, {MEANING}")
+            self._note(
+                "slow",
+                f"{SLOW_IN_A_ROW} predictions in a row took about {typical:.2g} ms each, {MEANING}",
+            )
             self._slow_s = []
         chosen = fallback if own is None or self._is_worse else own
         if chosen is None:
             return LengthPrediction(turn, 0, 0, own, fallback)
-        median, high = (min(max(round(math.exp(min(one, 30.0))), 1), turn.max_tokens) for one in chosen[:2])
+        median, high = (
+            min(max(round(math.exp(min(one, 30.0))), 1), turn.max_tokens) for one in chosen[:2]
+        )
         return LengthPrediction(turn, median, high, own, fallback)
 
     def add(self, prediction: LengthPrediction, tokens: int) -> None:
         """Learn from a predicted turn that is finished."""
-        turn, own, fallback = prediction.turn, prediction.own, prediction.fallback
+        turn = prediction.turn
+        own = prediction.own
+        fallback = prediction.fallback
         if (used := fallback if own is None or self._is_worse else own) is not None:
             self._calibration.add(used, math.log(max(tokens, 1)), math.log(turn.max_tokens))
         self._mean.learn(fallback, turn, tokens)
@@ -119,11 +138,16 @@ class LengthPredictor:
         self.new += 1
         if self._is_worse:
             off, mean = (math.exp(one.error) for one in (self._own, self._mean))
-            self._note("errs", f"its predictions are off by a factor of {off:.3g}, the mean by {mean:.3g}; {INSTEAD}")
+            self._note(
+                "errs",
+                f"its predictions are off by a factor of {off:.3g}, the mean by {mean:.3g}; {INSTEAD}",
+            )
 
     @property
     def _is_worse(self) -> bool:
-        return self._own.num_turns >= JUDGED_AFTER and self._own.error > max(WORSE * self._mean.error, MATTERS)
+        return self._own.num_turns >= JUDGED_AFTER and self._own.error > max(
+            WORSE * self._mean.error, MATTERS
+        )
 
     def _ask(self, method: Callable[..., T], *arguments: Any) -> T | None:
         """Call a method of the estimator; return None if it raises or hangs, or has hung before."""
@@ -134,7 +158,9 @@ class LengthPredictor:
                 return method(*arguments)
         except Interrupted:
             self._hangs = True
-            self._note("hangs", f"it takes longer than {HANGS_S:g} s and is not called again; {INSTEAD}")
+            self._note(
+                "hangs", f"it takes longer than {HANGS_S:g} s and is not called again; {INSTEAD}"
+            )
         except BaseException as error:  # noqa: BLE001 - the user's code; a cancellation cannot arrive here
             self._note("fails", f"{told(error)}; {INSTEAD}")
         return None
@@ -147,12 +173,16 @@ class LengthPredictor:
 
 
 class Interrupted(BaseException):
-    """Raised in code that takes too long; not an Exception, so that it does not catch this as its own."""
+    """Raised in code that takes too long; not an Exception, so that it does not catch this as its
+    own.
+    """
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise ``Interrupted`` in Python code that runs longer. Has no effect in other threads than the main one."""
+    """Raise ``Interrupted`` in Python code that runs longer. Has no effect in other threads than
+    the main one.
+    """
     if math.isinf(seconds) or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -187,14 +217,18 @@ class HubLengths:
         self._choices: dict[str, Callable[[], LengthEstimator]] = {}
 
     def of(self, domain: str, make: Callable[[], LengthEstimator], policy: str) -> LengthPredictor:
-        """Return the predictor for a domain's turns; a baseline has one of its own, which uses the mean.
+        """Return the predictor for a domain's turns; a baseline has one of its own, which uses the
+        mean.
 
         Args:
-            make: for the first of a domain; ``renew`` replaces it, also for tickets with the settings of before.
+            make: for the first of a domain; ``renew`` replaces it, also for tickets with the
+                settings of before.
         """
         if policy != wire.ACTOR:
             unused = LengthCalibration()
-            return self._others.setdefault((domain, policy), LengthPredictor(domain, RunningMean(), unused))
+            return self._others.setdefault(
+                (domain, policy), LengthPredictor(domain, RunningMean(), unused)
+            )
         if domain not in self.trained:
             self.renew(domain, make)
         return self.trained[domain]

@@ -1,9 +1,11 @@
-"""Predicts a turn from its prompt, by a linear regression of log lengths that learns with every turn.
+"""Predicts a turn from its prompt, by a linear regression of log lengths that learns with every
+turn.
 
-Features: length of the context, number of the turn, length of the turn before, and which tokens the end of the context
-holds, hashed. What they do not explain is left to the effects of tasks (``envhub.lengths.history``). The regression is
-solved now and then from running means of the features' products; each weight is drawn to zero, hashed tokens most, as
-nearly all of them mean nothing.
+Features: length of the context, number of the turn, length of the turn before, and which tokens the
+end of the context holds, hashed. What they do not explain is left to the effects of tasks
+(``envhub.lengths.history``). The regression is solved now and then from running means of the
+features' products; each weight is drawn to zero, hashed tokens most, as nearly all of them mean
+nothing.
 """
 
 from __future__ import annotations
@@ -25,12 +27,15 @@ SIZE: Final = NUM_PLAIN + NUM_HASHED
 END: Final = 256  # tokens at the end of the context
 MEMORY: Final = 2000  # turns that the means are made of
 SOLVE_EVERY: Final = 16
-PRIOR_PLAIN, PRIOR_HASHED = 20.0, 1000.0  # turns that say as much as the belief that a weight is zero
+# turns that say as much as the belief that a weight is zero
+PRIOR_PLAIN = 20.0
+PRIOR_HASHED = 1000.0
 _MULTIPLIER: Final = np.uint32(2654435761)  # 2^32 divided by the golden ratio
 _SHIFT: Final = np.uint32(33 - NUM_HASHED.bit_length())
 _LOG1P: Final = np.log1p(np.arange(END + 1))
 _PRIOR: Final = np.array([PRIOR_PLAIN] * NUM_PLAIN + [PRIOR_HASHED] * NUM_HASHED)
-_OWN: Final = SIZE + SIZE + SIZE * (SIZE + 1) // 2 + 1  # numbers in the knowledge, besides those of the history
+# numbers in the knowledge, besides those of the history
+_OWN: Final = SIZE + SIZE + SIZE * (SIZE + 1) // 2 + 1
 _LOWER: Final = np.tril_indices(SIZE)
 
 Vector = npt.NDArray[np.float64]
@@ -43,9 +48,11 @@ class OnlineRegression(TaskHistory):
 
     def __init__(self, args: Any) -> None:
         super().__init__(args)
-        self._center, self._with_above = np.zeros(SIZE), np.zeros(SIZE)
+        self._center = np.zeros(SIZE)
+        self._with_above = np.zeros(SIZE)
         self._products = np.zeros((SIZE, SIZE))
-        self._weights, self._offset = np.zeros(SIZE), 0.0
+        self._weights = np.zeros(SIZE)
+        self._offset = 0.0
         self._learnt = 0.0  # turns in the means, by weight, at most MEMORY
         self._unsolved = 0.0  # turns since the regression was solved
 
@@ -54,7 +61,8 @@ class OnlineRegression(TaskHistory):
         return self._level(turn.turn) + float(self._weights.dot(found)) - self._offset, found
 
     def _learn(self, features: Vector, above: float, weight: float) -> None:
-        self._learnt, self._unsolved = min(self._learnt + weight, MEMORY), self._unsolved + weight
+        self._learnt = min(self._learnt + weight, MEMORY)
+        self._unsolved = self._unsolved + weight
         share = weight / self._learnt
         self._center += share * (features - self._center)
         x = features - self._center
@@ -88,7 +96,9 @@ class OnlineRegression(TaskHistory):
         if np.diagonal(products).min() < 0 or own[-1] < 0:
             return False
         super().adopt(known._replace(values=known.values[:-_OWN]))
-        self._center, self._with_above, self._products = own[:SIZE], own[SIZE : 2 * SIZE], products
+        self._center = own[:SIZE]
+        self._with_above = own[SIZE : 2 * SIZE]
+        self._products = products
         self._learnt = min(float(own[-1]), MEMORY)
         if self._learnt >= SOLVE_EVERY:
             self._solve()
@@ -97,9 +107,17 @@ class OnlineRegression(TaskHistory):
 
 def turn_features(turn: UpcomingTurn) -> Vector:
     """Return the features of a turn, shape (36,)."""
-    ids, found = turn.token_ids, np.empty(SIZE)
+    ids = turn.token_ids
+    found = np.empty(SIZE)
     last = ids[-END:]  # a copy, while the context may grow
-    tokens = np.frombuffer(last, np.uint32) if isinstance(last, array) else np.array(last, np.uint32)
+    tokens = (
+        np.frombuffer(last, np.uint32) if isinstance(last, array) else np.array(last, np.uint32)
+    )
     found[NUM_PLAIN:] = _LOG1P[np.bincount(tokens * _MULTIPLIER >> _SHIFT, minlength=NUM_HASHED)]
-    found[:NUM_PLAIN] = math.log(len(ids) or 1), math.log1p(turn.turn), turn.turn > 0, math.log1p(turn.previous)
+    found[:NUM_PLAIN] = (
+        math.log(len(ids) or 1),
+        math.log1p(turn.turn),
+        turn.turn > 0,
+        math.log1p(turn.previous),
+    )
     return found

@@ -1,4 +1,6 @@
-"""Resolves the length estimator that a domain's settings name: a class, or a function of the user's."""
+"""Resolves the length estimator that a domain's settings name: a class, or a function of the
+user's.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from envhub.lengths.base import LengthEstimator, UpcomingTurn
 
 
 class FunctionEstimator(LengthEstimator):
-    """A function of ``UpcomingTurn`` that returns what ``LengthEstimator.predict`` does; it learns nothing."""
+    """A function of ``UpcomingTurn`` that returns what ``LengthEstimator.predict`` does; it learns
+    nothing.
+    """
 
     def __init__(self, function: Callable[..., Any], args: Mapping[str, Any]) -> None:
         super().__init__(args)
@@ -57,7 +61,11 @@ def load_estimator(domain: str, name: str, args: Mapping[str, Any]) -> Estimator
         raise ConfigError(key, name, error.allowed) from None
     if isinstance(found, type):
         if not issubclass(found, LengthEstimator):
-            raise ConfigError(key, name, "a class that derives from envhub.lengths.base.LengthEstimator, or a function")
+            raise ConfigError(
+                key,
+                name,
+                "a class that derives from envhub.lengths.base.LengthEstimator, or a function",
+            )
         check_method(key, name, found, "predict", ("turn",), base=LengthEstimator)
         check_method(key, name, found, "observe", ("turn", "tokens"))
         return EstimatorChoice(name, found, parse(f"{key}_args", dict(args), found.Args))

@@ -1,9 +1,11 @@
-"""Keeps what a hub has learnt about lengths on the broker: for its next start, and for the run's other hubs.
+"""Keeps what a hub has learnt about lengths on the broker: for its next start, and for the run's
+other hubs.
 
-One record per domain, of at most 64 KiB. Every half minute a hub reads it and, if others have written since, averages
-their means with its own, weighted by the turns that either side has learnt from since they last met; then it writes the
-result, unless another hub was faster, and tries again half a minute later. A hub that starts knows nothing and thus
-takes what is there. No ticket waits for any of this, and nothing but the order of requests depends on it.
+One record per domain, of at most 64 KiB. Every half minute a hub reads it and, if others have
+written since, averages their means with its own, weighted by the turns that either side has learnt
+from since they last met; then it writes the result, unless another hub was faster, and tries again
+half a minute later. A hub that starts knows nothing and thus takes what is there. No ticket waits
+for any of this, and nothing but the order of requests depends on it.
 """
 
 from __future__ import annotations
@@ -38,8 +40,11 @@ class LengthStore:
         predictors: of the trained policy by domain; makes those that do not exist yet.
     """
 
-    def __init__(self, bus: Bus, predictors: Callable[[], Mapping[str, tuple[str, LengthPredictor]]]) -> None:
-        self._bus, self._predictors = bus, predictors
+    def __init__(
+        self, bus: Bus, predictors: Callable[[], Mapping[str, tuple[str, LengthPredictor]]]
+    ) -> None:
+        self._bus = bus
+        self._predictors = predictors
         self._warned = False
 
     async def serve(self) -> None:
@@ -49,36 +54,53 @@ class LengthStore:
             await asyncio.sleep(EVERY_S * random.uniform(0.8, 1.2))
 
     async def exchange(self) -> None:
-        """Exchange with the record of every domain; failures are logged and tried again the next time."""
+        """Exchange with the record of every domain; failures are logged and tried again the next
+        time.
+        """
         for domain, (name, predictor) in self._predictors().items():
             try:
                 await self._merge(domain, name[:NAME_CHARS], predictor)
             except Exception as error:  # noqa: BLE001 - of the broker, or of the user's estimator
-                log.log(logging.DEBUG if self._warned else logging.WARNING, "lengths of %s: %s", domain, told(error))
+                log.log(
+                    logging.DEBUG if self._warned else logging.WARNING,
+                    "lengths of %s: %s",
+                    domain,
+                    told(error),
+                )
                 self._warned = True
 
     async def _merge(self, domain: str, name: str, predictor: LengthPredictor) -> None:
         if predictor.estimator.knowledge() is None:
             return
-        bucket, key = self._bus.key_value(LENGTHS), f"{self._bus.run}.{domain}"
+        bucket = self._bus.key_value(LENGTHS)
+        key = f"{self._bus.run}.{domain}"
         data, revision = await bucket.get_bytes(key) or (b"", 0)
-        record, record_turns = self._decoded(domain, data), 0
+        record = self._decoded(domain, data)
+        record_turns = 0
         if record is not None and record.estimator == name:
             record_turns = record.turns
             # fewer than before: another run of the same name has begun
-            new_turns = record_turns - predictor.merged if record_turns >= predictor.merged else record_turns
+            new_turns = (
+                record_turns - predictor.merged
+                if record_turns >= predictor.merged
+                else record_turns
+            )
             if new_turns and self._take(predictor, record, new_turns):
                 predictor.merged = record_turns
         new = predictor.new
         if not new or (known := predictor.estimator.knowledge()) is None:
             return
-        written = await bucket.update(key, record_of(domain, name, record_turns + new, known), revision)
+        written = await bucket.update(
+            key, record_of(domain, name, record_turns + new, known), revision
+        )
         if written is not None:
             predictor.new -= new
             predictor.merged = record_turns + new
 
     def _decoded(self, domain: str, data: bytes) -> wire.LengthRecord | None:
-        """Return a record; None if there is none, or one that does not decode, which is then written again."""
+        """Return a record; None if there is none, or one that does not decode, which is then
+        written again.
+        """
         try:
             record = codec.decode(data, wire.LengthRecord) if data else None
         except WireError as error:
@@ -88,22 +110,30 @@ class LengthStore:
         return record
 
     def _take(self, predictor: LengthPredictor, record: wire.LengthRecord, new_turns: int) -> bool:
-        """Average with a record; return whether it fits the estimator, which may be of another version."""
-        own, known = predictor.estimator.knowledge(), knowledge_of(record)
+        """Average with a record; return whether it fits the estimator, which may be of another
+        version.
+        """
+        own = predictor.estimator.knowledge()
+        known = knowledge_of(record)
         if own is None or own.values.shape != known.values.shape:
             return False
         return predictor.estimator.adopt(averaged(own, known, predictor.new, new_turns))
 
 
-def averaged(own: LengthKnowledge, other: LengthKnowledge, own_turns: int, other_turns: int) -> LengthKnowledge:
-    """Return the means of two sides that share what they knew before, weighted by the turns that each has learnt since.
+def averaged(
+    own: LengthKnowledge, other: LengthKnowledge, own_turns: int, other_turns: int
+) -> LengthKnowledge:
+    """Return the means of two sides that share what they knew before, weighted by the turns that
+    each has learnt since.
 
-    A task that both know has the mean of its turns there and here. If there are too many tasks, the other side's with
-    the fewest turns are left out.
+    A task that both know has the mean of its turns there and here. If there are too many tasks, the
+    other side's with the fewest turns are left out.
     """
     share = other_turns / (own_turns + other_turns)
     values = own.values + np.float32(share) * (other.values - own.values)
-    tasks, first, place = np.unique(np.concatenate([own.tasks, other.tasks]), return_index=True, return_inverse=True)
+    tasks, first, place = np.unique(
+        np.concatenate([own.tasks, other.tasks]), return_index=True, return_inverse=True
+    )
     weights = np.concatenate([own.counts, other.counts])
     means = np.concatenate([own.means, other.means])
     total = np.bincount(place, weights, len(tasks))
@@ -112,7 +142,9 @@ def averaged(own: LengthKnowledge, other: LengthKnowledge, own_turns: int, other
     np.maximum.at(counts, place, weights)  # not the sum: what both knew before would count twice
     if len(tasks) > MAX_TASKS:
         kept = np.sort(np.lexsort((-counts, first >= len(own.tasks)))[:MAX_TASKS])
-        tasks, counts, mean = tasks[kept], counts[kept], mean[kept]
+        tasks = tasks[kept]
+        counts = counts[kept]
+        mean = mean[kept]
     return LengthKnowledge(values, tasks, counts, mean.astype(np.float32))
 
 

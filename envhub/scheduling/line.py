@@ -12,12 +12,14 @@ class GroupJob:
 
     Attributes:
         key: unique among the jobs in hand.
-        max_staleness: versions that a token may lag behind before the group is late; None: never late.
+        max_staleness: versions that a token may lag behind before the group is late; None: never
+            late.
         num_redundant: once all episodes but this many have finished, the group is complete.
-        straggler_factor: the group closes with min_group_size episodes once the others are expected to take this many
-            times as long again as it has taken; None: never.
+        straggler_factor: the group closes with min_group_size episodes once the others are expected
+            to take this many times as long again as it has taken; None: never.
         num_greedy: the last episodes are baselines, whose success does not count.
-        pass_rate: bounds of the share of successes, outside of which the group is filtered; empty: none.
+        pass_rate: bounds of the share of successes, outside of which the group is filtered; empty:
+            none.
     """
 
     key: str
@@ -41,8 +43,9 @@ class _Waiting:
 class GroupQueue:
     """Groups that were taken and have not begun, first come, first served.
 
-    A suspect group begins when no other is in hand, and none begins while it is in hand. A group that is not judged yet
-    holds up those behind it, so that they cannot overtake a suspect for ever.
+    A suspect group begins when no other is in hand, and none begins while it is in hand. A group
+    that is not judged yet holds up those behind it, so that they cannot overtake a suspect for
+    ever.
     """
 
     def __init__(self) -> None:
@@ -76,7 +79,9 @@ class GroupQueue:
             self._alone = ""
 
     def next(self, *, idle: bool) -> GroupJob | None:
-        """Remove and return the group that begins now, if any; ``idle``: the hub has ended and stored all others."""
+        """Remove and return the group that begins now, if any; ``idle``: the hub has ended and
+        stored all others.
+        """
         first = next(iter(self._waiting.values()), None)
         if first is None or self._alone or first.alone is None or (first.alone and not idle):
             return None

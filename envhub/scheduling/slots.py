@@ -1,10 +1,10 @@
 """Decides which episodes run when, and how a group ends: a pure state machine.
 
-Events are method calls that return actions; time is passed in (seconds of any monotonic clock) and nothing here waits
-or sends. A job is one ticket's group. Its episodes start as slots become free, in the order of the jobs; a job larger
-than the hub runs in waves. Every accepted job ends in exactly one of ``FinishGroup``, ``CloseTicket``, ``HandBack`` and
-``AbandonTicket``.
-A job that may have killed other hubs is held until it is judged, and then begins only while the hub is idle.
+Events are method calls that return actions; time is passed in (seconds of any monotonic clock) and
+nothing here waits or sends. A job is one ticket's group. Its episodes start as slots become free,
+in the order of the jobs; a job larger than the hub runs in waves. Every accepted job ends in
+exactly one of ``FinishGroup``, ``CloseTicket``, ``HandBack`` and ``AbandonTicket``. A job that may
+have killed other hubs is held until it is judged, and then begins only while the hub is idle.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from envhub.scheduling.line import GroupJob, GroupQueue
 
 FailureKind = Literal["env", "timeout", "generate", "machine", "fatal", "large"]
 
-# Why a group that cannot reach its size is closed. If generation failed, no process can be started, or nothing shows
-# that the ticket is to blame, it is handed back instead, so that another hub can try.
+# Why a group that cannot reach its size is closed. If generation failed, no process can be started,
+# or nothing shows that the ticket is to blame, it is handed back instead, so that another hub can
+# try.
 CLOSED_FOR: dict[FailureKind, ClosedReason] = {
     "env": "env_error",
     "timeout": "timeout",
     "fatal": "env_error",
     "large": "too_large",
 }
-HOPELESS: frozenset[FailureKind] = frozenset(("fatal", "large"))  # another attempt would end the same way
-OF_THE_HOST: frozenset[FailureKind] = frozenset(("env", "machine", "fatal", "timeout"))  # the machine may be to blame
+# another attempt would end the same way
+HOPELESS: frozenset[FailureKind] = frozenset(("fatal", "large"))
+# the machine may be to blame
+OF_THE_HOST: frozenset[FailureKind] = frozenset(("env", "machine", "fatal", "timeout"))
 HAND_BACK_DELAY_S = 1.0
 STRAGGLERS = 4  # a group waits for its last episodes when at most one in this many is open
 
@@ -93,7 +96,15 @@ class HurryEpisode:
     episode: int
 
 
-Action = HurryEpisode | StartEpisode | AbortEpisode | FinishGroup | CloseTicket | HandBack | AbandonTicket
+Action = (
+    HurryEpisode
+    | StartEpisode
+    | AbortEpisode
+    | FinishGroup
+    | CloseTicket
+    | HandBack
+    | AbandonTicket
+)
 
 
 @dataclass
@@ -119,12 +130,14 @@ class EpisodeSlots:
     """
 
     def __init__(self, n: int, max_retries: int) -> None:
-        self.n, self.max_retries = n, max_retries
+        self.n = n
+        self.max_retries = max_retries
         self.draining = False
         self.version = -1  # newest policy version seen
         self._line = GroupQueue()
         self._groups: dict[str, _Group] = {}
-        self._queue: deque[tuple[str, int, int]] = deque()  # episodes that wait for a slot: key, episode, attempt
+        # episodes that wait for a slot: key, episode, attempt
+        self._queue: deque[tuple[str, int, int]] = deque()
         self.running = 0  # episodes in a slot
         self._reserved = 0
 
@@ -135,13 +148,17 @@ class EpisodeSlots:
 
     @property
     def free(self) -> int:
-        """Slots not running, waited for or reserved; negative if more episodes wait than there is room for."""
+        """Slots not running, waited for or reserved; negative if more episodes wait than there is
+        room for.
+        """
         held = sum(self._need(job.group_size) for job in self._line.jobs())
         return self.n - self.running - len(self._queue) - self._reserved - held
 
     @property
     def jobs(self) -> list[str]:
-        """Keys of the groups in hand: those that have begun, oldest first, then those that wait to begin."""
+        """Keys of the groups in hand: those that have begun, oldest first, then those that wait to
+        begin.
+        """
         return [*self._groups, *(job.key for job in self._line.jobs())]
 
     @property
@@ -150,16 +167,22 @@ class EpisodeSlots:
         return list(self._groups)
 
     def what_next(self, key: str, episode: int, actions: list[Action]) -> str:
-        """Return what ``failed`` led to if it cost only time, for the log; the end of a ticket has its own line."""
+        """Return what ``failed`` led to if it cost only time, for the log; the end of a ticket has
+        its own line.
+        """
         if any(isinstance(action, HandBack) and action.key == key for action in actions):
             return "its ticket goes back to the queue and will be played again"
         if (group := self._groups.get(key)) is None:
             return ""
-        again = episode in group.running or any(entry[:2] == (key, episode) for entry in self._queue)
+        again = episode in group.running or any(
+            entry[:2] == (key, episode) for entry in self._queue
+        )
         return "the episode starts again" if again else ""
 
     def reserve(self, group_size: int, limit: int) -> int:
-        """Reserve room for up to ``limit`` groups and return for how many; each is later offered or released."""
+        """Reserve room for up to ``limit`` groups and return for how many; each is later offered or
+        released.
+        """
         if self.draining or self._line:
             return 0
         need = self._need(group_size)
@@ -217,26 +240,34 @@ class EpisodeSlots:
         return self._settle(group) or self._hurry(group) + self._fill()
 
     def judged(self, key: str, episode: int, *, solved: bool) -> list[Action]:
-        """Note the final success of a finished episode: close the group if it is certain to be filtered."""
+        """Note the final success of a finished episode: close the group if it is certain to be
+        filtered.
+        """
         group = self._groups.get(key)
         if group is None or not group.job.pass_rate or episode not in group.done:
             return []
-        job, sampled = group.job, range(group.job.group_size - group.job.num_greedy)
+        job = group.job
+        sampled = range(group.job.group_size - group.job.num_greedy)
         if episode not in sampled:
             return []
         group.solved[episode] = solved
         num_open = sum(one not in group.solved and one not in group.lost for one in sampled)
-        num_solved, num_known = sum(group.solved.values()), len(group.solved)
+        num_solved = sum(group.solved.values())
+        num_known = len(group.solved)
         low, high = job.pass_rate
         if not never_within(num_solved, num_known, num_open, low, high):
             return []
         detail = f"{num_solved} of {num_known} episodes succeeded, {num_open} open; pass_rate {low:g} to {high:g}"
         return self._end(group, CloseTicket(key, "filtered", detail))
 
-    def failed(self, key: str, episode: int, kind: FailureKind, detail: str, *, own: bool = True) -> list[Action]:
-        """Start a failed episode again, or lose it after ``max_retries``, at once if ``kind`` is hopeless.
+    def failed(
+        self, key: str, episode: int, kind: FailureKind, detail: str, *, own: bool = True
+    ) -> list[Action]:
+        """Start a failed episode again, or lose it after ``max_retries``, at once if ``kind`` is
+        hopeless.
 
-        ``own``: whether the ticket is to blame, as it always is for hopeless kinds; if not, another hub should try.
+        ``own``: whether the ticket is to blame, as it always is for hopeless kinds; if not, another
+        hub should try.
         """
         attempt = self._groups[key].running.get(episode, 0) if key in self._groups else 0
         if (group := self._leave(key, episode)) is None:
@@ -254,7 +285,9 @@ class EpisodeSlots:
         return self._settle(group) or self._hurry(group) + self._fill()
 
     def sampled(self, key: str, oldest_version: int) -> list[Action]:
-        """Note that tokens were sampled for a group; ``oldest_version`` is the oldest policy version among them."""
+        """Note that tokens were sampled for a group; ``oldest_version`` is the oldest policy
+        version among them.
+        """
         if (group := self._groups.get(key)) is None:
             return []
         if group.oldest_version is None or oldest_version < group.oldest_version:
@@ -266,30 +299,49 @@ class EpisodeSlots:
         if version <= self.version:
             return []
         self.version = version
-        return [action for group in list(self._groups.values()) for action in self._close_if_late(group)]
+        return [
+            action for group in list(self._groups.values()) for action in self._close_if_late(group)
+        ]
 
     def tick(
-        self, now: float, *, idle: bool = True, left_s: Callable[[str, int], float] = lambda _key, _episode: 0.0
+        self,
+        now: float,
+        *,
+        idle: bool = True,
+        left_s: Callable[[str, int], float] = lambda _key, _episode: 0.0,
     ) -> list[Action]:
-        """End groups beyond their deadline with what they have, or without a group; begin the next ones.
+        """End groups beyond their deadline with what they have, or without a group; begin the next
+        ones.
 
         Args:
-            idle: nothing that this hub ended is still being stored, so that a suspect group may begin.
+            idle: nothing that this hub ended is still being stored, so that a suspect group may
+                begin.
             left_s: returns for how long a running episode is still expected to run, 0 unknown.
         """
         actions: list[Action] = []
         for group in [group for group in self._groups.values() if now >= group.until]:
-            done, job = tuple(sorted(group.done)), group.job
-            short = f"{len(done)} of at least {job.min_group_size} episodes after {job.deadline_s:g} s"
+            done = tuple(sorted(group.done))
+            job = group.job
+            short = (
+                f"{len(done)} of at least {job.min_group_size} episodes after {job.deadline_s:g} s"
+            )
             is_enough = len(done) >= job.min_group_size
-            ending = FinishGroup(job.key, done) if is_enough else CloseTicket(job.key, "deadline", short)
+            ending = (
+                FinishGroup(job.key, done) if is_enough else CloseTicket(job.key, "deadline", short)
+            )
             actions += self._end(group, ending)
-        for group in [group for group in self._groups.values() if self._waits_in_vain(group, now, left_s)]:
+        for group in [
+            group for group in self._groups.values() if self._waits_in_vain(group, now, left_s)
+        ]:
             actions += self._end(group, FinishGroup(group.job.key, tuple(sorted(group.done))))
         return actions + self._enter(now, idle=idle)
 
-    def _waits_in_vain(self, group: _Group, now: float, left_s: Callable[[str, int], float]) -> bool:
-        """Return whether a group has enough episodes, and all others are expected to take far longer than it has."""
+    def _waits_in_vain(
+        self, group: _Group, now: float, left_s: Callable[[str, int], float]
+    ) -> bool:
+        """Return whether a group has enough episodes, and all others are expected to take far
+        longer than it has.
+        """
         job = group.job
         if job.straggler_factor is None or group.waiting or len(group.done) < job.min_group_size:
             return False
@@ -297,13 +349,16 @@ class EpisodeSlots:
         return all(left_s(job.key, episode) > most_s for episode in group.running)
 
     def _hurry(self, group: _Group) -> list[Action]:
-        """Let the last open episodes of a group go before those of others, as it counts only as a whole."""
+        """Let the last open episodes of a group go before those of others, as it counts only as a
+        whole.
+        """
         job = group.job
         if group.hurried or len(group.running) + group.waiting > job.group_size // STRAGGLERS:
             return []
         group.hurried = True
         if group.waiting:
-            self._queue = deque(sorted(self._queue, key=lambda entry: entry[0] != job.key))  # stable
+            # stable
+            self._queue = deque(sorted(self._queue, key=lambda entry: entry[0] != job.key))
         return [HurryEpisode(job.key, episode) for episode in group.running]
 
     def drain(self) -> None:
@@ -317,7 +372,9 @@ class EpisodeSlots:
 
     def hand_back(self, keys: Iterable[str], delay_s: float, detail: str) -> list[Action]:
         """Give up groups in hand; another hub may take their tickets after ``delay_s``."""
-        ends = [action for key in keys for action in self._stop(key, HandBack(key, delay_s, detail))]
+        ends = [
+            action for key in keys for action in self._stop(key, HandBack(key, delay_s, detail))
+        ]
         return ends + self._fill()
 
     def abandon(self, keys: Iterable[str]) -> list[Action]:
@@ -347,14 +404,16 @@ class EpisodeSlots:
 
     def _settle(self, group: _Group) -> list[Action]:
         """Finish the group if it is complete, or has enough episodes and none is left."""
-        job, count = group.job, len(group.done)
+        job = group.job
+        count = len(group.done)
         is_open = group.running or group.waiting or count < job.min_group_size
         if count < job.group_size - job.num_redundant and is_open:
             return []
         return self._end(group, FinishGroup(job.key, tuple(sorted(group.done))))
 
     def _close_if_late(self, group: _Group) -> list[Action]:
-        most, oldest = group.job.max_staleness, group.oldest_version
+        most = group.job.max_staleness
+        oldest = group.oldest_version
         if most is None or oldest is None or self.version - oldest <= most:
             return []
         detail = f"oldest token of version {oldest}, learner at version {self.version}, max_staleness {most}"

@@ -1,7 +1,8 @@
-"""A clock that stops while a hub cannot work: while all servers sleep, and while its event loop stands.
+"""A clock that stops while a hub cannot work: while all servers sleep, and while its event loop
+stands.
 
-Deadlines of groups, and timeouts of episodes and turns, are on it. So a hub that was frozen, suspended or starved does
-not find everything too late when it goes on.
+Deadlines of groups, and timeouts of episodes and turns, are on it. So a hub that was frozen,
+suspended or starved does not find everything too late when it goes on.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ STANDS_AFTER_S: Final = 1.0  # without a beat; a busy loop is later than BEAT_S
 
 
 class AwakeClock:
-    """Monotonic seconds, without those in which ``note(True)`` was the last word or the event loop stood.
+    """Monotonic seconds, without those in which ``note(True)`` was the last word or the event loop
+    stood.
 
     Args:
         clock: the clock below it, in seconds.
@@ -27,7 +29,8 @@ class AwakeClock:
         self._clock = clock
         self._lost_s = 0.0  # seconds that do not count
         self._since: float | None = None  # when the servers fell asleep
-        self._beat_at: float | None = None  # of the clock below; None: nothing watches the event loop
+        # of the clock below; None: nothing watches the event loop
+        self._beat_at: float | None = None
         self._limits: dict[asyncio.Timeout, _Limit] = {}  # of episodes under way
 
     def now(self) -> float:
@@ -51,7 +54,8 @@ class AwakeClock:
         if self._since is None:
             self._since = self._running()
         else:
-            self._lost_s, self._since = self._lost_s + self._running() - self._since, None
+            self._lost_s = self._lost_s + self._running() - self._since
+            self._since = None
         for limit in self._limits.values():
             limit.renew()
 
@@ -81,14 +85,19 @@ class AwakeClock:
         stood_s = now - self._running()
         if self._since is not None:
             self._since += stood_s
-        self._lost_s, self._beat_at = self._lost_s + stood_s, now
+        self._lost_s = self._lost_s + stood_s
+        self._beat_at = now
 
 
 class _Limit:
-    """The end of one timeout, which its clock decides on: the loop's own timers run out while the loop stands."""
+    """The end of one timeout, which its clock decides on: the loop's own timers run out while the
+    loop stands.
+    """
 
     def __init__(self, clock: AwakeClock, timeout: asyncio.Timeout, ends_at: float) -> None:
-        self._clock, self._timeout, self._ends_at = clock, timeout, ends_at
+        self._clock = clock
+        self._timeout = timeout
+        self._ends_at = ends_at
         self._timer: asyncio.TimerHandle | None = None
 
     def renew(self) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-SLACK = 0.25  # a conversation leaves a full server only for one that is emptier by this share of its slots
+# a conversation leaves a full server only for one that is emptier by this share of its slots
+SLACK = 0.25
 
 
 class ServerLoad(msgspec.Struct, frozen=True):
@@ -17,7 +18,8 @@ class ServerLoad(msgspec.Struct, frozen=True):
         load: requests in it, waiting or running, as far as known here.
         slots: requests it decodes at once.
         speed: tokens per second when busy; only ratios between servers count.
-        weight: how often it is one of the two that are compared; only ratios count. 0: only if there is no other.
+        weight: how often it is one of the two that are compared; only ratios count. 0: only if
+            there is no other.
         shares_prefixes: whether its engine reuses the KV of a prompt for other conversations.
         work: the load in requests of typical length, by their predicted lengths; negative: unknown.
     """
@@ -39,8 +41,12 @@ class ServerLoad(msgspec.Struct, frozen=True):
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """Sort key of servers for one more request: a free slot first, then the least work for their speed."""
-        return self.load >= self.slots, ((self.work if self.work >= 0 else self.load) + 1) / self.speed
+        """Sort key of servers for one more request: a free slot first, then the least work for
+        their speed.
+        """
+        return self.load >= self.slots, (
+            (self.work if self.work >= 0 else self.load) + 1
+        ) / self.speed
 
 
 def choose(
@@ -54,11 +60,12 @@ def choose(
 ) -> ServerLoad | None:
     """Return the server to send a request to, None if there is none.
 
-    Servers in ``avoid`` (they just failed) and servers older than ``min_version`` (the request would wait there) get it
-    only if there are no others. A conversation stays with ``sticky``, which holds its prefix, until that one is full
-    and another is clearly emptier. A conversation with the same prompt as one that ``near`` got goes there, too, while
-    that has a free slot and shares prefixes. All others go to the better of two random servers: loads are a second old,
-    so if every hub took the least loaded of all, they would all take the same one.
+    Servers in ``avoid`` (they just failed) and servers older than ``min_version`` (the request
+    would wait there) get it only if there are no others. A conversation stays with ``sticky``,
+    which holds its prefix, until that one is full and another is clearly emptier. A conversation
+    with the same prompt as one that ``near`` got goes there, too, while that has a free slot and
+    shares prefixes. All others go to the better of two random servers: loads are a second old, so
+    if every hub took the least loaded of all, they would all take the same one.
     """
     if len(servers) == 1:
         return servers[0]
@@ -71,7 +78,9 @@ def choose(
             return server
     best = min(_two(able, rng), key=lambda server: server.rank)
     for server in able:
-        if server.id == sticky and (server.load < server.slots or server.pressure - best.pressure <= SLACK):
+        if server.id == sticky and (
+            server.load < server.slots or server.pressure - best.pressure <= SLACK
+        ):
             return server
     return best
 

@@ -1,4 +1,6 @@
-"""Requests tokens until a turn is complete: changes servers after failures, continues partial outputs."""
+"""Requests tokens until a turn is complete: changes servers after failures, continues partial
+outputs.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,17 @@ from envhub.servers.sample import REQUEST_BYTES, TOKEN_BYTES
 log = logging.getLogger(__name__)
 
 GRACE_S: Final = 2.0  # for a reply that the server sends at its deadline
-FULL_PAUSE_S: Final = 1.0  # to twice that, between looks at servers that are full of other hubs' requests
+# to twice that, between looks at servers that are full of other hubs' requests
+FULL_PAUSE_S: Final = 1.0
 LOOK_COSTS_S: Final = 0.001  # so that thousands of waiting turns cost a few percent of a core
 NOTHING_PAUSE_S: Final = 0.02  # after a reply without tokens, before the next request
-SHARED_LEAST: Final = 256  # tokens of a prompt from which on it is worth having a group on one server
+# tokens of a prompt from which on it is worth having a group on one server
+SHARED_LEAST: Final = 256
 PROMPTS_MOST: Final = 1024
-INTERRUPTIONS_MOST: Final = 2  # of one turn, before it gets a priority: no server interrupts those for other work
-KEPT_S: Final = 30.0  # a server stays followed for this long after a request: it holds the conversation's prefix
+# of one turn, before it gets a priority: no server interrupts those for other work
+INTERRUPTIONS_MOST: Final = 2
+# a server stays followed for this long after a request: it holds the conversation's prefix
+KEPT_S: Final = 30.0
 
 
 class TurnFailed(RlearnerError):
@@ -61,7 +67,8 @@ class TurnRequest(msgspec.Struct, frozen=True):
         token_ids: the whole context; an array of 4-byte integers is the cheapest to send.
         sticky: id of the server that answered the conversation's last turn.
         timeout_s: for the whole turn, retries included.
-        expected_tokens, expected_high: predicted length of the whole turn, see ``broker.contract.lengths``.
+        expected_tokens, expected_high: predicted length of the whole turn, see
+            ``broker.contract.lengths``.
         priority: higher ones start first.
         step: training step that the turn's group is expected in, -1 unknown.
     """
@@ -86,7 +93,8 @@ class SampledTurn:
 
     Attributes:
         reshaped: k bytes, 1 where a token was drawn from a reshaped distribution; empty: none was.
-        top: the likeliest tokens at each position with their logprobs; empty if not requested or not supported.
+        top: the likeliest tokens at each position with their logprobs; empty if not requested or
+            not supported.
     """
 
     token_ids: array[int] = field(default_factory=lambda: array("i"))
@@ -99,14 +107,20 @@ class SampledTurn:
 
     @classmethod
     def of(
-        cls, ids: Iterable[int], logprobs: Iterable[float], runs: Iterable[int], reason: wire.FinishReason, server: str
+        cls,
+        ids: Iterable[int],
+        logprobs: Iterable[float],
+        runs: Iterable[int],
+        reason: wire.FinishReason,
+        server: str,
     ) -> SampledTurn:
         """Return a turn made from any sequences."""
         return cls(array("i", ids), array("f", logprobs), array("i", runs), reason, server)
 
 
 class TurnGenerator:
-    """Samples any number of turns at once; the request of a cancelled turn is aborted at its server.
+    """Samples any number of turns at once; the request of a cancelled turn is aborted at its
+    server.
 
     Args:
         clock: seconds that count for ``TurnRequest.timeout_s``.
@@ -127,13 +141,17 @@ class TurnGenerator:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._client, self._followed, self._name, self._max_retries = client, followed, name, max_retries
+        self._client = client
+        self._followed = followed
+        self._name = name
+        self._max_retries = max_retries
         self._rng = random.Random()
         self._numbers = itertools.count(1)
         self._in_flight = RequestsInFlight()
         self._prompts: dict[str, str] = {}  # group -> server that got its prompt first, newest last
         self._hurried: set[str] = set()  # episodes that others wait for
-        self._asked: dict[str, float] = {}  # server -> time of its last request, on the loop's clock
+        # server -> time of its last request, on the loop's clock
+        self._asked: dict[str, float] = {}
         self._waiting: deque[asyncio.Future[None]] = deque()  # for room in a server
         self._reminders = Reminders()
         self.retries = self.tokens = 0
@@ -141,11 +159,15 @@ class TurnGenerator:
 
     def servers(self, policy: str) -> list[ServerLoad]:
         """Return the followed servers that serve a policy."""
-        serving = [one for one in self._followed.alive(policy) if one.state == "serving" and one.address]
+        serving = [
+            one for one in self._followed.alive(policy) if one.state == "serving" and one.address
+        ]
         return self._in_flight.loads(serving, self._followed.weights(policy))
 
     def hurry(self, episode: str) -> None:
-        """Give an episode's further requests a priority, because others wait for it, until ``forget``."""
+        """Give an episode's further requests a priority, because others wait for it, until
+        ``forget``.
+        """
         self._hurried.add(episode)
 
     def forget(self, episode: str) -> None:
@@ -154,9 +176,14 @@ class TurnGenerator:
         self.open.forget(episode)
 
     def in_use(self) -> set[str]:
-        """Return the servers with requests in flight, or used so recently that their conversations may return."""
-        since, busy = asyncio.get_running_loop().time() - KEPT_S, self._in_flight.requests
-        self._asked = {server: at for server, at in self._asked.items() if at > since or busy(server)}
+        """Return the servers with requests in flight, or used so recently that their conversations
+        may return.
+        """
+        since = asyncio.get_running_loop().time() - KEPT_S
+        busy = self._in_flight.requests
+        self._asked = {
+            server: at for server, at in self._asked.items() if at > since or busy(server)
+        }
         return set(self._asked)
 
     async def turn(self, ask: TurnRequest) -> SampledTurn:
@@ -166,7 +193,8 @@ class TurnGenerator:
             TurnFailed: if no server completes it within ``ask.timeout_s`` and ``max_retries``.
         """
         lengths = ask.expected_tokens, ask.expected_high, ask.sampling.max_tokens
-        turn, count = OpenTurn(ask.episode, self._clock(), *lengths), 0
+        turn = OpenTurn(ask.episode, self._clock(), *lengths)
+        count = 0
         self.open.began(turn)
         try:
             sampled = await self._turn(ask)
@@ -183,23 +211,42 @@ class TurnGenerator:
         until = self._clock() + ask.timeout_s
         attempt_s = ask.timeout_s / (self._max_retries + 1)
         avoid: frozenset[str] = frozenset()
-        interrupted, refused = 0, set[str]()
-        # the group, whose conversations begin with the same prompt; an answer that was interrupted has its own
+        interrupted = 0
+        refused = set[str]()
+        # the group, whose conversations begin with the same prompt; an answer that was interrupted
+        # has its own
         group = (
-            "" if ask.sticky or len(ask.token_ids) < SHARED_LEAST else ask.episode.rpartition(".")[0].rpartition(".")[0]
+            ""
+            if ask.sticky or len(ask.token_ids) < SHARED_LEAST
+            else ask.episode.rpartition(".")[0].rpartition(".")[0]
         )
-        done, problem, failures, sticky, oldest = None, "there is no rollout server", 0, ask.sticky, ask.min_version
+        done = None
+        problem = "there is no rollout server"
+        failures = 0
+        sticky = ask.sticky
+        oldest = ask.min_version
         while (left_s := until - self._clock()) > 0:
-            servers, near = self.servers(ask.policy), "" if sticky else self._prompts.get(group, "")
+            servers = self.servers(ask.policy)
+            near = "" if sticky else self._prompts.get(group, "")
             if near in avoid or all(one.id != near for one in servers):
                 near = ""  # the group's next server takes its place
-            size = TOKEN_BYTES * (len(ask.token_ids) + (len(done.token_ids) if done is not None else 0)) + REQUEST_BYTES
-            roomy = [one for one in servers if one.id not in refused and self._in_flight.has_room(one.id, size)]
+            size = (
+                TOKEN_BYTES
+                * (len(ask.token_ids) + (len(done.token_ids) if done is not None else 0))
+                + REQUEST_BYTES
+            )
+            roomy = [
+                one
+                for one in servers
+                if one.id not in refused and self._in_flight.has_room(one.id, size)
+            ]
             if servers and not roomy:
                 until += await self._wait_for_room(len(servers))
                 refused.clear()
                 continue
-            server = choose(roomy, self._rng, min_version=oldest, sticky=sticky, near=near, avoid=avoid)
+            server = choose(
+                roomy, self._rng, min_version=oldest, sticky=sticky, near=near, avoid=avoid
+            )
             if server is None:
                 await self._followed.changed(min(left_s, 1.0))
                 continue
@@ -207,27 +254,34 @@ class TurnGenerator:
                 self._prompts[group] = server.id
                 self._forget_prompts()
             try:
-                reply = await self._ask(server, self._request(ask, done, min(attempt_s, left_s)), size)
+                reply = await self._ask(
+                    server, self._request(ask, done, min(attempt_s, left_s)), size
+                )
             except _ServerBusy:
                 refused.add(server.id)
                 continue
             except RequestFailed as error:
-                failures, problem, avoid = failures + 1, f"{server.id}: {error}", frozenset({server.id})
+                failures = failures + 1
+                problem = f"{server.id}: {error}"
+                avoid = frozenset({server.id})
                 self.retries += 1
                 if failures > self._max_retries:
                     break
                 continue
             whole = reply.finish_reason in ("stop", "length")
             if not (whole or ask.sampling.is_resumable):  # start over
-                reply, done = _without_tokens(reply), None
+                reply = _without_tokens(reply)
+                done = None
                 if reply.finish_reason == "deadline":
-                    attempt_s = ask.timeout_s  # the server works, and the same time would be too short again
+                    # the server works, and the same time would be too short again
+                    attempt_s = ask.timeout_s
             done = _with(done, reply)
             self.tokens += len(reply.token_ids.data) // 4
             if whole:
                 return done
             problem = f"{server.id}: {reply.finish_reason} before the turn was complete"
-            sticky, avoid = server.id, frozenset({server.id} if reply.finish_reason == "abort" else ())
+            sticky = server.id
+            avoid = frozenset({server.id} if reply.finish_reason == "abort" else ())
             interrupted += reply.finish_reason == "abort"
             if interrupted == INTERRUPTIONS_MOST:
                 ask = msgspec.structs.replace(ask, priority=max(ask.priority, 1))
@@ -239,13 +293,19 @@ class TurnGenerator:
         bounds = f"policy {ask.policy}, within {ask.timeout_s:g} s"
         raise TurnFailed(f"no complete turn after {failures} failures: {problem} ({bounds})")
 
-    def _request(self, ask: TurnRequest, done: SampledTurn | None, deadline_s: float) -> wire.GenerateRequest:
-        context, sampling = ask.token_ids, ask.sampling
-        expected, high = ask.expected_tokens, ask.expected_high
+    def _request(
+        self, ask: TurnRequest, done: SampledTurn | None, deadline_s: float
+    ) -> wire.GenerateRequest:
+        context = ask.token_ids
+        sampling = ask.sampling
+        expected = ask.expected_tokens
+        high = ask.expected_high
         if done is not None and (count := len(done.token_ids)):
             context = array("i", context) + done.token_ids
             seed = None if sampling.seed is None else mix(sampling.seed, count)
-            sampling = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - count, seed=seed)
+            sampling = msgspec.structs.replace(
+                sampling, max_tokens=sampling.max_tokens - count, seed=seed
+            )
             expected, high = remaining(expected, high, count, sampling.max_tokens)
         return wire.GenerateRequest(
             request_id=f"{self._name}.{next(self._numbers)}",
@@ -261,16 +321,24 @@ class TurnGenerator:
         )
 
     async def _wait_for_room(self, num_servers: int) -> float:
-        """Wait until a server may take another request; return for how long, which does not count as the turn's time.
+        """Wait until a server may take another request; return for how long, which does not count
+        as the turn's time.
 
         A server that is full is no failure. One turn waits no longer each time a request ends.
         """
         if self._reminders.due(time.monotonic()):
-            log.info("all %d servers that are followed are full; %d turns wait", num_servers, len(self._waiting) + 1)
-        began, freed = self._clock(), asyncio.get_running_loop().create_future()
+            log.info(
+                "all %d servers that are followed are full; %d turns wait",
+                num_servers,
+                len(self._waiting) + 1,
+            )
+        began = self._clock()
+        freed = asyncio.get_running_loop().create_future()
         self._waiting.append(freed)
         try:
-            pause_s = max(FULL_PAUSE_S, len(self._waiting) * LOOK_COSTS_S) * self._rng.uniform(1.0, 2.0)
+            pause_s = max(FULL_PAUSE_S, len(self._waiting) * LOOK_COSTS_S) * self._rng.uniform(
+                1.0, 2.0
+            )
             await asyncio.wait({freed}, timeout=pause_s)  # requests of other hubs may have ended
         except asyncio.CancelledError:
             if freed.done():
@@ -285,12 +353,16 @@ class TurnGenerator:
         if self._waiting:
             self._waiting.popleft().set_result(None)
 
-    async def _ask(self, server: ServerLoad, request: wire.GenerateRequest, size: int) -> wire.GenerateReply:
+    async def _ask(
+        self, server: ServerLoad, request: wire.GenerateRequest, size: int
+    ) -> wire.GenerateReply:
         is_busy = False
         self._in_flight.sent(server.id, request.expected_tokens, size)
         self._asked[server.id] = asyncio.get_running_loop().time()
         try:
-            reply = await self._client.generate(server.address, request, timeout_s=request.deadline_s + GRACE_S)
+            reply = await self._client.generate(
+                server.address, request, timeout_s=request.deadline_s + GRACE_S
+            )
             is_busy = reply.finish_reason == "busy"
         except WireError as error:
             raise TurnFailed(f"the request is malformed: {error}") from error
@@ -302,19 +374,26 @@ class TurnGenerator:
             raise _ServerBusy(reply.error)
         if reply.finish_reason == "error":
             raise RequestFailed(reply.error)
-        count, most = len(reply.token_ids.data) // 4, request.sampling.max_tokens
+        count = len(reply.token_ids.data) // 4
+        most = request.sampling.max_tokens
         if count > most:
-            raise RequestFailed(f"the server returned {count} tokens, at most {most} were requested")
+            raise RequestFailed(
+                f"the server returned {count} tokens, at most {most} were requested"
+            )
         return reply
 
 
 def mix(*values: int) -> int:
-    """Return a 48-bit seed made of other seeds and counters, without structure between neighbours (splitmix64)."""
+    """Return a 48-bit seed made of other seeds and counters, without structure between neighbours
+    (splitmix64).
+    """
     return stirred(0, *values) >> 16
 
 
 def stirred(mixed: int, *values: int) -> int:
-    """Return all 64 bits of ``mix``, which can be extended: ``mix(a, b) == stirred(stirred(0, a), b) >> 16``."""
+    """Return all 64 bits of ``mix``, which can be extended: ``mix(a, b) == stirred(stirred(0, a),
+    b) >> 16``.
+    """
     for value in values:
         mixed = (mixed + value + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
@@ -325,23 +404,39 @@ def stirred(mixed: int, *values: int) -> int:
 
 def _with(done: SampledTurn | None, reply: wire.GenerateReply) -> SampledTurn:
     """Return what was sampled before, if anything, followed by a reply."""
-    ids, logprobs, runs = (wire.growing(one) for one in (reply.token_ids, reply.logprobs, reply.version_runs))
+    ids, logprobs, runs = (
+        wire.growing(one) for one in (reply.token_ids, reply.logprobs, reply.version_runs)
+    )
     if done is not None:
-        ids, logprobs, runs = done.token_ids + ids, done.logprobs + logprobs, done.version_runs + runs
+        ids = done.token_ids + ids
+        logprobs = done.logprobs + logprobs
+        runs = done.version_runs + runs
     reshaped = reply.reshaped.data if reply.reshaped is not None else b""
-    return SampledTurn(ids, logprobs, runs, reply.finish_reason, reply.server, reshaped, _top(reply))
+    return SampledTurn(
+        ids, logprobs, runs, reply.finish_reason, reply.server, reshaped, _top(reply)
+    )
 
 
 def _without_tokens(reply: wire.GenerateReply) -> wire.GenerateReply:
-    ids, logprobs = wire.column((), "<i4"), wire.column((), "<f4")
-    columns: dict[str, Any] = {"token_ids": ids, "logprobs": logprobs, "version_runs": ids, "reshaped": None}
+    ids = wire.column((), "<i4")
+    logprobs = wire.column((), "<f4")
+    columns: dict[str, Any] = {
+        "token_ids": ids,
+        "logprobs": logprobs,
+        "version_runs": ids,
+        "reshaped": None,
+    }
     return msgspec.structs.replace(reply, top_ids=None, top_logprobs=None, **columns)
 
 
 def _top(reply: wire.GenerateReply) -> list[list[tuple[int, float]]]:
-    """Return the likeliest tokens at each position; in a reply, a repeated one fills an empty place."""
+    """Return the likeliest tokens at each position; in a reply, a repeated one fills an empty
+    place.
+    """
     count = len(reply.token_ids.data) // 4
     if reply.top_ids is None or reply.top_logprobs is None or not count:
         return []
-    ids, logprobs = (one.array().reshape(count, -1).tolist() for one in (reply.top_ids, reply.top_logprobs))
+    ids, logprobs = (
+        one.array().reshape(count, -1).tolist() for one in (reply.top_ids, reply.top_logprobs)
+    )
     return [list(dict(zip(*row, strict=True)).items()) for row in zip(ids, logprobs, strict=True)]

@@ -1,4 +1,6 @@
-"""Counts a hub's requests in flight, estimates the load of servers, and how far open episodes are. Pure."""
+"""Counts a hub's requests in flight, estimates the load of servers, and how far open episodes are.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,11 @@ from broker.contract import wire
 from broker.contract.lengths import remaining
 from envhub.servers.choose import ServerLoad
 
-SHARING: Final = frozenset({"hf", "vllm", "sglang"})  # engines that compute a prompt once for several conversations
+# engines that compute a prompt once for several conversations
+SHARING: Final = frozenset({"hf", "vllm", "sglang"})
 RATE_DECAY: Final = 0.05
-ROOM_GROWTH: Final = 1.0 / 64  # of an answered request, or more while few are there; about as many are refused
+# of an answered request, or more while few are there; about as many are refused
+ROOM_GROWTH: Final = 1.0 / 64
 
 
 @dataclass(slots=True)
@@ -51,14 +55,18 @@ class RequestsInFlight:
         """End a request, with the same numbers as in ``sent``.
 
         Args:
-            is_busy: the server had no room for it, so it takes no more than the others. Each answer makes a little
-                more room, to notice when there is more.
+            is_busy: the server had no room for it, so it takes no more than the others. Each answer
+                makes a little more room, to notice when there is more.
         """
         use = self._uses[server]
         use.requests -= 1
         use.tokens -= tokens
         use.size -= size
-        use.room = float(use.size) if is_busy else use.room + size * max(ROOM_GROWTH, 1.0 / (use.requests + 1))
+        use.room = (
+            float(use.size)
+            if is_busy
+            else use.room + size * max(ROOM_GROWTH, 1.0 / (use.requests + 1))
+        )
 
     def has_room(self, server: str, size: int) -> bool:
         """Return whether a server is likely to take a request; one is always tried."""
@@ -69,28 +77,40 @@ class RequestsInFlight:
         """Return how many requests of this hub are in a server."""
         return self._uses[server].requests if server in self._uses else 0
 
-    def loads(self, serving: Sequence[wire.Presence], weights: Mapping[str, float]) -> list[ServerLoad]:
+    def loads(
+        self, serving: Sequence[wire.Presence], weights: Mapping[str, float]
+    ) -> list[ServerLoad]:
         """Return the servers as ``choose`` compares them.
 
-        A server has the requests that it reported, and those sent from here since. Requests whose length is not known
-        here, as those of other hubs, count as typical ones.
+        A server has the requests that it reported, and those sent from here since. Requests whose
+        length is not known here, as those of other hubs, count as typical ones.
         """
         known = [one.speed / one.slots for one in serving if one.speed > 0 and one.slots]
         per_slot = sum(known) / len(known) if known else 1.0  # for a server that has not worked yet
-        requests, tokens = sum(use.requests for use in self._uses.values()), 0
+        requests = sum(use.requests for use in self._uses.values())
+        tokens = 0
         if requests:
             tokens = sum(use.tokens for use in self._uses.values())
-        return [self._load(one, per_slot, tokens / max(requests, 1), weights.get(one.id, 0.0)) for one in serving]
+        return [
+            self._load(one, per_slot, tokens / max(requests, 1), weights.get(one.id, 0.0))
+            for one in serving
+        ]
 
-    def _load(self, one: wire.Presence, per_slot: float, typical: float, weight: float) -> ServerLoad:
+    def _load(
+        self, one: wire.Presence, per_slot: float, typical: float, weight: float
+    ) -> ServerLoad:
         use = self._uses.setdefault(one.id, _Use())
         if use.presence is not one:
-            use.presence, use.seen = one, use.requests
+            use.presence = one
+            use.seen = use.requests
         load = max(use.requests, one.running + one.waiting + use.requests - use.seen)
         work = load - use.requests + use.tokens / typical if typical else float(load)
         speed = one.speed or per_slot * max(one.slots, 1)
-        version, shares = one.policy_version, one.engine in SHARING
-        return ServerLoad(one.id, one.address, version, one.slots, load, speed, weight, work, shares)
+        version = one.policy_version
+        shares = one.engine in SHARING
+        return ServerLoad(
+            one.id, one.address, version, one.slots, load, speed, weight, work, shares
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -105,9 +125,11 @@ class OpenTurn:
 
 
 class OpenEpisodes:
-    """How many tokens the open episodes have, and how many their present turns are still expected to have.
+    """How many tokens the open episodes have, and how many their present turns are still expected
+    to have.
 
-    The hub sees an answer only when it is complete, so it supposes that a turn grows at the mean rate of earlier ones.
+    The hub sees an answer only when it is complete, so it supposes that a turn grows at the mean
+    rate of earlier ones.
     """
 
     def __init__(self) -> None:

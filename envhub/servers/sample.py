@@ -13,24 +13,30 @@ SIZE: Final = 8  # servers that new conversations choose from, if their requests
 MOST: Final = 2  # times as many are followed at once, including those that conversations still use
 TOKEN_BYTES: Final = 4  # in a request
 REQUEST_BYTES: Final = 1024  # of a request but its context
-ROTATE_S: Final = 20.0  # between two exchanges; each costs the conversations that return later their prefix cache
+# between two exchanges; each costs the conversations that return later their prefix cache
+ROTATE_S: Final = 20.0
 
 
 def sample_size(episodes: int, max_context_tokens: int) -> int:
-    """Return how many servers a hub has to follow so that the requests of all its episodes fit into them.
+    """Return how many servers a hub has to follow so that the requests of all its episodes fit into
+    them.
 
     Half of what a server takes from one hub may be in use: requests are spread at random.
     """
     most = RequestLimits()
     num_bytes = episodes * (TOKEN_BYTES * max_context_tokens + REQUEST_BYTES)
-    return max(SIZE, math.ceil(2 * num_bytes / most.bytes_of_client), math.ceil(2 * episodes / most.count_of_client))
+    return max(
+        SIZE,
+        math.ceil(2 * num_bytes / most.bytes_of_client),
+        math.ceil(2 * episodes / most.count_of_client),
+    )
 
 
 class ServerSample:
     """The followed servers of one policy.
 
-    New requests go to ``drawn``. A server that is exchanged while conversations use it stays followed until they end;
-    once ``most`` are followed, none is exchanged.
+    New requests go to ``drawn``. A server that is exchanged while conversations use it stays
+    followed until they end; once ``most`` are followed, none is exchanged.
 
     Args:
         rng: makes every draw.
@@ -40,8 +46,13 @@ class ServerSample:
         kept: followed while they are in use.
     """
 
-    def __init__(self, rng: random.Random, *, size: int = SIZE, most: int = 0, rotate_s: float = ROTATE_S) -> None:
-        self._rng, self._size, self._most, self._rotate_s = rng, size, most or MOST * size, rotate_s
+    def __init__(
+        self, rng: random.Random, *, size: int = SIZE, most: int = 0, rotate_s: float = ROTATE_S
+    ) -> None:
+        self._rng = rng
+        self._size = size
+        self._most = most or MOST * size
+        self._rotate_s = rotate_s
         self._speeds: dict[str, float] = {}  # of every server that exists; 0 unknown
         self._silent: set[str] = set()
         self._new: set[str] = set()  # since the last tick
@@ -81,7 +92,8 @@ class ServerSample:
     def tick(self, now: float, in_use: Collection[str]) -> None:
         """Fill the sample, release unused servers, and exchange a server if it is time.
 
-        A new server enters a full sample as often as if the sample were drawn now, so it gets its share at once.
+        A new server enters a full sample as often as if the sample were drawn now, so it gets its
+        share at once.
 
         Args:
             now: seconds on a monotonic clock.
@@ -102,19 +114,26 @@ class ServerSample:
             self._rotate_at = now + self._rotate_s * self._rng.uniform(0.5, 1.5)
 
     def speeds(self) -> dict[str, float]:
-        """Return tokens/s of each server that is not silent; an unknown speed counts as the mean of the others."""
-        living = {server: speed for server, speed in self._speeds.items() if server not in self._silent}
+        """Return tokens/s of each server that is not silent; an unknown speed counts as the mean of
+        the others.
+        """
+        living = {
+            server: speed for server, speed in self._speeds.items() if server not in self._silent
+        }
         known = [speed for speed in living.values() if speed > 0]
         mean = sum(known) / len(known) if known else 1.0
         return {server: speed if speed > 0 else mean for server, speed in living.items()}
 
     def weights(self) -> Mapping[str, float]:
-        """Return how often to choose each drawn server, so that over all hubs choices are in proportion to speed.
+        """Return how often to choose each drawn server, so that over all hubs choices are in
+        proportion to speed.
 
-        A server in few samples must be chosen more often there: speed divided by the share of samples it is in.
+        A server in few samples must be chosen more often there: speed divided by the share of
+        samples it is in.
         """
         if self._weights is None:
-            shares, speeds = self._shares(), self.speeds()
+            shares = self._shares()
+            speeds = self.speeds()
             self._weights = {server: speeds[server] / shares[server] for server in self.drawn}
         return self._weights
 
@@ -124,7 +143,11 @@ class ServerSample:
         return dict(zip(speeds, inclusion(list(speeds.values()), self._size), strict=True))
 
     def _others(self) -> list[str]:
-        return [server for server in self._speeds if server not in self._silent and server not in self.drawn]
+        return [
+            server
+            for server in self._speeds
+            if server not in self._silent and server not in self.drawn
+        ]
 
     def _pick(self, servers: Sequence[str]) -> str:
         speeds = self.speeds()
@@ -151,14 +174,18 @@ class ServerSample:
 
 
 def inclusion(speeds: Sequence[float], size: int) -> list[float]:
-    """Return each server's probability of being among ``size`` drawn, in proportion to speed (above 0), at most 1."""
+    """Return each server's probability of being among ``size`` drawn, in proportion to speed (above
+    0), at most 1.
+    """
     if len(speeds) <= size:
         return [1.0] * len(speeds)
-    left, room = sum(speeds), float(size)
+    left = sum(speeds)
+    room = float(size)
     scale = room / left
     for speed in sorted(speeds, reverse=True):
         if speed * scale < 1:
             break
-        left, room = left - speed, room - 1
+        left = left - speed
+        room = room - 1
         scale = room / left if left > 0 else 0.0
     return [min(1.0, speed * scale) for speed in speeds]

@@ -26,13 +26,21 @@ class ServerRoster:
         size: servers of each policy to follow.
 
     Attributes:
-        clock: stops while all followed servers of the policy that is trained sleep, or the event loop stands.
+        clock: stops while all followed servers of the policy that is trained sleep, or the event
+            loop stands.
     """
 
     def __init__(
-        self, bus: Bus, in_use: Callable[[], Collection[str]], rng: random.Random, *, size: int = SIZE
+        self,
+        bus: Bus,
+        in_use: Callable[[], Collection[str]],
+        rng: random.Random,
+        *,
+        size: int = SIZE,
     ) -> None:
-        self._in_use, self._rng, self._size = in_use, rng, size
+        self._in_use = in_use
+        self._rng = rng
+        self._size = size
         self._joined = Roster(bus, beats=("learner",), members=("rollout",), told=self._hear_member)
         self._heard = Roster(bus, beats=(), told=self._hear_beat)
         self.clock = AwakeClock()
@@ -66,7 +74,9 @@ class ServerRoster:
         return self._heard.alive("rollout")
 
     def weights(self, policy: str) -> Mapping[str, float]:
-        """Return ``ServerSample.weights``; a followed server that is not in it takes no new conversations."""
+        """Return ``ServerSample.weights``; a followed server that is not in it takes no new
+        conversations.
+        """
         return self._samples[policy].weights() if policy in self._samples else {}
 
     def learners(self) -> list[wire.Presence]:
@@ -78,10 +88,15 @@ class ServerRoster:
         await self._heard.changed(timeout_s)
 
     async def _update(self) -> None:
-        """Update the samples; the cost depends on the followed servers only, not on how many there are."""
-        now, in_use = asyncio.get_running_loop().time(), self._in_use()
+        """Update the samples; the cost depends on the followed servers only, not on how many there
+        are.
+        """
+        now = asyncio.get_running_loop().time()
+        in_use = self._in_use()
         for server, since in self._since.items():
-            is_silent = self._heard.get(server) is None and self._heard.clock - since > SILENT_AFTER_S
+            is_silent = (
+                self._heard.get(server) is None and self._heard.clock - since > SILENT_AFTER_S
+            )
             if is_silent and server in self._policies:
                 self._samples[self._policies[server]].silent(server)
         for sample in self._samples.values():
@@ -105,8 +120,8 @@ class ServerRoster:
             self._samples[before].gone(presence.id)
         if is_there:
             self._policies[presence.id] = presence.policy
-            self._samples.setdefault(presence.policy, ServerSample(self._rng, size=self._size)).exists(
-                presence.id, presence.speed
-            )
+            self._samples.setdefault(
+                presence.policy, ServerSample(self._rng, size=self._size)
+            ).exists(presence.id, presence.speed)
         if before is None or not is_there:
             self._news.set()

@@ -45,14 +45,17 @@ class TicketAssignment:
         return ticket_key(self.number, evaluation=self.stream is EVALTICKETS)
 
     def is_greedy(self, episode: int) -> bool:
-        """Return whether an episode is one of the group's last, which are sampled at temperature 0 as a baseline."""
+        """Return whether an episode is one of the group's last, which are sampled at temperature 0
+        as a baseline.
+        """
         return episode >= self.group_size - self.num_greedy
 
     def step(self, groups_per_step: int) -> int:
-        """Return the step, as a policy version, that the group is expected in; -1 for evaluations, or if it is unknown.
+        """Return the step, as a policy version, that the group is expected in; -1 for evaluations,
+        or if it is unknown.
 
-        A ticket issued at version v counts in one of the steps v to v + max_staleness. Its number says in which, except
-        that replacements of other tickets raise it.
+        A ticket issued at version v counts in one of the steps v to v + max_staleness. Its number
+        says in which, except that replacements of other tickets raise it.
 
         Args:
             groups_per_step: of the run, 0 unknown.
@@ -62,13 +65,17 @@ class TicketAssignment:
         steps_before = (self.number - 1) // groups_per_step
         return min(max(steps_before, self.min_version), self.min_version + self.max_staleness)
 
-    def job(self, num_delivered: int, *, drop_late: bool, straggler_factor: float | None = None) -> GroupJob:
-        """Return the ticket as the slots see it; with ``drop_late`` it is given up once it cannot be in time.
+    def job(
+        self, num_delivered: int, *, drop_late: bool, straggler_factor: float | None = None
+    ) -> GroupJob:
+        """Return the ticket as the slots see it; with ``drop_late`` it is given up once it cannot
+        be in time.
 
         Args:
             straggler_factor: of the domain.
         """
-        staleness, sizes = self.max_staleness if drop_late else None, (self.group_size, self.min_group_size)
+        staleness = self.max_staleness if drop_late else None
+        sizes = (self.group_size, self.min_group_size)
         return GroupJob(
             self.key,
             *sizes,
@@ -82,8 +89,12 @@ class TicketAssignment:
         )
 
 
-def task(asked: TicketAssignment, domain: Domain, episode: int, name: str, *, step: int = -1) -> EpisodeTask:
-    """Return the task of one episode of an assignment; ``name`` must be unique at the servers, ``step`` is its step."""
+def task(
+    asked: TicketAssignment, domain: Domain, episode: int, name: str, *, step: int = -1
+) -> EpisodeTask:
+    """Return the task of one episode of an assignment; ``name`` must be unique at the servers,
+    ``step`` is its step.
+    """
     is_greedy = asked.is_greedy(episode)
     return EpisodeTask(
         name,
@@ -107,7 +118,9 @@ def assignment(ticket: wire.Message) -> TicketAssignment:
     if isinstance(ticket, wire.Ticket):
         return TicketAssignment(TICKETS, **asdict(ticket))
     assert isinstance(ticket, wire.EvalTicket), f"{type(ticket).__name__} is not a ticket"
-    return TicketAssignment(EVALTICKETS, min_group_size=ticket.group_size, split="eval", **asdict(ticket))
+    return TicketAssignment(
+        EVALTICKETS, min_group_size=ticket.group_size, split="eval", **asdict(ticket)
+    )
 
 
 def reward_pools(section: DomainSection) -> list[str]:
@@ -117,7 +130,9 @@ def reward_pools(section: DomainSection) -> list[str]:
 
 def destination(asked: TicketAssignment, pools: Sequence[str]) -> tuple[Stream, str]:
     """Return the stream and key to publish a group to: its first reward pool, or its log."""
-    return (EPISODES, pools[0]) if pools else (result_log(evaluation=asked.stream is EVALTICKETS), "")
+    return (
+        (EPISODES, pools[0]) if pools else (result_log(evaluation=asked.stream is EVALTICKETS), "")
+    )
 
 
 def group(

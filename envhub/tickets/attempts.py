@@ -24,7 +24,9 @@ T = TypeVar("T")
 
 
 class AttemptNotes:
-    """Reads and writes one run's notes for the hub with id ``hub``. A ticket that is delivered once costs nothing."""
+    """Reads and writes one run's notes for the hub with id ``hub``. A ticket that is delivered once
+    costs nothing.
+    """
 
     def __init__(self, bus: Bus, hub: str) -> None:
         self._bus, self._hub, self._process = bus, hub, this_process()
@@ -39,8 +41,11 @@ class AttemptNotes:
 
     async def begin(self, asked: TicketAssignment, judgement: TicketJudgement) -> None:
         """Note that this hub plays the ticket from now on, for the other hubs if it dies."""
-        deaths, alone = judgement.deaths, judgement.alone
-        await self._note(asked, wire.Attempt(deaths=deaths, hub=self._hub, process=self._process, alone=alone))
+        deaths = judgement.deaths
+        alone = judgement.alone
+        await self._note(
+            asked, wire.Attempt(deaths=deaths, hub=self._hub, process=self._process, alone=alone)
+        )
 
     async def hand_back(self, asked: TicketAssignment, deaths: int) -> None:
         """Note that this hub no longer plays the ticket and is alive."""
@@ -65,7 +70,9 @@ class AttemptNotes:
         return found[0] if found is not None and isinstance(found[0], wire.Attempt) else None
 
     async def _call(self, work: Callable[[KeyValue], Awaitable[T]]) -> T:
-        """Call with the bucket, created again if the broker restarted: it is in memory, so a full disk stops no hub."""
+        """Call with the bucket, created again if the broker restarted: it is in memory, so a full
+        disk stops no hub.
+        """
         bucket = self._bus.key_value(ATTEMPTS)
         try:
             return await work(bucket)
@@ -74,7 +81,9 @@ class AttemptNotes:
             return await work(bucket)
 
     async def _lives(self, attempt: wire.Attempt) -> bool:
-        """Return whether an attempt's process is alive, according to this machine or else to its beats."""
+        """Return whether an attempt's process is alive, according to this machine or else to its
+        beats.
+        """
         if has_ended(attempt.process):
             return False
         roster = Roster(self._bus, beats=())

@@ -1,8 +1,8 @@
 """Has episodes scored while their group is still being played, by reward hubs with idle workers.
 
-Each finished episode visits its reward pools by request and reply. What comes back is attached to the group, and the
-reward hubs that take the group compute only what is missing. Nothing depends on these requests: if one is lost, refused
-or fails, the group's own way through the pools replaces it.
+Each finished episode visits its reward pools by request and reply. What comes back is attached to
+the group, and the reward hubs that take the group compute only what is missing. Nothing depends on
+these requests: if one is lost, refused or fails, the group's own way through the pools replaces it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from envhub.tickets.assignment import TicketAssignment, reward_pools
 
 log = logging.getLogger(__name__)
 
-ASK_AGAIN_S: Final = (0.1, 12.0)  # after the first and the last of several refusals: each request has the full text
+# after the first and the last of several refusals: each request has the full text
+ASK_AGAIN_S: Final = (0.1, 12.0)
 ENV: Final = "env"  # the environment's part of a reward; it then decides about success
 REPLY_S: Final = 3600.0  # a reward hub that has accepted a sample keeps its own time limits
 
@@ -47,7 +48,10 @@ class EarlyScores:
         wait_s: float,
         judged: Callable[[int, bool], None],
     ) -> None:
-        self._bus, self._asked, self._wait_s, self._judged = bus, asked, wait_s, judged
+        self._bus = bus
+        self._asked = asked
+        self._wait_s = wait_s
+        self._judged = judged
         self._has_rewards = bool(section.rewards)
         self._pools = reward_pools(section) if section.score_ahead else []
         self._found: dict[int, wire.EpisodeScores] = {}
@@ -57,7 +61,8 @@ class EarlyScores:
     def begin(self, played: EpisodeResult) -> None:
         """Have a finished episode scored, unless its group has ended."""
         last = played.trajectory
-        if not self._has_rewards or ENV in last.reward_parts:  # else the domain's first reward decides
+        # else the domain's first reward decides
+        if not self._has_rewards or ENV in last.reward_parts:
             self._judged(last.episode, last.success)
         if self._pools and not self._complete.is_set():
             self._tasks.add(task := asyncio.create_task(self._visit(played)))
@@ -69,13 +74,15 @@ class EarlyScores:
         return bool(self._tasks)
 
     async def take(self, episodes: Iterable[int], hurry: asyncio.Event) -> list[wire.EpisodeScores]:
-        """Return the scores of the complete group's episodes, after those that are on their way; once ``hurry`` is set
-        without waiting."""
+        """Return the scores of the complete group's episodes, after those that are on their way;
+        once ``hurry`` is set without waiting."""
         self._complete.set()
         if self._tasks and not hurry.is_set():
             scored: asyncio.Future[Any] = asyncio.gather(*self._tasks, return_exceptions=True)
             leaving: asyncio.Future[Any] = asyncio.ensure_future(hurry.wait())
-            await asyncio.wait({scored, leaving}, timeout=self._wait_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {scored, leaving}, timeout=self._wait_s, return_when=asyncio.FIRST_COMPLETED
+            )
             leaving.cancel()
         self.cancel()
         return [self._found[episode] for episode in episodes if episode in self._found]
@@ -103,18 +110,36 @@ class EarlyScores:
                 return
             if pool == self._pools[0] and ENV not in message.reward_parts:
                 self._judged(message.episode, reply.success)
-            message = replace(message, reward=reply.reward, reward_parts=reply.reward_parts, success=reply.success)
+            message = replace(
+                message, reward=reply.reward, reward_parts=reply.reward_parts, success=reply.success
+            )
 
-    async def _ask(self, pool: str, message: wire.EpisodeScoreRequest) -> wire.EpisodeScoreReply | None:
-        """Ask until a reward hub is there and has time, or the group is complete; None: the scores are left to it."""
+    async def _ask(
+        self, pool: str, message: wire.EpisodeScoreRequest
+    ) -> wire.EpisodeScoreReply | None:
+        """Ask until a reward hub is there and has time, or the group is complete; None: the scores
+        are left to it.
+        """
         delay_s, most_s = ASK_AGAIN_S
         while True:
             try:
-                reply = await request(self._bus, SCORES, pool, message, timeout_s=REPLY_S, reply=wire.EpisodeScoreReply)
+                reply = await request(
+                    self._bus,
+                    SCORES,
+                    pool,
+                    message,
+                    timeout_s=REPLY_S,
+                    reply=wire.EpisodeScoreReply,
+                )
                 if not reply.busy:
                     return reply
             except RequestInvalid as error:
-                log.warning("ticket %d, episode %d: not scored early: %s", message.ticket, message.episode, error)
+                log.warning(
+                    "ticket %d, episode %d: not scored early: %s",
+                    message.ticket,
+                    message.episode,
+                    error,
+                )
                 return None
             except RequestFailed:
                 pass  # nothing listens yet, or the hub died
@@ -127,8 +152,11 @@ class EarlyScores:
 
 
 def score_request(asked: TicketAssignment, played: EpisodeResult) -> wire.EpisodeScoreRequest:
-    """Return the request for the scores of one episode, which a reward sees as it would see it in its group."""
-    last, turns = played.trajectory, [turn for one in played.trajectories for turn in one.turns]
+    """Return the request for the scores of one episode, which a reward sees as it would see it in
+    its group.
+    """
+    last = played.trajectory
+    turns = [turn for one in played.trajectories for turn in one.turns]
     return wire.EpisodeScoreRequest(
         ticket=asked.number,
         domain=asked.domain,

@@ -30,7 +30,8 @@ class QueueTurns:
 
     def poke(self) -> None:
         """Note that slots may have been freed."""
-        freed, self._freed = self._freed, asyncio.Event()
+        freed = self._freed
+        self._freed = asyncio.Event()
         freed.set()
 
     async def changed(self) -> None:
@@ -42,7 +43,9 @@ class QueueTurns:
         await self._wanted.wait()
 
     async def reserve(self, group_size: int, limit: int) -> int:
-        """Wait in line until there is room for a group. Return how many are reserved, at most ``limit``."""
+        """Wait in line until there is room for a group. Return how many are reserved, at most
+        ``limit``.
+        """
         if not self._line.locked() and (count := self.slots.reserve(group_size, limit)):
             return count
         self._waiting += 1
@@ -123,7 +126,8 @@ class TicketFeed:
 
     async def _fetch(self, queue: WorkQueue, most: int) -> None:
         size = self.group_size
-        # A queue that was empty gets room for one group only, and does not wait if others want the room.
+        # A queue that was empty gets room for one group only, and does not wait if others want the
+        # room.
         count = await self.turnstile.reserve(size, most if self._found else 1)
         try:
             if self.turnstile.crowded:

@@ -34,7 +34,8 @@ class InHand:
         judgement: of a redelivered ticket, None until it is known.
         beginning: held while the note is written that this hub plays a redelivered ticket.
         names: ids of the tasks of its episodes.
-        cut: expected lengths in tokens of episodes that were aborted because the group was complete without them.
+        cut: expected lengths in tokens of episodes that were aborted because the group was complete
+            without them.
         begun: that note is written.
     """
 
@@ -55,12 +56,15 @@ class TicketOutbox:
     """Ends tickets in the background.
 
     Attributes:
-        failure: why a ticket could not be ended, if so. The hub then stops, and other hubs get what it did not
-            acknowledge.
+        failure: why a ticket could not be ended, if so. The hub then stops, and other hubs get what
+            it did not acknowledge.
     """
 
     def __init__(self, member: Member, tally: HubMetrics, attempts: AttemptNotes) -> None:
-        self._member, self._bus, self._tally, self._attempts = member, member.bus, tally, attempts
+        self._member = member
+        self._bus = member.bus
+        self._tally = tally
+        self._attempts = attempts
         self.failure: BaseException | None = None
         self._ending: set[asyncio.Task[None]] = set()
         self._hurry = asyncio.Event()
@@ -100,8 +104,10 @@ class TicketOutbox:
             await asyncio.wait(self._ending, timeout=timeout_s)
 
     async def _finish(self, held: InHand, played: Sequence[EpisodeResult]) -> None:
-        asked, pools = held.asked, reward_pools(held.domain.section)
-        deliveries, temperature = held.delivery.num_delivered, held.domain.section.sampling.temperature
+        asked = held.asked
+        pools = reward_pools(held.domain.section)
+        deliveries = held.delivery.num_delivered
+        temperature = held.domain.section.sampling.temperature
         scores = await held.early.take([one.trajectory.episode for one in played], self._hurry)
         message = group(
             asked,
@@ -114,9 +120,13 @@ class TicketOutbox:
         )
         stream, key = destination(asked, pools)
         try:
-            await self._bus.publish(stream, message, key=key, ticket=asked.number, message_id=asked.key)
+            await self._bus.publish(
+                stream, message, key=key, ticket=asked.number, message_id=asked.key
+            )
         except WireError as error:
-            await self._close(held, "too_large" if isinstance(error, TooLarge) else "malformed", str(error))
+            await self._close(
+                held, "too_large" if isinstance(error, TooLarge) else "malformed", str(error)
+            )
             return
         self._tally.groups += 1
         await held.delivery.ack()
@@ -124,9 +134,15 @@ class TicketOutbox:
             await self._attempts.end(asked)
 
     async def _close(self, held: InHand, reason: wire.ClosedReason, detail: str) -> None:
-        asked, by = held.asked, self._member.id
+        asked = held.asked
+        by = self._member.id
         closed = wire.Closed(
-            ticket=asked.number, domain=asked.domain, reason=reason, detail=detail, by=by, eval_step=asked.eval_step
+            ticket=asked.number,
+            domain=asked.domain,
+            reason=reason,
+            detail=detail,
+            by=by,
+            eval_step=asked.eval_step,
         )
         is_ended = await self._end(asked.stream, held.delivery, closed)
         if is_ended and held.delivery.num_delivered > 1:
@@ -140,18 +156,26 @@ class TicketOutbox:
         self._tally.handed_back += 1
         # else the previous hub's note is still valid
         if held.judgement is not None or held.delivery.num_delivered == 1:
-            await self._attempts.hand_back(held.asked, held.judgement.deaths if held.judgement is not None else 0)
+            await self._attempts.hand_back(
+                held.asked, held.judgement.deaths if held.judgement is not None else 0
+            )
         await held.delivery.nak(delay_s)
 
     async def _refuse(self, stream: Stream, domain: str, delivery: Delivery, problem: str) -> None:
-        number = delivery.ticket or (delivery.seq if stream is TICKETS else 0)  # a ticket's number is its sequence
+        # a ticket's number is its sequence
+        number = delivery.ticket or (delivery.seq if stream is TICKETS else 0)
         by = self._member.id
-        closed = wire.Closed(ticket=number, domain=domain, reason="malformed", detail=problem, by=by, eval_step=-1)
+        closed = wire.Closed(
+            ticket=number, domain=domain, reason="malformed", detail=problem, by=by, eval_step=-1
+        )
         await self._end(stream, delivery, closed)
 
     async def _end(self, stream: Stream, delivery: Delivery, closed: wire.Closed) -> bool:
-        evaluation, keep = stream is EVALTICKETS, closed.reason not in ("late", "filtered")
-        is_ended = await close_ticket(self._bus, delivery, stream, closed, evaluation=evaluation, keep=keep)
+        evaluation = stream is EVALTICKETS
+        keep = closed.reason not in ("late", "filtered")
+        is_ended = await close_ticket(
+            self._bus, delivery, stream, closed, evaluation=evaluation, keep=keep
+        )
         self._tally.closed += is_ended and closed.ticket > 0
         return is_ended
 

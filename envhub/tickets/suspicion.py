@@ -1,7 +1,8 @@
 """Decides whether a ticket may have killed its hubs, from its deliveries and their exits. Pure.
 
-A ticket that may have killed two processes is played once more, by a hub that plays nothing else. If that hub dies too,
-the ticket is poisonous. Tickets that shared a hub with it become suspect as well, are played alone, and end well.
+A ticket that may have killed two processes is played once more, by a hub that plays nothing else.
+If that hub dies too, the ticket is poisonous. Tickets that shared a hub with it become suspect as
+well, are played alone, and end well.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class TicketJudgement:
 def judge(num_delivered: int, past: Attempt | None, *, died: bool) -> TicketJudgement:
     """Judge a delivery.
 
-    A first delivery leaves no note, because nearly all tickets have only one. So the first of several counts as a death
-    unless its hub noted that it handed the ticket back. At worst a harmless ticket is played alone; only a death
-    that was noted makes it poisonous.
+    A first delivery leaves no note, because nearly all tickets have only one. So the first of
+    several counts as a death unless its hub noted that it handed the ticket back. At worst a
+    harmless ticket is played alone; only a death that was noted makes it poisonous.
 
     Args:
         num_delivered: how often the ticket has been delivered, including this time.

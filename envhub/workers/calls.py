@@ -1,7 +1,8 @@
 """Calls environments under a timeout: on the event loop, awaited if they are async, or in a thread.
 
-A thread cannot be stopped. One that hangs is abandoned, counted and replaced, so that a hanging environment costs only
-its own episode; a hub that has lost too many threads exits, so that another can start.
+A thread cannot be stopped. One that hangs is abandoned, counted and replaced, so that a hanging
+environment costs only its own episode; a hub that has lost too many threads exits, so that another
+can start.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ TimeoutMaker = Callable[[float], AbstractAsyncContextManager[asyncio.Timeout]]
 
 
 class CallFailed(RlearnerError):
-    """The environment raised, or did not return in time. ``trace``: its traceback for the log, if it raised."""
+    """The environment raised, or did not return in time. ``trace``: its traceback for the log, if
+    it raised.
+    """
 
     def __init__(self, detail: str, trace: str = "") -> None:
         super().__init__(detail)
@@ -51,7 +54,8 @@ class EnvironmentCalls:
     """
 
     def __init__(self, timeout_s: float, timeout: TimeoutMaker = asyncio.timeout) -> None:
-        self._timeout_s, self._timeout = timeout_s, timeout
+        self._timeout_s = timeout_s
+        self._timeout = timeout
         self._idle: deque[_Worker] = deque()
         self._busy: dict[Environment, asyncio.Future[Any]] = {}  # abandoned calls
         self._retiring: set[asyncio.Task[None]] = set()
@@ -74,16 +78,21 @@ class EnvironmentCalls:
             CallFailed: if it raises or exceeds the timeout; the environment must not be used again.
         """
         if environment.isolation == "thread":
-            return await self._run(environment, method, getattr(environment, method), args, in_thread=True)
+            return await self._run(
+                environment, method, getattr(environment, method), args, in_thread=True
+            )
         try:
             result = getattr(environment, method)(*args)
-        except BaseException as error:  # it may be the user's code; a cancellation cannot arrive here
+        # it may be the user's code; a cancellation cannot arrive here
+        except BaseException as error:
             raise _failed(method, error) from error
         pid = getattr(environment, "pid", 0) if environment.isolation == "process" else 0
         return await self._awaited(method, result, pid) if hasattr(result, "__await__") else result
 
     def retire(self, environment: Environment) -> None:
-        """Close an environment that will not be used again, once its abandoned call, if any, returns."""
+        """Close an environment that will not be used again, once its abandoned call, if any,
+        returns.
+        """
         task = asyncio.create_task(self._retire(environment))
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
@@ -103,7 +112,9 @@ class EnvironmentCalls:
         while self._idle:
             self._idle.popleft().stop()
 
-    async def _run(self, env: Environment | None, name: str, function: Method, args: Args, in_thread: bool) -> Any:
+    async def _run(
+        self, env: Environment | None, name: str, function: Method, args: Args, in_thread: bool
+    ) -> Any:
         try:
             if in_thread and not inspect.iscoroutinefunction(function):
                 return await self._in_thread(env, name, function, args)
@@ -142,7 +153,9 @@ class EnvironmentCalls:
         except OutOfTime:
             raise CallFailed(f"{name} did not return within {self._timeout_s:g} s") from None
 
-    async def _in_thread(self, env: Environment | None, name: str, function: Method, args: Args) -> Any:
+    async def _in_thread(
+        self, env: Environment | None, name: str, function: Method, args: Args
+    ) -> Any:
         worker = self._idle.pop() if self._idle else _Worker(asyncio.get_running_loop())
         future = worker.submit(function, args)
         try:
@@ -156,7 +169,9 @@ class EnvironmentCalls:
                     self._busy[env] = future
                 future.add_done_callback(lambda ended: self._came_back(env, worker, ended))
 
-    def _came_back(self, environment: Environment | None, worker: _Worker, ended: asyncio.Future[Any]) -> None:
+    def _came_back(
+        self, environment: Environment | None, worker: _Worker, ended: asyncio.Future[Any]
+    ) -> None:
         self.hung -= 1
         if environment is not None:
             self._busy.pop(environment, None)
@@ -178,7 +193,9 @@ async def _wait(work: Awaitable[Any]) -> Any:
 def _from_outside(error: BaseException) -> bool:
     """Return whether an error is a cancellation of this task, not the environment's own."""
     task = asyncio.current_task()
-    cancelled = isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+    cancelled = (
+        isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+    )
     return cancelled or isinstance(error, GeneratorExit)
 
 
@@ -216,7 +233,8 @@ class _Worker:
             if self._job is None:
                 return
             function, args, future = self._job
-            result, error = None, None
+            result = None
+            error = None
             try:
                 result = function(*args)
             except BaseException as caught:  # noqa: BLE001 - handed to the caller
@@ -232,7 +250,8 @@ def _resolve(future: asyncio.Future[Any], result: Any, error: BaseException | No
         return
     if error is None:
         future.set_result(result)
-    elif isinstance(error, Exception) and not isinstance(error, StopIteration):  # which no future takes
+    # which no future takes
+    elif isinstance(error, Exception) and not isinstance(error, StopIteration):
         future.set_exception(error)
     else:
         future.set_exception(RuntimeError(described(error)).with_traceback(error.__traceback__))

@@ -1,8 +1,9 @@
 """Forks one domain's worker processes, limits their memory, and reaps them.
 
-``envhub.workers.worker_pool`` starts it. It imports the environment once and then forks: a worker starts within
-milliseconds and shares what was loaded, so hundreds of environments can have a process each. It is the parent of its
-workers and alone reaps them, so no process id can be reused before its worker is reaped.
+``envhub.workers.worker_pool`` starts it. It imports the environment once and then forks: a worker
+starts within milliseconds and shares what was loaded, so hundreds of environments can have a
+process each. It is the parent of its workers and alone reaps them, so no process id can be reused
+before its worker is reaped.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class DomainForkserver:
     """One domain's workers."""
 
     def __init__(self, control: socket.socket, setup: protocol.SetupDomain) -> None:
-        self._control, self._setup = control, setup
+        self._control = control
+        self._setup = setup
         self._domain: Domain | None = self._load() if setup.preload else None
         self._base_mib = limits.resident_mib([os.getpid()])
         self._living: set[int] = set()
@@ -171,7 +173,8 @@ def main(control: socket.socket) -> None:
     except UserError as error:
         send(control, protocol.RequestRefused(str(error)))
         return
-    signal.signal(signal.SIGTERM, _leave)  # the hub exited; set last, as the environment's module may set it too
+    # the hub exited; set last, as the environment's module may set it too
+    signal.signal(signal.SIGTERM, _leave)
     gc.collect()
     gc.freeze()  # so that collections in the workers do not write to, and so copy, shared memory
     try:

@@ -9,7 +9,8 @@ from msgspec.msgpack import Decoder, Encoder
 
 from envhub.envs.base import Split
 
-# ------------------------------------------------------------------------------------------ hub and forkserver
+# ------------------------------------------------------------------------------------------ hub and
+# forkserver
 
 
 class SetupDomain(msgspec.Struct, frozen=True, tag=True):
@@ -57,7 +58,8 @@ class RequestRefused(msgspec.Struct, frozen=True, tag=True):
     detail: str
 
 
-# --------------------------------------------------------------------------------------------------- hub and worker
+# ---------------------------------------------------------------------------------------------------
+# hub and worker
 
 
 class MakeEnvironment(msgspec.Struct, frozen=True, tag=True):
@@ -134,7 +136,9 @@ class EnvironmentFailed(msgspec.Struct, frozen=True, tag=True):
 
 Order = SetupDomain | ForkWorker | ReapWorker
 Report = ForkserverReady | WorkerForked | WorkerReaped | RequestRefused
-Question = MakeEnvironment | ResetEnvironment | StepEnvironment | UseTools | RenderState | CloseEnvironment
+Question = (
+    MakeEnvironment | ResetEnvironment | StepEnvironment | UseTools | RenderState | CloseEnvironment
+)
 Answer = EnvironmentMade | FirstObservation | StepOutcome | RenderedState | EnvironmentFailed
 
 ENCODER: Final = Encoder()

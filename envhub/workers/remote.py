@@ -38,10 +38,14 @@ class RemoteEnvironment(Environment):
 
     isolation = "process"
 
-    def __init__(self, nursery: WorkerReaper, args: Any, pid: int, speech: line.WorkerSocket) -> None:
+    def __init__(
+        self, nursery: WorkerReaper, args: Any, pid: int, speech: line.WorkerSocket
+    ) -> None:
         super().__init__(args)
-        self.pid, self.spent = pid, False
-        self._nursery, self._line = nursery, speech
+        self.pid = pid
+        self.spent = False
+        self._nursery = nursery
+        self._line = speech
         self._sound = True  # it has answered every request
 
     async def constructor(self) -> None:
@@ -49,12 +53,17 @@ class RemoteEnvironment(Environment):
         await self._ask("constructor", protocol.MakeEnvironment(), protocol.EnvironmentMade)
 
     async def reset(self, task_index: int, split: Split, seed: int) -> Observation:
-        seen = await self._ask("reset", protocol.ResetEnvironment(task_index, split, seed), protocol.FirstObservation)
-        self.prompt, self.reference = seen.prompt, seen.reference
+        seen = await self._ask(
+            "reset", protocol.ResetEnvironment(task_index, split, seed), protocol.FirstObservation
+        )
+        self.prompt = seen.prompt
+        self.reference = seen.reference
         return Observation(seen.text, seen.anchor)
 
     async def step(self, text: str) -> StepResult:
-        return self._stepped(await self._ask("step", protocol.StepEnvironment(text), protocol.StepOutcome))
+        return self._stepped(
+            await self._ask("step", protocol.StepEnvironment(text), protocol.StepOutcome)
+        )
 
     async def use(self, calls: Sequence[ToolCall]) -> StepResult:
         question = protocol.UseTools([(call.name, call.arguments) for call in calls])
@@ -63,7 +72,9 @@ class RemoteEnvironment(Environment):
     def _stepped(self, done: protocol.StepOutcome) -> StepResult:
         self.spent = self.spent or done.spent
         seen = Observation(done.text, done.anchor)
-        return StepResult(seen, done.reward, done.done, done.valid, done.success, done.truncated, done.metrics)
+        return StepResult(
+            seen, done.reward, done.done, done.valid, done.success, done.truncated, done.metrics
+        )
 
     async def text_frame(self) -> str:  # type: ignore[override]
         return (await self._ask("text_frame", protocol.RenderState(), protocol.RenderedState)).text
@@ -88,7 +99,9 @@ class RemoteEnvironment(Environment):
             how = await self._nursery.bury(self, hung_up=True)
             raise CallFailed(f"{method}: the worker process {how}") from None
         except (line.ProtocolError, msgspec.DecodeError) as error:
-            raise CallFailed(f"{method}: the worker process sent an invalid answer: {error}") from None
+            raise CallFailed(
+                f"{method}: the worker process sent an invalid answer: {error}"
+            ) from None
         if isinstance(found, protocol.EnvironmentFailed):
             raise CallFailed(found.detail, found.trace)
         if not isinstance(found, answer):

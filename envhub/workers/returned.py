@@ -50,8 +50,11 @@ def step_result(value: object, method: str = "step") -> StepResult:
     if plain and type(value.reward) is float and not value.metrics and type(value.metrics) is dict:
         _finite("reward", value.reward)
         return value
-    done, valid, success, truncated = (_flag(name, flag) for name, flag in zip(FLAGS, flags, strict=True))
-    reward, metrics = _number("reward", value.reward), _metrics(value.metrics)
+    done, valid, success, truncated = (
+        _flag(name, flag) for name, flag in zip(FLAGS, flags, strict=True)
+    )
+    reward = _number("reward", value.reward)
+    metrics = _metrics(value.metrics)
     return StepResult(value.observation, reward, done, valid, success, truncated, metrics)
 
 
@@ -59,7 +62,8 @@ def text(what: str, value: object, *, limit: int = MAX_TEXT_BYTES) -> str:
     """Return the value if it is a text that can be sent.
 
     Raises:
-        ReturnedValueError: if ``what`` is not a text, has lone surrogates, or is larger than ``limit`` bytes.
+        ReturnedValueError: if ``what`` is not a text, has lone surrogates, or is larger than
+            ``limit`` bytes.
     """
     if not isinstance(value, str):
         raise ReturnedValueError(f"{what} is {_shown(value)}, not a text")
@@ -73,7 +77,9 @@ def text(what: str, value: object, *, limit: int = MAX_TEXT_BYTES) -> str:
 
 def _metrics(value: object) -> dict[str, float]:
     if not isinstance(value, Mapping):
-        raise ReturnedValueError(f"step returned metrics {_shown(value)}, not a mapping of names to numbers")
+        raise ReturnedValueError(
+            f"step returned metrics {_shown(value)}, not a mapping of names to numbers"
+        )
     if len(value) > MAX_METRICS:
         raise ReturnedValueError(f"step returned {len(value)} metrics, the limit is {MAX_METRICS}")
     for name in value:
@@ -100,7 +106,8 @@ def _finite(what: str, number: float) -> None:
 
 
 def _flag(name: str, value: Any) -> bool:
-    if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):  # numpy's, without an import
+    # numpy's, without an import
+    if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
         return bool(value)
     raise ReturnedValueError(f"step returned {name} {_shown(value)}, not True or False")
 

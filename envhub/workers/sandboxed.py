@@ -1,4 +1,6 @@
-"""Starts a domain's workers and agents in bubblewrap: what they may read, and as which user they run."""
+"""Starts a domain's workers and agents in bubblewrap: what they may read, and as which user they
+run.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,22 @@ from rlearner_sandbox.command import free_uid, jail
 from rlearner_sandbox.run import id_maps, sealed_file
 
 SYSTEM: Final = ("/usr", "/opt", "/sys/devices/system/cpu")  # programs; cores for numerics
-ETC: Final = (  # libraries and commands, names of users and hosts, time, certificates, fonts; no settings of services
+# libraries and commands, names of users and hosts, time, certificates, fonts; no settings of
+# services
+ETC: Final = (
     "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "passwd", "group", "nsswitch.conf", "hosts",
     "resolv.conf", "host.conf", "gai.conf", "protocols", "services", "localtime", "timezone", "ssl/certs",
     "ssl/openssl.cnf", "ca-certificates", "pki/tls", "pki/ca-trust", "crypto-policies", "mime.types", "fonts",
     "terminfo", "os-release", "python3*", "OpenCL",
 )  # fmt: skip
-PACKAGES: Final = ("broker", "envhub", "rlearner_text", "rlearner_sandbox")  # of ours, also if they are not installed
+# of ours, also if they are not installed
+PACKAGES: Final = ("broker", "envhub", "rlearner_text", "rlearner_sandbox")
 SCRATCH_MIB: Final = 1024  # in memory, of each folder that it may write to
 BECOME: Final = """import os, sys; uid = int(sys.argv[1]); os.setgroups([])
 os.setresgid(uid, uid, uid); os.setresuid(uid, uid, uid); os.execvp(sys.argv[2], sys.argv[2:])"""
-# With the host's network come its abstract sockets, which have no file; Landlock (Linux 6.12) keeps programs
-# from them: a ruleset of 24 bytes that handles no files and no ports, and scopes abstract sockets (1).
+# With the host's network come its abstract sockets, which have no file; Landlock (Linux 6.12) keeps
+# programs from them: a ruleset of 24 bytes that handles no files and no ports, and scopes abstract
+# sockets (1).
 SCOPE: Final = """import ctypes, os, sys; call = ctypes.CDLL(None).syscall
 if call(444, None, 0, 1) >= 6:
     rules = call(444, (ctypes.c_uint64 * 3)(0, 0, 1), 24, 0)
@@ -62,13 +68,15 @@ def sandboxed_start(domain: Domain, folder: str | None = None) -> Iterator[Sandb
     if domain.isolation != "sandbox":
         yield None
         return
-    bwrap, is_root = shutil.which("bwrap"), os.geteuid() == 0
+    bwrap = shutil.which("bwrap")
+    is_root = os.geteuid() == 0
     if bwrap is None:
         raise NoSandbox("there is no bubblewrap (bwrap) on PATH; run: apt-get install bubblewrap")
     rules = sealed_file(seccomp.program(memory_files=True))
     try:
         limits = SandboxLimits(file_mib=SCRATCH_MIB)
-        packages, scratch = readable(domain), domain.environment.folders(domain.args)[1]
+        packages = readable(domain)
+        scratch = domain.environment.folders(domain.args)[1]
         within = jail(
             bwrap, rules, limits, root=is_root, packages=packages, network=domain.section.network, scratch=scratch,
             folder=os.path.abspath(folder or os.getcwd()),
@@ -105,13 +113,25 @@ def require(domain: Domain) -> None:
 
 
 def readable(domain: Domain) -> list[str]:
-    """Return the files and folders that the environment needs: Python, packages, its own code and its data."""
+    """Return the files and folders that the environment needs: Python, packages, its own code and
+    its data.
+    """
     found = [*SYSTEM, *_settings(), sys.prefix, sys.base_prefix]
-    found += [str(Path(spec.origin).parent) for name in PACKAGES if (spec := find_spec(name)) and spec.origin]
+    found += [
+        str(Path(spec.origin).parent)
+        for name in PACKAGES
+        if (spec := find_spec(name)) and spec.origin
+    ]
     for one in domain.environment.__mro__[:-1]:
         found += _code_of(one.__module__)
-    found += [*domain.environment.data_files(domain.args), *domain.environment.folders(domain.args)[0]]
-    return [os.path.abspath(path) for path in (*found, *map(os.path.expanduser, domain.section.readable))]
+    found += [
+        *domain.environment.data_files(domain.args),
+        *domain.environment.folders(domain.args)[0],
+    ]
+    return [
+        os.path.abspath(path)
+        for path in (*found, *map(os.path.expanduser, domain.section.readable))
+    ]
 
 
 def _settings() -> list[str]:

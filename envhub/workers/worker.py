@@ -30,7 +30,8 @@ class EnvironmentWorker:
     """Runs one environment's methods, plain or asynchronous."""
 
     def __init__(self, domain: Domain, allowance: ResourceLimits) -> None:
-        self._domain, self._allowance = domain, allowance
+        self._domain = domain
+        self._allowance = allowance
         self._environment: Environment | None = None
         self._loop = asyncio.Runner()  # one loop for all episodes, made when first needed
 
@@ -49,7 +50,9 @@ class EnvironmentWorker:
                 case protocol.UseTools(calls):
                     return self._step("use", [ToolCall(*call) for call in calls])
                 case protocol.RenderState():
-                    return protocol.RenderedState(returned.text("text_frame returned what", self._call("text_frame")))
+                    return protocol.RenderedState(
+                        returned.text("text_frame returned what", self._call("text_frame"))
+                    )
                 case protocol.CloseEnvironment():
                     self._call("close")
                     return protocol.EnvironmentMade()
@@ -71,9 +74,12 @@ class EnvironmentWorker:
 
     def _step(self, method: str, action: Any) -> protocol.StepOutcome:
         step = returned.step_result(self._call(method, action), method)
-        seen, spent = step.observation, step.done and self._allowance.spent()
+        seen = step.observation
+        spent = step.done and self._allowance.spent()
         flags = (step.done, step.valid, step.success, step.truncated)
-        return protocol.StepOutcome(seen.text, seen.anchor, step.reward, *flags, step.metrics, spent)
+        return protocol.StepOutcome(
+            seen.text, seen.anchor, step.reward, *flags, step.metrics, spent
+        )
 
 
 async def _wait(work: Awaitable[Any]) -> Any:

@@ -1,7 +1,9 @@
-"""Manages a hub's worker processes: leased for an episode, reused by the next, killed when they fail.
+"""Manages a hub's worker processes: leased for an episode, reused by the next, killed when they
+fail.
 
-Each environment has its own process, so that a failure costs only its own episode. A process forked from a prepared one
-takes milliseconds to start and shares its memory; see ``envhub.workers.forkserver``.
+Each environment has its own process, so that a failure costs only its own episode. A process forked
+from a prepared one takes milliseconds to start and shares its memory; see
+``envhub.workers.forkserver``.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ __all__ = ["NoWorker", "RemoteEnvironment", "WorkerPool", "WorkerPools"]
 log = logging.getLogger(__name__)
 
 # On the forkserver's own clock: a loaded machine must not end it, and all episodes with it.
-START_S: Final = 60.0  # to import an environment and read its data; twice as long after each failure
+# to import an environment and read its data; twice as long after each failure
+START_S: Final = 60.0
 LONGEST_START_S: Final = 960.0
 ORDER_S: Final = 10.0
 
@@ -54,7 +57,8 @@ class WorkerPool:
     """
 
     def __init__(self, domain: Domain, memory_mib: int | None, passed: Sequence[str] = ()) -> None:
-        self.domain, self._memory_mib = domain, memory_mib
+        self.domain = domain
+        self._memory_mib = memory_mib
         self._passed = {*passed, *variables(domain.args)}
         self.living: set[int] = set()
         self.num_died = self.num_leasing = 0
@@ -91,9 +95,15 @@ class WorkerPool:
             async with self._ordering:
                 with theirs:
                     zygote = self._zygote or await self._start()
-                    forked = await asyncio.to_thread(_order, zygote, protocol.ForkWorker(), ORDER_S, along=theirs)
+                    forked = await asyncio.to_thread(
+                        _order, zygote, protocol.ForkWorker(), ORDER_S, along=theirs
+                    )
             if not isinstance(forked, protocol.WorkerForked):
-                raise NoWorker(getattr(forked, "detail", "the process that forks workers sent an unexpected answer"))
+                raise NoWorker(
+                    getattr(
+                        forked, "detail", "the process that forks workers sent an unexpected answer"
+                    )
+                )
         except (OSError, OutOfTime, msgspec.DecodeError) as error:
             ours.close()
             self._forget_zygote()
@@ -102,7 +112,9 @@ class WorkerPool:
             ours.close()
             raise
         self.living.add(forked.pid)
-        return RemoteEnvironment(self, self.domain.args, forked.pid, await line.WorkerSocket.open(ours))
+        return RemoteEnvironment(
+            self, self.domain.args, forked.pid, await line.WorkerSocket.open(ours)
+        )
 
     def _unwanted(self, leasing: asyncio.Task[RemoteEnvironment]) -> None:
         """Close an environment whose episode was given up before its worker started."""
@@ -125,13 +137,19 @@ class WorkerPool:
             async with self._ordering:
                 if self._zygote is not None:
                     order = protocol.ReapWorker(pid, hung_up)
-                    buried = await asyncio.to_thread(_order, self._zygote, order, ORDER_S + LAST_BREATH_S)
+                    buried = await asyncio.to_thread(
+                        _order, self._zygote, order, ORDER_S + LAST_BREATH_S
+                    )
                     if isinstance(buried, protocol.WorkerReaped):
                         self.buried_cpu_s += buried.cpu_s
                         self.num_died += bool(buried.how)
                         how = buried.how or how
         except (OSError, OutOfTime, msgspec.DecodeError) as error:
-            log.warning("domain %s: the forkserver and its workers are gone (%s)", self.domain.name, reason_of(error))
+            log.warning(
+                "domain %s: the forkserver and its workers are gone (%s)",
+                self.domain.name,
+                reason_of(error),
+            )
             self._forget_zygote()
         self.living.discard(pid)
         self._burials.pop(pid, None)
@@ -146,7 +164,8 @@ class WorkerPool:
 
     def cpu_s(self) -> float:
         """Return the CPU seconds of all workers so far."""
-        pids = limits.tree(self._zygote[0].pid) if self._zygote else []  # in a sandbox, workers have other pids there
+        # in a sandbox, workers have other pids there
+        pids = limits.tree(self._zygote[0].pid) if self._zygote else []
         return self.buried_cpu_s + sum(map(cpu_s, pids))
 
     async def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -155,10 +174,15 @@ class WorkerPool:
             if isinstance(ready, protocol.RequestRefused):
                 self._forget_zygote()
                 raise CallFailed(ready.detail)
-            if isinstance(ready, protocol.ForkserverReady) and (ready.num_threads == 1 or not preload):
+            if isinstance(ready, protocol.ForkserverReady) and (
+                ready.num_threads == 1 or not preload
+            ):
                 break
             env = self.domain.section.env
-            log.warning("environment %s starts threads when it is imported, so each worker imports it for itself", env)
+            log.warning(
+                "environment %s starts threads when it is imported, so each worker imports it for itself",
+                env,
+            )
             self._forget_zygote()
         assert self._zygote is not None
         return self._zygote
@@ -191,7 +215,9 @@ class WorkerPool:
             with sandboxed_start(self.domain) as how:
                 if how is None:
                     return start(*given, passed=self._passed)
-                return start(*given, passed=self._passed, within=how.within, uid=how.uid, files=how.files)
+                return start(
+                    *given, passed=self._passed, within=how.within, uid=how.uid, files=how.files
+                )
         except NoSandbox as error:
             raise OSError(str(error)) from None
 
@@ -209,14 +235,17 @@ class WorkerPools:
 
     Args:
         memory_mib: limit of each worker process, beyond what it starts with; None: no limit.
-        passed: environment variables that they get besides the harmless ones and those that a domain refers to.
+        passed: environment variables that they get besides the harmless ones and those that a
+            domain refers to.
     """
 
     def __init__(self, memory_mib: int | None, passed: Sequence[str] = ()) -> None:
-        self._memory_mib, self.passed = memory_mib, passed
+        self._memory_mib = memory_mib
+        self.passed = passed
         self._nurseries: dict[str, WorkerPool] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._gone_died, self._gone_cpu_s = 0, 0.0
+        self._gone_died = 0
+        self._gone_cpu_s = 0.0
 
     @property
     def living(self) -> int:
@@ -238,15 +267,21 @@ class WorkerPools:
         if nursery is None or nursery.domain != domain:
             if nursery is not None:
                 self._replace(nursery)
-            nursery = self._nurseries[domain.name] = WorkerPool(domain, self._memory_mib, self.passed)
+            nursery = self._nurseries[domain.name] = WorkerPool(
+                domain, self._memory_mib, self.passed
+            )
         return await nursery.environment()
 
     async def close(self) -> None:
         """End all worker processes."""
-        await asyncio.gather(*(nursery.close() for nursery in self._nurseries.values()), *self._closing)
+        await asyncio.gather(
+            *(nursery.close() for nursery in self._nurseries.values()), *self._closing
+        )
 
     def _replace(self, nursery: WorkerPool) -> None:
-        """Close the pool of a domain with new settings once the episodes under the old ones have ended."""
+        """Close the pool of a domain with new settings once the episodes under the old ones have
+        ended.
+        """
         task = asyncio.create_task(self._outlive(nursery))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

@@ -1,1 +1,3 @@
-"""Deep Q-learning on CartPole: in one process (``dqn``), and with actors on other processes (``actors``)."""
+"""Deep Q-learning on CartPole: in one process (``dqn``), and with actors on other processes
+(``actors``).
+"""

@@ -2,16 +2,18 @@
 
     python -m examples.cartpole.actors [--actors 4] [--seed 0] [--solved 475]
 
-starts a private broker, the actors and, in this process, the learner; the last line is one JSON object. More actors can
-join at any time with ``python -m examples.cartpole.actors --join URL --name NAME``.
+starts a private broker, the actors and, in this process, the learner; the last line is one JSON
+object. More actors can join at any time with ``python -m examples.cartpole.actors --join URL --name
+NAME``.
 
     learner --- assignments (work queue: one episode each) ---> actors
     learner <-- episodes (log: what was played, in order) ----- actors
     learner --- weights (offer; bytes through shared memory) -> actors
 
-An actor acknowledges an assignment once its episode is stored, so another one plays it if an actor dies; if both have
-played it, the first record counts. The learner keeps two assignments per actor open: a slow learner makes actors wait
-instead of filling the log. It writes no checkpoint; a run whose learner dies is over.
+An actor acknowledges an assignment once its episode is stored, so another one plays it if an actor
+dies; if both have played it, the first record counts. The learner keeps two assignments per actor
+open: a slow learner makes actors wait instead of filling the log. It writes no checkpoint; a run
+whose learner dies is over.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ async def act(url: str, name: str) -> NoReturn:
     await bus.ensure_streams(STREAMS)
     policy, env = Policy(), gymnasium.make("CartPole-v1")
     tensors = policy.network.state_dict()
-    receiver = WeightReceiver(bus, name, tensors, policy.load, bucket_mib=BUCKET_MIB, settings=SETTINGS)
+    receiver = WeightReceiver(
+        bus, name, tensors, policy.load, bucket_mib=BUCKET_MIB, settings=SETTINGS
+    )
     await receiver.start()
     await receiver.wait_for(0)
     queue = await bus.work_queue(ASSIGNMENTS, QUEUE)
@@ -76,7 +80,9 @@ async def act(url: str, name: str) -> NoReturn:
         for delivery in await queue.fetch(1, 5.0):
             if isinstance(assignment := delivery.message, Assignment):
                 version, network = policy.version, policy.network
-                episode = await asyncio.to_thread(play, env, network, assignment.seed, assignment.epsilon)
+                episode = await asyncio.to_thread(
+                    play, env, network, assignment.seed, assignment.epsilon
+                )
                 played = Played(
                     assignment=delivery.seq,
                     actor=name,
@@ -88,7 +94,9 @@ async def act(url: str, name: str) -> NoReturn:
                 await bus.publish(EPISODES, played)
             else:
                 why, data = delivery.error, delivery.data
-                await bus.dead_letter(ASSIGNMENTS, seq=delivery.seq, ticket=0, reason=why, data=data)
+                await bus.dead_letter(
+                    ASSIGNMENTS, seq=delivery.seq, ticket=0, reason=why, data=data
+                )
             await delivery.ack()
 
 
@@ -120,7 +128,9 @@ class Learner:
         async for record in self._bus.read_log(EPISODES, 1):
             if not isinstance(played := record.message, Played):
                 why = record.error
-                await self._bus.dead_letter(EPISODES, seq=record.seq, ticket=0, reason=why, data=record.data)
+                await self._bus.dead_letter(
+                    EPISODES, seq=record.seq, ticket=0, reason=why, data=record.data
+                )
             elif played.assignment in self._counted:
                 self.repeated += 1
             elif await self._learn(played):
@@ -160,9 +170,22 @@ async def learn(url: str, options: argparse.Namespace) -> dict[str, object]:
     await learner.run()
     await bus.close()
     agent = learner.agent
-    counts = {"steps": agent.replay.total, "episodes": sum(learner.players.values()), "updates": agent.updates}
-    others = {"repeated": learner.repeated, "largest_lag": learner.largest_lag, "versions": learner.version + 1}
-    return {"mean_return": learner.progress.confirmed, **counts, **others, "episodes_by_actor": learner.players}
+    counts = {
+        "steps": agent.replay.total,
+        "episodes": sum(learner.players.values()),
+        "updates": agent.updates,
+    }
+    others = {
+        "repeated": learner.repeated,
+        "largest_lag": learner.largest_lag,
+        "versions": learner.version + 1,
+    }
+    return {
+        "mean_return": learner.progress.confirmed,
+        **counts,
+        **others,
+        "episodes_by_actor": learner.players,
+    }
 
 
 async def watch(server: BrokerServer) -> None:
@@ -176,7 +199,10 @@ async def watch(server: BrokerServer) -> None:
 async def distribute(options: argparse.Namespace) -> None:
     """Start a broker and the actors, run the learner in this process and print its figures."""
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="cartpole-") as folder, BrokerServer(f"{folder}/broker") as server:
+    with (
+        tempfile.TemporaryDirectory(prefix="cartpole-") as folder,
+        BrokerServer(f"{folder}/broker") as server,
+    ):
         print(f"broker at {server.url}", flush=True)
         command = [sys.executable, "-m", "examples.cartpole.actors", "--join", server.url, "--name"]
         with (Path(folder) / "actors.log").open("wb") as log:
@@ -201,7 +227,10 @@ def broker_address(text: str) -> str:
     try:
         addresses.split(text)
     except BrokerUnreachable:
-        shown, allowed = addresses.without_passwords(text), "expected nats://host:port, or several separated by commas"
+        shown, allowed = (
+            addresses.without_passwords(text),
+            "expected nats://host:port, or several separated by commas",
+        )
         raise argparse.ArgumentTypeError(f"{shown!r} is not a broker address; {allowed}") from None
     return text
 
@@ -209,7 +238,9 @@ def broker_address(text: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("actors", __doc__)
     parser.add_argument("--actors", type=count, default=4, help="actor processes (%(default)s)")
-    parser.add_argument("--join", type=broker_address, metavar="URL", help="be an actor on this broker")
+    parser.add_argument(
+        "--join", type=broker_address, metavar="URL", help="be an actor on this broker"
+    )
     parser.add_argument("--name", default=f"actor-{os.getpid()}", help="of an actor that joins")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -217,7 +248,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return enter(lambda: asyncio.run(act(options.join, options.name)))
     return enter(
         lambda: process.main(
-            "learner", lambda stop: process.unless_stopped(stop, distribute(options)), stopped=EXIT_STOPPED
+            "learner",
+            lambda stop: process.unless_stopped(stop, distribute(options)),
+            stopped=EXIT_STOPPED,
         )
     )
 

@@ -2,8 +2,9 @@
 
     python -m examples.cartpole.dqn [--seed 0] [--solved 475] [--max-steps 150000]
 
-It trains until the greedy policy's mean return over 100 episodes reaches ``--solved``, confirms that on 100 other
-episodes, and prints one JSON line. ``examples.cartpole.actors`` distributes the same parts over several processes.
+It trains until the greedy policy's mean return over 100 episodes reaches ``--solved``, confirms
+that on 100 other episodes, and prints one JSON line. ``examples.cartpole.actors`` distributes the
+same parts over several processes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Episode:
     Attributes:
         observations: float32, shape (n + 1, OBSERVATION); the last is the one after the last step.
         actions: uint8, shape (n,).
-        terminated: whether the pole fell; else the episode was truncated, and its last state still has a value.
+        terminated: whether the pole fell; else the episode was truncated, and its last state still
+            has a value.
     """
 
     observations: Floats
@@ -69,13 +71,17 @@ class Replay:
 
     def __init__(self, capacity: int, seed: int) -> None:
         self._random = np.random.default_rng(seed)
-        self._before, self._after = (np.zeros((capacity, OBSERVATION), np.float32) for _ in range(2))
+        self._before, self._after = (
+            np.zeros((capacity, OBSERVATION), np.float32) for _ in range(2)
+        )
         self._actions = np.zeros(capacity, np.int64)
         self._rewards, self._discounts = (np.zeros(capacity, np.float32) for _ in range(2))
         self.total = 0  # steps ever added
 
     def add(self, episode: Episode) -> None:
-        """Store each step with the discounted reward of up to ``LOOKAHEAD`` steps and the state after them."""
+        """Store each step with the discounted reward of up to ``LOOKAHEAD`` steps and the state
+        after them.
+        """
         n = len(episode.actions)
         steps = np.arange(n)
         end = np.minimum(steps + LOOKAHEAD, n)
@@ -88,7 +94,9 @@ class Replay:
         self.total += n
 
     def sample(self, size: int) -> tuple[Tensor, ...]:
-        """Return observations, actions, rewards, discounts and later observations of ``size`` random steps."""
+        """Return observations, actions, rewards, discounts and later observations of ``size``
+        random steps.
+        """
         at = self._random.integers(0, min(self.total, len(self._actions)), size)
         arrays = (self._before, self._actions, self._rewards, self._discounts, self._after)
         return tuple(torch.from_numpy(array[at]) for array in arrays)
@@ -101,7 +109,9 @@ class Agent:
         warm_up: steps before the first update.
     """
 
-    def __init__(self, seed: int, *, lr: float = 2e-3, batch: int = 128, warm_up: int = 1000) -> None:
+    def __init__(
+        self, seed: int, *, lr: float = 2e-3, batch: int = 128, warm_up: int = 1000
+    ) -> None:
         torch.manual_seed(seed)
         self.network = QNetwork()
         self._target = copy.deepcopy(self.network).requires_grad_(requires_grad=False)
@@ -120,7 +130,8 @@ class Agent:
     def _update(self) -> None:
         before, actions, rewards, discounts, after = self.replay.sample(self._batch)
         with torch.no_grad():
-            best = self.network(after).argmax(1, keepdim=True)  # chosen by one network, valued by the other
+            # chosen by one network, valued by the other
+            best = self.network(after).argmax(1, keepdim=True)
             wanted = rewards + discounts * self._target(after).gather(1, best).squeeze(1)
         values = self.network(before).gather(1, actions.unsqueeze(1)).squeeze(1)
         loss = nn.functional.smooth_l1_loss(values, wanted)
@@ -129,12 +140,16 @@ class Agent:
         nn.utils.clip_grad_norm_(self.network.parameters(), 10.0)
         self._optimizer.step()
         with torch.no_grad():
-            torch._foreach_lerp_(list(self._target.parameters()), list(self.network.parameters()), 0.01)
+            torch._foreach_lerp_(
+                list(self._target.parameters()), list(self.network.parameters()), 0.01
+            )
         self.updates += 1
 
 
 def epsilon(steps: int) -> float:
-    """Return the share of random actions after this many steps: from 1 to 0.04 over the first 10,000."""
+    """Return the share of random actions after this many steps: from 1 to 0.04 over the first
+    10,000.
+    """
     return max(0.04, 1.0 - 0.96 * steps / 10_000)
 
 
@@ -147,7 +162,11 @@ def play(env: gymnasium.Env[Any, Any], network: nn.Module, seed: int, epsilon: f
     terminated = truncated = False
     while not (terminated or truncated):
         explores = random.random() < epsilon
-        action = int(random.integers(ACTIONS)) if explores else int(network(torch.from_numpy(observation)).argmax())
+        action = (
+            int(random.integers(ACTIONS))
+            if explores
+            else int(network(torch.from_numpy(observation)).argmax())
+        )
         observation, _, terminated, truncated, _ = env.step(action)
         observations.append(observation)
         actions.append(action)
@@ -162,7 +181,9 @@ def evaluate(network: nn.Module, seed: int, episodes: int = 100) -> float:
     running, total = np.ones(episodes, bool), 0
     while running.any():
         total += int(running.sum())
-        observations, _, terminated, truncated, _ = envs.step(network(torch.from_numpy(observations)).argmax(1).numpy())
+        observations, _, terminated, truncated, _ = envs.step(
+            network(torch.from_numpy(observations)).argmax(1).numpy()
+        )
         running &= ~(terminated | truncated)
     envs.close()
     return total / episodes
@@ -172,7 +193,8 @@ class Progress:
     """Evaluates now and then, and decides when training is over.
 
     Attributes:
-        confirmed: mean return over 100 episodes that played no part in the decision to stop; None while training.
+        confirmed: mean return over 100 episodes that played no part in the decision to stop; None
+            while training.
     """
 
     def __init__(self, seed: int, solved: float, max_steps: int) -> None:
@@ -186,7 +208,10 @@ class Progress:
         if steps >= self._next or steps >= self._max_steps:
             self._next = steps + EVALUATE_EVERY
             mean = evaluate(agent.network, seed=self._seed + self._next)
-            print(f"{time.monotonic() - self._started:6.1f} s  {steps:6d} steps  mean return {mean:.1f}", flush=True)
+            print(
+                f"{time.monotonic() - self._started:6.1f} s  {steps:6d} steps  mean return {mean:.1f}",
+                flush=True,
+            )
             if mean >= self._solved or steps >= self._max_steps:
                 confirmed = evaluate(agent.network, seed=self._seed + self._next + 1)
                 if confirmed >= self._solved or steps >= self._max_steps:
@@ -197,7 +222,9 @@ class Progress:
 def seed(text: str) -> int:
     """Parse a seed."""
     if (value := natural(text)) > LARGEST_SEED:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a whole number from 0 to {LARGEST_SEED}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not allowed; a whole number from 0 to {LARGEST_SEED}"
+        )
     return value
 
 
@@ -207,9 +234,18 @@ def make_parser(program: str, description: str | None) -> argparse.ArgumentParse
     parser = ArgumentParser(
         prog=f"python -m examples.cartpole.{program}", description=description, formatter_class=form
     )
-    parser.add_argument("--seed", type=seed, default=0, help="of weights, exploration and episodes (%(default)s)")
-    parser.add_argument("--solved", type=positive, default=475.0, help="mean return that ends training (%(default)s)")
-    parser.add_argument("--max-steps", type=count, default=150_000, help="environment steps at most (%(default)s)")
+    parser.add_argument(
+        "--seed", type=seed, default=0, help="of weights, exploration and episodes (%(default)s)"
+    )
+    parser.add_argument(
+        "--solved",
+        type=positive,
+        default=475.0,
+        help="mean return that ends training (%(default)s)",
+    )
+    parser.add_argument(
+        "--max-steps", type=count, default=150_000, help="environment steps at most (%(default)s)"
+    )
     return parser
 
 
@@ -227,9 +263,15 @@ def train(options: argparse.Namespace) -> int:
     played = 0
     while not progress.over(agent):
         played += 1
-        agent.learn(play(env, agent.network, options.seed * 1_000_003 + played, epsilon(agent.replay.total)))
+        agent.learn(
+            play(env, agent.network, options.seed * 1_000_003 + played, epsilon(agent.replay.total))
+        )
     figures = {"mean_return": progress.confirmed, "steps": agent.replay.total, "episodes": played}
-    print(json.dumps({**figures, "updates": agent.updates, "seconds": round(time.monotonic() - started, 1)}))
+    print(
+        json.dumps(
+            {**figures, "updates": agent.updates, "seconds": round(time.monotonic() - started, 1)}
+        )
+    )
     return 0
 
 

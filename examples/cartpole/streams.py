@@ -1,4 +1,6 @@
-"""What learner and actors exchange: two messages, two streams of their own, and a Q-network on the weights channel."""
+"""What learner and actors exchange: two messages, two streams of their own, and a Q-network on the
+weights channel.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from examples.cartpole.dqn import OBSERVATION, Episode, QNetwork
 
 BUCKET_MIB: Final = 1.0  # of the weights, the same at both ends
 SETTINGS: Final = TransferSettings(carriers=("shared", "gloo"))
-PROBE: Final = torch.linspace(-1.0, 1.0, 4 * OBSERVATION).reshape(4, OBSERVATION)  # observations with known answers
+# observations with known answers
+PROBE: Final = torch.linspace(-1.0, 1.0, 4 * OBSERVATION).reshape(4, OBSERVATION)
 
 
 class Assignment(wire.Message, frozen=True):
@@ -39,15 +42,23 @@ class Played(wire.Message, frozen=True):
 
     def __post_init__(self) -> None:
         if (dtypes := (self.observations.dtype, self.actions.dtype)) != ("<f4", "|u1"):
-            raise ValueError(f"observations and actions must be <f4 and |u1, not {' and '.join(dtypes)}")
+            raise ValueError(
+                f"observations and actions must be <f4 and |u1, not {' and '.join(dtypes)}"
+            )
         n = len(self.actions.data)
         if n < 1 or len(self.observations.data) != 4 * OBSERVATION * (n + 1):
-            raise ValueError("observations must be one more than actions, of which there is at least one")
+            raise ValueError(
+                "observations must be one more than actions, of which there is at least one"
+            )
 
     @property
     def episode(self) -> Episode:
         """What was played, as the replay buffer takes it."""
-        return Episode(self.observations.array().reshape(-1, OBSERVATION), self.actions.array(), self.terminated)
+        return Episode(
+            self.observations.array().reshape(-1, OBSERVATION),
+            self.actions.array(),
+            self.terminated,
+        )
 
 
 ASSIGNMENTS: Final = Stream("assignments", WORK_QUEUE, (Assignment,), key="queue")
@@ -58,7 +69,9 @@ QUEUE: Final = "actors"  # the only key of ASSIGNMENTS
 
 @torch.no_grad()
 def _probe_values(network: nn.Module) -> Tensor:
-    """Return log-probabilities of the first action at the probe's observations, shape (len(PROBE),)."""
+    """Return log-probabilities of the first action at the probe's observations, shape
+    (len(PROBE),).
+    """
     return torch.log_softmax(network(PROBE), 1)[:, 0]
 
 
@@ -68,7 +81,9 @@ def probe_of(network: nn.Module) -> wire.Probe:
 
 
 class Policy:
-    """An actor's network. Each version replaces it as a whole, so that an episode is played with one version."""
+    """An actor's network. Each version replaces it as a whole, so that an episode is played with
+    one version.
+    """
 
     def __init__(self) -> None:
         self.network, self.version = QNetwork(), -1

@@ -1,8 +1,8 @@
 """Aggregates token losses to one number, exact over the global batch however it is cut.
 
-Every ``loss_agg_mode`` is ``sum of weight * loss over tokens / denominator``: the weight of a token is known from its
-own sequence, the denominator only after the whole batch. So micro-batches add up their weighted sums, and the gradient
-is divided once, before it is clipped.
+Every ``loss_agg_mode`` is ``sum of weight * loss over tokens / denominator``: the weight of a token
+is known from its own sequence, the denominator only after the whole batch. So micro-batches add up
+their weighted sums, and the gradient is divided once, before it is clipped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-MODES: Final = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+MODES: Final = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Turns scored groups into training samples: shaping, advantages, whitening, clips, masks.
 
-Group by group if the algorithm allows it, so that a step can start while it is still being generated; otherwise all at
-once. Pure, except for scoring by models.
+Group by group if the algorithm allows it, so that a step can start while it is still being
+generated; otherwise all at once. Pure, except for scoring by models.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ import numpy as np
 
 from broker.contract import wire
 from learner.algorithm.advantages import base
-from learner.algorithm.advantages.base import AdvantageEstimate, BatchRow, FloatArray, sampled_positions
+from learner.algorithm.advantages.base import (
+    AdvantageEstimate,
+    BatchRow,
+    FloatArray,
+    sampled_positions,
+)
 from learner.algorithm.samples import Array, SampleScores, TrainSample, from_trajectory
 from learner.algorithm.shaping import is_truncated, minus_kl, needs_batch, shape
 from learner.algorithm.traits import EstimatorTraits, estimator_traits
@@ -33,9 +38,11 @@ class SampleAssembler:
     """
 
     def __init__(self, estimator: Any, algorithm: AlgorithmSection, *, stream: bool = True) -> None:
-        self._estimator, self._algorithm = estimator, algorithm
+        self._estimator = estimator
+        self._algorithm = algorithm
         self._over_rows = (estimator_traits(estimator) or EstimatorTraits()).whole_batch
-        # whether `batch` must be used, with all groups of a step, instead of `stream`; and with scores from the models
+        # whether `batch` must be used, with all groups of a step, instead of `stream`; and with
+        # scores from the models
         self.needs_batch = self._over_rows or not stream or waits_for_batch(algorithm)
         self.needs_scores = scores_needed(algorithm)
         # whether all groups of a step are scored, so that the models can begin with the first one
@@ -45,12 +52,18 @@ class SampleAssembler:
         """Return one sample per trajectory of a scored group, in its order."""
         (shaped,) = shape([group], self._algorithm)
         estimates = self._estimator(shaped.trajectories, self._algorithm)
-        return [self._sample(group, one, a) for one, a in zip(group.trajectories, self._clip(estimates), strict=True)]
+        return [
+            self._sample(group, one, a)
+            for one, a in zip(group.trajectories, self._clip(estimates), strict=True)
+        ]
 
     def unscored(self, group: wire.Group) -> list[TrainSample]:
         """Return a group's samples as ``batch`` has them scored, in its order."""
         zeros = (np.zeros(len(one.loss_mask.array())) for one in group.trajectories)
-        return [self._sample(group, one, a, whole=True) for one, a in zip(group.trajectories, zeros, strict=True)]
+        return [
+            self._sample(group, one, a, whole=True)
+            for one, a in zip(group.trajectories, zeros, strict=True)
+        ]
 
     def batch(
         self, groups: Sequence[wire.Group], score: Score | None = None, kl_coef: float = 0.0
@@ -71,15 +84,23 @@ class SampleAssembler:
         shaped = shape(groups, algorithm)
         estimates = self._rows(shaped, scores, kl) if self._over_rows else self._groups(shaped, kl)
         if algorithm.whiten_advantages:
-            white = base.whiten([found.advantages for found in estimates], [self._is_trained(one) for _, one in pairs])
-            estimates = [replace(found, advantages=a) for found, a in zip(estimates, white, strict=True)]
+            white = base.whiten(
+                [found.advantages for found in estimates],
+                [self._is_trained(one) for _, one in pairs],
+            )
+            estimates = [
+                replace(found, advantages=a) for found, a in zip(estimates, white, strict=True)
+            ]
         samples = []
         for (group, one), found, told in zip(pairs, estimates, scores, strict=True):
             (advantages,) = self._clip([_full(one, found.advantages)])
             sample = self._sample(group, one, advantages)
-            proximal, values = _column(one, told.logprobs), _column(one, told.values)
+            proximal = _column(one, told.logprobs)
+            values = _column(one, told.values)
             returns = _column(one, found.returns)
-            samples.append(replace(sample, proximal_logprobs=proximal, values=values, returns=returns))
+            samples.append(
+                replace(sample, proximal_logprobs=proximal, values=values, returns=returns)
+            )
         return samples
 
     def _rows(
@@ -87,14 +108,22 @@ class SampleAssembler:
     ) -> list[AdvantageEstimate]:
         pairs = [(group, one) for group in groups for one in group.trajectories]
         rows = [
-            BatchRow(group.ticket, base.token_rewards(one) - cost, _float64(told.values), self._is_trained(one))
+            BatchRow(
+                group.ticket,
+                base.token_rewards(one) - cost,
+                _float64(told.values),
+                self._is_trained(one),
+            )
             for (group, one), told, cost in zip(pairs, scores, kl, strict=True)
         ]
         estimates: list[AdvantageEstimate] = self._estimator(rows, self._algorithm)
         return estimates
 
-    def _groups(self, groups: Sequence[wire.Group], kl: Sequence[FloatArray]) -> list[AdvantageEstimate]:
-        costs, estimates = iter(kl), []
+    def _groups(
+        self, groups: Sequence[wire.Group], kl: Sequence[FloatArray]
+    ) -> list[AdvantageEstimate]:
+        costs = iter(kl)
+        estimates = []
         for group in groups:
             trajectories = [minus_kl(one, next(costs)) for one in group.trajectories]
             found = self._estimator(trajectories, self._algorithm)
@@ -107,13 +136,22 @@ class SampleAssembler:
         return np.zeros(num) if scores.kl is None else kl_coef * scores.kl.astype(np.float64)
 
     def _is_trained(self, trajectory: wire.Trajectory) -> bool:
-        return not trajectory.greedy and not (self._algorithm.mask_truncated and is_truncated(trajectory))
+        return not trajectory.greedy and not (
+            self._algorithm.mask_truncated and is_truncated(trajectory)
+        )
 
     def _sample(
-        self, group: wire.Group, one: wire.Trajectory, advantages: FloatArray, *, whole: bool = False
+        self,
+        group: wire.Group,
+        one: wire.Trajectory,
+        advantages: FloatArray,
+        *,
+        whole: bool = False,
     ) -> TrainSample:
         trained = whole or self._is_trained(one)
-        return from_trajectory(one, advantages, group=group.ticket, temperature=group.temperature, trained=trained)
+        return from_trajectory(
+            one, advantages, group=group.ticket, temperature=group.temperature, trained=trained
+        )
 
     def _clip(self, advantages: Sequence[FloatArray]) -> list[FloatArray]:
         limit = self._algorithm.advantage_clip
@@ -121,7 +159,9 @@ class SampleAssembler:
 
 
 def waits_for_batch(algorithm: AlgorithmSection) -> str:
-    """Return the setting, other than the estimator, that makes a step wait for all its groups; empty if none does."""
+    """Return the setting, other than the estimator, that makes a step wait for all its groups;
+    empty if none does.
+    """
     reasons = {
         "num_epochs and num_minibatches": num_updates(algorithm) > 1,
         "whiten_advantages": algorithm.whiten_advantages,
@@ -134,9 +174,15 @@ def waits_for_batch(algorithm: AlgorithmSection) -> str:
 
 
 def scores_needed(algorithm: AlgorithmSection) -> bool:
-    """Return whether the models must score the samples before the step; a single update's forward pass suffices."""
+    """Return whether the models must score the samples before the step; a single update's forward
+    pass suffices.
+    """
     recompute = algorithm.correction != "none" and algorithm.prox_logp_method == "recompute"
-    return (recompute and num_updates(algorithm) > 1) or kl_in_reward(algorithm) or algorithm.critic.enabled
+    return (
+        (recompute and num_updates(algorithm) > 1)
+        or kl_in_reward(algorithm)
+        or algorithm.critic.enabled
+    )
 
 
 def _full(trajectory: wire.Trajectory, values: Any) -> FloatArray:

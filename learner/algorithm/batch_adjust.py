@@ -18,9 +18,10 @@ def adjust(samples: Sequence[T], divisor: int, mode: Mode, seed: int) -> list[T]
 
     Args:
         divisor: at least 1; if it divides the number already, nothing changes.
-        mode: ``copy`` appends samples drawn at random, each at most once more than any other; ``delete`` removes
-            samples drawn at random, unless that would leave none; ``auto`` picks the mode that changes fewer, ``copy``
-            on a tie and below ``divisor``; ``random_sample`` draws the next lower multiple (at least ``divisor``).
+        mode: ``copy`` appends samples drawn at random, each at most once more than any other;
+            ``delete`` removes samples drawn at random, unless that would leave none; ``auto`` picks
+            the mode that changes fewer, ``copy`` on a tie and below ``divisor``; ``random_sample``
+            draws the next lower multiple (at least ``divisor``).
         seed: of the draw; the same seed and number of samples draw the same.
     """
     n = len(samples)
@@ -34,7 +35,11 @@ def adjust(samples: Sequence[T], divisor: int, mode: Mode, seed: int) -> list[T]
     missing = divisor - excess
     if mode == "copy" or (mode == "auto" and (n < divisor or missing <= excess)):
         rounds, rest = divmod(missing, n)
-        return [*samples, *list(samples) * rounds, *(samples[i] for i in sorted(draw.sample(range(n), rest)))]
+        return [
+            *samples,
+            *list(samples) * rounds,
+            *(samples[i] for i in sorted(draw.sample(range(n), rest))),
+        ]
     if n < divisor:
         return list(samples)
     gone = set(draw.sample(range(n), excess))

@@ -8,8 +8,12 @@ from broker.contract import wire
 
 
 def episodes(group: wire.Group) -> list[wire.Trajectory]:
-    """Return the last trajectory of each episode, in order of the episodes, without greedy baselines."""
-    last = {trajectory.episode: trajectory for trajectory in group.trajectories if not trajectory.greedy}
+    """Return the last trajectory of each episode, in order of the episodes, without greedy
+    baselines.
+    """
+    last = {
+        trajectory.episode: trajectory for trajectory in group.trajectories if not trajectory.greedy
+    }
     return [last[number] for number in sorted(last)]
 
 
@@ -26,4 +30,6 @@ def num_bytes(group: wire.Group) -> int:
 
 def without_episodes(group: wire.Group) -> wire.Group:
     """Return the head of a group, which needs no memory."""
-    return msgspec.structs.replace(group, trajectories=[], prompt="", reference="", frames=[], scores=[])
+    return msgspec.structs.replace(
+        group, trajectories=[], prompt="", reference="", frames=[], scores=[]
+    )

@@ -1,8 +1,9 @@
 """Estimates the divergence from a reference policy from the logprobs of sampled tokens.
 
 Schulman, "Approximating KL divergence" (2020). With d = log p - log ref, for tokens sampled from p:
-k1 = d is unbiased and may be negative; k2 = d^2 / 2 is biased, never negative, and has the gradient of the true
-divergence; k3 = exp(-d) - 1 + d is unbiased and never negative. Used as a loss, k1's expected gradient is zero.
+k1 = d is unbiased and may be negative; k2 = d^2 / 2 is biased, never negative, and has the gradient
+of the true divergence; k3 = exp(-d) - 1 + d is unbiased and never negative. Used as a loss, k1's
+expected gradient is zero.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class KlCoefficient:
     horizon: float = 10000.0  # sequences over which the weight adapts
 
     def update(self, kl: float, num_sequences: int) -> None:
-        """Apply a step: ``value *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon``."""
+        """Apply a step: ``value *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences /
+        horizon``.
+        """
         if self.target is not None:
             error = min(max(kl / self.target - 1.0, -0.2), 0.2)
             self.value *= 1.0 + error * num_sequences / self.horizon

@@ -1,4 +1,6 @@
-"""Cuts samples into micro-batches, by the order of the log and their lengths, never by arrival time. Pure."""
+"""Cuts samples into micro-batches, by the order of the log and their lengths, never by arrival
+time. Pure.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,9 @@ T = TypeVar("T", bound=TokenSample)
 class MicroBatchCutter(Generic[S]):
     """Cutter of samples, added in log order, into full micro-batches.
 
-    A micro-batch costs its rows times its longest row, in tokens, as rows are padded to the longest; packed, it costs
-    its tokens. A sample above the budget gets its own micro-batch; one without trained tokens is left out.
+    A micro-batch costs its rows times its longest row, in tokens, as rows are padded to the
+    longest; packed, it costs its tokens. A sample above the budget gets its own micro-batch; one
+    without trained tokens is left out.
 
     Args:
         budget: tokens of a micro-batch, padding included.
@@ -43,7 +46,8 @@ class MicroBatchCutter(Generic[S]):
     def __init__(self, budget: int, *, packed: bool = False) -> None:
         if budget < 1:
             raise ValueError(f"budget is {budget}, must be at least 1")
-        self.budget, self._packed = budget, packed
+        self.budget = budget
+        self._packed = packed
         self._held: list[S] = []
         self._longest = self._tokens = 0
 
@@ -59,7 +63,10 @@ class MicroBatchCutter(Generic[S]):
 
     def flush(self) -> list[S] | None:
         """Return the last micro-batch of a step, None if it is empty."""
-        held, self._held, self._longest, self._tokens = self._held, [], 0, 0
+        held = self._held
+        self._held = []
+        self._longest = 0
+        self._tokens = 0
         return held or None
 
     def _cost(self, following: int) -> int:
@@ -76,7 +83,8 @@ def cut(samples: Sequence[S], budget: int, *, packed: bool = False) -> list[list
 
 
 def minibatches(samples: Sequence[S], count: int, seed: Sequence[int]) -> list[list[S]]:
-    """Return a step's samples in ``count`` shuffled parts of similar size; fewer for fewer samples, but at least one.
+    """Return a step's samples in ``count`` shuffled parts of similar size; fewer for fewer samples,
+    but at least one.
 
     Args:
         seed: of the order; a single part is not shuffled.
@@ -88,7 +96,8 @@ def minibatches(samples: Sequence[S], count: int, seed: Sequence[int]) -> list[l
 
 
 def by_length(samples: Sequence[S], budget: int) -> list[list[S]]:
-    """Cut a micro-batch into slices of similar lengths within ``budget`` tokens, for less padding and cache use.
+    """Cut a micro-batch into slices of similar lengths within ``budget`` tokens, for less padding
+    and cache use.
 
     The gradient is a sum over rows, so slicing does not change it.
     """
@@ -97,35 +106,44 @@ def by_length(samples: Sequence[S], budget: int) -> list[list[S]]:
 
 def num_distinct_tokens(samples: Sequence[T]) -> int:
     """Return the tokens of a packed row of these samples."""
-    shared = sum(num for _, num in prefix_order([sample.token_ids[: sample.num_inputs] for sample in samples]))
+    shared = sum(
+        num
+        for _, num in prefix_order([sample.token_ids[: sample.num_inputs] for sample in samples])
+    )
     return sum(sample.num_inputs for sample in samples) - shared
 
 
 def by_prefix(samples: Sequence[T], budget: int) -> list[list[T]]:
     """Cut a micro-batch into slices whose packed rows have at most ``budget`` tokens.
 
-    Samples that begin with the same tokens, as those of a group do, come into the same slice, whose row has these
-    tokens once.
+    Samples that begin with the same tokens, as those of a group do, come into the same slice, whose
+    row has these tokens once.
     """
     slices: list[list[T]] = []
     size = 0
-    for index, shared in prefix_order([sample.token_ids[: sample.num_inputs] for sample in samples]):
+    for index, shared in prefix_order(
+        [sample.token_ids[: sample.num_inputs] for sample in samples]
+    ):
         sample = samples[index]
         if not slices or size + sample.num_inputs - shared > budget:
             slices.append([])
-            size, shared = 0, 0
+            size = 0
+            shared = 0
         slices[-1].append(sample)
         size += sample.num_inputs - shared
     return slices
 
 
 def prefix_order(sequences: Sequence[Array]) -> list[tuple[int, int]]:
-    """Order sequences of token ids so that each shares the longest prefix that it can with the one before it.
+    """Order sequences of token ids so that each shares the longest prefix that it can with the one
+    before it.
 
     Returns:
         The number of each sequence, and of the tokens that it shares.
     """
-    order = sorted(range(len(sequences)), key=lambda index: sequences[index].astype(">u4").tobytes())
+    order = sorted(
+        range(len(sequences)), key=lambda index: sequences[index].astype(">u4").tobytes()
+    )
     before = np.empty(0, np.int64)
     found: list[tuple[int, int]] = []
     for index in order:

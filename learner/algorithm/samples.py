@@ -16,7 +16,9 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class TrainSample:
-    """One training sequence of n tokens; all arrays have shape (n,), and masked positions are never read."""
+    """One training sequence of n tokens; all arrays have shape (n,), and masked positions are never
+    read.
+    """
 
     token_ids: Array  # int32
     loss_mask: Array  # uint8, 1 for trained tokens; 0 at position 0, which is never predicted
@@ -26,8 +28,10 @@ class TrainSample:
     group: int  # ticket number
     reward: float
     temperature: float = 1.0  # divides the logits, as in sampling
-    proximal_logprobs: Array | None = None  # float32, under the policy at the start of the step; None: not recomputed
-    values: Array | None = None  # float32, the critic's at the start of the step, of each token's state
+    # float32, under the policy at the start of the step; None: not recomputed
+    proximal_logprobs: Array | None = None
+    # float32, the critic's at the start of the step, of each token's state
+    values: Array | None = None
     returns: Array | None = None  # float32, targets of the critic
 
     def __post_init__(self) -> None:
@@ -41,7 +45,9 @@ class TrainSample:
         if n and self.loss_mask[0]:
             raise ValueError("loss_mask is 1 at position 0, which is never predicted")
         if not self.temperature > 0:
-            raise ValueError(f"temperature {self.temperature} is not above 0: greedy tokens have no gradient")
+            raise ValueError(
+                f"temperature {self.temperature} is not above 0: greedy tokens have no gradient"
+            )
 
     @cached_property
     def positions(self) -> Array:
@@ -55,7 +61,9 @@ class TrainSample:
 
     @property
     def num_inputs(self) -> int:
-        """Number of tokens that a forward pass reads: all before the last trained one, 0 if none is trained."""
+        """Number of tokens that a forward pass reads: all before the last trained one, 0 if none is
+        trained.
+        """
         return int(self.positions[-1]) if len(self.positions) else 0
 
 
@@ -69,7 +77,12 @@ class SampleScores:
 
 
 def from_trajectory(
-    trajectory: wire.Trajectory, advantages: Array, *, group: int, temperature: float = 1.0, trained: bool = True
+    trajectory: wire.Trajectory,
+    advantages: Array,
+    *,
+    group: int,
+    temperature: float = 1.0,
+    trained: bool = True,
 ) -> TrainSample:
     """Unpack one trajectory.
 

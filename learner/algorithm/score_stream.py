@@ -1,4 +1,5 @@
-"""Scores a step's samples by the models, in micro-batches cut by the order of the log, as its groups arrive.
+"""Scores a step's samples by the models, in micro-batches cut by the order of the log, as its
+groups arrive.
 
 The pieces, and so the scores bit for bit, do not depend on when the groups arrived.
 """
@@ -24,7 +25,8 @@ class ScoreStream:
     """
 
     def __init__(self, cutter: MicroBatchCutter[TrainSample], score: Score) -> None:
-        self._cutter, self._score = cutter, score
+        self._cutter = cutter
+        self._score = score
         self.reset()
 
     def reset(self) -> None:
@@ -35,7 +37,9 @@ class ScoreStream:
         self._counts = Counter[int]()
 
     def add(self, samples: Sequence[TrainSample]) -> None:
-        """Score the micro-batches that are full with these samples, which follow the earlier ones in the log."""
+        """Score the micro-batches that are full with these samples, which follow the earlier ones
+        in the log.
+        """
         for sample in samples:
             key = sample.group, self._counts[sample.group]
             self._counts[sample.group] += 1
@@ -47,12 +51,15 @@ class ScoreStream:
             self._held.append(key)
 
     def finish(self, samples: Sequence[TrainSample]) -> list[SampleScores]:
-        """Return the scores of all samples of the step, in order; those that were not added are scored now."""
+        """Return the scores of all samples of the step, in order; those that were not added are
+        scored now.
+        """
         if not self._counts:
             self.add(samples)
         if rest := self._cutter.flush():
             self._take(rest)
-        counts, found = Counter[int](), list[SampleScores]()
+        counts = Counter[int]()
+        found = list[SampleScores]()
         for sample in samples:
             found.append(self._scores[sample.group, counts[sample.group]])
             counts[sample.group] += 1

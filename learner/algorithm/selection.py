@@ -1,4 +1,6 @@
-"""Selects the groups of a step that are trained on. Pure. Wang et al., RAGEN (arXiv 2504.20073): StarPO-S."""
+"""Selects the groups of a step that are trained on. Pure. Wang et al., RAGEN (arXiv 2504.20073):
+StarPO-S.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from learner.algorithm.advantages.base import rewards_of
 
 
 def most_varied(groups: Sequence[wire.Group], keep_fraction: float) -> list[wire.Group]:
-    """Return the ``ceil(keep_fraction * n)`` of n groups with the highest reward variance, in order; ties: the first.
+    """Return the ``ceil(keep_fraction * n)`` of n groups with the highest reward variance, in
+    order; ties: the first.
 
     Args:
         keep_fraction: above 0, at most 1.
@@ -29,6 +32,8 @@ def num_kept(num_groups: int, keep_fraction: float) -> int:
 
 
 def _variance(group: wire.Group) -> float:
-    last = {trajectory.episode: trajectory for trajectory in group.trajectories if not trajectory.greedy}
+    last = {
+        trajectory.episode: trajectory for trajectory in group.trajectories if not trajectory.greedy
+    }
     rewards = rewards_of(list(last.values()))
     return float(np.var(rewards, ddof=1)) if len(rewards) > 1 else 0.0

@@ -17,10 +17,15 @@ def sequence_sum(values: Tensor, sequence: Tensor, num_sequences: int) -> Tensor
     Returns:
         (T,)
     """
-    sums = torch.zeros(num_sequences, dtype=values.dtype, device=values.device).index_add(0, sequence, values)
+    sums = torch.zeros(num_sequences, dtype=values.dtype, device=values.device).index_add(
+        0, sequence, values
+    )
     return sums[sequence]
 
 
 def sequence_mean(values: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
     """Return the mean over a token's sequence, at every token; see ``sequence_sum``."""
-    return sequence_sum(values, sequence, num_sequences) / torch.bincount(sequence, minlength=num_sequences)[sequence]
+    return (
+        sequence_sum(values, sequence, num_sequences)
+        / torch.bincount(sequence, minlength=num_sequences)[sequence]
+    )

@@ -1,7 +1,8 @@
 """Shapes rewards before the estimator: penalties, then normalization, then clipping. Pure.
 
-Turn rewards follow the trajectory's: penalties for a turn are subtracted from that turn, a scale applies to all, and
-the rest of the total's change comes after the last turn, where the estimators expect it.
+Turn rewards follow the trajectory's: penalties for a turn are subtracted from that turn, a scale
+applies to all, and the rest of the total's change comes after the last turn, where the estimators
+expect it.
 """
 
 from __future__ import annotations
@@ -24,14 +25,23 @@ def shape(groups: Sequence[wire.Group], algorithm: AlgorithmSection) -> list[wir
 
     Greedy baselines are shaped like the rest, but do not count in means and standard deviations.
     """
-    shaped = [_replace(group, [_penalise(one, algorithm) for one in group.trajectories]) for group in groups]
+    shaped = [
+        _replace(group, [_penalise(one, algorithm) for one in group.trajectories])
+        for group in groups
+    ]
     normalization = algorithm.reward_normalization
     if normalization.norm_mean_type or normalization.norm_std_type:
         shaped = _normalise(shaped, normalization)
     if (limit := algorithm.reward_clip) is None:
         return shaped
     return [
-        _replace(group, [replace(one, reward=min(max(one.reward, -limit), limit)) for one in group.trajectories])
+        _replace(
+            group,
+            [
+                replace(one, reward=min(max(one.reward, -limit), limit))
+                for one in group.trajectories
+            ],
+        )
         for group in shaped
     ]
 
@@ -43,7 +53,8 @@ def needs_batch(normalization: RewardNormalization) -> bool:
 
 
 def overlong_penalty(length: int, max_length: int, buffer: int, factor: float = 1.0) -> float:
-    """Return ``min(-(length - (max_length - buffer)) / buffer * factor, 0)``, at least ``-factor`` (arXiv 2503.14476).
+    """Return ``min(-(length - (max_length - buffer)) / buffer * factor, 0)``, at least ``-factor``
+    (arXiv 2503.14476).
 
     Args:
         length: sampled tokens.
@@ -60,7 +71,8 @@ def normalise(
     std_type: str | None,
     counted: Sequence[bool] | None = None,
 ) -> tuple[FloatArray, FloatArray]:
-    """Return shift and scale of each reward, (B,) each: normalized rewards are ``(R - shift) / scale``.
+    """Return shift and scale of each reward, (B,) each: normalized rewards are ``(R - shift) /
+    scale``.
 
     Args:
         rewards: (B,), one value per sample.
@@ -72,7 +84,8 @@ def normalise(
     kept = np.ones(len(rewards), bool) if counted is None else np.array(counted, bool)
     numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     names = np.array([numbers[key] for key in keys], dtype=np.int64)
-    shift, scale = np.zeros_like(rewards), np.ones_like(rewards)
+    shift = np.zeros_like(rewards)
+    scale = np.ones_like(rewards)
     for name in range(len(numbers)):
         members = names == name
         for kind, target in ((mean_type, shift), (std_type, scale)):
@@ -84,11 +97,14 @@ def normalise(
 
 
 def _mean(values: FloatArray) -> float:
-    return float(values[0] if values.min() == values.max() else values.mean())  # equal rewards give exactly 0
+    # equal rewards give exactly 0
+    return float(values[0] if values.min() == values.max() else values.mean())
 
 
 def _spread(values: FloatArray) -> float:
-    return float(values.std(ddof=1)) + EPS if len(values) > 1 and values.min() != values.max() else 1.0
+    return (
+        float(values.std(ddof=1)) + EPS if len(values) > 1 and values.min() != values.max() else 1.0
+    )
 
 
 def minus_kl(trajectory: wire.Trajectory, kl: FloatArray) -> wire.Trajectory:
@@ -99,20 +115,29 @@ def minus_kl(trajectory: wire.Trajectory, kl: FloatArray) -> wire.Trajectory:
     """
     at = np.zeros(len(trajectory.loss_mask.array()))
     at[sampled_positions(trajectory)] = kl
-    turns = [replace(turn, reward=turn.reward - float(at[turn.start : turn.end].sum())) for turn in trajectory.turns]
+    turns = [
+        replace(turn, reward=turn.reward - float(at[turn.start : turn.end].sum()))
+        for turn in trajectory.turns
+    ]
     return replace(trajectory, reward=trajectory.reward - float(kl.sum()), turns=turns)
 
 
 def is_truncated(trajectory: wire.Trajectory) -> bool:
     """Return whether the trajectory, or its last turn, was truncated."""
-    return trajectory.end == "length" or (bool(trajectory.turns) and trajectory.turns[-1].finish_reason == "length")
+    return trajectory.end == "length" or (
+        bool(trajectory.turns) and trajectory.turns[-1].finish_reason == "length"
+    )
 
 
 def _penalise(trajectory: wire.Trajectory, algorithm: AlgorithmSection) -> wire.Trajectory:
-    reward, turns = trajectory.reward, trajectory.turns
+    reward = trajectory.reward
+    turns = trajectory.turns
     if algorithm.format_penalty:
         costs = [0.0 if turn.valid else algorithm.format_penalty for turn in turns]
-        turns = [replace(turn, reward=turn.reward - cost) for turn, cost in zip(turns, costs, strict=True)]
+        turns = [
+            replace(turn, reward=turn.reward - cost)
+            for turn, cost in zip(turns, costs, strict=True)
+        ]
         reward -= sum(costs)
     if algorithm.overlong_buffer and algorithm.overlong_length:
         limits = (algorithm.overlong_length, algorithm.overlong_buffer, algorithm.overlong_factor)
@@ -129,12 +154,19 @@ def _normalise(groups: Sequence[wire.Group], section: RewardNormalization) -> li
         section.norm_std_type,
         [not trajectory.greedy for _, trajectory in pairs],
     )
-    scaled = iter([_scale(one, float(a), float(b)) for (_, one), a, b in zip(pairs, shift, scale, strict=True)])
+    scaled = iter(
+        [
+            _scale(one, float(a), float(b))
+            for (_, one), a, b in zip(pairs, shift, scale, strict=True)
+        ]
+    )
     return [_replace(group, [next(scaled) for _ in group.trajectories]) for group in groups]
 
 
 def _key(group: wire.Group, trajectory: wire.Trajectory, grouping: str) -> object:
-    """Return the key of a trajectory's group; ``state`` is the first observation acted on, or without it the ticket."""
+    """Return the key of a trajectory's group; ``state`` is the first observation acted on, or
+    without it the ticket.
+    """
     if grouping == "batch":
         return 0
     if grouping == "inductive":

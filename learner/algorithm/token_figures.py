@@ -22,8 +22,11 @@ class TokenFigures:
     log_ratio: Array  # (T,) float16, natural log of that policy's probability by the sampling one's
 
     def by_position(self, trajectory: wire.Trajectory) -> dict[int, tuple[float, float]]:
-        """Return entropy and importance ratio of each trained token by its position; empty if they do not fit."""
-        positions = np.flatnonzero(trajectory.loss_mask.array()[1:]) + 1  # the token at 0 is never trained
+        """Return entropy and importance ratio of each trained token by its position; empty if they
+        do not fit.
+        """
+        # the token at 0 is never trained
+        positions = np.flatnonzero(trajectory.loss_mask.array()[1:]) + 1
         if len(positions) != len(self.entropy):
             return {}
         ratios = np.exp(self.log_ratio.astype(np.float64).clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))
@@ -36,11 +39,14 @@ StepTokens = Mapping[int, Sequence[TokenFigures]]  # by ticket, for each traject
 
 
 class FigureCollector:
-    """Collector of the figures of a step as its micro-batches are trained, so that no sample must be kept."""
+    """Collector of the figures of a step as its micro-batches are trained, so that no sample must
+    be kept.
+    """
 
     def __init__(self) -> None:
         self._figures: dict[int, list[TokenFigures]] = {}
-        self._places: dict[int, tuple[int, int]] = {}  # id of a sample -> ticket, number of the trajectory
+        # id of a sample -> ticket, number of the trajectory
+        self._places: dict[int, tuple[int, int]] = {}
 
     def expect(self, ticket: int, samples: Sequence[TrainSample]) -> None:
         """Begin a group, with one sample for each of its trajectories, in order."""
@@ -56,6 +62,7 @@ class FigureCollector:
 
     def take(self) -> dict[int, list[TokenFigures]]:
         """Return the figures of a step by ticket, and begin the next."""
-        figures, self._figures = self._figures, {}
+        figures = self._figures
+        self._figures = {}
         self._places.clear()  # those of samples without trained tokens, which may be freed by now
         return figures

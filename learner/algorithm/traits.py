@@ -13,10 +13,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 class EstimatorTraits:
     """What an estimator needs and supports."""
 
-    whole_batch: bool = False  # takes the rows of a whole step (a `BatchEstimator`), not one group's trajectories
+    # takes the rows of a whole step (a `BatchEstimator`), not one group's trajectories
+    whole_batch: bool = False
     needs_critic: bool = False  # reads `BatchRow.values` and sets `AdvantageEstimate.returns`
     compares_group: bool = False  # compares the episodes of a group, so a group needs at least two
-    counts_episodes: bool = False  # counts an episode once, however many samples it is cut into (context: steps)
+    # counts an episode once, however many samples it is cut into (context: steps)
+    counts_episodes: bool = False
     compares_steps: bool = False  # compares single steps, so episodes need several, each a sample
     greedy_baseline: bool = False  # takes the group's greedy episode as the baseline of all others
 

@@ -12,7 +12,8 @@ BACKENDS: Final[dict[str, str]] = {
     "megatron": "learner.backends.megatron.backend:MegatronBackend",
 }
 
-SINGLE_PROCESS_BACKENDS: Final = frozenset({"torch"})  # train in one process; known without importing them
+# train in one process; known without importing them
+SINGLE_PROCESS_BACKENDS: Final = frozenset({"torch"})
 _PLAIN: Final = ("torch", "ddp", "fsdp2")
 # For each option of the section train, and for a critic, the backends that support it.
 SUPPORTED_OPTIONS: Final[dict[str, tuple[str, ...]]] = {

@@ -12,9 +12,11 @@ _SMALLEST_BYTES: Final = 1 << 16  # below this a copy costs more than the memory
 
 
 def activations_in_host_memory(wanted: bool) -> AbstractContextManager[Any]:
-    """Around a forward pass, copy activations to pinned host memory until the backward pass needs them.
+    """Around a forward pass, copy activations to pinned host memory until the backward pass needs
+    them.
 
-    Weights stay in place. Copies run on the stream of the pass and so lengthen it; on a CPU nothing is copied.
+    Weights stay in place. Copies run on the stream of the pass and so lengthen it; on a CPU nothing
+    is copied.
     """
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack) if wanted else nullcontext()
 
@@ -37,5 +39,6 @@ def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
 
 
 def _leaves(tensor: Tensor) -> bool:
-    is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)  # or its transpose
+    # or its transpose
+    is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
     return tensor.is_cuda and tensor.nbytes >= _SMALLEST_BYTES and not is_weight

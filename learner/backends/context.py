@@ -26,7 +26,9 @@ class RunContext:
 
     @property
     def first_path(self) -> str:
-        """The weights that the run began with; unlike a checkpoint that was resumed from, they are never deleted."""
+        """The weights that the run began with; unlike a checkpoint that was resumed from, they are
+        never deleted.
+        """
         return self.ref_path or self.model_path
 
     @property
@@ -52,9 +54,13 @@ class RunContext:
         """Raise ConfigError if settings exclude each other."""
         algorithm = self.algorithm
         if self.model.dtype == "float16":
-            raise ConfigError("model.dtype", self.model.dtype, "the torch backend trains in float32 or bfloat16")
+            raise ConfigError(
+                "model.dtype", self.model.dtype, "the torch backend trains in float32 or bfloat16"
+            )
         if algorithm.dual_clip is not None and algorithm.dual_clip <= 1:
             allowed = "it bounds the ratio from above and must exceed 1; 3 is usual"
             raise ConfigError("algorithm.dual_clip", algorithm.dual_clip, allowed)
         if algorithm.loss_agg_mode == "seq-mean-token-sum-norm" and self.max_length is None:
-            raise ConfigError("algorithm.loss_agg_mode", algorithm.loss_agg_mode, "it needs a maximum length")
+            raise ConfigError(
+                "algorithm.loss_agg_mode", algorithm.loss_agg_mode, "it needs a maximum length"
+            )

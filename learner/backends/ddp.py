@@ -1,4 +1,5 @@
-"""Data parallel on several ranks: every rank holds the whole model and its optimizer, gradients are summed over ranks.
+"""Data parallel on several ranks: every rank holds the whole model and its optimizer, gradients are
+summed over ranks.
 
 See ``learner.backends.ranks`` for who does what.
 """

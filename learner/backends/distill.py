@@ -28,7 +28,8 @@ class TaughtSample(TrainSample):
 
 
 class DistillBackend(TorchBackend):
-    """Minimises the mean over trained tokens of KL(teacher || student), or the reverse, times the token's weight.
+    """Minimises the mean over trained tokens of KL(teacher || student), or the reverse, times the
+    token's weight.
 
     Args:
         direction: forward or reverse.
@@ -37,23 +38,31 @@ class DistillBackend(TorchBackend):
         others: arguments of ``TorchBackend``.
     """
 
-    def __init__(self, model_path: str, *, direction: str, top_k: int, teacher: str | None, **others: Any) -> None:
+    def __init__(
+        self, model_path: str, *, direction: str, top_k: int, teacher: str | None, **others: Any
+    ) -> None:
         super().__init__(model_path, **others)
-        passes, loaded = self.worker.passes, None
+        passes = self.worker.passes
+        loaded = None
         if teacher is not None:
             check_model_path(teacher, "distill.teacher")
             own = {**self._context.loading, "packing": passes.packs}
             loaded = PolicyModel(teacher, device=self.device, trainable=False, **own)
             passes.packs = passes.packs and self.worker.models.can_pack(loaded)
-        passes.numerator = DivergenceNumerator(self.policy, loaded, direction=direction, top_k=top_k)
+        passes.numerator = DivergenceNumerator(
+            self.policy, loaded, direction=direction, top_k=top_k
+        )
 
     @torch.no_grad()
     def divergence(self, samples: Sequence[TrainSample]) -> float:
         """Return the mean over the trained tokens, in nats."""
-        passes, total, count = self.worker.passes, 0.0, 0.0
+        passes = self.worker.passes
+        total = 0.0
+        count = 0.0
         for part in passes.slices(samples):
             sums = passes.run_one(part, train=False)
-            total, count = total + sums["pg_loss"], count + sums["tokens"]
+            total = total + sums["pg_loss"]
+            count = count + sums["tokens"]
         return total / max(count, 1.0)
 
 
@@ -64,14 +73,24 @@ class DivergenceNumerator:
         ConfigError: if ``top_k`` is not below the vocabulary.
     """
 
-    def __init__(self, student: PolicyModel, teacher: PolicyModel | None, *, direction: str, top_k: int) -> None:
-        self._student, self._teacher, self._direction, self._top_k = student, teacher, direction, top_k
-        # Models of one family pad the same vocabulary to different sizes: what only one of them has is left out.
+    def __init__(
+        self, student: PolicyModel, teacher: PolicyModel | None, *, direction: str, top_k: int
+    ) -> None:
+        self._student = student
+        self._teacher = teacher
+        self._direction = direction
+        self._top_k = top_k
+        # Models of one family pad the same vocabulary to different sizes: what only one of them has
+        # is left out.
         self._width = min(student.vocab_size, teacher.vocab_size if teacher else student.vocab_size)
         if top_k >= self._width:
-            raise ConfigError("distill.top_k", top_k, f"below {self._width}, the vocabulary; 0 compares all of it")
+            raise ConfigError(
+                "distill.top_k", top_k, f"below {self._width}, the vocabulary; 0 compares all of it"
+            )
 
-    def __call__(self, samples: Sequence[TrainSample], batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(
+        self, samples: Sequence[TrainSample], batch: TokenBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the sum with its gradient, and sums for the metrics."""
         if self._teacher is not None:
             with torch.no_grad():
@@ -95,14 +114,22 @@ class DivergenceNumerator:
             top = taught.topk(self._top_k, -1).indices if self._top_k else None
             teacher = taught.log_softmax(-1) if top is None else candidates(taught, top)
         student = logits.float()[:, : self._width]
-        return (kl(student.log_softmax(-1) if top is None else candidates(student, top), teacher, self._direction),)
+        return (
+            kl(
+                student.log_softmax(-1) if top is None else candidates(student, top),
+                teacher,
+                self._direction,
+            ),
+        )
 
     def _to_teacher_elsewhere(self, logits: Tensor, ids: Tensor, logprobs: Tensor) -> tuple[Tensor]:
         return (kl(candidates(logits.float(), ids), with_rest(logprobs), self._direction),)
 
 
 def _taught(samples: Sequence[TrainSample], name: str) -> Tensor:
-    columns: list[Array] = [column for sample in samples if (column := getattr(sample, name, None)) is not None]
+    columns: list[Array] = [
+        column for sample in samples if (column := getattr(sample, name, None)) is not None
+    ]
     if len(columns) < len(samples):
         raise ValueError("a sample has no logprobs of the teacher, and no teacher is loaded")
     return torch.from_numpy(np.concatenate(columns))

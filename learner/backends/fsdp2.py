@@ -1,7 +1,8 @@
 """Sharded data parallel (FSDP2): each rank holds an equal part of weights, gradients and optimizer.
 
-Each transformer block is gathered while it computes; each backward pass sums and scatters gradients in float32.
-Offers and checkpoints gather the weights bucket by bucket, so only rank 0's host memory holds the whole model.
+Each transformer block is gathered while it computes; each backward pass sums and scatters gradients
+in float32. Offers and checkpoints gather the weights bucket by bucket, so only rank 0's host memory
+holds the whole model.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -36,9 +42,13 @@ from learner.config import TrainSection
 class ShardedOptimizer(MasterOptimizer):
     """AdamW over the parts that this rank holds."""
 
-    def __init__(self, parameters: Mapping[str, DTensor], train: TrainSection, mesh: DeviceMesh) -> None:
-        self._mesh, self._sharded = mesh, dict(parameters)
-        parts = {name: nn.Parameter(p.to_local().detach()) for name, p in parameters.items()}  # the same memory
+    def __init__(
+        self, parameters: Mapping[str, DTensor], train: TrainSection, mesh: DeviceMesh
+    ) -> None:
+        self._mesh = mesh
+        self._sharded = dict(parameters)
+        # the same memory
+        parts = {name: nn.Parameter(p.to_local().detach()) for name, p in parameters.items()}
         super().__init__(parts, train)
 
     @torch.no_grad()
@@ -59,7 +69,11 @@ class ShardedOptimizer(MasterOptimizer):
         super().discard()
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        squares = torch.stack([g.double().square().sum() for g in gradients]).sum().to(self._mesh.device_type)
+        squares = (
+            torch.stack([g.double().square().sum() for g in gradients])
+            .sum()
+            .to(self._mesh.device_type)
+        )
         dist.all_reduce(squares)
         return squares.sqrt().float()
 
@@ -91,7 +105,11 @@ class Fsdp2Weights(ShardedWeights):
     def slices(self) -> Iterator[Slice]:
         for name, tensor in self._named(self._tensors.__getitem__).items():
             found = tensor.detach()
-            yield _rows(name, found, found.to_local()) if isinstance(found, DTensor) else Slice.whole(name, found)
+            yield (
+                _rows(name, found, found.to_local())
+                if isinstance(found, DTensor)
+                else Slice.whole(name, found)
+            )
 
     def factors(self) -> dict[str, Tensor]:
         return {} if self._policy.adapters is None else self._policy.adapters.factors(self._find)
@@ -117,15 +135,22 @@ def _build_sharded(context: RunContext, ranks: RankGroup) -> RankWorker:
 
     def load(path: str, trained: bool) -> PolicyModel:
         divided = trained and context.train.lora is None
-        return PolicyModel(path, device=device, trainable=trained, divided=divided, **context.loading)
+        return PolicyModel(
+            path, device=device, trainable=trained, divided=divided, **context.loading
+        )
 
     models = ModelSet(context, device, ranks.rank, load)
     ranks.join(device)
-    policy, module = models.policy, models.policy.module
+    policy = models.policy
+    module = models.policy.module
     mesh = init_device_mesh(device.type, (ranks.size,))
     weights = Fsdp2Weights(policy)
     precision = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    layers = [layer for layer in module.modules() if type(layer).__name__ in (module._no_split_modules or ())]
+    layers = [
+        layer
+        for layer in module.modules()
+        if type(layer).__name__ in (module._no_split_modules or ())
+    ]
     for part in (*layers, module):
         fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
         part.set_gradient_divide_factor(1.0)  # a sum over ranks, like every other sum here
@@ -143,7 +168,18 @@ def _build_sharded(context: RunContext, ranks: RankGroup) -> RankWorker:
     passes = ModelPasses(context, models, optimizer, device, rank=ranks.rank)
     layout = RankLayout.plain(ranks.size, same_number=True)  # each pass gathers and scatters
     # FSDP has summed the gradients, so nothing is left to reduce.
-    return RankWorker(context, ranks, layout, device, models, optimizer, weights, passes, lambda: None, sharded=True)
+    return RankWorker(
+        context,
+        ranks,
+        layout,
+        device,
+        models,
+        optimizer,
+        weights,
+        passes,
+        lambda: None,
+        sharded=True,
+    )
 
 
 @torch.no_grad()
@@ -153,8 +189,11 @@ def _fill(module: nn.Module, empty: EmptyModel, device: torch.device) -> None:
     def rows(name: str, like: Any) -> Tensor:
         local = torch.empty(like.to_local().shape, dtype=like.dtype, device=device)
         empty.read(name, _rows(name, like, local).start, local)
-        mesh, placements = like.device_mesh, like.placements
-        whole = DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+        mesh = like.device_mesh
+        placements = like.placements
+        whole = DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
         return nn.Parameter(whole, like.requires_grad)
 
     empty.replace(rows, device)
@@ -171,4 +210,5 @@ def _within(
     found = function(*arguments)
     if isinstance(found, Tensor):
         return found
-    return tuple(tensor.clone() if tensor._is_view() else tensor for tensor in found)  # hooks on views may be lost
+    # hooks on views may be lost
+    return tuple(tensor.clone() if tensor._is_view() else tensor for tensor in found)

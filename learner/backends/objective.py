@@ -17,15 +17,26 @@ from learner.config import AlgorithmSection
 
 
 class PolicyObjective:
-    """The numerator of a loss; the denominator depends on the whole batch (``learner.algorithm.aggregation``)."""
+    """The numerator of a loss; the denominator depends on the whole batch
+    (``learner.algorithm.aggregation``).
+    """
 
     def __init__(self, algorithm: AlgorithmSection) -> None:
         self._algorithm = algorithm
         self._loss: PolicyLoss = resolve("losses", algorithm.pg_variant, LOSSES)
-        self._correct: CorrectionFunction = resolve("corrections", algorithm.correction, CORRECTIONS)
+        self._correct: CorrectionFunction = resolve(
+            "corrections", algorithm.correction, CORRECTIONS
+        )
 
     def __call__(
-        self, batch: TokenBatch, logprobs: Tensor, entropy: Tensor, ref: Tensor | None, *, kl_coef: float, version: int
+        self,
+        batch: TokenBatch,
+        logprobs: Tensor,
+        entropy: Tensor,
+        ref: Tensor | None,
+        *,
+        kl_coef: float,
+        version: int,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a slice's share of the numerator, with gradient, and sums for the metrics.
 
@@ -37,7 +48,8 @@ class PolicyObjective:
             kl_coef: weight of the divergence.
             version: policy version at the start of the step.
         """
-        algorithm, proximal = self._algorithm, self._proximal(batch, logprobs, version)
+        algorithm = self._algorithm
+        proximal = self._proximal(batch, logprobs, version)
         rows = (batch.advantages, batch.sequence, batch.num_rows)
         facts = CorrectionInputs(logprobs.detach(), proximal, batch.rollout_logprobs, *rows)
         correction = self._correct(facts, algorithm)
@@ -45,9 +57,16 @@ class PolicyObjective:
         losses, sums = self._loss(tokens, algorithm)
         losses = correction.weights * losses
         weights = token_weights(algorithm.loss_agg_mode, batch.sequence, batch.num_rows)
-        sums = {**sums, **correction_sums(correction), "pg_loss": (weights * losses).sum(), "entropy": entropy.sum()}
+        sums = {
+            **sums,
+            **correction_sums(correction),
+            "pg_loss": (weights * losses).sum(),
+            "entropy": entropy.sum(),
+        }
         sums["ppo_kl"] = (correction.old_logprobs - logprobs).sum()
-        sums |= ratio_sums(logprobs if algorithm.correction == "none" else proximal, batch.rollout_logprobs)
+        sums |= ratio_sums(
+            logprobs if algorithm.correction == "none" else proximal, batch.rollout_logprobs
+        )
         if ref is not None:
             penalty = kl_penalty(logprobs, ref, algorithm.kl_estimator)
             losses = losses + kl_coef * penalty
@@ -57,7 +76,9 @@ class PolicyObjective:
         return (weights * losses).sum(), sums
 
     def _proximal(self, batch: TokenBatch, logprobs: Tensor, version: int) -> Tensor:
-        """Return logprobs at the start of the step, (T,), without gradient; with one update, those of this pass."""
+        """Return logprobs at the start of the step, (T,), without gradient; with one update, those
+        of this pass.
+        """
         if self._algorithm.prox_logp_method == "interpolate":
             return interpolate(logprobs.detach(), batch.rollout_logprobs, batch.versions, version)
         return logprobs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs

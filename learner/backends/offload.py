@@ -1,4 +1,6 @@
-"""Lists what a rank keeps on its device between two steps, to be moved away while another process uses it."""
+"""Lists what a rank keeps on its device between two steps, to be moved away while another process
+uses it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from learner.backends.optimizer import MasterOptimizer
 def held_tensors(
     modules: Sequence[nn.Module], optimizers: Sequence[MasterOptimizer], device: torch.device
 ) -> Iterator[Tensor]:
-    """Yield the tensors on the device: weights, buffers, gradients, masters and moments; some share memory.
+    """Yield the tensors on the device: weights, buffers, gradients, masters and moments; some share
+    memory.
 
     Raises:
         RuntimeError: if FSDP's memory would have to be replaced, which its own tensors share, too.
@@ -27,10 +30,14 @@ def held_tensors(
         elif (own := tensor._local_tensor).untyped_storage().resizable():
             yield own
         else:
-            raise RuntimeError("the memory of a divided tensor is not torch's own and cannot be emptied in place")
+            raise RuntimeError(
+                "the memory of a divided tensor is not torch's own and cannot be emptied in place"
+            )
 
 
-def _every(modules: Sequence[nn.Module], optimizers: Sequence[MasterOptimizer]) -> Iterator[Tensor | None]:
+def _every(
+    modules: Sequence[nn.Module], optimizers: Sequence[MasterOptimizer]
+) -> Iterator[Tensor | None]:
     for module in modules:
         for parameter in module.parameters():
             yield from (parameter, parameter.grad)

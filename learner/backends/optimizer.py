@@ -1,4 +1,6 @@
-"""AdamW over float32 weights for models of any dtype, with learning-rate schedule, clipping and state."""
+"""AdamW over float32 weights for models of any dtype, with learning-rate schedule, clipping and
+state.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ UPDATES: Final = "updates"  # in a stored state: how many were made
 def lr_factor(update: int, train: TrainSection, steps: int | None = None) -> float:
     """Return the factor of ``train.lr`` at an update, counted from 0.
 
-    It rises linearly to 1 at the last of ``warmup_steps`` updates, then stays constant or falls linearly or as a cosine
-    towards 0, which it would reach at update ``steps``; None: ``train.steps``.
+    It rises linearly to 1 at the last of ``warmup_steps`` updates, then stays constant or falls
+    linearly or as a cosine towards 0, which it would reach at update ``steps``; None:
+    ``train.steps``.
     """
     if update < train.warmup_steps:
         return (update + 1) / train.warmup_steps
@@ -30,15 +33,21 @@ def lr_factor(update: int, train: TrainSection, steps: int | None = None) -> flo
         return 1.0
     last = train.steps if steps is None else steps
     progress = min(1.0, (update - train.warmup_steps) / max(1, last - train.warmup_steps))
-    return 1.0 - progress if train.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return (
+        1.0 - progress
+        if train.lr_schedule == "linear"
+        else 0.5 * (1.0 + math.cos(math.pi * progress))
+    )
 
 
 class MasterOptimizer:
-    """AdamW with decoupled decay on matrices only (biases and norms have none), for parameters of any floating dtype.
+    """AdamW with decoupled decay on matrices only (biases and norms have none), for parameters of
+    any floating dtype.
 
-    Parameters that are not float32 get a float32 master copy, which sums the gradients and is updated: at usual
-    learning rates most updates are smaller than bfloat16 can add. With ``optimizer_offload`` all parameters get one in
-    host memory, next to their gradients and moments.
+    Parameters that are not float32 get a float32 master copy, which sums the gradients and is
+    updated: at usual learning rates most updates are smaller than bfloat16 can add. With
+    ``optimizer_offload`` all parameters get one in host memory, next to their gradients and
+    moments.
 
     Attributes:
         problem: why this rank's part of the last gradient was not finite; empty if it was.
@@ -47,9 +56,16 @@ class MasterOptimizer:
     problem = ""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], train: TrainSection) -> None:
-        self._train, self._live, self.updates = train, dict(parameters), 0
-        self._masters = {name: _master(parameter, train.optimizer_offload) for name, parameter in self._live.items()}
-        self._copied = [name for name, parameter in self._live.items() if self._masters[name] is not parameter]
+        self._train = train
+        self._live = dict(parameters)
+        self.updates = 0
+        self._masters = {
+            name: _master(parameter, train.optimizer_offload)
+            for name, parameter in self._live.items()
+        }
+        self._copied = [
+            name for name, parameter in self._live.items() if self._masters[name] is not parameter
+        ]
         self._rounded = [name for name in self._copied if self._live[name].dtype != torch.float32]
         groups = decay_groups(self._masters, train.weight_decay)
         self._adamw = torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, fused=True)
@@ -64,7 +80,8 @@ class MasterOptimizer:
     def collect(self) -> None:
         """After each backward pass, move gradients into the float32 sums of their masters."""
         for name in self._copied:
-            live, master = self._live[name], self._masters[name]
+            live = self._live[name]
+            master = self._masters[name]
             if live.grad is not None:
                 found = live.grad.to(master.device, torch.float32)
                 master.grad = found if master.grad is None else master.grad.add_(found)
@@ -72,7 +89,9 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def gradients(self) -> list[Tensor]:
-        """Return the summed gradient, not yet normalised, in parameter order; zeros where nothing was trained."""
+        """Return the summed gradient, not yet normalised, in parameter order; zeros where nothing
+        was trained.
+        """
         for master in self._masters.values():
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
@@ -87,7 +106,11 @@ class MasterOptimizer:
         """Return everything that ranks must agree on: live weights, master weights and moments."""
         found = [parameter.detach() for parameter in self._live.values()]
         found += [self._masters[name].detach() for name in self._copied]
-        return found + [tensor for master in self._masters.values() for tensor in self._adamw.state[master].values()]
+        return found + [
+            tensor
+            for master in self._masters.values()
+            for tensor in self._adamw.state[master].values()
+        ]
 
     def held(self) -> Iterator[Tensor]:
         """Yield all tensors of the parts held here: live and master weights, gradients, moments."""
@@ -97,19 +120,24 @@ class MasterOptimizer:
             yield from self._adamw.state[master].values()
 
     @torch.no_grad()
-    def step(self, denominator: float, at: int | None = None, steps: int | None = None) -> dict[str, float]:
-        """Divide the gradient by the loss's ``denominator``, clip it to ``max_grad_norm``, update, and drop it.
+    def step(
+        self, denominator: float, at: int | None = None, steps: int | None = None
+    ) -> dict[str, float]:
+        """Divide the gradient by the loss's ``denominator``, clip it to ``max_grad_norm``, update,
+        and drop it.
 
         A gradient that is not finite changes only the count of updates, and sets ``problem``.
 
         Args:
-            at: position in the schedule of the learning rate, in steps from 0; None counts every update.
+            at: position in the schedule of the learning rate, in steps from 0; None counts every
+                update.
             steps: at which that schedule ends; None: ``train.steps``.
 
         Returns:
             ``grad_norm`` before clipping, ``lr`` of this update, ``skipped`` (0 or 1).
         """
-        masters, grads = list(self._masters.values()), self.gradients()
+        masters = list(self._masters.values())
+        grads = self.gradients()
         torch._foreach_div_(grads, denominator)
         norm = self.norm(grads)
         finite = bool(torch.isfinite(norm))
@@ -129,7 +157,9 @@ class MasterOptimizer:
 
     def _first_non_finite(self, gradients: list[Tensor]) -> str:
         """Return which weight, or else which gradient, of this rank is not finite."""
-        if problem := first_non_finite({name: parameter.detach() for name, parameter in self._live.items()}):
+        if problem := first_non_finite(
+            {name: parameter.detach() for name, parameter in self._live.items()}
+        ):
             return f"the weight {problem}"
         problem = first_non_finite(dict(zip(self._masters, gradients, strict=True)))
         return f"the gradient of {problem}" if problem else ""
@@ -149,7 +179,9 @@ class MasterOptimizer:
             yield self.slice_of("master", name, self._masters[name])
 
     def slice_of(self, kind: str, name: str, tensor: Tensor) -> Slice:
-        """Return the slice that is a tensor of a parameter's shape, or a scalar; this rank may hold a part."""
+        """Return the slice that is a tensor of a parameter's shape, or a scalar; this rank may hold
+        a part.
+        """
         return Slice.whole(f"{kind}.{name}", tensor)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -162,7 +194,8 @@ class MasterOptimizer:
         Raises:
             UserError: if names or shapes are those of another model.
         """
-        problem, held = "the optimizer state belongs to another model", self.shapes()
+        problem = "the optimizer state belongs to another model"
+        held = self.shapes()
         if odd := sorted(held.keys() ^ state.keys()):
             raise UserError(f"{problem}: {len(odd)} entries differ, the first is {odd[0]}")
         for name, shape in held.items():
@@ -177,30 +210,43 @@ class MasterOptimizer:
             if name in self._rounded:
                 self._live[name].copy_(self._masters[name])
             else:
-                self._masters[name].copy_(self._live[name])  # the weights may have been loaded later
+                # the weights may have been loaded later
+                self._masters[name].copy_(self._live[name])
 
 
 def _master(parameter: nn.Parameter, offload: bool) -> nn.Parameter:
     if offload:
         return nn.Parameter(parameter.detach().to("cpu", torch.float32, copy=True))
-    return parameter if parameter.dtype == torch.float32 else nn.Parameter(parameter.detach().float())
+    return (
+        parameter if parameter.dtype == torch.float32 else nn.Parameter(parameter.detach().float())
+    )
 
 
-def decay_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+def decay_groups(
+    parameters: Mapping[str, nn.Parameter], weight_decay: float
+) -> list[dict[str, Any]]:
     """Return AdamW's parameter groups: matrices, which decay, and the others; none is empty."""
     matrices = [p for p in parameters.values() if p.ndim >= 2]
     others = [p for p in parameters.values() if p.ndim < 2]
     return [
-        {"params": held, "weight_decay": decay} for held, decay in ((matrices, weight_decay), (others, 0.0)) if held
+        {"params": held, "weight_decay": decay}
+        for held, decay in ((matrices, weight_decay), (others, 0.0))
+        if held
     ]
 
 
 def fresh_state(master: Tensor) -> dict[str, Tensor]:
-    """Return what AdamW would create at its first step; the state must have the same entries from the start."""
+    """Return what AdamW would create at its first step; the state must have the same entries from
+    the start.
+    """
     moments = {kind: torch.zeros_like(master, requires_grad=False) for kind in MOMENTS}
     return {"step": torch.zeros((), dtype=torch.float32, device=master.device)} | moments
 
 
 def shapes_below(prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Return the entries whose names begin with a prefix, without it."""
-    return {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): shape
+        for name, shape in shapes.items()
+        if name.startswith(prefix)
+    }

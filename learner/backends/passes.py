@@ -33,7 +33,8 @@ class ModelPasses:
 
     Args:
         rank: of this process; dropout differs between ranks.
-        saving: context of a forward pass that is trained: where activations wait for the backward pass.
+        saving: context of a forward pass that is trained: where activations wait for the backward
+            pass.
 
     Attributes:
         packs: whether slices become packed rows.
@@ -41,7 +42,8 @@ class ModelPasses:
         seed: of dropout.
         kl: weight of the divergence from the reference.
         numerator: what is minimised, before it is divided, and sums for the metrics.
-        recorded: if not None, each slice's samples, log ratios and entropies are added to it, (T,) each.
+        recorded: if not None, each slice's samples, log ratios and entropies are added to it, (T,)
+            each.
     """
 
     def __init__(
@@ -54,27 +56,43 @@ class ModelPasses:
         rank: int = 0,
         saving: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
-        algorithm, tokens = context.algorithm, context.train.micro_batch_tokens
-        self.algorithm, self.models, self.optimizer, self.device = algorithm, models, optimizer, device
-        self.packs, self.version = models.packs, 0
+        algorithm = context.algorithm
+        tokens = context.train.micro_batch_tokens
+        self.algorithm = algorithm
+        self.models = models
+        self.optimizer = optimizer
+        self.device = device
+        self.packs = models.packs
+        self.version = 0
         self.kl = KlCoefficient(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
         self.objective = PolicyObjective(algorithm)
-        self.saving = saving or partial(activations_in_host_memory, context.train.activation_offload)
+        self.saving = saving or partial(
+            activations_in_host_memory, context.train.activation_offload
+        )
         self.numerator: Numerator = self._policy_loss
         self.recorded: list[tuple[Sequence[TrainSample], Tensor, Tensor]] | None = None
         self._slice_tokens = min(tokens, CPU_SLICE_TOKENS) if device.type == "cpu" else tokens
-        self.seed, self.rank, self._drawn = context.seed, rank, (0, 0)
+        self.seed = context.seed
+        self.rank = rank
+        self._drawn = (0, 0)
 
-    def slices(self, samples: Sequence[TrainSample], num_at_once: int = 1) -> list[list[TrainSample]]:
+    def slices(
+        self, samples: Sequence[TrainSample], num_at_once: int = 1
+    ) -> list[list[TrainSample]]:
         """Cut samples into slices that go through a model at once.
 
         Args:
-            num_at_once: slices that are worked on at the same time; where there are fewer, they are cut smaller.
+            num_at_once: slices that are worked on at the same time; where there are fewer, they are
+                cut smaller.
         """
         found = self._cut(samples, self._slice_tokens)
         if num_at_once == 1 or not found or len(found) >= num_at_once or len(samples) <= len(found):
             return found
-        size = num_distinct_tokens(samples) if self.packs else sum(sample.num_inputs for sample in samples)
+        size = (
+            num_distinct_tokens(samples)
+            if self.packs
+            else sum(sample.num_inputs for sample in samples)
+        )
         budget = -(-size // num_at_once)
         return self._cut(samples, min(budget, self._slice_tokens))
 
@@ -108,15 +126,24 @@ class ModelPasses:
 
     @torch.no_grad()
     def score(self, jobs: Sequence[Job]) -> list[list[Array | None]]:
-        """Return each slice's logprobs, divergence and values; None what the algorithm does not need."""
+        """Return each slice's logprobs, divergence and values; None what the algorithm does not
+        need.
+        """
         return [self._score(samples) for samples, _ in jobs]
 
     def _score(self, samples: Sequence[TrainSample]) -> list[Array | None]:
-        batch, models = self.collate(samples), self.models
+        batch = self.collate(samples)
+        models = self.models
         logprobs, _ = models.policy.score(batch)
-        columns = [logprobs, None, models.critic.values(batch) if models.critic is not None else None]
+        columns = [
+            logprobs,
+            None,
+            models.critic.values(batch) if models.critic is not None else None,
+        ]
         if models.ref is not None and models.kl_in_reward:
-            columns[1] = kl_penalty(logprobs, models.ref.score(batch)[0], self.algorithm.kl_estimator)
+            columns[1] = kl_penalty(
+                logprobs, models.ref.score(batch)[0], self.algorithm.kl_estimator
+            )
         return [None if column is None else column.cpu().numpy() for column in columns]
 
     def discard(self) -> None:
@@ -127,12 +154,17 @@ class ModelPasses:
 
     @torch.no_grad()
     def take_recorded(self) -> dict[int, TokenFigures]:
-        """Return what was recorded since the last call, of each sample's first pass, by the sample's id."""
+        """Return what was recorded since the last call, of each sample's first pass, by the
+        sample's id.
+        """
         if not self.recorded:
             return {}
-        slices, self.recorded = self.recorded, []
+        slices = self.recorded
+        self.recorded = []
         samples = [sample for held, _, _ in slices for sample in held]
-        columns = [torch.cat(column).half().cpu().numpy() for column in list(zip(*slices, strict=True))[1:]]
+        columns = [
+            torch.cat(column).half().cpu().numpy() for column in list(zip(*slices, strict=True))[1:]
+        ]
         ends = np.cumsum([sample.num_tokens for sample in samples])[:-1]
         log_ratios, entropies = (np.split(column, ends) for column in columns)
         found: dict[int, TokenFigures] = {}
@@ -142,23 +174,46 @@ class ModelPasses:
 
     def sums_of(self, batch: TokenBatch, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Return a slice's sums as numbers, with its counts."""
-        values = torch.stack([value.detach().double() for value in sums.values()]).tolist()  # one transfer
-        counts = {"tokens": len(batch.targets), "rows": batch.num_rows, "padded": batch.input_ids.numel()}
-        return {name: float(count) for name, count in counts.items()} | dict(zip(sums, values, strict=True))
+        # one transfer
+        values = torch.stack([value.detach().double() for value in sums.values()]).tolist()
+        counts = {
+            "tokens": len(batch.targets),
+            "rows": batch.num_rows,
+            "padded": batch.input_ids.numel(),
+        }
+        return {name: float(count) for name, count in counts.items()} | dict(
+            zip(sums, values, strict=True)
+        )
 
     def draw_seed(self) -> int:
-        """Return a seed for one slice's dropout: the same after a resume or a repeated step, different on each rank."""
+        """Return a seed for one slice's dropout: the same after a resume or a repeated step,
+        different on each rank.
+        """
         version, count = self._drawn
         self._drawn = (self.version, count + 1 if version == self.version else 1)
-        return int(np.random.SeedSequence((self.seed, *self._drawn, self.rank)).generate_state(1)[0])
+        return int(
+            np.random.SeedSequence((self.seed, *self._drawn, self.rank)).generate_state(1)[0]
+        )
 
-    def _policy_loss(self, samples: Sequence[TrainSample], batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def _policy_loss(
+        self, samples: Sequence[TrainSample], batch: TokenBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         reference = self._reference(batch)  # first: the other pass keeps its activations
-        logprobs, entropy = self.models.policy.score(batch, entropy_grad=self.algorithm.entropy_coef > 0)
+        logprobs, entropy = self.models.policy.score(
+            batch, entropy_grad=self.algorithm.entropy_coef > 0
+        )
         if self.recorded is not None:
-            self.recorded.append((samples, logprobs.detach() - batch.rollout_logprobs, entropy.detach()))
-        return self.objective(batch, logprobs, entropy, reference, kl_coef=self.kl.value, version=self.version)
+            self.recorded.append(
+                (samples, logprobs.detach() - batch.rollout_logprobs, entropy.detach())
+            )
+        return self.objective(
+            batch, logprobs, entropy, reference, kl_coef=self.kl.value, version=self.version
+        )
 
     @torch.no_grad()
     def _reference(self, batch: TokenBatch) -> Tensor | None:
-        return self.models.ref.score(batch)[0] if self.models.ref is not None and self.models.kl_in_loss else None
+        return (
+            self.models.ref.score(batch)[0]
+            if self.models.ref is not None and self.models.kl_in_loss
+            else None
+        )

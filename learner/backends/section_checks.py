@@ -19,10 +19,16 @@ def check_deepspeed(train: Mapping[str, Any]) -> None:
     if train["backend"] != "deepspeed":
         plain = DeepspeedSection().model_dump()
         if odd := next((key for key in plain if section[key] != plain[key]), ""):
-            raise ConfigError(f"train.deepspeed.{odd}", section[odd], f"unset with train.backend {train['backend']}")
+            raise ConfigError(
+                f"train.deepspeed.{odd}",
+                section[odd],
+                f"unset with train.backend {train['backend']}",
+            )
         return
     if section["offload_param"] and section["stage"] < 3:
-        allowed = f"false with train.deepspeed.stage {section['stage']}: only stage 3 divides weights"
+        allowed = (
+            f"false with train.deepspeed.stage {section['stage']}: only stage 3 divides weights"
+        )
         raise ConfigError("train.deepspeed.offload_param", True, allowed)
 
 
@@ -41,14 +47,18 @@ def check_megatron(train: Mapping[str, Any]) -> None:
     if train["lora"] and train["lora"]["dropout"]:
         allowed = "0 with train.backend megatron, whose ranks divide a layer's inputs"
         raise ConfigError("train.lora.dropout", train["lora"]["dropout"], allowed)
-    tensor, pipeline, ranks = section["tensor_parallel"], section["pipeline_parallel"], train["ranks"]
+    tensor = section["tensor_parallel"]
+    pipeline = section["pipeline_parallel"]
+    ranks = train["ranks"]
     if ranks % (tensor * pipeline):
         sizes = f"train.megatron.tensor_parallel {tensor} times train.megatron.pipeline_parallel {pipeline}"
         raise ConfigError("train.ranks", ranks, f"a multiple of {sizes}")
 
 
 def stripes_problem(train: Mapping[str, Any]) -> str:
-    """Return why the ranks of a section ``train`` cannot each send what they hold; empty if they can."""
+    """Return why the ranks of a section ``train`` cannot each send what they hold; empty if they
+    can.
+    """
     carriers = ("auto", "nccl", "gloo")
     if train["ranks"] == 1:
         return "train.ranks above 1"

@@ -1,4 +1,6 @@
-"""Elements of the weights that this rank sends, read while they are copied, so that few are held twice."""
+"""Elements of the weights that this rank sends, read while they are copied, so that few are held
+twice.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ class SentRun:
     """Elements that this rank sends.
 
     Args:
-        read: returns them as they are now, flat; may be collective, even for ranks that have none of the tensor.
+        read: returns them as they are now, flat; may be collective, even for ranks that have none
+            of the tensor.
     """
 
     run: ElementRun
@@ -27,14 +30,18 @@ class SentRun:
 
     @classmethod
     def of(cls, one: Slice, rank: int, size: int) -> SentRun:
-        """Return what a rank of ``size`` sends of a slice that is a range: of what several hold, an equal range."""
+        """Return what a rank of ``size`` sends of a slice that is a range: of what several hold, an
+        equal range.
+        """
         first, last = one.span(rank, size)
         run = ElementRun(one.name.removeprefix(MODEL), one.start + first, last - first)
         return cls(run, partial(_flat, one, rank, size))
 
 
 class RunsInOrder(Mapping[str, Tensor]):
-    """Runs by their keys, each read once and in the order of the keys: the same on all ranks for a tensor's runs."""
+    """Runs by their keys, each read once and in the order of the keys: the same on all ranks for a
+    tensor's runs.
+    """
 
     def __init__(self, runs: Iterable[SentRun]) -> None:
         self._keys = {one.run.key: one for one in sorted(runs, key=lambda one: one.run.key)}

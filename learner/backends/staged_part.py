@@ -22,7 +22,9 @@ class StagedPart:
     """Copies of a rank's slices, which training does not change."""
 
     def __init__(self, slices: Sequence[Slice], rank: int, size: int) -> None:
-        self._slices, self._rank, self._size = slices, rank, size
+        self._slices = slices
+        self._rank = rank
+        self._size = size
 
     @property
     def nbytes(self) -> int:
@@ -55,16 +57,21 @@ class StagedPart:
         try:
             return WrittenReply(self.write(folder))
         except OSError as error:
-            return WrittenReply(None, error.errno or errno.EIO, f"rank {self._rank}: {error.strerror or error}")
+            return WrittenReply(
+                None, error.errno or errno.EIO, f"rank {self._rank}: {error.strerror or error}"
+            )
         except UserError as error:
             return WrittenReply(None, 0, str(error))
 
 
 class RankSnapshot:
-    """See ``learner.backends.base.Snapshot``: this rank's part here, the others' in their processes."""
+    """See ``learner.backends.base.Snapshot``: this rank's part here, the others' in their
+    processes.
+    """
 
     def __init__(self, own: StagedPart, ranks: RankGroup) -> None:
-        self._own, self._ranks = own, ranks
+        self._own = own
+        self._ranks = ranks
 
     def write(self, folder: Path) -> list[PartFile]:
         """See ``learner.backends.base.Snapshot``."""

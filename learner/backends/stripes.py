@@ -1,4 +1,5 @@
-"""Sends weights from all ranks: each stages the elements that it holds, and broadcasts them; nobody gathers the model.
+"""Sends weights from all ranks: each stages the elements that it holds, and broadcasts them; nobody
+gathers the model.
 
     rank 0                                               rank 1 … N-1
     open: OpenStripesCommand(plan)   --- link -->        divides the plan by what it holds
@@ -28,7 +29,12 @@ from broker.weights.stripes.layout import check_cover, stripe_plan
 from broker.weights.stripes.partial_digest import digest_of_parts
 from broker.weights.stripes.stripe import StripeRank
 from learner.backends.ranks.group import RankGroup
-from learner.backends.ranks.messages import CollectiveCommand, OpenStripesCommand, ServeStripesCommand, StripeReply
+from learner.backends.ranks.messages import (
+    CollectiveCommand,
+    OpenStripesCommand,
+    ServeStripesCommand,
+    StripeReply,
+)
 from learner.backends.sent_runs import RunsInOrder, SentRun
 from learner.backends.weights import PolicyWeights
 
@@ -40,8 +46,12 @@ class OwnStripe:
         model: plan of the whole model.
     """
 
-    def __init__(self, model: LayoutPlan, weights: PolicyWeights, ranks: RankGroup, device: torch.device) -> None:
-        self._weights, self._ranks, self._device = weights, ranks, device
+    def __init__(
+        self, model: LayoutPlan, weights: PolicyWeights, ranks: RankGroup, device: torch.device
+    ) -> None:
+        self._weights = weights
+        self._ranks = ranks
+        self._device = device
         plan = stripe_plan(model, [one.run for one in self._sent() if one.run.count])
         self.stripe = StripeRank(ranks.rank, model, plan, device if device.type == "cuda" else None)
 
@@ -50,7 +60,9 @@ class OwnStripe:
 
     @torch.no_grad()
     def stage(self, version: int) -> Tensor:
-        """Copy a version; return on rank 0 the sums of all ranks for the model's digest; all ranks call it together."""
+        """Copy a version; return on rank 0 the sums of all ranks for the model's digest; all ranks
+        call it together.
+        """
         runs = RunsInOrder(self._sent())
         sums = self.stripe.stage(version, runs).to(self._device)
         runs.finish()
@@ -63,7 +75,9 @@ class OwnStripe:
         address = RendezvousAddress(command.host, command.port, command.key)
         keys = KeyPair(command.public, command.secret.encode())
         own = address_towards(command.host, command.port)
-        settings = TransferSettings(host=own, timeout_s=command.timeout_s, connect_timeout_s=command.connect_timeout_s)
+        settings = TransferSettings(
+            host=own, timeout_s=command.timeout_s, connect_timeout_s=command.connect_timeout_s
+        )
         self.stripe.serve(BoardClient(address, keys, command.connect_timeout_s), settings)
 
 
@@ -71,18 +85,25 @@ class RankStripes:
     """All ranks' stripes at rank 0, see ``broker.weights.stripes.lead.StripedWeights``."""
 
     def __init__(self, model: LayoutPlan, own: OwnStripe, ranks: RankGroup) -> None:
-        self._model, self._own, self._ranks = model, own, ranks
+        self._model = model
+        self._own = own
+        self._ranks = ranks
         others = ranks.ask(OpenStripesCommand(model.text))
         found = [plans.from_text(reply.plan) for reply in others if isinstance(reply, StripeReply)]
-        self.own, self.plans = own.stripe, [own.stripe.plan, *found]
+        self.own = own.stripe
+        self.plans = [own.stripe.plan, *found]
         check_cover(model, self.plans)
 
     def stage(self, version: int) -> str:
         """Copy a version on all ranks and return the model's digest."""
-        sums = self._ranks.together(CollectiveCommand("stage", [version]), partial(self._own.stage, version))
+        sums = self._ranks.together(
+            CollectiveCommand("stage", [version]), partial(self._own.stage, version)
+        )
         return digest_of_parts(self._model, sums)
 
-    def serve(self, admitted: Sequence[tuple[RendezvousAddress, KeyPair]], settings: TransferSettings) -> None:
+    def serve(
+        self, admitted: Sequence[tuple[RendezvousAddress, KeyPair]], settings: TransferSettings
+    ) -> None:
         """Have the other ranks wait for orders at the rendezvous.
 
         Args:

@@ -1,4 +1,6 @@
-"""The training steps of every backend, and the backend ``torch``: one process, one device, plain torch."""
+"""The training steps of every backend, and the backend ``torch``: one process, one device, plain
+torch.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,8 @@ class TorchBackend:
     def __init__(self, model_path: str, **settings: Any) -> None:
         context, build = self.plan(RunContext(model_path, **settings))
         context.check()
-        kind, size = type(self), context.train.ranks
+        kind = type(self)
+        size = context.train.ranks
         if size > 1 and not self.takes_ranks:
             allowed = f"{kind.__name__} runs in one process; train.backend ddp takes several"
             raise ConfigError("train.ranks", size, allowed)
@@ -97,14 +100,18 @@ class TorchBackend:
         except BaseException:
             self.close()
             raise
-        self._context, self._models, self._passes = context, self.worker.models, self.worker.passes
+        self._context = context
+        self._models = self.worker.models
+        self._passes = self.worker.passes
         self._steps = context.train.steps
         self._counts, self._sums = BatchCounts(), dict[str, float]()
         self._reward_kl: list[Array] = []  # of the step's scored samples
 
     @classmethod
     def plan(cls, context: RunContext) -> tuple[RunContext, BuildWorker]:
-        """Check settings before any rank starts; return those to use, and what builds a rank's worker from them."""
+        """Check settings before any rank starts; return those to use, and what builds a rank's
+        worker from them.
+        """
         return context, build_worker
 
     @classmethod
@@ -119,7 +126,8 @@ class TorchBackend:
             raise
 
     def follow_rules(self, *, steps: int, seed: int) -> None:
-        self._steps, self._passes.seed = steps, seed
+        self._steps = steps
+        self._passes.seed = seed
 
     def cutter(self) -> MicroBatchCutter[TrainSample]:
         budget = self._context.train.micro_batch_tokens * self.worker.layout.num_per_cut
@@ -128,12 +136,20 @@ class TorchBackend:
     def forward_backward(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         trained = [sample for sample in samples if sample.num_inputs]
         self._check_ids(trained)
-        # Without a KL or entropy term a row whose advantages are all 0 has no gradient: it is measured, not trained.
+        # Without a KL or entropy term a row whose advantages are all 0 has no gradient: it is
+        # measured, not trained.
         every_row = self._models.kl_in_loss or self._context.algorithm.entropy_coef > 0
         idle = [] if every_row else [s for s in trained if not s.advantages[s.positions].any()]
         skipped = {id(sample) for sample in idle}
-        sums = {"tokens": 0.0, "rows": 0.0, "inputs": float(sum(sample.num_inputs for sample in trained))}
-        jobs = [(part, True) for part in self._slices([sample for sample in trained if id(sample) not in skipped])]
+        sums = {
+            "tokens": 0.0,
+            "rows": 0.0,
+            "inputs": float(sum(sample.num_inputs for sample in trained)),
+        }
+        jobs = [
+            (part, True)
+            for part in self._slices([sample for sample in trained if id(sample) not in skipped])
+        ]
         jobs += [(part, False) for part in self._slices(idle)]
         for found in self._run(jobs):
             _add(sums, found)
@@ -146,10 +162,12 @@ class TorchBackend:
         return self._complete(self._take(), num_rows)
 
     def update(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        """Run a whole step: ``num_epochs`` passes in ``num_minibatches`` updates each, of the critic and the policy.
+        """Run a whole step: ``num_epochs`` passes in ``num_minibatches`` updates each, of the
+        critic and the policy.
 
-        The policy does not change during the critic's warm-up. With several minibatches, seed, version and pass fix
-        the order of the samples, which is the same after a resume; with one, it is the order given.
+        The policy does not change during the critic's warm-up. With several minibatches, seed,
+        version and pass fix the order of the samples, which is the same after a resume; with one,
+        it is the order given.
         """
         rows = [sample for sample in samples if sample.num_inputs]
         self._check_ids(rows)
@@ -157,7 +175,9 @@ class TorchBackend:
         trains_policy = self._models.critic is None or self.version >= algorithm.critic.warmup_steps
         done: list[dict[str, float]] = []
         for epoch in range(algorithm.num_epochs):
-            for part in minibatches(rows, algorithm.num_minibatches, (self._passes.seed, self.version, epoch)):
+            for part in minibatches(
+                rows, algorithm.num_minibatches, (self._passes.seed, self.version, epoch)
+            ):
                 done.append(self._update(part, trains_policy))
         metrics = average_metrics(done, algorithm.num_epochs)
         metrics["actor/num_updates"] = float(len(done) if trains_policy else 0)
@@ -184,11 +204,15 @@ class TorchBackend:
         self._check_ids(rows)
         found: dict[int, SampleScores] = {}
         jobs = [(piece, False) for piece in self._slices(rows)]
-        layout, work = self.worker.layout, self._passes.score
+        layout = self.worker.layout
+        work = self._passes.score
         scored = self._ranks.share_out(jobs, layout, lambda slices, _: ScoreCommand(slices), work)
         for (piece, _), columns in zip(jobs, scored, strict=True):
             ends = np.cumsum([sample.num_tokens for sample in piece])[:-1].tolist()
-            parts = [[None] * len(piece) if column is None else np.split(column, ends) for column in columns]
+            parts = [
+                [None] * len(piece) if column is None else np.split(column, ends)
+                for column in columns
+            ]
             scores = [SampleScores(*row) for row in zip(*parts, strict=True)]
             found |= {id(sample): one for sample, one in zip(piece, scores, strict=True)}
         self._reward_kl += [one.kl for one in found.values() if one.kl is not None]
@@ -220,7 +244,9 @@ class TorchBackend:
         algorithm = self._context.algorithm
         scale = denominator(algorithm.loss_agg_mode, self._counts, self._context.max_length)
         command = StepCommand(scale, self.version, self._steps)
-        done = self._ranks.together(command, partial(self.worker.step, scale, self.version, self._steps))
+        done = self._ranks.together(
+            command, partial(self.worker.step, scale, self.version, self._steps)
+        )
         metrics = step_metrics(self._sums, self._counts, scale, algorithm)
         metrics |= {f"actor/{name}": value for name, value in done.items()}
         self._counts, self._sums = BatchCounts(), dict[str, float]()
@@ -234,18 +260,25 @@ class TorchBackend:
                 metrics["actor/reward_kl"] = float(np.concatenate(self._reward_kl).mean())
             if (kl := metrics.get("actor/kl_loss", metrics.get("actor/reward_kl"))) is not None:
                 self._passes.kl.update(kl, num_rows)
-        self._passes.version, self._reward_kl = self.version + 1, []
+        self._passes.version = self.version + 1
+        self._reward_kl = []
         return metrics
 
     def _run(self, jobs: Sequence[Job]) -> list[dict[str, float]]:
-        command = partial(RunCommand, kl_coef=self.kl_coef, version=self.version, seed=self._passes.seed)
+        command = partial(
+            RunCommand, kl_coef=self.kl_coef, version=self.version, seed=self._passes.seed
+        )
         return self._ranks.share_out(jobs, self.worker.layout, command, self._passes.run)
 
     def _run_critic(self, jobs: Sequence[Job]) -> list[dict[str, float]]:
         layout = RankLayout.plain(self._ranks.size)  # every rank holds the whole critic
-        now = partial(RunCommand, kl_coef=self.kl_coef, version=self.version, seed=self._passes.seed)
+        now = partial(
+            RunCommand, kl_coef=self.kl_coef, version=self.version, seed=self._passes.seed
+        )
         command = partial(now, train=[], critic=True)
-        return self._ranks.share_out(jobs, layout, lambda slices, _: command(slices), self._passes.run_critic)
+        return self._ranks.share_out(
+            jobs, layout, lambda slices, _: command(slices), self._passes.run_critic
+        )
 
     def _slices(self, samples: Sequence[TrainSample]) -> list[list[TrainSample]]:
         return self._passes.slices(samples, self.worker.layout.num_at_once)
@@ -254,7 +287,9 @@ class TorchBackend:
         size = self.vocab_size
         for sample in samples:
             if (largest := int(sample.token_ids.max())) >= size:
-                raise WireError(f"group {sample.group}: token id {largest} is outside the model's vocabulary of {size}")
+                raise WireError(
+                    f"group {sample.group}: token id {largest} is outside the model's vocabulary of {size}"
+                )
 
     @property
     def policy(self) -> PolicyModel:
@@ -286,32 +321,51 @@ class TorchBackend:
         return self.worker.weights.shapes()
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the live weights by state-dict name, adapters merged; sharded ones are gathered as they are read."""
+        """Return the live weights by state-dict name, adapters merged; sharded ones are gathered as
+        they are read.
+        """
         weights = self.worker.weights
         if not weights.buckets:
             return weights.live()
         return GatheredWeights(list(weights.shapes()), weights.buckets, self._gather)
 
     def _gather(self, bucket: int) -> dict[str, Tensor]:
-        return self._ranks.together(CollectiveCommand("gather", [bucket]), partial(self.worker.weights.gather, bucket))
+        return self._ranks.together(
+            CollectiveCommand("gather", [bucket]), partial(self.worker.weights.gather, bucket)
+        )
 
     def adapter(self) -> wire.Adapter | None:
-        base, adapters = self._models.base_digest, self.policy.adapters
+        base = self._models.base_digest
+        adapters = self.policy.adapters
         return None if adapters is None or not base else adapters.shown(base)
 
     def factors(self) -> dict[str, Tensor]:
-        return {} if self.policy.adapters is None else self._on_all("factors", self.worker.weights.factors)
+        return (
+            {}
+            if self.policy.adapters is None
+            else self._on_all("factors", self.worker.weights.factors)
+        )
 
     def logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor:
-        return self._on_all("logprobs", partial(self.worker.logprobs, token_ids), [int(token) for token in token_ids])
+        return self._on_all(
+            "logprobs",
+            partial(self.worker.logprobs, token_ids),
+            [int(token) for token in token_ids],
+        )
 
     def plain_logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor | None:
         numbers = [int(token) for token in token_ids]
-        return self._on_all("plain_logprobs", partial(self.worker.plain_logprobs, token_ids), numbers)
+        return self._on_all(
+            "plain_logprobs", partial(self.worker.plain_logprobs, token_ids), numbers
+        )
 
     def _on_all(self, name: str, work: Callable[[], T], numbers: Sequence[int] = ()) -> T:
         """Return ``work()``, on all ranks at the same time if none holds the whole model."""
-        return self._ranks.together(CollectiveCommand(name, list(numbers)), work) if self.worker.sharded else work()
+        return (
+            self._ranks.together(CollectiveCommand(name, list(numbers)), work)
+            if self.worker.sharded
+            else work()
+        )
 
     def snapshot(self) -> Snapshot:
         """Copy every rank's part of the state to its host memory; training waits only for this.
@@ -324,7 +378,9 @@ class TorchBackend:
         return RankSnapshot(self._ranks.together(CopyCommand(), self.worker.stage), self._ranks)
 
     def describe(self, path: str | Path) -> StoredModel:
-        folder, adapters, base = Path(path), self.policy.adapters, None
+        folder = Path(path)
+        adapters = self.policy.adapters
+        base = None
         if adapters is not None:
             shown = adapters.shown("")
             base = StoredBase(
@@ -332,27 +388,40 @@ class TorchBackend:
                 list(shown.targets),
                 shown.scale,
                 list(shown.transposed),
-                {name: exported for name, exported in adapters.exported_names.items() if name != exported},
+                {
+                    name: exported
+                    for name, exported in adapters.exported_names.items()
+                    if name != exported
+                },
             )
             adapters.save_config(folder / ADAPTER_FOLDER)
         self._write_tokenizer(folder)
-        module, first = self.policy.module, self._context.first_path
+        module = self.policy.module
+        first = self._context.first_path
         names = {plain_name(name) for name in module.state_dict() if not is_factor(name)}
         untrained = [plain_name(name) for name in untrained_parts(module) if not is_factor(name)]
         shapes = self.shapes()
-        return write_description(folder, module, shapes, base=base, names=names, untrained=untrained, path=first)
+        return write_description(
+            folder, module, shapes, base=base, names=names, untrained=untrained, path=first
+        )
 
     def _write_tokenizer(self, folder: Path) -> None:
         """Write the tokenizer of the first weights, with the chat template that the run uses."""
-        model, first_path = self._context.model, self._context.first_path
+        model = self._context.model
+        first_path = self._context.first_path
         copy_tokenizer(first_path, folder)
         if model.chat_template is not None:
-            trusted, template = model.trust_remote_code, model.chat_template
-            tokenizer = Tokenizer.load(first_path, trust_remote_code=trusted, chat_template=template)
+            trusted = model.trust_remote_code
+            template = model.chat_template
+            tokenizer = Tokenizer.load(
+                first_path, trust_remote_code=trusted, chat_template=template
+            )
             (folder / TEMPLATE_FILE).write_text(tokenizer.chat_template.source, encoding="utf-8")
 
     def save(self, path: str | Path) -> None:
-        """Write the live policy, configuration and tokenizer for transformers to load; adapters also for peft."""
+        """Write the live policy, configuration and tokenizer for transformers to load; adapters
+        also for peft.
+        """
         Path(path).mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=".parts.", dir=path) as parts:
             snapshot = self.snapshot()

@@ -1,4 +1,6 @@
-"""The policy's weights as the learner reads them: whole, by state-dict name, from one rank or gathered from all."""
+"""The policy's weights as the learner reads them: whole, by state-dict name, from one rank or
+gathered from all.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ BUCKET_BYTES: Final = 32 << 20  # of weights gathered at once
 class PolicyWeights:
     """The weights of a policy that this process holds whole."""
 
-    buckets: Sequence[Sequence[str]] = ()  # names gathered together; empty where nothing must be gathered
+    # names gathered together; empty where nothing must be gathered
+    buckets: Sequence[Sequence[str]] = ()
 
     def __init__(self, policy: PolicyModel) -> None:
         self._policy = policy
@@ -41,19 +44,26 @@ class PolicyWeights:
         raise TypeError(f"{type(self).__name__} gathers no bucket {bucket}")
 
     def slices(self) -> Iterator[Slice]:
-        """Yield this rank's slices of what is trained: ``model.<name>``, or with adapters ``adapter.<peft's name>``."""
+        """Yield this rank's slices of what is trained: ``model.<name>``, or with adapters
+        ``adapter.<peft's name>``.
+        """
         for name, tensor in self._named(self._policy.tensors().__getitem__).items():
             yield Slice.whole(name, tensor)
 
     def sent(self, rank: int, size: int) -> Iterator[SentRun]:
-        """Yield what a rank of ``size`` sends of ``slices``; together the ranks send everything once."""
+        """Yield what a rank of ``size`` sends of ``slices``; together the ranks send everything
+        once.
+        """
         for one in self.slices():
             yield SentRun.of(one, rank, size)
 
     def _named(self, find: Find) -> dict[str, Tensor]:
         """Return the tensors that checkpoints hold by their names there, tied ones once."""
         if self._policy.adapters is not None:
-            return {ADAPTER + name: tensor for name, tensor in self._policy.adapters.factors(find).items()}
+            return {
+                ADAPTER + name: tensor
+                for name, tensor in self._policy.adapters.factors(find).items()
+            }
         return {MODEL + name: find(name) for name in self.shapes()}
 
     def factors(self) -> dict[str, Tensor]:
@@ -79,9 +89,13 @@ class GatheredWeights(Mapping[str, Tensor]):
     """Whole tensors by name; reading one gathers its bucket and drops the bucket before."""
 
     def __init__(
-        self, names: Sequence[str], buckets: Sequence[Sequence[str]], gather: Callable[[int], dict[str, Tensor]]
+        self,
+        names: Sequence[str],
+        buckets: Sequence[Sequence[str]],
+        gather: Callable[[int], dict[str, Tensor]],
     ) -> None:
-        self._names, self._gather = list(names), gather
+        self._names = list(names)
+        self._gather = gather
         self._bucket = {name: index for index, bucket in enumerate(buckets) for name in bucket}
         self._held: tuple[int, dict[str, Tensor]] = (-1, {})
 

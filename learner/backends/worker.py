@@ -1,4 +1,6 @@
-"""One rank's models, optimizer, weights and passes, and the operations on them that all ranks execute alike."""
+"""One rank's models, optimizer, weights and passes, and the operations on them that all ranks
+execute alike.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,8 @@ class RankWorker:
     weights: PolicyWeights
     passes: ModelPasses
     reduce: Callable[[], None]  # called by all ranks before an update: sums the policy's gradients
-    sharded: bool = False  # no rank holds all of the model or its optimizer, so reading either takes all ranks
+    # no rank holds all of the model or its optimizer, so reading either takes all ranks
+    sharded: bool = False
     offloaded: OffloadedMemory | None = None
     staged: StagedPart | None = None  # of the newest checkpoint
     stripe: OwnStripe | None = None  # of the weights, if all ranks send
@@ -86,7 +89,8 @@ class RankWorker:
 
     def take_problem(self) -> str:
         """Return ``problem`` of the updates since the last call."""
-        problem, self.problem = self.problem, ""
+        problem = self.problem
+        self.problem = ""
         return problem
 
     def critic_step(self, sums: Mapping[str, float], at: int, steps: int) -> dict[str, float]:
@@ -100,10 +104,15 @@ class RankWorker:
         return done
 
     def logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor:
-        """Return log p(token[i + 1] | token[: i + 1]) at temperature 1, (n - 1,) float32 on the CPU."""
-        rounded = self.context.train.weights_dtype == fp8.NAME  # servers compute with other weights than these
+        """Return log p(token[i + 1] | token[: i + 1]) at temperature 1, (n - 1,) float32 on the
+        CPU.
+        """
+        # servers compute with other weights than these
+        rounded = self.context.train.weights_dtype == fp8.NAME
         with quantized_as_sent(self.models.policy) if rounded else nullcontext():
-            return self.models.policy.logprobs(torch.tensor(np.asarray(token_ids, np.int64), device=self.device)).cpu()
+            return self.models.policy.logprobs(
+                torch.tensor(np.asarray(token_ids, np.int64), device=self.device)
+            ).cpu()
 
     def plain_logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor:
         """Return what ``logprobs`` does, with plain attention."""
@@ -112,19 +121,25 @@ class RankWorker:
 
     def stage(self) -> StagedPart:
         """Copy this rank's part of a checkpoint to host memory; all ranks do."""
-        rank, size, staged = self.ranks.rank, self.ranks.size, list[Slice]()
+        rank = self.ranks.rank
+        size = self.ranks.size
+        staged = list[Slice]()
         for slices in (self.policy_slices(), self.critic_slices(), self.numbers()):
             staged += stage(slices, rank, size)
         return StagedPart(staged, rank, size)
 
     def offload(self, folder: str) -> None:
-        """Move models, gradients and optimizer off the device, between two steps; do nothing else until ``reload``.
+        """Move models, gradients and optimizer off the device, between two steps; do nothing else
+        until ``reload``.
 
         Raises:
             OSError: if the folder cannot be written; nothing has moved then.
         """
         self.offloaded = self.offloaded or OffloadedMemory(folder)
-        optimizers = [self.optimizer, *([] if self.models.critic is None else [self.models.critic.optimizer])]
+        optimizers = [
+            self.optimizer,
+            *([] if self.models.critic is None else [self.models.critic.optimizer]),
+        ]
         self.offloaded.release(held_tensors(self.models.modules(), optimizers, self.device))
 
     def reload(self) -> None:
@@ -133,7 +148,9 @@ class RankWorker:
             self.offloaded.restore()
 
     def policy_slices(self) -> Iterator[Slice]:
-        """Yield this rank's slices of the policy and its optimizer; read once and in order by all ranks."""
+        """Yield this rank's slices of the policy and its optimizer; read once and in order by all
+        ranks.
+        """
         yield from self.weights.slices()
         yield from self.optimizer_slices()
 
@@ -149,7 +166,9 @@ class RankWorker:
 
     def numbers(self) -> list[Slice]:
         """Return what one rank writes whole: counts, and its random numbers."""
-        rank, device, found = self.ranks.rank, self.device, dict[str, Tensor]()
+        rank = self.ranks.rank
+        device = self.device
+        found = dict[str, Tensor]()
         found[_rng("cpu", rank)] = torch.get_rng_state()
         if device.type == "cuda":
             found[_rng("cuda", rank)] = torch.cuda.get_rng_state(device)
@@ -158,7 +177,9 @@ class RankWorker:
             found[KL_COEF] = torch.tensor(self.passes.kl.value, dtype=torch.float64)
             found[OPTIMIZER + UPDATES] = torch.tensor(self.optimizer.updates)
             if self.models.critic is not None:
-                found[CRITIC + OPTIMIZER + UPDATES] = torch.tensor(self.models.critic.optimizer.updates)
+                found[CRITIC + OPTIMIZER + UPDATES] = torch.tensor(
+                    self.models.critic.optimizer.updates
+                )
         return [Slice.whole(name, tensor, shared=False) for name, tensor in found.items()]
 
     def refuse(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -174,7 +195,9 @@ class RankWorker:
             self.models.critic.refuse(shapes_below(CRITIC, shapes))
 
     def verify(self, parts: Sequence[PartFile]) -> str:
-        """Read this rank's share of a checkpoint's files; return what is wrong with them, empty if nothing is."""
+        """Read this rank's share of a checkpoint's files; return what is wrong with them, empty if
+        nothing is.
+        """
         try:
             for part in parts[self.ranks.rank :: self.ranks.size]:
                 part.verify()
@@ -183,9 +206,11 @@ class RankWorker:
         return ""
 
     def load(self, parts: Sequence[PartFile]) -> None:
-        """Restore all but the weights from a checkpoint's files, whose shapes were checked; all ranks do.
+        """Restore all but the weights from a checkpoint's files, whose shapes were checked; all
+        ranks do.
 
-        A GPU's random numbers are restored only where there is a GPU, a rank's only where there is that rank.
+        A GPU's random numbers are restored only where there is a GPU, a rank's only where there is
+        that rank.
         """
         stored = StoredTensors(part.path for part in parts)
         stored.load(self.optimizer_slices())
@@ -202,20 +227,30 @@ class RankWorker:
         if self.device.type == "cuda" and _rng("cuda", rank) in stored:
             torch.cuda.set_rng_state(stored[_rng("cuda", rank)], self.device)
 
-    def obey(self, command: messages.WorkCommand, send: Callable[[messages.Reply], None]) -> messages.Reply | None:
+    def obey(
+        self, command: messages.WorkCommand, send: Callable[[messages.Reply], None]
+    ) -> messages.Reply | None:
         """Execute one command; return the reply to send now, and ``send`` what follows later."""
         passes = self.passes
         match command:
             case messages.RunCommand(critic=True):
-                sums = passes.run_critic([(samples, True) for samples in unpack_slices(command.slices)])
+                sums = passes.run_critic(
+                    [(samples, True) for samples in unpack_slices(command.slices)]
+                )
                 return messages.SumsReply(sums)
             case messages.RunCommand():
-                passes.kl.value, passes.version, passes.seed = command.kl_coef, command.version, command.seed
+                passes.kl.value = command.kl_coef
+                passes.version = command.version
+                passes.seed = command.seed
                 jobs = list(zip(unpack_slices(command.slices), command.train, strict=True))
                 return messages.SumsReply(passes.run(jobs))
             case messages.ScoreCommand():
-                found = passes.score([(samples, False) for samples in unpack_slices(command.slices)])
-                columns = [[None if c is None else c.astype("<f4").tobytes() for c in row] for row in found]
+                found = passes.score(
+                    [(samples, False) for samples in unpack_slices(command.slices)]
+                )
+                columns = [
+                    [None if c is None else c.astype("<f4").tobytes() for c in row] for row in found
+                ]
                 return messages.ColumnsReply(columns)
             case messages.StepCommand(critic=True):
                 self.critic_step({"tokens": command.denominator}, command.at, command.steps)
@@ -236,7 +271,9 @@ class RankWorker:
             case messages.LoadCommand():
                 self.load(command.parts)
             case messages.OpenStripesCommand():
-                return messages.StripeReply(self.open_stripe(plans.from_text(command.plan)).stripe.plan.text)
+                return messages.StripeReply(
+                    self.open_stripe(plans.from_text(command.plan)).stripe.plan.text
+                )
             case messages.ServeStripesCommand():
                 assert self.stripe is not None, "it was opened"
                 self.stripe.serve(command)
@@ -294,5 +331,6 @@ def build_worker(context: RunContext, ranks: RankGroup) -> RankWorker:
         if ranks.size > 1:
             sum_over_ranks(optimizer.gradients(), device)
 
-    layout, weights = RankLayout.plain(ranks.size), PolicyWeights(models.policy)
+    layout = RankLayout.plain(ranks.size)
+    weights = PolicyWeights(models.policy)
     return RankWorker(context, ranks, layout, device, models, optimizer, weights, passes, reduce)

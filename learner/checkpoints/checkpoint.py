@@ -1,12 +1,15 @@
-"""Reads and writes checkpoints: folders with a part for each rank, the learner's ledger, and small models whole.
+"""Reads and writes checkpoints: folders with a part for each rank, the learner's ledger, and small
+models whole.
 
-``checkpoints/step-000020/`` holds configuration and tokenizer, of small models also the weights in Hugging Face format,
-and ``learner/``: a part for each rank (``learner.backends.parts``: weights, optimizer, schedule, RNG), ``model.json``
-(what the weights are) and, written last, ``learner.json`` (ledger, log position, epoch, size and digest of each part).
-It is written into a temporary folder, synced and renamed, so a folder of that name is always complete. All ranks write
-into it, so those of several nodes need a file system that they share.
+``checkpoints/step-000020/`` holds configuration and tokenizer, of small models also the weights in
+Hugging Face format, and ``learner/``: a part for each rank (``learner.backends.parts``: weights,
+optimizer, schedule, RNG), ``model.json`` (what the weights are) and, written last, ``learner.json``
+(ledger, log position, epoch, size and digest of each part). It is written into a temporary folder,
+synced and renamed, so a folder of that name is always complete. All ranks write into it, so those
+of several nodes need a file system that they share.
 
-In format 1 the weights were always in Hugging Face format, and the rest in ``learner/state.safetensors``.
+In format 1 the weights were always in Hugging Face format, and the rest in
+``learner/state.safetensors``.
 """
 
 from __future__ import annotations
@@ -49,7 +52,12 @@ class Checkpoint:
 
 
 def write(
-    folder: Path, backend: Backend, ledger: dict[str, Any], epoch: int, *, hf_max_gib: float = HF_MAX_GIB
+    folder: Path,
+    backend: Backend,
+    ledger: dict[str, Any],
+    epoch: int,
+    *,
+    hf_max_gib: float = HF_MAX_GIB,
 ) -> Path:
     """Take and write a checkpoint now; the backend must be between two steps.
 
@@ -82,7 +90,8 @@ def stage(
     *,
     hf_max_gib: float = HF_MAX_GIB,
 ) -> Path:
-    """Write a snapshot into a temporary folder and sync it; from any thread, while the backend trains.
+    """Write a snapshot into a temporary folder and sync it; from any thread, while the backend
+    trains.
 
     Raises:
         OSError: if the folder cannot be written; nothing is left behind.
@@ -96,13 +105,23 @@ def stage(
     try:
         own = work / STATE_FOLDER
         own.mkdir(mode=0o700)
-        model, parts = backend.describe(work), snapshot.write(own)
+        model = backend.describe(work)
+        parts = snapshot.write(own)
         write_adapters(model, [part.path for part in parts], work)
         if model.nbytes <= hf_max_gib * 2**30:
             write_model(model, [part.path for part in parts], work)
         (own / MODEL_FILE).write_bytes(msgspec.json.encode(model))
-        files = [{"file": Path(part.path).name, "size": part.size, "digest": part.digest} for part in parts]
-        body = {"format": FORMAT, "step": ledger["version"], "epoch": epoch, "parts": files, "ledger": ledger}
+        files = [
+            {"file": Path(part.path).name, "size": part.size, "digest": part.digest}
+            for part in parts
+        ]
+        body = {
+            "format": FORMAT,
+            "step": ledger["version"],
+            "epoch": epoch,
+            "parts": files,
+            "ledger": ledger,
+        }
         (own / "learner.json").write_text(json.dumps(body) + "\n", encoding="utf-8")
         sync_tree(work)
     except SafetensorError as error:
@@ -186,11 +205,19 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise DamagedFileError(f"{file}: cannot be read: {error}") from None
     if (found := body.get("format") if isinstance(body, dict) else None) not in (1, FORMAT):
         raise UserError(f"{file}: format {found!r}, this program reads 1 and {FORMAT}")
-    step, epoch, ledger = body.get("step"), body.get("epoch"), body.get("ledger")
+    step = body.get("step")
+    epoch = body.get("epoch")
+    ledger = body.get("ledger")
     has_types = isinstance(step, int) and isinstance(epoch, int) and isinstance(ledger, dict)
     if not has_types or ledger.get("version") != step:
-        raise DamagedFileError(f"{file}: damaged: step {step!r}, epoch {epoch!r}, and no ledger of that step")
-    parts = [{"file": "state.safetensors", "size": -1, "digest": ""}] if found == 1 else body.get("parts")
+        raise DamagedFileError(
+            f"{file}: damaged: step {step!r}, epoch {epoch!r}, and no ledger of that step"
+        )
+    parts = (
+        [{"file": "state.safetensors", "size": -1, "digest": ""}]
+        if found == 1
+        else body.get("parts")
+    )
     made = Checkpoint(path, step, epoch, ledger, _parts(file, parts))
     for part in made.parts:
         part.check_size()
@@ -212,7 +239,10 @@ def verify(path: Path) -> Checkpoint:
 
 def _parts(file: Path, listed: Any) -> tuple[PartFile, ...]:
     try:
-        found = tuple(PartFile(str(file.parent / _plain(one["file"])), one["size"], one["digest"]) for one in listed)
+        found = tuple(
+            PartFile(str(file.parent / _plain(one["file"])), one["size"], one["digest"])
+            for one in listed
+        )
     except (TypeError, KeyError, ValueError) as error:
         raise DamagedFileError(f"{file}: damaged: no list of parts: {error}") from None
     if not found:

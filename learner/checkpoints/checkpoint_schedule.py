@@ -4,10 +4,12 @@ from __future__ import annotations
 
 
 class CheckpointSchedule:
-    """Schedule: due at multiples of ``every_steps``, and at the first step that ends ``every_s`` after the newest one.
+    """Schedule: due at multiples of ``every_steps``, and at the first step that ends ``every_s``
+    after the newest one.
 
-    A checkpoint that becomes due while another is being written stays due: it is taken at the first step that ends
-    after that write, with the state of that step. So memory holds at most one copy of the state.
+    A checkpoint that becomes due while another is being written stays due: it is taken at the first
+    step that ends after that write, with the state of that step. So memory holds at most one copy
+    of the state.
 
     Args:
         every_steps: 0 never.
@@ -17,7 +19,9 @@ class CheckpointSchedule:
     """
 
     def __init__(self, every_steps: int, every_s: float, now: float, ahead: int) -> None:
-        self._every_steps, self._every_s, self._ahead = every_steps, every_s, ahead
+        self._every_steps = every_steps
+        self._every_s = every_s
+        self._ahead = ahead
         self._taken_at = self._due_at = now
         self.due = False  # whether one should be taken
         self.missed = 0  # how many became due since writing began to fail
@@ -28,7 +32,8 @@ class CheckpointSchedule:
         by_clock = self._every_s > 0 and now - max(self._taken_at, self._due_at) >= self._every_s
         self.missed = self.missed + int(by_step or by_clock) if failing else 0
         if by_step or by_clock:
-            self.due, self._due_at = True, now
+            self.due = True
+            self._due_at = now
 
     def press(self) -> None:
         """Make a checkpoint due now."""
@@ -40,4 +45,5 @@ class CheckpointSchedule:
 
     def taken(self, now: float) -> None:
         """Note that the state of this step was copied."""
-        self.due, self._taken_at = False, now
+        self.due = False
+        self._taken_at = now

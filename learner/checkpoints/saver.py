@@ -39,7 +39,8 @@ class CheckpointSaver:
         folder: ``runs/<name>/checkpoints``.
         written: step of the newest checkpoint there, -1 if there is none.
         say: receives a text when training has to wait, and an empty one afterwards.
-        pressed: returns whether the broker's store needs the log trimmed soon, regardless of the schedule.
+        pressed: returns whether the broker's store needs the log trimmed soon, regardless of the
+            schedule.
     """
 
     def __init__(
@@ -56,22 +57,39 @@ class CheckpointSaver:
         written: int = -1,
         pressed: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._folder, self._keep, self._hf_max_gib = folder, section.keep, section.hf_max_gib
-        self._bus, self._ledger = bus, ledger
-        self._training, self._records, self._watch, self._stop = training, records, watch, stop
-        self._due = CheckpointSchedule(section.every_steps, section.every_minutes * 60, time.monotonic(), section.keep)
-        self._patience = DiskRetry(folder, stop, "no checkpoint is written and the log is not trimmed", say)
-        self._say, self._written, self._pressed = say, written, pressed
-        self._relieved = -1  # step of the checkpoint behind which the log was trimmed for lack of room
+        self._folder = folder
+        self._keep = section.keep
+        self._hf_max_gib = section.hf_max_gib
+        self._bus = bus
+        self._ledger = ledger
+        self._training = training
+        self._records = records
+        self._watch = watch
+        self._stop = stop
+        self._due = CheckpointSchedule(
+            section.every_steps, section.every_minutes * 60, time.monotonic(), section.keep
+        )
+        self._patience = DiskRetry(
+            folder, stop, "no checkpoint is written and the log is not trimmed", say
+        )
+        self._say = say
+        self._written = written
+        self._pressed = pressed
+        # step of the checkpoint behind which the log was trimmed for lack of room
+        self._relieved = -1
         self._writing: asyncio.Task[None] | None = None
         self._taken = written  # step of the state that was copied last
         self._by_operator = False  # whether the operator's checkpoint was not taken yet
-        self.requested = asyncio.Event()  # set when it may be taken without waiting for the end of a step
+        # set when it may be taken without waiting for the end of a step
+        self.requested = asyncio.Event()
         self._times: dict[str, float] = {}
 
     def values(self) -> dict[str, float]:
-        """Return metrics since the last call: seconds that training waited for the copy, seconds of writing."""
-        times, self._times = self._times, {}
+        """Return metrics since the last call: seconds that training waited for the copy, seconds of
+        writing.
+        """
+        times = self._times
+        self._times = {}
         return {"time/checkpoint": 0.0} | times
 
     async def open(self) -> None:
@@ -83,14 +101,18 @@ class CheckpointSaver:
                 log.warning("%s; the log is not trimmed behind it", error)
 
     async def relieve(self) -> None:
-        """Trim the log behind the newest whole checkpoint, once for each; the run resumes only from there then.
+        """Trim the log behind the newest whole checkpoint, once for each; the run resumes only from
+        there then.
 
         Its files are read first: were they damaged, the run could be resumed from nowhere.
 
         Raises:
             Fenced: if a newer learner holds the run.
         """
-        if self._written <= self._relieved or len(kept := checkpoint.list_checkpoints(self._folder)) < 2:
+        if (
+            self._written <= self._relieved
+            or len(kept := checkpoint.list_checkpoints(self._folder)) < 2
+        ):
             return
         self._relieved = self._written
         for path in reversed(kept[1:]):  # behind the oldest one it is trimmed already
@@ -162,8 +184,8 @@ class CheckpointSaver:
     async def finish(self, ledger: dict[str, Any]) -> None:
         """Write the state of the last boundary unless that is done; return when it is on disk.
 
-        On a stop without a reachable broker none is written, because another learner may hold the run: the next
-        incarnation resumes from the previous checkpoint and the log.
+        On a stop without a reachable broker none is written, because another learner may hold the
+        run: the next incarnation resumes from the previous checkpoint and the log.
 
         Raises:
             UserError: if the folder cannot be written, and a stop is requested.
@@ -224,7 +246,8 @@ class CheckpointSaver:
             snapshot = await self._training.call(self._training.backend.snapshot)
         self._times["time/checkpoint"] = time.monotonic() - began
         self._due.taken(time.monotonic())
-        self._taken, self._by_operator = ledger["version"], False
+        self._taken = ledger["version"]
+        self._by_operator = False
         self._writing = asyncio.create_task(self._write(snapshot, ledger))
         self._writing.add_done_callback(self._failed)
 
@@ -232,7 +255,8 @@ class CheckpointSaver:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._stop.request(described(error))
 
-    # ---------------------------------------------------------------------------------- during training
+    # ---------------------------------------------------------------------------------- during
+    # training
 
     async def _write(self, snapshot: Snapshot, ledger: dict[str, Any]) -> None:
         """Write a checkpoint, delete the oldest, and trim the log behind those that are kept."""
@@ -244,7 +268,8 @@ class CheckpointSaver:
         self._times["time/checkpoint_write"] = time.monotonic() - began
         log.info("checkpoint %s", path)
         kept = await self._patience.in_thread(checkpoint.prune, self._folder, self._keep)
-        if len(kept) > 1 or await self._is_whole(kept[0]):  # without another one, the log alone can replace it
+        # without another one, the log alone can replace it
+        if len(kept) > 1 or await self._is_whole(kept[0]):
             await self._trim(kept[0])
         if self._by_operator:
             self.requested.set()
@@ -265,7 +290,9 @@ class CheckpointSaver:
         """
         await self._watch.refuse_if_fenced()
         arguments = (self._folder, self._training.backend, snapshot, ledger, self._watch.epoch)
-        work = await asyncio.to_thread(partial(checkpoint.stage, *arguments, hf_max_gib=self._hf_max_gib))
+        work = await asyncio.to_thread(
+            partial(checkpoint.stage, *arguments, hf_max_gib=self._hf_max_gib)
+        )
         try:
             await self._watch.refuse_if_fenced()
             return await asyncio.to_thread(checkpoint.commit, work, self._folder, ledger["version"])

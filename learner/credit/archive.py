@@ -1,10 +1,11 @@
 """Archives the records that the learner consumed, byte for byte, in ``runs/<name>/samples/``.
 
-With it (``samples.keep``) ``rlearner trace``, ``rlearner audit`` and a replay work without a broker. A file is named by
-its first record's sequence and holds frames: magic, sequence, ticket header, length, digest, then the record's bytes.
-``<sequence>.paused`` marks that from there up to the next file nothing was archived (``samples.keep`` was off). Records
-never change, so a frame written twice is the same; a reader stops in a file where the next one begins. Files are
-bounded in bytes and frames, so that finding a record costs the same however long the run.
+With it (``samples.keep``) ``rlearner trace``, ``rlearner audit`` and a replay work without a
+broker. A file is named by its first record's sequence and holds frames: magic, sequence, ticket
+header, length, digest, then the record's bytes. ``<sequence>.paused`` marks that from there up to
+the next file nothing was archived (``samples.keep`` was off). Records never change, so a frame
+written twice is the same; a reader stops in a file where the next one begins. Files are bounded in
+bytes and frames, so that finding a record costs the same however long the run.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ SUFFIX: Final = ".frames"
 PAUSED: Final = ".paused"
 MAGIC: Final = b"RLS1"
 MAX_FRAMES: Final = 2**14  # per file: finding a record reads the headers before it, about 20 ms
-_HEADER: Final = struct.Struct("<4sQqI8s")  # magic, sequence, ticket, bytes of the record, its digest
+# magic, sequence, ticket, bytes of the record, its digest
+_HEADER: Final = struct.Struct("<4sQqI8s")
 HEADER_BYTES: Final = _HEADER.size
 
 
@@ -54,12 +56,15 @@ class SampleArchive:
 
     Args:
         folder: ``runs/<name>/samples``.
-        position: of the resumed ledger; records beyond it are cut off, because they will be consumed again.
-        max_file_bytes: a new file begins once the current one is this large, or holds ``MAX_FRAMES``.
+        position: of the resumed ledger; records beyond it are cut off, because they will be
+            consumed again.
+        max_file_bytes: a new file begins once the current one is this large, or holds
+            ``MAX_FRAMES``.
     """
 
     def __init__(self, folder: Path, position: int, max_file_bytes: int) -> None:
-        self._folder, self._max = folder, max_file_bytes
+        self._folder = folder
+        self._max = max_file_bytes
         self._file = -1
         self._size = self._frames = 0
         self._done: list[int] = []  # files left since the last sync
@@ -67,7 +72,8 @@ class SampleArchive:
         truncate_after(folder, position)
 
     def append(self, record: LogRecord, record_digest: str) -> None:
-        """Append a record with the digest of its bytes; after an error, call again to overwrite the same place.
+        """Append a record with the digest of its bytes; after an error, call again to overwrite the
+        same place.
 
         Raises:
             OSError: if the folder cannot be written.
@@ -77,14 +83,20 @@ class SampleArchive:
             following = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             if self._file >= 0:
                 self._done.append(self._file)
-            self._file, self._size, self._frames = following, 0, 0
-        header = _HEADER.pack(MAGIC, record.seq, record.ticket, len(record.data), bytes.fromhex(record_digest))
+            self._file = following
+            self._size = 0
+            self._frames = 0
+        header = _HEADER.pack(
+            MAGIC, record.seq, record.ticket, len(record.data), bytes.fromhex(record_digest)
+        )
         self._size += write_at(self._file, header + record.data, self._size)
         self._frames += 1
 
     def sync(self) -> None:
         """Make what was appended before the call survive a power loss."""
-        current, done = self._file, list(self._done)  # in this order: another thread may switch files now
+        # in this order: another thread may switch files now
+        current = self._file
+        done = list(self._done)
         for file in [*done, current]:
             if file >= 0:
                 os.fsync(file)
@@ -97,16 +109,20 @@ class SampleArchive:
         for file in [*self._done, self._file]:
             if file >= 0:
                 os.close(file)
-        self._done, self._file = [], -1
+        self._done = []
+        self._file = -1
 
 
 def archive_files(folder: Path) -> list[tuple[int, Path]]:
     """Return (first sequence, file), oldest first."""
-    return sorted((int(path.stem), path) for path in folder.glob(f"*{SUFFIX}") if path.stem.isdecimal())
+    return sorted(
+        (int(path.stem), path) for path in folder.glob(f"*{SUFFIX}") if path.stem.isdecimal()
+    )
 
 
 def mark_paused(folder: Path, position: int) -> None:
-    """Mark that the following records are not archived (``samples.keep`` is off); do nothing without an archive.
+    """Mark that the following records are not archived (``samples.keep`` is off); do nothing
+    without an archive.
 
     Args:
         position: of the resumed ledger; records missing up to there were lost, not left out.
@@ -125,9 +141,14 @@ def mark_paused(folder: Path, position: int) -> None:
 
 
 def paused_ranges(folder: Path) -> list[tuple[int, int]]:
-    """Return (first, last) sequence of each stretch that was not archived; ``last`` is huge if it is still open."""
+    """Return (first, last) sequence of each stretch that was not archived; ``last`` is huge if it
+    is still open.
+    """
     begins = [first for first, _ in archive_files(folder)]
-    ends = {first: min((begin for begin in begins if begin >= first), default=sys.maxsize) for first in _pauses(folder)}
+    ends = {
+        first: min((begin for begin in begins if begin >= first), default=sys.maxsize)
+        for first in _pauses(folder)
+    }
     return sorted((first, end - 1) for first, end in ends.items())
 
 
@@ -138,7 +159,8 @@ def _pauses(folder: Path) -> dict[int, Path]:
 def truncate_after(folder: Path, position: int) -> None:
     """Remove every record beyond ``position``.
 
-    Of the files that begin at or before it, only the newest is cut: readers ignore the overlap of older ones.
+    Of the files that begin at or before it, only the newest is cut: readers ignore the overlap of
+    older ones.
     """
     for first, path in _pauses(folder).items():
         if first > position:
@@ -163,7 +185,8 @@ def frames(folder: Path, start: int = 1) -> Iterator[ArchiveFrame]:
             continue
         whole = False
         for frame in _frames_of(path, start, is_last=not until):
-            if until and (frame.seq >= until or (whole and frame.error)):  # the rest is of an earlier incarnation
+            # the rest is of an earlier incarnation
+            if until and (frame.seq >= until or (whole and frame.error)):
                 break
             if frame.seq >= start or frame.error:
                 yield frame
@@ -172,7 +195,8 @@ def frames(folder: Path, start: int = 1) -> Iterator[ArchiveFrame]:
 
 def select_frames(folder: Path, seqs: Iterable[int]) -> Iterator[ArchiveFrame]:
     """Yield some records, in order, without reading the others; skip missing and damaged ones."""
-    found, wanted = archive_files(folder), sorted(set(seqs))
+    found = archive_files(folder)
+    wanted = sorted(set(seqs))
     for i, (first, path) in enumerate(found):
         until = bisect_left(wanted, found[i + 1][0]) if i + 1 < len(found) else len(wanted)
         if here := set(wanted[bisect_left(wanted, first) : until]):
@@ -186,8 +210,12 @@ def find_frame(folder: Path, seq: int) -> ArchiveFrame | None:
 
 def _pick_from(path: Path, wanted: set[int]) -> Iterator[ArchiveFrame]:
     with path.open("rb") as file:
-        size, position = os.fstat(file.fileno()).st_size, 0
-        while wanted and (header := read_header(os.pread(file.fileno(), _HEADER.size, position))) is not None:
+        size = os.fstat(file.fileno()).st_size
+        position = 0
+        while (
+            wanted
+            and (header := read_header(os.pread(file.fileno(), _HEADER.size, position))) is not None
+        ):
             seq, ticket, length, check = header
             position += _HEADER.size
             if position + length > size:  # a damaged length may be gigabytes
@@ -201,13 +229,18 @@ def _pick_from(path: Path, wanted: set[int]) -> Iterator[ArchiveFrame]:
 
 
 def _skip(file: BinaryIO, start: int) -> tuple[int, int]:
-    """Seek behind the frames of records before ``start``; return that byte and the last of these records."""
-    size, position, last = os.fstat(file.fileno()).st_size, 0, 0
+    """Seek behind the frames of records before ``start``; return that byte and the last of these
+    records.
+    """
+    size = os.fstat(file.fileno()).st_size
+    position = 0
+    last = 0
     while (header := read_header(os.pread(file.fileno(), _HEADER.size, position))) is not None:
         behind = position + _HEADER.size + header[2]
         if header[0] >= start or behind > size:
             break
-        position, last = behind, header[0]
+        position = behind
+        last = header[0]
     return file.seek(position), last
 
 
@@ -230,13 +263,21 @@ def _frames_of(path: Path, start: int, *, is_last: bool) -> Iterator[ArchiveFram
         _, seq = _skip(file, start)
         while (begin := file.tell()) < size:
             header = read_header(file.read(_HEADER.size))
-            data = file.read(header[2]) if header and header[2] <= size - begin else b""  # a damaged length may be huge
+            # a damaged length may be huge
+            data = file.read(header[2]) if header and header[2] <= size - begin else b""
             if header is None or len(data) < header[2]:
                 if not is_last or (header is None and size - begin >= _HEADER.size):
-                    yield ArchiveFrame(seq, 0, b"", error=f"{path.name}: no frame at byte {begin}, after record {seq}")
+                    yield ArchiveFrame(
+                        seq,
+                        0,
+                        b"",
+                        error=f"{path.name}: no frame at byte {begin}, after record {seq}",
+                    )
                 return
             seq, ticket, _, check = header
             if bytes.fromhex(digest(data)) != check:
-                yield ArchiveFrame(seq, 0, b"", error=f"{path.name}: the bytes of record {seq} are damaged")
+                yield ArchiveFrame(
+                    seq, 0, b"", error=f"{path.name}: the bytes of record {seq} are damaged"
+                )
                 return
             yield ArchiveFrame(seq, ticket, data)

@@ -1,4 +1,6 @@
-"""Computes how large groups can become, and their cost in the broker's store and the learner's memory."""
+"""Computes how large groups can become, and their cost in the broker's store and the learner's
+memory.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from broker.settings.config import PRIVATE_STORE_GIB, num_greedy, takes_steps
 
 # Of the wire's encoding; tests/unit/learner/test_capacity.py compares them with it.
 TOKEN_BYTES: Final = 9  # token_ids 4, loss_mask 1, logprobs 4
-TEXT_BYTES: Final = 4  # of a token's text, which the response, or what step groups compare, holds again
+# of a token's text, which the response, or what step groups compare, holds again
+TEXT_BYTES: Final = 4
 TURN_BYTES: Final = 128
 SAMPLE_BYTES: Final = 512
 GROUP_BYTES: Final = 1024
@@ -23,7 +26,9 @@ GROUP_BYTES: Final = 1024
 
 @dataclass(frozen=True)
 class LargestGroup:
-    """The largest group of one domain: every episode takes all its turns, and every sample its whole context."""
+    """The largest group of one domain: every episode takes all its turns, and every sample its
+    whole context.
+    """
 
     domain: str
     episodes: int  # redundant ones and the greedy baseline included
@@ -38,14 +43,19 @@ class LargestGroup:
     @property
     def size_bytes(self) -> int:
         """Size of its encoding."""
-        per_sample = self.tokens * (TOKEN_BYTES + TEXT_BYTES) + self.turns * TURN_BYTES + SAMPLE_BYTES
+        per_sample = (
+            self.tokens * (TOKEN_BYTES + TEXT_BYTES) + self.turns * TURN_BYTES + SAMPLE_BYTES
+        )
         return self.episodes * self.samples * per_sample + GROUP_BYTES
 
 
 def largest_group(name: str, domain: Mapping[str, Any], adv_estimator: str) -> LargestGroup:
-    """Return the largest group that tickets of a domain can produce; ``domain`` is a section of a checked config."""
+    """Return the largest group that tickets of a domain can produce; ``domain`` is a section of a
+    checked config.
+    """
     episodes = domain["group_size"] + domain["group_size_redundancy"] + num_greedy(adv_estimator)
-    turns, tokens = domain["max_turns"], domain["max_context_tokens"]
+    turns = domain["max_turns"]
+    tokens = domain["max_context_tokens"]
     if takes_steps(domain["context"], adv_estimator):
         return LargestGroup(name, episodes, turns, tokens, 1)
     return LargestGroup(name, episodes, 1, tokens, turns)
@@ -69,7 +79,9 @@ def check_groups(config: dict[str, Any]) -> None:
 
 def capacity_notes(config: dict[str, Any]) -> list[str]:
     """Return lines for the operator on what the largest groups of a checked configuration cost."""
-    groups, train, domains = _groups(config), config["train"], config["domains"]
+    groups = _groups(config)
+    train = config["train"]
+    domains = config["domains"]
     weights = sum(domain["weight"] for domain in domains.values())
     mean = sum(group.size_bytes * domains[group.domain]["weight"] for group in groups) / weights
     step = math.ceil(mean * train["groups_per_step"])
@@ -84,10 +96,16 @@ def capacity_notes(config: dict[str, Any]) -> list[str]:
     where = "in the broker's store and in the learner's memory"
     lines.append(f"a step takes at most {_size(step)}, {tickets}, {where}")
     if alive * step > store_gib * (1 << 30):
-        advice = "tickets wait for room; raise it, or lower train.groups_per_step or train.max_staleness"
-        lines.append(f"that is more than broker.store_max_gib, which is {store_gib:g}: with such groups {advice}")
+        advice = (
+            "tickets wait for room; raise it, or lower train.groups_per_step or train.max_staleness"
+        )
+        lines.append(
+            f"that is more than broker.store_max_gib, which is {store_gib:g}: with such groups {advice}"
+        )
     if alive * step > memory:
-        lines.append(f"that is more than the memory of this machine, {_size(memory)}: such groups need a larger one")
+        lines.append(
+            f"that is more than the memory of this machine, {_size(memory)}: such groups need a larger one"
+        )
     return lines
 
 
@@ -97,7 +115,9 @@ def _groups(config: dict[str, Any]) -> list[LargestGroup]:
 
 
 def _shape(group: LargestGroup) -> str:
-    return f"{group.episodes} episodes" + (f" of {group.samples} samples" if group.samples > 1 else "")
+    return f"{group.episodes} episodes" + (
+        f" of {group.samples} samples" if group.samples > 1 else ""
+    )
 
 
 def _size(size: float) -> str:

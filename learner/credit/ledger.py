@@ -1,41 +1,45 @@
 """The ledger: which tickets are granted, how each ends, and which groups form each step. Pure.
 
-It takes the records of the samples log one at a time and returns actions, without clock or I/O. Two learners that read
-the same log hold the same ledger, on any hardware and however often they were restarted.
+It takes the records of the samples log one at a time and returns actions, without clock or I/O. Two
+learners that read the same log hold the same ledger, on any hardware and however often they were
+restarted.
 
-**Credit.** ``issued = min(version + 1 + K, steps) * G + replaced``, with K = ``max_staleness``, G = ``groups_per_step``
-and one replacement for each ticket that ended without being trained. Hence ``issued = trained + filtered + dropped +
-dead + open`` at any moment, and ``open = 0`` once ``version = steps``: ``trained = steps * G`` and ``replaced =
-filtered + dropped + dead``. If only the best of a step's groups are trained on (``keep_fraction``), the others move
-from trained to filtered as the step completes, and nothing replaces them.
+**Credit.** ``issued = min(version + 1 + K, steps) * G + replaced``, with K = ``max_staleness``, G =
+``groups_per_step`` and one replacement for each ticket that ended without being trained. Hence
+``issued = trained + filtered + dropped + dead + open`` at any moment, and ``open = 0`` once
+``version = steps``: ``trained = steps * G`` and ``replaced = filtered + dropped + dead``. If only
+the best of a step's groups are trained on (``keep_fraction``), the others move from trained to
+filtered as the step completes, and nothing replaces them.
 
-**Rules.** K, G, the number of steps and the domains are the rules. They are part of the state, and only a record of the
-log changes them (``RulesUpdate``), so every record is judged by the rules in force when it is appended, by whichever
-incarnation of the learner reads it. At a change:
+**Rules.** K, G, the number of steps and the domains are the rules. They are part of the state, and
+only a record of the log changes them (``RulesUpdate``), so every record is judged by the rules in
+force when it is appended, by whichever incarnation of the learner reads it. At a change:
 
-- tickets of a domain that the new rules lack end as dropped (reason ``removed``) unless the current step already holds
-  their group; each is replaced by a ticket of a domain that exists;
-- if the new rules allow fewer live tickets, the newest without a group end as dropped (reason ``withdrawn``) and are
-  not replaced; if they allow more, more are issued;
-- if the domains or their weights change, their shares are counted from the change on. Counted over the whole history, a
-  domain that is added or gains weight would receive every ticket until it had caught up.
+- tickets of a domain that the new rules lack end as dropped (reason ``removed``) unless the current
+  step already holds their group; each is replaced by a ticket of a domain that exists;
+- if the new rules allow fewer live tickets, the newest without a group end as dropped (reason
+  ``withdrawn``) and are not replaced; if they allow more, more are issued;
+- if the domains or their weights change, their shares are counted from the change on. Counted over
+  the whole history, a domain that is added or gains weight would receive every ticket until it had
+  caught up.
 
-With c tickets issued as first-time credit and not withdrawn, ``open = c - trained - unselected`` holds across changes,
-since a replacement and its ticket cancel out. So the equation above holds in its general form at any moment, and
-``open`` is again at most ``(K + 1) * G`` of the new rules once the current step completes.
+With c tickets issued as first-time credit and not withdrawn, ``open = c - trained - unselected``
+holds across changes, since a replacement and its ticket cancel out. So the equation above holds in
+its general form at any moment, and ``open`` is again at most ``(K + 1) * G`` of the new rules once
+the current step completes.
 
-**Order.** A step is the first G groups taken. The record that fills it ends the step's part of the log: ``apply``
-refuses the next one until ``complete_step`` has been called, so that no record is ever judged by how long training
-happened to take.
+**Order.** A step is the first G groups taken. The record that fills it ends the step's part of the
+log: ``apply`` refuses the next one until ``complete_step`` has been called, so that no record is
+ever judged by how long training happened to take.
 
-**Late.** A ticket issued at version v carries ``min_version = v``; its tokens are v or newer, so it may be trained in
-any step up to v + K, the step it is *due* in. A group whose oldest token is older than ``version - K`` is late, dropped
-and replaced.
+**Late.** A ticket issued at version v carries ``min_version = v``; its tokens are v or newer, so it
+may be trained in any step up to v + K, the step it is *due* in. A group whose oldest token is older
+than ``version - K`` is late, dropped and replaced.
 
-With ``on_late: drop`` groups are taken in log order and stragglers become late. With ``on_late: wait`` none does,
-because places are reserved: a group is taken into step t only if the tickets due earlier still find room. Write L(d)
-for the live tickets (open, or arrived and queued) due in step d or before, and a for the places of step t already
-taken. The invariant is
+With ``on_late: drop`` groups are taken in log order and stragglers become late. With ``on_late:
+wait`` none does, because places are reserved: a group is taken into step t only if the tickets due
+earlier still find room. Write L(d) for the live tickets (open, or arrived and queued) due in step d
+or before, and a for the places of step t already taken. The invariant is
 
     for every d >= t:   L(d) <= (d - t + 1) * G - a                                                             (*)
 
@@ -43,27 +47,30 @@ and with d = t it states that at most G - a tickets, so never more than G, are a
 ``min_version <= version - K``: they all fit into the current step. It always holds, by cases:
 
 - start: (K + 1) * G tickets are due in step K, none earlier; a = 0.
-- a group due in step D is taken: for d >= D both sides fall by one. For t <= d < D the left side stays; `_horizon` lets
-  the group in only if (*) still holds there with a + 1, else it waits in the queue, in log order.
-- a ticket ends untrained: its replacement is due in t + K, and no ticket is due later. L(d) does not grow for d < t + K
-  and does not change for d >= t + K.
-- the step completes: a = G turns into one step less, so (*) holds for t + 1 unchanged. The new tickets are due in t + 1
-  + K, where credit bounds all live tickets by (K + 1) * G.
+- a group due in step D is taken: for d >= D both sides fall by one. For t <= d < D the left side
+  stays; `_horizon` lets the group in only if (*) still holds there with a + 1, else it waits in the
+  queue, in log order.
+- a ticket ends untrained: its replacement is due in t + K, and no ticket is due later. L(d) does
+  not grow for d < t + K and does not change for d >= t + K.
+- the step completes: a = G turns into one step less, so (*) holds for t + 1 unchanged. The new
+  tickets are due in t + 1 + K, where credit bounds all live tickets by (K + 1) * G.
 
-**Closed early.** With ``close_early`` a ticket carries ``pass_rate``, and a hub may close it as ``filtered`` once that
-is certain. A step filters at most R groups (``max_replacements_per_step``); beyond that they are trained unfiltered. So
-that a closing never takes what would have been trained, a ticket carries ``pass_rate`` only if R has room for it: with
-f groups filtered in the step and e open tickets that carry it, ``f + e <= R``. A group of another ticket is filtered
-only if ``f + e < R``, so the left side never exceeds R, and the step's completion sets f to 0. A change of the rules
+**Closed early.** With ``close_early`` a ticket carries ``pass_rate``, and a hub may close it as
+``filtered`` once that is certain. A step filters at most R groups (``max_replacements_per_step``);
+beyond that they are trained unfiltered. So that a closing never takes what would have been trained,
+a ticket carries ``pass_rate`` only if R has room for it: with f groups filtered in the step and e
+open tickets that carry it, ``f + e <= R``. A group of another ticket is filtered only if ``f + e <
+R``, so the left side never exceeds R, and the step's completion sets f to 0. A change of the rules
 does not reach tickets that are out.
 
-**Lost.** When the broker has lost its store, ``rlearner start --rebase`` closes the open tickets as ``lost``, by
-ordinary records of the log. One of them may name a number that this ledger has not issued yet: an earlier incarnation
-had, in a part of the log that is gone. Up to that number all tickets count as issued and dead, so that no number ever
-stands for two tickets. They replace nothing and nothing replaces them: both sides of the first equation grow equally.
+**Lost.** When the broker has lost its store, ``rlearner start --rebase`` closes the open tickets as
+``lost``, by ordinary records of the log. One of them may name a number that this ledger has not
+issued yet: an earlier incarnation had, in a part of the log that is gone. Up to that number all
+tickets count as issued and dead, so that no number ever stands for two tickets. They replace
+nothing and nothing replaces them: both sides of the first equation grow equally.
 
-The ledger never deadlocks: while the step is not full, credit leaves at least one live ticket; once all live ones have
-arrived, the one due first has room, since nothing is due before it.
+The ledger never deadlocks: while the step is not full, credit leaves at least one live ticket; once
+all live ones have arrived, the one due first has room, since nothing is due before it.
 """
 
 from __future__ import annotations
@@ -104,7 +111,9 @@ class TicketEnd:
     """A closing in the log, or a record that does not decode (ticket 0 if unknown)."""
 
     ticket: int
-    reason: str  # `late` counts as dropped, `filtered` of a ticket that allows it as such, everything else as dead
+    # `late` counts as dropped, `filtered` of a ticket that allows it as such, everything else as
+    # dead
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -158,7 +167,9 @@ class RefuseRecord:
 
 @dataclass(frozen=True)
 class SkipTickets:
-    """Count these tickets as issued and dead: an earlier incarnation issued them, and the broker lost their records."""
+    """Count these tickets as issued and dead: an earlier incarnation issued them, and the broker
+    lost their records.
+    """
 
     first: int
     last: int
@@ -184,14 +195,16 @@ class LedgerState(msgspec.Struct):
     position: int = 0  # sequence of the last record applied
     issued: int = 0  # number of the newest ticket
     credit: int = 0  # tickets that replaced nothing, without those withdrawn
-    base: dict[str, int] = {}  # domain -> tickets that replaced none of the same domain, since the shares last changed
+    # domain -> tickets that replaced none of the same domain, since the shares last changed
+    base: dict[str, int] = {}
     tasks: dict[str, int] = {}  # domain -> task index of its next ticket
     live: dict[int, wire.Ticket] = {}  # open, queued or taken into the current step
     queue: list[LedgerEntry] = []  # in log order
     taken: list[LedgerEntry] = []  # the current step, in the order in which they were taken
     trained: int = 0
     filtered: int = 0  # and replaced
-    unselected: int = 0  # groups of completed steps that were not trained on; they count as filtered
+    # groups of completed steps that were not trained on; they count as filtered
+    unselected: int = 0
     dropped: int = 0
     dead: int = 0
     duplicate: int = 0
@@ -201,7 +214,9 @@ class LedgerState(msgspec.Struct):
 
 
 def is_zero_variance(rewards: tuple[float, ...]) -> bool:
-    """Return whether rewards carry no signal: one episode, or a standard deviation (ddof 1) of at most 1e-6."""
+    """Return whether rewards carry no signal: one episode, or a standard deviation (ddof 1) of at
+    most 1e-6.
+    """
     if len(rewards) < 2:
         return True
     mean = math.fsum(rewards) / len(rewards)
@@ -221,7 +236,9 @@ class Ledger:
         self.state = rules if isinstance(rules, LedgerState) else LedgerState(rules)
         taken = {entry.number for entry in self.state.taken}
         self._arrived = {entry.number for entry in self.arrived}
-        self._unplaced = Counter(t.min_version for number, t in self.state.live.items() if number not in taken)
+        self._unplaced = Counter(
+            t.min_version for number, t in self.state.live.items() if number not in taken
+        )
         self._closable = sum(bool(self.state.live[number].pass_rate) for number in self.waiting_for)
 
     def dump(self) -> dict[str, Any]:
@@ -242,7 +259,8 @@ class Ledger:
             raise UserError(f"the checkpoint's ledger is damaged: {error}") from None
         return cls(state)
 
-    # ------------------------------------------------------------------------------------------------ questions
+    # ------------------------------------------------------------------------------------------------
+    # questions
 
     @property
     def rules(self) -> TicketRules:
@@ -261,7 +279,9 @@ class Ledger:
 
     @property
     def open(self) -> int:
-        """Number of tickets that are neither trained nor ended, including those of the current step."""
+        """Number of tickets that are neither trained nor ended, including those of the current
+        step.
+        """
         return len(self.state.live)
 
     @property
@@ -270,7 +290,9 @@ class Ledger:
         return self.state.live.keys() - self._arrived
 
     def awaits(self, number: int) -> bool:
-        """Return whether the next record of this ticket is the one that counts: it is live, and none has arrived."""
+        """Return whether the next record of this ticket is the one that counts: it is live, and
+        none has arrived.
+        """
         return number in self.state.live and number not in self._arrived
 
     @property
@@ -280,11 +302,15 @@ class Ledger:
 
     @property
     def first_kept(self) -> int:
-        """Sequence of the oldest record that the log must keep: the last one applied shows that it is the same log."""
+        """Sequence of the oldest record that the log must keep: the last one applied shows that it
+        is the same log.
+        """
         return min(self.first_needed, self.state.position)
 
     def may_read(self, number: int) -> bool:
-        """Return whether a learner resuming from this state may use a group of this ticket (live or not issued)."""
+        """Return whether a learner resuming from this state may use a group of this ticket (live or
+        not issued).
+        """
         return number in self.state.live or number > self.state.issued
 
     @property
@@ -303,10 +329,20 @@ class Ledger:
     def counts(self) -> dict[str, int]:
         """Return the terms of the conservation equation, and the numbers of refused records."""
         s = self.state
-        ended = {"trained": s.trained, "filtered": s.filtered + s.unselected, "dropped": s.dropped, "dead": s.dead}
-        return {"issued": s.issued} | ended | {"open": self.open, "duplicate": s.duplicate, "unknown": s.unknown}
+        ended = {
+            "trained": s.trained,
+            "filtered": s.filtered + s.unselected,
+            "dropped": s.dropped,
+            "dead": s.dead,
+        }
+        return (
+            {"issued": s.issued}
+            | ended
+            | {"open": self.open, "duplicate": s.duplicate, "unknown": s.unknown}
+        )
 
-    # --------------------------------------------------------------------------------------------------- events
+    # ---------------------------------------------------------------------------------------------------
+    # events
 
     def open_credit(self) -> list[Action]:
         """Issue the tickets that the current version grants and that are not issued yet."""
@@ -358,11 +394,15 @@ class Ledger:
         return actions + self._fill()
 
     def lose(self, numbers: Collection[int]) -> list[LedgerEntry]:
-        """Return and forget arrived groups whose records the log lost: their tickets wait for a record again."""
+        """Return and forget arrived groups whose records the log lost: their tickets wait for a
+        record again.
+        """
         gone = [entry for entry in self.arrived if entry.number in numbers]
         self._arrived.difference_update(entry.number for entry in gone)
         self._closable += sum(bool(self.state.live[entry.number].pass_rate) for entry in gone)
-        self._unplaced.update(self.state.live[entry.number].min_version for entry in self.state.taken if entry in gone)
+        self._unplaced.update(
+            self.state.live[entry.number].min_version for entry in self.state.taken if entry in gone
+        )
         self.state.taken = [entry for entry in self.state.taken if entry not in gone]
         self.state.queue = [entry for entry in self.state.queue if entry not in gone]
         return gone
@@ -375,21 +415,26 @@ class Ledger:
         """
         s = self.state
         if not self.full:
-            raise ValueError(f"step {s.version} has {len(s.taken)} of {self.rules.groups_per_step} groups")
+            raise ValueError(
+                f"step {s.version} has {len(s.taken)} of {self.rules.groups_per_step} groups"
+            )
         for entry in s.taken:
             del s.live[entry.number]
             self._arrived.discard(entry.number)
         trained = num_kept(len(s.taken), self.rules.keep_fraction)
         s.trained += trained
         s.unselected += len(s.taken) - trained
-        s.taken, s.filtered_in_step = [], 0
+        s.taken = []
+        s.filtered_in_step = 0
         s.version += 1
         return self.open_credit() + self._fill()
 
-    # ------------------------------------------------------------------------------------------------- inside
+    # -------------------------------------------------------------------------------------------------
+    # inside
 
     def _change(self, changed: RulesUpdate) -> list[Action]:
-        s, before = self.state, self.rules
+        s = self.state
+        before = self.rules
         s.rules_epoch = max(s.rules_epoch, changed.epoch)
         if changed.rules == before:
             return []
@@ -398,7 +443,8 @@ class Ledger:
             s.base = {}
         actions: list[Action] = []
         taken = {entry.number for entry in s.taken}
-        free = [number for number in sorted(s.live, reverse=True) if number not in taken]  # newest first
+        # newest first
+        free = [number for number in sorted(s.live, reverse=True) if number not in taken]
         gone = [number for number in free if not self.rules.has(s.live[number].domain)]
         for number in gone:
             self._count(REMOVED)
@@ -427,7 +473,8 @@ class Ledger:
         return self._issue(domain)
 
     def _issue(self, domain: str) -> IssueTicket:
-        rule, s = self.rules.domain(domain), self.state
+        rule = self.rules.domain(domain)
+        s = self.state
         task_index = s.tasks.get(domain, 0)
         s.tasks[domain] = task_index + 1
         s.issued += 1
@@ -451,19 +498,25 @@ class Ledger:
         return IssueTicket(ticket)
 
     def _skip(self, last: int) -> SkipTickets:
-        s, first = self.state, self.state.issued + 1
-        s.issued, s.dead = last, s.dead + last - first + 1
+        s = self.state
+        first = self.state.issued + 1
+        s.issued = last
+        s.dead = s.dead + last - first + 1
         s.reasons[LOST] = s.reasons.get(LOST, 0) + last - first + 1
         return SkipTickets(first, last)
 
     def _end(self, number: int, outcome: Outcome) -> list[Action]:
         """End a ticket that is not in the current step untrained, and issue its replacement."""
         domain = self._leave(number, outcome).domain
-        return [ForgetTicket(number, outcome), self._issue(domain) if self.rules.has(domain) else self._issue_next()]
+        return [
+            ForgetTicket(number, outcome),
+            self._issue(domain) if self.rules.has(domain) else self._issue_next(),
+        ]
 
     def _leave(self, number: int, outcome: Outcome) -> wire.Ticket:
         """Remove a ticket that is not in the current step from the live ones."""
-        s, ticket = self.state, self.state.live.pop(number)
+        s = self.state
+        ticket = self.state.live.pop(number)
         self._unplaced[ticket.min_version] -= 1
         if number in self._arrived:
             self._arrived.discard(number)
@@ -477,14 +530,21 @@ class Ledger:
         return oldest_version < self.state.version - self.rules.max_staleness
 
     def _is_filtered(self, record: GroupArrival) -> bool:
-        """Return whether dynamic sampling replaces the group; beyond the bound groups are trained unfiltered."""
-        reserved = self._closable - bool(self.state.live[record.ticket].pass_rate)  # for other tickets
+        """Return whether dynamic sampling replaces the group; beyond the bound groups are trained
+        unfiltered.
+        """
+        # for other tickets
+        reserved = self._closable - bool(self.state.live[record.ticket].pass_rate)
         if self.state.filtered_in_step + reserved >= self.rules.max_replacements_per_step:
             return False
-        return not record.wanted or (self.rules.filter_zero_variance and is_zero_variance(record.rewards))
+        return not record.wanted or (
+            self.rules.filter_zero_variance and is_zero_variance(record.rewards)
+        )
 
     def _may_close(self) -> bool:
-        """Return whether the next ticket may be closed early: the step's bound must leave room for all that may be."""
+        """Return whether the next ticket may be closed early: the step's bound must leave room for
+        all that may be.
+        """
         room = self.rules.max_replacements_per_step - self.state.filtered_in_step - self._closable
         return self.rules.close_early and room > 0
 
@@ -498,11 +558,17 @@ class Ledger:
         """Take all groups from the queue that have room, in log order."""
         actions: list[Action] = []
         while not self.full and not self.done:
-            horizon, queue = self._horizon(), self.state.queue
-            ready = (q for q in queue if self._is_late(q.oldest_version) or self._due(q.number) <= horizon)
+            horizon = self._horizon()
+            queue = self.state.queue
+            ready = (
+                q
+                for q in queue
+                if self._is_late(q.oldest_version) or self._due(q.number) <= horizon
+            )
             if (chosen := next(ready, None)) is None:
                 break
-            if self._is_late(chosen.oldest_version):  # its tokens were older than its ticket allowed
+            # its tokens were older than its ticket allowed
+            if self._is_late(chosen.oldest_version):
                 actions += self._end(chosen.number, "dropped")
             else:
                 self.state.queue.remove(chosen)
@@ -516,10 +582,13 @@ class Ledger:
         return self.state.live[number].min_version + self.rules.max_staleness
 
     def _horizon(self) -> float:
-        """Return the latest due step that may be taken without breaking (*) of the module docstring."""
+        """Return the latest due step that may be taken without breaking (*) of the module
+        docstring.
+        """
         if self.rules.on_late == "drop":
             return math.inf
-        places, num_live = self.rules.groups_per_step - len(self.state.taken) - 1, 0
+        places = self.rules.groups_per_step - len(self.state.taken) - 1
+        num_live = 0
         for min_version in sorted(self._unplaced):
             if not self._unplaced[min_version]:
                 del self._unplaced[min_version]
@@ -527,7 +596,8 @@ class Ledger:
             due = min_version + self.rules.max_staleness
             num_live += self._unplaced[min_version]
             if num_live > places + max(due - self.state.version, 0) * self.rules.groups_per_step:
-                return due  # its own tickets fill all places up to then: nothing due later may pass them
+                # its own tickets fill all places up to then: nothing due later may pass them
+                return due
         return math.inf
 
 

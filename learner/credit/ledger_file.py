@@ -1,8 +1,9 @@
 """Lines of the ledger file: one per event of a ticket, for the auditor and for people. Pure.
 
-The lines follow from the log alone, without a clock: a restarted learner that reads the log again writes the same
-bytes. A line of state ``boundary`` ends each step. ``learner/credit/ledger_segments.py`` keeps them in files, each of
-which begins with a ``summary`` of the lines before it.
+The lines follow from the log alone, without a clock: a restarted learner that reads the log again
+writes the same bytes. A line of state ``boundary`` ends each step.
+``learner/credit/ledger_segments.py`` keeps them in files, each of which begins with a ``summary``
+of the lines before it.
 """
 
 from __future__ import annotations
@@ -29,21 +30,41 @@ from learner.credit.ledger import (
 from learner.credit.ticket_rules import TicketRules
 
 End = Literal["trained", "filtered", "dropped", "dead"]
-State = Literal[End, "issued", "arrived", "duplicate", "unknown", "boundary", "unrecorded", "lost", "rules", "summary"]
+State = Literal[
+    End,
+    "issued",
+    "arrived",
+    "duplicate",
+    "unknown",
+    "boundary",
+    "unrecorded",
+    "lost",
+    "rules",
+    "summary",
+]
 FINAL: Final = ("trained", "filtered", "dropped", "dead")
 
 
-class LedgerLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
+class LedgerLine(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    gc=False,
+):
     """One event of the ledger.
 
-    ``duplicate`` and ``unknown`` are ignored records; ``unrecorded`` stands for all missing lines before; ``lost``
-    takes ``arrived`` back: the broker lost the record before training; ``rules`` is a record that set them.
-    ``summary`` repeats the boundary that ends the previous file, with the rules, held groups and closing reasons.
+    ``duplicate`` and ``unknown`` are ignored records; ``unrecorded`` stands for all missing lines
+    before; ``lost`` takes ``arrived`` back: the broker lost the record before training; ``rules``
+    is a record that set them. ``summary`` repeats the boundary that ends the previous file, with
+    the rules, held groups and closing reasons.
     """
 
     state: State
     ticket: int = 0
-    seq: int = 0  # of the record that arrived or ended the ticket; of the last record applied, at a boundary
+    # of the record that arrived or ended the ticket; of the last record applied, at a boundary
+    seq: int = 0
     step: int = 0  # the step of the group; completed steps, at a boundary
     oldest: int = -1  # oldest policy version among its sampled tokens
     newest: int = -1  # newest one
@@ -56,7 +77,8 @@ class LedgerLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     groups_per_step: int = 0  # boundary: from the rules
     max_staleness: int = -1
     rules: dict[str, Any] = {}  # rules, summary: all of them
-    held: tuple[LedgerLine, ...] = ()  # summary: the `arrived` lines of groups that have not ended, in that order
+    # summary: the `arrived` lines of groups that have not ended, in that order
+    held: tuple[LedgerLine, ...] = ()
     reasons: dict[str, int] | None = None  # summary: dead tickets by reason
 
 
@@ -104,27 +126,46 @@ class LedgerLineBuilder:
         """
         oldest, newest = bounds or (-1, -1)
         new = partial(LedgerLine, seq=seq, digest=data_digest)
-        lines = [] if rules is None else [LedgerLine(state="rules", seq=seq, digest=data_digest, rules=rules.plain())]
+        lines = (
+            []
+            if rules is None
+            else [LedgerLine(state="rules", seq=seq, digest=data_digest, rules=rules.plain())]
+        )
         for action in actions:
             if isinstance(action, HoldGroup):
-                lines.append(self._note(new(state="arrived", ticket=action.number, oldest=oldest, newest=newest)))
+                lines.append(
+                    self._note(
+                        new(state="arrived", ticket=action.number, oldest=oldest, newest=newest)
+                    )
+                )
             elif isinstance(action, RefuseRecord):
                 lines.append(self._note(new(state=action.why, ticket=action.number)))
             elif isinstance(action, IssueTicket):
                 lines.append(self._note(_issued(action)))
             elif isinstance(action, SkipTickets):
                 lines += [self._note(line) for line in _skipped(action, seq, data_digest)]
-            elif isinstance(action, ForgetTicket) and action.reason:  # by the rules, not by its record
+            # by the rules, not by its record
+            elif isinstance(action, ForgetTicket) and action.reason:
                 line = LedgerLine(state=action.outcome, ticket=action.number, reason=action.reason)
                 lines.append(self._ended(action, line))
             elif isinstance(action, ForgetTicket):
                 why = reason or ("zero_variance" if action.outcome == "filtered" else "late")
-                line = new(state=action.outcome, ticket=action.number, oldest=oldest, newest=newest, reason=why)
+                line = new(
+                    state=action.outcome,
+                    ticket=action.number,
+                    oldest=oldest,
+                    newest=newest,
+                    reason=why,
+                )
                 lines.append(self._ended(action, line))
         return lines
 
     def step(
-        self, taken: Sequence[LedgerEntry], trained: Collection[int], actions: Sequence[Action], ledger: Ledger
+        self,
+        taken: Sequence[LedgerEntry],
+        trained: Collection[int],
+        actions: Sequence[Action],
+        ledger: Ledger,
     ) -> list[LedgerLine]:
         """Return the lines of a completed step.
 
@@ -137,7 +178,9 @@ class LedgerLineBuilder:
         step = ledger.state.version
         lines = []
         for entry in taken:
-            unnoted = LedgerLine(state="arrived", ticket=entry.number, seq=entry.seq, oldest=entry.oldest_version)
+            unnoted = LedgerLine(
+                state="arrived", ticket=entry.number, seq=entry.seq, oldest=entry.oldest_version
+            )
             line = replace(self._held.get(entry.number, unnoted), step=step, state="trained")
             if entry.number not in trained:
                 line = replace(line, state="filtered", reason="not_selected")
@@ -146,25 +189,43 @@ class LedgerLineBuilder:
             if isinstance(action, IssueTicket):
                 lines.append(self._note(_issued(action)))
             elif isinstance(action, ForgetTicket):  # too old for the next step
-                lines.append(self._ended(action, LedgerLine(state=action.outcome, ticket=action.number, reason="late")))
+                lines.append(
+                    self._ended(
+                        action,
+                        LedgerLine(state=action.outcome, ticket=action.number, reason="late"),
+                    )
+                )
         return [*lines, self._note(boundary(ledger))]
 
     def lost(self, gone: Sequence[LedgerEntry]) -> list[LedgerLine]:
         """Return the lines of arrived groups that the broker has lost."""
         held = [line for entry in gone if (line := self._held.get(entry.number)) is not None]
-        new = [LedgerLine(state="lost", ticket=one.ticket, seq=one.seq, digest=one.digest, reason=LOST) for one in held]
+        new = [
+            LedgerLine(state="lost", ticket=one.ticket, seq=one.seq, digest=one.digest, reason=LOST)
+            for one in held
+        ]
         return [self._note(line) for line in new]
 
     def begin(self, actions: Sequence[Action], ledger: Ledger) -> list[LedgerLine]:
-        """Return the lines of opening the credit at a start; none if the newest boundary is the same."""
+        """Return the lines of opening the credit at a start; none if the newest boundary is the
+        same.
+        """
         end = boundary(ledger)
-        issued = [self._note(_issued(action)) for action in actions if isinstance(action, IssueTicket)]
+        issued = [
+            self._note(_issued(action)) for action in actions if isinstance(action, IssueTicket)
+        ]
         return [*issued, self._note(end)] if issued or end != self.end else []
 
     def summary(self, rules: TicketRules) -> LedgerLine:
-        """Return the first line of a file that begins at the newest boundary, with these rules in force."""
+        """Return the first line of a file that begins at the newest boundary, with these rules in
+        force.
+        """
         return replace(
-            self.end, state="summary", rules=rules.plain(), held=tuple(self._held.values()), reasons=dict(self._reasons)
+            self.end,
+            state="summary",
+            rules=rules.plain(),
+            held=tuple(self._held.values()),
+            reasons=dict(self._reasons),
         )
 
     def _ended(self, action: ForgetTicket, line: LedgerLine) -> LedgerLine:
@@ -193,7 +254,11 @@ class LedgerLineBuilder:
 def _issued(action: IssueTicket) -> LedgerLine:
     t = action.ticket
     return LedgerLine(
-        state="issued", ticket=t.number, domain=t.domain, task_index=t.task_index, min_version=t.min_version
+        state="issued",
+        ticket=t.number,
+        domain=t.domain,
+        task_index=t.task_index,
+        min_version=t.min_version,
     )
 
 
@@ -210,7 +275,8 @@ def _skipped(action: SkipTickets, seq: int, data_digest: str) -> list[LedgerLine
 
 def boundary(ledger: Ledger) -> LedgerLine:
     """Return the line that ends a step."""
-    s, rules = ledger.state, ledger.rules
+    s = ledger.state
+    rules = ledger.rules
     return LedgerLine(
         state="boundary",
         step=s.version,
@@ -223,14 +289,16 @@ def boundary(ledger: Ledger) -> LedgerLine:
 
 def is_boundary_of(line: LedgerLine, ledger: Ledger) -> bool:
     """Return whether the line is the boundary at which the ledger stands, or the summary of it."""
-    s, found = ledger.state, (line.step, line.seq, line.counts.get("issued"))
+    s = ledger.state
+    found = (line.step, line.seq, line.counts.get("issued"))
     return line.state in ("boundary", "summary") and found == (s.version, s.position, s.issued)
 
 
 def final_counts(lines: Iterable[LedgerLine]) -> tuple[dict[str, int], dict[str, int]]:
     """Return the ledger's counts at the file's end, and the dead tickets by reason.
 
-    A boundary holds the ledger's counts, and the lines after it the changes, so the newest file alone is enough.
+    A boundary holds the ledger's counts, and the lines after it the changes, so the newest file
+    alone is enough.
     """
     counts = dict.fromkeys(("issued", *FINAL, "open", "duplicate", "unknown"), 0)
     reasons: dict[str, int] = {}

@@ -1,9 +1,10 @@
 """Keeps the lines of the ledger file in ``runs/<name>/ledger/``, in files of a few MiB.
 
-A file is named by the number of completed steps at which it begins, and begins with a ``summary`` of everything before,
-so that a start reads only the newest. A resumed learner takes the newest file that holds its checkpoint's boundary,
-deletes the later ones, and cuts it behind that boundary. It continues in a new file under the old name, so that an
-earlier incarnation that still runs writes to an unlinked file.
+A file is named by the number of completed steps at which it begins, and begins with a ``summary``
+of everything before, so that a start reads only the newest. A resumed learner takes the newest file
+that holds its checkpoint's boundary, deletes the later ones, and cuts it behind that boundary. It
+continues in a new file under the old name, so that an earlier incarnation that still runs writes to
+an unlinked file.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ log = logging.getLogger(__name__)
 
 FOLDER: Final = "ledger"
 SUFFIX: Final = ".jsonl"
-MAX_BYTES: Final = 4 * 2**20  # a file ends at the first boundary after this size: 25,000 lines, read in about 0.1 s
+# a file ends at the first boundary after this size: 25,000 lines, read in about 0.1 s
+MAX_BYTES: Final = 4 * 2**20
 
 
 def segment_files(folder: Path) -> list[tuple[int, Path]]:
@@ -75,7 +77,8 @@ def read_newest(folder: Path) -> tuple[list[LedgerLine], str]:
 
 
 def read_segment(path: Path, first: int, *, is_last: bool) -> tuple[list[LedgerLine], str]:
-    """Return the lines of one file, and why it cannot be read further; the last file may end in half a line.
+    """Return the lines of one file, and why it cannot be read further; the last file may end in
+    half a line.
 
     Args:
         first: completed steps where it begins.
@@ -97,7 +100,9 @@ def read_segment(path: Path, first: int, *, is_last: bool) -> tuple[list[LedgerL
     return lines, ""
 
 
-def resume_file(folder: Path, ledger: Ledger, max_bytes: int = MAX_BYTES) -> tuple[LedgerFile, list[LedgerLine]]:
+def resume_file(
+    folder: Path, ledger: Ledger, max_bytes: int = MAX_BYTES
+) -> tuple[LedgerFile, list[LedgerLine]]:
     """Delete lines beyond the resumed ledger; return the file to continue in, and its lines.
 
     Raises:
@@ -106,7 +111,12 @@ def resume_file(folder: Path, ledger: Ledger, max_bytes: int = MAX_BYTES) -> tup
     first, lines = _kept(folder, ledger)
     if lines[0].state == "unrecorded":
         why = read_newest(folder)[1] or "files are missing"
-        log.error("%s: %s; the tickets before step %d are no longer recorded and cannot be audited", folder, why, first)
+        log.error(
+            "%s: %s; the tickets before step %d are no longer recorded and cannot be audited",
+            folder,
+            why,
+            first,
+        )
     private_folder(folder)
     for path in folder.glob(".step-*"):  # left by a crash
         path.unlink(missing_ok=True)
@@ -117,7 +127,9 @@ def resume_file(folder: Path, ledger: Ledger, max_bytes: int = MAX_BYTES) -> tup
 
 
 def _kept(folder: Path, ledger: Ledger) -> tuple[int, list[LedgerLine]]:
-    """Return where the newest file that holds the ledger's boundary begins, and its lines up to that boundary."""
+    """Return where the newest file that holds the ledger's boundary begins, and its lines up to
+    that boundary.
+    """
     version = ledger.state.version
     if not ledger.state.issued:
         return 0, [LedgerLineBuilder().summary(ledger.rules)]
@@ -125,12 +137,23 @@ def _kept(folder: Path, ledger: Ledger) -> tuple[int, list[LedgerLine]]:
         if first > version:
             continue
         lines, _ = read_segment(path, first, is_last=True)
-        end = next((i for i in range(len(lines), 0, -1) if ledger_file.is_boundary_of(lines[i - 1], ledger)), 0)
+        end = next(
+            (
+                i
+                for i in range(len(lines), 0, -1)
+                if ledger_file.is_boundary_of(lines[i - 1], ledger)
+            ),
+            0,
+        )
         if end:
             return first, lines[:end]
         if first < version:
             break  # older files end before this boundary
-    return version, [LedgerLine(state="unrecorded", step=version, seq=ledger.state.position, counts=ledger.counts())]
+    return version, [
+        LedgerLine(
+            state="unrecorded", step=version, seq=ledger.state.position, counts=ledger.counts()
+        )
+    ]
 
 
 class LedgerFile:
@@ -143,8 +166,11 @@ class LedgerFile:
         max_bytes: size from which on a new file begins at the next boundary.
     """
 
-    def __init__(self, folder: Path, first: int, lines: Sequence[LedgerLine], max_bytes: int = MAX_BYTES) -> None:
-        self._folder, self._max = folder, max_bytes
+    def __init__(
+        self, folder: Path, first: int, lines: Sequence[LedgerLine], max_bytes: int = MAX_BYTES
+    ) -> None:
+        self._folder = folder
+        self._max = max_bytes
         self._file = -1
         self._create(first, lines)
 
@@ -154,7 +180,9 @@ class LedgerFile:
 
     @property
     def has_name(self) -> bool:
-        """Whether this is still the run's file; False once a later incarnation of the learner has taken over."""
+        """Whether this is still the run's file; False once a later incarnation of the learner has
+        taken over.
+        """
         return bool(os.fstat(self._file).st_nlink)
 
     def append(self, data: bytes) -> None:
@@ -187,9 +215,11 @@ class LedgerFile:
     def _create(self, first: int, lines: Sequence[LedgerLine]) -> None:
         """Create a file of these lines atomically.
 
-        It gets no name if the previous file has lost its own: a later incarnation of the learner has taken over.
+        It gets no name if the previous file has lost its own: a later incarnation of the learner
+        has taken over.
         """
-        name, data = f"step-{first:06d}{SUFFIX}", ledger_file.encode(lines)
+        name = f"step-{first:06d}{SUFFIX}"
+        data = ledger_file.encode(lines)
         temporary = self._folder / f".{name}-{token_hex(4)}"
         file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -205,7 +235,9 @@ class LedgerFile:
             raise
         if self._file >= 0:
             os.close(self._file)
-        self.first, self._file, self._size = first, file, len(data)
+        self.first = first
+        self._file = file
+        self._size = len(data)
 
 
 def write_at(file: int, data: bytes, position: int) -> int:

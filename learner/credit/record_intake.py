@@ -20,11 +20,13 @@ class RecordIntake:
 
     record: Record  # for the ledger
     group: wire.Group | None = None  # if the record holds a usable one
-    problem: str = ""  # why the record cannot be used, empty if it can; its bytes become a dead letter
+    # why the record cannot be used, empty if it can; its bytes become a dead letter
+    problem: str = ""
 
 
 def read_record(entry: LogRecord, ledger: Ledger, vocab_size: int) -> RecordIntake:
-    """Validate one record; an unusable one ends its ticket as ``malformed``, if the ticket is known.
+    """Validate one record; an unusable one ends its ticket as ``malformed``, if the ticket is
+    known.
 
     Args:
         entry: from the log reader.
@@ -46,8 +48,12 @@ def read_record(entry: LogRecord, ledger: Ledger, vocab_size: int) -> RecordInta
     if problem := _problem(message, ledger, vocab_size):
         return RecordIntake(TicketEnd(message.ticket, "malformed"), problem=problem)
     oldest, _ = version_bounds([message]) or (ledger.state.version, 0)
-    wanted = passes_pass_rate(ledger.rules.pass_rate, message) and passes_filter(ledger.rules.group_filter, message)
-    return RecordIntake(GroupArrival(message.ticket, oldest, episode_rewards(message), wanted), group=message)
+    wanted = passes_pass_rate(ledger.rules.pass_rate, message) and passes_filter(
+        ledger.rules.group_filter, message
+    )
+    return RecordIntake(
+        GroupArrival(message.ticket, oldest, episode_rewards(message), wanted), group=message
+    )
 
 
 def rules_change(message: wire.RulesChange) -> RecordIntake:
@@ -65,7 +71,10 @@ def _problem(group: wire.Group, ledger: Ledger, vocab_size: int) -> str:
     if group.eval_step >= 0 or group.policy != wire.ACTOR:
         return f"the group belongs to an evaluation (step {group.eval_step}, policy {group.policy})"
     ticket = ledger.state.live.get(group.ticket)
-    if ticket is not None and (group.domain, group.task_index) != (ticket.domain, ticket.task_index):
+    if ticket is not None and (group.domain, group.task_index) != (
+        ticket.domain,
+        ticket.task_index,
+    ):
         asked = f"ticket {group.ticket} asked for {ticket.domain} task {ticket.task_index}"
         return f"{asked}, not {group.domain} task {group.task_index}"
     num_episodes = len({trajectory.episode for trajectory in group.trajectories})
@@ -78,7 +87,9 @@ def _problem(group: wire.Group, ledger: Ledger, vocab_size: int) -> str:
             return f"token id {largest} of episode {trajectory.episode}, the vocabulary has {vocab_size}"
     bounds = version_bounds([group])
     if bounds is not None and bounds[1] > ledger.state.version:
-        return f"a token of policy version {bounds[1]} while {ledger.state.version} is being trained"
+        return (
+            f"a token of policy version {bounds[1]} while {ledger.state.version} is being trained"
+        )
     return ""
 
 

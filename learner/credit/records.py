@@ -21,7 +21,8 @@ from learner.credit.record_intake import RecordIntake, version_bounds
 from learner.credit.token_files import TokenFiles
 from learner.disk_retry import DiskRetry
 
-AT_ONCE_BYTES: Final = 2**16  # writing a record up to this size is faster than starting work in a thread
+# writing a record up to this size is faster than starting work in a thread
+AT_ONCE_BYTES: Final = 2**16
 
 
 class LedgerRecorder:
@@ -44,14 +45,19 @@ class LedgerRecorder:
         say: Callable[[str], None] = lambda _: None,
         max_ledger_bytes: int = ledger_segments.MAX_BYTES,
     ) -> None:
-        self._folder, self._ledger = folder, ledger
+        self._folder = folder
+        self._ledger = ledger
         self._patience = DiskRetry(folder, stop, "training waits", say)
-        self._lock = threading.Lock()  # a checkpoint's sync may run while a new file begins, both in threads
-        self._file, lines = ledger_segments.resume_file(folder / ledger_segments.FOLDER, ledger, max_ledger_bytes)
+        # a checkpoint's sync may run while a new file begins, both in threads
+        self._lock = threading.Lock()
+        self._file, lines = ledger_segments.resume_file(
+            folder / ledger_segments.FOLDER, ledger, max_ledger_bytes
+        )
         self._scribe = LedgerLineBuilder(lines)
         self._archive: SampleArchive | None = None
         self._tokens: TokenFiles | None = None
-        place, position = folder / archive.FOLDER, ledger.state.position
+        place = folder / archive.FOLDER
+        position = ledger.state.position
         if samples.keep:
             self._archive = SampleArchive(place, position, int(samples.max_file_mib * 2**20))
             self._tokens = TokenFiles(place, ledger.state.version)
@@ -64,16 +70,21 @@ class LedgerRecorder:
         await self._leave_full_file()
         await self._write(self._scribe.lost(lost))
 
-    async def consumed(self, entry: LogRecord, read: RecordIntake, actions: Sequence[Action]) -> None:
+    async def consumed(
+        self, entry: LogRecord, read: RecordIntake, actions: Sequence[Action]
+    ) -> None:
         """Write the lines of an applied record, and archive it."""
         found = digest(entry.data)
-        if self._archive is not None and self._file.has_name:  # else a later incarnation archives this record
+        # else a later incarnation archives this record
+        if self._archive is not None and self._file.has_name:
             await self._archive_record(self._archive, entry, found)
         reason = read.record.reason if isinstance(read.record, TicketEnd) else ""
         group = read.group or (entry.message if isinstance(entry.message, wire.Group) else None)
         bounds = version_bounds([group]) if group is not None else None
         rules = read.record.rules if isinstance(read.record, RulesUpdate) else None
-        rows = self._scribe.record(actions, seq=entry.seq, data_digest=found, reason=reason, bounds=bounds, rules=rules)
+        rows = self._scribe.record(
+            actions, seq=entry.seq, data_digest=found, reason=reason, bounds=bounds, rules=rules
+        )
         await self._write(rows)
 
     async def completed(
@@ -83,7 +94,8 @@ class LedgerRecorder:
         actions: Sequence[Action],
         tokens: StepTokens | None = None,
     ) -> None:
-        """Write the lines of a step of the groups ``taken``, of which the tickets ``trained`` were trained on.
+        """Write the lines of a step of the groups ``taken``, of which the tickets ``trained`` were
+        trained on.
 
         Args:
             tokens: what was measured of their tokens, if it was.
@@ -94,7 +106,9 @@ class LedgerRecorder:
         await self._leave_full_file()
 
     async def sync(self) -> None:
-        """Make everything written survive a power loss; await this before writing a checkpoint that covers it."""
+        """Make everything written survive a power loss; await this before writing a checkpoint that
+        covers it.
+        """
         await self._patience.in_thread(self._sync)
 
     def close(self) -> None:
@@ -109,10 +123,14 @@ class LedgerRecorder:
             await self._patience(partial(self._append, ledger_file.encode(lines)))
 
     async def _leave_full_file(self) -> None:
-        """Begin a new file at a boundary, by its lines alone, so that every incarnation writes the same files."""
+        """Begin a new file at a boundary, by its lines alone, so that every incarnation writes the
+        same files.
+        """
         step = self._scribe.end.step
         if self._file.is_full and step > self._file.first:
-            await self._patience.in_thread(self._leave, step, self._scribe.summary(self._ledger.rules))
+            await self._patience.in_thread(
+                self._leave, step, self._scribe.summary(self._ledger.rules)
+            )
 
     def _leave(self, step: int, summary: LedgerLine) -> None:
         with self._lock:

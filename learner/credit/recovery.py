@@ -1,18 +1,24 @@
 """Compares a starting learner's ledger with the broker, and rebases it after a loss (``--rebase``).
 
-Ticket numbers are sequences of the tickets stream, positions those of the samples log, and the ledger relies on both.
-So a rebase moves the streams and keeps the ledger's numbers; and since the log is the ledger's only input, it consists
-of records of the log, which a later incarnation, a replay and the audit read like all others:
+Ticket numbers are sequences of the tickets stream, positions those of the samples log, and the
+ledger relies on both. So a rebase moves the streams and keeps the ledger's numbers; and since the
+log is the ledger's only input, it consists of records of the log, which a later incarnation, a
+replay and the audit read like all others:
 
-1. a log that ends before the ledger's position is filled up to it, so that the next record follows it;
+1. a log that ends before the ledger's position is filled up to it, so that the next record follows
+  it;
 2. the rest of the log is read ahead, without training, for the tickets that it will grant;
-3. if more numbers were issued (by the ledger file, or by what the broker still has), the next record is
-   ``Closed{lost}`` of the highest one: all up to it count as issued and dead, so that hubs never see a number twice;
-4. ``Closed{lost}`` for each ticket up to there that is still open: the ledger replaces them like all dead ones;
-5. the tickets stream is emptied and filled up to the highest number: its next sequence is the next ticket's number.
+3. if more numbers were issued (by the ledger file, or by what the broker still has), the next
+   record is ``Closed{lost}`` of the highest one: all up to it count as issued and dead, so that
+   hubs never see a number twice;
+4. ``Closed{lost}`` for each ticket up to there that is still open: the ledger replaces them like
+  all dead ones;
+5. the tickets stream is emptied and filled up to the highest number: its next sequence is the next
+  ticket's number.
 
-If the learner is killed during a rebase, the next one finds the loss again, or what it needs in the log. Groups that
-had arrived and were not trained are read from the archive if the log has lost them; else their tickets end by 4.
+If the learner is killed during a rebase, the next one finds the loss again, or what it needs in the
+log. Groups that had arrived and were not trained are read from the archive if the log has lost
+them; else their tickets end by 4.
 """
 
 from __future__ import annotations
@@ -46,9 +52,11 @@ FILL_AT_ONCE: Final = 512
 class RecoveryResult:
     """What the learner resumes with."""
 
-    groups: dict[int, wire.Group] = field(default_factory=dict)  # by ticket: those that had arrived, not yet trained
+    # by ticket: those that had arrived, not yet trained
+    groups: dict[int, wire.Group] = field(default_factory=dict)
     lost: Sequence[LedgerEntry] = ()  # those whose groups are gone
-    unissued: Sequence[wire.Ticket] = ()  # those that the broker never had; to publish before any new ones
+    # those that the broker never had; to publish before any new ones
+    unissued: Sequence[wire.Ticket] = ()
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,10 @@ class Recovery:
     """
 
     def __init__(self, bus: Bus, ledger: Ledger, folder: Path, vocab_size: int) -> None:
-        self._bus, self._ledger, self._folder, self._vocab_size = bus, ledger, folder, vocab_size
+        self._bus = bus
+        self._ledger = ledger
+        self._folder = folder
+        self._vocab_size = vocab_size
         self._known = known_progress(folder, ledger)
         self._groups: dict[int, wire.Group] = {}
         self._missing: list[LedgerEntry] = []
@@ -81,37 +92,53 @@ class Recovery:
         """Inspect the broker, before anything is changed.
 
         Raises:
-            LostState: if the broker remembers less than the learner, and ``rebase`` is False; names both numbers. Or if
-                the log was trimmed behind a checkpoint that is gone, which no rebase can repair.
+            LostState: if the broker remembers less than the learner, and ``rebase`` is False; names
+                both numbers. Or if the log was trimmed behind a checkpoint that is gone, which no
+                rebase can repair.
         """
         position = self._ledger.state.position
         first, last = await self._bus.bounds(SAMPLES, known=max(position, self._known.consumed))
         tickets = await self._bus.last_seq(TICKETS)
         if last >= position and first > position + 1:
             gap = f"the broker's samples begin at record {first}, but record {position + 1} is still to be read"
-            lost = f"the run has made checkpoints that are no longer in {self._folder / 'checkpoints'}"
+            lost = (
+                f"the run has made checkpoints that are no longer in {self._folder / 'checkpoints'}"
+            )
             raise LostState(f"{gap}: {lost}; put them back, or choose another run.name")
         await self._find_groups(first, last if last >= position else 0)
         problems = []
         unissued = range(tickets + 1, self._ledger.state.issued + 1)
         if self._ledger.waiting_for.issuperset(unissued):
-            # A checkpoint may be ahead of the stream: it holds the tickets that a step granted, which are published
-            # after it. No hub has seen these numbers, and the ledger determines the tickets.
+            # A checkpoint may be ahead of the stream: it holds the tickets that a step granted,
+            # which are published after it. No hub has seen these numbers, and the ledger determines
+            # the tickets.
             self._unissued = [self._ledger.ticket(number) for number in unissued]
         else:
-            problems.append(f"tickets end at number {tickets}, but {self._ledger.state.issued} were issued")
+            problems.append(
+                f"tickets end at number {tickets}, but {self._ledger.state.issued} were issued"
+            )
         if last < self._known.consumed:
-            problems.append(f"samples end at record {last}, but {self._known.consumed} were consumed")
-        elif other := [seq for seq in sorted({position, self._known.consumed}) if await self._is_replaced(seq)]:
-            problems.append(f"samples hold another record {other[0]} than the one that was consumed")
+            problems.append(
+                f"samples end at record {last}, but {self._known.consumed} were consumed"
+            )
+        elif other := [
+            seq for seq in sorted({position, self._known.consumed}) if await self._is_replaced(seq)
+        ]:
+            problems.append(
+                f"samples hold another record {other[0]} than the one that was consumed"
+            )
         if self._missing and not problems and (gone := await self._not_closed()):
-            problems.append(f"samples no longer hold record {gone[0].seq}, the group of ticket {gone[0].number}")
+            problems.append(
+                f"samples no longer hold record {gone[0].seq}, the group of ticket {gone[0].number}"
+            )
         self._lost = "; ".join(problems)
         if self._lost and not rebase:
             raise LostState(f"the broker's {self._lost}; {self._advice()}")
 
     def _advice(self) -> str:
-        """Return how to continue after a loss: with the broker of the last training, if that is another one."""
+        """Return how to continue after a loss: with the broker of the last training, if that is
+        another one.
+        """
         if not (other := previous_broker(self._folder, self._bus.link.url)):
             return REBASE
         command = f"`rlearner start {self._folder} --broker {other}` continues there"
@@ -126,38 +153,55 @@ class Recovery:
             return RecoveryResult(self._groups, lost)
         return RecoveryResult(self._groups, lost, self._unissued)
 
-    # ------------------------------------------------------------------------------------------------- groups
+    # -------------------------------------------------------------------------------------------------
+    # groups
 
     async def _find_groups(self, first: int, last: int) -> None:
         """Read the groups that the ledger holds from the log, else from the archive."""
         wanted = {entry.seq: entry for entry in self._ledger.arrived}
         if there := [seq for seq in wanted if first <= seq <= last]:
             held = {entry.number for entry in wanted.values()}
-            async with aclosing(self._bus.read_log(SAMPLES, min(there), wanted=held.__contains__)) as records:
+            async with aclosing(
+                self._bus.read_log(SAMPLES, min(there), wanted=held.__contains__)
+            ) as records:
                 async for record in records:
                     self._keep(wanted.get(record.seq), record)
                     if record.seq >= max(there):
                         break
-        gone = {entry.seq: entry for entry in self._ledger.arrived if entry.number not in self._groups}
+        gone = {
+            entry.seq: entry for entry in self._ledger.arrived if entry.number not in self._groups
+        }
         for frame in archive.select_frames(self._folder / archive.FOLDER, gone):
             self._keep(gone[frame.seq], frame.record())
-        self._missing = [entry for entry in self._ledger.arrived if entry.number not in self._groups]
+        self._missing = [
+            entry for entry in self._ledger.arrived if entry.number not in self._groups
+        ]
 
     def _keep(self, entry: LedgerEntry | None, record: LogRecord) -> None:
-        if entry is None or not isinstance(record.message, wire.Group) or record.message.ticket != entry.number:
+        if (
+            entry is None
+            or not isinstance(record.message, wire.Group)
+            or record.message.ticket != entry.number
+        ):
             return
-        if self._known.digests.get(record.seq) in (None, digest(record.data)):  # else of an older store
+        # else of an older store
+        if self._known.digests.get(record.seq) in (None, digest(record.data)):
             self._groups[entry.number] = record.message
 
     async def _is_replaced(self, seq: int) -> bool:
-        """Return whether the log holds another record than the consumed one: an older store that has grown since."""
+        """Return whether the log holds another record than the consumed one: an older store that
+        has grown since.
+        """
         if (known := self._known.digests.get(seq)) is None:
             return False
         stored = await find(self._bus.link, SAMPLES.stream_name(self._bus.run), seq=seq)
         if stored is None or digest(stored.data) == known:
             return False
-        record = await self._bus.record(stored, SAMPLES)  # known may be that of a group whose parts were fetched
-        if isinstance(record.message, wire.Parted) or (record.parted is not None and record.message is None):
+        # known may be that of a group whose parts were fetched
+        record = await self._bus.record(stored, SAMPLES)
+        if isinstance(record.message, wire.Parted) or (
+            record.parted is not None and record.message is None
+        ):
             return False  # its parts are deleted, so it cannot be compared
         return digest(record.data) != known
 
@@ -169,16 +213,20 @@ class Recovery:
                 closed.add(record.message.ticket)
         return [entry for entry in self._missing if entry.number not in closed]
 
-    # ------------------------------------------------------------------------------------------------- rebase
+    # -------------------------------------------------------------------------------------------------
+    # rebase
 
     async def _rebase(self) -> None:
         await self._fill(SAMPLES, self._ledger.state.position)
         if await self._is_replaced(position := self._ledger.state.position):
-            await self._bus.trim(SAMPLES, position + 1)  # of another log: no later start may compare with it
+            # of another log: no later start may compare with it
+            await self._bus.trim(SAMPLES, position + 1)
         ahead = await self._read_ahead()
         highest = max(self._known.issued, await self._bus.last_seq(TICKETS), ahead.state.issued)
         if highest > ahead.state.issued and not ahead.done:
-            await self._close(highest, f"all up to here were issued, {ahead.state.issued} of them are known")
+            await self._close(
+                highest, f"all up to here were issued, {ahead.state.issued} of them are known"
+            )
             ahead = await self._read_ahead()
         open_ones = [number for number in sorted(ahead.waiting_for) if number <= highest]
         for number in open_ones:
@@ -191,13 +239,16 @@ class Recovery:
     async def _fill(self, stream: Stream, last: int) -> None:
         """Advance a stream that ends before ``last`` to it, and empty it.
 
-        A purge beyond the end would be faster, but nats-server (2.15.1) then compares expected sequences with a counter
-        that the purge has not moved; so places are filled with messages that no process reads.
+        A purge beyond the end would be faster, but nats-server (2.15.1) then compares expected
+        sequences with a counter that the purge has not moved; so places are filled with messages
+        that no process reads.
         """
         while (short := last - await self._bus.last_seq(stream)) > 0:
             filler = self._closed(max(self._ledger.state.issued, 1), "fills a place")
             num = min(short, FILL_AT_ONCE)
-            await asyncio.gather(*(self._bus.publish(stream, filler, key=NO_DOMAIN) for _ in range(num)))
+            await asyncio.gather(
+                *(self._bus.publish(stream, filler, key=NO_DOMAIN) for _ in range(num))
+            )
             await self._bus.trim(stream, min(last, await self._bus.last_seq(stream)) + 1)
 
     async def _read_ahead(self) -> Ledger:
@@ -207,14 +258,17 @@ class Recovery:
         async for record in self._rest(ahead.awaits):
             while ahead.full:
                 ahead.complete_step()
-            ahead.apply(record_intake.read_record(record, ahead, self._vocab_size).record, record.seq)
+            ahead.apply(
+                record_intake.read_record(record, ahead, self._vocab_size).record, record.seq
+            )
         while ahead.full:
             ahead.complete_step()
         return ahead
 
     async def _rest(self, wanted: Callable[[int], bool]) -> AsyncGenerator[LogRecord, None]:
         """Yield the log from the ledger's position up to its current end; see ``Bus.read_log``."""
-        position, last = self._ledger.state.position, await self._bus.last_seq(SAMPLES)
+        position = self._ledger.state.position
+        last = await self._bus.last_seq(SAMPLES)
         if last <= position:
             return
         async with aclosing(self._bus.read_log(SAMPLES, position + 1, wanted=wanted)) as records:
@@ -224,18 +278,27 @@ class Recovery:
                     return
 
     async def _close(self, number: int, detail: str) -> None:
-        await self._bus.publish(SAMPLES, self._closed(number, detail), ticket=number, is_essential=True)
+        await self._bus.publish(
+            SAMPLES, self._closed(number, detail), ticket=number, is_essential=True
+        )
 
     def _closed(self, number: int, detail: str) -> wire.Closed:
         ticket = self._ledger.state.live.get(number)
         domain = ticket.domain if ticket else NO_DOMAIN
-        return wire.Closed(ticket=number, domain=domain, reason="lost", detail=detail, by=self._bus.name)
+        return wire.Closed(
+            ticket=number, domain=domain, reason="lost", detail=detail, by=self._bus.name
+        )
 
 
 def known_progress(folder: Path, ledger: Ledger) -> KnownProgress:
     """Return progress according to the ledger and the newest ledger file, which may be ahead of it."""
     lines, _ = ledger_segments.read_newest(folder / ledger_segments.FOLDER)
-    issued = max((line.ticket if line.state == "issued" else line.counts.get("issued", 0) for line in lines), default=0)
+    issued = max(
+        (line.ticket if line.state == "issued" else line.counts.get("issued", 0) for line in lines),
+        default=0,
+    )
     consumed = max((line.seq for line in lines), default=0)
     digests = {line.seq: line.digest for line in lines if line.digest}
-    return KnownProgress(max(issued, ledger.state.issued), max(consumed, ledger.state.position), digests)
+    return KnownProgress(
+        max(issued, ledger.state.issued), max(consumed, ledger.state.position), digests
+    )

@@ -1,8 +1,8 @@
 """Decides how much of the broker's store a run may fill. Pure.
 
-A run may fill the store's limit less what others hold in it. Tickets are permission to fill it, so they wait while the
-stored messages and those expected of open tickets come near to that; and a checkpoint is due earlier, because the log
-is only trimmed behind a checkpoint.
+A run may fill the store's limit less what others hold in it. Tickets are permission to fill it, so
+they wait while the stored messages and those expected of open tickets come near to that; and a
+checkpoint is due earlier, because the log is only trimmed behind a checkpoint.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ ADMIT_BELOW: Final = 0.8  # of what the run may fill; the rest is for errors of 
 OPEN_BELOW: Final = 0.7  # below, tickets no longer count as held back
 PRESSED_ABOVE: Final = 0.6
 FIRST_GUESS_BYTES: Final = 1 << 20  # of a group, before the first one
-MEASURED_FROM: Final = 8  # groups that tell how large groups are; one may be no more than its closing
+# groups that tell how large groups are; one may be no more than its closing
+MEASURED_FROM: Final = 8
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,19 @@ class StoreBudget:
     """Budget of the run, from the newest usage.
 
     Args:
-        limit: bytes that the store may hold, as configured; None: only the account's limit and refusals are known.
-        press_from: bytes instead of an unknown limit: above a share of them a checkpoint is due, but no ticket waits.
+        limit: bytes that the store may hold, as configured; None: only the account's limit and
+            refusals are known.
+        press_from: bytes instead of an unknown limit: above a share of them a checkpoint is due,
+            but no ticket waits.
     """
 
     def __init__(self, limit: int | None, press_from: int) -> None:
-        self._configured, self._press_from = limit, press_from
+        self._configured = limit
+        self._press_from = press_from
         self._learned: int | None = None  # what the store held at the first refusal
         self._usage = StoreUsage(0, 0, 0, None)
-        self._group_bytes, self._measured = float(FIRST_GUESS_BYTES), False
+        self._group_bytes = float(FIRST_GUESS_BYTES)
+        self._measured = False
         self._under_way = 0  # tickets published and without a record
 
     def look(self, usage: StoreUsage, under_way: int) -> None:
@@ -49,7 +54,8 @@ class StoreBudget:
         Args:
             under_way: number of published tickets without a record.
         """
-        self._usage, self._under_way = usage, under_way
+        self._usage = usage
+        self._under_way = under_way
         if usage.groups:
             self._group_bytes = usage.run / usage.groups
         self._measured = self._measured or usage.groups >= MEASURED_FROM
@@ -61,7 +67,11 @@ class StoreBudget:
     @property
     def limit(self) -> int | None:
         """Bytes that the store may hold, None if unknown."""
-        known = [limit for limit in (self._usage.limit, self._configured, self._learned) if limit is not None]
+        known = [
+            limit
+            for limit in (self._usage.limit, self._configured, self._learned)
+            if limit is not None
+        ]
         return min(known, default=None)
 
     @property
@@ -76,7 +86,9 @@ class StoreBudget:
 
     @property
     def pressed(self) -> bool:
-        """Whether a checkpoint should be taken at the next step boundary, so that the log can be trimmed."""
+        """Whether a checkpoint should be taken at the next step boundary, so that the log can be
+        trimmed.
+        """
         limit = self._press_from if self.limit is None else self.limit
         return not self._usage.stores or self._usage.run > PRESSED_ABOVE * self._may_fill(limit)
 
@@ -88,7 +100,8 @@ class StoreBudget:
     def admit(self, *, needed: bool = True) -> bool:
         """Return whether one more ticket may be published now, and count it as published.
 
-        While a step needs groups, one ticket is always admitted: a run whose steps do not fit continues slowly.
+        While a step needs groups, one ticket is always admitted: a run whose steps do not fit
+        continues slowly.
 
         Args:
             needed: whether the current step still lacks groups.
@@ -101,7 +114,9 @@ class StoreBudget:
     def _fits(self, more: int, share: float) -> bool:
         if self.limit is None:
             return True
-        return self._usage.run + (self._under_way + more) * self._group_bytes <= share * self._may_fill(self.limit)
+        return self._usage.run + (
+            self._under_way + more
+        ) * self._group_bytes <= share * self._may_fill(self.limit)
 
     def _may_fill(self, limit: int) -> int:
         return max(limit - (self._usage.used - self._usage.run), 0)

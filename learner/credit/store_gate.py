@@ -18,7 +18,8 @@ from learner.credit.store_budget import StoreBudget, StoreUsage
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S: Final = 3.0
-UNMEASURED: Final = 0.1  # share of that until the first groups are there: by a guess, tickets might fill the store
+# share of that until the first groups are there: by a guess, tickets might fill the store
+UNMEASURED: Final = 0.1
 GIB: Final = 1 << 30
 GROUPS: Final = (EPISODES, SAMPLES)  # one message for each group, or for its closing
 GROWING: Final = (TICKETS, PARTS, *GROUPS)  # what a run fills the store with
@@ -43,8 +44,13 @@ class StoreGate:
         say: Callable[[str], None],
         relieve: Callable[[], Awaitable[None]],
     ) -> None:
-        self._bus, self._ledger, self._say, self._relieve = bus, ledger, say, relieve
-        self._room = StoreBudget(None if limit_gib is None else int(limit_gib * GIB), int(press_from_gib * GIB))
+        self._bus = bus
+        self._ledger = ledger
+        self._say = say
+        self._relieve = relieve
+        self._room = StoreBudget(
+            None if limit_gib is None else int(limit_gib * GIB), int(press_from_gib * GIB)
+        )
         self._looked = asyncio.Event()
         self._waiting = 0
         self._newest = 0  # ticket that was admitted, or published before this learner
@@ -57,13 +63,16 @@ class StoreGate:
         return self._room.pressed
 
     async def wait(self, number: int) -> None:
-        """Wait until this ticket may be published; call this in ticket order, for published tickets only."""
+        """Wait until this ticket may be published; call this in ticket order, for published tickets
+        only.
+        """
         self._waiting += 1
         try:
             while not self._room.admit(needed=not self._ledger.full):
                 self._close()
                 await self._looked.wait()
-            self._newest, self._admitted = number, self._admitted + 1
+            self._newest = number
+            self._admitted = self._admitted + 1
         finally:
             self._waiting -= 1
 
@@ -77,8 +86,10 @@ class StoreGate:
         """Check the broker's store now, and admit tickets if it has room."""
         try:
             self._newest = self._newest or await self._bus.last_seq(TICKETS)
-            # Before the request: a group stored after the broker's response still counts as expected.
-            under_way, self._admitted = sum(number <= self._newest for number in self._ledger.waiting_for), 0
+            # Before the request: a group stored after the broker's response still counts as
+            # expected.
+            under_way = sum(number <= self._newest for number in self._ledger.waiting_for)
+            self._admitted = 0
             usage, reserved = await self._usage()
             self._room.look(usage, under_way + self._admitted)
             if not self._room.pressed:
@@ -92,17 +103,25 @@ class StoreGate:
             self._closed = False
             log.warning("the broker's store has room again (%s); tickets go on", self._figures())
             self._say("")
-        looked, self._looked = self._looked, asyncio.Event()
+        looked = self._looked
+        self._looked = asyncio.Event()
         looked.set()
 
     async def _usage(self) -> tuple[StoreUsage, int]:
         """Return the usage of the broker's store, and the bytes of the reserve."""
-        reserved, *ours = await asyncio.gather(*(self._bus.info(stream) for stream in (RESERVE, *GROWING)))
-        account = await ask(self._bus.link, "INFO")  # after the streams: messages stored in between count as others'
+        reserved, *ours = await asyncio.gather(
+            *(self._bus.info(stream) for stream in (RESERVE, *GROWING))
+        )
+        # after the streams: messages stored in between count as others'
+        account = await ask(self._bus.link, "INFO")
         used, limit = replica_usage(account, int(reserved["config"]["num_replicas"]))
         states = [one["state"] for one in ours]
         run_bytes = sum(int(state["bytes"]) for state in states)
-        groups = sum(int(state["messages"]) for stream, state in zip(GROWING, states, strict=True) if stream in GROUPS)
+        groups = sum(
+            int(state["messages"])
+            for stream, state in zip(GROWING, states, strict=True)
+            if stream in GROUPS
+        )
         has_room = await reserve.has_room(self._bus.link, self._bus.run)
         return StoreUsage(used, run_bytes, groups, limit, has_room), int(reserved["state"]["bytes"])
 
@@ -115,7 +134,8 @@ class StoreGate:
             self._say(text)
 
     def _figures(self) -> str:
-        usage, limit = self._room.usage, self._room.limit
+        usage = self._room.usage
+        limit = self._room.limit
         return f"{_size(usage.used)} of {_size(limit or 0)}, {_size(usage.run)} of it this run's"
 
 
@@ -124,7 +144,11 @@ def _size(num_bytes: int) -> str:
 
 
 def replica_usage(account: dict[str, Any], replicas: int) -> tuple[int, int | None]:
-    """Return (used, limit) of a single replica; the account counts all replicas, but a limit by tier only one."""
+    """Return (used, limit) of a single replica; the account counts all replicas, but a limit by
+    tier only one.
+    """
     tier = (account.get("tiers") or {}).get(f"R{replicas}")
     limit = int((tier or account)["limits"]["max_storage"])
-    return int((tier or account)["storage"]) // replicas, None if limit <= 0 else limit if tier else limit // replicas
+    return int(
+        (tier or account)["storage"]
+    ) // replicas, None if limit <= 0 else limit if tier else limit // replicas

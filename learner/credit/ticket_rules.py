@@ -32,7 +32,9 @@ class DomainRule:
 
 @dataclass(frozen=True)
 class TicketRules:
-    """Settings of the ledger. A record of the log changes them (``broker.contract.wire.RulesChange``)."""
+    """Settings of the ledger. A record of the log changes them
+    (``broker.contract.wire.RulesChange``).
+    """
 
     steps: int
     groups_per_step: int
@@ -43,9 +45,12 @@ class TicketRules:
     filter_zero_variance: bool = False
     group_filter: str = ""  # by name, so that a reader of the log can apply it again
     max_replacements_per_step: int = 64
-    keep_fraction: float = 1.0  # of a full step's groups; the rest count as filtered, and are not replaced
-    pass_rate: tuple[float, float] | None = None  # least and largest share of successes of a group that is kept
-    close_early: bool = False  # tickets carry it, so that hubs close those that are certain to be filtered
+    # of a full step's groups; the rest count as filtered, and are not replaced
+    keep_fraction: float = 1.0
+    # least and largest share of successes of a group that is kept
+    pass_rate: tuple[float, float] | None = None
+    # tickets carry it, so that hubs close those that are certain to be filtered
+    close_early: bool = False
 
     def has(self, name: str) -> bool:
         """Return whether there is a domain of that name."""
@@ -65,16 +70,26 @@ class TicketRules:
         return plain
 
     def outstanding(self, version: int) -> int:
-        """Return how many tickets may be live while ``version`` is trained: those of ``1 + max_staleness`` steps."""
+        """Return how many tickets may be live while ``version`` is trained: those of ``1 +
+        max_staleness`` steps.
+        """
         return max(0, min(1 + self.max_staleness, self.steps - version)) * self.groups_per_step
 
 
-def rules_of(train: TrainSection, algorithm: AlgorithmSection, domains: dict[str, Any], seed: int) -> TicketRules:
+def rules_of(
+    train: TrainSection, algorithm: AlgorithmSection, domains: dict[str, Any], seed: int
+) -> TicketRules:
     """Return the rules of a validated configuration."""
-    greedy, rows = num_greedy(algorithm.adv_estimator), []
+    greedy = num_greedy(algorithm.adv_estimator)
+    rows = []
     for name, d in sorted(domains.items()):
-        least, deadline_s = d.min_group_size or d.group_size, seconds(d.deadline_s)
-        rows.append(DomainRule(name, d.weight, d.group_size, least, deadline_s, greedy, d.group_size_redundancy))
+        least = d.min_group_size or d.group_size
+        deadline_s = seconds(d.deadline_s)
+        rows.append(
+            DomainRule(
+                name, d.weight, d.group_size, least, deadline_s, greedy, d.group_size_redundancy
+            )
+        )
     return TicketRules(
         steps=train.steps,
         groups_per_step=train.groups_per_step,
@@ -85,7 +100,9 @@ def rules_of(train: TrainSection, algorithm: AlgorithmSection, domains: dict[str
         filter_zero_variance=algorithm.filter_zero_variance,
         group_filter=algorithm.group_filter,
         max_replacements_per_step=algorithm.max_replacements_per_step,
-        pass_rate=(algorithm.pass_rate[0], algorithm.pass_rate[1]) if algorithm.pass_rate is not None else None,
+        pass_rate=(algorithm.pass_rate[0], algorithm.pass_rate[1])
+        if algorithm.pass_rate is not None
+        else None,
         close_early=algorithm.close_early,
         keep_fraction=algorithm.keep_fraction if algorithm.pg_variant == "starpo_s" else 1.0,
     )
@@ -94,9 +111,9 @@ def rules_of(train: TrainSection, algorithm: AlgorithmSection, domains: dict[str
 def next_domain(domains: Sequence[DomainRule], issued: dict[str, int]) -> str:
     """Return the domain that is furthest behind its share, the first one on a tie.
 
-    Exact (fractions, no rounding): after n tickets every domain has had its share of n to within one ticket for two
-    domains, and to within the number of domains less one in general; replacements stay in their domain and do not
-    count.
+    Exact (fractions, no rounding): after n tickets every domain has had its share of n to within
+    one ticket for two domains, and to within the number of domains less one in general;
+    replacements stay in their domain and do not count.
 
     Args:
         domains: the domains, in an order that does not change.
@@ -105,7 +122,10 @@ def next_domain(domains: Sequence[DomainRule], issued: dict[str, int]) -> str:
     weights = [Fraction(rule.weight) for rule in domains]
     num = sum(issued.get(rule.name, 0) for rule in domains) + 1
     total = sum(weights)
-    deficits = [weight * num - total * issued.get(rule.name, 0) for rule, weight in zip(domains, weights, strict=True)]
+    deficits = [
+        weight * num - total * issued.get(rule.name, 0)
+        for rule, weight in zip(domains, weights, strict=True)
+    ]
     return domains[deficits.index(max(deficits))].name
 
 

@@ -1,4 +1,6 @@
-"""Publishes tickets in order under their own numbers, and closes those that a hub works on for too long."""
+"""Publishes tickets in order under their own numbers, and closes those that a hub works on for too
+long.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ log = logging.getLogger(__name__)
 
 TICK_S: Final = 1.0
 PIPELINED: Final = 256  # tickets published before their confirmations are awaited
-REBASE: Final = "it lost its store; `rlearner start … --rebase` continues with the open tickets counted dead"
+REBASE: Final = (
+    "it lost its store; `rlearner start … --rebase` continues with the open tickets counted dead"
+)
 
 AnyTicket = wire.Ticket | wire.EvalTicket
 
@@ -37,12 +41,13 @@ class _Withdrawal:
 class TicketIssuer:
     """Publisher of the tickets of one stream in order; a ticket's number is its sequence there.
 
-    Many are in flight at once. Each names the sequence that must precede it, so the broker refuses tickets out of
-    order, and refused ones are published again.
+    Many are in flight at once. Each names the sequence that must precede it, so the broker refuses
+    tickets out of order, and refused ones are published again.
 
     Args:
         stream: TICKETS or EVALTICKETS.
-        admit: awaited with the number of each ticket before it is published, for example until the broker has room.
+        admit: awaited with the number of each ticket before it is published, for example until the
+            broker has room.
         traces: gets the grant of each ticket.
     """
 
@@ -53,7 +58,10 @@ class TicketIssuer:
         admit: Callable[[int], Awaitable[None]] | None = None,
         traces: TicketTraces | None = None,
     ) -> None:
-        self._bus, self._stream, self._admit, self._traces = bus, stream, admit, traces
+        self._bus = bus
+        self._stream = stream
+        self._admit = admit
+        self._traces = traces
         self._waiting: asyncio.Queue[AnyTicket | _Withdrawal] = asyncio.Queue()
         self._last = 0  # newest sequence known to be stored
 
@@ -67,7 +75,8 @@ class TicketIssuer:
         """Delete a closed ticket's groups from the reward queues; hubs that hold one complete it.
 
         Args:
-            is_queued: whether the ticket may be in its stream, from which it is then deleted as well.
+            is_queued: whether the ticket may be in its stream, from which it is then deleted as
+                well.
         """
         self._waiting.put_nowait(_Withdrawal(number, is_queued))
 
@@ -83,7 +92,9 @@ class TicketIssuer:
             while len(batch) < PIPELINED and not self._waiting.empty():
                 batch.append(self._waiting.get_nowait())
             await self._publish([one for one in batch if not isinstance(one, _Withdrawal)])
-            await asyncio.gather(*(self._remove(one) for one in batch if isinstance(one, _Withdrawal)))
+            await asyncio.gather(
+                *(self._remove(one) for one in batch if isinstance(one, _Withdrawal))
+            )
 
     async def _remove(self, withdrawal: _Withdrawal) -> None:
         if withdrawal.is_queued:
@@ -91,7 +102,9 @@ class TicketIssuer:
         await self._bus.remove_groups(withdrawal.number, evaluation=self._stream is EVALTICKETS)
 
     async def _publish(self, batch: list[AnyTicket]) -> None:
-        """Publish tickets with consecutive numbers; skip those that an earlier incarnation published."""
+        """Publish tickets with consecutive numbers; skip those that an earlier incarnation
+        published.
+        """
         missing = [ticket for ticket in batch if ticket.number > self._last]
         while missing:
             storing = []
@@ -108,8 +121,12 @@ class TicketIssuer:
                 raise LostState(f"{end}, but {missing[0].number - 1} were issued; {REBASE}")
 
     async def _store(self, ticket: AnyTicket) -> int | None:
-        key, number, began = ticket.domain, ticket.number, time.time()
-        stored = await self._bus.publish(self._stream, ticket, key=key, ticket=number, expected_last_seq=number - 1)
+        key = ticket.domain
+        number = ticket.number
+        began = time.time()
+        stored = await self._bus.publish(
+            self._stream, ticket, key=key, ticket=number, expected_last_seq=number - 1
+        )
         if self._traces is not None:
             self._traces.add("grant", number, began, time.time())
         return stored
@@ -118,9 +135,10 @@ class TicketIssuer:
 class TicketAges:
     """Times for which hubs have worked on the open tickets. Pure.
 
-    Only what a hub reports counts: its first report of a ticket starts the ticket's time with this hub, and later ones
-    prove the time in between. So a ticket does not age in a queue, between two hubs, or with a hub that cannot report.
-    Nor does time count in which the run is paused or the ticket's domain is not served.
+    Only what a hub reports counts: its first report of a ticket starts the ticket's time with this
+    hub, and later ones prove the time in between. So a ticket does not age in a queue, between two
+    hubs, or with a hub that cannot report. Nor does time count in which the run is paused or the
+    ticket's domain is not served.
 
     Args:
         timeout_s: the time with one hub after which a ticket expires.
@@ -128,8 +146,10 @@ class TicketAges:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._served_s: defaultdict[str, float] = defaultdict(float)  # domain -> seconds that counted
-        self._since: dict[str, dict[int, float]] = {}  # hub -> ticket -> seconds of its domain at the first report
+        # domain -> seconds that counted
+        self._served_s: defaultdict[str, float] = defaultdict(float)
+        # hub -> ticket -> seconds of its domain at the first report
+        self._since: dict[str, dict[int, float]] = {}
         self._expired: set[int] = set()
 
     def passed(
@@ -146,7 +166,8 @@ class TicketAges:
         Args:
             elapsed_s: since the last call.
             waiting: number -> domain of the tickets without a record.
-            reports: hub -> the tickets that it works on, None if it reported nothing new; without the hubs that left.
+            reports: hub -> the tickets that it works on, None if it reported nothing new; without
+                the hubs that left.
             served: domains with an environment hub, and with a reward hub for each of their pools.
             paused: whether the operator has paused the run.
         """
@@ -160,10 +181,17 @@ class TicketAges:
             if tickets is None:
                 continue
             known = self._since.get(hub, {})
-            now = {number: self._served_s[waiting[number]] for number in tickets if number in waiting}
+            now = {
+                number: self._served_s[waiting[number]] for number in tickets if number in waiting
+            }
             self._since[hub] = {number: known.get(number, time_s) for number, time_s in now.items()}
-            expired |= {one for one, since in self._since[hub].items() if now[one] - since >= self._timeout_s}
-        fresh, self._expired = expired - self._expired, self._expired | expired
+            expired |= {
+                one
+                for one, since in self._since[hub].items()
+                if now[one] - since >= self._timeout_s
+            }
+        fresh = expired - self._expired
+        self._expired = self._expired | expired
         return sorted(fresh)
 
 
@@ -187,8 +215,14 @@ class TicketReaper:
         pools: Mapping[str, Collection[str]] = MappingProxyType({}),
         every_s: float = TICK_S,
     ) -> None:
-        self._bus, self._ledger, self._roster, self._timeout_s, self._paused = bus, ledger, roster, timeout_s, paused
-        self._ages, self._pools, self._every_s = TicketAges(timeout_s), pools, every_s
+        self._bus = bus
+        self._ledger = ledger
+        self._roster = roster
+        self._timeout_s = timeout_s
+        self._paused = paused
+        self._ages = TicketAges(timeout_s)
+        self._pools = pools
+        self._every_s = every_s
         self._heard: dict[str, wire.Presence] = {}  # hub -> its newest report
 
     async def serve(self) -> None:
@@ -197,37 +231,55 @@ class TicketReaper:
         looked_at = loop.time()
         while True:
             await asyncio.sleep(self._every_s)
-            waiting = {number: self._ledger.ticket(number).domain for number in self._ledger.waiting_for}
+            waiting = {
+                number: self._ledger.ticket(number).domain for number in self._ledger.waiting_for
+            }
             reports = await self._reports(waiting)
             # A disconnected broker or a stalled event loop must not count as time that a hub had.
-            elapsed_s, looked_at = min(loop.time() - looked_at, 2 * self._every_s), loop.time()
-            for number in self._ages.passed(elapsed_s, waiting, reports, self._served(), paused=self._paused()):
+            elapsed_s = min(loop.time() - looked_at, 2 * self._every_s)
+            looked_at = loop.time()
+            for number in self._ages.passed(
+                elapsed_s, waiting, reports, self._served(), paused=self._paused()
+            ):
                 detail = f"a hub worked on it for train.ticket_timeout_s = {self._timeout_s:g} s and did not end it"
                 await close_by_timeout(self._bus, self._ledger, number, "timeout", detail)
 
     def _served(self) -> set[str]:
         """Return the domains that have a hub, and one for each reward pool that their groups visit."""
         domains, pools = (
-            {name for hub in self._roster.alive(role) for name in hub.serves} for role in ("envhub", "rewardhub")
+            {name for hub in self._roster.alive(role) for name in hub.serves}
+            for role in ("envhub", "rewardhub")
         )
         return {name for name in domains if pools.issuperset(self._pools.get(name, ()))}
 
     async def _reports(self, waiting: Mapping[int, str]) -> dict[str, Collection[int] | None]:
         """Return the new reports of the hubs that are alive.
 
-        A hub of another program that does not say what it works on counts as working on every ticket of its domains
-        that was delivered, is not acknowledged and is reported by no other hub.
+        A hub of another program that does not say what it works on counts as working on every
+        ticket of its domains that was delivered, is not acknowledged and is reported by no other
+        hub.
         """
-        hubs = {f"{role}.{one.id}": one for role in ("envhub", "rewardhub") for one in self._roster.alive(role)}
-        heard, self._heard = self._heard, hubs
+        hubs = {
+            f"{role}.{one.id}": one
+            for role in ("envhub", "rewardhub")
+            for one in self._roster.alive(role)
+        }
+        heard = self._heard
+        self._heard = hubs
         reports: dict[str, Collection[int] | None] = {
             name: one.tickets if one is not heard.get(name) else None for name, one in hubs.items()
         }
-        silent = {name: one for name, one in hubs.items() if one.role == "envhub" and one.tickets is None}
+        silent = {
+            name: one for name, one in hubs.items() if one.role == "envhub" and one.tickets is None
+        }
         if silent:
-            domains = sorted({name for one in silent.values() for name in one.serves} & set(waiting.values()))
+            domains = sorted(
+                {name for one in silent.values() for name in one.serves} & set(waiting.values())
+            )
             newest = {name: await self._bus.last_delivered(TICKETS, name) for name in domains}
-            delivered = {number for number, domain in waiting.items() if number <= newest.get(domain, 0)}
+            delivered = {
+                number for number, domain in waiting.items() if number <= newest.get(domain, 0)
+            }
             delivered -= {number for one in hubs.values() for number in one.tickets or ()}
             delivered -= await self._bus.missing(TICKETS, delivered)
             for name, one in silent.items():
@@ -236,11 +288,15 @@ class TicketReaper:
 
 
 async def close_by_timeout(bus: Bus, ledger: Ledger, number: int, cause: str, detail: str) -> None:
-    """Close a ticket by a record in the log, unless one arrived while another ticket was being closed."""
+    """Close a ticket by a record in the log, unless one arrived while another ticket was being
+    closed.
+    """
     if number in ledger.waiting_for:
         domain = ledger.ticket(number).domain
         log.warning("ticket %d (%s) closed: %s", number, domain, detail)
-        closed = wire.Closed(ticket=number, domain=domain, reason="timeout", detail=detail, by=bus.name)
+        closed = wire.Closed(
+            ticket=number, domain=domain, reason="timeout", detail=detail, by=bus.name
+        )
         key = f"{cause}.{bus.run}.{number}"
         # if the store is full, room comes with a step, which may need the ticket's replacement
         await bus.publish(SAMPLES, closed, ticket=number, message_id=key, is_essential=True)

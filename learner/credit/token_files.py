@@ -1,7 +1,9 @@
-"""Keeps entropy and importance ratio of each trained token, a file per step, in ``runs/<name>/samples/tokens/``.
+"""Keeps entropy and importance ratio of each trained token, a file per step, in
+``runs/<name>/samples/tokens/``.
 
-They accompany the archive (``samples.keep``), for ``rlearner show --tokens`` and the console; nothing else reads them.
-A thread of their own writes them, so training never waits for them, and a file that cannot be written is left out.
+They accompany the archive (``samples.keep``), for ``rlearner show --tokens`` and the console;
+nothing else reads them. A thread of their own writes them, so training never waits for them, and a
+file that cannot be written is left out.
 """
 
 from __future__ import annotations
@@ -44,11 +46,13 @@ class TokenFiles:
 
     Args:
         archive: ``runs/<name>/samples``.
-        step: of the resumed ledger; files of later steps are removed, because these will be trained again.
+        step: of the resumed ledger; files of later steps are removed, because these will be trained
+            again.
     """
 
     def __init__(self, archive: Path, step: int) -> None:
-        self._folder, self._failed = archive / FOLDER, False
+        self._folder = archive / FOLDER
+        self._failed = False
         for path in self._folder.glob(f"*{SUFFIX}"):
             if not path.stem.isdecimal() or int(path.stem) > step:
                 path.unlink()
@@ -69,7 +73,9 @@ class TokenFiles:
         stored = {ticket: [_stored(one) for one in figures] for ticket, figures in tokens.items()}
         try:
             private_folder(self._folder)
-            private_write(file_of(self._folder.parent, step), msgspec.msgpack.encode(StoredStep(step, stored)))
+            private_write(
+                file_of(self._folder.parent, step), msgspec.msgpack.encode(StoredStep(step, stored))
+            )
         except (OSError, UserError) as error:
             if not self._failed:
                 log.warning("entropy and importance ratio per token are not kept: %s", error)
@@ -108,11 +114,15 @@ def read_figures(archive: Path, step: int, ticket: int) -> list[TokenFigures]:
 
 
 def _stored(figures: TokenFigures) -> StoredFigures:
-    return StoredFigures(figures.entropy.astype(_DTYPE).tobytes(), figures.log_ratio.astype(_DTYPE).tobytes())
+    return StoredFigures(
+        figures.entropy.astype(_DTYPE).tobytes(), figures.log_ratio.astype(_DTYPE).tobytes()
+    )
 
 
 def _figures(stored: StoredFigures) -> TokenFigures:
-    found = TokenFigures(np.frombuffer(stored.entropy, _DTYPE), np.frombuffer(stored.log_ratio, _DTYPE))
+    found = TokenFigures(
+        np.frombuffer(stored.entropy, _DTYPE), np.frombuffer(stored.log_ratio, _DTYPE)
+    )
     if found.entropy.shape != found.log_ratio.shape:
         raise ValueError(f"{len(found.entropy)} entropies and {len(found.log_ratio)} ratios")
     return found

@@ -1,4 +1,6 @@
-"""Issues evaluation tickets and collects their results, with the same tasks and seeds every time. Pure."""
+"""Issues evaluation tickets and collects their results, with the same tasks and seeds every time.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ class TaskResult:
     task_index: int
     successes: tuple[bool, ...]  # of each episode
     rewards: tuple[float, ...]  # of each episode
-    versions: tuple[int, int] | None  # oldest and newest of its sampled tokens, None if nothing was sampled
+    # oldest and newest of its sampled tokens, None if nothing was sampled
+    versions: tuple[int, int] | None
 
 
 @dataclass(frozen=True)
@@ -65,19 +68,27 @@ class Evaluation:
     waiting: set[int]  # numbers of the tickets without a result
     moved_s: float  # when it began or was last seen to have a new result, of any monotonic clock
     measured: list[TaskResult] = field(default_factory=list)  # the finished tasks
-    rows: list[EvaluationRow] = field(default_factory=list)  # of the finished tasks, until they are in a file
-    closed: dict[str, int] = field(default_factory=dict)  # reason -> number of tickets that ended without a group
+    # of the finished tasks, until they are in a file
+    rows: list[EvaluationRow] = field(default_factory=list)
+    # reason -> number of tickets that ended without a group
+    closed: dict[str, int] = field(default_factory=dict)
     seen_waiting: int = 0  # tickets without a result at that time
 
     def add(self, group: wire.Group) -> None:
         """Add the group of a finished task."""
         own = episodes(group)
-        successes, rewards = tuple(one.success for one in own), tuple(one.reward for one in own)
-        self.measured.append(TaskResult(group.domain, group.task_index, successes, rewards, version_bounds([group])))
-        self.rows.append(EvaluationRow(group.domain, group.task_index, successes, rewards, own[0], group.frames))
+        successes = tuple(one.success for one in own)
+        rewards = tuple(one.reward for one in own)
+        self.measured.append(
+            TaskResult(group.domain, group.task_index, successes, rewards, version_bounds([group]))
+        )
+        self.rows.append(
+            EvaluationRow(group.domain, group.task_index, successes, rewards, own[0], group.frames)
+        )
 
     def values(self) -> dict[str, float]:
-        """Return the metrics: ``eval/<name>`` for the actor, with avg@k and pass@k if tasks have several episodes.
+        """Return the metrics: ``eval/<name>`` for the actor, with avg@k and pass@k if tasks have
+        several episodes.
 
         For another policy ``eval/<policy>/<name>``; empty without results.
         """
@@ -94,7 +105,9 @@ class Evaluation:
             values[f"{prefix}/domain/{domain}/success_rate"] = sum(own) / len(own)
         if self.policy != ACTOR:
             return values
-        versions = [one.versions for one in self.measured if one.versions is not None] or [(self.step, self.step)]
+        versions = [one.versions for one in self.measured if one.versions is not None] or [
+            (self.step, self.step)
+        ]
         values |= {
             "eval/policy_version_min": float(min(oldest for oldest, _ in versions)),
             "eval/policy_version_max": float(max(newest for _, newest in versions)),
@@ -102,23 +115,34 @@ class Evaluation:
             "eval/num_episodes": float(len(successes)),
             "eval/num_closed": float(sum(self.closed.values())),
         }
-        values |= {f"eval/{name}": value for name, value in pass_at_k.pass_at_k_metrics(self.tries()).items()}
+        values |= {
+            f"eval/{name}": value
+            for name, value in pass_at_k.pass_at_k_metrics(self.tries()).items()
+        }
         return values
 
     def ahead(self, other: Evaluation) -> dict[str, float]:
-        """Return the lead in success rate over another policy on their common tasks, and its standard error.
+        """Return the lead in success rate over another policy on their common tasks, and its
+        standard error.
 
-        Tasks and seeds are the same: it is the error of the mean of the differences per task. Empty below two tasks.
+        Tasks and seeds are the same: it is the error of the mean of the differences per task. Empty
+        below two tasks.
         """
-        mine, theirs = self._by_task(), other._by_task()
+        mine = self._by_task()
+        theirs = other._by_task()
         gaps = [mine[task] - theirs[task] for task in sorted(mine.keys() & theirs.keys())]
         if len(gaps) < 2:
             return {}
-        return {"ahead": statistics.fmean(gaps), "ahead_stderr": statistics.stdev(gaps) / math.sqrt(len(gaps))}
+        return {
+            "ahead": statistics.fmean(gaps),
+            "ahead_stderr": statistics.stdev(gaps) / math.sqrt(len(gaps)),
+        }
 
     def _by_task(self) -> dict[tuple[str, int], float]:
         """Return the share of each task's episodes that succeeded."""
-        return {(one.domain, one.task_index): statistics.fmean(one.successes) for one in self.measured}
+        return {
+            (one.domain, one.task_index): statistics.fmean(one.successes) for one in self.measured
+        }
 
     @property
     def domains(self) -> list[str]:
@@ -131,7 +155,12 @@ class Evaluation:
 
     def rewards(self, domain: str | None = None) -> list[float]:
         """Return the reward of every episode, of one domain or all."""
-        return [reward for one in self.measured if domain in (None, one.domain) for reward in one.rewards]
+        return [
+            reward
+            for one in self.measured
+            if domain in (None, one.domain)
+            for reward in one.rewards
+        ]
 
 
 class EvaluationQueue:
@@ -152,17 +181,22 @@ class EvaluationQueue:
         num_tasks: Mapping[str, int] | None = None,
     ) -> None:
         self._section, self._domains, self._seed = section, dict(sorted(domains.items())), seed
-        self._next, self._num_tasks = first_number, num_tasks
+        self._next = first_number
+        self._num_tasks = num_tasks
         self.pending: list[Evaluation] = []
 
     def due(self, step: int, last_step: int) -> bool:
-        """Return whether the actor is evaluated after ``step`` optimizer steps; always after the last one."""
+        """Return whether the actor is evaluated after ``step`` optimizer steps; always after the
+        last one.
+        """
         every = self._section.every_steps
         if every == 0:
             return False
         return self._section.at_start if step == 0 else step % every == 0 or step == last_step
 
-    def start(self, step: int, policy: str, min_version: int, now_s: float) -> list[wire.EvalTicket]:
+    def start(
+        self, step: int, policy: str, min_version: int, now_s: float
+    ) -> list[wire.EvalTicket]:
         """Begin an evaluation, and return its tickets."""
         tickets = [
             wire.EvalTicket(
@@ -185,7 +219,9 @@ class EvaluationQueue:
         return tickets
 
     def apply(self, record: wire.Group | wire.Closed) -> Evaluation | None:
-        """Apply a record, and return the evaluation that it completed; only the first record of a ticket counts."""
+        """Apply a record, and return the evaluation that it completed; only the first record of a
+        ticket counts.
+        """
         evaluation = next((one for one in self.pending if record.ticket in one.waiting), None)
         if evaluation is None:
             return None
@@ -201,15 +237,20 @@ class EvaluationQueue:
         return number >= self._next or any(number in one.waiting for one in self.pending)
 
     def expire(self, now_s: float) -> list[Evaluation]:
-        """End evaluations without a new result for ``eval.timeout_s``; return them, with their partial results."""
+        """End evaluations without a new result for ``eval.timeout_s``; return them, with their
+        partial results.
+        """
         late = []
         for evaluation in self.pending:
             if evaluation.seen_waiting != len(evaluation.waiting):
-                evaluation.seen_waiting, evaluation.moved_s = len(evaluation.waiting), now_s
+                evaluation.seen_waiting = len(evaluation.waiting)
+                evaluation.moved_s = now_s
             elif now_s - evaluation.moved_s >= seconds(self._section.timeout_s):
                 late.append(evaluation)
         for evaluation in late:
-            evaluation.closed["timeout"] = evaluation.closed.get("timeout", 0) + len(evaluation.waiting)
+            evaluation.closed["timeout"] = evaluation.closed.get("timeout", 0) + len(
+                evaluation.waiting
+            )
         return [self._finish(evaluation) for evaluation in late]
 
     def _finish(self, evaluation: Evaluation) -> Evaluation:
@@ -217,10 +258,16 @@ class EvaluationQueue:
         return evaluation
 
     def _tasks(self) -> list[tuple[str, int]]:
-        """Return (domain, index) of all tasks; domains alternate, so that all are evaluated at similar weights."""
+        """Return (domain, index) of all tasks; domains alternate, so that all are evaluated at
+        similar weights.
+        """
         counts = self._num_tasks
         if counts is None:
-            assert self._section.tasks is not None, "validation fills it in wherever tasks are measured"
+            assert self._section.tasks is not None, (
+                "validation fills it in wherever tasks are measured"
+            )
             counts = dict.fromkeys(self._domains, self._section.tasks)
         most = max(counts.values(), default=0)
-        return [(name, index) for index in range(most) for name in self._domains if index < counts[name]]
+        return [
+            (name, index) for index in range(most) for name in self._domains if index < counts[name]
+        ]

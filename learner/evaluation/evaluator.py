@@ -35,7 +35,8 @@ class Evaluator:
         patience: retries writes while the folder cannot be written.
         transcripts: makes the texts of evaluated episodes.
         against: policies to evaluate whenever the actor is, on the same tasks.
-        show: receives the rows of each evaluation of the actor once they are in their file; blocks, called in a thread.
+        show: receives the rows of each evaluation of the actor once they are in their file; blocks,
+            called in a thread.
         every_s: seconds between two checks of the clock.
     """
 
@@ -53,9 +54,16 @@ class Evaluator:
         show: Callable[[int, list[dict[str, Any]]], None] = lambda step, rows: None,
         every_s: float = TICK_S,
     ) -> None:
-        self._bus, self._evaluations, self._roster, self._folder = bus, evaluations, roster, folder
-        self._baseline, self._patience, self._transcripts = baseline, patience, transcripts
-        self._against, self._show, self._every_s = list(against), show, every_s
+        self._bus = bus
+        self._evaluations = evaluations
+        self._roster = roster
+        self._folder = folder
+        self._baseline = baseline
+        self._patience = patience
+        self._transcripts = transcripts
+        self._against = list(against)
+        self._show = show
+        self._every_s = every_s
         self._actors: dict[int, Evaluation] = {}  # by step, the last few
         self._unkept = 0  # evaluations whose episodes are not in the folder yet
         self._withdrawn: set[int] = set()  # numbers of expired tickets that may be in the stream
@@ -64,7 +72,9 @@ class Evaluator:
         self._changed = asyncio.Event()
 
     def services(self) -> list[Coroutine[Any, Any, None]]:
-        """Return the coroutines that publish tickets, read records and check the clock, each until cancelled."""
+        """Return the coroutines that publish tickets, read records and check the clock, each until
+        cancelled.
+        """
         return [self._issuer.serve(), self._read(), self._tick()]
 
     @property
@@ -80,15 +90,25 @@ class Evaluator:
                 if policy in self._offered():
                     self.start(step, policy, min_version=0)
                 else:
-                    log.warning("no rollout server offers policy %s; it is not measured after step %d", policy, step)
+                    log.warning(
+                        "no rollout server offers policy %s; it is not measured after step %d",
+                        policy,
+                        step,
+                    )
         self._start_baseline(step)
 
     def take(self, *, last: bool) -> dict[str, float]:
-        """Return one line's metrics: the actor's oldest result not shown yet (the newest if ``last``) and baselines."""
+        """Return one line's metrics: the actor's oldest result not shown yet (the newest if
+        ``last``) and baselines.
+        """
         actors = [one for one in self.completed if one.policy == ACTOR]
         others = [one for one in self.completed if one.policy != ACTOR]
         # A policy that is compared with the actor waits for its result.
-        early = [one for one in others if one.policy in self._against and one.step not in self._actors and not last]
+        early = [
+            one
+            for one in others
+            if one.policy in self._against and one.step not in self._actors and not last
+        ]
         baselines = [one for one in others if one not in early]
         shown = actors[-1:] if last else actors[:1]
         self.completed = [] if last else [*early, *actors[1:]]
@@ -96,16 +116,26 @@ class Evaluator:
         for evaluation in [*baselines, *shown]:
             values |= evaluation.values()
         for other in baselines:
-            if other.policy in self._against and (actor := self._actors.get(other.step)) is not None:
-                values |= {f"eval/{other.policy}/actor_{name}": value for name, value in actor.ahead(other).items()}
+            if (
+                other.policy in self._against
+                and (actor := self._actors.get(other.step)) is not None
+            ):
+                values |= {
+                    f"eval/{other.policy}/actor_{name}": value
+                    for name, value in actor.ahead(other).items()
+                }
         return values
 
     async def open(self) -> None:
-        """Withdraw the tickets of an earlier learner, which hubs would run first; only the holder of the run may."""
+        """Withdraw the tickets of an earlier learner, which hubs would run first; only the holder
+        of the run may.
+        """
         await self._bus.trim(EVALTICKETS, await self._bus.last_seq(EVALTICKETS) + 1)
 
     async def drain(self, stop: asyncio.Event) -> None:
-        """Wait for running evaluations, ``eval.timeout_s`` at most, and for their files, or until a stop."""
+        """Wait for running evaluations, ``eval.timeout_s`` at most, and for their files, or until a
+        stop.
+        """
         if self._baseline:
             log.warning("no rollout server offers policy %s; it is not measured", self._baseline)
         while self.busy and not stop.is_set():
@@ -118,32 +148,46 @@ class Evaluator:
 
     def _start_baseline(self, step: int) -> None:
         if self._baseline in self._offered():
-            policy, self._baseline = self._baseline, ""
+            policy = self._baseline
+            self._baseline = ""
             self.start(step, policy, min_version=0)
 
     def _offered(self) -> set[str]:
-        return {server.policy for server in self._roster.alive("rollout") if server.state == "serving"}
+        return {
+            server.policy for server in self._roster.alive("rollout") if server.state == "serving"
+        }
 
     def start(self, step: int, policy: str, min_version: int) -> None:
         """Begin one evaluation now."""
-        tickets = self._evaluations.start(step, policy, min_version, asyncio.get_running_loop().time())
+        tickets = self._evaluations.start(
+            step, policy, min_version, asyncio.get_running_loop().time()
+        )
         log.info("evaluating %s after step %d on %d tasks", policy, step, len(tickets))
         for ticket in tickets:
             self._issuer.put(ticket)
 
     def has_begun(self, step: int) -> bool:
-        """Return whether the actor's evaluation after this step is running or was one of the last few."""
+        """Return whether the actor's evaluation after this step is running or was one of the last
+        few.
+        """
         return self._running(step) is not None or step in self._actors
 
     def progress(self, step: int) -> tuple[Literal["running", "done", "refused"], str]:
         """Return how far the actor's evaluation after this step is, and one line about it."""
         if (one := self._running(step)) is not None:
-            return "running", f"{len(one.measured)} of {len(one.measured) + len(one.waiting)} tasks are done"
+            return (
+                "running",
+                f"{len(one.measured)} of {len(one.measured) + len(one.waiting)} tasks are done",
+            )
         if (one := self._actors.get(step)) is not None:
             values = one.values()
-            rate, count = values["eval/success_rate"], values["eval/num_episodes"]
+            rate = values["eval/success_rate"]
+            count = values["eval/num_episodes"]
             return "done", f"success rate {rate:.4f} on {count:.0f} episodes"
-        return "refused", f"no evaluation after step {step} is running, and none of the last {ACTORS_KEPT} was of it"
+        return (
+            "refused",
+            f"no evaluation after step {step} is running, and none of the last {ACTORS_KEPT} was of it",
+        )
 
     def _running(self, step: int) -> Evaluation | None:
         actors = (one for one in self._evaluations.pending if one.policy == ACTOR)
@@ -151,14 +195,21 @@ class Evaluator:
 
     async def _read(self) -> None:
         bus = self._bus
-        async for entry in bus.read_log(EVALS, await bus.last_seq(EVALS) + 1, wanted=self._evaluations.may_come):
+        async for entry in bus.read_log(
+            EVALS, await bus.last_seq(EVALS) + 1, wanted=self._evaluations.may_come
+        ):
             record: Any = entry.message
             if record is None:
-                await bus.dead_letter(EVALS, seq=entry.seq, ticket=entry.ticket, reason=entry.error, data=entry.data)
+                await bus.dead_letter(
+                    EVALS, seq=entry.seq, ticket=entry.ticket, reason=entry.error, data=entry.data
+                )
                 if entry.ticket < 1:
                     continue
-                ticket, detail = entry.ticket, "the record does not decode"
-                record = wire.Closed(ticket=ticket, domain="unknown", reason="malformed", detail=detail, by=bus.name)
+                ticket = entry.ticket
+                detail = "the record does not decode"
+                record = wire.Closed(
+                    ticket=ticket, domain="unknown", reason="malformed", detail=detail, by=bus.name
+                )
             if (finished := self._evaluations.apply(record)) is not None:
                 await self._finish(finished)
 
@@ -174,7 +225,9 @@ class Evaluator:
                 await self._finish(evaluation)
 
     async def _withdraw(self) -> None:
-        """Delete published tickets that expired, so that they do not run before the next evaluation's."""
+        """Delete published tickets that expired, so that they do not run before the next
+        evaluation's.
+        """
         last = await self._bus.last_seq(EVALTICKETS)
         published = sorted(number for number in self._withdrawn if number <= last)
         for number in published:
@@ -183,17 +236,24 @@ class Evaluator:
         self._withdrawn -= set(published)
 
     async def _finish(self, evaluation: Evaluation) -> None:
-        policy, step = evaluation.policy, evaluation.step
+        policy = evaluation.policy
+        step = evaluation.step
         if values := evaluation.values():
             self.completed.append(evaluation)
             if policy == ACTOR:
                 self._actors[step] = evaluation
                 while len(self._actors) > ACTORS_KEPT:
                     del self._actors[min(self._actors)]
-            rates = {name: round(value, 4) for name, value in values.items() if name.endswith("success_rate")}
+            rates = {
+                name: round(value, 4)
+                for name, value in values.items()
+                if name.endswith("success_rate")
+            }
             log.info("evaluation of %s after step %d", policy, step, extra=rates)
         else:
-            log.warning("evaluation of %s after step %d has no results: %s", policy, step, evaluation.closed)
+            log.warning(
+                "evaluation of %s after step %d has no results: %s", policy, step, evaluation.closed
+            )
         self._unkept += 1
         rows = await self._patience.in_thread(self._keep, evaluation)
         evaluation.rows.clear()

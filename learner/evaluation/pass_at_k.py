@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 
 def pass_at_k(num_tries: int, num_right: int, k: int) -> float:
-    """Return the unbiased estimate of the chance that one of k tries is right: ``1 - C(n - c, k) / C(n, k)``.
+    """Return the unbiased estimate of the chance that one of k tries is right: ``1 - C(n - c, k) /
+    C(n, k)``.
 
-    n are the tries and c the right ones. Source: Chen et al., Evaluating Large Language Models Trained on Code
-    (arXiv 2107.03374), equation 1.
+    n are the tries and c the right ones. Source: Chen et al., Evaluating Large Language Models
+    Trained on Code (arXiv 2107.03374), equation 1.
 
     Raises:
         ValueError: if k is not from 1 to n, or c not from 0 to n.
@@ -41,7 +42,8 @@ def pass_at_k_metrics(tasks: Sequence[Sequence[bool]]) -> dict[str, float]:
 
 
 def interval(tasks: Sequence[Sequence[bool]]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean success: Wilson's for tasks tried once, else the normal one of task means.
+    """Return the 95 % interval of the mean success: Wilson's for tasks tried once, else the normal
+    one of task means.
 
     Tries of one task are not independent, so they count as one measurement.
 
@@ -50,10 +52,13 @@ def interval(tasks: Sequence[Sequence[bool]]) -> tuple[float, float]:
     """
     if not tasks:
         raise ValueError("no tasks")
-    means, n, z = [sum(tries) / len(tries) for tries in tasks], len(tasks), 1.959964
+    means = [sum(tries) / len(tries) for tries in tasks]
+    n = len(tasks)
+    z = 1.959964
     mean = sum(means) / n
     if all(len(tries) == 1 for tries in tasks) or n == 1:
-        centre, spread = mean + z * z / (2 * n), z * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
+        centre = mean + z * z / (2 * n)
+        spread = z * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
         return (centre - spread) / (1 + z * z / n), (centre + spread) / (1 + z * z / n)
     half = z * math.sqrt(sum((one - mean) ** 2 for one in means) / (n - 1) / n)
     return max(0.0, mean - half), min(1.0, mean + half)

@@ -16,10 +16,12 @@ Rank 0 is the learner process of node 0, which alone talks to the broker. A proc
       torch.distributed (gloo, NCCL) <----------------->   meet in the rendezvous, on the interface that reaches it
                                      <-- link ----------   EndCommand: exit code
 
-Under torchrun and srun the ranks are started there instead, and find their place in the environment (``placement``).
-The rendezvous is a ``BoardServer`` of the weights' rooms, which is also torch's store; links are ZeroMQ sockets. Both
-are encrypted by keys that follow from one secret file. What the ranks exchange by gloo and NCCL is not.
+Under torchrun and srun the ranks are started there instead, and find their place in the environment
+(``placement``). The rendezvous is a ``BoardServer`` of the weights' rooms, which is also torch's
+store; links are ZeroMQ sockets. Both are encrypted by keys that follow from one secret file. What
+the ranks exchange by gloo and NCCL is not.
 
-A connection that ends, or is silent for 15 s, ends rank 0, and with it every other rank: exit code 1, for a supervisor.
-All meet again and resume from the last checkpoint, then perhaps on another number of nodes.
+A connection that ends, or is silent for 15 s, ends rank 0, and with it every other rank: exit code
+1, for a supervisor. All meet again and resume from the last checkpoint, then perhaps on another
+number of nodes.
 """

@@ -1,7 +1,8 @@
-"""One connection between rank 0 and a rank of any node: ZeroMQ PAIR sockets with CURVE and heartbeats.
+"""One connection between rank 0 and a rank of any node: ZeroMQ PAIR sockets with CURVE and
+heartbeats.
 
-ZeroMQ's own threads send and answer heartbeats, so a rank that computes or loads for minutes is not taken for dead, and
-a host that vanishes without a word is.
+ZeroMQ's own threads send and answer heartbeats, so a rank that computes or loads for minutes is not
+taken for dead, and a host that vanishes without a word is.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from learner.nodes.key import NodeKey
 RANK_0: Final = "rank-0"
 OTHERS: Final = "others"
 HEARTBEAT_MS: Final = 2000
-SILENT_MS: Final = 15_000  # without an answer to a heartbeat, after which the other end counts as gone
+# without an answer to a heartbeat, after which the other end counts as gone
+SILENT_MS: Final = 15_000
 LINGER_MS: Final = 3000  # for the last command
 POLL_MS: Final = 200
 TURN_MS: Final = 20
@@ -30,16 +32,19 @@ MAX_FRAME_BYTES: Final = 1 << 30
 
 
 class EncryptedFrames:
-    """Frames over a PAIR socket, see ``learner.backends.ranks.link.Frames``; one thread takes, any may put.
+    """Frames over a PAIR socket, see ``learner.backends.ranks.link.Frames``; one thread takes, any
+    may put.
 
-    ZeroMQ's sockets are for one thread at a time, so both hold a lock, the one that takes only for ``TURN_MS``.
+    ZeroMQ's sockets are for one thread at a time, so both hold a lock, the one that takes only for
+    ``TURN_MS``.
 
     Attributes:
         lost: whether the other end is gone.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self._socket, self.lost = socket, threading.Event()
+        self._socket = socket
+        self.lost = threading.Event()
         self._turn = threading.Lock()
 
     @classmethod
@@ -47,7 +52,10 @@ class EncryptedFrames:
         """Connect to rank 0."""
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         socket.curve_serverkey = key.curve_public(RANK_0).encode()
-        socket.curve_publickey, socket.curve_secretkey = key.curve_public(OTHERS).encode(), key.curve_secret(OTHERS)
+        socket.curve_publickey, socket.curve_secretkey = (
+            key.curve_public(OTHERS).encode(),
+            key.curve_secret(OTHERS),
+        )
         socket.reconnect_ivl = -1  # a connection that was lost has lost frames
         prepare(socket)
         made = cls(socket)
@@ -61,7 +69,9 @@ class EncryptedFrames:
         return found
 
     def first(self) -> tuple[bytes, int] | None:
-        """Return the first frame, if it is there, and the descriptor of the connection that it came by."""
+        """Return the first frame, if it is there, and the descriptor of the connection that it came
+        by.
+        """
         if not self._socket.poll(0):
             return None
         frame = self._socket.recv(copy=False)
@@ -97,7 +107,8 @@ class EncryptedFrames:
 
 def prepare(socket: zmq.Socket[bytes]) -> None:
     """Set heartbeats and limits of a socket that is not connected yet."""
-    socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MS, SILENT_MS
+    socket.heartbeat_ivl = HEARTBEAT_MS
+    socket.heartbeat_timeout = SILENT_MS
     socket.heartbeat_ttl = SILENT_MS
     socket.sndhwm = socket.rcvhwm = MAX_UNREAD
     socket.maxmsgsize = MAX_FRAME_BYTES
@@ -112,16 +123,21 @@ class LinkWatch:
     """
 
     def __init__(self, on_lost: Callable[[EncryptedFrames], None]) -> None:
-        self.on_lost, self._lock, self._closing = on_lost, threading.Lock(), threading.Event()
+        self.on_lost = on_lost
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
         self._watched: dict[Any, tuple[EncryptedFrames, int | None]] = {}
         self._thread = threading.Thread(target=self._run, name="links", daemon=True)
         self._thread.start()
 
-    def add(self, frames: EncryptedFrames, monitor: zmq.Socket[bytes], descriptor: int | None = None) -> None:
+    def add(
+        self, frames: EncryptedFrames, monitor: zmq.Socket[bytes], descriptor: int | None = None
+    ) -> None:
         """Watch a connection.
 
         Args:
-            descriptor: of the connection; others that fail at the same port, such as strangers', are none of it.
+            descriptor: of the connection; others that fail at the same port, such as strangers',
+                are none of it.
         """
         with self._lock:
             self._watched[monitor] = frames, descriptor
@@ -146,7 +162,9 @@ class LinkWatch:
         for monitor in self._watched:
             monitor.close(0)
 
-    def _read(self, monitor: zmq.Socket[bytes], frames: EncryptedFrames, descriptor: int | None) -> None:
+    def _read(
+        self, monitor: zmq.Socket[bytes], frames: EncryptedFrames, descriptor: int | None
+    ) -> None:
         event = parse_monitor_message(monitor.recv_multipart())
         ended = event["event"] == zmq.Event.DISCONNECTED and descriptor in (None, event["value"])
         if not ended and event["event"] != zmq.Event.MONITOR_STOPPED:

@@ -45,14 +45,20 @@ def own_address(host: str) -> str:
         UserError: if the name is unknown or not this host's.
     """
     try:
-        found = list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)))
+        found = list(
+            dict.fromkeys(
+                str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            )
+        )
     except OSError as error:
         raise UserError(f"--rendezvous {host}: {error.strerror or error}") from None
     own = [address for known in addresses().values() for address in known]
     mine = [address for address in found if address in own or address.startswith("127.")]
     if not mine:
         has = ", ".join(address for address in own if address not in ("127.0.0.1", "::1"))
-        raise UserError(f"--rendezvous {host}: node 0 must be there, but this host has {has or 'no address'}")
+        raise UserError(
+            f"--rendezvous {host}: node 0 must be there, but this host has {has or 'no address'}"
+        )
     return min(mine, key=lambda address: address.startswith("127.") or address == "::1")
 
 
@@ -78,13 +84,22 @@ class Gathering:
         config: dict[str, Any],
         shared: Sequence[str] = (),
     ) -> None:
-        self._placement, self._size_here, self._size = placement, size_here, size
-        self._config, self._key_file, self._shared = config, key_file, list(shared)
-        key, self._address = read_key(key_file, make=True), own_address(placement.host)
+        self._placement = placement
+        self._size_here = size_here
+        self._size = size
+        self._config = config
+        self._key_file = key_file
+        self._shared = list(shared)
+        key = read_key(key_file, make=True)
+        self._address = own_address(placement.host)
         try:
-            self._server = BoardServer(self._address, placement.port, secret=key.curve_secret(RANK_0), name="nodes")
+            self._server = BoardServer(
+                self._address, placement.port, secret=key.curve_secret(RANK_0), name="nodes"
+            )
         except OSError as error:
-            raise UserError(f"--rendezvous {placement.where}: cannot listen there: {error.strerror}") from None
+            raise UserError(
+                f"--rendezvous {placement.where}: cannot listen there: {error.strerror}"
+            ) from None
         self._server.admit(OTHERS, key.curve_public(OTHERS))
         self._store = self._server.store(STORE_S)
         self._roll = Roll(placement.num_nodes, greet(0, 0, size_here, config, self._shared))
@@ -98,7 +113,8 @@ class Gathering:
         """Wait for all ranks and return them.
 
         Raises:
-            UserError: if a rank differs in versions or settings, or the nodes have not as many ranks as configured.
+            UserError: if a rank differs in versions or settings, or the nodes have not as many
+                ranks as configured.
             NodesMissing: if not all are there in time.
             GatheringStopped: if ``stopped`` says so.
         """
@@ -116,7 +132,9 @@ class Gathering:
     def _hand_over(self, ranks: list[RemoteRank]) -> NodeRanks:
         for link in self._waiting.values():
             link.close()
-        made = NodeRanks(self._server, self._address, self._size_here, ranks, self._children, self._watch)
+        made = NodeRanks(
+            self._server, self._address, self._size_here, ranks, self._children, self._watch
+        )
         self._watch.on_lost = made.lose
         for frames in self._lost:  # since the last look
             made.lose(frames)
@@ -124,18 +142,30 @@ class Gathering:
 
     def _gather(self, deadline_s: float, stopped: Callable[[], bool]) -> None:
         if self._placement.local_rank is None:
-            file, config = str(self._key_file), self._config
+            file = str(self._key_file)
+            config = self._config
             for local_rank in range(1, self._size_here):
-                start = start_of(self._placement, local_rank, self._size_here, file, config, deadline_s, self._shared)
+                start = start_of(
+                    self._placement,
+                    local_rank,
+                    self._size_here,
+                    file,
+                    config,
+                    deadline_s,
+                    self._shared,
+                )
                 self._children.append(spawn_rank(start))
         began = time.monotonic()
-        list_at, deadline = began + FIRST_LIST_S, began + deadline_s
+        list_at = began + FIRST_LIST_S
+        deadline = began + deadline_s
         while not self._roll.complete:
             if stopped():
                 raise GatheringStopped("stopped while waiting for the other nodes")
             now = time.monotonic()
             if now > deadline:
-                raise NodesMissing(f"not all nodes came within {deadline_s:g} s; {self._roll.describe()}")
+                raise NodesMissing(
+                    f"not all nodes came within {deadline_s:g} s; {self._roll.describe()}"
+                )
             if now >= list_at:
                 list_at = now + LIST_EVERY_S
                 log.info("waiting for the other nodes; %s", self._roll.describe())
@@ -144,8 +174,12 @@ class Gathering:
                 self._read_hello(frames)
             while self._lost:
                 self._forget(self._lost.pop())
-            if (ended := next((one for one in self._children if one.poll() is not None), None)) is not None:
-                raise NodesMissing(f"a rank of this node (pid {ended.pid}) ended with code {ended.returncode}")
+            if (
+                ended := next((one for one in self._children if one.poll() is not None), None)
+            ) is not None:
+                raise NodesMissing(
+                    f"a rank of this node (pid {ended.pid}) ended with code {ended.returncode}"
+                )
             time.sleep(POLL_S)
         if problem := self._roll.wrong_size(self._size):
             raise UserError(problem)

@@ -1,4 +1,6 @@
-"""What each rank says of itself when it arrives, and the list of who is there; without clock and network."""
+"""What each rank says of itself when it arrives, and the list of who is there; without clock and
+network.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,13 @@ class Hello(msgspec.Struct, frozen=True):
         return f"node {self.node} ({self.host}, pid {self.pid})"
 
 
-def greet(node: int, local_rank: int, local_size: int, config: dict[str, Any], shared: list[str]) -> Hello:
+def greet(
+    node: int, local_rank: int, local_size: int, config: dict[str, Any], shared: list[str]
+) -> Hello:
     """Return this process's message."""
-    return Hello(node, local_rank, local_size, socket.gethostname(), os.getpid(), _versions(), config, shared)
+    return Hello(
+        node, local_rank, local_size, socket.gethostname(), os.getpid(), _versions(), config, shared
+    )
 
 
 def _versions() -> dict[str, str]:
@@ -62,7 +68,9 @@ def first_difference(first: Hello, other: Hello) -> str:
     for what, one, two in (("", first.versions, other.versions), ("", first.config, other.config)):
         for key, mine, theirs in _differences(one, two, what):
             if key not in OWN:
-                return f"{key} is {_shown(theirs)} on {other.name}, but {_shown(mine)} on {first.name}"
+                return (
+                    f"{key} is {_shown(theirs)} on {other.name}, but {_shown(mine)} on {first.name}"
+                )
     if bool(first.shared) != bool(other.shared):
         given, lacking = (first, other) if first.shared else (other, first)
         return f"--share-gpus is given on {given.name}, but not on {lacking.name}"
@@ -72,7 +80,9 @@ def first_difference(first: Hello, other: Hello) -> str:
 def _differences(one: Any, two: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(one, dict) and isinstance(two, dict):
         for name in dict.fromkeys([*one, *two]):
-            yield from _differences(one.get(name), two.get(name), f"{key}.{name}" if key else str(name))
+            yield from _differences(
+                one.get(name), two.get(name), f"{key}.{name}" if key else str(name)
+            )
     elif one != two:
         yield key, one, two
 
@@ -90,7 +100,8 @@ class Roll:
     """
 
     def __init__(self, num_nodes: int, rank_0: Hello) -> None:
-        self._num_nodes, self._rank_0 = num_nodes, rank_0
+        self._num_nodes = num_nodes
+        self._rank_0 = rank_0
         self.here: dict[Seat, Hello] = {rank_0.seat: rank_0}
 
     def conflict(self, hello: Hello) -> str:
@@ -102,7 +113,9 @@ class Roll:
         return ""
 
     def enter(self, hello: Hello) -> str:
-        """Let a rank take its seat; return how it differs from rank 0, as a line that ends the start for all."""
+        """Let a rank take its seat; return how it differs from rank 0, as a line that ends the
+        start for all.
+        """
         self.here[hello.seat] = hello
         known = next(one for one in self.here.values() if one.node == hello.node)
         if known.local_size != hello.local_size:
@@ -123,7 +136,11 @@ class Roll:
         if not there:
             return f"node {node}"
         lacking = sorted(set(range(there[0].local_size)) - {hello.local_rank for hello in there})
-        return f"rank {', '.join(map(str, lacking))} of node {node} ({there[0].host})" if lacking else ""
+        return (
+            f"rank {', '.join(map(str, lacking))} of node {node} ({there[0].host})"
+            if lacking
+            else ""
+        )
 
     def describe(self) -> str:
         """Return who is there and who is missing."""

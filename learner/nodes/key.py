@@ -42,7 +42,11 @@ class NodeKey:
         from zmq.utils import z85
 
         return bytes(
-            z85.encode(blake2b(end.encode(), key=self.secret, digest_size=32, person=b"rlearner-nodes").digest())
+            z85.encode(
+                blake2b(
+                    end.encode(), key=self.secret, digest_size=32, person=b"rlearner-nodes"
+                ).digest()
+            )
         )
 
     def curve_public(self, end: str) -> str:
@@ -63,7 +67,8 @@ def read_key(
     Raises:
         UserError: if there is none, others can read it, or it holds no key.
     """
-    deadline, said = time.monotonic() + wait_s, False
+    deadline = time.monotonic() + wait_s
+    said = False
     while True:
         try:
             return _read(path)
@@ -76,7 +81,9 @@ def read_key(
                     log.info("waiting up to %g s for the key of the nodes, %s", wait_s, path)
                 nap(0.5)
             else:
-                remedy = "node 0 makes it; copy it from there (chmod 600), or name it with --nodes-key"
+                remedy = (
+                    "node 0 makes it; copy it from there (chmod 600), or name it with --nodes-key"
+                )
                 raise UserError(f"no key of the nodes at {path}: {remedy}") from None
         except OSError as error:
             raise UserError(
@@ -89,16 +96,22 @@ def _read(path: Path) -> NodeKey:
     with os.fdopen(descriptor) as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.geteuid():
-            raise UserError(f"{path} belongs to another user (uid {status.st_uid}); name a file of yours")
+            raise UserError(
+                f"{path} belongs to another user (uid {status.st_uid}); name a file of yours"
+            )
         if stat.S_IMODE(status.st_mode) & 0o077:
-            raise UserError(f"{path} can be read by other users; make a new one, or chmod 600 it if none has read it")
+            raise UserError(
+                f"{path} can be read by other users; make a new one, or chmod 600 it if none has read it"
+            )
         text = file.read(4 * NUM_BYTES).strip()
     try:
         secret = bytes.fromhex(text)
     except ValueError:
         secret = b""
     if len(secret) != NUM_BYTES:
-        raise UserError(f"{path}: expected {2 * NUM_BYTES} hexadecimal digits, the key of the nodes")
+        raise UserError(
+            f"{path}: expected {2 * NUM_BYTES} hexadecimal digits, the key of the nodes"
+        )
     return NodeKey(secret)
 
 

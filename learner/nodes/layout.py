@@ -1,4 +1,6 @@
-"""Divides the ranks of a run over nodes: ``train.ranks`` is the number of all, ``--gpus`` says how many are here."""
+"""Divides the ranks of a run over nodes: ``train.ranks`` is the number of all, ``--gpus`` says how
+many are here.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from learner.gpu_selection import refuse_taken
 from learner.nodes.placement import Placement
 
 
-def lay_out(config: dict[str, Any], placement: Placement, spec: str, *, share: bool) -> tuple[dict[str, Any], int]:
+def lay_out(
+    config: dict[str, Any], placement: Placement, spec: str, *, share: bool
+) -> tuple[dict[str, Any], int]:
     """Select this node's GPUs; return the configuration and the number of ranks here.
 
     Args:
@@ -23,13 +27,17 @@ def lay_out(config: dict[str, Any], placement: Placement, spec: str, *, share: b
     """
     seen = gpus.select(spec)
     numbers = gpus.parse(spec) if seen == "cuda" else []
-    if numbers and not share and placement.local_rank is None:  # else this node's other ranks use them already
+    # else this node's other ranks use them already
+    if numbers and not share and placement.local_rank is None:
         refuse_taken(numbers, spec)
     return divide(config, placement, spec, len(numbers))
 
 
-def divide(config: dict[str, Any], placement: Placement, spec: str, num_gpus: int) -> tuple[dict[str, Any], int]:
-    """Return the configuration with ``train.ranks`` of all nodes, and the number of ranks on this node.
+def divide(
+    config: dict[str, Any], placement: Placement, spec: str, num_gpus: int
+) -> tuple[dict[str, Any], int]:
+    """Return the configuration with ``train.ranks`` of all nodes, and the number of ranks on this
+    node.
 
     Raises:
         ConfigError: if ``train.ranks`` or ``train.device`` is another one, or does not divide.
@@ -39,10 +47,15 @@ def divide(config: dict[str, Any], placement: Placement, spec: str, num_gpus: in
         return config, 1  # refused by validation
     device = None if spec == "auto" else "cuda" if num_gpus else "cpu"
     if device and train.get("device", "auto") not in ("auto", device):
-        raise ConfigError("train.device", train["device"], f"{device} with --gpus {spec}, or nothing")
-    nodes, asked = placement.num_nodes, train.get("ranks")
+        raise ConfigError(
+            "train.device", train["device"], f"{device} with --gpus {spec}, or nothing"
+        )
+    nodes = placement.num_nodes
+    asked = train.get("ranks")
     if placement.size is not None and asked not in (None, placement.size):
-        raise ConfigError("train.ranks", asked, f"{placement.size} under {placement.source}, or nothing")
+        raise ConfigError(
+            "train.ranks", asked, f"{placement.size} under {placement.source}, or nothing"
+        )
     size = placement.size or asked or max(num_gpus, 1) * nodes
     if not isinstance(size, int) or size < nodes:
         allowed = f"at least {nodes}, the ranks of all nodes together with {placement.source}"
@@ -53,7 +66,12 @@ def divide(config: dict[str, Any], placement: Placement, spec: str, num_gpus: in
     here = placement.local_size or num_gpus
     if not here:
         if size % nodes:
-            allowed = f"a multiple of {nodes} nodes, or --gpus on each node to say how many ranks it has"
+            allowed = (
+                f"a multiple of {nodes} nodes, or --gpus on each node to say how many ranks it has"
+            )
             raise ConfigError("train.ranks", size, allowed)
         here = size // nodes
-    return {**config, "train": {**train, "ranks": size, **({"device": device} if device else {})}}, here
+    return {
+        **config,
+        "train": {**train, "ranks": size, **({"device": device} if device else {})},
+    }, here

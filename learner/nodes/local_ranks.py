@@ -73,9 +73,13 @@ def spawn_rank(start: RankStart) -> subprocess.Popen[bytes]:
 
 
 def worst(codes: Sequence[int]) -> int:
-    """Return the exit code of a node from those of its ranks: user errors, then failures, then a stop."""
+    """Return the exit code of a node from those of its ranks: user errors, then failures, then a
+    stop.
+    """
     for code in (EXIT_USER_ERROR, EXIT_FAULT, EXIT_STOPPED):
-        if code in codes or (code == EXIT_FAULT and any(one not in (0, EXIT_STOPPED) for one in codes)):
+        if code in codes or (
+            code == EXIT_FAULT and any(one not in (0, EXIT_STOPPED) for one in codes)
+        ):
             return code
     return 0
 
@@ -83,7 +87,8 @@ def worst(codes: Sequence[int]) -> int:
 def run_node(starts: Sequence[RankStart]) -> int:
     """Start the ranks of a node and return its exit code.
 
-    The first signal goes to the ranks: those that have joined wait for rank 0 to end the run. A second one ends them.
+    The first signal goes to the ranks: those that have joined wait for rank 0 to end the run. A
+    second one ends them.
     """
     ranks = [spawn_rank(start) for start in starts]
     count = 0

@@ -22,14 +22,18 @@ def list_folder(folder: Path) -> Listing:
         name = file.relative_to(folder)
         if file.suffix in SUFFIXES and name.parts[0] != STATE and file.is_file():
             size = file.stat().st_size
-            found[str(name)] = size, sha256(file.read_bytes()).hexdigest()[:32] if size <= SMALL_BYTES else ""
+            found[str(name)] = (
+                size,
+                sha256(file.read_bytes()).hexdigest()[:32] if size <= SMALL_BYTES else "",
+            )
     return found
 
 
 def difference(rank_0: Listing, here: Listing) -> str:
     """Return how a folder differs from rank 0's, as a line; empty if it does not."""
     for name in dict.fromkeys([*rank_0, *here]):
-        one, two = rank_0.get(name), here.get(name)
+        one = rank_0.get(name)
+        two = here.get(name)
         if one is None or two is None:
             return f"{name} is only {'here' if one is None else 'there'}"
         if one[0] != two[0]:
@@ -47,7 +51,9 @@ def compare(command: FoldersCommand, node: str) -> FoldersReply:
     """
     for path, listing in command.folders.items():
         if not Path(path).is_dir():
-            return FoldersReply(f"{node} has no {path}: run.dir and model folders must be there on all nodes")
+            return FoldersReply(
+                f"{node} has no {path}: run.dir and model folders must be there on all nodes"
+            )
         if differs := difference(listing, list_folder(Path(path))):
             return FoldersReply(f"{path} on {node} is not the folder of node 0: {differs}")
     return FoldersReply("")

@@ -20,7 +20,13 @@ from broker.errors import UserError
 from broker.weights.rendezvous.board_server import BoardServer
 from learner.backends.ranks.leader import EXIT_RANK_DIED, exit_at_once
 from learner.backends.ranks.link import LinkClosedError, RankLink
-from learner.backends.ranks.messages import BuildCommand, EndCommand, FoldersCommand, FoldersReply, ReleaseCommand
+from learner.backends.ranks.messages import (
+    BuildCommand,
+    EndCommand,
+    FoldersCommand,
+    FoldersReply,
+    ReleaseCommand,
+)
 from learner.backends.ranks.rendezvous import Meeting
 from learner.nodes.encrypted_link import EncryptedFrames, LinkWatch
 from learner.nodes.hello import Hello
@@ -62,11 +68,16 @@ class NodeRanks:
         children: Sequence[subprocess.Popen[bytes]],
         watch: LinkWatch,
     ) -> None:
-        self.num_here, self.died = num_here, ""
+        self.num_here = num_here
+        self.died = ""
         self.links = [rank.link for rank in ranks]
-        self._server, self._address, self._ranks, self._children = server, address, ranks, children
+        self._server = server
+        self._address = address
+        self._ranks = ranks
+        self._children = children
         self._store = server.store(STORE_S)
-        self._num_built, self._ending = 0, threading.Event()
+        self._num_built = 0
+        self._ending = threading.Event()
         self._watch = watch
 
     @property
@@ -78,14 +89,18 @@ class NodeRanks:
         """End this process because a rank has ended, unless all are to end."""
         if self._ending.is_set():
             return
-        rank, hello = next((number, one.hello) for number, one in enumerate(self._ranks, 1) if one.frames is frames)
+        rank, hello = next(
+            (number, one.hello) for number, one in enumerate(self._ranks, 1) if one.frames is frames
+        )
         said = self._store.peek(farewell_key(*hello.seat))
         if said is None:
             told = f"rank {rank} of {hello.name} is gone; all nodes end, to resume from the last checkpoint"
-            self.died, code = told, EXIT_RANK_DIED
+            self.died = told
+            code = EXIT_RANK_DIED
         else:
             farewell = msgspec.json.decode(said, type=Farewell)
-            self.died, code = f"rank {rank} of {hello.name}: {farewell.line}", farewell.code
+            self.died = f"rank {rank} of {hello.name}: {farewell.line}"
+            code = farewell.code
         exit_at_once(self.died, code)
 
     def meeting(self) -> Meeting:
@@ -97,11 +112,15 @@ class NodeRanks:
 
     def build(self, backend: str, settings: dict[str, Any]) -> None:
         self._num_built += 1
-        self._compare_folders({str(settings[key]) for key in ("model_path", "ref_path") if settings.get(key)})
+        self._compare_folders(
+            {str(settings[key]) for key in ("model_path", "ref_path") if settings.get(key)}
+        )
         sizes = {rank.hello.node: rank.hello.local_size for rank in self._ranks}
         for number, rank in enumerate(self._ranks, 1):
             local = (rank.hello.local_rank, sizes[rank.hello.node])
-            rank.link.send(BuildCommand(backend, number, len(self._ranks) + 1, self._name, settings, *local))
+            rank.link.send(
+                BuildCommand(backend, number, len(self._ranks) + 1, self._name, settings, *local)
+            )
 
     def _compare_folders(self, paths: set[str]) -> None:
         folders = {path: list_folder(Path(path)) for path in sorted(paths) if os.path.isdir(path)}

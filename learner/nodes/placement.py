@@ -1,4 +1,6 @@
-"""Finds this process's place among several nodes: from its options, or the variables of torchrun or Slurm."""
+"""Finds this process's place among several nodes: from its options, or the variables of torchrun or
+Slurm.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ from typing import Final
 
 from broker.errors import UserError
 
-TORCHRUN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN: Final = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 SLURM: Final = (
     "SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_TASKS_PER_NODE",
     "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID",
@@ -25,7 +35,8 @@ class Placement:
     Attributes:
         host: name or address of node 0, where the ranks meet.
         source: what started this process, for messages.
-        local_rank: number of the rank on this node that this process is; None: it starts all ranks of its node.
+        local_rank: number of the rank on this node that this process is; None: it starts all ranks
+            of its node.
         local_size: ranks of this node, None if the configuration decides.
         size: ranks of all nodes, None if the configuration decides.
     """
@@ -71,14 +82,18 @@ def place(
     given = (("--nnodes", nnodes, found.num_nodes), ("--node-rank", node_rank, found.node))
     for name, asked, known in given:
         if asked is not None and asked != known:
-            raise UserError(f"{name} {asked}: {found.source} started this process with {known}; leave {name} out")
+            raise UserError(
+                f"{name} {asked}: {found.source} started this process with {known}; leave {name} out"
+            )
     if rendezvous is None:
         return found
     host, port = parse_rendezvous(rendezvous)
     return Placement(**{**vars(found), "host": host, "port": port})
 
 
-def _of_options(nnodes: int | None, node_rank: int | None, rendezvous: str | None) -> Placement | None:
+def _of_options(
+    nnodes: int | None, node_rank: int | None, rendezvous: str | None
+) -> Placement | None:
     given = {"--nnodes": nnodes, "--node-rank": node_rank, "--rendezvous": rendezvous}
     if all(value is None for value in given.values()):
         return None
@@ -87,7 +102,9 @@ def _of_options(nnodes: int | None, node_rank: int | None, rendezvous: str | Non
         missing = " and ".join(name for name, value in given.items() if value is None)
         raise UserError(f"{there} without {missing}: several nodes need all three")
     if node_rank >= nnodes:
-        raise UserError(f"--node-rank {node_rank}: with --nnodes {nnodes} nodes are numbered 0 to {nnodes - 1}")
+        raise UserError(
+            f"--node-rank {node_rank}: with --nnodes {nnodes} nodes are numbered 0 to {nnodes - 1}"
+        )
     host, port = parse_rendezvous(rendezvous)
     return Placement(node_rank, nnodes, host, port, f"--nnodes {nnodes}")
 
@@ -100,13 +117,18 @@ def parse_rendezvous(text: str) -> tuple[str, int]:
     """
     match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%\w]+)\]|([^\s:\[\]/]+)):(\d{1,5})", text)
     if match is None or not 0 < int(match[3]) < 65536:
-        raise UserError(f"--rendezvous {text}: expected HOST:PORT of node 0, for example 10.0.0.1:7100")
+        raise UserError(
+            f"--rendezvous {text}: expected HOST:PORT of node 0, for example 10.0.0.1:7100"
+        )
     return match[1] or match[2], int(match[3])
 
 
 def _of_torchrun(environ: Mapping[str, str]) -> Placement | None:
     """Return the place that torchrun gives, which starts one process per rank."""
-    if not all(environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")) or environ["WORLD_SIZE"] == "1":
+    if (
+        not all(environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        or environ["WORLD_SIZE"] == "1"
+    ):
         return None
     _require("torchrun", TORCHRUN, environ)
     rank, size, local, here, node, port = (
@@ -114,23 +136,37 @@ def _of_torchrun(environ: Mapping[str, str]) -> Placement | None:
     )
     if local >= here or rank >= size or size % here:
         seen = ", ".join(f"{name}={environ[name]}" for name in TORCHRUN[:4])
-        raise UserError(f"torchrun: {seen} contradict each other; each node needs as many processes as the others")
+        raise UserError(
+            f"torchrun: {seen} contradict each other; each node needs as many processes as the others"
+        )
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         port += 1  # torchrun itself listens at the port that it names
-    return Placement(node, size // here, environ["MASTER_ADDR"], port, "torchrun", local, here, size)
+    return Placement(
+        node, size // here, environ["MASTER_ADDR"], port, "torchrun", local, here, size
+    )
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Placement | None:
-    """Return the place that srun gives: with one task per node, a task starts its node's ranks; else it is a rank."""
+    """Return the place that srun gives: with one task per node, a task starts its node's ranks;
+    else it is a rank.
+    """
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
-    if not tasks.isdecimal() or int(tasks) < 2:  # a shell or a batch script, not several tasks of srun
+    # a shell or a batch script, not several tasks of srun
+    if not tasks.isdecimal() or int(tasks) < 2:
         return None
     _require("srun", SLURM, environ)
     node, local, nodes, job, step = (
         _number("srun", name, environ)
-        for name in ("SLURM_NODEID", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES", "SLURM_JOB_ID", "SLURM_STEP_ID")
+        for name in (
+            "SLURM_NODEID",
+            "SLURM_LOCALID",
+            "SLURM_STEP_NUM_NODES",
+            "SLURM_JOB_ID",
+            "SLURM_STEP_ID",
+        )
     )
-    host, size = first_host(environ["SLURM_STEP_NODELIST"]), int(tasks)
+    host = first_host(environ["SLURM_STEP_NODELIST"])
+    size = int(tasks)
     port = FIRST_PORT + (job * 31 + step) % NUM_PORTS
     if nodes == size:
         return Placement(node, nodes, host, port, "srun")
@@ -159,7 +195,9 @@ def tasks_per_node(text: str) -> list[int]:
 
 def _require(source: str, names: tuple[str, ...], environ: Mapping[str, str]) -> None:
     if missing := [name for name in names if not environ.get(name)]:
-        raise UserError(f"{source}: the environment has no {', '.join(missing)}; unset its variables or set them all")
+        raise UserError(
+            f"{source}: the environment has no {', '.join(missing)}; unset its variables or set them all"
+        )
 
 
 def _number(source: str, name: str, environ: Mapping[str, str]) -> int:

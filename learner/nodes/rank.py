@@ -1,7 +1,7 @@
 """A rank above 0 of a learner over several nodes: finds rank 0, joins and executes its commands.
 
-``python -m learner.nodes.rank FD`` reads a ``RankStart`` from a descriptor; under torchrun and srun the process of
-``rlearner start`` calls ``serve_rank`` itself.
+``python -m learner.nodes.rank FD`` reads a ``RankStart`` from a descriptor; under torchrun and srun
+the process of ``rlearner start`` calls ``serve_rank`` itself.
 """
 
 from __future__ import annotations
@@ -73,14 +73,18 @@ class JoiningRank:
     """This process on its way to rank 0, and then one of its ranks."""
 
     def __init__(self, start: RankStart) -> None:
-        self.start, self.joined, self._finished = start, False, threading.Event()
+        self.start = start
+        self.joined = False
+        self._finished = threading.Event()
         self._close: Callable[[], None] = lambda: None
         self._where = RendezvousAddress(start.host, start.port, "").where
 
     def run(self) -> int:
         """Return the exit code."""
         try:
-            key = read_key(Path(self.start.key_file), make=False, wait_s=min(APPEARS_S, self.start.deadline_s))
+            key = read_key(
+                Path(self.start.key_file), make=False, wait_s=min(APPEARS_S, self.start.deadline_s)
+            )
             client = self._reach(key)
         except NoRendezvousError as error:
             log.error("%s", error)
@@ -98,11 +102,19 @@ class JoiningRank:
         except TransferFailed as error:
             return self._fail(client, f"this rank cannot send weights: {error}", EXIT_FAULT)
         except LinkClosedError:
-            log.error("the connection to rank 0 at %s has ended; so does this rank, to be started again", self._where)
+            log.error(
+                "the connection to rank 0 at %s has ended; so does this rank, to be started again",
+                self._where,
+            )
             return EXIT_FAULT
         except Exception as error:
             log.exception("%s: %s", type(error).__name__, error)
-            return self._fail(client, f"{type(error).__name__}: {' '.join(str(error).split())}", EXIT_FAULT, say=False)
+            return self._fail(
+                client,
+                f"{type(error).__name__}: {' '.join(str(error).split())}",
+                EXIT_FAULT,
+                say=False,
+            )
         finally:
             self._finished.set()
             self._close()
@@ -118,7 +130,8 @@ class JoiningRank:
         start = self.start
         address = RendezvousAddress(start.host, start.port, key.curve_public(RANK_0))
         own = KeyPair(key.curve_public(OTHERS), key.curve_secret(OTHERS))
-        deadline, remind_at = time.monotonic() + start.deadline_s, 0.0
+        deadline = time.monotonic() + start.deadline_s
+        remind_at = 0.0
         while True:
             reason = _unreachable(start.host, start.port)
             if not reason:
@@ -131,20 +144,31 @@ class JoiningRank:
                             "node 0 here, or name the port of node 0's rendezvous"
                         ) from None
             if time.monotonic() > deadline:
-                raise NoRendezvousError(f"no rank 0 at {self._where} within {start.deadline_s:g} s: {reason}")
+                raise NoRendezvousError(
+                    f"no rank 0 at {self._where} within {start.deadline_s:g} s: {reason}"
+                )
             if time.monotonic() >= remind_at:
                 remind_at = time.monotonic() + REMIND_S
-                log.info("node %d waits for rank 0 at %s: %s", start.node, self._where, reason or "no answer")
+                log.info(
+                    "node %d waits for rank 0 at %s: %s",
+                    start.node,
+                    self._where,
+                    reason or "no answer",
+                )
             time.sleep(AGAIN_S)
 
     def _serve(self, client: BoardClient, key: NodeKey) -> int:
-        start, token = self.start, secrets.token_hex(8)
+        start = self.start
+        token = secrets.token_hex(8)
         client.append(ARRIVALS, arrival_line(start.node, start.local_rank, token))
         port = client.wait_for(answer_key(token), ANSWER_S)
         if port is None:
-            raise NoRendezvousError(f"rank 0 at {self._where} lets nobody in any more: it has all its ranks, or ends")
+            raise NoRendezvousError(
+                f"rank 0 at {self._where} lets nobody in any more: it has all its ranks, or ends"
+            )
         frames = EncryptedFrames.connect(start.host, int(port), key)
-        watch, link = LinkWatch(self._on_lost), RankLink(frames)
+        watch = LinkWatch(self._on_lost)
+        link = RankLink(frames)
         watch.add(frames, frames.monitor())
 
         def close() -> None:
@@ -155,7 +179,9 @@ class JoiningRank:
         hello = greet(start.node, start.local_rank, start.size_here, start.config, start.shared)
         link.send(hello)
         self.joined = True
-        log.info("rank %d of node %d has reached rank 0 at %s", start.local_rank, start.node, self._where)
+        log.info(
+            "rank %d of node %d has reached rank 0 at %s", start.local_rank, start.node, self._where
+        )
         here = address_towards(start.host)
 
         def meet(build: BuildCommand) -> Meeting:
@@ -168,7 +194,10 @@ class JoiningRank:
 
     def _on_lost(self, _: EncryptedFrames) -> None:
         if not self._finished.wait(FAREWELL_S):
-            exit_at_once(f"rank 0 at {self._where} is gone; so does this rank, to be started again", EXIT_FAULT)
+            exit_at_once(
+                f"rank 0 at {self._where} is gone; so does this rank, to be started again",
+                EXIT_FAULT,
+            )
 
     def _fail(self, client: BoardClient, line: str, code: int, *, say: bool = True) -> int:
         """Tell rank 0, so that the line stands in its log, too."""
@@ -192,10 +221,11 @@ def _unreachable(host: str, port: int) -> str:
 
 @contextmanager
 def _signals(rank: JoiningRank) -> Iterator[None]:
-    """End at the first signal before joining; afterwards rank 0 ends the run, and a second signal this process.
+    """End at the first signal before joining; afterwards rank 0 ends the run, and a second signal
+    this process.
 
-    Slurm and systemd signal every process of a node, and so does the process that started this one; that it forwards a
-    signal is not a second one.
+    Slurm and systemd signal every process of a node, and so does the process that started this one;
+    that it forwards a signal is not a second one.
     """
     seen: list[int] = []
 
@@ -204,7 +234,9 @@ def _signals(rank: JoiningRank) -> Iterator[None]:
             os._exit(EXIT_STOPPED)
         seen.append(number)
         if len(seen) == 1:
-            os.write(2, f"{signal.Signals(number).name}: this rank ends when rank 0 does\n".encode())
+            os.write(
+                2, f"{signal.Signals(number).name}: this rank ends when rank 0 does\n".encode()
+            )
 
     handled = (signal.SIGINT, signal.SIGTERM, FORWARDED)
     before: dict[signal.Signals, Any] = {one: signal.signal(one, handle) for one in handled}

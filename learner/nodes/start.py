@@ -29,16 +29,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of several nodes; under torchrun and srun none is needed."""
     add = parser.add_argument
     add("--nnodes", metavar="N", type=count, help="nodes that train together (1)")
-    add("--node-rank", metavar="I", type=natural, help="number of this node, from 0; node 0 is the learner")
-    add("--rendezvous", metavar="HOST:PORT", help="address of node 0 for the other nodes, and a free port there")
-    text = "secret file of the nodes, the same on all; node 0 makes it (~/.config/rlearner/nodes.key)"
+    add(
+        "--node-rank",
+        metavar="I",
+        type=natural,
+        help="number of this node, from 0; node 0 is the learner",
+    )
+    add(
+        "--rendezvous",
+        metavar="HOST:PORT",
+        help="address of node 0 for the other nodes, and a free port there",
+    )
+    text = (
+        "secret file of the nodes, the same on all; node 0 makes it (~/.config/rlearner/nodes.key)"
+    )
     add("--nodes-key", metavar="FILE", type=Path, help=text)
     text = "how long nodes wait for each other (%(default)g)"
     add("--nodes-deadline", metavar="SECONDS", type=positive, default=DEADLINE_S, help=text)
 
 
 def follow(
-    placement: Placement, config: dict[str, Any], num_here: int, options: argparse.Namespace, shared: list[str]
+    placement: Placement,
+    config: dict[str, Any],
+    num_here: int,
+    options: argparse.Namespace,
+    shared: list[str],
 ) -> int:
     """Join rank 0 with the ranks of this node, or as one of them; return the exit code.
 
@@ -48,7 +63,9 @@ def follow(
     key_file = str(options.nodes_key or default_path())
 
     def start(local_rank: int) -> RankStart:
-        return start_of(placement, local_rank, num_here, key_file, config, options.nodes_deadline, shared)
+        return start_of(
+            placement, local_rank, num_here, key_file, config, options.nodes_deadline, shared
+        )
 
     logs.configure()
     logs.identify(role="learner", process_id=f"node-{placement.node}")
@@ -62,7 +79,9 @@ def follow(
 
 @dataclass
 class Outcome:
-    """The exit code with which all nodes end, and all their devices on which the learner takes turns."""
+    """The exit code with which all nodes end, and all their devices on which the learner takes
+    turns.
+    """
 
     code: int = EXIT_FAULT
     shared: list[str] = field(default_factory=list)
@@ -77,7 +96,8 @@ async def gathered(
     stop: Stop,
     shared: list[str],
 ) -> AsyncIterator[Outcome]:
-    """Wait for all nodes; within it the backend runs on their ranks; at the end all exit with the code of the outcome.
+    """Wait for all nodes; within it the backend runs on their ranks; at the end all exit with the
+    code of the outcome.
 
     Args:
         shared: names of this node's devices, if it takes turns on them.
@@ -95,7 +115,9 @@ async def gathered(
         with others_elsewhere(ranks):
             yield outcome
     except BaseException as error:
-        if isinstance(error, UserError) or (isinstance(error, BaseExceptionGroup) and error.subgroup(UserError)):
+        if isinstance(error, UserError) or (
+            isinstance(error, BaseExceptionGroup) and error.subgroup(UserError)
+        ):
             outcome.code = EXIT_USER_ERROR
         raise
     finally:
@@ -114,7 +136,9 @@ def _gather(
 
     key_file = options.nodes_key or default_path()
     try:
-        gathering = Gathering(placement, num_here, config["train"]["ranks"], key_file, config, shared)
+        gathering = Gathering(
+            placement, num_here, config["train"]["ranks"], key_file, config, shared
+        )
         return gathering.gather(options.nodes_deadline, stop.asked.is_set)
     except GatheringStopped:
         raise Stopped(stop.reason) from None

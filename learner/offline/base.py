@@ -35,7 +35,9 @@ class OfflinePipeline(Protocol):
     num_rows: int  # rows to train on
 
     def step(self, rows: Sequence[int]) -> dict[str, float]:
-        """Take an optimizer step on these rows; return its metrics, including ``train/loss`` and ``train/tokens``."""
+        """Take an optimizer step on these rows; return its metrics, including ``train/loss`` and
+        ``train/tokens``.
+        """
 
     def evaluate(self) -> dict[str, float]:
         """Return metrics of the held-out rows, ``eval/…``; empty without such rows."""
@@ -97,11 +99,15 @@ class OfflineJob:
         longest = longest_row(self.first_path)
         wanted = self.data.max_tokens or longest
         if wanted > longest:
-            raise ConfigError("data.max_tokens", wanted, f"at most {longest}, which the model takes")
+            raise ConfigError(
+                "data.max_tokens", wanted, f"at most {longest}, which the model takes"
+            )
         return wanted
 
     def make_backend(self, algorithm: AlgorithmSection, *, path: str | None = None) -> Backend:
-        """Return a backend with the weights to continue from, or with others, to score only, without adapters."""
+        """Return a backend with the weights to continue from, or with others, to score only,
+        without adapters.
+        """
         train = backend_train(self.train)
         backend: Backend = resolve("backends", self.train.backend, BACKENDS)(
             path or self.model_path,

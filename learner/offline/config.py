@@ -35,7 +35,8 @@ SECTIONS: Final[dict[str, dict[str, str]]] = {
     },
 }
 _FREE_TRAIN: Final = ("train.steps", "train.num_threads", "train.device")
-FREE: Final = (*_FREE_TRAIN, "eval.", "checkpoint.", "trackers.", "broker.", "rollout.")  # may differ on resume
+# may differ on resume
+FREE: Final = (*_FREE_TRAIN, "eval.", "checkpoint.", "trackers.", "broker.", "rollout.")
 
 
 class DataSection(Section):
@@ -43,8 +44,10 @@ class DataSection(Section):
 
     train: str  # JSONL or Parquet
     eval: str | None = None  # a file of held-out rows; null: the share below
-    eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05  # of the rows of ``train``, taken from its end
-    max_tokens: PositiveInt | None = None  # longer rows are cut (sft, distill) or omitted (dpo); null: the model's
+    # of the rows of ``train``, taken from its end
+    eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    # longer rows are cut (sft, distill) or omitted (dpo); null: the model's
+    max_tokens: PositiveInt | None = None
 
 
 class OfflineTrainSection(OptimizationSection):
@@ -79,8 +82,10 @@ class DistillSection(Section):
 
     teacher: str  # folder or hub name
     kl: Literal["forward", "reverse"] = "forward"  # KL(teacher || student), KL(student || teacher)
-    top_k: NonNegativeInt = 0  # the teacher's best candidates, and the rest of its mass as one; 0: the whole vocabulary
-    served: bool = False  # use rollout servers that joined this run, instead of loading the teacher here
+    # the teacher's best candidates, and the rest of its mass as one; 0: the whole vocabulary
+    top_k: NonNegativeInt = 0
+    # use rollout servers that joined this run, instead of loading the teacher here
+    served: bool = False
     timeout_s: PositiveFloat = 120.0  # served: longest wait for the response to one row
     concurrency: PositiveInt = 64  # served: rows requested at once
 
@@ -102,7 +107,9 @@ def validate(pipeline: str, config: dict[str, Any]) -> dict[str, Any]:
 
     if "domains" in config:
         commands = "`rlearner up` and `rlearner start`"
-        raise UserError(f"domains: with that section it is a configuration for {commands}, not for {pipeline}")
+        raise UserError(
+            f"domains: with that section it is a configuration for {commands}, not for {pipeline}"
+        )
     checked = runspec.validate(config, SECTIONS[pipeline], ())
     train = checked["train"]
     if (name := train["backend"]) in ("deepspeed", "megatron"):
@@ -110,7 +117,9 @@ def validate(pipeline: str, config: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError("train.backend", name, allowed)
     resolve_model(checked["model"])
     if (warmup := train["warmup_steps"]) is not None and warmup >= train["steps"]:
-        raise ConfigError("train.warmup_steps", warmup, f"below train.steps, which is {train['steps']}")
+        raise ConfigError(
+            "train.warmup_steps", warmup, f"below train.steps, which is {train['steps']}"
+        )
     check_name("train.backend", "backends", train["backend"], BACKENDS)
     check_options(train)
     check_family(checked)
@@ -134,24 +143,38 @@ def _check_distill(config: dict[str, Any]) -> None:
     distill = config["distill"]
     if distill["served"] and not distill["top_k"]:
         raise ConfigError(
-            "distill.top_k", 0, "at least 1 with distill.served: whole distributions are too large to send"
+            "distill.top_k",
+            0,
+            "at least 1 with distill.served: whole distributions are too large to send",
         )
     if config["train"]["backend"] != "torch":
-        raise ConfigError("train.backend", config["train"]["backend"], "torch: distillation needs the student's logits")
+        raise ConfigError(
+            "train.backend",
+            config["train"]["backend"],
+            "torch: distillation needs the student's logits",
+        )
 
 
 def backend_train(train: OfflineTrainSection) -> TrainSection:
     """Return the settings in the form that backends take."""
-    same = {name: getattr(train, name) for name in OfflineTrainSection.model_fields if name != "batch_size"}
+    same = {
+        name: getattr(train, name)
+        for name in OfflineTrainSection.model_fields
+        if name != "batch_size"
+    }
     if train.warmup_steps is None:
         same["warmup_steps"] = min(max(1, train.steps // 20), train.steps - 1)
     return TrainSection(**same)
 
 
-def first_changed_key(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> str | None:
+def first_changed_key(
+    before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
+) -> str | None:
     """Return the first changed key that must not change when a run resumes, None if there is none."""
     for key in sorted({*before, *now}):
-        name, old, new = f"{prefix}{key}", before.get(key), now.get(key)
+        name = f"{prefix}{key}"
+        old = before.get(key)
+        new = now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             if (found := first_changed_key(old, new, f"{name}.")) is not None:
                 return found

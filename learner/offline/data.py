@@ -33,16 +33,19 @@ class TokenizedExample:
 
     def sample(self) -> TrainSample:
         """Return the training sample: every trained token has weight 1 instead of an advantage."""
-        ids, mask = np.array(self.token_ids, np.int32), np.array(self.loss_mask, np.uint8)
+        ids = np.array(self.token_ids, np.int32)
+        mask = np.array(self.loss_mask, np.uint8)
         mask[:1] = 0
-        zeros, versions = np.zeros(len(ids), np.float32), np.full(len(ids), -1, np.int32)
+        zeros = np.zeros(len(ids), np.float32)
+        versions = np.full(len(ids), -1, np.int32)
         return TrainSample(ids, mask, zeros, versions, mask.astype(np.float32), group=0, reward=0.0)
 
 
 def read_conversations(path: str | Path, key: str = "data") -> Iterator[tuple[int, Messages]]:
     """Yield (line, messages) of every row.
 
-    Rows are ``{"messages": [...]}``, or ``{"prompt": …, "response": …}``, each a text or a list of messages.
+    Rows are ``{"messages": [...]}``, or ``{"prompt": …, "response": …}``, each a text or a list of
+    messages.
 
     Raises:
         ConfigError: if the file cannot be read.
@@ -66,14 +69,15 @@ def _messages(row: Row) -> Messages:
 def conversation(prompt: Any, answer: Any, key: str) -> Messages:
     """Return the messages of a prompt and its answer.
 
-    A text is one message. A list of messages as the answer continues the prompt; one that begins with the user or the
-    system is the whole conversation, and the prompt is ignored.
+    A text is one message. A list of messages as the answer continues the prompt; one that begins
+    with the user or the system is the whole conversation, and the prompt is ignored.
 
     Args:
         key: of the answer, for error messages.
 
     Raises:
-        ValueError: if they are neither texts nor such lists, or the conversation does not end with the assistant.
+        ValueError: if they are neither texts nor such lists, or the conversation does not end with
+            the assistant.
     """
     if isinstance(answer, str):
         answer = [{"role": "assistant", "content": answer}]
@@ -91,8 +95,11 @@ def conversation(prompt: Any, answer: Any, key: str) -> Messages:
         raise ValueError(f"prompt and {key}: {error}") from None
 
 
-def load_examples(path: str | Path, tokenizer: Tokenizer, max_tokens: int, key: str = "data") -> list[TokenizedExample]:
-    """Return every conversation of the file as tokens, cut to ``max_tokens``, without those with nothing to train.
+def load_examples(
+    path: str | Path, tokenizer: Tokenizer, max_tokens: int, key: str = "data"
+) -> list[TokenizedExample]:
+    """Return every conversation of the file as tokens, cut to ``max_tokens``, without those with
+    nothing to train.
 
     Rows that are cut or left out are reported in the log.
 
@@ -122,7 +129,9 @@ def load_examples(path: str | Path, tokenizer: Tokenizer, max_tokens: int, key: 
 
 
 def shuffled_batches(num_examples: int, batch_size: int, seed: int) -> Iterator[list[int]]:
-    """Yield the indices of batches without end: every example once per epoch, in a new order each epoch."""
+    """Yield the indices of batches without end: every example once per epoch, in a new order each
+    epoch.
+    """
     random = np.random.default_rng(seed)
     waiting: list[int] = []
     while True:

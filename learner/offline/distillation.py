@@ -26,11 +26,15 @@ MEAN: Final = AlgorithmSection(pg_variant="sft", loss_agg_mode="token-mean")
 
 
 class DistillationPipeline:
-    """A ``Pipeline``; the loss of a step is the mean divergence over all trained tokens of its rows."""
+    """A ``Pipeline``; the loss of a step is the mean divergence over all trained tokens of its
+    rows.
+    """
 
     def __init__(self, job: OfflineJob) -> None:
         distill = section(job.config, "distill", DistillSection)
-        _check_vocabulary(job.tokenizer, distill.teacher, trust_remote_code=job.model.trust_remote_code)
+        _check_vocabulary(
+            job.tokenizer, distill.teacher, trust_remote_code=job.model.trust_remote_code
+        )
         most = job.max_tokens()
 
         def read(path: str, key: str) -> list[TrainSample]:
@@ -80,11 +84,16 @@ class DistillationPipeline:
         if self._served is None:
             return list(samples)
         answers = self._served.ask([sample.token_ids for sample in samples])
-        return [with_candidates(sample, *answer) for sample, answer in zip(samples, answers, strict=True)]
+        return [
+            with_candidates(sample, *answer)
+            for sample, answer in zip(samples, answers, strict=True)
+        ]
 
 
 def with_candidates(sample: TrainSample, ids: np.ndarray, logprobs: np.ndarray) -> TaughtSample:
-    """Return a sample with a teacher's candidates for its trained tokens, from (n - 1, k) for all but the first."""
+    """Return a sample with a teacher's candidates for its trained tokens, from (n - 1, k) for all
+    but the first.
+    """
     own = {field.name: getattr(sample, field.name) for field in fields(TrainSample)}
     rows = sample.positions - 1
     return TaughtSample(**own, top_ids=ids[rows].astype(np.int64), top_logprobs=logprobs[rows])
@@ -100,10 +109,12 @@ def _check_vocabulary(student: Tokenizer, teacher: str, *, trust_remote_code: bo
         other = Tokenizer.load(teacher, trust_remote_code=trust_remote_code)
     except ConfigError as error:
         raise ConfigError("distill.teacher", teacher, error.allowed) from None
-    own, theirs = student.vocabulary(), other.vocabulary()
+    own = student.vocabulary()
+    theirs = other.vocabulary()
     if own == theirs:
         return
     token = min((own.items() ^ theirs.items()), key=lambda item: (item[1], item[0]))[0]
-    there, here = theirs.get(token, "unknown"), own.get(token, "unknown")
+    there = theirs.get(token, "unknown")
+    here = own.get(token, "unknown")
     allowed = f"its vocabulary must be the student's: token {token!r} is {there} there, {here} here"
     raise ConfigError("distill.teacher", teacher, allowed)

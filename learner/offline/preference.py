@@ -1,9 +1,10 @@
 """Runs ``rlearner dpo``: preference losses on pairs of answers, against a frozen reference.
 
-A preference loss couples two sequences, but a backend takes each separately. So a step scores all its answers first,
-takes the derivative of the loss by the logprob of each answer, and passes it to the backend as the weight of that
-answer's tokens in a likelihood loss: the gradient is exactly that of the preference loss, however the batch is cut or
-packed, for one more forward pass. With ``train.lora.dropout`` it is not exact: scores are taken without dropout.
+A preference loss couples two sequences, but a backend takes each separately. So a step scores all
+its answers first, takes the derivative of the loss by the logprob of each answer, and passes it to
+the backend as the weight of that answer's tokens in a likelihood loss: the gradient is exactly that
+of the preference loss, however the batch is cut or packed, for one more forward pass. With
+``train.lora.dropout`` it is not exact: scores are taken without dropout.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ Two = tuple[TrainSample, TrainSample]
 def answer_logprobs(backend: Backend, pairs: Sequence[Two]) -> Tensor:
     """Return the logprobs of both answers of each pair, summed over their tokens, (P, 2) float64."""
     scores = backend.score([sample for pair in pairs for sample in pair])
-    sums = [float(one.logprobs.astype(np.float64).sum()) for one in scores if one.logprobs is not None]
+    sums = [
+        float(one.logprobs.astype(np.float64).sum()) for one in scores if one.logprobs is not None
+    ]
     return torch.tensor(sums, dtype=torch.float64).reshape(-1, 2)
 
 
@@ -46,12 +49,15 @@ def compare(
     loss: PreferenceLoss, beta: float, logprobs: Tensor, ref: Tensor, pairs: Sequence[Two]
 ) -> tuple[Tensor, Tensor]:
     """Return losses and margins, (P,) each; gradient flows into ``logprobs``, (P, 2) like ``ref``."""
-    counts = torch.tensor([[sample.num_tokens for sample in pair] for pair in pairs], dtype=torch.float64)
+    counts = torch.tensor(
+        [[sample.num_tokens for sample in pair] for pair in pairs], dtype=torch.float64
+    )
     return loss(PairLogprobs(*logprobs.unbind(1), *ref.unbind(1), *counts.unbind(1)), beta)
 
 
 def weighted(pairs: Sequence[Two], slopes: Tensor) -> list[TrainSample]:
-    """Return the answers, with tokens weighted by minus the derivative of the mean loss, (P, 2), times their number.
+    """Return the answers, with tokens weighted by minus the derivative of the mean loss, (P, 2),
+    times their number.
 
     ``seq-mean-token-sum`` divides by the number of answers again.
     """
@@ -66,7 +72,9 @@ def weighted(pairs: Sequence[Two], slopes: Tensor) -> list[TrainSample]:
 def summary(
     prefix: str, losses: Tensor, margins: Tensor, logprobs: Tensor, ref: Tensor, beta: float
 ) -> dict[str, float]:
-    """Return means over pairs: loss, margin, accuracy, and the implicit rewards ``beta (log p - log ref)``."""
+    """Return means over pairs: loss, margin, accuracy, and the implicit rewards ``beta (log p - log
+    ref)``.
+    """
     rewards = beta * (logprobs - ref).mean(0)
     return {
         f"{prefix}/loss": losses.mean().item(),
@@ -97,13 +105,16 @@ class PreferencePipeline:
 
     def step(self, rows: Sequence[int]) -> dict[str, float]:
         """Take an update; ``train/loss`` is the mean over pairs."""
-        pairs, ref = [self._rows[row] for row in rows], self._ref[list(rows)]
+        pairs = [self._rows[row] for row in rows]
+        ref = self._ref[list(rows)]
         logprobs = answer_logprobs(self.backend, pairs).requires_grad_()
         losses, margins = compare(self._loss, self._beta, logprobs, ref, pairs)
         (slopes,) = torch.autograd.grad(losses.mean(), logprobs)
         samples = weighted(pairs, slopes)
         done = optimizer_metrics(self.backend.update(samples), samples)
-        return done | summary("train", losses.detach(), margins.detach(), logprobs.detach(), ref, self._beta)
+        return done | summary(
+            "train", losses.detach(), margins.detach(), logprobs.detach(), ref, self._beta
+        )
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -111,15 +122,20 @@ class PreferencePipeline:
         if not self._held_out:
             return {}
         logprobs = answer_logprobs(self.backend, self._held_out)
-        losses, margins = compare(self._loss, self._beta, logprobs, self._ref_held_out, self._held_out)
+        losses, margins = compare(
+            self._loss, self._beta, logprobs, self._ref_held_out, self._held_out
+        )
         return summary("eval", losses, margins, logprobs, self._ref_held_out, self._beta)
 
     def close(self) -> None:
         """Do nothing."""
 
 
-def _reference(job: OfflineJob, dpo: DpoSection, rows: Sequence[Two], held_out: Sequence[Two]) -> tuple[Tensor, Tensor]:
-    """Return the reference's logprobs of every answer, (rows, 2) float64 each, cached in the run's folder.
+def _reference(
+    job: OfflineJob, dpo: DpoSection, rows: Sequence[Two], held_out: Sequence[Two]
+) -> tuple[Tensor, Tensor]:
+    """Return the reference's logprobs of every answer, (rows, 2) float64 each, cached in the run's
+    folder.
 
     So no second model stays in memory, and a resumed run compares with the same numbers.
 
@@ -127,7 +143,9 @@ def _reference(job: OfflineJob, dpo: DpoSection, rows: Sequence[Two], held_out: 
         UserError: if the data changed since the run was started.
     """
     file = job.folder / REFERENCE
-    digests = json.dumps([digest_file(path) for path in (job.data.train, job.data.eval) if path is not None])
+    digests = json.dumps(
+        [digest_file(path) for path in (job.data.train, job.data.eval) if path is not None]
+    )
     from safetensors import safe_open
     from safetensors.torch import save_file
 

@@ -24,10 +24,11 @@ class PreferencePair:
 def load_pairs(
     path: str | Path, tokenizer: Tokenizer, max_tokens: int, key: str = "data"
 ) -> tuple[list[PreferencePair], int]:
-    """Return every pair of the file, and the number of pairs left out because an answer ends beyond ``max_tokens``.
+    """Return every pair of the file, and the number of pairs left out because an answer ends beyond
+    ``max_tokens``.
 
-    Rows are ``{"prompt": …, "chosen": …, "rejected": …}``, each a text (one message) or a list of messages; chosen and
-    rejected may also be whole conversations with the same beginning.
+    Rows are ``{"prompt": …, "chosen": …, "rejected": …}``, each a text (one message) or a list of
+    messages; chosen and rejected may also be whole conversations with the same beginning.
 
     These, and pairs that the chat template rejects, are reported in the log.
 
@@ -36,7 +37,8 @@ def load_pairs(
         DataError: if a row is malformed, or the file has no pair to train on.
     """
     pairs: list[PreferencePair] = []
-    num_long, unusable = 0, UnusableRows(path)
+    num_long = 0
+    unusable = UnusableRows(path)
     tokenizer.chat_template  # noqa: B018 - without one no row can be used, which is not the rows' fault
     for line, row in read_rows(path, key):
         unusable.read(line)
@@ -62,19 +64,25 @@ def _conversations(row: Row) -> tuple[Messages, Messages, int]:
     """Return both conversations, and the number of messages that they share at the beginning."""
     if missing := [key for key in ("chosen", "rejected") if key not in row]:
         raise ValueError(f"the row has no key {missing[0]!r}; known: prompt, chosen, rejected")
-    chosen, rejected = (conversation(row.get("prompt"), row[key], key) for key in ("chosen", "rejected"))
+    chosen, rejected = (
+        conversation(row.get("prompt"), row[key], key) for key in ("chosen", "rejected")
+    )
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
         shared += 1
     if shared in (len(chosen), len(rejected)):
         raise ValueError("chosen and rejected are the same, or one is the beginning of the other")
     if (role := chosen[shared]["role"]) != "assistant":
-        raise ValueError(f"chosen and rejected differ at message {shared}, of the {role}, not assistant")
+        raise ValueError(
+            f"chosen and rejected differ at message {shared}, of the {role}, not assistant"
+        )
     return chosen, rejected, shared
 
 
 def _example(tokenizer: Tokenizer, messages: Messages, shared: int) -> TokenizedExample:
-    """Return the conversation with the assistant's turns among its first ``shared`` messages masked."""
+    """Return the conversation with the assistant's turns among its first ``shared`` messages
+    masked.
+    """
     token_ids, mask = encode_supervised(tokenizer, messages)
     turns = sum(message["role"] == "assistant" for message in messages[:shared])
     for index, value in enumerate(mask):

@@ -27,9 +27,20 @@ def progress(name: str, first: int, steps: int) -> Iterator[Show]:
         yield line
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
     with Progress(TextColumn(name), *columns, console=Console(stderr=True)) as bars:
         task = bars.add_task("", total=steps, completed=first)
         yield lambda step, values: bars.update(task, completed=step, description=_text(values))

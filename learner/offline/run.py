@@ -1,7 +1,8 @@
-"""Runs a pipeline: its folder, steps, evaluations, checkpoints. A restarted run ends with the same bits.
+"""Runs a pipeline: its folder, steps, evaluations, checkpoints. A restarted run ends with the same
+bits.
 
-A step depends only on the seed, its number and the newest checkpoint, so a run resumes from there exactly; lines of
-``metrics.jsonl`` beyond it are cut off and written again.
+A step depends only on the seed, its number and the newest checkpoint, so a run resumes from there
+exactly; lines of ``metrics.jsonl`` beyond it are cut off and written again.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def run(name: str, config: dict[str, Any], url: str = "") -> OfflineResult:
         url: of the broker, for a served teacher.
 
     Raises:
-        UserError: if the settings differ from those that the run was started with, there is no such model, a row is
-            malformed, the loss is not finite, or another process trains the run.
+        UserError: if the settings differ from those that the run was started with, there is no such
+            model, a row is malformed, the loss is not finite, or another process trains the run.
     """
     folder = run_folder(config)
     with _hold(folder, config["run"]["name"]):
@@ -80,9 +81,12 @@ def _hold(folder: Path, run: str) -> IO[bytes]:
 
 def _run(name: str, config: dict[str, Any], folder: Path, url: str) -> OfflineResult:
     _refuse_other_settings(folder, config)
-    newest, steps = checkpoint.newest_checkpoint(folder / "checkpoints"), config["train"]["steps"]
+    newest = checkpoint.newest_checkpoint(folder / "checkpoints")
+    steps = config["train"]["steps"]
     if newest is not None and newest.step > steps:
-        raise UserError(f"train.steps: {steps} is not allowed; the run has made {newest.step} steps already")
+        raise UserError(
+            f"train.steps: {steps} is not allowed; the run has made {newest.step} steps already"
+        )
     _forget_what_never_began(folder)
     checkpoint.remove_partial(folder / "checkpoints")
     first_path = base_model(section(config, "model", ModelSection), folder, log.info)
@@ -90,13 +94,24 @@ def _run(name: str, config: dict[str, Any], folder: Path, url: str) -> OfflineRe
     tokenizer = Tokenizer.of_run(first_path, config)
     job = OfflineJob(config, folder, first_path, model_path, tokenizer, url)
     pipeline: OfflinePipeline = resolve("pipelines", name, PIPELINES)(job)
-    write_config(folder, config)  # only now that the input is valid: from here on the settings must not change
-    data = {path: digest_file(path) for path in (config["data"]["train"], config["data"]["eval"]) if path}
+    # only now that the input is valid: from here on the settings must not change
+    write_config(folder, config)
+    data = {
+        path: digest_file(path)
+        for path in (config["data"]["train"], config["data"]["eval"])
+        if path
+    }
     note_start(folder, config, EPOCH, data, first_path)
     try:
         if newest is not None:
             checkpoint.load_state(newest, pipeline.backend)
-        return _Loop(name, job, pipeline, first=0 if newest is None else newest.step, resumed=newest is not None).run()
+        return _Loop(
+            name,
+            job,
+            pipeline,
+            first=0 if newest is None else newest.step,
+            resumed=newest is not None,
+        ).run()
     finally:
         pipeline.close()
 
@@ -112,7 +127,9 @@ def _refuse_other_settings(folder: Path, config: dict[str, Any]) -> None:
     key = first_changed_key(before if isinstance(before, dict) else {}, config)
     if key is not None:
         run = config["run"]["name"]
-        raise UserError(f"{key}: differs from what run {run} was started with (see {file}); choose another run.name")
+        raise UserError(
+            f"{key}: differs from what run {run} was started with (see {file}); choose another run.name"
+        )
 
 
 def _forget_what_never_began(folder: Path) -> None:
@@ -125,9 +142,14 @@ def _forget_what_never_began(folder: Path) -> None:
 class _Loop:
     """Loop over the steps."""
 
-    def __init__(self, name: str, job: OfflineJob, pipeline: OfflinePipeline, *, first: int, resumed: bool) -> None:
-        self._name, self._job, self._pipeline = name, job, pipeline
-        self._first, self._resumed = first, resumed
+    def __init__(
+        self, name: str, job: OfflineJob, pipeline: OfflinePipeline, *, first: int, resumed: bool
+    ) -> None:
+        self._name = name
+        self._job = job
+        self._pipeline = pipeline
+        self._first = first
+        self._resumed = resumed
         self._checkpoints = job.folder / "checkpoints"
         private_folder(self._checkpoints)
         self._file = MetricsFile(job.folder / "metrics.jsonl", first if resumed else -1)
@@ -136,14 +158,19 @@ class _Loop:
         self._newest: dict[str, float] = {}
 
     def run(self) -> OfflineResult:
-        train, began = self._job.train, time.monotonic()
+        train = self._job.train
+        began = time.monotonic()
         try:
             with progress(self._name, self._first, train.steps) as show:
                 if not self._resumed and self._job.held_out.at_start:
                     self._write(0, self._pipeline.evaluate())
-                batches = shuffled_batches(self._pipeline.num_rows, train.batch_size, self._job.run.seed)
+                batches = shuffled_batches(
+                    self._pipeline.num_rows, train.batch_size, self._job.run.seed
+                )
                 remaining = islice(batches, self._first, None)
-                for step, rows in zip(range(self._first + 1, train.steps + 1), remaining, strict=False):
+                for step, rows in zip(
+                    range(self._first + 1, train.steps + 1), remaining, strict=False
+                ):
                     self._step(step, rows, show)
         finally:
             self._file.close()
@@ -154,10 +181,16 @@ class _Loop:
     def _step(self, step: int, rows: list[int], show: Show) -> None:
         began = time.monotonic()
         values = self._pipeline.step(rows)
-        check_finite(values, step, "train.lr", self._job.train.lr, self._pipeline.backend.take_problem())
+        check_finite(
+            values, step, "train.lr", self._job.train.lr, self._pipeline.backend.take_problem()
+        )
         seconds = time.monotonic() - began
-        values |= {"time/step": seconds, "perf/tokens_per_s": values["train/tokens"] / max(seconds, 1e-9)}
-        every, last = self._job.held_out.every_steps, step == self._job.train.steps
+        values |= {
+            "time/step": seconds,
+            "perf/tokens_per_s": values["train/tokens"] / max(seconds, 1e-9),
+        }
+        every = self._job.held_out.every_steps
+        last = step == self._job.train.steps
         if last or (every and step % every == 0):
             values |= self._pipeline.evaluate()
         self._write(step, values)
@@ -169,11 +202,14 @@ class _Loop:
     def _save(self, step: int, keep: int) -> None:
         try:
             about = {"version": step, "pipeline": self._name}
-            backend, most = self._pipeline.backend, self._job.checkpoint.hf_max_gib
+            backend = self._pipeline.backend
+            most = self._job.checkpoint.hf_max_gib
             checkpoint.write(self._checkpoints, backend, about, EPOCH, hf_max_gib=most)
             checkpoint.prune(self._checkpoints, keep)
         except OSError as error:
-            raise UserError(f"{self._checkpoints}: step {step} cannot be written: {error.strerror or error}") from None
+            raise UserError(
+                f"{self._checkpoints}: step {step} cannot be written: {error.strerror or error}"
+            ) from None
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
         if not values:
@@ -183,7 +219,9 @@ class _Loop:
             self._file.write({"step": step, "time": time.time()} | numbers)
         except OSError as error:
             file = self._job.folder / "metrics.jsonl"
-            raise UserError(f"{file}: step {step} cannot be written: {error.strerror or error}") from None
+            raise UserError(
+                f"{file}: step {step} cannot be written: {error.strerror or error}"
+            ) from None
         self._trackers.log(step, numbers)
         self._newest = numbers
 

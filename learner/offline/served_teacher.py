@@ -4,7 +4,8 @@
     rlearner distill configs/distill.yaml distill.served=true distill.top_k=16 run.name=taught
     rollout-server --run taught
 
-Servers join and leave as in any run; a row that one did not score is sent to another. Training ends with the run.
+Servers join and leave as in any run; a row that one did not score is sent to another. Training ends
+with the run.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ log = logging.getLogger(__name__)
 
 POLICY: Final = "teacher"
 MAX_REFUSALS: Final = 3  # of one row
-AVOID_S: Final = 6.0  # a server that did not respond; if it is dead, presence reports it within this time
+# a server that did not respond; if it is dead, presence reports it within this time
+AVOID_S: Final = 6.0
 CONNECT_S: Final = 20.0
 FAREWELL_S: Final = 5.0
 
@@ -51,7 +53,8 @@ Answer = tuple[Array, Array]  # top_ids int32 and top_logprobs float32, (n - 1, 
 
 
 class ServedTeacher:
-    """Client of a served teacher, with its own thread, so that training code need not be asynchronous.
+    """Client of a served teacher, with its own thread, so that training code need not be
+    asynchronous.
 
     Raises:
         UserError: if there is no broker at the address.
@@ -108,7 +111,9 @@ async def _open(job: OfflineJob, distill: DistillSection, path: str) -> _Asker:
     await bus.ensure_streams()
     rollout = {**job.config["rollout"], "policy": POLICY, "model_path": path}
     config = {"rollout": rollout, "broker": job.config["broker"], "model": job.config["model"]}
-    spec = wire.RunSpec(run=run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=path)
+    spec = wire.RunSpec(
+        run=run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=path
+    )
     await publish_runspec(bus, spec)
     await bus.key_value(CONTROL).put(run, wire.DesiredState(state="running"))
     roster = Roster(bus, beats=("rollout",))
@@ -122,9 +127,12 @@ class _Asker:
     """Asynchronous part of ``ServedTeacher``."""
 
     def __init__(self, bus: Bus, roster: Roster, distill: DistillSection, carrier: str) -> None:
-        self._bus, self._roster, self._distill = bus, roster, distill
+        self._bus = bus
+        self._roster = roster
+        self._distill = distill
         self._client = carriers.connect(carrier, bus)
-        self.announcer = Announcer(bus, self._presence)  # servers on other hosts admit the key of a presence only
+        # servers on other hosts admit the key of a presence only
+        self.announcer = Announcer(bus, self._presence)
         self._client.announce = self.announcer.poke
         self._numbers = itertools.count(1)
         self._asking: dict[str, int] = {}  # server -> rows in flight
@@ -143,13 +151,18 @@ class _Asker:
 
     async def close(self) -> None:
         """Stop the run and disconnect, without waiting for an unreachable broker."""
-        run, stopped = self._bus.run, wire.DesiredState(state="stopped", reason="training is done")
+        run = self._bus.run
+        stopped = wire.DesiredState(state="stopped", reason="training is done")
         try:
             async with asyncio.timeout(FAREWELL_S):
                 await self._bus.key_value(CONTROL).put(run, stopped)
         except TimeoutError:
             where = self._bus.link.where
-            log.warning("the broker at %s does not respond, so the servers of run %s are not stopped", where, run)
+            log.warning(
+                "the broker at %s does not respond, so the servers of run %s are not stopped",
+                where,
+                run,
+            )
         await self.announcer.close()
         await self._client.close()
         await self._roster.close()
@@ -183,16 +196,25 @@ class _Asker:
         )
 
     async def _server(self) -> wire.Presence:
-        """Return the teacher's server with the fewest rows in flight; wait, with a log message, until there is one."""
+        """Return the teacher's server with the fewest rows in flight; wait, with a log message,
+        until there is one.
+        """
         while True:
             now = time.monotonic()
             alive = self._roster.alive("rollout")
-            serving = [one for one in alive if one.policy == POLICY and one.state == "serving" and one.address]
+            serving = [
+                one
+                for one in alive
+                if one.policy == POLICY and one.state == "serving" and one.address
+            ]
             if here := [one for one in serving if self._avoid.get(one.id, now) <= now]:
                 self._waiting.over()
                 return min(here, key=lambda one: (self._asking.get(one.id, 0), one.id))
             if self._waiting.due(now):
-                log.info("waiting for a rollout-server to join run %s and serve the teacher", self._bus.run)
+                log.info(
+                    "waiting for a rollout-server to join run %s and serve the teacher",
+                    self._bus.run,
+                )
             await self._roster.changed(1.0)
 
     async def _ask(self, server: wire.Presence, token_ids: Array) -> wire.GenerateReply:
@@ -207,7 +229,9 @@ class _Asker:
         )
         self._asking[server.id] = self._asking.get(server.id, 0) + 1
         try:
-            return await self._client.generate(server.address, request, timeout_s=self._distill.timeout_s)
+            return await self._client.generate(
+                server.address, request, timeout_s=self._distill.timeout_s
+            )
         finally:
             self._asking[server.id] -= 1
 
@@ -220,7 +244,10 @@ class _Asker:
         shape = (num_tokens - 1, self._distill.top_k)
         if reply.top_ids is None or reply.top_logprobs is None:
             raise RequestFailed(f"{reply.server}: {reply.error or reply.finish_reason}")
-        ids, logprobs = np.array(reply.top_ids.array()), np.array(reply.top_logprobs.array())
+        ids = np.array(reply.top_ids.array())
+        logprobs = np.array(reply.top_logprobs.array())
         if ids.size != shape[0] * shape[1]:
-            raise RequestFailed(f"{reply.server}: returned {ids.size} candidates, expected {shape[0] * shape[1]}")
+            raise RequestFailed(
+                f"{reply.server}: returned {ids.size} candidates, expected {shape[0] * shape[1]}"
+            )
         return ids.reshape(shape), logprobs.reshape(shape)

@@ -47,7 +47,9 @@ class SupervisedPipeline:
         if not self._held_out:
             return {}
         found = self.backend.score(self._held_out)
-        total = math.fsum(-float(one.logprobs.astype("f8").sum()) for one in found if one.logprobs is not None)
+        total = math.fsum(
+            -float(one.logprobs.astype("f8").sum()) for one in found if one.logprobs is not None
+        )
         loss = total / sum(sample.num_tokens for sample in self._held_out)
         return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
 
@@ -71,13 +73,15 @@ def fine_tune(
     max_context: int | None = None,
     on_step: OnStep | None = None,
 ) -> dict[str, float]:
-    """Train a model on a file of conversations and write a Hugging Face folder, whole or not at all.
+    """Train a model on a file of conversations and write a Hugging Face folder, whole or not at
+    all.
 
     Args:
         path: Hugging Face folder or hub name of the model.
         data: JSONL or Parquet of rows ``{"messages": [{"role": …, "content": …}, …]}``.
         out: folder to write; replaced if it exists.
-        max_context: tokens of the longest sequence that the model is used for; None for the model's.
+        max_context: tokens of the longest sequence that the model is used for; None for the
+            model's.
         on_step: called with the step, from 1, and its metrics.
 
     Returns:
@@ -89,13 +93,17 @@ def fine_tune(
     from learner.backends.torch import TorchBackend
 
     check_model_path(path)
-    trusted, template = model.trust_remote_code, model.chat_template
+    trusted = model.trust_remote_code
+    template = model.chat_template
     tokenizer = Tokenizer.load(path, trust_remote_code=trusted, chat_template=template)
     rows = [example.sample() for example in load_examples(data, tokenizer, longest_row(path))]
     settings = {"model": model, "seed": seed, "ref_path": path, "max_context": max_context}
     backend = TorchBackend(path, train=backend_train(train), algorithm=SFT, **settings)
-    began, losses, trained = time.monotonic(), [], 0.0
-    steps, batches = range(1, train.steps + 1), shuffled_batches(len(rows), train.batch_size, seed)
+    began = time.monotonic()
+    losses = []
+    trained = 0.0
+    steps = range(1, train.steps + 1)
+    batches = shuffled_batches(len(rows), train.batch_size, seed)
     for step, batch in zip(steps, batches, strict=False):
         values = supervised_step(backend, [rows[row] for row in batch])
         check_finite(values, step, "warm_start.lr", train.lr, backend.take_problem())

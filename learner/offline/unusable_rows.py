@@ -1,4 +1,6 @@
-"""Counts rows of a data file that cannot be trained, and reports them once, with the first line numbers."""
+"""Counts rows of a data file that cannot be trained, and reports them once, with the first line
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,12 @@ class UnusableRows:
         for verb, reasons in (("omitted", self.omitted), ("cut", self.cut)):
             for reason, lines in reasons.items():
                 log.warning(
-                    "%s: %d of %d rows %s, %s", self.path, len(lines), self.num_rows, verb, _where(reason, lines)
+                    "%s: %d of %d rows %s, %s",
+                    self.path,
+                    len(lines),
+                    self.num_rows,
+                    verb,
+                    _where(reason, lines),
                 )
 
 

@@ -20,7 +20,15 @@ from broker.system.private_files import open_private, replace, sync
 from learner.algorithm.episodes import episode_rewards, episodes
 from learner.credit.ledger import Ledger, is_zero_variance
 
-QUANTILES: Final = {"min": 0.0, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p90": 0.9, "p99": 0.99, "max": 1.0}
+QUANTILES: Final = {
+    "min": 0.0,
+    "p25": 0.25,
+    "p50": 0.5,
+    "p75": 0.75,
+    "p90": 0.9,
+    "p99": 0.99,
+    "max": 1.0,
+}
 BLOCK_BYTES: Final = 2**16  # per read when searching for a line from the end
 
 
@@ -55,7 +63,8 @@ class StepFigures:
         self._turns = self._valid_turns = self._cut = 0
         self._longest_response = 0
         self._tokens_of_version: Counter[int] = Counter()
-        self._episode_tokens, self._longest_episodes = array("q"), array("q")  # of each episode; each group's longest
+        # of each episode; each group's longest
+        self._episode_tokens, self._longest_episodes = array("q"), array("q")
 
     def add_group(self, group: wire.Group) -> None:
         """Count a group."""
@@ -63,7 +72,10 @@ class StepFigures:
             self._all_rewards.append(episode.reward)
             self._rewards[group.domain].append(episode.reward)
             self._successes[group.domain].append(episode.success)
-            for columns, row in ((self._parts, episode.reward_parts), (self._metrics, episode.metrics)):
+            for columns, row in (
+                (self._parts, episode.reward_parts),
+                (self._metrics, episode.metrics),
+            ):
                 for name, value in row.items():
                     columns[name].append(value)
         self._has_no_variance.append(is_zero_variance(episode_rewards(group)))
@@ -74,7 +86,9 @@ class StepFigures:
         of_episode: Counter[int] = Counter()
         for trajectory in group.trajectories:
             self._add_trajectory(trajectory)
-            of_episode[trajectory.episode] += sum(turn.end - turn.start for turn in trajectory.turns)
+            of_episode[trajectory.episode] += sum(
+                turn.end - turn.start for turn in trajectory.turns
+            )
         self._episode_tokens.extend(of_episode.values())
         self._longest_episodes.append(max(of_episode.values()))
 
@@ -98,13 +112,21 @@ class StepFigures:
             version: the policy version that was trained.
         """
         rewards = self._all_rewards
-        values = {"reward/mean": _mean(rewards), "reward/max": max(rewards), "reward/min": min(rewards)}
+        values = {
+            "reward/mean": _mean(rewards),
+            "reward/max": max(rewards),
+            "reward/min": min(rewards),
+        }
         for domain in sorted(self._rewards):
             values[f"reward/{domain}/mean"] = _mean(self._rewards[domain])
             values[f"env/domain/{domain}/success_rate"] = _mean(self._successes[domain])
-        values |= {f"reward_parts/{name}/mean": _mean(self._parts[name]) for name in sorted(self._parts)}
+        values |= {
+            f"reward_parts/{name}/mean": _mean(self._parts[name]) for name in sorted(self._parts)
+        }
         values["frac_reward_zero_std"] = _mean(self._has_no_variance)
-        values["env/success_rate"] = math.fsum(map(math.fsum, self._successes.values())) / len(rewards)
+        values["env/success_rate"] = math.fsum(map(math.fsum, self._successes.values())) / len(
+            rewards
+        )
         values |= {f"env/{name}": _mean(self._metrics[name]) for name in sorted(self._metrics)}
         seconds = {name: _mean(column) for name, column in self._seconds.items()}
         return values | self._responses() | self._staleness(version) | seconds | self._lengths()
@@ -120,14 +142,23 @@ class StepFigures:
 
     def _staleness(self, version: int) -> dict[str, float]:
         """Return mean and maximum number of versions that the trained tokens lag behind, per token."""
-        lags = {version - sampled_by: count for sampled_by, count in self._tokens_of_version.items() if count}
+        lags = {
+            version - sampled_by: count
+            for sampled_by, count in self._tokens_of_version.items()
+            if count
+        }
         mean = sum(lag * count for lag, count in lags.items()) / self.num_tokens if lags else 0.0
         return {"staleness/mean": mean, "staleness/max": float(max(lags, default=0))}
 
     def _lengths(self) -> dict[str, float]:
-        """Return quantiles of the sampled tokens of an episode, and the mean of the longest of each group."""
+        """Return quantiles of the sampled tokens of an episode, and the mean of the longest of each
+        group.
+        """
         found = np.quantile(self._episode_tokens, list(QUANTILES.values()))
-        quantiles = {f"episode_tokens/{name}": float(value) for name, value in zip(QUANTILES, found, strict=True)}
+        quantiles = {
+            f"episode_tokens/{name}": float(value)
+            for name, value in zip(QUANTILES, found, strict=True)
+        }
         means = {"mean": _mean(self._episode_tokens), "group_max": _mean(self._longest_episodes)}
         return quantiles | {f"episode_tokens/{name}": value for name, value in means.items()}
 
@@ -140,7 +171,10 @@ def count_tickets(ledger: Ledger) -> dict[str, float]:
     """Return ``ticket/*`` and ``off_policy/*``: the outcomes of all tickets so far."""
     counts = ledger.counts()
     values = {f"ticket/{name}": float(count) for name, count in counts.items()}
-    values |= {f"ticket/closed_{reason}": float(count) for reason, count in sorted(ledger.state.reasons.items())}
+    values |= {
+        f"ticket/closed_{reason}": float(count)
+        for reason, count in sorted(ledger.state.reasons.items())
+    }
     values["off_policy/dropped"] = float(counts["dropped"])
     values["off_policy/in_flight"] = float(len(ledger.waiting_for))
     values["off_policy/in_queue"] = float(len(ledger.arrived))
@@ -150,8 +184,9 @@ def count_tickets(ledger: Ledger) -> dict[str, float]:
 class MetricsFile:
     """File ``metrics.jsonl``: lines are written whole, and are on disk once ``write`` returns.
 
-    It continues in a copy under the same name, so that an earlier incarnation that still runs writes to an unlinked
-    file. Only lines that are cut off are read; the kernel copies the others, a GB or more per second.
+    It continues in a copy under the same name, so that an earlier incarnation that still runs
+    writes to an unlinked file. Only lines that are cut off are read; the kernel copies the others,
+    a GB or more per second.
 
     Args:
         last_step: lines of later steps and incomplete ones are cut off: they will be written again.
@@ -174,7 +209,8 @@ class MetricsFile:
         Raises:
             OSError: if the file cannot be written.
         """
-        data, start = (json.dumps(line, allow_nan=False) + "\n").encode(), 0
+        data = (json.dumps(line, allow_nan=False) + "\n").encode()
+        start = 0
         while start < len(data):
             start += os.pwrite(self._file, data[start:], self._size + start)
         os.fsync(self._file)
@@ -198,11 +234,14 @@ def _end_of(path: Path, last_step: int) -> int:
 
 def _rows_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Yield (byte behind its newline, row without it) of every complete row, the last row first."""
-    begin, rest, is_torn = file.seek(0, os.SEEK_END), b"", True
+    begin = file.seek(0, os.SEEK_END)
+    rest = b""
+    is_torn = True
     while begin:
         size = min(BLOCK_BYTES, begin)
         begin = file.seek(begin - size)
-        rest, *rows = (file.read(size) + rest).split(b"\n")  # the start of `rest` may lie before `begin`
+        # the start of `rest` may lie before `begin`
+        rest, *rows = (file.read(size) + rest).split(b"\n")
         ends = accumulate((len(row) + 1 for row in rows), initial=begin + len(rest) + 1)
         found = list(zip(list(ends)[1:], rows, strict=True))
         if is_torn and found:
@@ -228,15 +267,21 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def damaged_line(path: Path) -> int:
-    """Return the number of the first complete line that ``read_lines`` stops at; 0 if there is none."""
+    """Return the number of the first complete line that ``read_lines`` stops at; 0 if there is
+    none.
+    """
     number = len(read_lines(path)) + 1
     return number if path.is_file() and path.read_bytes().count(b"\n") >= number else 0
 
 
 def damage(path: Path) -> str:
-    """Return in one line that, and from which line on, ``read_lines`` does not read a file; empty if it reads all."""
+    """Return in one line that, and from which line on, ``read_lines`` does not read a file; empty
+    if it reads all.
+    """
     number = damaged_line(path)
-    return f"{path.name}: line {number} is damaged; it and later lines are not read" if number else ""
+    return (
+        f"{path.name}: line {number} is damaged; it and later lines are not read" if number else ""
+    )
 
 
 def newest_line(path: Path) -> dict[str, Any]:

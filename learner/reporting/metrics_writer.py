@@ -51,7 +51,10 @@ class MetricsWriter:
         stop: Stop,
         say: Callable[[str], None],
     ) -> None:
-        self._bus, self._roster, self._ledger, self._trackers = bus, roster, ledger, trackers
+        self._bus = bus
+        self._roster = roster
+        self._ledger = ledger
+        self._trackers = trackers
         self._figures = stop.figures
         self.showcase = showcase
         self._file = MetricsFile(path, last_step)
@@ -59,7 +62,8 @@ class MetricsWriter:
         self._depths = {f"queue/{stream.name}/depth": 0.0 for stream in (*QUEUES, SAMPLES)}
         self._signals = TrainingWarnings()
         self.newest: dict[str, float] = {}  # the newest line
-        self.failure: dict[str, str] = {}  # of the newest failed group: the reason, and the process that closed it
+        # of the newest failed group: the reason, and the process that closed it
+        self.failure: dict[str, str] = {}
 
     def services(self) -> list[Coroutine[Any, Any, None]]:
         """Return the coroutines that sample the queues, each until cancelled."""
@@ -80,11 +84,17 @@ class MetricsWriter:
         row: dict[str, Any] = line | {"step": step, "policy_version": step}
         row |= {name: int(value) for name, value in line.items() if name.startswith("ticket/")}
         await self._patience.in_thread(self._file.write, row)
-        shown_elsewhere = {name: value for name, value in line.items() if name not in ("step", "time")}
+        shown_elsewhere = {
+            name: value for name, value in line.items() if name not in ("step", "time")
+        }
         await asyncio.to_thread(self._trackers.log, step, shown_elsewhere)
         await asyncio.to_thread(self.showcase.step_completed, step)
         self.newest = line
-        shown = {"reward": "reward/mean", "success": "env/success_rate", "staleness": "staleness/max"}
+        shown = {
+            "reward": "reward/mean",
+            "success": "env/success_rate",
+            "staleness": "staleness/max",
+        }
         shown["evaluated"] = "eval/success_rate"
         extra = {name: round(line[key], 3) for name, key in shown.items() if key in line}
         log.info("step %d of %d", step, self._ledger.rules.steps, extra=extra)
@@ -101,7 +111,11 @@ class MetricsWriter:
 
     def _idle_ratio(self) -> float:
         """Return the mean over the actor's servers; 1 if none has reported."""
-        known = [one.idle_ratio for one in self._roster.alive("rollout") if one.policy == ACTOR and one.idle_ratio >= 0]
+        known = [
+            one.idle_ratio
+            for one in self._roster.alive("rollout")
+            if one.policy == ACTOR and one.idle_ratio >= 0
+        ]
         return sum(known) / len(known) if known else 1.0
 
     async def _sample(self) -> None:
@@ -111,7 +125,9 @@ class MetricsWriter:
                 depth = await self._bus.depth(stream)
                 self._depths[f"queue/{stream.name}/depth"] = float(sum(depth.values()))
                 subjects = {key: stream.subject(self._bus.run, key) for key in depth}
-                by_subject |= {(stream.name, subjects[key]): float(count) for key, count in depth.items()}
+                by_subject |= {
+                    (stream.name, subjects[key]): float(count) for key, count in depth.items()
+                }
             behind = max(0, await self._bus.last_seq(SAMPLES) - self._ledger.state.position)
             self._depths["queue/samples/depth"] = float(behind)
             by_subject[SAMPLES.name, SAMPLES.subject(self._bus.run)] = float(behind)

@@ -61,13 +61,23 @@ class MissingRoles:
 
 def required_roles(domains: Mapping[str, DomainSection]) -> list[str]:
     """Return the roles that a run needs in addition to the learner."""
-    return [role for role in COMMANDS if role != "rewardhub" or any(domain.rewards for domain in domains.values())]
+    return [
+        role
+        for role in COMMANDS
+        if role != "rewardhub" or any(domain.rewards for domain in domains.values())
+    ]
 
 
 async def watch_missing_roles(
-    run: str, roster: Roster, needed: Sequence[str], has_work: Callable[[], bool], say: Callable[[str], None]
+    run: str,
+    roster: Roster,
+    needed: Sequence[str],
+    has_work: Callable[[], bool],
+    say: Callable[[str], None],
 ) -> None:
-    """Check once a second, until cancelled; ``say`` receives the newest missing role, and an empty text if none is."""
+    """Check once a second, until cancelled; ``say`` receives the newest missing role, and an empty
+    text if none is.
+    """
     company = MissingRoles(run)
     while True:
         present = {role: bool(roster.alive(role)) for role in needed}

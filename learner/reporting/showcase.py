@@ -22,7 +22,8 @@ from learner.reporting.transcripts import Transcript, TranscriptFactory
 log = logging.getLogger(__name__)
 
 EACH: Final = 2  # evaluated episodes per domain that solved their task, and as many that did not
-COLUMNS: Final = ("step", "domain", "task", "episode", "reward", "success", "prompt", "text")  # of tables
+# of tables
+COLUMNS: Final = ("step", "domain", "task", "episode", "reward", "success", "prompt", "text")
 RENDER_TIMEOUT_S: Final = 60.0
 
 
@@ -34,9 +35,16 @@ class EpisodeShowcase:
     """
 
     def __init__(
-        self, trackers: TrackerGroup, section: TrackersSection, transcripts: TranscriptFactory, folder: Path
+        self,
+        trackers: TrackerGroup,
+        section: TrackersSection,
+        transcripts: TranscriptFactory,
+        folder: Path,
     ) -> None:
-        self._trackers, self._section, self._transcripts, self._folder = trackers, section, transcripts, folder
+        self._trackers = trackers
+        self._section = section
+        self._transcripts = transcripts
+        self._folder = folder
         self._newest: dict[str, wire.Group] = {}  # by domain, of those that were accepted
         self._undrawn: set[str] = set()  # domains without pictures
 
@@ -49,13 +57,18 @@ class EpisodeShowcase:
         every = self._section.texts_every
         if not every or step % every:
             return
-        texts, rows = {}, []
-        shown = None if self._trackers.take("table") else 1  # decoding all episodes of a step takes long
+        texts = {}
+        rows = []
+        # decoding all episodes of a step takes long
+        shown = None if self._trackers.take("table") else 1
         for domain, group in sorted(self._newest.items()):
             heading = f"task {group.task_index}, ticket {group.ticket}"
             played = [self._transcripts.of(episode) for episode in episodes(group)[:shown]]
             texts[f"samples/{domain}"] = played[0].markdown(heading)
-            rows += [_row(step, domain, group.task_index, number, one) for number, one in enumerate(played)]
+            rows += [
+                _row(step, domain, group.task_index, number, one)
+                for number, one in enumerate(played)
+            ]
         self._newest.clear()
         self._trackers.texts(step, texts)
         self._trackers.table(step, "trajectories/train", COLUMNS, rows)
@@ -68,7 +81,9 @@ class EpisodeShowcase:
         ordered = sorted(of_domain.items())
         if self._section.texts_every:
             chosen = {domain: _chosen(own) for domain, own in ordered}
-            self._trackers.texts(step, {f"evaluated/{domain}": _texts(own) for domain, own in chosen.items()})
+            self._trackers.texts(
+                step, {f"evaluated/{domain}": _texts(own) for domain, own in chosen.items()}
+            )
             rows_of = [(domain, row) for domain, own in chosen.items() for row in own]
             table = [_row(step, domain, row["task_index"], 0, _of(row)) for domain, row in rows_of]
             self._trackers.table(step, "trajectories/eval", COLUMNS, table)
@@ -106,7 +121,16 @@ def _texts(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _row(step: int, domain: str, task: int, episode: int, shown: Transcript) -> tuple[Any, ...]:
     """Return the values of ``COLUMNS``."""
-    return step, domain, task, episode, float(shown.reward), bool(shown.success), shown.prompt, shown.text
+    return (
+        step,
+        domain,
+        task,
+        episode,
+        float(shown.reward),
+        bool(shown.success),
+        shown.prompt,
+        shown.text,
+    )
 
 
 def render(folder: Path, row: Mapping[str, Any], step: int, out: Path) -> None:
@@ -119,21 +143,40 @@ def render(folder: Path, row: Mapping[str, Any], step: int, out: Path) -> None:
         out: path of the GIF.
 
     Raises:
-        UserError: if the environment draws no pictures, cannot be loaded on this machine, or takes too long.
+        UserError: if the environment draws no pictures, cannot be loaded on this machine, or takes
+            too long.
     """
     try:
         start, *rest = (json.loads(frame) for frame in row["frames"])
         actions = [frame["action"] for frame in rest]
-        task, seed, split = str(start["task_index"]), str(start["seed"]), str(start["split"])
+        task = str(start["task_index"])
+        seed = str(start["seed"])
+        split = str(start["split"])
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"its hub wrote frames of an unknown format: {type(error).__name__}: {error}") from None
+        raise UserError(
+            f"its hub wrote frames of an unknown format: {type(error).__name__}: {error}"
+        ) from None
     place = ["--domain", row["domain"], "--task-index", task, "--seed", seed, "--split", split]
     what = ["--actions", json.dumps(actions), "--title", f"step {step}, task {task}"]
     config = str(folder / "config.yaml")
-    command = [sys.executable, "-m", "envhub.cli", "render", config, *place, *what, "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "envhub.cli",
+        "render",
+        config,
+        *place,
+        *what,
+        "--out",
+        str(out),
+    ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=RENDER_TIMEOUT_S)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=RENDER_TIMEOUT_S
+        )
     except subprocess.TimeoutExpired:
         raise UserError(f"drawing took longer than {RENDER_TIMEOUT_S:g} s") from None
     if done.returncode:
-        raise UserError((done.stderr.strip().splitlines() or ["no reason given"])[-1].removeprefix("error: "))
+        raise UserError(
+            (done.stderr.strip().splitlines() or ["no reason given"])[-1].removeprefix("error: ")
+        )

@@ -31,8 +31,11 @@ SAMPLES: Final = 64  # of a large file, at equal distances
 SAMPLE_BYTES: Final = 1 << 14
 
 
-def note_start(folder: Path, config: Mapping[str, Any], epoch: int, data: Mapping[str, str], model: str) -> None:
-    """Append this start to the run's ``starts.jsonl``; a file that cannot be read or written only causes a warning.
+def note_start(
+    folder: Path, config: Mapping[str, Any], epoch: int, data: Mapping[str, str], model: str
+) -> None:
+    """Append this start to the run's ``starts.jsonl``; a file that cannot be read or written only
+    causes a warning.
 
     Args:
         data: digest of each data file by its path.
@@ -59,7 +62,9 @@ def note_start(folder: Path, config: Mapping[str, Any], epoch: int, data: Mappin
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
-    """Return the noted starts, oldest first; none for a run of an earlier version. Torn lines are left out."""
+    """Return the noted starts, oldest first; none for a run of an earlier version. Torn lines are
+    left out.
+    """
     try:
         text = (folder / FILE).read_text(encoding="utf-8")
     except OSError:
@@ -76,7 +81,9 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, the wire contract, and the packages that decide a run's numbers."""
+    """Return the versions of Python, the wire contract, and the packages that decide a run's
+    numbers.
+    """
     found = {"python": platform.python_version(), "wire": str(WIRE_VERSION)}
     for name in PACKAGES:
         try:
@@ -87,7 +94,9 @@ def versions() -> dict[str, str]:
 
 
 def own_digest() -> str:
-    """Return a digest of this program's Python files, which a checkout may change without a new version."""
+    """Return a digest of this program's Python files, which a checkout may change without a new
+    version.
+    """
     root = Path(__file__).parents[2]
     digest = hashlib.blake2b(digest_size=16)
     for package in OWN_CODE:
@@ -97,7 +106,9 @@ def own_digest() -> str:
 
 
 def code_digests(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the digest of each Python file that the configuration names, as ``./my_env.py:Name``, by its path."""
+    """Return the digest of each Python file that the configuration names, as ``./my_env.py:Name``,
+    by its path.
+    """
     found: dict[str, str] = {}
     for text in _texts(config):
         path, separator, _ = text.rpartition(":")
@@ -122,8 +133,8 @@ def _texts(value: Any) -> Iterator[str]:
 def model_digest(folder: Path) -> str:
     """Return a digest of a model folder's files, empty for a hub name.
 
-    Of a file above 1 MiB its size and 64 samples of 16 KiB count, so this stays fast; two trained models differ
-    in almost every weight.
+    Of a file above 1 MiB its size and 64 samples of 16 KiB count, so this stays fast; two trained
+    models differ in almost every weight.
     """
     if not folder.is_dir():
         return ""

@@ -33,7 +33,10 @@ class LearnerStatus:
     """
 
     def __init__(self, stop: Stop, slots: int, epoch: Callable[[], int], folder: Path) -> None:
-        self._stop, self._slots, self._epoch, self._folder = stop, slots, epoch, folder
+        self._stop = stop
+        self._slots = slots
+        self._epoch = epoch
+        self._folder = folder
         self.phase = "starting"  # current activity, for users
         self.serving = False  # whether it trains, or is about to
         self.ledger: Ledger | None = None  # set once it is loaded
@@ -41,7 +44,9 @@ class LearnerStatus:
 
     def presence(self) -> wire.Presence:
         """Return the learner's presence."""
-        state: Literal["starting", "serving", "draining"] = "serving" if self.serving else "starting"
+        state: Literal["starting", "serving", "draining"] = (
+            "serving" if self.serving else "starting"
+        )
         return wire.Presence(
             role="learner",
             id=ID,
@@ -60,7 +65,9 @@ class LearnerStatus:
     def values(self) -> dict[str, float]:
         """Return the newest line, repeated for late subscribers, with current ticket counts."""
         line = self.book.newest if self.book else {}
-        return line | (count_tickets(self.ledger) if self.ledger else {}) | disk_figures(self._folder)
+        return (
+            line | (count_tickets(self.ledger) if self.ledger else {}) | disk_figures(self._folder)
+        )
 
     def text(self) -> dict[str, str]:
         """Return the texts that go with the values."""

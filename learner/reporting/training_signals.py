@@ -36,7 +36,9 @@ def _above(limit: float, *names: str) -> Callable[[Line, float], bool | None]:
 
 
 def _cut_responses(line: Line, _: float) -> bool | None:
-    """Return whether most responses are truncated; a turn of a few tokens is an action that need not end by itself."""
+    """Return whether most responses are truncated; a turn of a few tokens is an action that need
+    not end by itself.
+    """
     if "response_length/clip_ratio" not in line:
         return None
     per_turn = line.get("response_length/mean", math.inf) / max(line.get("env/num_turns", 1.0), 1.0)
@@ -65,7 +67,9 @@ RULES: Final[dict[str, WarningRule]] = {
         "show), check the reward and the answer format that the prompt asks for, or begin with easier tasks",
     ),
     "equal_rewards": WarningRule(
-        lambda line, _: line["frac_reward_zero_std"] >= 1 if "frac_reward_zero_std" in line else None,
+        lambda line, _: (
+            line["frac_reward_zero_std"] >= 1 if "frac_reward_zero_std" in line else None
+        ),
         5,
         "in the last 5 steps all rewards of each group were equal, so every advantage was zero: use tasks that are "
         "neither solved nor hopeless, a larger group_size, or a higher temperature",
@@ -115,7 +119,8 @@ class TrainingWarnings:
     def take(self, line: Line) -> tuple[list[str], list[str]]:
         """Apply a step's line; return the warnings that begin with it, and those that end."""
         self._lowest = min(self._lowest, line.get("reward/min", self._lowest))
-        begun, over = [], []
+        begun = []
+        over = []
         for name, rule in RULES.items():
             holds = rule.holds(line, self._lowest)
             if holds is None:
@@ -123,7 +128,9 @@ class TrainingWarnings:
             self._held[name] = self._held[name] + 1 if holds else 0
             self._clear[name] = 0 if holds else self._clear[name] + 1
             if name not in self.active and self._held[name] >= rule.after:
-                self.active[name] = rule.says.format(**{key.replace("/", "_"): value for key, value in line.items()})
+                self.active[name] = rule.says.format(
+                    **{key.replace("/", "_"): value for key, value in line.items()}
+                )
                 begun.append(self.active[name])
             elif name in self.active and self._clear[name] >= OVER_AFTER:
                 over.append(self.active.pop(name))

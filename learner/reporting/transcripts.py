@@ -63,7 +63,8 @@ class TranscriptFactory:
     """Factory of transcripts; loads the tokenizer when first needed."""
 
     def __init__(self, config: Mapping[str, Any], folder: Path) -> None:
-        self._config, self._folder = config, folder
+        self._config = config
+        self._folder = folder
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
@@ -76,5 +77,6 @@ class TranscriptFactory:
         """Return the text of a trajectory."""
         ids = trajectory.token_ids.array()
         start = trajectory.turns[0].start if trajectory.turns else len(ids)
-        prompt, text = decode(ids[:start], self._tokenizer), decode(ids[start:], self._tokenizer)
+        prompt = decode(ids[:start], self._tokenizer)
+        text = decode(ids[start:], self._tokenizer)
         return Transcript(prompt, text, trajectory.reward, trajectory.success)

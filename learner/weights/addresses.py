@@ -20,7 +20,8 @@ def weights_address(interface: str | None, broker_url: str, hosts_address: str =
 
     Args:
         interface: ``train.weights_interface``.
-        hosts_address: taken if the broker is on this host, and the learner's other ranks are not: they send, too.
+        hosts_address: taken if the broker is on this host, and the learner's other ranks are not:
+            they send, too.
 
     Raises:
         ConfigError: if there is no such interface here, or it has no address.
@@ -34,6 +35,11 @@ def weights_address(interface: str | None, broker_url: str, hosts_address: str =
     try:
         address = address_towards(host)
         return hosts_address if hosts_address and is_loopback(address) else address
-    except OSError as error:  # reached by a name that only a proxy knows, or the route has just gone
-        log.warning("weights: no route to the broker's %s (%s), so only this host gets weights", host, error.strerror)
+    # reached by a name that only a proxy knows, or the route has just gone
+    except OSError as error:
+        log.warning(
+            "weights: no route to the broker's %s (%s), so only this host gets weights",
+            host,
+            error.strerror,
+        )
         return LOOPBACK

@@ -41,8 +41,11 @@ class WeightOffering:
         ConfigError: if ``train.weights_backend`` is ipc and the weights are not on a GPU.
     """
 
-    def __init__(self, backend: Backend, train: TrainSection, dtype: str, probe_ids: Sequence[int] = ()) -> None:
-        self._backend, self._train = backend, train
+    def __init__(
+        self, backend: Backend, train: TrainSection, dtype: str, probe_ids: Sequence[int] = ()
+    ) -> None:
+        self._backend = backend
+        self._train = train
         self._probe = WeightProbe(backend, dtype, train.weights_dtype, probe_ids)
         self._stripes: RankStripes | None = None
         self.plan: LayoutPlan  # of the sender
@@ -53,34 +56,46 @@ class WeightOffering:
         if self.adapter is not None:
             mine = {name: factor.shape for name, factor in backend.factors().items()}
             theirs = self._factor_shapes(self.adapter)
-            if mine != {name: factor.shape for name, factor in theirs.items()}:  # servers could not map them
-                log.warning("weights: servers cannot tell which weights the adapters change; the whole model is sent")
+            # servers could not map them
+            if mine != {name: factor.shape for name, factor in theirs.items()}:
+                log.warning(
+                    "weights: servers cannot tell which weights the adapters change; the whole model is sent"
+                )
                 self.adapter = None
 
     def sender(self, bus: Bus, roster: Roster, epoch: int) -> WeightSender:
         """Return a sender for the weights, staged on their device.
 
         Raises:
-            ConfigError: if ``train.weights_interface`` is not an interface of this host with an address, or the backend
-                cannot send in stripes and must.
+            ConfigError: if ``train.weights_interface`` is not an interface of this host with an
+                address, or the backend cannot send in stripes and must.
         """
-        train, device = self._train, self._backend.device
+        train = self._train
+        device = self._backend.device
         carriers = offered(train.weights_backend or "auto", on_gpu=device.type == "cuda")
         if self.adapter is None:
-            plan = plan_of(self._backend.shapes(), train.weights_bucket_mib, dtype=train.weights_dtype)
+            plan = plan_of(
+                self._backend.shapes(), train.weights_bucket_mib, dtype=train.weights_dtype
+            )
         else:
             plan = plan_of(self._factor_shapes(self.adapter), train.weights_bucket_mib)
         self.plan = plan
         self._stripes = self._backend.stripes(plan) if self._wants_stripes() else None
         if self._stripes is None and train.weights_stripes == "always":
-            raise ConfigError("train.weights_stripes", "always", f"auto or never with train.backend {train.backend}")
+            raise ConfigError(
+                "train.weights_stripes",
+                "always",
+                f"auto or never with train.backend {train.backend}",
+            )
         return WeightSender(
             bus,
             plan,
             epoch=epoch,
             settings=TransferSettings(
                 carriers,
-                host=weights_address(train.weights_interface, bus.link.url, self._backend.hosts_address),
+                host=weights_address(
+                    train.weights_interface, bus.link.url, self._backend.hosts_address
+                ),
                 port=train.weights_port,
                 timeout_s=train.weights_timeout_s,
             ),
@@ -94,7 +109,9 @@ class WeightOffering:
 
     def _factor_shapes(self, adapter: wire.Adapter) -> dict[str, Tensor]:
         """Return what servers will find that the adapters consist of."""
-        return factor_shapes(self._backend.shapes(), adapter.targets, adapter.rank, adapter.transposed)
+        return factor_shapes(
+            self._backend.shapes(), adapter.targets, adapter.rank, adapter.transposed
+        )
 
     def _wants_stripes(self) -> bool:
         """Return whether all ranks should send: between nodes, where each has a link of its own."""
@@ -104,7 +121,9 @@ class WeightOffering:
         return bool(self._backend.hosts_address) and not stripes_problem(train.model_dump())
 
     def serve(self, sender: WeightSender) -> None:
-        """Have the other ranks send their stripes for a sender that has started; called in the training thread."""
+        """Have the other ranks send their stripes for a sender that has started; called in the
+        training thread.
+        """
         if self._stripes is not None:
             admitted = [sender.admit_rank(rank) for rank in range(1, len(self._stripes.plans))]
             self._stripes.serve(admitted, sender.settings)
@@ -118,12 +137,14 @@ class WeightOffering:
         return self._probe.make()
 
     def layout_difference(self, path: str, model: ModelSection) -> str:
-        """Return the first tensor by which the offered weights differ from the model as servers load it.
+        """Return the first tensor by which the offered weights differ from the model as servers
+        load it.
 
         Args:
             path: of the model that servers load.
         """
-        shapes, train = plain_shapes(path, model), self._train
+        shapes = plain_shapes(path, model)
+        train = self._train
         if self.adapter is None:
             plain = plan_of(shapes, train.weights_bucket_mib, dtype=train.weights_dtype)
         else:
@@ -134,19 +155,24 @@ class WeightOffering:
         return first_difference(self.plan, plain)
 
     def logprobs_difference(self) -> str:
-        """Return the token whose logprob differs most from that of plain attention; empty if they agree, or unknown."""
+        """Return the token whose logprob differs most from that of plain attention; empty if they
+        agree, or unknown.
+        """
         probed = self.probe()
         plain = self._backend.plain_logprobs(probed.token_ids.array())
         if plain is None:
             return ""
         if (token := wrong_token(probed, plain.numpy())) is None:
             return ""
-        trained, expected = probed.logprobs.array()[token], float(plain[token])
+        trained = probed.logprobs.array()[token]
+        expected = float(plain[token])
         return f"it trains token {token + 1} with logprob {trained:.6f}, which is {expected:.6f} with plain attention"
 
 
 def plain_shapes(path: str, model: ModelSection) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers of a model by the names of transformers; tied ones once."""
+    """Return parameters and persistent buffers of a model by the names of transformers; tied ones
+    once.
+    """
     module = build_empty(path, model)
     tensors: dict[str, Tensor] = dict(module.named_parameters())
     buffers = {name for name, _ in module.named_buffers()}
@@ -156,7 +182,9 @@ def plain_shapes(path: str, model: ModelSection) -> dict[str, Tensor]:
 
 def first_difference(offered_plan: LayoutPlan, plain: LayoutPlan) -> str:
     """Return the first name or shape that differs; dtypes may."""
-    offer, model = ({slot.spec.name: slot.spec for slot in plan.slots} for plan in (offered_plan, plain))
+    offer, model = (
+        {slot.spec.name: slot.spec for slot in plan.slots} for plan in (offered_plan, plain)
+    )
     for name in sorted(offer.keys() | model.keys()):
         if name not in model:
             return f"{offer[name]} is in the offer, and not in the model"

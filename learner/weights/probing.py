@@ -1,4 +1,6 @@
-"""Makes the probe of an offer: logprobs of ordinary text, which servers repeat with the weights that they loaded."""
+"""Makes the probe of an offer: logprobs of ordinary text, which servers repeat with the weights
+that they loaded.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,17 @@ from rlearner_text.probe_text import probe_tokens
 from rlearner_text.tokenizer import Tokenizer
 
 RANDOM_TOKENS: Final = 64
-# Largest difference between two correct computations of one logprob, in nats: kernels sum in different orders. It does
-# not follow what two ways of computing differ by here, because that is also how a fault of this process looks.
+# Largest difference between two correct computations of one logprob, in nats: kernels sum in
+# different orders. It does not follow what two ways of computing differ by here, because that is
+# also how a fault of this process looks.
 TOLERANCE: Final = {"float32": 5e-3, "bfloat16": 0.25, "float16": 0.05}
 
 
-def read_probe_ids(path: str, model: ModelSection, *, vocab_size: int, max_context: int) -> list[int]:
-    """Return ids of ordinary text of a model's tokenizer, past every window and switch within the run's context.
+def read_probe_ids(
+    path: str, model: ModelSection, *, vocab_size: int, max_context: int
+) -> list[int]:
+    """Return ids of ordinary text of a model's tokenizer, past every window and switch within the
+    run's context.
 
     Args:
         path: of the model.
@@ -36,7 +42,9 @@ def read_probe_ids(path: str, model: ModelSection, *, vocab_size: int, max_conte
 
     trusted = model.trust_remote_code
     folder = model_folder(path, trust_remote_code=trusted)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted).get_text_config().to_dict()
+    config = (
+        AutoConfig.from_pretrained(folder, trust_remote_code=trusted).get_text_config().to_dict()
+    )
     try:
         tokenizer: Tokenizer | None = Tokenizer.load(path, trust_remote_code=trusted)
     except UserError:
@@ -54,13 +62,22 @@ class WeightProbe:
     """
 
     def __init__(
-        self, backend: Backend, dtype: str, wire_dtype: str | None = None, token_ids: Sequence[int] = ()
+        self,
+        backend: Backend,
+        dtype: str,
+        wire_dtype: str | None = None,
+        token_ids: Sequence[int] = (),
     ) -> None:
-        self._backend, self._dtype = backend, dtype
-        self._tolerance = max(TOLERANCE[kind] for kind in (dtype, wire_dtype or dtype) if kind != fp8.NAME)
+        self._backend = backend
+        self._dtype = dtype
+        self._tolerance = max(
+            TOLERANCE[kind] for kind in (dtype, wire_dtype or dtype) if kind != fp8.NAME
+        )
         self._token_ids = list(token_ids)
         if len(self._token_ids) < 2:
-            self._token_ids = np.random.default_rng(0).integers(0, backend.vocab_size, RANDOM_TOKENS).tolist()
+            self._token_ids = (
+                np.random.default_rng(0).integers(0, backend.vocab_size, RANDOM_TOKENS).tolist()
+            )
 
     def make(self) -> wire.Probe:
         """Return the tokens, their logprobs under the current weights, and the tolerance.
@@ -76,7 +93,9 @@ class WeightProbe:
     def _describe(self, token: int, logprob: float) -> str:
         """Describe why the model computes a logprob that is not finite."""
         if problem := first_non_finite(self._backend.weights()):
-            return f"the weight {problem}; lower train.lr, and start the run again, which resumes it"
+            return (
+                f"the weight {problem}; lower train.lr, and start the run again, which resumes it"
+            )
         text = f"the logprob of token {token} of the probe is {logprob} although all weights are finite"
         if self._dtype == "float32":
             return text

@@ -31,7 +31,8 @@ async def watch_refusals(
     """Look once a second until there is a verdict, and pass it to ``end``.
 
     Args:
-        check: returns the first fault that this process finds in its own offer, empty if it finds none.
+        check: returns the first fault that this process finds in its own offer, empty if it finds
+            none.
     """
     while True:
         await asyncio.sleep(LOOK_EVERY_S)
@@ -52,7 +53,9 @@ async def _result(check: Callable[[CheckOffer], Awaitable[str]], wanted: CheckOf
     try:
         difference = await check(wanted)
     except (RlearnerError, RuntimeError) as error:  # torch's, for example out of memory
-        log.warning("weights: they could not be checked here: %s", " ".join(str(error).split())[:300])
+        log.warning(
+            "weights: they could not be checked here: %s", " ".join(str(error).split())[:300]
+        )
         return ""
     if not difference:
         log.info("weights: this process finds no fault in them, so the server must be at fault")

@@ -3,10 +3,11 @@
 A refusal is a server's word, and a server may be broken or hostile. So it ends the run only if
 
 - the learner finds the same kind of fault in its own offer, which ``CheckOffer`` asks for, or
-- two servers of different identities refuse the offer for the same kind of reason, for a while and without a break.
+- two servers of different identities refuse the offer for the same kind of reason, for a while and
+  without a break.
 
-A server that serves the offer proves that it can be loaded. Processes that joined by the same join token have one
-identity; see ``identity_of``.
+A server that serves the offer proves that it can be loaded. Processes that joined by the same join
+token have one identity; see ``identity_of``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Final
 from broker.contract import wire
 from broker.identity.vouchers import signer_of
 
-AGREE_S: Final = 10.0  # longer than a killed server seems alive, so that one that restarts never counts twice
+# longer than a killed server seems alive, so that one that restarts never counts twice
+AGREE_S: Final = 10.0
 REMEDIES: Final[dict[wire.RefusalKind, str]] = {
     "layout": "change model, train.lora or train.backend so that servers have tensors of the same names and shapes",
     "base": "start servers from the weights that the run started from, or set train.lora.send=merged",
@@ -37,7 +39,9 @@ class CheckOffer:
 
 
 def identity_of(server: wire.Presence) -> str:
-    """Return who vouches for a server: its join token, or the server itself if it is of the owner's user."""
+    """Return who vouches for a server: its join token, or the server itself if it is of the owner's
+    user.
+    """
     return signer_of(server.voucher) or f"id {server.id}"
 
 
@@ -51,7 +55,9 @@ class OfferRefusals:
     """
 
     def __init__(self, epoch: int, *, others_s: float, agree_s: float = AGREE_S) -> None:
-        self._epoch, self._agree_s, self._others_s = epoch, agree_s, others_s or math.inf
+        self._epoch = epoch
+        self._agree_s = agree_s
+        self._others_s = others_s or math.inf
         self._version = -1  # newest on offer
         self._checked: set[tuple[wire.RefusalKind, int]] = set()
         # identity and kind -> since when it refuses the offer
@@ -73,20 +79,32 @@ class OfferRefusals:
 
         Args:
             servers: living ones, of the policy that is trained.
-            now: seconds during which servers could report; the clock stops while the broker is away.
+            now: seconds during which servers could report; the clock stops while the broker is
+                away.
         """
         staying = [server for server in servers if server.state != "draining"]
-        refusals = [(server, refusal) for server in staying if (refusal := self._refusal_of(server)) is not None]
+        refusals = [
+            (server, refusal)
+            for server in staying
+            if (refusal := self._refusal_of(server)) is not None
+        ]
         is_loaded = any(refusal.kind == "logprobs" for _, refusal in refusals)
-        needed = self._epoch, self._version if is_loaded else 0  # all versions of an epoch have one layout
-        served = [one for one in staying if one.refusal is None and (one.epoch, one.policy_version) >= needed]
+        # all versions of an epoch have one layout
+        needed = self._epoch, self._version if is_loaded else 0
+        served = [
+            one
+            for one in staying
+            if one.refusal is None and (one.epoch, one.policy_version) >= needed
+        ]
         if not refusals or served or self.verdict:
             self._since.clear()
             return None
         known = self._since
         keys = {(identity_of(server), refusal.kind) for server, refusal in refusals}
         self._since = {key: known.get(key, now) for key in keys}
-        self._judge(refusals, now, self._agree_s if len(refusals) == len(staying) else self._others_s)
+        self._judge(
+            refusals, now, self._agree_s if len(refusals) == len(staying) else self._others_s
+        )
         return None if self.verdict else self._next_check(refusals)
 
     def checked(self, check: CheckOffer, difference: str) -> None:
@@ -102,7 +120,9 @@ class OfferRefusals:
             return None
         return refusal if refusal.kind != "logprobs" or refusal.version == self._version else None
 
-    def _judge(self, refusals: list[tuple[wire.Presence, wire.OfferRefusal]], now: float, patience_s: float) -> None:
+    def _judge(
+        self, refusals: list[tuple[wire.Presence, wire.OfferRefusal]], now: float, patience_s: float
+    ) -> None:
         for _, refusal in refusals:
             times = [since for (_, kind), since in self._since.items() if kind == refusal.kind]
             if sum(now - since >= patience_s for since in times) >= 2:
@@ -111,10 +131,13 @@ class OfferRefusals:
                 self._end(refusal.kind, f"{_text(*named[0])}; {others} refused it too")
                 return
 
-    def _next_check(self, refusals: list[tuple[wire.Presence, wire.OfferRefusal]]) -> CheckOffer | None:
+    def _next_check(
+        self, refusals: list[tuple[wire.Presence, wire.OfferRefusal]]
+    ) -> CheckOffer | None:
         for server, refusal in refusals:
             key = refusal.kind, self._version if refusal.kind == "logprobs" else 0
-            if refusal.kind != "base" and key not in self._checked:  # a base is a digest, which says no more here
+            # a base is a digest, which says no more here
+            if refusal.kind != "base" and key not in self._checked:
                 self._checked.add(key)
                 return CheckOffer(*key, _text(server, refusal))
         return None
@@ -122,7 +145,9 @@ class OfferRefusals:
     def _end(self, kind: wire.RefusalKind, reason: str) -> None:
         offer = f"version {max(self._version, 0)} of epoch {self._epoch}"
         again = "and start the run again, which resumes it"
-        self.verdict = f"no server can load the weights, {offer}: {reason}; {REMEDIES[kind]}, {again}"
+        self.verdict = (
+            f"no server can load the weights, {offer}: {reason}; {REMEDIES[kind]}, {again}"
+        )
 
 
 def _text(server: wire.Presence, refusal: wire.OfferRefusal) -> str:

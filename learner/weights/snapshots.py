@@ -26,7 +26,12 @@ CLOSE_S: Final = 5.0  # for open downloads when the learner ends
 
 
 async def open_snapshots(
-    stack: AsyncExitStack, train: TrainSection, bind: str, folder: Path, run: str, sender: WeightSender
+    stack: AsyncExitStack,
+    train: TrainSection,
+    bind: str,
+    folder: Path,
+    run: str,
+    sender: WeightSender,
 ) -> None:
     """Make the sender write snapshots of its versions.
 
@@ -60,7 +65,9 @@ def load_certificate(cert: str | None, key: str | None) -> ssl.SSLContext | None
 
 
 class SnapshotServer:
-    """HTTP server of /newest.json and the files that it names, read-only, for clients with the API key."""
+    """HTTP server of /newest.json and the files that it names, read-only, for clients with the API
+    key.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -90,7 +97,9 @@ class SnapshotServer:
             allowed = f"unavailable ({error.strerror}); give another, or 0"
             raise ConfigError("train.weights_snapshot_port", port, allowed) from None
         host, taken = self._runner.addresses[0][:2]
-        self.address = f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{taken}"
+        self.address = (
+            f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{taken}"
+        )
         log.info("snapshots of the weights at %s, API key in %s", self.address, self._where)
 
     async def close(self) -> None:

@@ -1,1 +1,3 @@
-"""A folder that installs rlearner on a machine without a network: what builds it, and what it runs there."""
+"""A folder that installs rlearner on a machine without a network: what builds it, and what it runs
+there.
+"""

@@ -2,10 +2,11 @@
 
     make bundle [TARGET_PYTHON=3.12] [HAVE=torch,transformers,…] [HAVE_FILE=freeze.txt] [MODEL=FILE] [PART_SIZE=45]
 
-The folder holds the wheels that rlearner needs and the target lacks, with the versions and hashes of ``runtime.txt``,
-rlearner's own wheel, the benchmarks, ``install.sh``, and the model file in parts, if one is named. Wheels are chosen by
-the tags of Linux on x86-64 with glibc up to 2.39; a package without a wheel is built from its source, which works only
-if it has no compiled code. The last line printed is one JSON object.
+The folder holds the wheels that rlearner needs and the target lacks, with the versions and hashes
+of ``runtime.txt``, rlearner's own wheel, the benchmarks, ``install.sh``, and the model file in
+parts, if one is named. Wheels are chosen by the tags of Linux on x86-64 with glibc up to 2.39; a
+package without a wheel is built from its source, which works only if it has no compiled code. The
+last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -50,15 +51,27 @@ Requires = Callable[[str], Sequence[Requirement] | None]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build the bundle; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="make bundle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="make bundle",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--python", default="3.12", help="version of the target (%(default)s)")
-    parser.add_argument("--have", default="", help=f"packages that the target has, with commas ({IMAGE})")
-    parser.add_argument("--have-file", default="", metavar="FILE", help="the same as pip freeze prints it")
+    parser.add_argument(
+        "--have", default="", help=f"packages that the target has, with commas ({IMAGE})"
+    )
+    parser.add_argument(
+        "--have-file", default="", metavar="FILE", help="the same as pip freeze prints it"
+    )
     parser.add_argument("--model", default="", metavar="FILE", help="a model file to take along")
-    parser.add_argument("--part-size", type=int, default=45, metavar="MIB", help="of its parts (%(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("bundle"), metavar="FOLDER", help="(%(default)s)")
-    parser.add_argument("--list-image", action="store_true", help="print a lock of the image's packages but torch")
+    parser.add_argument(
+        "--part-size", type=int, default=45, metavar="MIB", help="of its parts (%(default)s)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("bundle"), metavar="FOLDER", help="(%(default)s)"
+    )
+    parser.add_argument(
+        "--list-image", action="store_true", help="print a lock of the image's packages but torch"
+    )
     options = parser.parse_args(arguments)
     if options.list_image:
         print(image_lock())
@@ -78,19 +91,25 @@ def build_bundle(options: argparse.Namespace) -> dict[str, Any]:
         ValueError: if an option is not allowed, or a package cannot be had for the target.
     """
     if re.fullmatch(r"3\.(1[1-9])", options.python) is None:
-        raise ValueError(f"TARGET_PYTHON: {options.python!r} is not allowed; a Python from 3.11 on, such as 3.12")
+        raise ValueError(
+            f"TARGET_PYTHON: {options.python!r} is not allowed; a Python from 3.11 on, such as 3.12"
+        )
     if options.part_size < 1:
         raise ValueError(f"PART_SIZE: {options.part_size} is not allowed; MiB from 1 on")
     model = Path(options.model) if options.model else None
     if model is not None and not model.is_file():
         raise ValueError(f"MODEL: {options.model}: there is no such file")
     present = read_present(options.have or IMAGE, options.have_file)
-    entries = locked_entries("".join((ROOT / "requirements" / name).read_text(encoding="utf-8") for name in LOCKS))
+    entries = locked_entries(
+        "".join((ROOT / "requirements" / name).read_text(encoding="utf-8") for name in LOCKS)
+    )
     missing = missing_packages(project_requirements(), present, installed_requirements)
     if model is not None and model.suffix == ".gguf":
         missing |= {"gguf"} - present.keys()  # what converts it there
     if unknown := sorted(missing - entries.keys()):
-        raise ValueError(f"no locked version of {', '.join(unknown)}; make setup LOCKED= && make lock")
+        raise ValueError(
+            f"no locked version of {', '.join(unknown)}; make setup LOCKED= && make lock"
+        )
     out: Path = options.out.resolve()
     shutil.rmtree(out, ignore_errors=True)
     wheels = out / "wheels"
@@ -122,24 +141,32 @@ def build_bundle(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_present(names: str, freeze: str) -> dict[str, str]:
-    """Return the packages that the target has, by canonical name, with their versions where they are known.
+    """Return the packages that the target has, by canonical name, with their versions where they
+    are known.
 
     Raises:
         ValueError: if the file cannot be read, or a name or version is malformed.
     """
     try:
-        lines = Path(freeze).read_text(encoding="utf-8").splitlines() if freeze else names.split(",")
+        lines = (
+            Path(freeze).read_text(encoding="utf-8").splitlines() if freeze else names.split(",")
+        )
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"HAVE_FILE: {freeze}: {getattr(error, 'strerror', None) or 'not a text file'}") from None
+        raise ValueError(
+            f"HAVE_FILE: {freeze}: {getattr(error, 'strerror', None) or 'not a text file'}"
+        ) from None
     key = "HAVE_FILE" if freeze else "HAVE"
     present: dict[str, str] = {}
     for line in filter(None, (line.partition("#")[0].strip() for line in lines)):
-        if line.startswith("-e ") or " @ " in line:  # as pip freeze prints what came from a folder or an address
+        # as pip freeze prints what came from a folder or an address
+        if line.startswith("-e ") or " @ " in line:
             continue
         name, _, version = line.partition("==")
         try:
             requirement = Requirement(name)
-            present[canonicalize_name(requirement.name)] = str(Version(version)) if version else ABSENT
+            present[canonicalize_name(requirement.name)] = (
+                str(Version(version)) if version else ABSENT
+            )
         except (InvalidRequirement, InvalidVersion):
             raise ValueError(f"{key}: {line!r} is not allowed; NAME or NAME==VERSION") from None
         if requirement.specifier or requirement.extras or requirement.marker:
@@ -149,7 +176,9 @@ def read_present(names: str, freeze: str) -> dict[str, str]:
 
 def project_requirements() -> list[Requirement]:
     """Return what pyproject.toml asks for."""
-    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]
     return [Requirement(line) for line in project["dependencies"]]
 
 
@@ -163,13 +192,17 @@ def installed_requirements(name: str) -> list[Requirement] | None:
     return [one for one in requirements if one.marker is None or one.marker.evaluate({"extra": ""})]
 
 
-def missing_packages(wanted: Iterable[Requirement], present: Mapping[str, str], requires: Requires) -> set[str]:
+def missing_packages(
+    wanted: Iterable[Requirement], present: Mapping[str, str], requires: Requires
+) -> set[str]:
     """Return the packages that the target lacks, with what they need that it lacks, too.
 
-    A package whose version is known and too old counts as missing. What a present package needs is not looked at.
+    A package whose version is known and too old counts as missing. What a present package needs is
+    not looked at.
 
     Raises:
-        ValueError: if torch is missing or too old, because its build depends on the target's driver.
+        ValueError: if torch is missing or too old, because its build depends on the target's
+            driver.
     """
     torch = next((requirement for requirement in wanted if requirement.name == "torch"), None)
     if torch is not None and not is_present(torch, present):
@@ -192,7 +225,9 @@ def missing_packages(wanted: Iterable[Requirement], present: Mapping[str, str], 
 def is_present(requirement: Requirement, present: Mapping[str, str]) -> bool:
     """Return whether the target has a package in a version that will do; an unknown version will."""
     version = present.get(canonicalize_name(requirement.name))
-    return version is not None and (version == ABSENT or requirement.specifier.contains(version, prereleases=True))
+    return version is not None and (
+        version == ABSENT or requirement.specifier.contains(version, prereleases=True)
+    )
 
 
 def locked_entries(text: str) -> dict[str, str]:
@@ -237,13 +272,24 @@ def fetch_wheels(entries: Sequence[str], wheels: Path, python: str) -> None:
             if done.returncode == 0:
                 continue
             built = Path(folder, "built")
-            done = pip("wheel", *common, "--no-binary=:all:", "--no-build-isolation", "--wheel-dir", str(built))
+            done = pip(
+                "wheel",
+                *common,
+                "--no-binary=:all:",
+                "--no-build-isolation",
+                "--wheel-dir",
+                str(built),
+            )
             files = list(built.glob("*.whl"))
             if done.returncode or len(files) != 1:
                 reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-                raise ValueError(f"{name}: no wheel for Python {python} on x86-64, and no source: {reason}")
+                raise ValueError(
+                    f"{name}: no wheel for Python {python} on x86-64, and no source: {reason}"
+                )
             if not files[0].name.endswith("-none-any.whl"):
-                raise ValueError(f"{name}: no wheel for Python {python} on x86-64; its source has compiled code")
+                raise ValueError(
+                    f"{name}: no wheel for Python {python} on x86-64; its source has compiled code"
+                )
             shutil.move(files[0], wheels)
 
 
@@ -306,7 +352,9 @@ def oldest_glibc(names: Iterable[str]) -> str:
         for tag in parse_wheel_filename(name)[3]:
             if (match := re.match(r"manylinux_2_(\d+)_", tag.platform)) is not None:
                 minors.append(int(match[1]))
-            minors += [minor for alias, minor in aliases.items() if tag.platform.startswith(f"{alias}_")]
+            minors += [
+                minor for alias, minor in aliases.items() if tag.platform.startswith(f"{alias}_")
+            ]
         newest = max(newest, min(minors, default=newest))
     return f"2.{newest}"
 

@@ -24,9 +24,13 @@ class BundleError(Exception):
 
 def main() -> int:
     """Check, install, and print the line that sets the variables; return the exit code."""
-    parser = argparse.ArgumentParser(prog="install.sh", description="Install rlearner without a network.")
+    parser = argparse.ArgumentParser(
+        prog="install.sh", description="Install rlearner without a network."
+    )
     parser.add_argument("--target", default="rlearner-site", metavar="FOLDER", help="(%(default)s)")
-    parser.add_argument("--model-folder", default="models", metavar="FOLDER", help="of the model file (%(default)s)")
+    parser.add_argument(
+        "--model-folder", default="models", metavar="FOLDER", help="of the model file (%(default)s)"
+    )
     options = parser.parse_args()
     try:
         manifest = json.loads((HERE / "manifest.json").read_text(encoding="utf-8"))
@@ -36,7 +40,9 @@ def main() -> int:
         target = Path(options.target).resolve()
         install(target)
         if manifest["model"] is not None:
-            print("model:", join_model(manifest["model"], Path(options.model_folder)), file=sys.stderr)
+            print(
+                "model:", join_model(manifest["model"], Path(options.model_folder)), file=sys.stderr
+            )
     except FileNotFoundError as error:
         return fail(f"{error.filename}: missing in the bundle")
     except (BundleError, OSError) as error:
@@ -60,14 +66,22 @@ def check_machine(manifest: dict[str, Any]) -> None:
     """Raise BundleError if Python, processor or C library are not those of the bundle."""
     python = ".".join(map(str, sys.version_info[:2]))
     if python != manifest["python"]:
-        raise BundleError(f"{sys.executable} is Python {python}; the bundle is for Python {manifest['python']}")
+        raise BundleError(
+            f"{sys.executable} is Python {python}; the bundle is for Python {manifest['python']}"
+        )
     if platform.machine() != manifest["machine"]:
-        raise BundleError(f"this machine is {platform.machine()}; the bundle is for {manifest['machine']}")
+        raise BundleError(
+            f"this machine is {platform.machine()}; the bundle is for {manifest['machine']}"
+        )
     library, found = platform.libc_ver()
     if library != "glibc":
-        raise BundleError(f"the C library is {library or 'not glibc'}; the bundle needs glibc {manifest['glibc']}")
+        raise BundleError(
+            f"the C library is {library or 'not glibc'}; the bundle needs glibc {manifest['glibc']}"
+        )
     if numbers(found) < numbers(manifest["glibc"]):
-        raise BundleError(f"the C library is glibc {found}; the bundle needs {manifest['glibc']} or newer")
+        raise BundleError(
+            f"the C library is glibc {found}; the bundle needs {manifest['glibc']} or newer"
+        )
 
 
 def numbers(text: str) -> list[int]:
@@ -98,7 +112,9 @@ def check_packages(names: list[str]) -> None:
         except PackageNotFoundError:
             missing.append(name)
     if missing:
-        raise BundleError(f"{sys.executable} lacks {', '.join(missing)}; build the bundle with HAVE without them")
+        raise BundleError(
+            f"{sys.executable} lacks {', '.join(missing)}; build the bundle with HAVE without them"
+        )
 
 
 def install(target: Path) -> None:
@@ -113,18 +129,31 @@ def install(target: Path) -> None:
         "--no-index",
         "--no-deps",
     ]
-    command += ["--no-compile", "--no-cache-dir", "--no-warn-script-location", "--upgrade", "--target", str(target)]
+    command += [
+        "--no-compile",
+        "--no-cache-dir",
+        "--no-warn-script-location",
+        "--upgrade",
+        "--target",
+        str(target),
+    ]
     command += [str(path) for path in sorted((HERE / "wheels").glob("*.whl"))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise BundleError(f"pip: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
     shutil.copytree(HERE / "bench", target / "bench", dirs_exist_ok=True)
     shutil.copy(HERE / "manifest.json", target / "bench")  # measurements name its commit
-    variables = {name: f"{place}:{os.environ.get(name, '')}" for name, place in places(target).items()}
+    variables = {
+        name: f"{place}:{os.environ.get(name, '')}" for name, place in places(target).items()
+    }
     words = [sys.executable, "-c", "import broker.contract.wire, rlearner_text.config"]
-    done = subprocess.run(words, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words, env={**os.environ, **variables}, capture_output=True, text=True, check=False
+    )
     if done.returncode:
-        raise BundleError(f"installed, but not usable: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
+        raise BundleError(
+            f"installed, but not usable: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}"
+        )
 
 
 def join_model(model: dict[str, str], folder: Path) -> Path:
@@ -136,7 +165,9 @@ def join_model(model: dict[str, str], folder: Path) -> Path:
             file.write(part.read_bytes())
     if digest(path) != model["sha256"]:
         path.unlink()
-        raise BundleError(f"{model['name']}: wrong checksum after joining its parts; copy the bundle again")
+        raise BundleError(
+            f"{model['name']}: wrong checksum after joining its parts; copy the bundle again"
+        )
     return path
 
 

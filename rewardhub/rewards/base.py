@@ -38,12 +38,14 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RewardProtocol(Protocol):
-    """A reward of the registry. Each worker process has one instance, which scores one sample at a time.
+    """A reward of the registry. Each worker process has one instance, which scores one sample at a
+    time.
 
-    A class of the registry with ``concurrent = True`` runs in a separate process (on each GPU with ``on_gpu = True``)
-    and scores many samples at once: ``score`` is a coroutine, and ``Args`` has ``max_concurrency`` and ``timeout_s``,
-    which replaces ``rewardhub.timeout_s``. An optional ``start`` is awaited once before. An optional classmethod
-    ``check(args)`` rejects bad arguments before anything starts, by a ``ConfigError`` with the argument's name as key.
+    A class of the registry with ``concurrent = True`` runs in a separate process (on each GPU with
+    ``on_gpu = True``) and scores many samples at once: ``score`` is a coroutine, and ``Args`` has
+    ``max_concurrency`` and ``timeout_s``, which replaces ``rewardhub.timeout_s``. An optional
+    ``start`` is awaited once before. An optional classmethod ``check(args)`` rejects bad arguments
+    before anything starts, by a ``ConfigError`` with the argument's name as key.
     """
 
     Args: ClassVar[type[Section]]
@@ -51,10 +53,12 @@ class RewardProtocol(Protocol):
     def __init__(self, args: Section) -> None: ...
 
     def score(self, sample: Sample) -> Value | Scored | Awaitable[Value | Scored]:
-        """Return the reward; may be a coroutine. The process is killed if it takes longer than ``rewardhub.timeout_s``.
+        """Return the reward; may be a coroutine. The process is killed if it takes longer than
+        ``rewardhub.timeout_s``.
 
         Raises:
-            ResponseFault: if the response is at fault; any other exception is the reward's own failure.
+            ResponseFault: if the response is at fault; any other exception is the reward's own
+                failure.
         """
         ...
 
@@ -70,9 +74,10 @@ class NoScore(ValueError):
 class ResponseFault(Exception):
     """The response itself is the reason why it cannot be scored normally.
 
-    The episode gets ``value``, normally the lowest of this reward, and the note; it is not retried, and its group
-    stays valid. Any other exception, a timeout of the hub, or the exit of a worker process counts as the reward's own
-    failure, which is retried and then voids the group. Call code that may not return through ``rewardhub.bounded``.
+    The episode gets ``value``, normally the lowest of this reward, and the note; it is not retried,
+    and its group stays valid. Any other exception, a timeout of the hub, or the exit of a worker
+    process counts as the reward's own failure, which is retried and then voids the group. Call code
+    that may not return through ``rewardhub.bounded``.
 
     Args:
         note: the reason, as the name of a note with the value 1, ``too_costly`` for example.
@@ -81,7 +86,8 @@ class ResponseFault(Exception):
 
     def __init__(self, note: str, value: Value) -> None:
         super().__init__(f"{note}: the reward is {value}")
-        self.note, self.value = note, value
+        self.note = note
+        self.value = value
 
 
 class InvalidScoreError(NoScore):
@@ -95,7 +101,9 @@ def check_scored(value: object) -> Scored:
         InvalidScoreError: as in ``check_value``; also if the notes are not finite numbers by name.
     """
     if isinstance(value, Scored):
-        return Scored(check_value(value.value), _numbers(value.notes, "note") if value.notes else {})
+        return Scored(
+            check_value(value.value), _numbers(value.notes, "note") if value.notes else {}
+        )
     return Scored(check_value(value))
 
 
@@ -112,7 +120,8 @@ def check_value(value: object) -> Value:
     """Return the value as plain floats.
 
     Raises:
-        InvalidScoreError: if it is neither a finite number nor a mapping of names to finite numbers.
+        InvalidScoreError: if it is neither a finite number nor a mapping of names to finite
+            numbers.
     """
     if isinstance(value, Mapping):
         return _numbers(value, "part")
@@ -121,8 +130,12 @@ def check_value(value: object) -> Value:
 
 def _numbers(value: Mapping[Any, object], what: str) -> dict[str, float]:
     if not value or not all(isinstance(name, str) and name for name in value):
-        raise InvalidScoreError(f"a reward of {what}s needs a name for each {what}, got {_show(value)}")
-    if len(value) > MAX_PARTS or any(len(name) > NAME_CHARS or not name.isprintable() for name in value):
+        raise InvalidScoreError(
+            f"a reward of {what}s needs a name for each {what}, got {_show(value)}"
+        )
+    if len(value) > MAX_PARTS or any(
+        len(name) > NAME_CHARS or not name.isprintable() for name in value
+    ):
         why = f"a reward has at most {MAX_PARTS} {what}s with printable names of at most {NAME_CHARS} characters"
         raise InvalidScoreError(why)
     return {name: _number(part, f"{what} {name!r}") for name, part in value.items()}

@@ -3,8 +3,9 @@
     rewards: [{name: code, args: {timeout_s: 20, cpu_s: 4}}]
     python -m rewardhub.rewards.code train.jsonl --tests tests      # are the tests of all rows well formed?
 
-``rewardhub.rewards.code_tests`` describes the forms of tests; asserts and test files take a second process.
-``timeout_s`` must be below ``rewardhub.timeout_s``, because the hub treats a late score as a failure.
+``rewardhub.rewards.code_tests`` describes the forms of tests; asserts and test files take a second
+process. ``timeout_s`` must be below ``rewardhub.timeout_s``, because the hub treats a late score as
+a failure.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from broker.settings.config import Section
 from rewardhub.rewards.base import InvalidScoreError, Sample, Scored
-from rewardhub.rewards.code_tests import FunctionCallTests, InvalidTestsError, StatementTests, StdioTests, parse
+from rewardhub.rewards.code_tests import (
+    FunctionCallTests,
+    InvalidTestsError,
+    StatementTests,
+    StdioTests,
+    parse,
+)
 from rewardhub.rewards.thinking import Thinking, visible_text
 from rlearner_sandbox import ProgramChecks, ProgramEnd, Sandbox
 from rlearner_sandbox.command import SandboxLimits
@@ -39,22 +46,26 @@ class CodeArgs(Section):
 
     # none: programs of the policy run unprotected, as the hub's own user
     sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
-    thinking: Thinking = "drop"  # keep: programs in <think> count; required: without </think> there is none
+    # keep: programs in <think> count; required: without </think> there is none
+    thinking: Thinking = "drop"
     all_or_nothing: bool = False  # 1 if every test passes, else 0; otherwise the share that passes
     timeout_s: PositiveFloat = 8.0  # wall time of all tests of one response
     cpu_s: PositiveInt = 4  # processor time of one program, for each pair
-    memory_mib: Annotated[int, Field(ge=32)] = 1024  # of a program with all its processes; the same for its tests
+    # of a program with all its processes; the same for its tests
+    memory_mib: Annotated[int, Field(ge=32)] = 1024
     processes: PositiveInt = 32  # and threads
     open_files: Annotated[int, Field(ge=8)] = 64
     output_kib: PositiveInt = 1024
     file_mib: PositiveInt = 64  # of one file, and of all together
-    packages: tuple[str, ...] = ()  # folders that programs may import from, in addition to the standard library
+    # folders that programs may import from, in addition to the standard library
+    packages: tuple[str, ...] = ()
 
 
 class CodeReward:
     """Reward: the share of tests that pass.
 
-    The notes ``compiled``, ``timeout``, ``memory`` and ``crashed`` are 1 if that happened in any test, else 0.
+    The notes ``compiled``, ``timeout``, ``memory`` and ``crashed`` are 1 if that happened in any
+    test, else 0.
 
     Raises:
         NoSandbox: if bubblewrap is missing or does not work here; names a fix.
@@ -70,15 +81,21 @@ class CodeReward:
             output_kib=args.output_kib, file_mib=args.file_mib,
         )  # fmt: skip
         if args.sandbox == "none":
-            log.warning("UNSAFE: sandbox is none, so programs that the policy writes run unprotected on this machine")
+            log.warning(
+                "UNSAFE: sandbox is none, so programs that the policy writes run unprotected on this machine"
+            )
         self._sandbox = Sandbox(limits, args.sandbox, args.packages)
-        self._last: tuple[str | None, StdioTests | FunctionCallTests | StatementTests] = (None, StdioTests((), ()))
+        self._last: tuple[str | None, StdioTests | FunctionCallTests | StatementTests] = (
+            None,
+            StdioTests((), ()),
+        )
 
     def score(self, sample: Sample) -> Scored:
         """Return the reward of one response.
 
         Raises:
-            InvalidScoreError: if the reference holds no valid tests, a fault of the data; names domain and task.
+            InvalidScoreError: if the reference holds no valid tests, a fault of the data; names
+                domain and task.
             SandboxFailed: if the sandbox did not work this time.
         """
         if sample.reference != self._last[0]:  # the episodes of a group share their reference
@@ -91,16 +108,31 @@ class CodeReward:
         if program is None:
             return self._scored(0.0, [])
         tests = self._last[1]
-        run = self._pairs(program, tests) if isinstance(tests, StdioTests) else self._in_one(program, tests)
+        run = (
+            self._pairs(program, tests)
+            if isinstance(tests, StdioTests)
+            else self._in_one(program, tests)
+        )
         return self._scored(*run)
 
-    def _in_one(self, program: str, tests: FunctionCallTests | StatementTests) -> tuple[float, list[ProgramEnd]]:
+    def _in_one(
+        self, program: str, tests: FunctionCallTests | StatementTests
+    ) -> tuple[float, list[ProgramEnd]]:
         """Run all tests of functions with one process of the program."""
         if isinstance(tests, StatementTests):
-            ended = self._sandbox.run(program, mode="asserts", tests=ProgramChecks(tests.first, tests.each))
-            return sum(index in ended.answers for index in range(len(tests.each))) / len(tests.each), [ended]
-        ended = self._sandbox.run(program, mode="calls", tests=ProgramChecks(tests.function, tests.arguments))
-        right = sum(_same_value(ended.answers.get(index), result) for index, result in enumerate(tests.results))
+            ended = self._sandbox.run(
+                program, mode="asserts", tests=ProgramChecks(tests.first, tests.each)
+            )
+            return sum(index in ended.answers for index in range(len(tests.each))) / len(
+                tests.each
+            ), [ended]
+        ended = self._sandbox.run(
+            program, mode="calls", tests=ProgramChecks(tests.function, tests.arguments)
+        )
+        right = sum(
+            _same_value(ended.answers.get(index), result)
+            for index, result in enumerate(tests.results)
+        )
         return right / len(tests.results), [ended]
 
     def _pairs(self, program: str, tests: StdioTests) -> tuple[float, list[ProgramEnd]]:
@@ -110,17 +142,25 @@ class CodeReward:
         right = 0
         for given, expected in zip(tests.inputs, tests.outputs, strict=True):
             left = until - time.monotonic()
-            if left <= 0 or (runs and not runs[-1].compiled) or (self._args.all_or_nothing and right < len(runs)):
+            if (
+                left <= 0
+                or (runs and not runs[-1].compiled)
+                or (self._args.all_or_nothing and right < len(runs))
+            ):
                 break
             runs.append(self._sandbox.run(program, stdin=given.encode(), wall_s=left))
-            last, output = runs[-1], runs[-1].stdout.decode("utf-8", "replace")
+            last = runs[-1]
+            output = runs[-1].stdout.decode("utf-8", "replace")
             right += last.exit_code == 0 and not last.killed_for and same_output(output, expected)
         return right / len(tests.inputs), runs
 
     def _scored(self, share: float, runs: list[ProgramEnd]) -> Scored:
         late = any(run.timed_out for run in runs)
         fat = any(run.out_of_memory for run in runs)
-        crashed = any(run.exit_code != 0 and run.compiled and not (run.timed_out or run.out_of_memory) for run in runs)
+        crashed = any(
+            run.exit_code != 0 and run.compiled and not (run.timed_out or run.out_of_memory)
+            for run in runs
+        )
         flags = [float(flag) for flag in (bool(runs) and runs[0].compiled, late, fat, crashed)]
         passed = float(share == 1.0) if self._args.all_or_nothing else share
         return Scored(passed, dict(zip(OUTCOMES, flags, strict=True)))
@@ -129,14 +169,17 @@ class CodeReward:
 def last_block(response: str) -> str | None:
     """Return the text in the last closed fenced block, or None."""
     found: str | None = None
-    fence, lines = "", list[str]()
+    fence = ""
+    lines = list[str]()
     for line in response[-LONGEST_RESPONSE:].splitlines():
         bare = line.strip()
         if not fence:
             if bare.startswith(FENCE):
-                fence, lines = bare[: len(bare) - len(bare.lstrip("`"))], []
+                fence = bare[: len(bare) - len(bare.lstrip("`"))]
+                lines = []
         elif bare.startswith(fence) and not bare.strip("`"):
-            found, fence = "\n".join(lines) + "\n", ""
+            found = "\n".join(lines) + "\n"
+            fence = ""
         else:
             lines.append(line)
     return found
@@ -144,7 +187,9 @@ def last_block(response: str) -> str | None:
 
 def same_output(got: str, expected: str) -> bool:
     """Compare outputs by line, ignoring trailing blanks and trailing empty lines."""
-    found, wanted = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (got, expected))
+    found, wanted = (
+        [line.rstrip() for line in text.rstrip().splitlines()] for text in (got, expected)
+    )
     return found == wanted
 
 
@@ -156,7 +201,10 @@ def _same_value(answer: str | None, expected: Any) -> bool:
     except (ValueError, RecursionError):
         return False
     # Some data sets wrap each result in a list.
-    return bool(value == expected or (isinstance(expected, list) and len(expected) == 1 and value == expected[0]))
+    return bool(
+        value == expected
+        or (isinstance(expected, list) and len(expected) == 1 and value == expected[0])
+    )
 
 
 def main() -> int:
@@ -164,7 +212,9 @@ def main() -> int:
     about = "Check the tests in a JSONL file."
     options = argparse.ArgumentParser(prog="python -m rewardhub.rewards.code", description=about)
     options.add_argument("file", help="JSONL")
-    options.add_argument("--tests", default="tests", metavar="COLUMN", help="the column with the tests (tests)")
+    options.add_argument(
+        "--tests", default="tests", metavar="COLUMN", help="the column with the tests (tests)"
+    )
     asked = options.parse_args()
     number = bad = 0
     try:

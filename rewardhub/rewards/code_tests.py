@@ -10,7 +10,7 @@
 No form runs a test in the program's process. Asserts and test files run in a second sandbox, where the program's
 functions, classes and objects are proxies (see docs/rewards.md); names that tests bind, Python's builtins and the
 modules of its library are never the program's.
-"""  # noqa: E501 - a table
+"""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ class FunctionCallTests:
 
 @dataclass(frozen=True)
 class StatementTests:
-    """Python statements that raise if the program is wrong, executed in another process; ``first`` runs before them."""
+    """Python statements that raise if the program is wrong, executed in another process; ``first``
+    runs before them.
+    """
 
     first: str
     each: tuple[str, ...]
@@ -90,8 +92,14 @@ def _checked(tests: Tests) -> Tests:
     if isinstance(tests, StatementTests):
         names = names_of((tests.first, *tests.each))
         if names.unsafe:
-            raise InvalidTestsError(f"they use {names.unsafe[0]}, so a program's results would run inside its tests")
-        if not names.program and not names.imports and MODULE not in tests.first + "".join(tests.each):
+            raise InvalidTestsError(
+                f"they use {names.unsafe[0]}, so a program's results would run inside its tests"
+            )
+        if (
+            not names.program
+            and not names.imports
+            and MODULE not in tests.first + "".join(tests.each)
+        ):
             why = "they use no name of the program; builtins and modules of Python's library are never the program's"
             raise InvalidTestsError(why)
     return tests
@@ -103,12 +111,18 @@ def _list(value: list[Any]) -> StdioTests | StatementTests:
             _python(text, f"test {number}")
         return StatementTests("", tuple(value))
     if all(isinstance(item, dict) and "input" in item and "output" in item for item in value):
-        return _mapping({"inputs": [item["input"] for item in value], "outputs": [item["output"] for item in value]})  # type: ignore[return-value]
+        return _mapping(
+            {
+                "inputs": [item["input"] for item in value],
+                "outputs": [item["output"] for item in value],
+            }
+        )  # type: ignore[return-value]
     raise InvalidTestsError("a list must hold either statements or mappings with input and output")
 
 
 def _mapping(value: dict[str, Any]) -> StdioTests | FunctionCallTests:
-    inputs, outputs = value.get("inputs"), value.get("outputs")
+    inputs = value.get("inputs")
+    outputs = value.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list):
         why = f"a mapping needs the lists inputs and outputs; it has {', '.join(sorted(value)) or 'nothing'}"
         raise InvalidTestsError(why)
@@ -121,7 +135,9 @@ def _mapping(value: dict[str, Any]) -> StdioTests | FunctionCallTests:
         raise InvalidTestsError(f"fn_name {name!r} is not a function name")
     for item in inputs:
         if not isinstance(item, list):
-            raise InvalidTestsError(f"the inputs of a function must be lists of arguments, got {item!r:.80}")
+            raise InvalidTestsError(
+                f"the inputs of a function must be lists of arguments, got {item!r:.80}"
+            )
     return FunctionCallTests(name, tuple(map(json.dumps, inputs)), tuple(outputs))
 
 
@@ -129,7 +145,9 @@ def _stream(value: object) -> str:
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     if not isinstance(value, str):
-        raise InvalidTestsError(f"an input or output must be a text or a list of lines, got {value!r:.80}")
+        raise InvalidTestsError(
+            f"an input or output must be a text or a list of lines, got {value!r:.80}"
+        )
     return value
 
 
@@ -145,18 +163,33 @@ def _file(text: str) -> StatementTests:
     classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
     found: list[str] = []
     for node in body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith("test_"):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith(
+            "test_"
+        ):
             _without_arguments(node, 0)
-            found.append(_ASYNC.format(name=node.name) if isinstance(node, ast.AsyncFunctionDef) else f"{node.name}()")
+            found.append(
+                _ASYNC.format(name=node.name)
+                if isinstance(node, ast.AsyncFunctionDef)
+                else f"{node.name}()"
+            )
         elif isinstance(node, ast.ClassDef):
-            is_case = any("TestCase" in ast.unparse(base) for one in _lineage(node, classes) for base in one.bases)
+            is_case = any(
+                "TestCase" in ast.unparse(base)
+                for one in _lineage(node, classes)
+                for base in one.bases
+            )
             if is_case or node.name.startswith("Test"):
                 form = _UNITTEST if is_case else _PLAIN
-                found += [form.format(name=node.name, method=method) for method in _methods(_lineage(node, classes))]
+                found += [
+                    form.format(name=node.name, method=method)
+                    for method in _methods(_lineage(node, classes))
+                ]
     if found:
         return StatementTests(text, tuple(found))
     if all(isinstance(node, _SILENT) or _is_text(node) or _is_guard(node) for node in body):
-        raise InvalidTestsError("the test file has no test_* function, no class of tests, and runs nothing itself")
+        raise InvalidTestsError(
+            "the test file has no test_* function, no class of tests, and runs nothing itself"
+        )
     return StatementTests("", (text,))
 
 
@@ -170,7 +203,12 @@ def _lineage(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[ast.C
 
 
 def _methods(lineage: list[ast.ClassDef]) -> list[str]:
-    methods = [one for node in lineage for one in node.body if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    methods = [
+        one
+        for node in lineage
+        for one in node.body
+        if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
     tests = {method.name: method for method in reversed(methods) if method.name.startswith("test")}
     for method in tests.values():
         _without_arguments(method, 1)
@@ -178,9 +216,15 @@ def _methods(lineage: list[ast.ClassDef]) -> list[str]:
 
 
 def _without_arguments(node: ast.FunctionDef | ast.AsyncFunctionDef, allowed: int) -> None:
-    arguments, patched = node.args, any("patch" in ast.unparse(one) for one in node.decorator_list)
-    if len(arguments.posonlyargs + arguments.args) - len(arguments.defaults) > allowed and not patched:
-        raise InvalidTestsError(f"{node.name} takes arguments; fixtures and parametrize are not supported")
+    arguments = node.args
+    patched = any("patch" in ast.unparse(one) for one in node.decorator_list)
+    if (
+        len(arguments.posonlyargs + arguments.args) - len(arguments.defaults) > allowed
+        and not patched
+    ):
+        raise InvalidTestsError(
+            f"{node.name} takes arguments; fixtures and parametrize are not supported"
+        )
 
 
 def _is_text(node: ast.stmt) -> bool:

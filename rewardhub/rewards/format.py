@@ -2,7 +2,8 @@
 
     rewards: [{name: format, weight: 0.1, args: {pattern: "<think>.*</think>\\s*<answer>.*</answer>"}}]
 
-A response on which matching takes longer than ``cpu_s`` does not match, with a note; it never voids its group.
+A response on which matching takes longer than ``cpu_s`` does not match, with a note; it never voids
+its group.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class FormatArgs(Section):
 
     harmless = ("pattern", "where", "correct", "wrong", "cpu_s")
 
-    pattern: Annotated[str, AfterValidator(_pattern)]  # in the syntax of Python's re; a dot also matches line ends
+    # in the syntax of Python's re; a dot also matches line ends
+    pattern: Annotated[str, AfterValidator(_pattern)]
     where: Literal["all", "start", "anywhere"] = "all"  # what must match in the stripped response
     correct: float = 1.0  # reward of a response that matches
     wrong: float = 0.0  # reward of any other
@@ -40,14 +42,20 @@ class FormatArgs(Section):
 
 
 class FormatReward:
-    """Reward: ``correct`` if the response matches, else ``wrong``; note ``too_costly`` beyond ``cpu_s``."""
+    """Reward: ``correct`` if the response matches, else ``wrong``; note ``too_costly`` beyond
+    ``cpu_s``.
+    """
 
     Args = FormatArgs
 
     def __init__(self, args: FormatArgs) -> None:
         self._args = args
         expression = re.compile(args.pattern, re.DOTALL)
-        where = {"all": expression.fullmatch, "start": expression.match, "anywhere": expression.search}
+        where = {
+            "all": expression.fullmatch,
+            "start": expression.match,
+            "anywhere": expression.search,
+        }
         match = where[args.where]
 
         def verdict(response: bytes) -> bytes:

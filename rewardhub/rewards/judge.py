@@ -4,8 +4,9 @@
       - name: judge
         args: {base_url: "https://host/v1", model: NAME, api_key: {env: JUDGE_KEY}}
 
-The judge writes ``Score: N`` somewhere, with N from ``low`` to ``high``, which is scaled to 0 to 1. Without a score it
-is prompted again, ``asks_again`` times; an answer without a score never becomes a reward. Equal requests are sent once.
+The judge writes ``Score: N`` somewhere, with N from ``low`` to ``high``, which is scaled to 0 to 1.
+Without a score it is prompted again, ``asks_again`` times; an answer without a score never becomes
+a reward. Equal requests are sent once.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ NUMBER: Final = r"(?i)score\W{0,5}(-?\d+(?:\.\d+)?)"
 
 def _has_response(value: str) -> str:
     if "{response}" not in value:
-        raise ValueError("it must hold {response}; also allowed: {prompt}, {reference}, {low}, {high}")
+        raise ValueError(
+            "it must hold {response}; also allowed: {prompt}, {reference}, {low}, {high}"
+        )
     return value
 
 
@@ -82,25 +85,30 @@ class JudgeArgs(Section):
 
     base_url: HttpUrl  # for example http://127.0.0.1:8000/v1
     model: str | None = None  # required if the endpoint lists more than one
-    api_key: SecretRef = SecretRef(env="OPENAI_API_KEY")  # where the key is; the default need not be set
+    # where the key is; the default need not be set
+    api_key: SecretRef = SecretRef(env="OPENAI_API_KEY")
     system_prompt: str = ""
     template: Annotated[str, AfterValidator(_has_response)] = TEMPLATE
-    score_pattern: Annotated[str, AfterValidator(_pattern)] = NUMBER  # the last match counts; its group is the number
+    # the last match counts; its group is the number
+    score_pattern: Annotated[str, AfterValidator(_pattern)] = NUMBER
     low: float = 0.0
     high: float = 10.0
     asks_again: NonNegativeInt = 2  # if the answer holds no score, or one out of range
-    max_chars: PositiveInt = 100_000  # sent of the response's end; the note ``truncated`` is 1 if it is longer
+    # sent of the response's end; the note ``truncated`` is 1 if it is longer
+    max_chars: PositiveInt = 100_000
     temperature: NonNegativeFloat = 0.0
     max_tokens: PositiveInt = 1024
     max_tokens_field: str = "max_tokens"  # or max_completion_tokens, if the endpoint requires it
-    extra_body: dict[str, Any] = Field(default_factory=dict)  # fields that override those sent; null removes one
+    # fields that override those sent; null removes one
+    extra_body: dict[str, Any] = Field(default_factory=dict)
     max_concurrency: PositiveInt = 16  # requests at once
     timeout_s: PositiveFloat = 180.0  # one score, retries and pauses included
     try_timeout_s: PositiveFloat = 60.0  # one try
     retries: NonNegativeInt = 4  # after 408, 409, 429, 5xx and broken connections
     backoff_s: PositiveFloat = 0.5  # before the first retry, doubled for each further one
     cache: NonNegativeInt = 10_000  # cached answers
-    price_in: NonNegativeFloat = 0.0  # of a million tokens sent, in any currency, for the note ``cost``
+    # of a million tokens sent, in any currency, for the note ``cost``
+    price_in: NonNegativeFloat = 0.0
     price_out: NonNegativeFloat = 0.0  # of a million tokens received
 
     @model_validator(mode="after")
@@ -123,8 +131,8 @@ class JudgeVerdict:
 class JudgeReward:
     """Reward: the judge's score, scaled to 0 to 1.
 
-    Notes: ``tokens_in``, ``tokens_out`` and ``cost`` of this score (0 if cached), ``cached``, ``asked`` (number of
-    requests) and ``truncated``.
+    Notes: ``tokens_in``, ``tokens_out`` and ``cost`` of this score (0 if cached), ``cached``,
+    ``asked`` (number of requests) and ``truncated``.
     """
 
     Args = JudgeArgs
@@ -137,18 +145,23 @@ class JudgeReward:
         self._model = args.model or ""
 
     async def start(self) -> None:
-        """Check the API key, choose the model, and open the connections. The endpoint need not be reachable yet.
+        """Check the API key, choose the model, and open the connections. The endpoint need not be
+        reachable yet.
 
         Raises:
-            UserError: if the key is missing or the endpoint rejects it, or serves several models and none is named.
+            UserError: if the key is missing or the endpoint rejects it, or serves several models
+                and none is named.
         """
         from rlearner_text.openai.client import EndpointClient, EndpointError
 
         args = self._args
         is_named = "api_key" in args.model_fields_set
-        url, secret = args.base_url, args.api_key
+        url = args.base_url
+        secret = args.api_key
         key = secret.require("rewards.args.api_key", url) if is_named else secret.find(url)
-        first = EndpointClient(args.base_url, key, timeout_s=args.try_timeout_s, retries=0, base_s=args.backoff_s)
+        first = EndpointClient(
+            args.base_url, key, timeout_s=args.try_timeout_s, retries=0, base_s=args.backoff_s
+        )
         try:
             listed = (await first.get("/models")).get("data")
         except EndpointError as error:
@@ -160,12 +173,20 @@ class JudgeReward:
             listed = [{"id": args.model}] if args.model else [{"id": ""}]
         finally:
             await first.close()
-        names = [str(one.get("id")) for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+        names = (
+            [str(one.get("id")) for one in listed if isinstance(one, dict)]
+            if isinstance(listed, list)
+            else []
+        )
         if not self._model and len(names) != 1:
-            raise UserError(f"{args.base_url} serves {', '.join(names) or 'no model that it lists'}; set args.model")
+            raise UserError(
+                f"{args.base_url} serves {', '.join(names) or 'no model that it lists'}; set args.model"
+            )
         self._model = self._model or names[0]
         tries = args.retries
-        self._endpoint = EndpointClient(url, key, timeout_s=args.try_timeout_s, retries=tries, base_s=args.backoff_s)
+        self._endpoint = EndpointClient(
+            url, key, timeout_s=args.try_timeout_s, retries=tries, base_s=args.backoff_s
+        )
 
     async def score(self, sample: Sample) -> Scored:
         """Return the reward of one response.
@@ -186,7 +207,9 @@ class JudgeReward:
         except NoScore as error:
             raise NoScore(f"domain {sample.domain!r}, task {sample.task_index}: {error}") from None
         except RuntimeError as error:
-            raise RuntimeError(f"domain {sample.domain!r}, task {sample.task_index}: {_clean(error)}") from None
+            raise RuntimeError(
+                f"domain {sample.domain!r}, task {sample.task_index}: {_clean(error)}"
+            ) from None
         args = self._args
         paid = (0, 0) if cached else (verdict.tokens_in, verdict.tokens_out)
         notes = {
@@ -231,12 +254,16 @@ class JudgeReward:
             async with asyncio.timeout(self._args.timeout_s):
                 return await self._converse(list(messages))
         except TimeoutError:
-            raise RuntimeError(f"{self._args.base_url} sent no score within {self._args.timeout_s:g} s") from None
+            raise RuntimeError(
+                f"{self._args.base_url} sent no score within {self._args.timeout_s:g} s"
+            ) from None
 
     async def _converse(self, messages: list[dict[str, str]]) -> JudgeVerdict:
         from rlearner_text.openai.client import EndpointError
 
-        args, said, tokens = self._args, "", [0, 0]
+        args = self._args
+        said = ""
+        tokens = [0, 0]
         for number in range(1, args.asks_again + 2):
             try:
                 reply = await self._endpoint.post("/chat/completions", self._body(messages))
@@ -262,7 +289,8 @@ class JudgeReward:
         return {name: value for name, value in body.items() if value is not None}
 
     def _score(self, said: str) -> float | None:
-        found = self._pattern.findall(after_thinking(said))  # a number in the judge's thinking is no verdict
+        # a number in the judge's thinking is no verdict
+        found = self._pattern.findall(after_thinking(said))
         try:
             number = float(found[-1])
         except (IndexError, ValueError):
@@ -272,7 +300,11 @@ class JudgeReward:
     def _refused(self, error: Exception) -> str:
         where = f"{self._args.base_url}: {_clean(error)}"
         status = getattr(error, "status", 0)
-        return f"{where}; its key is taken from {self._args.api_key}" if status in (401, 403) else where
+        return (
+            f"{where}; its key is taken from {self._args.api_key}"
+            if status in (401, 403)
+            else where
+        )
 
 
 def _clean(error: Exception) -> str:

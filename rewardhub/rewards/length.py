@@ -1,7 +1,8 @@
 """Penalizes long episodes, from 0 to -1 over the last ``cache_tokens`` before ``max_tokens``.
 
-Yu et al., DAPO, arXiv 2503.14476, equation 13 ("soft overlong punishment"), by the tokens sampled in the episode.
-``algorithm.overlong_buffer`` is the same at the learner, for all domains and by trajectory; use one of the two.
+Yu et al., DAPO, arXiv 2503.14476, equation 13 ("soft overlong punishment"), by the tokens sampled
+in the episode. ``algorithm.overlong_buffer`` is the same at the learner, for all domains and by
+trajectory; use one of the two.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class LengthArgs(Section):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.cache_tokens > self.max_tokens:
-            raise ValueError(f"expected cache_tokens up to max_tokens ({self.max_tokens}), got {self.cache_tokens}")
+            raise ValueError(
+                f"expected cache_tokens up to max_tokens ({self.max_tokens}), got {self.cache_tokens}"
+            )
         return self
 
 

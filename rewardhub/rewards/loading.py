@@ -1,7 +1,7 @@
 """Loads a reward by its name: a class of the registry, or a user's own function.
 
-A function is called as ``function(sample, **args)`` with a ``rewardhub.rewards.base.Sample``, and returns a number or a
-mapping of part names to numbers; it may be a coroutine function.
+A function is called as ``function(sample, **args)`` with a ``rewardhub.rewards.base.Sample``, and
+returns a number or a mapping of part names to numbers; it may be a coroutine function.
 """
 
 from __future__ import annotations
@@ -55,10 +55,12 @@ def load(name: str, args: Mapping[str, Any], key: str = "rewards") -> Score:
 
 
 def check(name: str, args: Mapping[str, Any], key: str = "rewards") -> Any:
-    """Check that a reward can be loaded, without loading it, and return its validated ``Args``, None for a function.
+    """Check that a reward can be loaded, without loading it, and return its validated ``Args``,
+    None for a function.
 
     Raises:
-        ConfigError: for an unknown name (lists the known ones), a missing module, file or function, or bad arguments.
+        ConfigError: for an unknown name (lists the known ones), a missing module, file or function,
+            or bad arguments.
     """
     found = _resolve(name, key)
     if not inspect.isclass(found):
@@ -74,17 +76,23 @@ def check(name: str, args: Mapping[str, Any], key: str = "rewards") -> Any:
 
 
 def variables_of(reward: RewardConfig) -> set[str]:
-    """Return the environment variables that a reward refers to as secrets, those of its defaults included.
+    """Return the environment variables that a reward refers to as secrets, those of its defaults
+    included.
 
     Raises:
         ConfigError: as in ``check``.
     """
     found = _resolve(reward.name, "rewards")
-    return variables(_class_args(found, reward.name, reward.args, "rewards") if inspect.isclass(found) else reward.args)
+    return variables(
+        _class_args(found, reward.name, reward.args, "rewards")
+        if inspect.isclass(found)
+        else reward.args
+    )
 
 
 def concurrency_of(reward: RewardConfig) -> ConcurrencySettings | None:
-    """Return how to run a reward that scores many samples at once, None for others, such as a user's own.
+    """Return how to run a reward that scores many samples at once, None for others, such as a
+    user's own.
 
     Raises:
         ConfigError: as in ``check``.
@@ -95,7 +103,9 @@ def concurrency_of(reward: RewardConfig) -> ConcurrencySettings | None:
     if not getattr(found, "concurrent", False):
         return None
     args = _class_args(found, reward.name, reward.args, "rewards")
-    return ConcurrencySettings(args.max_concurrency, args.timeout_s, getattr(found, "on_gpu", False))
+    return ConcurrencySettings(
+        args.max_concurrency, args.timeout_s, getattr(found, "on_gpu", False)
+    )
 
 
 def _resolve(name: str, key: str) -> Any:
@@ -114,7 +124,9 @@ def _resolve(name: str, key: str) -> Any:
 def _class_args(found: Any, name: str, args: Mapping[str, Any], key: str) -> Any:
     model = getattr(found, "Args", None)
     if model is None:
-        raise ConfigError(f"{key}.name", name, "a class must have Args, a pydantic model of its arguments")
+        raise ConfigError(
+            f"{key}.name", name, "a class must have Args, a pydantic model of its arguments"
+        )
     return parse(f"{key}.args", dict(args), model)
 
 

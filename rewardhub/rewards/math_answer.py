@@ -1,6 +1,7 @@
 """Compares mathematical answers with a reference: equal numbers and expressions in any notation.
 
-Plain numbers and equal texts are compared here, the rest by math-verify in a bounded process (``cpu_s``).
+Plain numbers and equal texts are compared here, the rest by math-verify in a bounded process
+(``cpu_s``).
 """
 
 from __future__ import annotations
@@ -34,23 +35,30 @@ class MathAnswerArgs(Section):
         "strict", "allow_set_relation_comp", "cpu_s",
     )  # fmt: skip
 
-    answer_after: str = "####"  # marks the answer in reference and response, by its last occurrence; empty: no marker
-    thinking: Thinking = "drop"  # keep: answers in <think> count; required: without </think> there is no answer
+    # marks the answer in reference and response, by its last occurrence; empty: no marker
+    answer_after: str = "####"
+    # keep: answers in <think> count; required: without </think> there is no answer
+    thinking: Thinking = "drop"
     correct: float = 1.0  # reward of an equal answer
     wrong: float = 0.0  # reward of any other, or of no answer
-    float_rounding: Annotated[int, Field(ge=0, le=30)] = 6  # decimals that must agree if one number has a decimal point
-    numeric_precision: Annotated[int, Field(ge=1, le=100)] = 15  # significant digits of numeric comparisons of formulas
+    # decimals that must agree if one number has a decimal point
+    float_rounding: Annotated[int, Field(ge=0, le=30)] = 6
+    # significant digits of numeric comparisons of formulas
+    numeric_precision: Annotated[int, Field(ge=1, le=100)] = 15
     strict: bool = True  # names of variables matter, and a set is not a tuple
-    allow_set_relation_comp: bool = False  # an inequality in the response may equal an interval in the reference
-    cpu_s: PositiveFloat = 1.0  # CPU seconds to parse and compare one answer; beyond, it is wrong, with a note
+    # an inequality in the response may equal an interval in the reference
+    allow_set_relation_comp: bool = False
+    # CPU seconds to parse and compare one answer; beyond, it is wrong, with a note
+    cpu_s: PositiveFloat = 1.0
 
 
 class MathAnswerReward:
     """Reward: ``correct`` if the response's answer equals the reference, else ``wrong``.
 
-    ``rewardhub.rewards.math_extract.answer_of`` finds the answer. A reference that is not mathematics is compared as
-    text, ignoring case, markup and punctuation; note ``by_text``. A too costly answer is wrong, note ``too_costly``,
-    and so is one that sympy fails on, note ``not_comparable``.
+    ``rewardhub.rewards.math_extract.answer_of`` finds the answer. A reference that is not
+    mathematics is compared as text, ignoring case, markup and punctuation; note ``by_text``. A too
+    costly answer is wrong, note ``too_costly``, and so is one that sympy fails on, note
+    ``not_comparable``.
     """
 
     Args = MathAnswerArgs
@@ -60,7 +68,9 @@ class MathAnswerReward:
         self._args = args
         digits = args.float_rounding, args.numeric_precision
         self._options = ComparisonOptions(*digits, args.strict, args.allow_set_relation_comp)
-        self._bounded = BoundedFunction(math_compare.answer, cpu_s=args.cpu_s, memory_mib=MEMORY_MIB)
+        self._bounded = BoundedFunction(
+            math_compare.answer, cpu_s=args.cpu_s, memory_mib=MEMORY_MIB
+        )
         self.kind = lru_cache(maxsize=REMEMBERED)(self._kind)
         self._verdict = lru_cache(maxsize=REMEMBERED)(self._compare)
 
@@ -72,7 +82,9 @@ class MathAnswerReward:
             NoScore: if the reference is empty, a fault of the data.
         """
         gold = self.answer_of_reference(sample.reference)
-        found = math_extract.answer_of(sample.response, self._args.answer_after, self._args.thinking)
+        found = math_extract.answer_of(
+            sample.response, self._args.answer_after, self._args.thinking
+        )
         if not gold.text.strip():
             raise NoScore(f"no answer in the reference {sample.reference[-200:]!r}")
         if self.kind(gold) == "text":
@@ -80,7 +92,9 @@ class MathAnswerReward:
             return Scored(self._args.correct if equal else self._args.wrong, {"by_text": 1.0})
         verdict = self._verdict(gold, found)
         if verdict in ("too_costly", "failed"):
-            raise ResponseFault("too_costly" if verdict == "too_costly" else "not_comparable", self._args.wrong)
+            raise ResponseFault(
+                "too_costly" if verdict == "too_costly" else "not_comparable", self._args.wrong
+            )
         return self._args.correct if verdict == "equal" else self._args.wrong
 
     def answer_of_reference(self, reference: str) -> ExtractedAnswer:
@@ -99,9 +113,14 @@ class MathAnswerReward:
 
     def _compare(self, gold: ExtractedAnswer, found: ExtractedAnswer) -> str:
         if gold.bare and found.bare:
-            exact, other = math_text.number(gold.text), math_text.number(found.text)
+            exact = math_text.number(gold.text)
+            other = math_text.number(found.text)
             if exact is not None and other is not None:
-                return "equal" if math_text.same_number(exact, other, self._args.float_rounding) else "different"
+                return (
+                    "equal"
+                    if math_text.same_number(exact, other, self._args.float_rounding)
+                    else "different"
+                )
         if not found.text.strip():
             return "different"
         if math_extract.is_same_writing(gold, found):  # regardless of size

@@ -1,7 +1,8 @@
-"""Compares two answers by their structure, and their expressions by math-verify, in a bounded process.
+"""Compares two answers by their structure, and their expressions by math-verify, in a bounded
+process.
 
-math-verify's own timeouts are off: they raise in a signal handler, which its libraries swallow and C code never sees.
-See ``rewardhub.bounded``.
+math-verify's own timeouts are off: they raise in a signal handler, which its libraries swallow and
+C code never sees. See ``rewardhub.bounded``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from rewardhub.rewards.math_extract import ExtractedAnswer
 from rewardhub.rewards.math_read import Node, read
 
 Verdict = Literal["equal", "different", "failed", "too_costly"]
-# Pairs that use most of the parser and the comparison, so that forked processes inherit imports and filled caches.
+# Pairs that use most of the parser and the comparison, so that forked processes inherit imports and
+# filled caches.
 WARM_UP: Final = (
     (r"$\frac{1}{2}$", "0.5"),
     (r"$(1,2]$", r"$(1,3]$"),
@@ -43,7 +45,9 @@ WARM_UP: Final = (
 
 
 class ComparisonRequest(msgspec.Struct, frozen=True):
-    """Request: does ``found`` equal ``gold``? Without ``found``: can ``gold`` be read as mathematics?"""
+    """Request: does ``found`` equal ``gold``? Without ``found``: can ``gold`` be read as
+    mathematics?
+    """
 
     gold: ExtractedAnswer
     found: ExtractedAnswer | None
@@ -62,7 +66,8 @@ def warm_up() -> None:
     """
     import math_verify  # noqa: F401 - loads sympy and the parser
 
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its timeouts are off
+    # it warns that its timeouts are off
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     options = ComparisonOptions(6, 15, True, False)
     loose = msgspec.structs.replace(options, strict=False, allow_set_relation_comp=True)
     for gold, found in WARM_UP:
@@ -71,7 +76,8 @@ def warm_up() -> None:
 
 
 def answer(data: bytes) -> bytes:
-    """Return the verdict on an encoded ``ComparisonRequest``; without ``found``, ``formula`` or ``text``.
+    """Return the verdict on an encoded ``ComparisonRequest``; without ``found``, ``formula`` or
+    ``text``.
 
     Raises:
         TooCostly: if an answer is too costly, before computing.
@@ -104,7 +110,12 @@ def node_of(answer: ExtractedAnswer, *, reference: bool = False) -> Node:
         if len(answer.text) > MAX_CHARS or is_costly_text(answer.text):
             raise TooCostly("too large to parse")
         return _bare_node(answer.text, reference=reference)
-    is_searched = not reference or math_extract.is_prose(answer.text) or "$" in answer.text or "\\" in answer.text
+    is_searched = (
+        not reference
+        or math_extract.is_prose(answer.text)
+        or "$" in answer.text
+        or "\\" in answer.text
+    )
     if not is_searched or math_text.has_control_characters(answer.text):
         return Node("words", answer.text)
     formula = math_extract.last_formulas(answer.text)

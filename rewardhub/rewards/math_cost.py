@@ -13,10 +13,12 @@ MAX_NODES: Final = 600
 MAX_DEPTH: Final = 40
 MAX_DIGITS: Final = 20_000  # of a number that an evaluation would produce
 MAX_TERMS: Final = 2000  # of a sum that expanding products and powers would produce
-MAX_FUNCTIONS: Final = 12  # applications of sin, log, exp and others; simplification tries many combinations of them
+# applications of sin, log, exp and others; simplification tries many combinations of them
+MAX_FUNCTIONS: Final = 12
 MAX_FUNCTION_DEPTH: Final = 6  # of nested functions
 _FUNCTIONS: Final = re.compile(r"\\(?:arc|a)?(?:sin|cos|tan|cot|sec|csc|log|ln|exp|lg)")
-_OPEN, _CLOSE = "([{", ")]}"
+_OPEN = "([{"
+_CLOSE = ")]}"
 
 
 def is_costly_text(text: str) -> bool:
@@ -31,7 +33,8 @@ def is_costly_text(text: str) -> bool:
 
 
 def is_costly(expression: Any) -> bool:
-    """Return whether evaluating, expanding, simplifying or comparing a sympy expression may take very long.
+    """Return whether evaluating, expanding, simplifying or comparing a sympy expression may take
+    very long.
 
     False is not a guarantee, so computing is bounded as well.
     """
@@ -42,9 +45,17 @@ def is_costly(expression: Any) -> bool:
     while stack:
         node, depth, within = stack.pop()
         nodes += 1
-        if isinstance(node, sympy.Function) and not isinstance(node, (sympy.Abs, sympy.factorial, sympy.binomial)):
-            functions, within = functions + 1, within + 1
-        if nodes > MAX_NODES or depth > MAX_DEPTH or functions > MAX_FUNCTIONS or within > MAX_FUNCTION_DEPTH:
+        if isinstance(node, sympy.Function) and not isinstance(
+            node, (sympy.Abs, sympy.factorial, sympy.binomial)
+        ):
+            functions = functions + 1
+            within = within + 1
+        if (
+            nodes > MAX_NODES
+            or depth > MAX_DEPTH
+            or functions > MAX_FUNCTIONS
+            or within > MAX_FUNCTION_DEPTH
+        ):
             return True
         stack += [(child, depth + 1, within) for child in _children(node)]
     return _digits(expression) > MAX_DIGITS or _terms(expression) > MAX_TERMS
@@ -57,25 +68,40 @@ def _children(node: Any) -> list[Any]:
 
 
 def _digits(node: Any) -> float:
-    """Return an upper bound of the digits of any number that an evaluation produces; symbols count as small."""
+    """Return an upper bound of the digits of any number that an evaluation produces; symbols count
+    as small.
+    """
     return max(0.0, _log10(node), *(_digits(child) for child in _children(node)))
 
 
 def _log10(node: Any) -> float:
-    """Return about log10 of the absolute value of the expression, at least 0; infinity if it is too large."""
+    """Return about log10 of the absolute value of the expression, at least 0; infinity if it is too
+    large.
+    """
     import sympy
 
     if isinstance(node, sympy.Rational):
         return max(_int_log10(int(node.p)), _int_log10(int(node.q)))
     if isinstance(node, sympy.Number):
-        return max(0.0, math.log10(abs(float(node)))) if node.is_finite and abs(float(node)) > 0 else 0.0
+        return (
+            max(0.0, math.log10(abs(float(node))))
+            if node.is_finite and abs(float(node)) > 0
+            else 0.0
+        )
     children = [_log10(child) for child in _children(node)]
     if isinstance(node, sympy.Pow):
         return children[0] * _magnitude(children[1]) if children[0] else 0.0  # not 0 * infinity
     if isinstance(node, sympy.exp):
         return 0.44 * _magnitude(children[0])
     if isinstance(
-        node, (sympy.factorial, sympy.factorial2, sympy.RisingFactorial, sympy.FallingFactorial, sympy.gamma)
+        node,
+        (
+            sympy.factorial,
+            sympy.factorial2,
+            sympy.RisingFactorial,
+            sympy.FallingFactorial,
+            sympy.gamma,
+        ),
     ):
         size = _magnitude(max(children))
         return size * math.log10(size + 1)
@@ -85,7 +111,9 @@ def _log10(node: Any) -> float:
         return max(children) * _magnitude(max(children[1:]))
     if isinstance(node, sympy.Mul):
         return sum(children)
-    return max(children, default=0.0) + (math.log10(len(children)) if isinstance(node, sympy.Add) else 0.0)
+    return max(children, default=0.0) + (
+        math.log10(len(children)) if isinstance(node, sympy.Add) else 0.0
+    )
 
 
 def _int_log10(value: int) -> float:

@@ -15,7 +15,18 @@ from rewardhub.rewards.math_read import Node, is_name
 
 # Kinds that sympy can compare with each other; the others equal only their own kind.
 _SYMBOLIC: Final = frozenset(
-    ("number", "percent", "ratio", "list", "set", "tuple", "interval", "matrix", "relation", "expression")
+    (
+        "number",
+        "percent",
+        "ratio",
+        "list",
+        "set",
+        "tuple",
+        "interval",
+        "matrix",
+        "relation",
+        "expression",
+    )
 )
 _UNORDERED: Final = ("list", "set", "system")
 MAX_PAIRS: Final = 4000  # of items that are compared with each other
@@ -87,7 +98,8 @@ class NodeComparison:
 
     def _unwrapped(self, gold: Node, found: Node) -> tuple[Node, Node] | None:
         """Return both without the name of what is equal, where only one has it; ``x = 3`` equals 3."""
-        gold_value, found_value = _assigned(gold), _assigned(found)
+        gold_value = _assigned(gold)
+        found_value = _assigned(found)
         if gold.kind == "relation" and found.kind == "relation":
             if gold.label == found.label == "\\in" and None not in (gold_value, found_value):
                 return gold.parts[1], found.parts[1]
@@ -107,7 +119,11 @@ class NodeComparison:
         if kinds <= {"list", "set", "tuple", "system"}:
             if "tuple" in kinds:
                 named = "system" in kinds or ("set" in kinds and self._options.strict)
-                return False if named else self._same_items(gold.parts, found.parts, ordered="set" not in kinds)
+                return (
+                    False
+                    if named
+                    else self._same_items(gold.parts, found.parts, ordered="set" not in kinds)
+                )
             return self._same_items(gold.parts, found.parts, ordered=_are_named_apart(gold, found))
         if kinds == {"tuple", "interval"}:  # of other brackets
             return False
@@ -131,9 +147,12 @@ class NodeComparison:
         digits = self._options.float_rounding
         exact = (gold.value, gold.is_decimal)
         values = [found.value]
-        if {gold.kind, found.kind} == {"number", "percent"}:  # the sign may be the unit of the question
+        # the sign may be the unit of the question
+        if {gold.kind, found.kind} == {"number", "percent"}:
             values.append(found.value * 100 if found.kind == "percent" else found.value / 100)
-        return any(math_text.same_number(exact, (value, found.is_decimal), digits) for value in values)
+        return any(
+            math_text.same_number(exact, (value, found.is_decimal), digits) for value in values
+        )
 
     _same_number = _same_values
     _same_percent = _same_values
@@ -164,8 +183,11 @@ class NodeComparison:
     def _same_items(self, gold: Sequence[Node], found: Sequence[Node], *, ordered: bool) -> bool:
         if ordered:
             pairs = zip(gold, found, strict=False)
-            return len(gold) == len(found) and all(self.is_equal(one, other) for one, other in pairs)
-        wanted, others = _distinct(gold), _distinct(found)
+            return len(gold) == len(found) and all(
+                self.is_equal(one, other) for one, other in pairs
+            )
+        wanted = _distinct(gold)
+        others = _distinct(found)
         texts = {math_text.canonical(node.text) for node in others}
         missing = [node for node in wanted if math_text.canonical(node.text) not in texts]
         texts = {math_text.canonical(node.text) for node in wanted}
@@ -176,18 +198,29 @@ class NodeComparison:
         )
 
     def _same_relation(self, gold: Node, found: Node) -> bool:
-        if gold.label == found.label == "=" and not any(is_name(node.parts[0].text) for node in (gold, found)):
+        if gold.label == found.label == "=" and not any(
+            is_name(node.parts[0].text) for node in (gold, found)
+        ):
             return self._same_expression(gold, found)
         if gold.label == found.label and len(gold.parts) == len(found.parts):
             names = [node.parts[0].text for node in (gold, found)]
             if all(map(is_name, names)) and gold.label == "=" and _renamed(*names) is not None:
                 found = msgspec.structs.replace(found, parts=_with_name(found, gold))
-            if all(self.is_equal(one, other) for one, other in zip(gold.parts, found.parts, strict=True)):
+            if all(
+                self.is_equal(one, other)
+                for one, other in zip(gold.parts, found.parts, strict=True)
+            ):
                 return True
             if gold.label == "\\ne":
-                return self.is_equal(gold.parts[0], found.parts[1]) and self.is_equal(gold.parts[1], found.parts[0])
+                return self.is_equal(gold.parts[0], found.parts[1]) and self.is_equal(
+                    gold.parts[1], found.parts[0]
+                )
         last = [_assigned(node) for node in (gold, found)]
-        if None not in last and gold.parts[0].text == found.parts[0].text and "\\in" not in gold.label + found.label:
+        if (
+            None not in last
+            and gold.parts[0].text == found.parts[0].text
+            and "\\in" not in gold.label + found.label
+        ):
             return self.is_equal(gold.parts[-1], found.parts[-1])
         return self._same_expression(gold, found)
 
@@ -199,7 +232,9 @@ class NodeComparison:
         modulus = gold.parts[0].value
         residues = [[part.value for part in node.parts[1:]] for node in (gold, found)]
         if modulus and all(value is not None for values in residues for value in values):
-            first, second = ({value % modulus for value in values if value is not None} for values in residues)
+            first, second = (
+                {value % modulus for value in values if value is not None} for values in residues
+            )
             return first == second
         return self._same_items(gold.parts[1:], found.parts[1:], ordered=False)
 
@@ -219,7 +254,9 @@ class NodeComparison:
             return False
         return self._same_expression(gold, condition, allow_set_relation_comp=True)
 
-    def _same_expression(self, gold: Node, found: Node, *, allow_set_relation_comp: bool | None = None) -> bool:
+    def _same_expression(
+        self, gold: Node, found: Node, *, allow_set_relation_comp: bool | None = None
+    ) -> bool:
         import math_verify
 
         if not {gold.kind, found.kind} <= _SYMBOLIC:
@@ -244,7 +281,11 @@ class NodeComparison:
             settings = msgspec.structs.asdict(self._options)
             if allow_set_relation_comp is not None:
                 settings["allow_set_relation_comp"] = allow_set_relation_comp
-            return bool(math_verify.verify(exact, other, timeout_seconds=None, raise_on_error=True, **settings))
+            return bool(
+                math_verify.verify(
+                    exact, other, timeout_seconds=None, raise_on_error=True, **settings
+                )
+            )
         except (TooCostly, MemoryError, RecursionError):
             raise
         except Exception:  # noqa: BLE001 - sympy raises any exception
@@ -261,9 +302,13 @@ def _assigned(node: Node) -> Node | None:
 
 
 def _are_named_apart(gold: Node, found: Node) -> bool:
-    """Return whether the reference names its values and the answer does not, so that their order counts."""
+    """Return whether the reference names its values and the answer does not, so that their order
+    counts.
+    """
     names = [part.parts[0].text for part in gold.parts if part.kind == "relation" and part.parts]
-    return len(set(names)) == len(gold.parts) > 1 and not any(part.kind == "relation" for part in found.parts)
+    return len(set(names)) == len(gold.parts) > 1 and not any(
+        part.kind == "relation" for part in found.parts
+    )
 
 
 def _distinct(nodes: Sequence[Node]) -> list[Node]:
@@ -280,16 +325,24 @@ def _times(node: Node) -> set[tuple[int, int, int]]:
 
 
 def _renamed(gold: str, found: str) -> str | None:
-    """Return the other variable of the same function, ``y`` for ``f(x)`` and ``f(y)``; None for other names."""
+    """Return the other variable of the same function, ``y`` for ``f(x)`` and ``f(y)``; None for
+    other names.
+    """
     pattern = r"([A-Za-z])\(\s*([A-Za-z])\s*\)"
     matches = re.fullmatch(pattern, gold), re.fullmatch(pattern, found)
-    if matches[0] is None or matches[1] is None or matches[0][1] != matches[1][1] or matches[0][2] == matches[1][2]:
+    if (
+        matches[0] is None
+        or matches[1] is None
+        or matches[0][1] != matches[1][1]
+        or matches[0][2] == matches[1][2]
+    ):
         return None
     return matches[1][2]
 
 
 def _with_name(found: Node, gold: Node) -> tuple[Node, ...]:
-    wanted, name = re.findall(r"[A-Za-z]", gold.parts[0].text)[-1], re.findall(r"[A-Za-z]", found.parts[0].text)[-1]
+    wanted = re.findall(r"[A-Za-z]", gold.parts[0].text)[-1]
+    name = re.findall(r"[A-Za-z]", found.parts[0].text)[-1]
     return tuple(_substituted(part, name, wanted) for part in found.parts)
 
 

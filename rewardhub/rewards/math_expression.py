@@ -10,14 +10,17 @@ from rewardhub.rewards import math_text
 from rewardhub.rewards.math_read import Node, read
 
 SMALL: Final = 1e-3
-# What the parser would misread: digits next to digits, subscripts of numbers, colons, decimals without end.
+# What the parser would misread: digits next to digits, subscripts of numbers, colons, decimals
+# without end.
 _UNREADABLE: Final = re.compile(
     r"(?<![_^])\d\s+[\d.]|\d_|\d\)_|:|\.\.\.|\\ldots|\\cdots|\\dots|\\pmod|\\equiv|\\mid|[?#@\"]|^(?!.*\\begin).*(?:&|\\\\)",
     re.DOTALL,
 )
 _IMAGINARY_FACTOR: Final = re.compile(r"(?<=[\d)}])i(?![A-Za-z])")
 _FACTOR: Final = re.compile(r"(\\frac\s*\{[^{}]*\}\s*\{[^{}]*\})\s+(?=\d)")
-_UNIT_OF_ROOT: Final = re.compile(r"(?<![A-Za-z\\])\\?(?:i|imath|mathrm\s*\{i\}|text\s*\{i\})(?![A-Za-z])")
+_UNIT_OF_ROOT: Final = re.compile(
+    r"(?<![A-Za-z\\])\\?(?:i|imath|mathrm\s*\{i\}|text\s*\{i\})(?![A-Za-z])"
+)
 _INDEX: Final = re.compile(
     r"_\{?\s*i(?![A-Za-z])|(?<![A-Za-z])i\s*(?:=|\\in)|[<>j]|\\[lg]e(?![A-Za-z])|\\equiv|\\(?:max|min)"
 )
@@ -29,7 +32,9 @@ _LAST_NUMBER: Final = re.compile(
 
 
 def is_imaginary(gold: str) -> bool:
-    """Return whether ``i`` is the imaginary unit in a reference, and so in its answers; else it is a variable."""
+    """Return whether ``i`` is the imaginary unit in a reference, and so in its answers; else it is
+    a variable.
+    """
     return _UNIT_OF_ROOT.search(gold) is not None and _INDEX.search(gold) is None
 
 
@@ -53,7 +58,9 @@ def _parsed(text: str, imaginary: bool) -> Any:
         return None
     source = _FACTOR.sub(r"\1 \\cdot ", _IMAGINARY_FACTOR.sub(" i", text))
     # Its removal of units also removes variables: ``3t`` would be 3.
-    config = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="none")
+    config = NormalizationConfig(
+        basic_latex=True, malformed_operators=True, nits=True, boxed="none"
+    )
     try:
         expression = latex2sympy(
             normalize_latex(source, config),
@@ -80,11 +87,15 @@ def ordered(expression: Any) -> Any:
     """Return an expression with the factors and terms of each product and sum in sympy's order."""
     import sympy
 
-    return expression.replace(lambda node: isinstance(node, (sympy.Mul, sympy.Add)), lambda node: node.func(*node.args))
+    return expression.replace(
+        lambda node: isinstance(node, (sympy.Mul, sympy.Add)), lambda node: node.func(*node.args)
+    )
 
 
 def is_same_equation(gold: Any, found: Any) -> bool:
-    """Return whether two equations of polynomials are multiples of each other; False if that is not known."""
+    """Return whether two equations of polynomials are multiples of each other; False if that is not
+    known.
+    """
     import sympy
 
     if not (isinstance(gold, sympy.Eq) and isinstance(found, sympy.Eq)):
@@ -97,15 +108,24 @@ def is_same_equation(gold: Any, found: Any) -> bool:
 
 
 def is_near(gold: Any, found: Any, digits: int) -> bool:
-    """Return False for a small number and one that differs relatively; math-verify rounds small numbers to zero."""
+    """Return False for a small number and one that differs relatively; math-verify rounds small
+    numbers to zero.
+    """
     import sympy
 
     if not all(isinstance(number, sympy.Expr) and number.is_number for number in (gold, found)):
         return True
-    exact, other = gold.evalf(30), found.evalf(30)
-    if not (exact.is_Float or exact.is_Rational) or not (other.is_Float or other.is_Rational) or abs(exact) >= SMALL:
+    exact = gold.evalf(30)
+    other = found.evalf(30)
+    if (
+        not (exact.is_Float or exact.is_Rational)
+        or not (other.is_Float or other.is_Rational)
+        or abs(exact) >= SMALL
+    ):
         return True
-    return bool(abs(exact - other) <= abs(exact) * sympy.Rational(str(math_text.relative_tolerance(digits))))
+    return bool(
+        abs(exact - other) <= abs(exact) * sympy.Rational(str(math_text.relative_tolerance(digits)))
+    )
 
 
 def last_number(text: str) -> Node | None:
@@ -123,4 +143,8 @@ def only_number(text: str) -> Node | None:
 
 
 def _numbers(text: str) -> list[str]:
-    return [match[0].strip().rstrip(",") for match in _LAST_NUMBER.finditer(text) if re.search(r"\d", match[0])]
+    return [
+        match[0].strip().rstrip(",")
+        for match in _LAST_NUMBER.finditer(text)
+        if re.search(r"\d", match[0])
+    ]

@@ -38,7 +38,9 @@ _STATED: Final = re.compile(
     r"[ \t]*[:=]?[ \t*_]*",
     re.IGNORECASE,
 )
-_SENTENCE_END: Final = re.compile(r"[.!?](?:\s+(?=[A-Z(])|\s*$)|[,;]\s+(?=[A-Za-z]{2})(?!and |or )|\n")
+_SENTENCE_END: Final = re.compile(
+    r"[.!?](?:\s+(?=[A-Z(])|\s*$)|[,;]\s+(?=[A-Za-z]{2})(?!and |or )|\n"
+)
 
 
 class ExtractedAnswer(msgspec.Struct, frozen=True):
@@ -57,10 +59,11 @@ class _Box(NamedTuple):
 def answer_of(text: str, marker: str, thinking: Thinking = "drop") -> ExtractedAnswer:
     """Return the answer of a response or reference.
 
-    After the last marker: the first line, or a box. Without a marker, all boxes: different ones form a set, unless
-    they are in separate formulas with prose in between; then the last ones count. Without boxes, the text between
-    the last ``<answer>`` tags, a single line that is only an answer, what the text says the answer is, or the last
-    formula if no number follows it; else the whole text, whose last number counts.
+    After the last marker: the first line, or a box. Without a marker, all boxes: different ones
+    form a set, unless they are in separate formulas with prose in between; then the last ones
+    count. Without boxes, the text between the last ``<answer>`` tags, a single line that is only an
+    answer, what the text says the answer is, or the last formula if no number follows it; else the
+    whole text, whose last number counts.
     """
     text = _without_end_tokens(visible_text(text, thinking)[-LONGEST_ANSWER:])
     _, is_marked, after = text.rpartition(marker) if marker else ("", "", text)
@@ -73,7 +76,8 @@ def answer_of(text: str, marker: str, thinking: Thinking = "drop") -> ExtractedA
         return ExtractedAnswer(stated, bare=True)
     if boxes:
         contents = dict.fromkeys(box.content for box in _last_boxes(text, boxes))
-        return ExtractedAnswer(", ".join(contents), bare=True)  # the blank tells a set from digit groups
+        # the blank tells a set from digit groups
+        return ExtractedAnswer(", ".join(contents), bare=True)
     line = strip_markup(text)
     if _is_only_answer(line):
         return ExtractedAnswer(line, bare=True)
@@ -85,7 +89,10 @@ def answer_of(text: str, marker: str, thinking: Thinking = "drop") -> ExtractedA
 def _without_end_tokens(text: str) -> str:
     """Return a text without the special tokens that end it."""
     text = text.rstrip()
-    while text.endswith(">") and (token := _SPECIAL_TOKEN.search(text, max(0, len(text) - 60))) is not None:
+    while (
+        text.endswith(">")
+        and (token := _SPECIAL_TOKEN.search(text, max(0, len(text) - 60))) is not None
+    ):
         text = text[: token.start()].rstrip()
     return text
 
@@ -107,7 +114,9 @@ def _is_only_answer(line: str) -> bool:
         return "$" not in formula[0].strip("$").replace("\\$", "")
     if _DELIMITED.search(line):
         return False
-    return math_text.number(line) is not None or math_text.is_formula(line) or math_text.has_unit(line)
+    return (
+        math_text.number(line) is not None or math_text.is_formula(line) or math_text.has_unit(line)
+    )
 
 
 def _stated_answer(text: str) -> str | None:
@@ -135,7 +144,8 @@ def _final_answer(text: str) -> str | None:
 def last_formulas(text: str, *, first: bool = False) -> str | None:
     """Return the last formula of a text, with those that it is connected to by commas or "and".
 
-    None if a digit follows it. With ``first``, the formulas that the text starts with instead, or None.
+    None if a digit follows it. With ``first``, the formulas that the text starts with instead, or
+    None.
     """
     if first and not text.startswith(("$", "\\(", "\\[")):
         return None
@@ -157,12 +167,16 @@ def last_formulas(text: str, *, first: bool = False) -> str | None:
     percent = _PERCENT.match(tail)
     if not first and re.search(r"\d", tail):
         return None
-    contents = [next(group for group in match.groups() if group is not None).strip() for match in run]
+    contents = [
+        next(group for group in match.groups() if group is not None).strip() for match in run
+    ]
     return ", ".join(contents) + ("\\%" if percent else "")
 
 
 def boxed(text: str) -> list[str]:
-    """Return the contents of the outermost closed boxes in order, each with a percent sign that follows it."""
+    """Return the contents of the outermost closed boxes in order, each with a percent sign that
+    follows it.
+    """
     return [box.content for box in _boxes(text)]
 
 
@@ -225,7 +239,10 @@ def is_same_writing(gold: ExtractedAnswer, found: ExtractedAnswer) -> bool:
         return False
     if gold.text.split() == found.text.split():
         return True
-    spellings = [math_text.canonical(math_text.plain_latex(answer.text[:LONGEST_ANSWER])) for answer in (gold, found)]
+    spellings = [
+        math_text.canonical(math_text.plain_latex(answer.text[:LONGEST_ANSWER]))
+        for answer in (gold, found)
+    ]
     return spellings[0] == spellings[1] != ""
 
 
@@ -235,7 +252,9 @@ def is_same_text(gold: ExtractedAnswer, found: ExtractedAnswer) -> bool:
 
 
 def _choice_of_reference(text: str) -> str | None:
-    """Return the letter if the reference is a choice: a capital letter A to J alone, or in brackets before a text."""
+    """Return the letter if the reference is a choice: a capital letter A to J alone, or in brackets
+    before a text.
+    """
     plain = math_text.TEXT_COMMAND.sub(r"\1", text).replace("$", "").strip()
     match = re.fullmatch(r"([A-J])[.)]?|\(([A-J])\)(?:\s.*)?", plain)
     return match and (match[1] or match[2])

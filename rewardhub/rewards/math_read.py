@@ -1,7 +1,8 @@
-"""Reads the structure of an answer: lists, intervals, matrices, relations, congruences, numbers in any notation. Pure.
+"""Reads the structure of an answer: lists, intervals, matrices, relations, congruences, numbers in
+any notation. Pure.
 
-What has a structure is compared by it. Only plain expressions go to the parser of formulas, which drops what it does
-not know: it would read a matrix as its last entry and ``204_6`` as 204.
+What has a structure is compared by it. Only plain expressions go to the parser of formulas, which
+drops what it does not know: it would read a matrix as its last entry and ``204_6`` as 204.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ import msgspec
 
 from rewardhub.rewards import math_text
 from rewardhub.rewards.math_numbers import exact_value, unit_name
-from rewardhub.rewards.math_split import joined, matching_close, relation_sides, split_items, split_top
+from rewardhub.rewards.math_split import (
+    joined,
+    matching_close,
+    relation_sides,
+    split_items,
+    split_top,
+)
 
 Kind = Literal[
     "number",
@@ -39,8 +46,12 @@ SEQUENCES: Final = ("list", "set", "tuple", "interval")
 MAX_DEPTH: Final = 6  # of structures in structures
 MAX_ITEMS: Final = 400
 
-_MATRICES: Final = frozenset(("matrix", "pmatrix", "bmatrix", "Bmatrix", "smallmatrix", "psmallmatrix", "array"))
-_SYSTEMS: Final = frozenset(("aligned", "align", "align*", "gathered", "gather", "gather*", "split", "alignedat"))
+_MATRICES: Final = frozenset(
+    ("matrix", "pmatrix", "bmatrix", "Bmatrix", "smallmatrix", "psmallmatrix", "array")
+)
+_SYSTEMS: Final = frozenset(
+    ("aligned", "align", "align*", "gathered", "gather", "gather*", "split", "alignedat")
+)
 _ENVIRONMENT: Final = re.compile(
     r"(?:\\\{|[\[(|])?\s*\\begin\{(?P<name>[a-zA-Z]+\*?)\}(?:\s*\{[lcr|@{} ]*\})?(?P<body>.*)\\end\{(?P=name)\}"
     r"\s*(?:\\\}|[\])|])?",
@@ -49,10 +60,13 @@ _ENVIRONMENT: Final = re.compile(
 _REVERSED: Final = {">": "<", "\\ge": "\\le"}
 _LEAD: Final = re.compile(r"\\text\s*\{[^{}]*(?:\bis|\bare|:)\s*\}\s*:?")
 _CLOCK: Final = re.compile(
-    r"(\d{1,2}):([0-5]\d)(?::([0-5]\d))?\s*(?:\\text\s*\{)?\s*(?:([ap])\s*\.?\s*m\.?)?\s*\}?", re.IGNORECASE
+    r"(\d{1,2}):([0-5]\d)(?::([0-5]\d))?\s*(?:\\text\s*\{)?\s*(?:([ap])\s*\.?\s*m\.?)?\s*\}?",
+    re.IGNORECASE,
 )
 _RATIO: Final = re.compile(r"\d+(?:\.\d+)?(?:\s*:\s*\d+(?:\.\d+)?)+")
-_PERCENT: Final = re.compile(r"(.*\S)\s*(?:\\?%|\\text\s*\{\s*(?:percent|\\?%)\s*\}|percent(?:age)?|pct)", re.DOTALL)
+_PERCENT: Final = re.compile(
+    r"(.*\S)\s*(?:\\?%|\\text\s*\{\s*(?:percent|\\?%)\s*\}|percent(?:age)?|pct)", re.DOTALL
+)
 _MODULUS: Final = re.compile(
     r"[,\s]*(?:\\pmod\s*(?:\{(?P<braced>[^{}]*)\}|(?P<bare>\w+))|\\bmod\s*(?P<bmod>\w+)"
     r"|\(?\s*(?:\\(?:mod|operatorname\{mod\}|text\s*\{\s*mod\s*\})|mod)\s*\{?(?P<mod>\w+)\}?\s*\)?)$"
@@ -72,7 +86,8 @@ class Node(msgspec.Struct, frozen=True):
 
     Attributes:
         text: its source as plain LaTeX.
-        parts: items, cells row by row, sides of a relation, or what stands for them in the other kinds.
+        parts: items, cells row by row, sides of a relation, or what stands for them in the other
+            kinds.
         label: brackets, relation signs, the shape of a matrix, the half of the day.
         value: of a number, percentage or ratio.
         is_decimal: whether a number has a decimal point.
@@ -95,7 +110,9 @@ def read(text: str) -> Node:
 
 
 def _read(text: str, depth: int) -> Node:
-    text = text.strip().strip("$").rstrip(".,;").strip() if not text.endswith("..") else text.strip()
+    text = (
+        text.strip().strip("$").rstrip(".,;").strip() if not text.endswith("..") else text.strip()
+    )
     if depth <= MAX_DEPTH:
         for reader in _READERS:
             node = reader(text, depth)
@@ -136,7 +153,11 @@ def _environment(text: str, depth: int) -> Node | None:
         if len({len(row) for row in rows}) != 1:
             return Node("words", text)
         cells = tuple(_read(cell, depth + 1) for row in rows for cell in row)
-        kind: Kind = "system" if text.startswith("\\{") and any(cell.kind == "relation" for cell in cells) else "matrix"
+        kind: Kind = (
+            "system"
+            if text.startswith("\\{") and any(cell.kind == "relation" for cell in cells)
+            else "matrix"
+        )
         return Node(kind, text, cells, label=f"{len(rows)}x{len(rows[0])}")
     if match["name"] == "cases":
         if all(len(row) == 1 for row in rows):
@@ -144,15 +165,23 @@ def _environment(text: str, depth: int) -> Node | None:
         return Node("cases", text, tuple(_case(row, depth) for row in rows))
     if match["name"] in _SYSTEMS:
         lines = [" ".join(row).strip() for row in rows]
-        if len(lines) > 1 and all(line.startswith("=") for line in lines[1:]):  # a calculation in steps
+        # a calculation in steps
+        if len(lines) > 1 and all(line.startswith("=") for line in lines[1:]):
             return _read(" ".join(lines), depth + 1)
         return Node("system", text, tuple(_read(line, depth + 1) for line in lines))
     return None
 
 
 def _case(row: list[str], depth: int) -> Node:
-    condition = re.sub(r"^\s*(?:\\text\s*\{\s*(?:if|for|when)\s*\}|if\b|for\b)", "", " ".join(row[1:]))
-    return Node("tuple", " & ".join(row), (_read(row[0], depth + 1), _read(condition, depth + 1)), label="()")
+    condition = re.sub(
+        r"^\s*(?:\\text\s*\{\s*(?:if|for|when)\s*\}|if\b|for\b)", "", " ".join(row[1:])
+    )
+    return Node(
+        "tuple",
+        " & ".join(row),
+        (_read(row[0], depth + 1), _read(condition, depth + 1)),
+        label="()",
+    )
 
 
 def _congruence(text: str, depth: int) -> Node | None:
@@ -183,7 +212,9 @@ def _sequence(text: str, depth: int) -> Node | None:
 def _both_signs(text: str, depth: int) -> Node | None:
     if text.count("\\pm") != 1 or "\\mp" in text:
         return None
-    upper, lower = (_read(re.sub(r"\\pm(?![A-Za-z])", sign, text), depth + 1) for sign in ("+", "-"))
+    upper, lower = (
+        _read(re.sub(r"\\pm(?![A-Za-z])", sign, text), depth + 1) for sign in ("+", "-")
+    )
     return Node("list", text, (upper, lower))
 
 
@@ -199,7 +230,8 @@ def _bracketed(text: str, depth: int) -> Node | None:
     if matching_close(text) != len(text):
         return None
     end = 2 if text.endswith("\\}") else 1
-    inner, brackets = text[start:-end], text[:start] + text[-end:]
+    inner = text[start:-end]
+    brackets = text[:start] + text[-end:]
     if not inner.strip():
         return None
     if brackets == "\\{\\}" and (builder := _builder(text, inner, depth)) is not None:
@@ -211,7 +243,9 @@ def _bracketed(text: str, depth: int) -> Node | None:
         return None
     parts = tuple(_read(item, depth + 1) for item in items)
     if brackets == "\\{\\}":
-        flat = tuple(part for node in parts for part in (node.parts if node.kind == "list" else (node,)))
+        flat = tuple(
+            part for node in parts for part in (node.parts if node.kind == "list" else (node,))
+        )
         return Node("set", text, flat)
     kind: Kind = "tuple" if brackets == "()" or len(parts) != 2 else "interval"
     return Node(kind, text, parts, label=brackets)
@@ -233,17 +267,23 @@ def _relation(text: str, depth: int) -> Node | None:
         cut = signs.index("\\approx")
         if cut or not is_name(sides[0]):
             return _read(joined(sides[: cut + 1], signs[:cut]), depth + 1)
-        sides, signs = sides[:2], ["="]
+        sides = sides[:2]
+        signs = ["="]
     if not all(side.strip() for side in sides):
         return None
-    if all(sign in _REVERSED or sign == "=" for sign in signs) and any(sign in _REVERSED for sign in signs):
-        sides, signs = sides[::-1], [_REVERSED.get(sign, sign) for sign in reversed(signs)]
+    if all(sign in _REVERSED or sign == "=" for sign in signs) and any(
+        sign in _REVERSED for sign in signs
+    ):
+        sides = sides[::-1]
+        signs = [_REVERSED.get(sign, sign) for sign in reversed(signs)]
     parts = tuple(_read(side, depth + 1) for side in sides)
     return Node("relation", joined(sides, signs), parts, label=" ".join(signs))
 
 
 def is_name(text: str) -> bool:
-    """Return whether a side of an equation only names what the other side is: ``x``, ``f(x)``, ``(p, q)``, ``AB``."""
+    """Return whether a side of an equation only names what the other side is: ``x``, ``f(x)``,
+    ``(p, q)``, ``AB``.
+    """
     return len(text) <= 60 and _NAME.fullmatch(text.strip()) is not None
 
 
@@ -257,9 +297,17 @@ def _number(text: str, depth: int) -> Node | None:
         hours, minutes, seconds, half = clock.groups()
         fields = (str(int(hours)), minutes, seconds or "00")
         parts = tuple(Node("number", field, value=Fraction(field)) for field in fields)
-        return Node("clock", text, parts, label=(half or "").lower(), value=_quotient(text) if not half else None)
+        return Node(
+            "clock",
+            text,
+            parts,
+            label=(half or "").lower(),
+            value=_quotient(text) if not half else None,
+        )
     if _RATIO.fullmatch(text):
-        parts = tuple(Node("number", term, value=Fraction(term.strip())) for term in text.split(":"))
+        parts = tuple(
+            Node("number", term, value=Fraction(term.strip())) for term in text.split(":")
+        )
         return Node("ratio", text, parts, value=_quotient(text))
     if (percent := _PERCENT.fullmatch(text)) is not None:
         inner = _read(percent[1], depth + 1)
@@ -279,9 +327,14 @@ def _measured(text: str, depth: int) -> Node | None:
         return _read(text[: degrees.start()], depth + 1)
     unit = ""
     if (match := _UNIT.fullmatch(text)) is not None:
-        value, unit = match["value"], match["unit"]
-    elif math_text.has_unit(text) and (match := re.match(r"[-+]?\s*\\?\$?\s*-?[\d.,]*\d", text)) is not None:
-        value, unit = match[0], text[match.end() :]
+        value = match["value"]
+        unit = match["unit"]
+    elif (
+        math_text.has_unit(text)
+        and (match := re.match(r"[-+]?\s*\\?\$?\s*-?[\d.,]*\d", text)) is not None
+    ):
+        value = match[0]
+        unit = text[match.end() :]
     else:
         return None
     node = _read(value, depth + 1)
@@ -289,5 +342,15 @@ def _measured(text: str, depth: int) -> Node | None:
 
 
 _READERS: Final[tuple[Callable[[str, int], Node | None], ...]] = (
-    *(_wrapped, _number, _words, _environment, _congruence, _measured, _sequence, _bracketed, _relation),
+    *(
+        _wrapped,
+        _number,
+        _words,
+        _environment,
+        _congruence,
+        _measured,
+        _sequence,
+        _bracketed,
+        _relation,
+    ),
 )

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from typing import Final
 
-_OPEN, _CLOSE = "([{", ")]}"
-_TOKEN: Final = re.compile(r"\\begin\{[a-zA-Z]+\*?\}|\\end\{[a-zA-Z]+\*?\}|\\[A-Za-z]+|\\.|.", re.DOTALL)
+_OPEN = "([{"
+_CLOSE = ")]}"
+_TOKEN: Final = re.compile(
+    r"\\begin\{[a-zA-Z]+\*?\}|\\end\{[a-zA-Z]+\*?\}|\\[A-Za-z]+|\\.|.", re.DOTALL
+)
 _RELATIONS: Final = {
     **{"=": "=", "<": "<", ">": ">", "\\le": "\\le", "\\ge": "\\ge", "\\ne": "\\ne"},
     **{"\\in": "\\in", "\\approx": "\\approx", "\\simeq": "\\approx", "\\sim": "\\approx"},
@@ -18,7 +21,8 @@ _EITHER: Final = re.compile(r"\\lor(?![A-Za-z])")  # only between relations
 
 def tokens(text: str) -> list[tuple[str, int, int]]:
     """Return the tokens of LaTeX with their places and how many brackets are open around each."""
-    found, level = [], 0
+    found = []
+    level = 0
     for match in _TOKEN.finditer(text):
         token = match[0]
         if token.startswith("\\end{") or token in _CLOSE or token == "\\}":
@@ -31,7 +35,8 @@ def tokens(text: str) -> list[tuple[str, int, int]]:
 
 def split_top(text: str, separator: str) -> list[str]:
     """Split at a separator outside brackets and environments."""
-    pieces, start = [], 0
+    pieces = []
+    start = 0
     may_group = separator == "," and re.search(r",\s", text) is not None
     for token, position, level in tokens(text):
         if level == 0 and token == separator:
@@ -66,7 +71,9 @@ def split_items(text: str) -> list[str]:
     if len(groups) > 1:
         return [f"({group})" if len(split_items(group)) > 1 else group for group in groups]
     alternatives = _split_words(text)
-    if len(alternatives) > 1 and all("=" in group and len(split_top(group, ",")) > 1 for group in alternatives):
+    if len(alternatives) > 1 and all(
+        "=" in group and len(split_top(group, ",")) > 1 for group in alternatives
+    ):
         return [f"({group})" for group in alternatives]  # x = 1, y = 2 or x = 3, y = 4
     pieces = [piece for part in split_top(text, ",") for piece in _split_words(part)]
     return [piece for piece in pieces if piece.strip()] if len(pieces) > 1 else pieces
@@ -77,7 +84,8 @@ def _split_words(text: str) -> list[str]:
     if _EITHER.search(text) and all(relation_sides(side)[1] for side in _EITHER.split(text)):
         return _EITHER.split(text)
     matches = [match for pattern in (_AND, _WORD_AND) for match in pattern.finditer(text)]
-    pieces, start = [], 0
+    pieces = []
+    start = 0
     for match in sorted(matches, key=lambda match: match.start()):
         if match.start() >= start and _depth_at(text, match.start()) == 0:
             pieces.append(text[start : match.start()])
@@ -86,11 +94,15 @@ def _split_words(text: str) -> list[str]:
 
 
 def joined(sides: list[str], signs: list[str]) -> str:
-    return sides[0] + "".join(f" {sign} {side}" for sign, side in zip(signs, sides[1:], strict=True))
+    return sides[0] + "".join(
+        f" {sign} {side}" for sign, side in zip(signs, sides[1:], strict=True)
+    )
 
 
 def relation_sides(text: str) -> tuple[list[str], list[str]]:
-    sides, signs, start = [], [], 0
+    sides = []
+    signs = []
+    start = 0
     for token, position, level in tokens(text):
         if level == 0 and token in _RELATIONS:
             sides.append(text[start:position].strip())

@@ -7,7 +7,8 @@ from fractions import Fraction
 from typing import Final
 
 LONGEST_NUMBER: Final = 60  # characters of a number that is read without the parser
-# Digits grouped by commas ("36,000", "36{,}000"), thin spaces or blanks; a tuple or a set is never one number.
+# Digits grouped by commas ("36,000", "36{,}000"), thin spaces or blanks; a tuple or a set is never
+# one number.
 _NUMBER: Final = re.compile(
     r"(?P<sign>[-+−]?)\s*(?:\\?[$€£¥])?\s*(?P<sign2>-?)"
     r"(?P<whole>[1-9]\d{0,2}(?:(?:,|\{,\}|\\[,!; ]|[~' \u00a0\u2007\u2009\u202f])\d{3})+|\d+)?(?P<part>\.\d+)?"
@@ -26,9 +27,24 @@ _COMMAND: Final = re.compile(r"\\(?:begin|end)\s*\{[A-Za-z]+\*?\}|\\[A-Za-z]+")
 TEXT_COMMAND: Final = re.compile(
     r"\\(?:text(?:bf|it|rm|normal|sf|tt)?|math(?:rm|bf|it|sf|tt|normal)|textnormal|mbox|operatorname)\s*\{([^{}]*)\}"
 )
-_TRIGONOMETRIC: Final = ("sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh")
+_TRIGONOMETRIC: Final = (
+    "sin",
+    "cos",
+    "tan",
+    "cot",
+    "sec",
+    "csc",
+    "arcsin",
+    "arccos",
+    "arctan",
+    "sinh",
+    "cosh",
+    "tanh",
+)
 _COMMANDS: Final = (*_TRIGONOMETRIC, "log", "ln", "exp", "pi")  # written with a backslash in LaTeX
-FUNCTIONS: Final = frozenset((*_COMMANDS, "sqrt", "max", "min", "gcd", "lcm", "det", "mod", "infty", "and", "or"))
+FUNCTIONS: Final = frozenset(
+    (*_COMMANDS, "sqrt", "max", "min", "gcd", "lcm", "det", "mod", "infty", "and", "or")
+)
 _BARE_FUNCTION: Final = re.compile(
     rf"(?<![\\A-Za-z{{])({'|'.join(sorted(_COMMANDS, key=len, reverse=True))})(?![A-Za-z])"
 )
@@ -48,10 +64,14 @@ _CHARACTERS: Final = str.maketrans(
     }
 )  # fmt: skip
 _SPELLINGS: Final = (
-    (re.compile(r",\s*\\!\s*(?=\d{3})|\{,\}(?:\\!)?\s*(?=\d{3})"), ","),  # a comma without its space groups digits
+    # a comma without its space groups digits
+    (re.compile(r",\s*\\!\s*(?=\d{3})|\{,\}(?:\\!)?\s*(?=\d{3})"), ","),
     (re.compile(r"\\left\s*\\?\.|\\right\s*\\?\."), ""),
     (re.compile(r"\\(?:left|right|[bB]ig{1,2}[lrm]?)(?![A-Za-z])\s*"), ""),
-    (re.compile(r"\\(?:displaystyle|textstyle|limits|nolimits|boldsymbol|rm|bf)(?![A-Za-z])\s*"), ""),
+    (
+        re.compile(r"\\(?:displaystyle|textstyle|limits|nolimits|boldsymbol|rm|bf)(?![A-Za-z])\s*"),
+        "",
+    ),
     (re.compile(r"(?<!\\)\\!"), ""),
     (re.compile(r"(?<!\\)\\[,:;> ]|~|\\q?quad(?![A-Za-z])|\\(?:thin|en)space(?![A-Za-z])"), " "),
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
@@ -83,9 +103,15 @@ def strip_markup(text: str) -> str:
 
 def number(text: str) -> tuple[Fraction, bool] | None:
     """Return a plain decimal number and whether it has a decimal point; None for any other text."""
-    text = text.strip().removeprefix("$").removesuffix("$") if text.count("$") == 2 else text.strip()
+    text = (
+        text.strip().removeprefix("$").removesuffix("$") if text.count("$") == 2 else text.strip()
+    )
     match = _NUMBER.fullmatch(text.strip()) if len(text) <= LONGEST_NUMBER else None
-    if match is None or not (match["whole"] or match["part"]) or (not text.isascii() and _has_other_digits(text)):
+    if (
+        match is None
+        or not (match["whole"] or match["part"])
+        or (not text.isascii() and _has_other_digits(text))
+    ):
         return None
     digits = re.sub(r"\D", "", match["whole"] or "0") + (match["part"] or "")
     value = Fraction(digits + (match["power"] or ""))
@@ -98,15 +124,20 @@ def _has_other_digits(text: str) -> bool:
 
 
 def decimal_comma(text: str) -> tuple[Fraction, bool] | None:
-    """Return the number of a text like ``1000,99`` if its comma is a decimal point; ``2,3`` is a list."""
+    """Return the number of a text like ``1000,99`` if its comma is a decimal point; ``2,3`` is a
+    list.
+    """
     match = _DECIMAL_COMMA.fullmatch(text) if len(text) <= LONGEST_NUMBER else None
     return number(f"{match[1]}{match[2]}.{match[3]}") if match else None
 
 
 def same_number(gold: tuple[Fraction, bool], found: tuple[Fraction, bool], digits: int) -> bool:
-    """Return whether two numbers are equal: rounded to ``digits`` decimals if one has a decimal point, else exactly."""
+    """Return whether two numbers are equal: rounded to ``digits`` decimals if one has a decimal
+    point, else exactly.
+    """
     if gold[1] or found[1]:
-        # Rounding turns small numbers into zero, so the difference must also be small relative to the reference.
+        # Rounding turns small numbers into zero, so the difference must also be small relative to
+        # the reference.
         near = abs(gold[0] - found[0]) <= abs(gold[0]) * relative_tolerance(digits)
         return near and round(gold[0], digits) == round(found[0], digits)
     return gold[0] == found[0]
@@ -124,7 +155,9 @@ def has_unit(text: str) -> bool:
 
 
 def is_formula(text: str) -> bool:
-    """Return whether the text can be a formula: its words are function names or short products of variables."""
+    """Return whether the text can be a formula: its words are function names or short products of
+    variables.
+    """
     if not text or has_control_characters(text) or _has_foreign_letters(text):
         return False
     plain = _COMMAND.sub(" ", TEXT_COMMAND.sub(" ", text))
@@ -143,7 +176,8 @@ def is_formula(text: str) -> bool:
 def _has_foreign_letters(text: str) -> bool:
     """Return whether the text holds letters other than Latin and Greek ones and symbols such as ℝ."""
     return not text.isascii() and any(
-        char.isalpha() and not (char.isascii() or "\u0370" <= char <= "\u03ff" or "\u2100" <= char <= "\u214f")
+        char.isalpha()
+        and not (char.isascii() or "\u0370" <= char <= "\u03ff" or "\u2100" <= char <= "\u214f")
         for char in text
     )
 
@@ -156,14 +190,20 @@ def has_control_characters(text: str) -> bool:
 def to_latex(text: str) -> str:
     """Return a formula as LaTeX for the parser: powers in braces, functions as commands."""
     if "\\" not in text:
-        text = _POWER.sub(lambda match: "^{" + (match[2] or match[1]) + "}", text).replace("**", "^")
+        text = _POWER.sub(lambda match: "^{" + (match[2] or match[1]) + "}", text).replace(
+            "**", "^"
+        )
         text = re.sub(r"sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
         text = _BARE_FUNCTION.sub(r"\\\1 ", text)
-    return re.sub(r"√\s*\(([^()]*)\)|√\s*(\w+)", lambda match: "\\sqrt{" + (match[1] or match[2]) + "}", text)
+    return re.sub(
+        r"√\s*\(([^()]*)\)|√\s*(\w+)", lambda match: "\\sqrt{" + (match[1] or match[2]) + "}", text
+    )
 
 
 def plain_latex(text: str) -> str:
-    """Return a formula without dollars, size commands and spaces that have no meaning, with one name per relation."""
+    """Return a formula without dollars, size commands and spaces that have no meaning, with one
+    name per relation.
+    """
     text = text.translate(_CHARACTERS)
     text = re.sub(r"(?<!\\)\$", " ", text)
     if "\\begin" not in text:
@@ -174,8 +214,12 @@ def plain_latex(text: str) -> str:
 
 
 def canonical(text: str) -> str:
-    """Return a plain formula without blanks next to operators and brackets; equal texts mean the same."""
-    text = re.sub(r"\\(?:text|mathrm|textbf|mathbf|textnormal)\s*\{\s*([^{}\\]*?)\s*\}", r"{\1}", text)
+    """Return a plain formula without blanks next to operators and brackets; equal texts mean the
+    same.
+    """
+    text = re.sub(
+        r"\\(?:text|mathrm|textbf|mathbf|textnormal)\s*\{\s*([^{}\\]*?)\s*\}", r"{\1}", text
+    )
     text = re.sub(r"\s*([{}()\[\]+\-*/^_=<>|&:;])\s*", r"\1", text)
     text = re.sub(r",\s+", ", ", text)
     return re.sub(r"([\^_])\{(\w)\}", r"\1\2", text).strip(" .")
@@ -189,6 +233,8 @@ def words(text: str) -> str:
 
 
 def choice(text: str) -> str | None:
-    """Return the letter of a choice such as ``C``, ``(C)`` or ``C. Paris``; None for any other text."""
+    """Return the letter of a choice such as ``C``, ``(C)`` or ``C. Paris``; None for any other
+    text.
+    """
     match = _CHOICE.fullmatch(TEXT_COMMAND.sub(r"\1", text).replace("$", "").strip())
     return match[1].upper() if match else None

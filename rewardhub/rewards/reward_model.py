@@ -2,8 +2,9 @@
 
     rewards: [{name: reward_model, args: {path: Skywork/Skywork-Reward-V2-Qwen3-0.6B, scale: 0.1}}]
 
-The model's chat template gets the question as the user's message and the response as the assistant's. Samples that
-arrive while a batch is computed form the next one. ``rewardhub --gpus 0-1`` gives each process a GPU.
+The model's chat template gets the question as the user's message and the response as the
+assistant's. Samples that arrive while a batch is computed form the next one. ``rewardhub --gpus
+0-1`` gives each process a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 
 
 class RewardModel:
-    """Reward: the model's output for question and response. The note ``truncated`` is 1 if the text did not fit."""
+    """Reward: the model's output for question and response. The note ``truncated`` is 1 if the text
+    did not fit.
+    """
 
     Args = RewardModelArgs
     concurrent: ClassVar[bool] = True
@@ -60,7 +63,9 @@ class RewardModel:
             self._working = asyncio.create_task(self._work())
         output = await done
         if not math.isfinite(output):
-            raise NoScore(f"domain {sample.domain!r}, task {sample.task_index}: the model's output is {output}")
+            raise NoScore(
+                f"domain {sample.domain!r}, task {sample.task_index}: the model's output is {output}"
+            )
         value = self._args.scale * output + self._args.offset
         if self._args.clip is not None:
             value = min(max(value, self._args.clip[0]), self._args.clip[1])
@@ -70,7 +75,9 @@ class RewardModel:
         """Compute batches in a thread until no sample waits."""
         try:
             while self._waiting:
-                batch = [entry for entry in self._waiting[: self._args.batch_size] if not entry[1].done()]
+                batch = [
+                    entry for entry in self._waiting[: self._args.batch_size] if not entry[1].done()
+                ]
                 del self._waiting[: self._args.batch_size]
                 await self._batch(batch)
         finally:
@@ -80,7 +87,9 @@ class RewardModel:
         if not batch:
             return
         try:
-            outputs: list[Any] = list(await asyncio.to_thread(self._model.outputs, [ids for ids, _ in batch]))
+            outputs: list[Any] = list(
+                await asyncio.to_thread(self._model.outputs, [ids for ids, _ in batch])
+            )
         except Exception as error:  # noqa: BLE001 - an error of torch fails the waiting samples
             outputs = [error] * len(batch)
         for (_, done), output in zip(batch, outputs, strict=True):

@@ -18,18 +18,23 @@ class RewardModelArgs(Section):
     )  # fmt: skip
 
     path: ModelPath  # folder or hub name
-    head: Literal["auto", "classifier", "value"] = "auto"  # auto: by the architectures in its config.json
-    label: NonNegativeInt = 0  # the class of a classifier whose logit, or probability with softmax, is used
+    # auto: by the architectures in its config.json
+    head: Literal["auto", "classifier", "value"] = "auto"
+    # the class of a classifier whose logit, or probability with softmax, is used
+    label: NonNegativeInt = 0
     activation: Literal["none", "sigmoid", "softmax"] = "none"
     scale: float = 1.0  # the reward is scale * output + offset, within clip
     offset: float = 0.0
-    clip: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None  # [lowest, highest]
+    # [lowest, highest]
+    clip: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
     system_prompt: str = ""
     template: str = "{prompt}\n{response}"  # if the model has no chat template
-    max_length: PositiveInt = 4096  # tokens; longer texts lose their beginning, with the note ``truncated``
+    # tokens; longer texts lose their beginning, with the note ``truncated``
+    max_length: PositiveInt = 4096
     batch_size: PositiveInt = 16
     device: Device = "auto"  # auto: cuda if there is a GPU
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on a GPU, else float32
+    # auto: bfloat16 on a GPU, else float32
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     num_threads: PositiveInt = 1  # on a CPU
     trust_remote_code: bool = False
     timeout_s: PositiveFloat = 120.0  # one score, waiting for its batch included

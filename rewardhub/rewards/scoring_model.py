@@ -17,7 +17,8 @@ from rlearner_text.tokenizer import CHARS_PER_TOKEN, Tokenizer
 if TYPE_CHECKING:
     from rewardhub.rewards.reward_model_args import RewardModelArgs
 
-# Names of the value head, a linear layer from the last hidden state to a number, in libraries that train such models.
+# Names of the value head, a linear layer from the last hidden state to a number, in libraries that
+# train such models.
 HEADS: Final = ("v_head.summary", "value_head.summary", "v_head", "value_head", "score")
 _KEY: Final = "rewards.args.path"
 
@@ -31,16 +32,29 @@ class ScoringModel:
 
     def __init__(self, args: RewardModelArgs) -> None:
         self._args = args
-        self._device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
+        self._device = (
+            ("cuda" if torch.cuda.is_available() else "cpu")
+            if args.device == "auto"
+            else args.device
+        )
         torch.set_num_threads(args.num_threads)
-        name = ("bfloat16" if self._device.startswith("cuda") else "float32") if args.dtype == "auto" else args.dtype
-        dtype, trusted = getattr(torch, name), args.trust_remote_code
-        self._tokenizer = Tokenizer.load(args.path, trust_remote_code=args.trust_remote_code, key=_KEY)
+        name = (
+            ("bfloat16" if self._device.startswith("cuda") else "float32")
+            if args.dtype == "auto"
+            else args.dtype
+        )
+        dtype = getattr(torch, name)
+        trusted = args.trust_remote_code
+        self._tokenizer = Tokenizer.load(
+            args.path, trust_remote_code=args.trust_remote_code, key=_KEY
+        )
         self._converses = _has_chat_template(self._tokenizer)
         folder = model_folder(args.path, _KEY, trust_remote_code=trusted)
         config = read_json(Path(folder) / "config.json", args.path, _KEY)
         named = {"dtype": dtype, "trust_remote_code": trusted, "use_safetensors": True}
-        classifier = any("SequenceClassification" in one for one in config.get("architectures") or ())
+        classifier = any(
+            "SequenceClassification" in one for one in config.get("architectures") or ()
+        )
         self._head: torch.nn.Linear | None = None
         try:
             if args.head == "classifier" or (args.head == "auto" and classifier):
@@ -49,12 +63,16 @@ class ScoringModel:
                 self._model.config.pad_token_id = self._pad = self._tokenizer.pad_token_id
             else:
                 self._model = transformers.AutoModel.from_pretrained(folder, **named)
-                self._head, self._pad = _value_head(folder, dtype), self._tokenizer.pad_token_id
+                self._head = _value_head(folder, dtype)
+                self._pad = self._tokenizer.pad_token_id
                 self._head.to(self._device)
         except (OSError, ValueError) as error:
-            raise ConfigError(_KEY, args.path, f"it cannot be loaded: {' '.join(str(error).split())[:300]}") from None
+            raise ConfigError(
+                _KEY, args.path, f"it cannot be loaded: {' '.join(str(error).split())[:300]}"
+            ) from None
         if getattr(self._model.config.get_text_config(), "attn_logit_softcapping", None):
-            self._model.set_attn_implementation("eager")  # transformers' SDPA drops the cap without a word
+            # transformers' SDPA drops the cap without a word
+            self._model.set_attn_implementation("eager")
         self._check_label()
         self._model.to(self._device).eval()
 
@@ -67,14 +85,22 @@ class ScoringModel:
         """Return the token ids of question and response, and whether the beginning was cut off."""
         args = self._args
         most = args.max_length * CHARS_PER_TOKEN
-        is_cut = len(prompt) + len(response) > most  # what would be cut off in any case is not even encoded
+        # what would be cut off in any case is not even encoded
+        is_cut = len(prompt) + len(response) > most
         if is_cut:
             response = response[-most:]
             prompt = prompt[len(prompt) - (most - len(response)) :]
-        prompt, response = self._tokenizer.shield(prompt), self._tokenizer.shield(response)
+        prompt = self._tokenizer.shield(prompt)
+        response = self._tokenizer.shield(response)
         if self._converses:
-            system = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
-            chat = [*system, {"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+            system = (
+                [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
+            )
+            chat = [
+                *system,
+                {"role": "user", "content": prompt},
+                {"role": "assistant", "content": response},
+            ]
             ids = self._tokenizer.encode_chat(chat, add_generation_prompt=False)
         else:
             before, _, rest = args.template.partition("{response}")
@@ -85,7 +111,9 @@ class ScoringModel:
     def outputs(self, batch: Sequence[Sequence[int]]) -> list[float]:
         """Return one number for each row of token ids; rows are padded on the right."""
         longest = max(map(len, batch))
-        ids = torch.tensor([[*row, *[self._pad] * (longest - len(row))] for row in batch], device=self._device)
+        ids = torch.tensor(
+            [[*row, *[self._pad] * (longest - len(row))] for row in batch], device=self._device
+        )
         lengths = torch.tensor([len(row) for row in batch], device=self._device)
         mask = (torch.arange(longest, device=self._device)[None, :] < lengths[:, None]).long()
         if self._head is None:

@@ -6,8 +6,9 @@ from typing import Literal
 
 from rlearner_text.thinking import CLOSE, after_thinking
 
-# drop: only what follows the thinking counts, and nothing if the thinking does not end; required: nothing counts
-# without </think>, where the chat template opens the thinking; keep: all of the response counts.
+# drop: only what follows the thinking counts, and nothing if the thinking does not end; required:
+# nothing counts without </think>, where the chat template opens the thinking; keep: all of the
+# response counts.
 Thinking = Literal["drop", "required", "keep"]
 
 

@@ -1,1 +1,3 @@
-"""A model of a run: fitted to measured figures, it predicts what a change of the fleet or of a setting would bring."""
+"""A model of a run: fitted to measured figures, it predicts what a change of the fleet or of a
+setting would bring.
+"""

@@ -36,7 +36,8 @@ class Advice:
     """The answer for one run."""
 
     bottleneck: Stage | None  # None: no stage stands out
-    relief: Mapping[Stage, float]  # relative gain if the stage were twice as fast, as large or as patient
+    # relative gain if the stage were twice as fast, as large or as patient
+    relief: Mapping[Stage, float]
     changes: Sequence[Change]  # the largest gain first
     busy: Mapping[str, float]  # share of each stage's capacity that is in use, in the simulated run
     samples_per_s: float  # measured
@@ -52,11 +53,24 @@ class Advice:
         best: dict[str, Change] = {}
         for change in self.changes:
             best.setdefault(next(iter(change.changes)), change)
-        named = [f"{one.text}: {one.gain:+.0%}".replace("%", " %") for one in best.values() if one.gain >= WORTH]
+        named = [
+            f"{one.text}: {one.gain:+.0%}".replace("%", " %")
+            for one in best.values()
+            if one.gain >= WORTH
+        ]
         if named:
             named[0] += " samples/s"
-        rough = "" if ROUGH[0] <= self.explained <= ROUGH[1] else " (rough: the model explains the run badly)"
-        return "; or ".join([f"{self.bottleneck}; {named[0]}" if named else self.bottleneck, *named[1:2]]) + rough
+        rough = (
+            ""
+            if ROUGH[0] <= self.explained <= ROUGH[1]
+            else " (rough: the model explains the run badly)"
+        )
+        return (
+            "; or ".join(
+                [f"{self.bottleneck}; {named[0]}" if named else self.bottleneck, *named[1:2]]
+            )
+            + rough
+        )
 
     def plain(self) -> dict[str, Any]:
         """Return everything as JSON-able values."""
@@ -100,7 +114,9 @@ def relieved(model: RunModel, stage: Stage) -> float:
 
 
 def predict(run: FittedRun, changes: Mapping[str, float], text: str = "") -> Change:
-    """Predict what changes lead to: the measured samples/s, times what they bring in the simulation."""
+    """Predict what changes lead to: the measured samples/s, times what they bring in the
+    simulation.
+    """
     gain = samples_per_s(apply(run.model, changes)) / samples_per_s(run.model) - 1
     return Change(changes, text, run.samples_per_s * (1 + gain), gain)
 
@@ -108,8 +124,9 @@ def predict(run: FittedRun, changes: Mapping[str, float], text: str = "") -> Cha
 def samples_per_s(model: RunModel) -> float:
     """Return simulated samples/s that never fall with more servers.
 
-    A simulated schedule may by chance be a little worse with one more server. So numbers on a grid are simulated, each
-    counts at least as much as those below it, and the others lie between their neighbours.
+    A simulated schedule may by chance be a little worse with one more server. So numbers on a grid
+    are simulated, each counts at least as much as those below it, and the others lie between their
+    neighbours.
     """
     low = _grid_below(model.servers)
     if low == model.servers:
@@ -120,7 +137,9 @@ def samples_per_s(model: RunModel) -> float:
 
 
 def _grid_below(servers: float) -> int:
-    """Return the largest number of the grid 1, 2, …, 8, 10, 12, 14, 16, 20, … that is not above ``servers``."""
+    """Return the largest number of the grid 1, 2, …, 8, 10, 12, 14, 16, 20, … that is not above
+    ``servers``.
+    """
     whole = max(1, int(servers))
     step = 1 << max(0, whole.bit_length() - 4) if whole < 8 else 1 << (whole.bit_length() - 3)
     return whole if whole <= 8 else whole // step * step
@@ -131,19 +150,22 @@ def _grid_above(point: int) -> int:
 
 
 def _on_grid(model: RunModel, servers: int) -> float:
-    best, point = 0.0, servers
+    best = 0.0
+    point = servers
     while point >= 1:
         found = simulate(replace(model, servers=float(point))).samples_per_s
         if found < 0.8 * best:  # far below: nothing under it can be better
             break
-        best, point = max(best, found), _grid_below(point - 1) if point > 1 else 0
+        best = max(best, found)
+        point = _grid_below(point - 1) if point > 1 else 0
     return best
 
 
 def desired_servers(model: RunModel) -> int:
     """Return the fewest servers with 95 % of the samples/s that any number of them reaches."""
     most = max(samples_per_s(replace(model, servers=float(MOST_SERVERS))), samples_per_s(model))
-    low, high = 0, MOST_SERVERS
+    low = 0
+    high = MOST_SERVERS
     while high - low > 1:
         middle = (low + high) // 2
         enough = samples_per_s(replace(model, servers=float(middle))) >= ENOUGH * most

@@ -1,4 +1,6 @@
-"""The changes of a run that can be predicted: their keys, what is allowed, and what they do to the model. No I/O."""
+"""The changes of a run that can be predicted: their keys, what is allowed, and what they do to the
+model. No I/O.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ class Key:
     Attributes:
         text: what the number counts, for people.
         now: its present value.
-        least, most: the smallest and the largest value allowed; larger ones would take minutes to simulate.
+        least, most: the smallest and the largest value allowed; larger ones would take minutes to
+            simulate.
         is_whole: whether it must be a whole number.
     """
 
@@ -36,7 +39,8 @@ def _with_samples(model: RunModel, changed: RunModel) -> RunModel:
     """Return the changed model, in which the learner's work follows the samples of a step."""
     episodes = (changed.group_size - changed.redundancy) / (model.group_size - model.redundancy)
     samples = changed.samples_per_step / model.samples_per_step
-    is_batch = model.group_s < 0.05 * model.step_s / model.groups_per_step  # a step is trained once it is complete
+    # a step is trained once it is complete
+    is_batch = model.group_s < 0.05 * model.step_s / model.groups_per_step
     step_s = model.step_s * samples if is_batch else model.step_s
     return replace(changed, group_s=model.group_s * episodes, step_s=step_s)
 
@@ -54,16 +58,31 @@ def _sized(model: RunModel, size: float) -> RunModel:
 
 
 def _spared(model: RunModel, spare: float) -> RunModel:
-    return replace(model, group_size=model.group_size - model.redundancy + int(spare), redundancy=int(spare))
+    return replace(
+        model, group_size=model.group_size - model.redundancy + int(spare), redundancy=int(spare)
+    )
 
 
 KEYS: Final[dict[str, Key]] = {
     "servers": Key("rollout servers", lambda m: m.servers, lambda m, v: replace(m, servers=v)),
-    "slots": Key("requests at once on a server", lambda m: m.slots, lambda m, v: replace(m, slots=int(v))),
-    "hubs": Key("environment hubs", lambda m: m.hubs, lambda m, v: replace(m, hubs=v), most=MOST_HUBS),
+    "slots": Key(
+        "requests at once on a server", lambda m: m.slots, lambda m, v: replace(m, slots=int(v))
+    ),
+    "hubs": Key(
+        "environment hubs", lambda m: m.hubs, lambda m, v: replace(m, hubs=v), most=MOST_HUBS
+    ),
     "envs": Key("environments on a hub", lambda m: m.envs, lambda m, v: replace(m, envs=int(v))),
-    "reward_hubs": Key("reward hubs", lambda m: m.reward_hubs, lambda m, v: replace(m, reward_hubs=v), most=MOST_HUBS),
-    "workers": Key("scores at once on a reward hub", lambda m: m.workers, lambda m, v: replace(m, workers=int(v))),
+    "reward_hubs": Key(
+        "reward hubs",
+        lambda m: m.reward_hubs,
+        lambda m, v: replace(m, reward_hubs=v),
+        most=MOST_HUBS,
+    ),
+    "workers": Key(
+        "scores at once on a reward hub",
+        lambda m: m.workers,
+        lambda m, v: replace(m, workers=int(v)),
+    ),
     "max_staleness": Key(
         "train.max_staleness",
         lambda m: m.max_staleness,
@@ -73,8 +92,12 @@ KEYS: Final[dict[str, Key]] = {
     ),
     "groups_per_step": Key("train.groups_per_step", lambda m: m.groups_per_step, _stepped),
     "group_size": Key("group_size", lambda m: m.group_size - m.redundancy, _sized, most=1024),
-    "group_size_redundancy": Key("group_size_redundancy", lambda m: m.redundancy, _spared, least=0, most=1024),
-    "learner": Key("speed of the learner, now 1", lambda m: 1.0, _faster, least=0.01, is_whole=False),
+    "group_size_redundancy": Key(
+        "group_size_redundancy", lambda m: m.redundancy, _spared, least=0, most=1024
+    ),
+    "learner": Key(
+        "speed of the learner, now 1", lambda m: 1.0, _faster, least=0.01, is_whole=False
+    ),
 }
 
 
@@ -88,9 +111,13 @@ def parse(text: str) -> dict[str, float]:
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
         if not name:
-            raise UserError(f"--simulate {text!r}: expected KEY=VALUE,…; KEY is one of {', '.join(KEYS)}")
+            raise UserError(
+                f"--simulate {text!r}: expected KEY=VALUE,…; KEY is one of {', '.join(KEYS)}"
+            )
         if name not in KEYS:
-            raise UserError(f"--simulate {part.strip()}: unknown key {name!r}; allowed: {', '.join(KEYS)}")
+            raise UserError(
+                f"--simulate {part.strip()}: unknown key {name!r}; allowed: {', '.join(KEYS)}"
+            )
         if name in changes:
             raise UserError(f"--simulate {part.strip()}: {name} is given twice")
         changes[name] = _number(name, value)
@@ -99,7 +126,9 @@ def parse(text: str) -> dict[str, float]:
 
 def _number(name: str, value: str) -> float:
     key = KEYS[name]
-    allowed = f"{'a whole number' if key.is_whole else 'a number'} from {key.least:g} to {key.most:g}"
+    allowed = (
+        f"{'a whole number' if key.is_whole else 'a number'} from {key.least:g} to {key.most:g}"
+    )
     try:
         number = int(value) if key.is_whole else float(value)
     except ValueError:
@@ -118,7 +147,9 @@ def apply(model: RunModel, changes: Mapping[str, float]) -> RunModel:
 
 def usual(model: RunModel) -> Sequence[tuple[dict[str, float], str]]:
     """Return the changes that a table shows, each with its words."""
-    servers, hubs, staleness = round(model.servers), round(model.hubs), model.max_staleness
+    servers = round(model.servers)
+    hubs = round(model.hubs)
+    staleness = model.max_staleness
     more = max(1, round(servers / 4))
     spare = max(1, (model.group_size - model.redundancy) // 4) + model.redundancy
     found: list[tuple[dict[str, float], str]] = [
@@ -134,7 +165,9 @@ def usual(model: RunModel) -> Sequence[tuple[dict[str, float], str]]:
     ]
     if model.score_s:
         reward_hubs = round(model.reward_hubs)
-        found.append(({"reward_hubs": 2 * reward_hubs}, f"{_count(reward_hubs, 'more reward hub')}"))
+        found.append(
+            ({"reward_hubs": 2 * reward_hubs}, f"{_count(reward_hubs, 'more reward hub')}")
+        )
     return list({tuple(changes.items()): (changes, text) for changes, text in found}.values())
 
 

@@ -1,4 +1,6 @@
-"""Fits the model of a run to what its learner wrote: the newest lines of metrics.jsonl, and the settings. No I/O."""
+"""Fits the model of a run to what its learner wrote: the newest lines of metrics.jsonl, and the
+settings. No I/O.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from rlearner.advise.simulation import simulate
 
 MIN_STEPS: Final = 3  # that a fit needs
 MAX_STEPS: Final = 40  # that it uses
-FLEET: Final = ("fleet/servers", "fleet/server_slots", "fleet/hubs", "fleet/envs", "fleet/reward_hubs", "fleet/scores")
+FLEET: Final = (
+    "fleet/servers",
+    "fleet/server_slots",
+    "fleet/hubs",
+    "fleet/envs",
+    "fleet/reward_hubs",
+    "fleet/scores",
+)
 NEEDED: Final = (
     *FLEET[:4], "fleet/token_s", "fleet/token_each_s", "time/step", "time/train", "time/finish_train",
     "time/publish_step", "time/between_steps", "time/generate", "time/env_step", "time/env_step_max", "env/num_turns",
@@ -27,7 +36,9 @@ LENGTHS: Final = {f"episode_tokens/{name}": share for name, share in QUANTILES.i
 
 
 class NotFitted(Exception):
-    """The lines do not suffice; the text says what is missing. ``steps``: how many more are needed, 0: unknown."""
+    """The lines do not suffice; the text says what is missing. ``steps``: how many more are needed,
+    0: unknown.
+    """
 
     def __init__(self, text: str, steps: int = 0) -> None:
         super().__init__(text)
@@ -62,7 +73,8 @@ def fit(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> FittedR
         config: the run's settings, validated.
 
     Raises:
-        NotFitted: if there are too few steps, a figure was not measured, or settings and figures make no sense.
+        NotFitted: if there are too few steps, a figure was not measured, or settings and figures
+            make no sense.
     """
     try:
         return _fit(rows, config)
@@ -73,16 +85,23 @@ def fit(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> FittedR
 def _fit(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> FittedRun:
     used = _usable(rows, config)
     mean = {
-        name: fmean(row[name] for row in used) for name in used[-1] if all(_is_number(row.get(name)) for row in used)
+        name: fmean(row[name] for row in used)
+        for name in used[-1]
+        if all(_is_number(row.get(name)) for row in used)
     }
     # a process knows its speed better and better
-    mean |= {name: value for name, value in used[-1].items() if name.startswith("fleet/") and _is_number(value)}
+    mean |= {
+        name: value
+        for name, value in used[-1].items()
+        if name.startswith("fleet/") and _is_number(value)
+    }
     model = _model(used, mean, config)
     step_s = mean["time/step"]
     model = replace(model, delay_s=_delay(model, mean["time/generate"], step_s))
     return FittedRun(
         model=model,
-        samples_per_s=sum(row["perf/samples_per_s"] * row["time/step"] for row in used) / (step_s * len(used)),
+        samples_per_s=sum(row["perf/samples_per_s"] * row["time/step"] for row in used)
+        / (step_s * len(used)),
         step_s=step_s,
         idle={stage: mean[name] for stage, name in _IDLE.items() if name in mean},
         explained=step_s / simulate(model).step_s,
@@ -93,14 +112,18 @@ def _fit(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> Fitted
 _IDLE: Final = {"learner": "trainer/idle_ratio", "generation": "rollouter/idle_ratio"}
 
 
-def _usable(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the newest rows of the present fleet, without the first steps of the run and its last ones.
+def _usable(
+    rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
+) -> list[Mapping[str, Any]]:
+    """Return the newest rows of the present fleet, without the first steps of the run and its last
+    ones.
 
-    Until a step has taken groups of as many versions as it may, and once no more tickets are issued, steps are unlike
-    the others.
+    Until a step has taken groups of as many versions as it may, and once no more tickets are
+    issued, steps are unlike the others.
     """
     staleness = config["train"]["max_staleness"]
-    first, last = staleness + 2, config["train"]["steps"] - staleness - 1
+    first = staleness + 2
+    last = config["train"]["steps"] - staleness - 1
     rows = [row for row in rows if _is_number(row.get("step"))]  # a damaged line may hold none
     if not rows:
         raise NotFitted(f"needs {first + MIN_STEPS} steps", first + MIN_STEPS)
@@ -114,7 +137,11 @@ def _usable(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> lis
     used: list[Mapping[str, Any]] = []
     for row in reversed(rows):
         same = all(row.get(name) == newest.get(name) for name in FLEET)
-        if not same or not all(_is_number(row.get(name)) for name in (*NEEDED, *LENGTHS)) or row["time/step"] <= 0:
+        if (
+            not same
+            or not all(_is_number(row.get(name)) for name in (*NEEDED, *LENGTHS))
+            or row["time/step"] <= 0
+        ):
             break
         if first < row["step"] <= last:
             used.insert(0, row)
@@ -130,9 +157,11 @@ def _usable(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> lis
 
 
 def _delay(model: RunModel, generate_s: float, step_s: float) -> float:
-    """Return the time of an episode's requests that the servers do not explain, at most what a step's time leaves.
+    """Return the time of an episode's requests that the servers do not explain, at most what a
+    step's time leaves.
 
-    Where servers are the limit, a longer way to them means fewer requests on them, so the way costs nothing.
+    Where servers are the limit, a longer way to them means fewer requests on them, so the way costs
+    nothing.
     """
     most = max(0.0, generate_s - simulate(model).generate_s)
     if simulate(replace(model, delay_s=most)).step_s <= step_s:
@@ -140,7 +169,11 @@ def _delay(model: RunModel, generate_s: float, step_s: float) -> float:
     least = 0.0
     for _ in range(5):
         middle = (least + most) / 2
-        least, most = (middle, most) if simulate(replace(model, delay_s=middle)).step_s <= step_s else (least, middle)
+        least, most = (
+            (middle, most)
+            if simulate(replace(model, delay_s=middle)).step_s <= step_s
+            else (least, middle)
+        )
     return least
 
 
@@ -148,8 +181,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _model(used: Sequence[Mapping[str, Any]], mean: Mapping[str, float], config: Mapping[str, Any]) -> RunModel:
-    train, groups = config["train"], config["train"]["groups_per_step"]
+def _model(
+    used: Sequence[Mapping[str, Any]], mean: Mapping[str, float], config: Mapping[str, Any]
+) -> RunModel:
+    train = config["train"]
+    groups = config["train"]["groups_per_step"]
     domains = list(config["domains"].values())
     weights = [domain["weight"] for domain in domains]
 
@@ -162,7 +198,8 @@ def _model(used: Sequence[Mapping[str, Any]], mean: Mapping[str, float], config:
     size = round(average("group_size")) + greedy + spare
     tokens = lengths_of(used, groups * (size - spare)).scaled(mean["episode_tokens/mean"])
     episodes_per_s = groups * size / mean["time/step"]
-    servers, hubs = max(1.0, mean["fleet/servers"]), max(1.0, mean["fleet/hubs"])
+    servers = max(1.0, mean["fleet/servers"])
+    hubs = max(1.0, mean["fleet/hubs"])
     reward_hubs = max(1.0, mean.get("fleet/reward_hubs", 0.0))
     rewards = max((len(domain["rewards"]) for domain in domains), default=0)
     slowed = _alone(mean, "env_call", episodes_per_s * mean["time/env_step"] / hubs)
@@ -200,18 +237,24 @@ def _model(used: Sequence[Mapping[str, Any]], mean: Mapping[str, float], config:
 def lengths_of(used: Sequence[Mapping[str, Any]], num: int) -> Lengths:
     """Return the distribution behind the quantiles of several steps.
 
-    A quantile of ``num`` samples is one of them, or between two; the score of the i-th of them is at its median rank.
+    A quantile of ``num`` samples is one of them, or between two; the score of the i-th of them is
+    at its median rank.
     """
     points: dict[float, float] = {}
     for name, share in LENGTHS.items():
         rank = (share * (num - 1) + 0.7) / (num + 0.4)
-        points[NORMAL.inv_cdf(rank)] = math.exp(fmean(math.log(max(0.5, row[name])) for row in used))
+        points[NORMAL.inv_cdf(rank)] = math.exp(
+            fmean(math.log(max(0.5, row[name])) for row in used)
+        )
     return Lengths(tuple(points.items()), max(row["episode_tokens/max"] for row in used))
 
 
 def _alone(mean: Mapping[str, float], work: str, at_once: float) -> tuple[float, float]:
-    """Return the shares of a measured time that a call takes alone, and that each of those at once adds."""
-    base, each = mean.get(f"fleet/{work}_s", 0.0), mean.get(f"fleet/{work}_each_s", 0.0)
+    """Return the shares of a measured time that a call takes alone, and that each of those at once
+    adds.
+    """
+    base = mean.get(f"fleet/{work}_s", 0.0)
+    each = mean.get(f"fleet/{work}_each_s", 0.0)
     total = base + each * max(1.0, at_once)
     return (base / total, each / total) if total > 0 else (1.0, 0.0)
 
@@ -222,18 +265,27 @@ def _table(size: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
 
 
 def _alike(tokens: Lengths, size: int, longest: float) -> float:
-    """Return the correlation of lengths with which the longest of a group has this mean: the lower, the longer."""
+    """Return the correlation of lengths with which the longest of a group has this mean: the lower,
+    the longer.
+    """
     group, own = _table(size)
     grid = np.linspace(0.0, 0.95, 20)
-    found = [tokens.at(math.sqrt(alike) * group + math.sqrt(1 - alike) * own).max(axis=1).mean() for alike in grid]
+    found = [
+        tokens.at(math.sqrt(alike) * group + math.sqrt(1 - alike) * own).max(axis=1).mean()
+        for alike in grid
+    ]
     return float(np.interp(-longest, -np.array(found), grid))
 
 
 def _spread(size: int, mean: float, longest: float) -> float:
-    """Return the standard deviation of the logarithm with which the longest of a group has this mean."""
+    """Return the standard deviation of the logarithm with which the longest of a group has this
+    mean.
+    """
     if mean <= 0 or size < 2:
         return 0.0
     _, own = _table(size)
     grid = np.linspace(0.0, 2.0, 41)
-    found = [float(np.exp(spread * own - spread * spread / 2).max(axis=1).mean()) for spread in grid]
+    found = [
+        float(np.exp(spread * own - spread * spread / 2).max(axis=1).mean()) for spread in grid
+    ]
     return float(np.interp(longest / mean, np.maximum.accumulate(found), grid))

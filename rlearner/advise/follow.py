@@ -1,4 +1,6 @@
-"""Keeps the newest steps of a run that goes on, and decides when its advice is worth computing again. No I/O."""
+"""Keeps the newest steps of a run that goes on, and decides when its advice is worth computing
+again. No I/O.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from rlearner.advise.fit import MAX_STEPS
 
 SOONEST: Final = 3  # steps between two pieces of advice
 LATEST: Final = 20
-PAUSE: Final = 50  # times as long as the newest advice took to compute, which takes seconds: 2 % of one core
+# times as long as the newest advice took to compute, which takes seconds: 2 % of one core
+PAUSE: Final = 50
 
 
 class StepHistory:
@@ -19,7 +22,8 @@ class StepHistory:
     def __init__(self) -> None:
         self._rows: deque[dict[str, float]] = deque(maxlen=2 * MAX_STEPS)
         self._next = SOONEST
-        self._elapsed_s = self._not_before_s = 0.0  # seconds of all steps so far, and those before the next advice
+        # seconds of all steps so far, and those before the next advice
+        self._elapsed_s = self._not_before_s = 0.0
 
     def take(self, line: Mapping[str, float]) -> None:
         """Add the line of a step; a line that was there already changes nothing."""
@@ -39,7 +43,11 @@ class StepHistory:
 
     def due(self) -> list[dict[str, Any]]:
         """Return the lines if it is time for new advice, else none."""
-        if not self._rows or self._rows[-1]["step"] < self._next or self._elapsed_s < self._not_before_s:
+        if (
+            not self._rows
+            or self._rows[-1]["step"] < self._next
+            or self._elapsed_s < self._not_before_s
+        ):
             return []
         step = int(self._rows[-1]["step"])
         self._next = step + min(max(step // 2, SOONEST), LATEST)

@@ -11,7 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 Stage = Literal["learner", "generation", "environment", "reward", "tail", "staleness"]
-STAGES: Final[tuple[Stage, ...]] = ("learner", "generation", "environment", "reward", "tail", "staleness")
+STAGES: Final[tuple[Stage, ...]] = (
+    "learner",
+    "generation",
+    "environment",
+    "reward",
+    "tail",
+    "staleness",
+)
 
 NORMAL: Final = NormalDist()
 SCORES: Final = np.array([NORMAL.inv_cdf((index + 0.5) / 1000) for index in range(1000)])
@@ -21,8 +28,9 @@ SCORES: Final = np.array([NORMAL.inv_cdf((index + 0.5) / 1000) for index in rang
 class Lengths:
     """The distribution of the tokens of an episode, by points of its quantile function.
 
-    Between two points, and beyond the last ones, the logarithm of the length is linear in the standard normal score of
-    the quantile: two points are a lognormal distribution, one is a constant.
+    Between two points, and beyond the last ones, the logarithm of the length is linear in the
+    standard normal score of the quantile: two points are a lognormal distribution, one is a
+    constant.
 
     Attributes:
         points: pairs of (score, tokens), by score.
@@ -34,7 +42,8 @@ class Lengths:
 
     def at(self, scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return the lengths at these standard normal scores."""
-        x, y = np.array([score for score, _ in self.points]), np.log([max(0.5, tokens) for _, tokens in self.points])
+        x = np.array([score for score, _ in self.points])
+        y = np.log([max(0.5, tokens) for _, tokens in self.points])
         found = np.interp(scores, x, y)
         if len(x) > 1:
             found += np.minimum(scores - x[0], 0) * (y[1] - y[0]) / (x[1] - x[0])
@@ -50,15 +59,18 @@ class Lengths:
     def scaled(self, mean: float) -> Lengths:
         """Return the same distribution with another mean."""
         factor = mean / self.mean
-        return Lengths(tuple((score, tokens * factor) for score, tokens in self.points), self.longest * factor)
+        return Lengths(
+            tuple((score, tokens * factor) for score, tokens in self.points), self.longest * factor
+        )
 
 
 @dataclass(frozen=True)
 class RunModel:
     """A run: tickets, episodes of turns, servers, environments, rewards and the learner.
 
-    ``r`` requests that run at once on one server each get a token every ``token_s + token_each_s * r`` seconds; scores
-    and environment steps slow each other down in the same way. Times are seconds.
+    ``r`` requests that run at once on one server each get a token every ``token_s + token_each_s *
+    r`` seconds; scores and environment steps slow each other down in the same way. Times are
+    seconds.
     """
 
     groups_per_step: int
@@ -78,7 +90,8 @@ class RunModel:
     envs: int = 64  # episodes that one hub plays at once
     env_s: float = 0.0  # in the environment, of one episode alone
     env_each_s: float = 0.0  # more for each further call at the same time on one hub
-    env_spread: float = 0.0  # standard deviation of the logarithm of an episode's time in the environment
+    # standard deviation of the logarithm of an episode's time in the environment
+    env_spread: float = 0.0
     reward_hubs: float = 1.0
     workers: int = 1  # scores that one reward hub computes at once
     score_s: float = 0.0  # of one sample, 0: no reward hub is involved
@@ -87,21 +100,30 @@ class RunModel:
     group_s: float = 0.0  # the learner's work on a group when it arrives
     step_s: float = 0.0  # its work once a step has all its groups, weights included
     rest_s: float = 0.0  # what it does between two steps while new tickets are out already
-    delay_s: float = 0.0  # of an episode: for its requests on their way, and for servers to load its version
+    # of an episode: for its requests on their way, and for servers to load its version
+    delay_s: float = 0.0
 
     def relieved(self, stage: Stage) -> RunModel:
-        """Return the run with one stage relieved: twice as fast or as many, no spread of episodes, twice the credit."""
+        """Return the run with one stage relieved: twice as fast or as many, no spread of episodes,
+        twice the credit.
+        """
         match stage:
             case "learner":
-                return replace(self, group_s=self.group_s / 2, step_s=self.step_s / 2, rest_s=self.rest_s / 2)
+                return replace(
+                    self, group_s=self.group_s / 2, step_s=self.step_s / 2, rest_s=self.rest_s / 2
+                )
             case "generation":
                 return replace(self, servers=2 * self.servers)
             case "environment":
-                return replace(self, envs=2 * self.envs, env_s=self.env_s / 2, env_each_s=self.env_each_s / 2)
+                return replace(
+                    self, envs=2 * self.envs, env_s=self.env_s / 2, env_each_s=self.env_each_s / 2
+                )
             case "reward":
                 return replace(self, reward_hubs=2 * self.reward_hubs)
             case "tail":
-                return replace(self, tokens=Lengths(((0.0, self.tokens.mean),)), env_spread=0.0, alike=0.0)
+                return replace(
+                    self, tokens=Lengths(((0.0, self.tokens.mean),)), env_spread=0.0, alike=0.0
+                )
             case "staleness":
                 return replace(self, max_staleness=2 * self.max_staleness + 1)
 

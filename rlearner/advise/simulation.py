@@ -1,11 +1,14 @@
-"""Simulates the flow of a run's groups, event by event and always the same: the prediction of ``rlearner advise``.
+"""Simulates the flow of a run's groups, event by event and always the same: the prediction of
+``rlearner advise``.
 
-Tickets are issued as the ledger issues them: (version + 1 + max_staleness) * groups_per_step in all. Hubs start groups
-as they have room, episodes alternate between the servers and their environment, a finished group is scored, and the
-learner takes groups in the order of the log. Servers, environments and rewards are stations whose customers slow each
-other down; the servers of a run are one station, since requests go to the less loaded ones.
+Tickets are issued as the ledger issues them: (version + 1 + max_staleness) * groups_per_step in
+all. Hubs start groups as they have room, episodes alternate between the servers and their
+environment, a finished group is scored, and the learner takes groups in the order of the log.
+Servers, environments and rewards are stations whose customers slow each other down; the servers of
+a run are one station, since requests go to the less loaded ones.
 
-Large runs are simulated in proportion: a tenth of the groups, servers and hubs behaves like the whole.
+Large runs are simulated in proportion: a tenth of the groups, servers and hubs behaves like the
+whole.
 """
 
 from __future__ import annotations
@@ -46,9 +49,11 @@ class Prediction:
 
 
 class _Station:
-    """Requests that share one resource: each advances by 1 / (base + each * running / units) units of work a second.
+    """Requests that share one resource: each advances by 1 / (base + each * running / units) units
+    of work a second.
 
-    Work is counted by a clock that advances at that speed, so a request ends when the clock reaches its mark.
+    Work is counted by a clock that advances at that speed, so a request ends when the clock reaches
+    its mark.
     """
 
     __slots__ = (
@@ -67,13 +72,16 @@ class _Station:
     )
 
     def __init__(self, base: float, each: float, units: float, slots: float) -> None:
-        self._base, self._each, self._slots = base, each / units, slots
+        self._base = base
+        self._each = each / units
+        self._slots = slots
         self.running = 0
         self.at = self.clock = self.busy = self.inside = 0.0
         self.pace = base
         self.due = math.inf
         self.marks: list[tuple[float, int, _Episode]] = []  # heap of (mark, number, episode)
-        self.waiting: list[tuple[int, int, float, _Episode]] = []  # heap of (step it is for, number, work, episode)
+        # heap of (step it is for, number, work, episode)
+        self.waiting: list[tuple[int, int, float, _Episode]] = []
 
     def _advance(self, now: float) -> None:
         elapsed = now - self.at
@@ -123,7 +131,10 @@ class _Episode:
     __slots__ = ("env", "gone", "group", "place", "runs", "tokens", "visits")
 
     def __init__(self, group: _Group, tokens: float, env: float, visits: int) -> None:
-        self.group, self.tokens, self.env, self.visits = group, tokens, env, visits
+        self.group = group
+        self.tokens = tokens
+        self.env = env
+        self.visits = visits
         self.gone = self.runs = False
         self.place: _Station | None = None
 
@@ -132,20 +143,26 @@ class _Group:
     __slots__ = ("due", "episodes", "finished", "hub", "to_score")
 
     def __init__(self, hub: int, due: int) -> None:
-        self.hub, self.due = hub, due
+        self.hub = hub
+        self.due = due
         self.finished = self.to_score = 0
         self.episodes: list[_Episode] = []
 
 
 class _Run:
-    """One simulation: ``work`` holds the tokens and the environment's share of each episode of each ticket."""
+    """One simulation: ``work`` holds the tokens and the environment's share of each episode of each
+    ticket.
+    """
 
     def __init__(self, model: RunModel, steps: int, visits: int) -> None:
         m = self.m = model
-        self.steps, self.visits = steps, visits
+        self.steps = steps
+        self.visits = visits
         self.servers = _Station(m.token_s, m.token_each_s, m.servers, max(1.0, m.servers * m.slots))
         self.envs = _Station(1.0, m.env_each_s / max(m.env_s, 1e-12), m.hubs, math.inf)
-        self.rewards = _Station(1.0, m.score_each_s / max(m.score_s, 1e-12), m.reward_hubs, m.reward_hubs * m.workers)
+        self.rewards = _Station(
+            1.0, m.score_each_s / max(m.score_s, 1e-12), m.reward_hubs, m.reward_hubs * m.workers
+        )
         self.delays = _Station(1.0, 0.0, 1.0, math.inf)
         self.stations = (self.servers, self.envs, self.rewards, self.delays)
         hubs = max(1, round(m.hubs))
@@ -154,12 +171,14 @@ class _Run:
         self.most = list(self.room)
         self.tokens, self.env = _draws(m, (steps + m.max_staleness + 2) * m.groups_per_step)
         self.started = 0
-        self.tickets: deque[int] = deque()  # that no hub has, by the last step that may train on them
+        # that no hub has, by the last step that may train on them
+        self.tickets: deque[int] = deque()
         self.unplaced: Counter[int] = Counter()  # tickets that no step has taken, by the same
         self.queued: deque[tuple[_Group, _Episode]] = deque()
         self.number = 0
         self.now = 0.0
-        self.version, self.taken = 0, 0
+        self.version = 0
+        self.taken = 0
         self.in_log: list[_Group] = []
         self.kept = 0.0
         self.free_at = self.takes_at = self.worked = 0.0
@@ -176,7 +195,11 @@ class _Run:
         self._issue((m.max_staleness + 1) * m.groups_per_step)
         while self.version < self.steps:
             due, which = min((station.due, index) for index, station in enumerate(self.stations))
-            now = min(due, self.done_at, self.takes_at if self.in_log and self.takes_at > self.now else math.inf)
+            now = min(
+                due,
+                self.done_at,
+                self.takes_at if self.in_log and self.takes_at > self.now else math.inf,
+            )
             if now == math.inf:
                 raise RuntimeError("a simulated run stands still")
             self._pass(now)
@@ -209,7 +232,8 @@ class _Run:
             group = _Group(hub, self.tickets.popleft())
             index = self.started % len(self.tokens)
             self.started += 1
-            tokens, env = self.tokens[index], self.env[index]
+            tokens = self.tokens[index]
+            env = self.env[index]
             group.episodes = [
                 _Episode(group, tokens[i] / self.visits, env[i] / self.visits, self.visits)
                 for i in range(self.m.group_size)
@@ -328,10 +352,13 @@ class _Run:
                 self.worked += m.step_s
 
     def _horizon(self) -> float:
-        """Return the latest due step whose groups may be taken now, as ``learner.credit.ledger`` decides."""
+        """Return the latest due step whose groups may be taken now, as ``learner.credit.ledger``
+        decides.
+        """
         if self.m.drops_late:
             return math.inf
-        places, open_tickets = self.m.groups_per_step - self.taken - 1, 0
+        places = self.m.groups_per_step - self.taken - 1
+        open_tickets = 0
         for due in sorted(self.unplaced):
             if not self.unplaced[due]:
                 del self.unplaced[due]
@@ -343,7 +370,9 @@ class _Run:
 
     def _complete(self) -> None:
         self.ended.append(self.now)
-        self.version, self.taken, self.done_at = self.version + 1, 0, math.inf
+        self.version = self.version + 1
+        self.taken = 0
+        self.done_at = math.inf
         self.free_at = self.takes_at = self.now + self.m.rest_s
         self.worked += self.m.rest_s
         self._issue(self.m.groups_per_step)
@@ -352,7 +381,8 @@ class _Run:
 def _draws(model: RunModel, groups: int) -> tuple[list[list[float]], list[list[float]]]:
     """Return tokens and the environment's share of the mean time, for each episode of each group.
 
-    The same episode of the same ticket always draws the same, so that two runs differ by their change alone.
+    The same episode of the same ticket always draws the same, so that two runs differ by their
+    change alone.
     """
     size = model.group_size
     rng = np.random.default_rng(0)
@@ -367,7 +397,9 @@ def _draws(model: RunModel, groups: int) -> tuple[list[list[float]], list[list[f
 
 
 def _in_proportion(model: RunModel) -> tuple[RunModel, int, int]:
-    """Return a smaller run that behaves alike, the steps to simulate, and the turns of its episodes."""
+    """Return a smaller run that behaves alike, the steps to simulate, and the turns of its
+    episodes.
+    """
     visits = max(1, min(MAX_VISITS, round(model.turns)))
     warm = model.max_staleness + 2
 
@@ -400,8 +432,12 @@ def simulate(model: RunModel) -> Prediction:
         "learner": run.worked / total,
         "generation": run.servers.busy / total / server_slots,
         "environment": run.played / total / sum(run.most),
-        "reward": run.rewards.busy / total / (small.reward_hubs * small.workers) if small.score_s else 0.0,
+        "reward": run.rewards.busy / total / (small.reward_hubs * small.workers)
+        if small.score_s
+        else 0.0,
         "staleness": run.starved / total / sum(run.most),
     }
     shares = {name: min(1.0, value) for name, value in busy.items()}
-    return Prediction(step_s, model.samples_per_step / step_s, run.servers.inside / max(run.num_played, 1), shares)
+    return Prediction(
+        step_s, model.samples_per_step / step_s, run.servers.inside / max(run.num_played, 1), shares
+    )

@@ -23,19 +23,23 @@ class LedgerAudit:
         ended: by ticket, every line that gave it a final state.
         records: by sequence, every line of a consumed record.
         boundaries: by step, the last line that ended it.
-        counts: by step, the counts of every line that ended it; each learner that starts there opens the credit again.
+        counts: by step, the counts of every line that ended it; each learner that starts there
+            opens the credit again.
         position: sequence of the newest consumed record.
         open: tickets that were issued and have no final state.
     """
 
-    def __init__(self, lines: Iterable[LedgerLine], report: AuditReport, checkpoints: Ledgers | None = None) -> None:
+    def __init__(
+        self, lines: Iterable[LedgerLine], report: AuditReport, checkpoints: Ledgers | None = None
+    ) -> None:
         self.issued: dict[int, LedgerLine] = {}
         self.arrived: dict[int, LedgerLine] = {}
         self.ended: dict[int, list[LedgerLine]] = {}
         self.records: dict[int, list[LedgerLine]] = {}
         self.boundaries: dict[int, LedgerLine] = {}
         self.counts: dict[int, list[Mapping[str, int]]] = {}
-        self._report, self._checkpoints = report, checkpoints or {}
+        self._report = report
+        self._checkpoints = checkpoints or {}
         self.open: set[int] = set()
         self._held: dict[int, LedgerLine] = {}  # by open ticket, the line of its group's record
         self._sums: Counter[str] = Counter()
@@ -45,9 +49,12 @@ class LedgerAudit:
         self._matched: set[int] = set()
         self._shortfall = 0
         self._first_step = 0
-        self._shortened = False  # fewer steps than before: groups of an unfinished step then stay open
-        self._in_force: list[tuple[int, int]] = []  # (groups_per_step, max_staleness) since the last boundary
-        self._limits: dict[int, list[tuple[int, int]]] = {}  # by step, all in force while it was made
+        # fewer steps than before: groups of an unfinished step then stay open
+        self._shortened = False
+        # (groups_per_step, max_staleness) since the last boundary
+        self._in_force: list[tuple[int, int]] = []
+        # by step, all in force while it was made
+        self._limits: dict[int, list[tuple[int, int]]] = {}
         for line in lines:
             self._apply(line)
         self.position = max(self.records, default=0)
@@ -76,18 +83,22 @@ class LedgerAudit:
         """Return the loosest staleness bound of ``step``, -1 if unknown."""
         return max((staleness for _, staleness in self._limits.get(step, ())), default=-1)
 
-    # ------------------------------------------------------------------------------------------------ reading
+    # ------------------------------------------------------------------------------------------------
+    # reading
 
     def _apply(self, line: LedgerLine) -> None:
         fail = self._report.fail
         if line.state == "summary":
             self._summary(line)
             return
-        before, self._rules = self._rules, line.rules or self._rules
+        before = self._rules
+        self._rules = line.rules or self._rules
         if line.state == "unrecorded":
             self._first_step = line.step
             issued = line.counts.get("issued", 0)
-            fail(f"the ledger file begins at step {line.step}: the states of tickets 1-{issued} are not recorded")
+            fail(
+                f"the ledger file begins at step {line.step}: the states of tickets 1-{issued} are not recorded"
+            )
         elif line.state == "boundary":
             self._boundary(line)
         elif line.state == "lost":
@@ -131,10 +142,13 @@ class LedgerAudit:
             "the rules": line.rules == self._rules,
         }
         if wrong := [what for what, is_same in same.items() if not is_same]:
-            self._report.fail(f"the summary of step {line.step} and the lines before it disagree on {', '.join(wrong)}")
+            self._report.fail(
+                f"the summary of step {line.step} and the lines before it disagree on {', '.join(wrong)}"
+            )
 
     def _boundary(self, line: LedgerLine) -> None:
-        report, previous = self._report, self._previous
+        report = self._report
+        previous = self._previous
         self._previous = self.boundaries[line.step] = line
         now = (line.groups_per_step, line.max_staleness)
         self._limits[line.step] = [*self._limits.get(line.step, ()), *self._in_force, now]
@@ -142,38 +156,60 @@ class LedgerAudit:
         self.counts.setdefault(line.step, []).append(line.counts)
         before = previous.step if previous else self._first_step
         if line.step not in (before, before + bool(previous)):
-            report.fail(f"the ledger file has no end of step {before + bool(previous)} before that of step {line.step}")
+            report.fail(
+                f"the ledger file has no end of step {before + bool(previous)} before that of step {line.step}"
+            )
         found = {name: self._sums[name] for name in SUMS} | {"open": len(self.open)}
         counted = {name: line.counts.get(name, 0) for name in SUMS}
-        wrong = [f"{name} {count} instead of {found[name]}" for name, count in counted.items() if count != found[name]]
+        wrong = [
+            f"{name} {count} instead of {found[name]}"
+            for name, count in counted.items()
+            if count != found[name]
+        ]
         if wrong:
             report.fail(f"step {line.step}: the ledger counted {', '.join(wrong)} that have a line")
-            self._shortfall = max(self._shortfall, *(counted[name] - found[name] for name in ("issued", *FINAL)))
+            self._shortfall = max(
+                self._shortfall, *(counted[name] - found[name] for name in ("issued", *FINAL))
+            )
         if counted["issued"] != sum(counted[name] for name in (*FINAL, "open")):
-            report.fail(f"step {line.step}: issued is not trained + filtered + dropped + dead + open: {line.counts}")
+            report.fail(
+                f"step {line.step}: issued is not trained + filtered + dropped + dead + open: {line.counts}"
+            )
         if (state := self._checkpoints.get(line.step)) is not None:
             self._compare(line, state)
 
     def _compare(self, line: LedgerLine, state: Mapping[str, Any]) -> None:
         """Compare a checkpoint with the lines up to its step."""
         if (state["position"], state["issued"]) != (line.seq, line.counts.get("issued")):
-            return  # it belongs to another boundary of the same step, as a later start opened the credit again
+            # it belongs to another boundary of the same step, as a later start opened the credit
+            # again
+            return
         self._matched.add(line.step)
         fail = self._report.fail
         for name in FINAL:
             counted = state[name] + (state.get("unselected", 0) if name == "filtered" else 0)
             if counted != self._sums[name]:
-                fail(f"checkpoint {line.step} counts {counted} tickets {name}, the ledger file {self._sums[name]}")
-        live, here = {int(number) for number in state["live"]}, self.open
+                fail(
+                    f"checkpoint {line.step} counts {counted} tickets {name}, the ledger file {self._sums[name]}"
+                )
+        live = {int(number) for number in state["live"]}
+        here = self.open
         what = f"checkpoint {line.step}"
-        self._report.fail_all(f"{what} holds tickets {{}} that the ledger file has ended", live - here)
-        self._report.fail_all(f"{what} has ended tickets {{}} that the ledger file has open", here - live)
-        queued = {int(entry["number"]): int(entry["seq"]) for entry in state["taken"] + state["queue"]}
+        self._report.fail_all(
+            f"{what} holds tickets {{}} that the ledger file has ended", live - here
+        )
+        self._report.fail_all(
+            f"{what} has ended tickets {{}} that the ledger file has open", here - live
+        )
+        queued = {
+            int(entry["number"]): int(entry["seq"]) for entry in state["taken"] + state["queue"]
+        }
         arrived = {number: group.seq for number, group in self._held.items()}
         if queued != arrived and live == here:
             fail(f"{what} holds groups {queued} (ticket: record), the ledger file {arrived}")
 
-    # ----------------------------------------------------------------------------------------------- checking
+    # -----------------------------------------------------------------------------------------------
+    # checking
 
     def check(self) -> None:
         """Check the whole file; once all steps are made, no ticket may be open."""
@@ -184,8 +220,13 @@ class LedgerAudit:
         for step in self._checkpoints.keys() - self._matched:
             report.fail(f"checkpoint {step} matches no boundary of the ledger file")
         if lost := {number for number, lines in self.ended.items() if lines[0].reason == LOST}:
-            report.notes.append(f"rebase: the broker had lost its store; tickets {ranges(lost)} were counted dead")
-        counts = {state: sum(1 for lines in self.ended.values() if lines[0].state == state) for state in FINAL}
+            report.notes.append(
+                f"rebase: the broker had lost its store; tickets {ranges(lost)} were counted dead"
+            )
+        counts = {
+            state: sum(1 for lines in self.ended.values() if lines[0].state == state)
+            for state in FINAL
+        }
         report.counts = {"tickets": len(self.issued), **counts, "open": len(self.open)}
         report.lost_records += max(0, self._shortfall - len(report.lost) - report.lost_records)
 
@@ -197,18 +238,25 @@ class LedgerAudit:
             report.fail_all("tickets {} have no line that issued them", missing)
         for number, lines in sorted(self.ended.items()):
             if len(lines) > 1:
-                report.fail(f"ticket {number} ended {len(lines)} times: {', '.join(line.state for line in lines)}")
+                report.fail(
+                    f"ticket {number} ended {len(lines)} times: {', '.join(line.state for line in lines)}"
+                )
             if sum(line.state == "trained" for line in lines) > 1:
                 report.trained_twice.add(number)
         unfinished = self.open - (self._held.keys() if self._shortened else set())
         if self.done and unfinished:
             report.lost |= unfinished
-            report.fail_all(f"all {self.version} steps are made, but tickets {{}} have no final state", unfinished)
+            report.fail_all(
+                f"all {self.version} steps are made, but tickets {{}} have no final state",
+                unfinished,
+            )
 
     def _check_records(self) -> None:
         report = self._report
         first = min(self.records, default=1)
-        missing = set(range(first if self._first_step else 1, self.position + 1)) - self.records.keys()
+        missing = (
+            set(range(first if self._first_step else 1, self.position + 1)) - self.records.keys()
+        )
         report.fail_all("records {} of the samples log have no line in the ledger file", missing)
         report.lost_records += len(missing)
         for seq, lines in sorted(self.records.items()):
@@ -224,7 +272,8 @@ class LedgerAudit:
         first = min(self.boundaries, default=0)
         most_staleness = most_groups = 0
         for step, end in sorted(self.boundaries.items()):
-            most_staleness, most_groups = max(most_staleness, end.max_staleness), max(most_groups, end.groups_per_step)
+            most_staleness = max(most_staleness, end.max_staleness)
+            most_groups = max(most_groups, end.groups_per_step)
             self._check_step(step, trained.get(step, []), (1 + most_staleness) * most_groups)
             sizes = [size for size, _ in self._limits[step]]
             if step and step != first and not min(sizes) <= made_of[step] <= max(sizes):
@@ -232,19 +281,28 @@ class LedgerAudit:
                 self._report.fail(f"{made}, train.groups_per_step is {end.groups_per_step}")
 
     def _check_step(self, step: int, trained: list[LedgerLine], credit: int) -> None:
-        """Check one step: the lines of the groups that it trained, and at most ``credit`` open tickets after it."""
-        report, end = self._report, self.boundaries[step]
+        """Check one step: the lines of the groups that it trained, and at most ``credit`` open
+        tickets after it.
+        """
+        report = self._report
+        end = self.boundaries[step]
         for line in trained:
-            check_staleness(report, line, line.oldest, line.newest, self.max_staleness(step), "the ledger file")
+            check_staleness(
+                report, line, line.oldest, line.newest, self.max_staleness(step), "the ledger file"
+            )
             group = self.arrived.get(line.ticket)
             if group is None or (group.seq, group.digest) != (line.seq, line.digest):
                 missing = f"no record {line.seq} of it had arrived"
                 report.fail(f"ticket {line.ticket} was trained in step {step}, but {missing}")
         if end.counts.get("open", 0) > credit:
-            report.fail(f"after step {step} {end.counts['open']} tickets are open, credit allows {credit}")
+            report.fail(
+                f"after step {step} {end.counts['open']} tickets are open, credit allows {credit}"
+            )
 
 
-def check_staleness(report: AuditReport, line: LedgerLine, oldest: int, newest: int, bound: int, source: str) -> None:
+def check_staleness(
+    report: AuditReport, line: LedgerLine, oldest: int, newest: int, bound: int, source: str
+) -> None:
     """Check a trained group's token versions, as one source gives them (-1: it sampled none)."""
     version = line.step - 1  # the version that was trained
     what = f"ticket {line.ticket}, trained in step {line.step}: {source} has a token of version"

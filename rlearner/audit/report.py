@@ -15,10 +15,12 @@ class AuditReport:
 
     Attributes:
         counts: tickets by state, from the lines of the ledger file.
-        lost: tickets that were issued or had a record, but have neither a final state nor a record that could give one.
+        lost: tickets that were issued or had a record, but have neither a final state nor a record
+            that could give one.
         lost_records: lost records of unknown tickets.
         trained_twice: tickets that were trained more than once.
-        not_archived: records that the learner consumed while ``samples.keep`` was off, after it had been on.
+        not_archived: records that the learner consumed while ``samples.keep`` was off, after it had
+            been on.
         problems: one line each; the audit fails if there is one.
         notes: what was compared, and what could not be.
     """
@@ -39,7 +41,9 @@ class AuditReport:
         self.problems.append(problem)
 
     def fail_all(self, what: str, numbers: Iterable[int]) -> None:
-        """Add one problem for all ``numbers``, if there are any; ``{}`` in ``what`` becomes their ranges."""
+        """Add one problem for all ``numbers``, if there are any; ``{}`` in ``what`` becomes their
+        ranges.
+        """
         if found := set(numbers):
             self.fail(what.format(ranges(found)))
 
@@ -47,7 +51,10 @@ class AuditReport:
         """Return the counts, problems and notes by their published keys."""
         names = ("tickets", "trained", "filtered", "dropped", "dead", "open")
         figures: dict[str, Any] = {name: self.counts.get(name, 0) for name in names}
-        figures |= {"lost": len(self.lost) + self.lost_records, "trained_twice": len(self.trained_twice)}
+        figures |= {
+            "lost": len(self.lost) + self.lost_records,
+            "trained_twice": len(self.trained_twice),
+        }
         figures |= {"not_archived": self.not_archived, "ok": self.ok}
         return figures | {"problems": self.problems, "notes": self.notes}
 
@@ -61,4 +68,6 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     named = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    return ", ".join(named[:SHOWN]) + (f" and {len(named) - SHOWN} more places" if len(named) > SHOWN else "")
+    return ", ".join(named[:SHOWN]) + (
+        f" and {len(named) - SHOWN} more places" if len(named) > SHOWN else ""
+    )

@@ -14,7 +14,14 @@ from learner.reporting.metrics import damaged_line, read_lines
 from rlearner.audit import sources, tap_records
 from rlearner.audit.ledger_audit import LedgerAudit
 from rlearner.audit.report import AuditReport, ranges
-from rlearner.audit.sources import AuditedRecord, SourceCoverage, check_lost, check_metrics, check_source, stored
+from rlearner.audit.sources import (
+    AuditedRecord,
+    SourceCoverage,
+    check_lost,
+    check_metrics,
+    check_source,
+    stored,
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,8 @@ class RunRecords:
 
 
 def read_books(folder: Path) -> RunRecords:
-    """Read the learner's files; before the log, the archive and the tap, which hold all that it consumed.
+    """Read the learner's files; before the log, the archive and the tap, which hold all that it
+    consumed.
 
     Raises:
         UserError: if the run has no ledger file, or one of an earlier version.
@@ -46,9 +54,12 @@ def read_books(folder: Path) -> RunRecords:
         raise UserError(f"{path}: no ledger files; the learner has not begun to train")
     problems: list[str] = []
     metrics = folder / "metrics.jsonl"
-    rows, checkpoints = read_lines(metrics), _checkpoints(folder / "checkpoints", problems)
+    rows = read_lines(metrics)
+    checkpoints = _checkpoints(folder / "checkpoints", problems)
     if number := damaged_line(metrics):
-        problems.append(f"{metrics}: line {number} does not hold the metrics of a step; later lines were not read")
+        problems.append(
+            f"{metrics}: line {number} does not hold the metrics of a step; later lines were not read"
+        )
     read = ledger_segments.LedgerLines(path)
     lines = list(read)
     if read.problem:
@@ -65,7 +76,8 @@ def reconcile(
     """Compare everything that a run has left.
 
     Args:
-        log: the broker's samples log, if it can be reached: the first sequence kept, and the records.
+        log: the broker's samples log, if it can be reached: the first sequence kept, and the
+            records.
         tap: lines of an independent recording of the messages.
     """
     report = AuditReport(problems=list(books.problems))
@@ -84,7 +96,9 @@ def reconcile(
 
 
 def _rows(books: RunRecords, version: int) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl: those read first, and newer ones of steps that the ledger file has."""
+    """Return the lines of metrics.jsonl: those read first, and newer ones of steps that the ledger
+    file has.
+    """
     known = {row["step"] for row in books.rows}
     rows = read_lines(books.folder / "metrics.jsonl")
     return books.rows + [row for row in rows if row["step"] <= version and row["step"] not in known]
@@ -114,5 +128,7 @@ def _check_archive(folder: Path, tally: LedgerAudit, report: AuditReport) -> lis
     held = check_source(found, tally, report, "the archive", left_out=archive.paused_ranges(folder))
     if out := held.left_out:
         report.not_archived = len(out)
-        report.notes.append(f"not archived: {len(out)} records ({ranges(out)}), consumed while samples.keep was off")
+        report.notes.append(
+            f"not archived: {len(out)} records ({ranges(out)}), consumed while samples.keep was off"
+        )
     return [held]

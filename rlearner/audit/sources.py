@@ -49,16 +49,21 @@ def stored(record: LogRecord) -> AuditedRecord:
     return AuditedRecord(record.seq, ticket, digest(record.data), is_group, *(bounds or (-1, -1)))
 
 
-def check_metrics(rows: Sequence[Mapping[str, Any]], tally: LedgerAudit, report: AuditReport) -> None:
+def check_metrics(
+    rows: Sequence[Mapping[str, Any]], tally: LedgerAudit, report: AuditReport
+) -> None:
     """Compare each step's line in metrics.jsonl with the ledger file."""
     steps = [int(row["step"]) for row in rows]
     twice = {step for step, count in Counter(steps).items() if count > 1}
     report.fail_all("metrics.jsonl has more than one line for steps {}", twice)
-    first, version = min(tally.boundaries, default=0), tally.version
+    first = min(tally.boundaries, default=0)
+    version = tally.version
     wanted = {step for step in tally.boundaries if first < step < version}
     report.fail_all("metrics.jsonl has no line for steps {}", wanted - set(steps))
     unknown = set(steps) - tally.boundaries.keys()
-    report.fail_all("metrics.jsonl has lines for steps {} that the ledger file does not have", unknown)
+    report.fail_all(
+        "metrics.jsonl has lines for steps {} that the ledger file does not have", unknown
+    )
     trained: dict[int, list[LedgerLine]] = {}
     for line in (one for lines in tally.ended.values() for one in lines if one.step):
         trained.setdefault(line.step, []).append(line)
@@ -67,12 +72,23 @@ def check_metrics(rows: Sequence[Mapping[str, Any]], tally: LedgerAudit, report:
         if step not in tally.boundaries:
             continue
         shown = {name: int(row[f"ticket/{name}"]) for name in COUNTED if f"ticket/{name}" in row}
-        wrong = [[name for name, count in shown.items() if count != counts.get(name)] for counts in tally.counts[step]]
+        wrong = [
+            [name for name, count in shown.items() if count != counts.get(name)]
+            for counts in tally.counts[step]
+        ]
         if all(wrong):
-            report.fail(f"step {step}: metrics.jsonl and the ledger file disagree on {', '.join(wrong[-1])}")
-        lag = max((step - 1 - line.oldest for line in trained.get(step, []) if line.oldest >= 0), default=0)
-        if (most := row.get("staleness/max", 0.0)) > lag:  # smaller where the oldest tokens were not trained on
-            report.fail(f"step {step}: staleness/max is {most:g} in metrics.jsonl, {lag} by the ledger file")
+            report.fail(
+                f"step {step}: metrics.jsonl and the ledger file disagree on {', '.join(wrong[-1])}"
+            )
+        lag = max(
+            (step - 1 - line.oldest for line in trained.get(step, []) if line.oldest >= 0),
+            default=0,
+        )
+        # smaller where the oldest tokens were not trained on
+        if (most := row.get("staleness/max", 0.0)) > lag:
+            report.fail(
+                f"step {step}: staleness/max is {most:g} in metrics.jsonl, {lag} by the ledger file"
+            )
     report.notes.append(f"metrics.jsonl: {len(rows)} steps compared")
 
 
@@ -115,11 +131,15 @@ def check_source(
 
 
 def check_lost(sources: Sequence[SourceCoverage], tally: LedgerAudit, report: AuditReport) -> None:
-    """Count as lost what no source holds: records of unknown tickets, and open tickets whose record is missing."""
+    """Count as lost what no source holds: records of unknown tickets, and open tickets whose record
+    is missing.
+    """
     held = {seq for source in sources for seq in source.seqs}
     for seq in {seq for source in sources for seq in source.missing} - held:
         if seq in tally.records:
-            report.lost.update(line.ticket for line in tally.records[seq] if line.ticket in tally.open)
+            report.lost.update(
+                line.ticket for line in tally.records[seq] if line.ticket in tally.open
+            )
         else:
             report.lost_records += 1
 
@@ -144,4 +164,6 @@ def _compare(record: AuditedRecord, tally: LedgerAudit, report: AuditReport, nam
             continue
         if not record.is_group:
             report.fail(f"{what} is not a group, but was trained in step {end.step}")
-        check_staleness(report, end, record.oldest, record.newest, tally.max_staleness(end.step), name)
+        check_staleness(
+            report, end, record.oldest, record.newest, tally.max_staleness(end.step), name
+        )

@@ -2,10 +2,10 @@
 
     python -m rlearner.audit.tap --broker URL --run RUN --out FILE
 
-It uses plain subscriptions of nats-py and decodes MessagePack without this project's code, so ``rlearner audit RUN
---tap FILE`` can check the learner's ledger against it. It sees every attempt to publish, and writes one numbered JSON
-line per message and per interruption. A server that is cut off from its cluster forwards nothing and does not report
-it; a test that cuts it off sends SIGUSR1.
+It uses plain subscriptions of nats-py and decodes MessagePack without this project's code, so
+``rlearner audit RUN --tap FILE`` can check the learner's ledger against it. It sees every attempt
+to publish, and writes one numbered JSON line per message and per interruption. A server that is cut
+off from its cluster forwards nothing and does not report it; a test that cuts it off sends SIGUSR1.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class TapFile:
         if self._file.closed:
             return  # the tap itself has disconnected
         self._number += 1
-        self._file.write(json.dumps({"n": self._number, "event": event, "time": time.time(), **values}) + "\n")
+        self._file.write(
+            json.dumps({"n": self._number, "event": event, "time": time.time(), **values}) + "\n"
+        )
         self._file.flush()
 
     async def ticket(self, message: Msg) -> None:
@@ -52,15 +54,28 @@ class TapFile:
 
     def note_ticket(self, message: Msg) -> None:
         body = _decode(message.data, _Ticket) or _Ticket()
-        content = {name: getattr(body, name) for name in ("domain", "task_index", "seed", "min_version")}
+        content = {
+            name: getattr(body, name) for name in ("domain", "task_index", "seed", "min_version")
+        }
         self.write("ticket", ticket=body.number, **content, **_envelope(message))
 
     def note_sample(self, message: Msg) -> None:
         body = _decode(message.data, _Sample) or _Sample()
-        versions = [version for trajectory in body.trajectories for version in _versions(trajectory.version_runs.data)]
+        versions = [
+            version
+            for trajectory in body.trajectories
+            for version in _versions(trajectory.version_runs.data)
+        ]
         bounds = {"oldest": min(versions), "newest": max(versions)} if versions else {}
         ticket = body.ticket or _number((message.headers or {}).get("Rl-Ticket", ""))
-        self.write("sample", ticket=ticket, kind=body.type, reason=body.reason, **bounds, **_envelope(message))
+        self.write(
+            "sample",
+            ticket=ticket,
+            kind=body.type,
+            reason=body.reason,
+            **bounds,
+            **_envelope(message),
+        )
 
     def close(self) -> None:
         self.write("close")
@@ -105,8 +120,14 @@ def _decode(data: bytes, kind: type[S]) -> S | None:
 
 
 def _versions(data: bytes) -> list[int]:
-    """Return the policy versions of the tokens, from the pairs (version, number of tokens), little-endian."""
-    return [version for version, num_tokens in struct.iter_unpack("<ii", data[: len(data) // 8 * 8]) if num_tokens > 0]
+    """Return the policy versions of the tokens, from the pairs (version, number of tokens),
+    little-endian.
+    """
+    return [
+        version
+        for version, num_tokens in struct.iter_unpack("<ii", data[: len(data) // 8 * 8])
+        if num_tokens > 0
+    ]
 
 
 def _number(text: str) -> int:
@@ -115,11 +136,19 @@ def _number(text: str) -> int:
 
 def _envelope(message: Msg) -> dict[str, Any]:
     digest = blake2b(message.data, digest_size=8).hexdigest()
-    return {"digest": digest, "id": (message.headers or {}).get("Nats-Msg-Id", ""), "bytes": len(message.data)}
+    return {
+        "digest": digest,
+        "id": (message.headers or {}).get("Nats-Msg-Id", ""),
+        "bytes": len(message.data),
+    }
 
 
-async def tap(url: str, run: str, out: Path, stop: asyncio.Event, ready: asyncio.Event | None = None) -> None:
-    """Append the messages to ``out`` until ``stop`` is set; set ``ready`` once no more can be missed."""
+async def tap(
+    url: str, run: str, out: Path, stop: asyncio.Event, ready: asyncio.Event | None = None
+) -> None:
+    """Append the messages to ``out`` until ``stop`` is set; set ``ready`` once no more can be
+    missed.
+    """
     recorder = TapFile(out)
 
     async def disconnected() -> None:
@@ -146,7 +175,9 @@ async def tap(url: str, run: str, out: Path, stop: asyncio.Event, ready: asyncio
     try:
         for stream, handle in ((TICKETS, recorder.ticket), (SAMPLES, recorder.sample)):
             subjects = stream.all_subjects(run)
-            subscription = await client.subscribe(subjects, cb=handle, pending_msgs_limit=-1, pending_bytes_limit=-1)
+            subscription = await client.subscribe(
+                subjects, cb=handle, pending_msgs_limit=-1, pending_bytes_limit=-1
+            )
             subscribed.append(subscription)
         await client.flush()
         recorder.write("open", run=run, broker=url)
@@ -172,7 +203,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
 
     async def body() -> None:
-        stop, ready = asyncio.Event(), asyncio.Event()
+        stop = asyncio.Event()
+        ready = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         listening = asyncio.create_task(tap(options.broker, options.run, options.out, stop, ready))

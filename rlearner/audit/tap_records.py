@@ -1,7 +1,9 @@
-"""Compares the ledger file with a tap, an independent recording of messages (``rlearner/audit/tap.py``).
+"""Compares the ledger file with a tap, an independent recording of messages
+(``rlearner/audit/tap.py``).
 
-A tap sees every attempt to publish, including those that the broker drops as duplicates, and it has no sequences.
-So what was consumed must have been seen at least as often, and what was seen must have a final state.
+A tap sees every attempt to publish, including those that the broker drops as duplicates, and it has
+no sequences. So what was consumed must have been seen at least as often, and what was seen must
+have a final state.
 """
 
 from __future__ import annotations
@@ -33,31 +35,57 @@ def read(path: Path) -> list[dict[str, Any]]:
             line = json.loads(row)
         except json.JSONDecodeError as error:
             raise DataError(str(path), number, str(error)) from None
-        if not isinstance(line, dict) or not isinstance(line.get("n"), int) or not isinstance(line.get("event"), str):
+        if (
+            not isinstance(line, dict)
+            or not isinstance(line.get("n"), int)
+            or not isinstance(line.get("event"), str)
+        ):
             raise DataError(str(path), number, "expected a tap's line, with `n` and `event`")
         lines.append(line)
     return lines
 
 
-def check_tap(lines: Sequence[Mapping[str, Any]], tally: LedgerAudit, report: AuditReport, *, done: bool) -> None:
-    """Compare a tap with the ledger file; if the run is ``done``, every ticket seen must have a final state."""
+def check_tap(
+    lines: Sequence[Mapping[str, Any]], tally: LedgerAudit, report: AuditReport, *, done: bool
+) -> None:
+    """Compare a tap with the ledger file; if the run is ``done``, every ticket seen must have a
+    final state.
+    """
     numbers = Counter(int(line["n"]) for line in lines)
     newest = max(numbers, default=0)
     report.fail_all("tap: its own lines {} are missing", set(range(1, newest + 1)) - numbers.keys())
-    report.fail_all("tap: its own lines {} appear twice", {number for number, times in numbers.items() if times > 1})
-    blind = sorted({str(line["event"]) for line in lines if line["event"] not in ("open", "ticket", "sample", "close")})
+    report.fail_all(
+        "tap: its own lines {} appear twice",
+        {number for number, times in numbers.items() if times > 1},
+    )
+    blind = sorted(
+        {
+            str(line["event"])
+            for line in lines
+            if line["event"] not in ("open", "ticket", "sample", "close")
+        }
+    )
     tickets = [line for line in lines if line["event"] == "ticket"]
     samples = [line for line in lines if line["event"] == "sample"]
     whole = not blind and any(line["event"] == "open" for line in lines)
     _check_tickets(tickets, tally, report, done=done, whole=whole)
     _check_samples(samples, tally, report, done=done, whole=whole)
-    gaps = f"; it was interrupted ({', '.join(blind)}), so missing messages prove nothing" if blind else ""
+    gaps = (
+        f"; it was interrupted ({', '.join(blind)}), so missing messages prove nothing"
+        if blind
+        else ""
+    )
     count = len({line["ticket"] for line in tickets})
     report.notes.append(f"tap: {count} tickets and {len(samples)} records seen{gaps}")
 
 
 def _check_tickets(
-    seen: Sequence[Mapping[str, Any]], tally: LedgerAudit, report: AuditReport, *, done: bool, whole: bool
+    seen: Sequence[Mapping[str, Any]],
+    tally: LedgerAudit,
+    report: AuditReport,
+    *,
+    done: bool,
+    whole: bool,
 ) -> None:
     contents: dict[int, Mapping[str, Any]] = {}
     for line in seen:
@@ -72,7 +100,8 @@ def _check_tickets(
     report.fail_all("tap: tickets {} went out, but the ledger file has not issued them", lost)
     skipped = {number for number, line in tally.issued.items() if not line.domain}  # by a rebase
     if whole:
-        last = max(contents, default=0)  # newer ones may not have been published when the learner was killed
+        # newer ones may not have been published when the learner was killed
+        last = max(contents, default=0)
         unseen = tally.issued.keys() - contents.keys() - skipped
         unseen = {number for number in unseen if number in tally.ended or number < last}
         report.fail_all("tap: tickets {} never went out", unseen)
@@ -80,22 +109,36 @@ def _check_tickets(
         issued = tally.issued.get(number)
         if issued is None or number in skipped:
             continue
-        if any(line.get(name) != getattr(issued, name) for name in ("domain", "task_index", "min_version")):
-            report.fail(f"tap: ticket {number} went out with contents that differ from the ledger file")
+        if any(
+            line.get(name) != getattr(issued, name)
+            for name in ("domain", "task_index", "min_version")
+        ):
+            report.fail(
+                f"tap: ticket {number} went out with contents that differ from the ledger file"
+            )
 
 
 def _check_samples(
-    seen: Sequence[Mapping[str, Any]], tally: LedgerAudit, report: AuditReport, *, done: bool, whole: bool
+    seen: Sequence[Mapping[str, Any]],
+    tally: LedgerAudit,
+    report: AuditReport,
+    *,
+    done: bool,
+    whole: bool,
 ) -> None:
     times = Counter((int(line["ticket"]), str(line["digest"])) for line in seen)
-    consumed = Counter((line.ticket, line.digest) for lines in tally.records.values() for line in lines)
+    consumed = Counter(
+        (line.ticket, line.digest) for lines in tally.records.values() for line in lines
+    )
     if whole:
         for (number, digest), count in sorted(consumed.items()):
             if (seen_times := times[number, digest]) < count:
                 what = f"tap: record {digest} of ticket {number}"
                 report.fail(f"{what} was consumed {count} times, seen {seen_times} times")
     if done:
-        lost = {number for number, _ in times if number in tally.issued and number not in tally.ended}
+        lost = {
+            number for number, _ in times if number in tally.issued and number not in tally.ended
+        }
         report.lost |= lost
         report.fail_all("tap: records of tickets {} were seen, but they have no final state", lost)
     by_digest = {(int(line["ticket"]), str(line["digest"])): line for line in seen}
@@ -105,5 +148,6 @@ def _check_samples(
             continue  # counted above
         if line.get("kind") != "Group":
             report.fail(f"tap: what trained ticket {number} was a {line.get('kind')}")
-        oldest, newest = int(line.get("oldest", -1)), int(line.get("newest", -1))
+        oldest = int(line.get("oldest", -1))
+        newest = int(line.get("newest", -1))
         check_staleness(report, end, oldest, newest, tally.max_staleness(end.step), "the tap")

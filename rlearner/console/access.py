@@ -1,7 +1,9 @@
-"""Who may use the console: links that work once, a password, sessions, and the names under which it answers. Pure.
+"""Who may use the console: links that work once, a password, sessions, and the names under which it
+answers. Pure.
 
-Loopback is not a trust boundary: every user of the machine, and every page in the operator's browser, reaches it.
-Reading needs a login, too, because prompts, responses and settings are as private as the run's folder, which is 0700.
+Loopback is not a trust boundary: every user of the machine, and every page in the operator's
+browser, reaches it. Reading needs a login, too, because prompts, responses and settings are as
+private as the run's folder, which is 0700.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ LOOPBACK_NAMES: Final = ("127.0.0.1", "localhost", "::1")
 class PasswordLimit:
     """Wait after wrong passwords, which doubles with each: 1, 2, 4 … 60 s.
 
-    It counts all of them together, because on loopback everybody has the same address. The link needs no limit, and
-    still works during a wait, so that nobody can lock the operator out.
+    It counts all of them together, because on loopback everybody has the same address. The link
+    needs no limit, and still works during a wait, so that nobody can lock the operator out.
     """
 
     failures: int = 0
@@ -44,7 +46,8 @@ class PasswordLimit:
 
     def passed(self) -> None:
         """Forget the wrong ones."""
-        self.failures, self.until = 0, 0.0
+        self.failures = 0
+        self.until = 0.0
 
 
 @dataclass
@@ -60,7 +63,8 @@ class ConsoleAccess:
     said: Callable[[str], None] = lambda token: None
     limit: PasswordLimit = field(default_factory=PasswordLimit)
     _token: str = ""
-    _sessions: dict[bytes, float] = field(default_factory=dict)  # digest of the cookie -> time of the last request
+    # digest of the cookie -> time of the last request
+    _sessions: dict[bytes, float] = field(default_factory=dict)
 
     def new_link(self) -> str:
         """Replace the link's token, and return the new one."""
@@ -76,7 +80,9 @@ class ConsoleAccess:
         return self._begin(now)
 
     def use_password(self, password: str, now: float) -> str | float:
-        """Return the cookie of a new session, or the seconds to wait before the next try; 0: at once."""
+        """Return the cookie of a new session, or the seconds to wait before the next try; 0: at
+        once.
+        """
         if (wait_s := self.limit.wait_s(now)) > 0:
             return wait_s
         if self.password is None or not _same(password, self.password):
@@ -113,9 +119,11 @@ def session_name(cookie: str) -> str:
 
 
 def is_known_host(host: str, names: Iterable[str]) -> bool:
-    """Return whether a Host header is one of the console's names, with any port: a tunnel changes it.
+    """Return whether a Host header is one of the console's names, with any port: a tunnel changes
+    it.
 
-    A page of another site can have its name resolved to this address (DNS rebinding), but not change this header.
+    A page of another site can have its name resolved to this address (DNS rebinding), but not
+    change this header.
     """
     try:
         name = urlsplit(f"//{host}").hostname

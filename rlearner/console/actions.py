@@ -1,4 +1,6 @@
-"""What an operator may do to a run from the console, the same as the commands do; yields a line for each outcome."""
+"""What an operator may do to a run from the console, the same as the commands do; yields a line for
+each outcome.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ async def set_desired(bus: Bus, command: str, reason: str, who: str) -> list[str
     log.warning("%s of run %s from the console, by session %s", command, bus.run, who)
     await runs.set_desired(bus, bus.run, STATES[command], " ".join(reason.split())[:MAX_REASON])
     doing = drain_actions(bus.run, await census(bus, bus.run)) if command == "drain" else []
-    return [f"{bus.run}: {STATES[command]}", *(f"{role} {name}: {does}" for role, name, does in doing)]
+    return [
+        f"{bus.run}: {STATES[command]}",
+        *(f"{role} {name}: {does}" for role, name, does in doing),
+    ]
 
 
 async def request(bus: Bus, action: Action, who: str) -> AsyncGenerator[str, None]:
@@ -55,7 +60,8 @@ async def letters(bus: Bus) -> list[LogRecord]:
 
 
 async def retry(bus: Bus, record: LogRecord, who: str) -> AsyncGenerator[str, None]:
-    """Yield the lines of each outcome of a dead letter that is run again; nothing of it is trained on.
+    """Yield the lines of each outcome of a dead letter that is run again; nothing of it is trained
+    on.
 
     Raises:
         UserError: if it cannot be retried.
@@ -63,7 +69,12 @@ async def retry(bus: Bus, record: LogRecord, who: str) -> AsyncGenerator[str, No
     letter = record.message
     if not isinstance(letter, wire.DeadLetter):
         raise UserError(f"dead letter {record.seq} does not decode, so it cannot be retried")
-    log.warning("retry of dead letter %d of run %s from the console, by session %s", record.seq, bus.run, who)
+    log.warning(
+        "retry of dead letter %d of run %s from the console, by session %s",
+        record.seq,
+        bus.run,
+        who,
+    )
     async with aclosing(dead_letter_retry.retry(bus, letter, RETRY_S)) as outcomes:
         async for outcome in outcomes:
             for line in dead_letter_retry.described(outcome):
@@ -73,7 +84,12 @@ async def retry(bus: Bus, record: LogRecord, who: str) -> AsyncGenerator[str, No
 
 async def purge(bus: Bus, through: int, who: str) -> str:
     """Delete the dead letters up to a number, and say how many they were."""
-    log.warning("purge of dead letters up to %d of run %s from the console, by session %s", through, bus.run, who)
+    log.warning(
+        "purge of dead letters up to %d of run %s from the console, by session %s",
+        through,
+        bus.run,
+        who,
+    )
     before = (await bus.depth(DEAD)).get("", 0)
     await bus.trim(DEAD, through + 1)
     return f"{before - (await bus.depth(DEAD)).get('', 0)} dead letters deleted"

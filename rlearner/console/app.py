@@ -1,4 +1,6 @@
-"""The web application: its pages and files, without a login and without a server, which ``server`` adds."""
+"""The web application: its pages and files, without a login and without a server, which ``server``
+adds.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def register(state: ConsoleState) -> None:
         await fleet_page(state, run, request.query_params.get("log", ""))
 
     async def trajectories(state: ConsoleState, run: ConsoleRun, request: Request) -> None:
-        await trajectories_page(state, run, {name: request.query_params.get(name, "") for name in QUERY})
+        await trajectories_page(
+            state, run, {name: request.query_params.get(name, "") for name in QUERY}
+        )
 
     async def dead(state: ConsoleState, run: ConsoleRun, request: Request) -> None:
         await dead_letters_page(state, run)
@@ -74,7 +78,9 @@ def register(state: ConsoleState) -> None:
             trouble(f"ticket {ticket[:40]!r}: use a number", 404)
             return
         query = request.query_params
-        await group_page(state, run, int(ticket), query.get("colour", "logprob"), query.get("episode", ""))
+        await group_page(
+            state, run, int(ticket), query.get("colour", "logprob"), query.get("episode", "")
+        )
 
 
 def _page(state: ConsoleState, path: str, content: Content) -> None:
@@ -99,7 +105,8 @@ def make_app(state: ConsoleState) -> Any:
     outer.mount("/assets", StaticFiles(directory=WEB))
     ui.add_head_html(HEAD, shared=True)
     register(state)
-    # files are compressed by the server, if at all; without Tailwind, whose compiler would run in the browser
+    # files are compressed by the server, if at all; without Tailwind, whose compiler would run in
+    # the browser
     ui.run_with(
         outer,
         title="rlearner",

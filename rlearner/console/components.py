@@ -12,11 +12,14 @@ class Chart(Element, component="web/chart.js"):
     """Lines over steps; see ``chart.js``.
 
     Args:
-        series: ``{name, x, y}`` each, and optionally ``color``, ``low`` and ``high`` (a band), ``dots``.
+        series: ``{name, x, y}`` each, and optionally ``color``, ``low`` and ``high`` (a band),
+            ``dots``.
         events: ``{step, kind, text}`` each.
     """
 
-    def __init__(self, title: str, series: list[dict[str, Any]], events: list[dict[str, Any]], **more: Any) -> None:
+    def __init__(
+        self, title: str, series: list[dict[str, Any]], events: list[dict[str, Any]], **more: Any
+    ) -> None:
         super().__init__()
         self._props |= {"title": title, "series": series, "events": events, **more}
 
@@ -28,7 +31,9 @@ class Chart(Element, component="web/chart.js"):
 class Grid(Element, component="web/grid.js"):
     """A table of texts and links; see ``grid.js``."""
 
-    def __init__(self, label: str, columns: list[dict[str, Any]], rows: list[dict[str, Any]], **more: Any) -> None:
+    def __init__(
+        self, label: str, columns: list[dict[str, Any]], rows: list[dict[str, Any]], **more: Any
+    ) -> None:
         super().__init__()
         self._props |= {"label": label, "columns": columns, "rows": rows, **more}
         self._known = {row["key"]: row for row in rows}
@@ -61,7 +66,8 @@ class Changing(Element):
 class Stats(Changing, component="web/stats.js"):
     """A row of figures: ``{key, label, value, note, tone}`` each.
 
-    ``change`` also takes new points of the page's charts, as each message costs the time of many points.
+    ``change`` also takes new points of the page's charts, as each message costs the time of many
+    points.
     """
 
     def __init__(self, stats: list[dict[str, Any]]) -> None:
@@ -86,7 +92,9 @@ class Lanes(Element, component="web/lanes.js"):
 class Tokens(Element, component="web/tokens.js"):
     """Episodes token by token; see ``tokens.js``."""
 
-    def __init__(self, episodes: list[dict[str, Any]], unavailable: dict[str, str], start: str) -> None:
+    def __init__(
+        self, episodes: list[dict[str, Any]], unavailable: dict[str, str], start: str
+    ) -> None:
         super().__init__()
         self._props |= {"episodes": episodes, "unavailable": unavailable, "start": start}
 

@@ -1,4 +1,6 @@
-"""Lets only logged-in browsers through to the pages, and sets the headers that keep other sites' code away."""
+"""Lets only logged-in browsers through to the pages, and sets the headers that keep other sites'
+code away.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 WEB: Final = Path(__file__).parent / "web"
-OPEN_FILES: Final = {"/assets/console.css": "text/css", "/assets/console.js": "text/javascript"}  # the login page's
+# the login page's
+OPEN_FILES: Final = {"/assets/console.css": "text/css", "/assets/console.js": "text/javascript"}
 MAX_FORM_BYTES: Final = 4096
 MAX_ADDRESS: Final = 8192  # characters of path and query
 SCRIPT: Final = re.compile(rb"<script(?=[\s>])")
@@ -39,10 +42,11 @@ HEADERS: Final = {
 
 
 def policy(nonce: str = "") -> str:
-    """Return the Content-Security-Policy: only this server's files, and of inline scripts only the page's own.
+    """Return the Content-Security-Policy: only this server's files, and of inline scripts only the
+    page's own.
 
-    ``unsafe-eval`` is for Vue's templates and NiceGUI's messages, both ours; markup from a run cannot reach it, as
-    inline handlers and scripts without the nonce do not run.
+    ``unsafe-eval`` is for Vue's templates and NiceGUI's messages, both ours; markup from a run
+    cannot reach it, as inline handlers and scripts without the nonce do not run.
     """
     inline = f" 'nonce-{nonce}'" if nonce else ""
     return (
@@ -55,24 +59,38 @@ class ConsoleGate:
     """ASGI application in front of the console's.
 
     Args:
-        app: sees only requests of a session, with the session's name in ``scope["state"]["session"]``.
+        app: sees only requests of a session, with the session's name in
+            ``scope["state"]["session"]``.
         names: of the host, as browsers may ask for it.
         cookie: name of the cookie; another port of the same host needs another one.
         secure: whether it is served over TLS.
     """
 
-    def __init__(self, app: App, access: ConsoleAccess, names: set[str], cookie: str, *, secure: bool) -> None:
-        self.app, self._access, self._names, self._cookie, self._secure = app, access, names, cookie, secure
+    def __init__(
+        self, app: App, access: ConsoleAccess, names: set[str], cookie: str, *, secure: bool
+    ) -> None:
+        self.app = app
+        self._access = access
+        self._names = names
+        self._cookie = cookie
+        self._secure = secure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request or connection."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        if scope["type"] == "http" and len(scope["path"]) + len(scope["query_string"]) > MAX_ADDRESS:
-            await respond(send, 414, f"the address is longer than {MAX_ADDRESS} characters\n", "text/plain")
+        if (
+            scope["type"] == "http"
+            and len(scope["path"]) + len(scope["query_string"]) > MAX_ADDRESS
+        ):
+            await respond(
+                send, 414, f"the address is longer than {MAX_ADDRESS} characters\n", "text/plain"
+            )
             return
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
         refused = self._refused(scope, headers)
         if scope["type"] == "websocket":
             await self._websocket(scope, receive, send, headers, refused)
@@ -105,7 +123,9 @@ class ConsoleGate:
 
         async def while_valid() -> Message:
             message = await receive()
-            if message["type"] == "websocket.receive" and not self._access.is_valid(cookie, time.monotonic()):
+            if message["type"] == "websocket.receive" and not self._access.is_valid(
+                cookie, time.monotonic()
+            ):
                 return {"type": "websocket.disconnect", "code": 1008}
             return message
 
@@ -113,10 +133,15 @@ class ConsoleGate:
 
     # -- requests
 
-    async def _http(self, scope: Scope, receive: Receive, send: Send, headers: dict[str, str]) -> None:
-        path, cookie = scope["path"], self._cookie_of(headers)
+    async def _http(
+        self, scope: Scope, receive: Receive, send: Send, headers: dict[str, str]
+    ) -> None:
+        path = scope["path"]
+        cookie = self._cookie_of(headers)
         if path in OPEN_FILES:
-            await respond(send, 200, (WEB / Path(path).name).read_bytes(), OPEN_FILES[path], cache="no-cache")
+            await respond(
+                send, 200, (WEB / Path(path).name).read_bytes(), OPEN_FILES[path], cache="no-cache"
+            )
         elif path == "/login":
             await self._login(scope, receive, send)
         elif not self._access.is_valid(cookie, time.monotonic()):
@@ -133,16 +158,21 @@ class ConsoleGate:
     async def _to_login(self, scope: Scope, send: Send, headers: dict[str, str]) -> None:
         if scope["method"] == "GET" and "text/html" in headers.get("accept", ""):
             query = scope["query_string"].decode("latin-1")
-            await redirect(send, f"/login?next={quote(scope['path'] + (f'?{query}' if query else ''), safe='')}")
+            await redirect(
+                send,
+                f"/login?next={quote(scope['path'] + (f'?{query}' if query else ''), safe='')}",
+            )
         else:
             await respond(send, 401, "log in first\n", "text/plain")
 
     async def _login(self, scope: Scope, receive: Receive, send: Send) -> None:
         query = parse_qs(scope["query_string"].decode("latin-1"))
-        target, now = _own_path(query.get("next", ["/"])[0]), time.monotonic()
+        target = _own_path(query.get("next", ["/"])[0])
+        now = time.monotonic()
         if scope["method"] == "POST":
             form = parse_qs((await body(receive, MAX_FORM_BYTES)).decode("utf-8", "replace"))
-            secret, target = form.get("secret", [""])[0], _own_path(form.get("next", ["/"])[0])
+            secret = form.get("secret", [""])[0]
+            target = _own_path(form.get("next", ["/"])[0])
             found = self._access.use_link(secret, now) or self._access.use_password(secret, now)
         elif "token" in query:
             found = self._access.use_link(query["token"][0], now) or 0.0
@@ -156,16 +186,28 @@ class ConsoleGate:
             return
         log.warning("refused login from %s", who)
         wait = f"; wait {found:.0f} s before the next try" if found else ""
-        used = "This link is wrong or was used already" if scope["method"] == "GET" else "Wrong password or token"
-        await respond(send, 429 if found else 403, self._page(target, f"{used}{wait}."), "text/html")
+        used = (
+            "This link is wrong or was used already"
+            if scope["method"] == "GET"
+            else "Wrong password or token"
+        )
+        await respond(
+            send, 429 if found else 403, self._page(target, f"{used}{wait}."), "text/html"
+        )
 
     def _page(self, target: str, problem: str) -> bytes:
         what = "password" if self._access.password is not None else "token"
         text = (
             "The console prints a link on its terminal; it works once, and the next one is printed when it was used. "
-            + ("Or log in with the password of its file." if what == "password" else "Or paste the link's token here.")
+            + (
+                "Or log in with the password of its file."
+                if what == "password"
+                else "Or paste the link's token here."
+            )
         )
-        notice = f'<div class="banner bad" role="alert">{html.escape(problem)}</div>' if problem else ""
+        notice = (
+            f'<div class="banner bad" role="alert">{html.escape(problem)}</div>' if problem else ""
+        )
         page = f"""<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Log in to rlearner</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><link rel="stylesheet" href="/assets/console.css">
 <script src="/assets/console.js"></script></head><body><main class="main" style="max-width:430px;padding-top:12vh">
@@ -188,7 +230,10 @@ class ConsoleGate:
     def _set_cookie(self, value: str, max_age: int | None = None) -> tuple[str, str]:
         age = "" if max_age is None else f"; Max-Age={max_age}"
         secure = "; Secure" if self._secure else ""
-        return "set-cookie", f"{self._cookie}={value}; Path=/; HttpOnly; SameSite=Strict{age}{secure}"
+        return (
+            "set-cookie",
+            f"{self._cookie}={value}; Path=/; HttpOnly; SameSite=Strict{age}{secure}",
+        )
 
     def _marked(self, send: Send) -> Send:
         """Return a ``send`` that adds the headers, and the nonce to a page's own scripts."""
@@ -201,8 +246,15 @@ class ConsoleGate:
                 kinds = dict(message["headers"])
                 is_page = kinds.get(b"content-type", b"").startswith(b"text/html")
                 added = {**HEADERS, "content-security-policy": policy(nonce if is_page else "")}
-                kept = [(n, v) for n, v in message["headers"] if not (is_page and n.lower() == b"content-length")]
-                message = {**message, "headers": kept + [(n.encode(), v.encode()) for n, v in added.items()]}
+                kept = [
+                    (n, v)
+                    for n, v in message["headers"]
+                    if not (is_page and n.lower() == b"content-length")
+                ]
+                message = {
+                    **message,
+                    "headers": kept + [(n.encode(), v.encode()) for n, v in added.items()],
+                }
                 if is_page:
                     start.update(message)
                     return
@@ -210,9 +262,18 @@ class ConsoleGate:
                 chunks.append(message.get("body", b""))
                 if message.get("more_body"):
                     return
-                # what a run wrote is in the page only as JSON with < as &lt;, so these are the page's own scripts
+                # what a run wrote is in the page only as JSON with < as &lt;, so these are the
+                # page's own scripts
                 page = SCRIPT.sub(f'<script nonce="{nonce}"'.encode(), b"".join(chunks))
-                await send({**start, "headers": [*start["headers"], (b"content-length", str(len(page)).encode())]})
+                await send(
+                    {
+                        **start,
+                        "headers": [
+                            *start["headers"],
+                            (b"content-length", str(len(page)).encode()),
+                        ],
+                    }
+                )
                 message = {"type": "http.response.body", "body": page}
             await send(message)
 
@@ -221,7 +282,9 @@ class ConsoleGate:
 
 def _own_path(target: str) -> str:
     """Return a path of this console, ``/`` for anything else, such as ``//other.site``."""
-    is_own = target.startswith("/") and not target.startswith(("//", "/\\")) and target.isprintable()
+    is_own = (
+        target.startswith("/") and not target.startswith(("//", "/\\")) and target.isprintable()
+    )
     return target if is_own and "\\" not in target else "/"
 
 
@@ -254,4 +317,10 @@ async def respond(
 
 async def redirect(send: Send, target: str, more: list[tuple[str, str]] | None = None) -> None:
     """Send the browser to another page."""
-    await respond(send, 303, b"", "text/plain", [("location", quote(target, safe="/?=&%:,.-_~")), *(more or [])])
+    await respond(
+        send,
+        303,
+        b"",
+        "text/plain",
+        [("location", quote(target, safe="/?=&%:,.-_~")), *(more or [])],
+    )

@@ -1,4 +1,6 @@
-"""What the broker says about a run now: its processes, queues, desired state; read only while a page shows it."""
+"""What the broker says about a run now: its processes, queues, desired state; read only while a
+page shows it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ from pathlib import Path
 from typing import Final
 
 from broker.contract import wire
-from broker.contract.streams import CONTROL, DEAD, EPISODES, EVALTICKETS, ROLES, SAMPLES, TICKETS, Stream
+from broker.contract.streams import (
+    CONTROL,
+    DEAD,
+    EPISODES,
+    EVALTICKETS,
+    ROLES,
+    SAMPLES,
+    TICKETS,
+    Stream,
+)
 from broker.errors import BrokerUnreachable, RlearnerError, UserError
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import watch_metrics
@@ -62,8 +73,12 @@ class LiveRun:
     """
 
     def __init__(self, run: str, folder: Path, named: str | None, spans: LiveSpans) -> None:
-        self.run, self.folder, self._named, self._spans = run, folder, named, spans
-        self._is_kept, self._looked_at = False, -LOOK_S
+        self.run = run
+        self.folder = folder
+        self._named = named
+        self._spans = spans
+        self._is_kept = False
+        self._looked_at = -LOOK_S
         self.view = BrokerView()
         self._url = ""  # of the broker that was tried last
         self.bus: Bus | None = None  # while connected
@@ -128,7 +143,8 @@ class LiveRun:
                 continue
             except (RlearnerError, ApiError, Disconnected, OSError) as error:
                 self._say(" ".join(str(error).split()))
-            except Exception as error:  # pages would show the last state as if it were the present one
+            # pages would show the last state as if it were the present one
+            except Exception as error:
                 log.exception("following run %s", self.run)
                 self._say(f"{type(error).__name__}: {' '.join(str(error).split())}")
             await asyncio.sleep(TELL_S if await self._has_moved() else RETRY_S)
@@ -148,16 +164,21 @@ class LiveRun:
         """
         self._url = await self._address()
         try:
-            bus = await Bus.connect(self._url, self.run, name=f"console-{os.getpid()}", deadline_s=CONNECT_S)
+            bus = await Bus.connect(
+                self._url, self.run, name=f"console-{os.getpid()}", deadline_s=CONNECT_S
+            )
         except BrokerUnreachable as error:
             raise UserError(f"no live data: {error}") from None
         roster = Roster(bus)
         tasks: list[asyncio.Task[None]] = []
         try:
             if self.run not in await find_runs(bus):
-                raise UserError(f"no live data: the broker at {bus.link.where} does not know run {self.run}")
+                raise UserError(
+                    f"no live data: the broker at {bus.link.where} does not know run {self.run}"
+                )
             await roster.start()
-            self.bus, self.view = bus, BrokerView(problem="", broker=bus.link.where)
+            self.bus = bus
+            self.view = BrokerView(problem="", broker=bus.link.where)
             self._heard.clear()
             self._settled.set()
             tasks = [asyncio.create_task(self._hear(bus))]
@@ -181,7 +202,9 @@ class LiveRun:
         except (RlearnerError, OSError, ValueError):  # the next attempt to connect says why
             return False
 
-    async def _look_while_heard(self, bus: Bus, roster: Roster, hearing: asyncio.Task[None]) -> None:
+    async def _look_while_heard(
+        self, bus: Bus, roster: Roster, hearing: asyncio.Task[None]
+    ) -> None:
         """Keep the view up to date until no page listens.
 
         Raises:
@@ -224,7 +247,8 @@ class LiveRun:
         view = self.view
         found = await bus.key_value(CONTROL).get(self.run)
         if found is not None and isinstance(found[0], wire.DesiredState):
-            view.desired, view.reason = found[0].state, found[0].reason
+            view.desired = found[0].state
+            view.reason = found[0].reason
         if any(self._listeners.values()):
             for stream in QUEUES:
                 view.queues[stream.name] = await _depth(bus, stream)
@@ -240,7 +264,11 @@ class LiveRun:
 
     def _forget_silent(self, present: set[str], now: float) -> None:
         """Forget the metrics of processes that are gone, which would be shown as the present ones."""
-        for key in [key for key in self.view.metrics if key not in present and now - self._heard[key] > SILENT_AFTER_S]:
+        for key in [
+            key
+            for key in self.view.metrics
+            if key not in present and now - self._heard[key] > SILENT_AFTER_S
+        ]:
             del self.view.metrics[key], self._heard[key]
             self._changed.set()
 

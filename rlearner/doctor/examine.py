@@ -13,12 +13,26 @@ from broker.errors import ConfigError, NotInstalled, UserError
 from broker.settings.preflight import PreflightFinding
 from broker.settings.runspec import load, validate
 from rlearner.doctor import machine, packages, preflight, sandbox
-from rlearner.doctor.broker_checks import address_findings, port_findings, server_findings, store_finding
+from rlearner.doctor.broker_checks import (
+    address_findings,
+    port_findings,
+    server_findings,
+    store_finding,
+)
 from rlearner.doctor.requirements import MachineRequirements, requirements_of
 
 LACKING: Final = "not installed"  # in the error of a plug-in whose package is missing
 PACKAGES: Final = ("python", "engines", "trainers", "optional", "agents")
-AREAS: Final = ("configuration", *PACKAGES, "models", "endpoints", "gpu", "broker", "sandbox", "machine")
+AREAS: Final = (
+    "configuration",
+    *PACKAGES,
+    "models",
+    "endpoints",
+    "gpu",
+    "broker",
+    "sandbox",
+    "machine",
+)
 OLDEST_PYTHON: Final = (3, 11)
 
 
@@ -35,13 +49,16 @@ def examine(path: str | None, overrides: Sequence[str] = ()) -> list[PreflightFi
     wanted = requirements_of(resolved) if resolved is not None else MachineRequirements()
     with ThreadPoolExecutor(max_workers=4) as pool:  # they mostly wait for small programs
         running = [pool.submit(work) for work in _looks(resolved or {}, wanted)]
-        checked = [configuration(path, resolved)] if path is not None and resolved is not None else []
+        checked = (
+            [configuration(path, resolved)] if path is not None and resolved is not None else []
+        )
         findings = [*checked, *(finding for each in running for finding in each.result())]
     return sorted(findings, key=lambda finding: AREAS.index(finding.area))
 
 
 def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration with its defaults, checked by section; ``configuration`` checks across sections.
+    """Return the configuration with its defaults, checked by section; ``configuration`` checks
+    across sections.
 
     Raises:
         ConfigError: for the first bad key.
@@ -54,7 +71,8 @@ def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def configuration(path: str, config: dict[str, Any]) -> PreflightFinding:
-    """Run the processes' own checks on a configuration. A package that they lack is a finding, anything else an error.
+    """Run the processes' own checks on a configuration. A package that they lack is a finding,
+    anything else an error.
 
     Raises:
         UserError: if the configuration is wrong.
@@ -101,7 +119,9 @@ def python(version: tuple[int, ...] = sys.version_info[:3]) -> list[PreflightFin
     """Check the interpreter and the project itself."""
     text = f"{'.'.join(map(str, version))} at {sys.executable}"
     if version < OLDEST_PYTHON:
-        return [PreflightFinding("python", "Python", "missing", text, "make setup PYTHON=python3.11")]
+        return [
+            PreflightFinding("python", "Python", "missing", text, "make setup PYTHON=python3.11")
+        ]
     interpreter = PreflightFinding("python", "Python", "ok", text)
     try:
         own = metadata(packages.PROJECT)["Version"]

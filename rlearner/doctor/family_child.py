@@ -1,4 +1,6 @@
-"""The process of ``rlearner.doctor.family_trial``: runs engine hf and the learner on a small copy of a model."""
+"""The process of ``rlearner.doctor.family_trial``: runs engine hf and the learner on a small copy
+of a model.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,12 @@ _WIDTHS: Final = (
     "hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size",
     "num_attention_heads", "num_key_value_heads", "n_embd", "n_head", "n_inner", "ffn_dim",
 )  # fmt: skip
-_WINDOWS: Final = ("sliding_window", "attention_chunk_size", "attention_window_size", "sliding_window_size")
+_WINDOWS: Final = (
+    "sliding_window",
+    "attention_chunk_size",
+    "attention_window_size",
+    "sliding_window_size",
+)
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _HEADS: Final = ("num_attention_heads", "n_head")
 _LAYERS: Final = ("num_hidden_layers", "n_layer", "num_layers")
@@ -45,14 +52,21 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(2)
     try:
-        folder = build_small(Path(order["folder"]), Path(order["work"]), trust=order["trust_remote_code"])
+        folder = build_small(
+            Path(order["folder"]), Path(order["work"]), trust=order["trust_remote_code"]
+        )
     except Exception as error:  # noqa: BLE001 - whatever a stranger's configuration does
         print(json.dumps({"problem": _one_line(error)}))
         return
     plain = load_plain(folder, trust=order["trust_remote_code"])
     runs: dict[str, Callable[..., None]] = {"learner": try_learner, "engine": try_engine}
     print(
-        json.dumps({role: _problem(runs[role], folder, plain, order["trust_remote_code"]) for role in order["roles"]})
+        json.dumps(
+            {
+                role: _problem(runs[role], folder, plain, order["trust_remote_code"])
+                for role in order["roles"]
+            }
+        )
     )
 
 
@@ -68,7 +82,8 @@ def build_small(folder: Path, work: Path, *, trust: bool) -> Path:
     """Write a copy with few small layers and random weights; return its folder.
 
     Raises:
-        ValueError, TypeError, RuntimeError, …: what transformers raises for the last, least shrunken attempt.
+        ValueError, TypeError, RuntimeError, …: what transformers raises for the last, least
+        shrunken attempt.
     """
     import_transformers()
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -77,7 +92,9 @@ def build_small(folder: Path, work: Path, *, trust: bool) -> Path:
         try:
             config = shrink(AutoConfig.from_pretrained(folder, trust_remote_code=trust), divisor)
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust).eval()
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, trust_remote_code=trust
+            ).eval()
             with torch.no_grad():
                 model(input_ids=torch.arange(CONTEXT)[None] % VOCABULARY, use_cache=False)
         except Exception:
@@ -90,11 +107,20 @@ def build_small(folder: Path, work: Path, *, trust: bool) -> Path:
 
 
 def shrink(config: Any, divisor: int) -> Any:
-    """Make a configuration small, in place: every kind of layer, short windows, narrow, few experts and tokens."""
+    """Make a configuration small, in place: every kind of layer, short windows, narrow, few experts
+    and tokens.
+    """
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
-        heads = next((getattr(part, name) for name in _HEADS if isinstance(getattr(part, name, None), int)), divisor)
-        common = math.gcd(divisor, heads)  # so that the size of a head stays, by which rotary factors are listed
-        number = next((getattr(part, name) for name in _LAYERS if isinstance(getattr(part, name, None), int)), 0)
+        heads = next(
+            (getattr(part, name) for name in _HEADS if isinstance(getattr(part, name, None), int)),
+            divisor,
+        )
+        # so that the size of a head stays, by which rotary factors are listed
+        common = math.gcd(divisor, heads)
+        number = next(
+            (getattr(part, name) for name in _LAYERS if isinstance(getattr(part, name, None), int)),
+            0,
+        )
         kinds = getattr(part, "layer_types", None) or getattr(part, "layers_block_type", None) or []
         few = _enough_layers(kinds) if kinds else min(number, 4)
         for name, value in list(vars(part).items()):
@@ -157,11 +183,18 @@ def try_learner(folder: Path, plain: Any, *, trust: bool) -> None:
     train = TrainSection(lr=1e-3, device="cpu")
     model = ModelSection(path=str(folder), trust_remote_code=trust)
     backend = TorchBackend(
-        str(folder), train=train, algorithm=AlgorithmSection(), model=model, seed=0, max_length=CONTEXT
+        str(folder),
+        train=train,
+        algorithm=AlgorithmSection(),
+        model=model,
+        seed=0,
+        max_length=CONTEXT,
     )
     samples = [_sample(ids, number) for number, ids in enumerate(texts())]
     with torch.no_grad():
-        found, _ = backend.policy.score(collate(samples, backend.device, packed=backend.worker.passes.packs))
+        found, _ = backend.policy.score(
+            collate(samples, backend.device, packed=backend.worker.passes.packs)
+        )
     expected = torch.cat([plain_logprobs(plain, ids) for ids in texts()])
     _compare(found, expected)
     backend.update(samples)
@@ -191,13 +224,21 @@ def try_engine(folder: Path, plain: Any, *, trust: bool) -> None:
         UserError: if it cannot.
     """
     section = RolloutSection(max_running=4, max_context_tokens=CONTEXT, prefill_tokens=32)
-    config = EngineConfig(str(folder), section, device="cpu", policy_version=0, trust_remote_code=trust)
+    config = EngineConfig(
+        str(folder), section, device="cpu", policy_version=0, trust_remote_code=trust
+    )
     core = EngineCore(config)
     prompts = list(texts())
     for number, prompt in enumerate(prompts):
         sampling = wire.SamplingParams(max_tokens=20, ignore_eos=True, seed=number)
-        ids, name = wire.column(prompt, "<i4"), str(number)
-        core.submit(wire.GenerateRequest(request_id=name, conversation_id=name, token_ids=ids, sampling=sampling), 0.0)
+        ids = wire.column(prompt, "<i4")
+        name = str(number)
+        core.submit(
+            wire.GenerateRequest(
+                request_id=name, conversation_id=name, token_ids=ids, sampling=sampling
+            ),
+            0.0,
+        )
     while core.scheduler.num_running or core.scheduler.num_waiting:
         core.admit(0.0)
         core.step()
@@ -205,7 +246,10 @@ def try_engine(folder: Path, plain: Any, *, trust: bool) -> None:
         if output.error:
             raise UserError(output.error)
         prompt = prompts[int(name)]
-        _compare(torch.tensor(output.logprobs), plain_logprobs(plain, [*prompt, *output.token_ids])[len(prompt) - 1 :])
+        _compare(
+            torch.tensor(output.logprobs),
+            plain_logprobs(plain, [*prompt, *output.token_ids])[len(prompt) - 1 :],
+        )
 
 
 def _compare(found: Tensor, expected: Tensor) -> None:

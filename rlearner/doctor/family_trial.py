@@ -1,7 +1,9 @@
-"""Tries a model of a type that nobody has run: a few small layers of its configuration, in a process of their own.
+"""Tries a model of a type that nobody has run: a few small layers of its configuration, in a
+process of their own.
 
-``rlearner_text.families`` knows most types. For another one engine hf and the learner run a shrunken copy with random
-weights before a start, so that what they cannot run is refused then and not by the first process of the run.
+``rlearner_text.families`` knows most types. For another one engine hf and the learner run a
+shrunken copy with random weights before a start, so that what they cannot run is refused then and
+not by the first process of the run.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ CHILD: Final = "rlearner.doctor.family_child"
 
 
 def family_findings(config: Mapping[str, Any]) -> list[PreflightFinding]:
-    """Look up the model of a validated configuration on the hub, and try one whose type is not in the matrix.
+    """Look up the model of a validated configuration on the hub, and try one whose type is not in
+    the matrix.
 
     Returns:
         A warning where no small copy could be made; nothing if it works, or is known to.
@@ -35,30 +38,42 @@ def family_findings(config: Mapping[str, Any]) -> list[PreflightFinding]:
     Raises:
         ConfigError: if engine hf or the learner cannot run it.
     """
-    model, rollout = config.get("model") or {}, config.get("rollout") or {}
+    model = config.get("model") or {}
+    rollout = config.get("rollout") or {}
     path = str(model.get("path") or "")
     if (folder := _folder(path)) is None:
         return []
-    is_served = rollout.get("engine") == "hf" and rollout.get("policy") == ACTOR and bool(config.get("domains"))
+    is_served = (
+        rollout.get("engine") == "hf"
+        and rollout.get("policy") == ACTOR
+        and bool(config.get("domains"))
+    )
     settings = read_json(folder / "config.json", path, "model.path", missing_ok=True)
     if (family := family_of(settings)) is not None:
         check_trained(family, path, config["train"])
         check_served(family if is_served else None)
     if not settings or family is not None:
         return []
-    roles, name = ["learner", *(["engine"] if is_served else [])], settings.get("model_type")
+    roles = ["learner", *(["engine"] if is_served else [])]
+    name = settings.get("model_type")
     answer = run_trial(folder, roles, trust_remote_code=bool(model.get("trust_remote_code")))
     if role := next((role for role in roles if answer.get(role)), ""):
         process = "the learner" if role == "learner" else "engine hf"
-        raise ConfigError("model.path", path, f"{process} cannot run a small copy of this {name}: {answer[role]}")
+        raise ConfigError(
+            "model.path", path, f"{process} cannot run a small copy of this {name}: {answer[role]}"
+        )
     if problem := answer.get("problem"):
-        found = f"{name} is no family that was run, and no small copy of it could be tried: {problem}"
+        found = (
+            f"{name} is no family that was run, and no small copy of it could be tried: {problem}"
+        )
         return [PreflightFinding("models", "model.path", "warning", found)]
     return []
 
 
 def _folder(path: str) -> Path | None:
-    """Return the folder with a model's config.json; None if there is none, which other checks report."""
+    """Return the folder with a model's config.json; None if there is none, which other checks
+    report.
+    """
     try:
         return tokenizer_folder(path) if path else None
     except ConfigError:
@@ -66,14 +81,24 @@ def _folder(path: str) -> Path | None:
 
 
 def run_trial(folder: Path, roles: list[str], *, trust_remote_code: bool) -> dict[str, str]:
-    """Return by role why it cannot run a small copy of a model; under ``problem`` why there is no copy."""
+    """Return by role why it cannot run a small copy of a model; under ``problem`` why there is no
+    copy.
+    """
     with tempfile.TemporaryDirectory(prefix="family.") as work:
-        order = {"folder": str(folder), "work": work, "roles": roles, "trust_remote_code": trust_remote_code}
+        order = {
+            "folder": str(folder),
+            "work": work,
+            "roles": roles,
+            "trust_remote_code": trust_remote_code,
+        }
         command = [sys.executable, "-m", CHILD, json.dumps(order)]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         try:
-            pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-            with subprocess.Popen(command, env=environment, stdout=pipe, stderr=nothing, text=True, cwd=work) as child:
+            pipe = subprocess.PIPE
+            nothing = subprocess.DEVNULL
+            with subprocess.Popen(
+                command, env=environment, stdout=pipe, stderr=nothing, text=True, cwd=work
+            ) as child:
                 output = output_within(child, LIMIT_S, "the trial of the model's family")
             answer: dict[str, str] = json.loads(output.strip().splitlines()[-1])
         except OutOfTime as error:

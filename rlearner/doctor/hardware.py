@@ -19,7 +19,8 @@ from rlearner.doctor.weight_pairs import weight_pairs
 
 QUERY: Final = ("index", "name", "memory.total", "memory.used", "driver_version", "compute_cap")
 SMI_TIMEOUT_S: Final = 15.0
-# Oldest Linux driver by CUDA major version: docs.nvidia.com/deploy/cuda-compatibility, "minor version compatibility".
+# Oldest Linux driver by CUDA major version: docs.nvidia.com/deploy/cuda-compatibility, "minor
+# version compatibility".
 OLDEST_DRIVER: Final = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 MOST_USED: Final = 0.1  # share of a GPU's memory; engines take nine tenths of it by default
 _finding: Final = partial(PreflightFinding, "gpu")
@@ -39,7 +40,9 @@ class GpuInfo:
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """The installed torch: its version, the CUDA it is built for (empty: none), and NCCL's version (empty: none)."""
+    """The installed torch: its version, the CUDA it is built for (empty: none), and NCCL's version
+    (empty: none).
+    """
 
     version: str
     cuda: str
@@ -47,7 +50,9 @@ class TorchBuild:
 
 
 def parse_smi(text: str) -> list[GpuInfo]:
-    """Parse the output of ``nvidia-smi --query-gpu=… --format=csv,noheader,nounits``; skip lines without a GPU."""
+    """Parse the output of ``nvidia-smi --query-gpu=… --format=csv,noheader,nounits``; skip lines
+    without a GPU.
+    """
     gpus = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
@@ -74,10 +79,14 @@ def find_gpus() -> tuple[list[GpuInfo], str]:
         return [], ""
     try:
         query = [smi, f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
+        answer = subprocess.run(
+            query, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return [], f"nvidia-smi: {error}"
-    problem = "" if answer.returncode == 0 else " ".join((answer.stdout + answer.stderr).split())[:200]
+    problem = (
+        "" if answer.returncode == 0 else " ".join((answer.stdout + answer.stderr).split())[:200]
+    )
     return parse_smi(answer.stdout), problem
 
 
@@ -87,14 +96,20 @@ def find_torch() -> TorchBuild | None:
     if spec is None or not spec.submodule_search_locations:
         return None
     try:
-        torch = parse_torch((Path(spec.submodule_search_locations[0]) / "version.py").read_text(encoding="utf-8"))
+        torch = parse_torch(
+            (Path(spec.submodule_search_locations[0]) / "version.py").read_text(encoding="utf-8")
+        )
     except OSError:
         return None
     return TorchBuild(torch.version, torch.cuda, _nccl() if torch.cuda else "")
 
 
 def _nccl() -> str:
-    wheels = (each for each in distributions() if (each.metadata["Name"] or "").lower().startswith("nvidia-nccl-cu"))
+    wheels = (
+        each
+        for each in distributions()
+        if (each.metadata["Name"] or "").lower().startswith("nvidia-nccl-cu")
+    )
     return next((each.version for each in wheels), "built into torch")
 
 
@@ -109,11 +124,17 @@ def gpu_findings(
 
     Args:
         problem: why nvidia-smi did not answer.
-        num_devices: GPUs that the rollout server would find, which also queries the driver; None: as many as ``gpus``.
+        num_devices: GPUs that the rollout server would find, which also queries the driver; None:
+            as many as ``gpus``.
     """
     count = max(len(gpus), num_devices or 0)
     cuda = [_cuda(gpus, torch, needs, count)] if torch else []
-    return [*_devices(gpus, problem, needs, count), *cuda, _nccl_finding(torch, count), *_weights(torch, needs, count)]
+    return [
+        *_devices(gpus, problem, needs, count),
+        *cuda,
+        _nccl_finding(torch, count),
+        *_weights(torch, needs, count),
+    ]
 
 
 def gpu_obstacle(gpus: Sequence[GpuInfo], problem: str, torch: TorchBuild | None) -> str:
@@ -127,7 +148,9 @@ def gpu_obstacle(gpus: Sequence[GpuInfo], problem: str, torch: TorchBuild | None
     if not gpus:
         return "this machine has no NVIDIA GPU, or no driver for it; --cpu runs the steps small without one"
     if torch is None or not torch.cuda:
-        return f"torch {torch.version if torch else ''} is built without CUDA; install its CUDA build"
+        return (
+            f"torch {torch.version if torch else ''} is built without CUDA; install its CUDA build"
+        )
     if (least := too_old_for(gpus, torch)) is not None:
         return f"driver {gpus[0].driver} is too old: torch {torch.version} for CUDA {torch.cuda} needs {least} or newer"
     for gpu in gpus:
@@ -149,8 +172,12 @@ def _is_busy(gpu: GpuInfo) -> bool:
     return gpu.total_mib > 0 and gpu.used_mib > MOST_USED * gpu.total_mib
 
 
-def _weights(torch: TorchBuild | None, needs: MachineRequirements, count: int) -> list[PreflightFinding]:
-    """Return how weights will travel to servers at each place, and why; a pair without a way is missing."""
+def _weights(
+    torch: TorchBuild | None, needs: MachineRequirements, count: int
+) -> list[PreflightFinding]:
+    """Return how weights will travel to servers at each place, and why; a pair without a way is
+    missing.
+    """
     usable = count if torch is not None and torch.cuda else 0
     pairs = weight_pairs(needs.weights, usable)
     unreachable = not any(pair.carrier for pair in pairs[:-1])  # the last one is another host
@@ -163,13 +190,19 @@ def _weights(torch: TorchBuild | None, needs: MachineRequirements, count: int) -
             found.append(_finding("weights", status, why, "train.weights_backend=auto"))
         elif pair.carrier == "ipc":
             why = f"{who}: ipc, {pair.why}; run with one H100 only"
-            found.append(_finding("weights", "warning", why, "train.weights_backend=auto  # if it fails here"))
+            found.append(
+                _finding(
+                    "weights", "warning", why, "train.weights_backend=auto  # if it fails here"
+                )
+            )
         else:
             found.append(_finding("weights", "ok", f"{who}: {pair.carrier}, {pair.why}"))
     return found
 
 
-def _devices(gpus: Sequence[GpuInfo], problem: str, needs: MachineRequirements, count: int) -> list[PreflightFinding]:
+def _devices(
+    gpus: Sequence[GpuInfo], problem: str, needs: MachineRequirements, count: int
+) -> list[PreflightFinding]:
     if problem:
         remedy = "nvidia-smi  # must list the GPUs; fix the driver"
         return [_finding("driver", "missing" if needs.cuda else "warning", problem, remedy)]
@@ -194,13 +227,13 @@ def _devices(gpus: Sequence[GpuInfo], problem: str, needs: MachineRequirements, 
     return result
 
 
-def _cuda(gpus: Sequence[GpuInfo], torch: TorchBuild, needs: MachineRequirements, count: int) -> PreflightFinding:
+def _cuda(
+    gpus: Sequence[GpuInfo], torch: TorchBuild, needs: MachineRequirements, count: int
+) -> PreflightFinding:
     if not torch.cuda:
         said = f"torch {torch.version} is built without CUDA"
         build = f"torch=={torch.version.partition('+')[0]}"
-        remedy = (
-            f"pip install --force-reinstall {build}  # the CUDA build; in the source folder: make setup TORCH={build}"
-        )
+        remedy = f"pip install --force-reinstall {build}  # the CUDA build; in the source folder: make setup TORCH={build}"
         if needs.cuda:
             return _finding("CUDA", "missing", said, remedy)
         if count:
@@ -217,7 +250,9 @@ def _cuda(gpus: Sequence[GpuInfo], torch: TorchBuild, needs: MachineRequirements
 def _nccl_finding(torch: TorchBuild | None, count: int) -> PreflightFinding:
     if torch is None or not torch.cuda:
         return _finding("NCCL", "absent", "not in this torch; weights go by gloo")
-    return _finding("NCCL", "ok", torch.nccl + ("" if count > 1 else "; used only with two GPUs or more"))
+    return _finding(
+        "NCCL", "ok", torch.nccl + ("" if count > 1 else "; used only with two GPUs or more")
+    )
 
 
 def _numbers(version: str) -> tuple[int, ...]:

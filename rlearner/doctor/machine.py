@@ -27,7 +27,8 @@ class MachineResources:
 
     Attributes:
         nofile: soft and hard limit of open files.
-        disk_free, shm_bytes: bytes free in the runs' folder, and the size of /dev/shm; None if unknown.
+        disk_free, shm_bytes: bytes free in the runs' folder, and the size of /dev/shm; None if
+            unknown.
         disk_of: the folder that was measured: the nearest that exists.
     """
 
@@ -44,10 +45,14 @@ def measure_machine(run_dir: str) -> MachineResources:
     """Measure this machine."""
     import psutil
 
-    memory, folder = psutil.virtual_memory(), str(nearest(Path(run_dir).absolute()))
-    disk, shm = _usage(folder), _usage("/dev/shm")
+    memory = psutil.virtual_memory()
+    folder = str(nearest(Path(run_dir).absolute()))
+    disk = _usage(folder)
+    shm = _usage("/dev/shm")
     return MachineResources(
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
         memory_bytes=memory.total,
         available_bytes=memory.available,
         nofile=resource.getrlimit(resource.RLIMIT_NOFILE),
@@ -70,7 +75,9 @@ def _usage(path: str) -> Any:
 
 
 def model_bytes(path: str | None) -> tuple[int, int]:
-    """Return the bytes of a local model's weights and of one parameter; (0, 4) if a download would be needed."""
+    """Return the bytes of a local model's weights and of one parameter; (0, 4) if a download would
+    be needed.
+    """
     folder = Path(path).expanduser() if path else None
     if folder is None or not folder.is_dir():
         return 0, 4
@@ -107,7 +114,12 @@ def _files(limits: tuple[int, int], needs: MachineRequirements) -> PreflightFind
     if _enough(hard, needs.nofile):
         return _finding("open files", "missing", said, f"ulimit -n {needs.nofile}")
     line = f"echo '* - nofile {needs.nofile}' >> /etc/security/limits.conf"
-    return _finding("open files", "missing", said, f"{line}  # as root, then log in again; or a smaller envhub.n")
+    return _finding(
+        "open files",
+        "missing",
+        said,
+        f"{line}  # as root, then log in again; or a smaller envhub.n",
+    )
 
 
 def _limit(value: int) -> str:
@@ -118,7 +130,9 @@ def _enough(limit: int, needed: int) -> bool:
     return limit == resource.RLIM_INFINITY or limit >= needed
 
 
-def _disk(machine: MachineResources, needs: MachineRequirements, weights: tuple[int, int]) -> PreflightFinding:
+def _disk(
+    machine: MachineResources, needs: MachineRequirements, weights: tuple[int, int]
+) -> PreflightFinding:
     if machine.disk_free is None:
         said = f"{machine.disk_of}: the free space is unknown"
         return _finding("disk", "warning", said, f"df -h {machine.disk_of}")
@@ -130,7 +144,9 @@ def _disk(machine: MachineResources, needs: MachineRequirements, weights: tuple[
     said = f"{machine.disk_free / GIB:.1f} GiB free in {machine.disk_of}"
     if machine.disk_free >= needed:
         return _finding("disk", "ok", said)
-    remedy = f"df -h {machine.disk_of}  # free space there, or choose another disk with run.dir=FOLDER"
+    remedy = (
+        f"df -h {machine.disk_of}  # free space there, or choose another disk with run.dir=FOLDER"
+    )
     if size and machine.disk_free < needed - SPARE_BYTES:
         checkpoints = f"{needs.checkpoints} checkpoints with their optimizer need about {needed / GIB:.1f} GiB"
         return _finding("disk", "missing", f"{said}; {checkpoints}", remedy)
@@ -139,10 +155,20 @@ def _disk(machine: MachineResources, needs: MachineRequirements, weights: tuple[
 
 def _shm(size: int | None, needs: MachineRequirements) -> PreflightFinding:
     remedy = "mount -o remount,size=8G /dev/shm  # as root; start a container with --shm-size=8g"
-    name, shared = "/dev/shm", needs.shared_memory
+    name = "/dev/shm"
+    shared = needs.shared_memory
     if size is None:
-        return _finding(name, "warning", "not there", remedy) if shared else _finding(name, "absent", "not there")
+        return (
+            _finding(name, "warning", "not there", remedy)
+            if shared
+            else _finding(name, "absent", "not there")
+        )
     said = f"{size / GIB:.2f} GiB"
     if size >= SHM_BYTES or not shared:
         return _finding(name, "ok", said)
-    return _finding(name, "warning", f"{said}; processes that share a model over NCCL or gloo may need more", remedy)
+    return _finding(
+        name,
+        "warning",
+        f"{said}; processes that share a model over NCCL or gloo may need more",
+        remedy,
+    )

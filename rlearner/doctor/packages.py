@@ -1,4 +1,6 @@
-"""Checks which Python packages are installed and which a configuration needs, without importing them."""
+"""Checks which Python packages are installed and which a configuration needs, without importing
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,17 @@ from rollout.engines import ENGINES
 
 PROJECT: Final = "rlearner"
 SOURCE: Final = Path(__file__).resolve().parents[2]
-CORE: Final = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "nats-py", "pyzmq", "msgspec", "pydantic")
+CORE: Final = (
+    "torch",
+    "transformers",
+    "safetensors",
+    "tokenizers",
+    "numpy",
+    "nats-py",
+    "pyzmq",
+    "msgspec",
+    "pydantic",
+)
 
 # Versions with which the tests were run; the oldest by make test-oldest and on an H100.
 TESTED: Final[Mapping[str, tuple[str, ...]]] = {
@@ -29,17 +41,25 @@ TESTED: Final[Mapping[str, tuple[str, ...]]] = {
     "transformers": ("5.17.0", "5.19.0"),
 }
 
-# Plug-in name to distributions, of which one is enough. Other plug-ins need the extra of their name, if there is one.
+# Plug-in name to distributions, of which one is enough. Other plug-ins need the extra of their
+# name, if there is one.
 TOOLS: Final[Mapping[str, tuple[str, ...]]] = {
-    **{name: packages for name in ENGINES if (packages := getattr(declaration(name), "packages", ()))},
+    **{
+        name: packages
+        for name in ENGINES
+        if (packages := getattr(declaration(name), "packages", ()))
+    },
     "torch": ("torch",),
     "deepspeed": ("deepspeed",),
     "megatron": ("megatron-core",),
     "lora": ("peft",),
     "gem": ("gem-llm",),
 }
-WITHOUT_GPU: Final[Mapping[str, str]] = {"vllm": "make vllm-env  # vLLM's CPU build, in a separate environment"}
-AFTER: Final[Mapping[str, str]] = {"gem": "pip install --no-deps gem-llm"}  # its own requirements contradict ours
+WITHOUT_GPU: Final[Mapping[str, str]] = {
+    "vllm": "make vllm-env  # vLLM's CPU build, in a separate environment"
+}
+# its own requirements contradict ours
+AFTER: Final[Mapping[str, str]] = {"gem": "pip install --no-deps gem-llm"}
 AREAS: Final[Mapping[str, tuple[str, ...]]] = {
     "engines": tuple(name for name in ENGINES if name in TOOLS),
     "trainers": ("torch", "deepspeed", "megatron", "lora"),
@@ -64,7 +84,9 @@ class ProjectRequirements:
     folder: Path | None
 
     def install(self, extra: str) -> str:
-        """Return the command that installs an extra; an empty name stands for the base requirements."""
+        """Return the command that installs an extra; an empty name stands for the base
+        requirements.
+        """
         wanted = f"[{extra}]" if extra else ""
         pip = f"{sys.executable} -m pip install"
         if self.folder is None:
@@ -74,11 +96,15 @@ class ProjectRequirements:
 
 
 def find_project(folder: Path = SOURCE) -> ProjectRequirements:
-    """Read pyproject.toml if there is one, else pip's metadata, which goes stale after an editable install."""
+    """Read pyproject.toml if there is one, else pip's metadata, which goes stale after an editable
+    install.
+    """
     file = folder / "pyproject.toml"
     if file.is_file():
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
-        extras = {name: parsed(lines) for name, lines in project.get("optional-dependencies", {}).items()}
+        extras = {
+            name: parsed(lines) for name, lines in project.get("optional-dependencies", {}).items()
+        }
         return ProjectRequirements(parsed(project["dependencies"]), extras, folder)
     try:
         lines = parsed(requires(PROJECT) or [])
@@ -101,7 +127,11 @@ def parsed(lines: Sequence[str]) -> tuple[Requirement, ...]:
 
 def _extras_of(requirement: Requirement) -> list[str]:
     marker = str(requirement.marker or "")
-    return [part.split('"')[1] for part in marker.split(" and ") if part.strip().startswith("extra ==") and '"' in part]
+    return [
+        part.split('"')[1]
+        for part in marker.split(" and ")
+        if part.strip().startswith("extra ==") and '"' in part
+    ]
 
 
 def installed(name: str) -> str | None:
@@ -112,7 +142,9 @@ def installed(name: str) -> str | None:
         return None
 
 
-def base_findings(project: ProjectRequirements, found: Installed = installed) -> list[PreflightFinding]:
+def base_findings(
+    project: ProjectRequirements, found: Installed = installed
+) -> list[PreflightFinding]:
     """Return base packages that are missing or too old, and the versions of the important ones."""
     result = []
     for requirement in project.base:
@@ -126,9 +158,14 @@ def base_findings(project: ProjectRequirements, found: Installed = installed) ->
 
 
 def tool_findings(
-    project: ProjectRequirements, plugins: Mapping[str, str], found: Installed = installed, *, gpus: bool = True
+    project: ProjectRequirements,
+    plugins: Mapping[str, str],
+    found: Installed = installed,
+    *,
+    gpus: bool = True,
 ) -> list[PreflightFinding]:
-    """Check engines, trainers and all extras; those that ``plugins`` (setting to name) names are required.
+    """Check engines, trainers and all extras; those that ``plugins`` (setting to name) names are
+    required.
 
     Without ``gpus``, some packages differ.
     """
@@ -136,29 +173,54 @@ def tool_findings(
     tools = [(area, name) for area, names in AREAS.items() for name in names]
     known = {canonicalize_name(name) for _, name in tools}
     known |= {canonicalize_name(one) for packages in TOOLS.values() for one in packages}
-    extras = [extra for extra in project.extras if extra not in HIDDEN and canonicalize_name(extra) not in known]
+    extras = [
+        extra
+        for extra in project.extras
+        if extra not in HIDDEN and canonicalize_name(extra) not in known
+    ]
     return [
-        *(_tool(area, name, project, wanted.get(canonicalize_name(name), ""), found, gpus) for area, name in tools),
-        *(_tool("optional", extra, project, wanted.get(canonicalize_name(extra), ""), found) for extra in extras),
+        *(
+            _tool(area, name, project, wanted.get(canonicalize_name(name), ""), found, gpus)
+            for area, name in tools
+        ),
+        *(
+            _tool("optional", extra, project, wanted.get(canonicalize_name(extra), ""), found)
+            for extra in extras
+        ),
     ]
 
 
 def _tool(
-    area: str, name: str, project: ProjectRequirements, asked_by: str, found: Installed, gpus: bool = True
+    area: str,
+    name: str,
+    project: ProjectRequirements,
+    asked_by: str,
+    found: Installed,
+    gpus: bool = True,
 ) -> PreflightFinding:
     """Check one plug-in's packages. ``asked_by``: the setting that names it, or empty."""
-    extra = next((one for one in project.extras if canonicalize_name(one) == canonicalize_name(name)), None)
+    extra = next(
+        (one for one in project.extras if canonicalize_name(one) == canonicalize_name(name)), None
+    )
     requirements = project.extras.get(extra, ()) if extra else ()
     alternatives = TOOLS.get(name, ())
     there = {one: at for one in alternatives if (at := found(one))}
-    others = [one for one in requirements if canonicalize_name(one.name) not in map(canonicalize_name, alternatives)]
+    others = [
+        one
+        for one in requirements
+        if canonicalize_name(one.name) not in map(canonicalize_name, alternatives)
+    ]
     judged = [(one, *_judge(one, found)) for one in others]
     bad = [f"{one.name} {said}" for one, status, said in judged if status != "ok"]
     if (there or not alternatives) and not bad:
         versions = there or {one.name: said for one, _, said in judged}
-        return PreflightFinding(area, name, "ok", ", ".join(f"{one} {at}" for one, at in versions.items()))
+        return PreflightFinding(
+            area, name, "ok", ", ".join(f"{one} {at}" for one, at in versions.items())
+        )
     what = ", ".join(bad) or f"{' or '.join(alternatives)} not installed"
-    remedy = project.install(extra) if extra else f"{sys.executable} -m pip install {alternatives[0]}"
+    remedy = (
+        project.install(extra) if extra else f"{sys.executable} -m pip install {alternatives[0]}"
+    )
     if not gpus and project.folder is not None:
         remedy = WITHOUT_GPU.get(name, remedy)
     if name in AFTER:
@@ -175,7 +237,9 @@ def program_findings(
     return [
         PreflightFinding("engines", key, "ok", path)
         if (path := which(program))
-        else PreflightFinding("engines", key, "missing", f"program {program!r} not found", f"{key}=[…]")
+        else PreflightFinding(
+            "engines", key, "missing", f"program {program!r} not found", f"{key}=[…]"
+        )
         for key, program in programs.items()
     ]
 

@@ -17,16 +17,22 @@ from rlearner.doctor.references import reference_findings
 from rlearner.doctor.requirements import MachineRequirements, requirements_of
 
 # Each role's own checks, by name, as roles do not import each other.
-ROLES: Final = tuple(f"{role}.preflight:preflight_findings" for role in ("rollout", "envhub", "rewardhub"))
+ROLES: Final = tuple(
+    f"{role}.preflight:preflight_findings" for role in ("rollout", "envhub", "rewardhub")
+)
 OTHERS: Final = ("rollout.", "domains.")  # settings whose packages the learner does not need
 
 Look = Callable[[], list[PreflightFinding]]
 
 
 def preflight_checks(config: dict[str, Any], wanted: MachineRequirements) -> list[Look]:
-    """Return the checks of packages, programs and each role's own part of a validated configuration, for threads."""
+    """Return the checks of packages, programs and each role's own part of a validated
+    configuration, for threads.
+    """
     project = packages.find_project()
-    checks: list[Look] = [lambda: [*packages.program_findings(wanted.programs), *tools(project, wanted)]]
+    checks: list[Look] = [
+        lambda: [*packages.program_findings(wanted.programs), *tools(project, wanted)]
+    ]
     checks.append(lambda: family_findings(config))
     if config.get("domains"):
         checks += [*(_role(name, config) for name in ROLES), lambda: reference_findings(config)]
@@ -37,7 +43,9 @@ def _role(name: str, config: dict[str, Any]) -> Look:
     return lambda: list(resolve("looks", name, {})(config))
 
 
-def tools(project: packages.ProjectRequirements, wanted: MachineRequirements) -> list[PreflightFinding]:
+def tools(
+    project: packages.ProjectRequirements, wanted: MachineRequirements
+) -> list[PreflightFinding]:
     """Check the packages of engines, trainers and extras."""
     plugins = {**wanted.plugins, **({"a data file": "parquet"} if wanted.parquet else {})}
     return packages.tool_findings(project, plugins, gpus=bool(existing()))
@@ -45,7 +53,9 @@ def tools(project: packages.ProjectRequirements, wanted: MachineRequirements) ->
 
 def gpus(wanted: MachineRequirements) -> list[PreflightFinding]:
     """Check GPUs, driver and CUDA, and how weights would travel between GPUs."""
-    return hardware.gpu_findings(*hardware.find_gpus(), hardware.find_torch(), wanted, len(existing()))
+    return hardware.gpu_findings(
+        *hardware.find_gpus(), hardware.find_torch(), wanted, len(existing())
+    )
 
 
 def fleet_findings(config: dict[str, Any]) -> list[PreflightFinding]:
@@ -56,7 +66,12 @@ def fleet_findings(config: dict[str, Any]) -> list[PreflightFinding]:
         asked.append(lambda: sandbox.sandbox_findings(wanted))
     with ThreadPoolExecutor(max_workers=4) as pool:
         running = [pool.submit(look) for look in [*asked, *preflight_checks(config, wanted)]]
-        return [finding for each in running for finding in each.result() if finding.status in ("missing", "warning")]
+        return [
+            finding
+            for each in running
+            for finding in each.result()
+            if finding.status in ("missing", "warning")
+        ]
 
 
 def learner_findings(config: dict[str, Any]) -> list[PreflightFinding]:

@@ -12,6 +12,8 @@ READ: Final = "rewardhub.references:reference_findings"
 
 
 def reference_findings(config: dict[str, Any]) -> list[PreflightFinding]:
-    """Return findings about references that can only be compared as text, or not at all; ``config`` is validated."""
+    """Return findings about references that can only be compared as text, or not at all; ``config``
+    is validated.
+    """
     rows = resolve("references", ROWS, {})(config)
     return list(resolve("references", READ, {})(config, rows))

@@ -10,7 +10,8 @@ from typing import Any, Final
 from rlearner.doctor.weight_pairs import WeightsSettings
 from rollout.checks import declaration
 
-FILES_OF_A_PROCESS: Final = 256  # open at once in any process of a run, libraries and sockets included
+# open at once in any process of a run, libraries and sockets included
+FILES_OF_A_PROCESS: Final = 256
 FILES_OF_AN_ENVIRONMENT: Final = 4  # pipes to and from a worker process
 IPC: Final = "ipc"  # the value with which servers read weights from the learner's GPU
 
@@ -57,22 +58,33 @@ class MachineRequirements:
 
 
 def requirements_of(config: Mapping[str, Any]) -> MachineRequirements:
-    """Return what a configuration with its defaults needs; that of offline training lacks most sections."""
-    rollout, train = config.get("rollout") or {}, config.get("train") or {}
-    broker, checkpoint = config.get("broker") or {}, config.get("checkpoint") or {}
+    """Return what a configuration with its defaults needs; that of offline training lacks most
+    sections.
+    """
+    rollout = config.get("rollout") or {}
+    train = config.get("train") or {}
+    broker = config.get("broker") or {}
+    checkpoint = config.get("checkpoint") or {}
     domains: Mapping[str, Any] = config.get("domains") or {}
     engine_args = rollout.get("engine_args") or {}
     sizes = ("tensor_parallel", "data_parallel", "pipeline_parallel")
     parallel = math.prod(int(engine_args.get(size) or 1) for size in sizes)
     ranks = int(train.get("ranks") or 1)
     device = str(train.get("device") or "auto")
-    engine, command = rollout.get("engine"), engine_args.get("command") or []  # a server's own program
+    # a server's own program
+    engine = rollout.get("engine")
+    command = engine_args.get("command") or []
     declared = declaration(str(engine or ""))
     snapshot_port = train.get("weights_snapshot_port")
-    ports = {"rollout.http_port": rollout.get("http_port"), "train.weights_snapshot_port": snapshot_port}
+    ports = {
+        "rollout.http_port": rollout.get("http_port"),
+        "train.weights_snapshot_port": snapshot_port,
+    }
     plugins = {"rollout.engine": str(engine)} if engine and not command else {}
     plugins |= {"train.backend": train["backend"]} if "backend" in train else {}
-    plugins |= {f"trackers.use.{name}": name for name in (config.get("trackers") or {}).get("use") or []}
+    plugins |= {
+        f"trackers.use.{name}": name for name in (config.get("trackers") or {}).get("use") or []
+    }
     plugins |= {f"domains.{name}.env": domain["env"] for name, domain in domains.items()}
     if train.get("lora"):
         plugins["train.lora"] = "lora"
@@ -89,7 +101,8 @@ def requirements_of(config: Mapping[str, Any]) -> MachineRequirements:
             int(declared is not None and declared.needs_gpu and not command),
         ),
         weights=_weights_settings(rollout, train, parallel),
-        nofile=FILES_OF_A_PROCESS + FILES_OF_AN_ENVIRONMENT * int((config.get("envhub") or {}).get("n") or 0),
+        nofile=FILES_OF_A_PROCESS
+        + FILES_OF_AN_ENVIRONMENT * int((config.get("envhub") or {}).get("n") or 0),
         shared_memory=ranks > 1 or parallel > 1,
         sync_always=bool(broker.get("sync_always")),
         replicas=broker.get("replicas"),
@@ -104,17 +117,33 @@ def requirements_of(config: Mapping[str, Any]) -> MachineRequirements:
 
 def _needs_sandbox(domain: Mapping[str, Any]) -> bool:
     isolation = domain.get("isolation") or ("sandbox" if domain.get("env") == "appworld" else "")
-    programs = [reward.get("args") or {} for reward in domain.get("rewards") or [] if reward.get("name") == "code"]
-    return isolation == "sandbox" or any(args.get("sandbox", "bubblewrap") != "none" for args in programs)
+    programs = [
+        reward.get("args") or {}
+        for reward in domain.get("rewards") or []
+        if reward.get("name") == "code"
+    ]
+    return isolation == "sandbox" or any(
+        args.get("sandbox", "bubblewrap") != "none" for args in programs
+    )
 
 
 def _data_files(config: Mapping[str, Any]) -> list[Any]:
-    of_domains = [(domain.get("env_args") or {}).get("path") for domain in (config.get("domains") or {}).values()]
+    of_domains = [
+        (domain.get("env_args") or {}).get("path")
+        for domain in (config.get("domains") or {}).values()
+    ]
     data = config.get("data") or {}
-    return [*of_domains, data.get("train"), data.get("eval"), (config.get("warm_start") or {}).get("data")]
+    return [
+        *of_domains,
+        data.get("train"),
+        data.get("eval"),
+        (config.get("warm_start") or {}).get("data"),
+    ]
 
 
-def _weights_settings(rollout: Mapping[str, Any], train: Mapping[str, Any], parallel: int) -> WeightsSettings:
+def _weights_settings(
+    rollout: Mapping[str, Any], train: Mapping[str, Any], parallel: int
+) -> WeightsSettings:
     engine = str(rollout.get("engine") or "")
     if "backend" not in train or not engine:
         return WeightsSettings()

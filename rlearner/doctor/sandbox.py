@@ -1,4 +1,6 @@
-"""Checks whether untrusted programs can run here, with the probe that reward hubs run at their start."""
+"""Checks whether untrusted programs can run here, with the probe that reward hubs run at their
+start.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _COMMAND: Final = re.compile(r"(?:run|with|needed): (.+)$")  # the command in th
 _finding: Final = partial(PreflightFinding, "sandbox")
 
 
-def sandbox_findings(needs: MachineRequirements, probe: Callable[[], Any] | None = None) -> list[PreflightFinding]:
+def sandbox_findings(
+    needs: MachineRequirements, probe: Callable[[], Any] | None = None
+) -> list[PreflightFinding]:
     """Check bubblewrap with an empty program, and user namespaces."""
     try:
         (probe or Sandbox)()
@@ -35,17 +39,27 @@ def judge(problem: str, version: str, needs: MachineRequirements) -> PreflightFi
     if not problem:
         return _finding("bubblewrap", "ok", f"{version or 'bubblewrap'}, a program ran in it")
     found = _COMMAND.search(problem)
-    command = found[1] if found else "rewards: [{name: code, args: {sandbox: none}}]  # programs run unprotected"
+    command = (
+        found[1]
+        if found
+        else "rewards: [{name: code, args: {sandbox: none}}]  # programs run unprotected"
+    )
     if needs.sandbox:
         return _finding(
-            "bubblewrap", "missing", f"{problem}; required by a reward named code or isolation: sandbox", command
+            "bubblewrap",
+            "missing",
+            f"{problem}; required by a reward named code or isolation: sandbox",
+            command,
         )
     return _finding("bubblewrap", "absent", problem, command)
 
 
 def namespaces(settings: Path, root: bool) -> PreflightFinding:
-    """Report user namespaces, which bubblewrap needs except for root; for information, as the probe decides."""
-    most, allowed = _read(settings / "user/max_user_namespaces"), _read(settings / "kernel/unprivileged_userns_clone")
+    """Report user namespaces, which bubblewrap needs except for root; for information, as the probe
+    decides.
+    """
+    most = _read(settings / "user/max_user_namespaces")
+    allowed = _read(settings / "kernel/unprivileged_userns_clone")
     note = "; root needs none" if root else ""
     if most in ("", "0") or allowed == "0":
         return _finding("user namespaces", "absent", f"disabled{note}")
@@ -65,6 +79,8 @@ def _version() -> str:
         return ""
     command = [path, "--version"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=False).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=5, check=False
+        ).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""

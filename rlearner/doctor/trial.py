@@ -11,7 +11,8 @@ SCORES: Final = "rewardhub.reward_trial:try_rewards"
 
 
 async def try_own_code(config: dict[str, Any]) -> None:
-    """Run one episode of a validated configuration and score it once, in worker processes, without a model.
+    """Run one episode of a validated configuration and score it once, in worker processes, without
+    a model.
 
     Raises:
         UserError: if the user's code fails; names file and line.

@@ -1,7 +1,7 @@
 """Predicts how weights will travel between the learner and the servers of a run; pure functions.
 
-What a server really takes depends on what it can open when it runs (``broker.weights.receiver``); this is what to
-expect on working hardware.
+What a server really takes depends on what it can open when it runs (``broker.weights.receiver``);
+this is what to expect on working hardware.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def weight_pairs(settings: WeightsSettings, num_gpus: int) -> list[WeightPair]:
     return [_pair(settings, *place, on_gpu=on_gpu) for place in places]
 
 
-def _pair(settings: WeightsSettings, where: str, same_host: bool, own_gpu: bool, *, on_gpu: bool) -> WeightPair:
+def _pair(
+    settings: WeightsSettings, where: str, same_host: bool, own_gpu: bool, *, on_gpu: bool
+) -> WeightPair:
     workers: dict[Carrier, int] = {}
     if settings.workers and settings.plain:
         impossible = (set() if same_host else READ) | (set() if own_gpu else {"nccl"})
@@ -81,10 +83,16 @@ def _pair(settings: WeightsSettings, where: str, same_host: bool, own_gpu: bool,
     reads: Carrier | None = None
     if same_host:
         reads = "ipc" if settings.setting == "ipc" and settings.to_device and on_gpu else "shared"
-    taken: Mapping[Carrier, int] = takes(reads=reads, workers=workers, on_gpu=own_gpu and settings.to_device)
+    taken: Mapping[Carrier, int] = takes(
+        reads=reads, workers=workers, on_gpu=own_gpu and settings.to_device
+    )
     carrier = choose(offered(settings.setting, on_gpu=on_gpu), taken)
     if carrier is None:
-        what = "NCCL takes no two members on one GPU" if where == "on the learner's GPU" else "it takes host memory"
+        what = (
+            "NCCL takes no two members on one GPU"
+            if where == "on the learner's GPU"
+            else "it takes host memory"
+        )
         return WeightPair(where, None, what)
     count = workers.get(carrier, 0)
     why = REASONS[carrier]

@@ -20,7 +20,9 @@ def add_parser(subparsers: Any) -> None:
         "of a file: domains.NAME.env_args.eval_path=FILE, or path=FILE if the model's run has not trained on it."
     )
     parser = subparsers.add_parser("eval", help=text, description=f"{text.capitalize()}, {how}")
-    parser.add_argument("model", metavar="MODEL", help="folder or hub name, for example a checkpoint of a run")
+    parser.add_argument(
+        "model", metavar="MODEL", help="folder or hub name, for example a checkpoint of a run"
+    )
     add_config(parser, setting="eval.tasks=512")
     text = "GPUs for generation: 4-7, or 0,2, or cpu, or auto (%(default)s)"
     parser.add_argument("--gpus", default="auto", metavar="LIST", help=text)
@@ -29,14 +31,18 @@ def add_parser(subparsers: Any) -> None:
 
 
 def with_own_run_name(config: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return the config with a ``run.name`` that differs from that of a trained run, whose folder must not change."""
+    """Return the config with a ``run.name`` that differs from that of a trained run, whose folder
+    must not change.
+    """
     from learner.prepare import name_run
     from learner.run_folder import noted_epoch
 
     stem = f"eval-{Path(path).stem}"
     named = name_run(config, stem)
     run = named.get("run")
-    if not isinstance(run, dict) or not noted_epoch(Path(str(run.get("dir", "runs"))) / str(run["name"])):
+    if not isinstance(run, dict) or not noted_epoch(
+        Path(str(run.get("dir", "runs"))) / str(run["name"])
+    ):
         return named
     return name_run({**named, "run": {**run, "name": None}}, f"eval-{run['name']}")
 
@@ -56,6 +62,14 @@ def run(arguments: argparse.Namespace) -> int:
         num_tasks = task_counts(config, files)
         config["eval"]["tasks"] = min(num_tasks.values())
         await asyncio.to_thread(require_fleet, config)
-        await evaluate(config, arguments.model, stop, num_tasks, files, gpus=arguments.gpus, as_json=arguments.json)
+        await evaluate(
+            config,
+            arguments.model,
+            stop,
+            num_tasks,
+            files,
+            gpus=arguments.gpus,
+            as_json=arguments.json,
+        )
 
     return main("eval", body, stopped=EXIT_STOPPED)

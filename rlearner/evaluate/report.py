@@ -10,11 +10,14 @@ from learner.evaluation import pass_at_k
 from learner.evaluation.evaluation import Evaluation
 
 
-def result_of(evaluation: Evaluation, model: str, seconds: float, files: Mapping[str, str]) -> dict[str, Any]:
-    """Return success_rate with its 95 % interval, avg@k and pass@k, mean reward, and the same by domain.
+def result_of(
+    evaluation: Evaluation, model: str, seconds: float, files: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return success_rate with its 95 % interval, avg@k and pass@k, mean reward, and the same by
+    domain.
 
-    Tasks whose ticket was closed are only counted, by reason, in ``closed``. ``files`` of the result holds those whose
-    rows were all measured, by domain.
+    Tasks whose ticket was closed are only counted, by reason, in ``closed``. ``files`` of the
+    result holds those whose rows were all measured, by domain.
     """
     return {
         "model": model,
@@ -51,12 +54,19 @@ def report(result: dict[str, Any], folder: Path) -> str:
         lines += [_line(name, values) for name, values in result["domains"].items()]
     lines += [f"  {name}: all tasks of {file}" for name, file in result["files"].items()]
     if result["closed"]:
-        lines.append("not measured: " + ", ".join(f"{count} {reason}" for reason, count in result["closed"].items()))
-    return "\n".join([*lines, f"episodes: {folder / 'evals'}", f"result:   {folder / 'result.json'}"])
+        lines.append(
+            "not measured: "
+            + ", ".join(f"{count} {reason}" for reason, count in result["closed"].items())
+        )
+    return "\n".join(
+        [*lines, f"episodes: {folder / 'evals'}", f"result:   {folder / 'result.json'}"]
+    )
 
 
 def _line(name: str, values: dict[str, Any]) -> str:
     low, high = values["success_interval"]
-    several = "".join(f"  {key} {value:.3f}" for key, value in values.items() if key.startswith(("avg@", "pass@")))
+    several = "".join(
+        f"  {key} {value:.3f}" for key, value in values.items() if key.startswith(("avg@", "pass@"))
+    )
     success = f"success {values['success_rate']:.3f} (95 % {low:.3f} to {high:.3f})"
     return f"  {name}: {success}  reward {values['reward_mean']:.3f}{several}"

@@ -1,6 +1,7 @@
 """Runs ``rlearner eval``: a rollout server, an environment hub and a reward hub, without a learner.
 
-The model is a separate policy with fixed weights; tickets, tasks and seeds are those of an evaluation in a run.
+The model is a separate policy with fixed weights; tickets, tasks and seeds are those of an
+evaluation in a run.
 """
 
 from __future__ import annotations
@@ -58,32 +59,41 @@ async def evaluate(
     gpus: str,
     as_json: bool,
 ) -> None:
-    """Measure a model, a folder or hub name, print the result, and write it to ``runs/<name>/result.json``.
+    """Measure a model, a folder or hub name, print the result, and write it to
+    ``runs/<name>/result.json``.
 
     Args:
         num_tasks: how many tasks of each domain are measured.
         files: domains whose whole file is measured, and the file.
 
     Raises:
-        UserError: if there is no such model, another evaluation of this name is running, a process rejected its input
-            or died, or no task could be measured.
+        UserError: if there is no such model, another evaluation of this name is running, a process
+            rejected its input or died, or no task could be measured.
     """
     logging.getLogger().setLevel("WARNING")
     path = await asyncio.to_thread(_find_model, model, config)
-    folder, began = run_folder(config), time.monotonic()
+    folder = run_folder(config)
+    began = time.monotonic()
     with lock(make_folder(folder) / UP_LOCK, _busy(folder), wait_s=0.5):
         write_config(folder, config)
         fleet = ProcessFleet(folder / "logs", {})
         settings = section(config, "broker", BrokerSection)
-        server = BrokerServer(str(folder / STORE), store_max_gib=settings.store_max_gib or PRIVATE_STORE_GIB)
-        server.discard_streams()  # those of an earlier evaluation of this name; tickets count from 1
+        server = BrokerServer(
+            str(folder / STORE), store_max_gib=settings.store_max_gib or PRIVATE_STORE_GIB
+        )
+        # those of an earlier evaluation of this name; tickets count from 1
+        server.discard_streams()
         with server as broker:
             try:
                 joined = _joined(config, path, broker.url, fleet, gpus, folder, stop, num_tasks)
                 async with joined as (bus, evaluator, evaluations):
-                    await wait_until_measured(fleet, evaluator, evaluations.pending[0], stop, quiet=as_json)
+                    await wait_until_measured(
+                        fleet, evaluator, evaluations.pending[0], stop, quiet=as_json
+                    )
                     control = bus.key_value(CONTROL)
-                    await control.put(bus.run, wire.DesiredState(state="stopped", reason="the evaluation is done"))
+                    await control.put(
+                        bus.run, wire.DesiredState(state="stopped", reason="the evaluation is done")
+                    )
                     completed = list(evaluator.completed)
             finally:
                 await asyncio.to_thread(fleet.stop, patience_s=10.0)
@@ -113,7 +123,9 @@ def _find_model(model: str, config: dict[str, Any]) -> str:
     try:
         check_templates(config, check_trained_model(evaluated, from_hub=True, is_trained=False))
     except ConfigError as error:
-        raise ConfigError("MODEL" if error.key == KEY else error.key, error.value, error.allowed) from None
+        raise ConfigError(
+            "MODEL" if error.key == KEY else error.key, error.value, error.allowed
+        ) from None
     folder = Path(model).expanduser()
     return str(folder.absolute()) if folder.is_dir() else model
 
@@ -136,7 +148,9 @@ async def _joined(
         stack.push_async_callback(bus.close)
         await bus.ensure_streams()
         digests = await asyncio.to_thread(data_digests, config)
-        spec = wire.RunSpec(run, wire.WIRE_VERSION, epoch=0, config=config, model_path=model, data_digests=digests)
+        spec = wire.RunSpec(
+            run, wire.WIRE_VERSION, epoch=0, config=config, model_path=model, data_digests=digests
+        )
         await publish_runspec(bus, spec)
         await bus.key_value(CONTROL).put(run, wire.DesiredState(state="running"))
         fleet.env |= {"RL_BROKER": url, "RL_RUN": run}
@@ -148,7 +162,9 @@ async def _joined(
         await roster.start()
         stack.push_async_callback(roster.close)
         settings = section(config, "eval", EvalSection)
-        evaluations = EvaluationQueue(settings, domains(config), config["run"]["seed"], num_tasks=num_tasks)
+        evaluations = EvaluationQueue(
+            settings, domains(config), config["run"]["seed"], num_tasks=num_tasks
+        )
         patience = DiskRetry(folder, stop, "the evaluated episodes are not kept")
         transcripts = TranscriptFactory({"model": {**config["model"], "path": model}}, folder)
         evaluator = Evaluator(bus, evaluations, roster, folder / "evals", "", patience, transcripts)
@@ -167,8 +183,11 @@ async def _end(tasks: list[asyncio.Task[None]]) -> None:
 async def wait_until_measured(
     fleet: ProcessFleet, evaluator: Evaluator, asked: Evaluation, stop: Stop, *, quiet: bool
 ) -> None:
-    """Show progress until all tasks are measured and kept, a child cannot run, or a stop is requested."""
-    total, said = len(asked.waiting), 0.0
+    """Show progress until all tasks are measured and kept, a child cannot run, or a stop is
+    requested.
+    """
+    total = len(asked.waiting)
+    said = 0.0
     bar = Progress(disable=quiet or not sys.stdout.isatty())
     with bar:
         line = bar.add_task("measuring", total=total)

@@ -1,4 +1,6 @@
-"""Finds the tasks that ``rlearner eval`` measures: the held-out ones of a configuration, or all of a file."""
+"""Finds the tasks that ``rlearner eval`` measures: the held-out ones of a configuration, or all of
+a file.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,24 @@ from broker.settings.registry import resolve
 from broker.settings.runspec import digest_file
 from learner.run_folder import noted_epoch
 
-DOMAIN_EVAL_TASKS: Final = "envhub.config:domain_eval_tasks"  # the envhub makes the tasks, so it counts them
+# the envhub makes the tasks, so it counts them
+DOMAIN_EVAL_TASKS: Final = "envhub.config:domain_eval_tasks"
 NUM_EVAL_TASKS: Final = "envhub.config:num_eval_tasks"
-FILE, EVAL_FILE, SHARE = "path", "eval_path", "eval_share"  # env_args of environments with data files
+# env_args of environments with data files
+FILE = "path"
+EVAL_FILE = "eval_path"
+SHARE = "eval_share"
 
 
 def with_whole_files(
     config: dict[str, Any], overrides: Sequence[str], model: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return a configuration that evaluates every task of the files that the command names, and these by domain.
+    """Return a configuration that evaluates every task of the files that the command names, and
+    these by domain.
 
-    Such a file is ``domains.NAME.env_args.eval_path``, or ``path`` of the command line without ``eval_path`` and
-    ``eval_share``. Of a file that the model's run has trained on, only the held-out share is evaluated.
+    Such a file is ``domains.NAME.env_args.eval_path``, or ``path`` of the command line without
+    ``eval_path`` and ``eval_share``. Of a file that the model's run has trained on, only the
+    held-out share is evaluated.
 
     Args:
         config: as loaded, not validated.
@@ -35,12 +43,14 @@ def with_whole_files(
     domains = config.get("domains")
     if not isinstance(domains, dict):
         return config, {}
-    changed, files = dict(domains), dict[str, str]()
+    changed = dict(domains)
+    files = dict[str, str]()
     for name, domain in domains.items():
         args = domain.get("env_args") if isinstance(domain, dict) else None
         if not isinstance(args, dict):
             continue
-        file, eval_file = args.get(FILE), args.get(EVAL_FILE)
+        file = args.get(FILE)
+        eval_file = args.get(EVAL_FILE)
         if isinstance(eval_file, str):
             files[name] = eval_file
             changed[name] = {**domain, "env_args": {**args, FILE: file or eval_file}}
@@ -63,13 +73,19 @@ def _is_named(domain: str, overrides: Sequence[str]) -> bool:
 
 
 def was_trained_on(file: str, model: str) -> bool:
-    """Return whether a model is a checkpoint of a run whose configuration trains on a file of the same content."""
+    """Return whether a model is a checkpoint of a run whose configuration trains on a file of the
+    same content.
+    """
     run = next((folder for folder in Path(model).absolute().parents if noted_epoch(folder)), None)
     if run is None:
         return False
     try:
         settings = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-        trained = [domain["env_args"][FILE] for domain in settings["domains"].values() if domain["env_args"].get(FILE)]
+        trained = [
+            domain["env_args"][FILE]
+            for domain in settings["domains"].values()
+            if domain["env_args"].get(FILE)
+        ]
     except (OSError, ValueError, yaml.YAMLError, TypeError, KeyError, AttributeError):
         return False
     return any(_is_same_file(file, other) for other in trained)
@@ -85,7 +101,8 @@ def _is_same_file(file: str, other: str) -> bool:
 
 
 def task_counts(config: dict[str, Any], files: dict[str, str]) -> dict[str, int]:
-    """Return how many tasks of each domain are measured: ``eval.tasks``, or by default all of a domain's file.
+    """Return how many tasks of each domain are measured: ``eval.tasks``, or by default all of a
+    domain's file.
 
     Args:
         config: validated.
@@ -98,4 +115,7 @@ def task_counts(config: dict[str, Any], files: dict[str, str]) -> dict[str, int]
     if config["eval"]["tasks"] is not None:
         return dict.fromkeys(config["domains"], usual)
     own = resolve("domain_eval_tasks", DOMAIN_EVAL_TASKS, {})(config)
-    return {name: own[name] if name in files and own[name] is not None else usual for name in config["domains"]}
+    return {
+        name: own[name] if name in files and own[name] is not None else usual
+        for name in config["domains"]
+    }

@@ -1,1 +1,3 @@
-"""The command ``rlearner exporter``: the figures of a whole run for Prometheus, read through its broker."""
+"""The command ``rlearner exporter``: the figures of a whole run for Prometheus, read through its
+broker.
+"""

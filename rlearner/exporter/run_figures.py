@@ -1,4 +1,6 @@
-"""What is known of a run, and its families for Prometheus. No I/O; read from another thread while it changes."""
+"""What is known of a run, and its families for Prometheus. No I/O; read from another thread while
+it changes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from rlearner.advise.follow import StepHistory
 
 log = logging.getLogger(__name__)
 
-SILENT_S: Final = 10.0  # after which the metrics of a process are no longer shown; it reports every second
+# after which the metrics of a process are no longer shown; it reports every second
+SILENT_S: Final = 10.0
 STALE_S: Final = 20.0  # after which what the broker said is no longer shown; it is asked every five
 STATES: Final = ("starting", "ready", "draining", "failed")
 STATE_HELP: Final = "1 for the state that the process is in, 0 for the others."
@@ -67,13 +70,17 @@ class RunFigures(Collector):
     """
 
     def __init__(self, run: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._run, self._clock = run, clock
+        self._run = run
+        self._clock = clock
         self._alive: Callable[[], Iterable[wire.Presence]] = list
         self._heard_from = float("inf")
         self.is_connected = False
-        self._raw: dict[str, tuple[float, bytes]] = {}  # newest message by subject, decoded when it is asked for
+        # newest message by subject, decoded when it is asked for
+        self._raw: dict[str, tuple[float, bytes]] = {}
         self._learner: dict[str, tuple[float, dict[str, float]]] = {}  # by id
-        self._broker, self._broker_at, self._asked_at = BrokerFigures(), -STALE_S, 0.0
+        self._broker = BrokerFigures()
+        self._broker_at = -STALE_S
+        self._asked_at = 0.0
         self._malformed = self._failures = 0
         self._history = StepHistory()
         self._desired_servers: int | None = None  # until enough steps are known
@@ -100,8 +107,11 @@ class RunFigures(Collector):
         self._broker, self._broker_at, self._asked_at = figures, self._clock(), time.time()
 
     def advise(self) -> None:
-        """Compute how many servers the run can use, if new steps say so; takes a second, from any thread."""
-        spec, rows = self._broker.spec, self._history.due()
+        """Compute how many servers the run can use, if new steps say so; takes a second, from any
+        thread.
+        """
+        spec = self._broker.spec
+        rows = self._history.due()
         if spec is None or not rows:
             return
         began = time.monotonic()
@@ -132,14 +142,24 @@ class RunFigures(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Return the families of all figures."""
-        families, run = Families(), {"run": self._run}
+        families = Families()
+        run = {"run": self._run}
         is_fresh = self._clock() - self._broker_at < STALE_S
         up = "1 while the broker is connected and answers for the run, else 0: other figures of it are then absent."
         families.gauge("exporter_up", up, run, float(self.is_connected and is_fresh))
-        families.gauge("exporter_last_answer_timestamp_seconds", "When the broker last answered.", run, self._asked_at)
-        families.counter("exporter_failures", "Rounds of questions without an answer.", run, self._failures)
+        families.gauge(
+            "exporter_last_answer_timestamp_seconds",
+            "When the broker last answered.",
+            run,
+            self._asked_at,
+        )
+        families.counter(
+            "exporter_failures", "Rounds of questions without an answer.", run, self._failures
+        )
         values = self._values()
-        families.counter("exporter_malformed", "Messages with metrics that did not decode.", run, self._malformed)
+        families.counter(
+            "exporter_malformed", "Messages with metrics that did not decode.", run, self._malformed
+        )
         for role, process_id, own in values:
             families.metrics(own, {**run, "role": role, "id": process_id})
         if self.is_connected and self._clock() >= self._heard_from:
@@ -156,11 +176,14 @@ class RunFigures(Collector):
     def _values(self) -> list[tuple[str, str, dict[str, float]]]:
         """Return role, id and metrics of each process that reports."""
         since = self._clock() - SILENT_S
-        found = [("learner", one, own) for one, (at, own) in list(self._learner.items()) if at >= since]
+        found = [
+            ("learner", one, own) for one, (at, own) in list(self._learner.items()) if at >= since
+        ]
         for subject, (at, data) in list(self._raw.items()):
             message, _ = decode(data, METRICS.messages)
             if isinstance(message, wire.Metrics):
-                role, process_id = subject.split(".")[-2:]  # which the broker lets only this process use
+                # which the broker lets only this process use
+                role, process_id = subject.split(".")[-2:]
                 found += [(role, process_id, message.values)] if at >= since else []
             else:
                 self._malformed += 1
@@ -171,59 +194,118 @@ class RunFigures(Collector):
         """Add what processes announce."""
         living = list(self._alive())
         for role in ROLES:
-            labels, text = {"run": self._run, "role": role}, "Processes of the run that are heard."
+            labels = {"run": self._run, "role": role}
+            text = "Processes of the run that are heard."
             families.gauge("processes", text, labels, sum(one.role == role for one in living))
         for one in living:
             who = {"run": self._run, "role": one.role, "id": one.id}
-            about = {"host": one.host, "engine": one.engine, "policy": one.policy if one.role == "rollout" else ""}
+            about = {
+                "host": one.host,
+                "engine": one.engine,
+                "policy": one.policy if one.role == "rollout" else "",
+            }
             families.gauge("member_info", "Always 1; what the process is.", {**who, **about}, 1.0)
             state = {"serving": "ready"}.get(one.state, one.state)
             for each in STATES:
-                families.gauge("member_state", STATE_HELP, {**who, "state": each}, float(each == state))
-            families.gauge("member_slots", "Requests or groups that it handles at once.", who, one.slots)
-            families.gauge("member_running", "Requests or groups that it handles.", who, one.running)
-            families.gauge("member_waiting", "Requests or groups that wait in it.", who, one.waiting)
-            families.gauge("member_policy_version", "Newest version that it holds, -1 none.", who, one.policy_version)
-            families.gauge("member_problem", "1 while it takes no work, for a reason.", who, float(bool(one.problem)))
+                families.gauge(
+                    "member_state", STATE_HELP, {**who, "state": each}, float(each == state)
+                )
+            families.gauge(
+                "member_slots", "Requests or groups that it handles at once.", who, one.slots
+            )
+            families.gauge(
+                "member_running", "Requests or groups that it handles.", who, one.running
+            )
+            families.gauge(
+                "member_waiting", "Requests or groups that wait in it.", who, one.waiting
+            )
+            families.gauge(
+                "member_policy_version",
+                "Newest version that it holds, -1 none.",
+                who,
+                one.policy_version,
+            )
+            families.gauge(
+                "member_problem",
+                "1 while it takes no work, for a reason.",
+                who,
+                float(bool(one.problem)),
+            )
 
     def _queues(self, families: Families, unread: float | None) -> None:
         broker = self._broker
         for queue in broker.queues:
             where = {"run": self._run, "stream": queue.stream, "subject": queue.subject}
             families.gauge(QUEUE_DEPTH, QUEUE_DEPTH_HELP, where, queue.pending + queue.held)
-            families.gauge("queue_pending", "Messages of a queue that no process has yet.", where, queue.pending)
-            families.gauge("queue_held", "Messages that a process has and did not acknowledge.", where, queue.held)
+            families.gauge(
+                "queue_pending",
+                "Messages of a queue that no process has yet.",
+                where,
+                queue.pending,
+            )
+            families.gauge(
+                "queue_held",
+                "Messages that a process has and did not acknowledge.",
+                where,
+                queue.held,
+            )
             text = "Held messages that were delivered more than once."
             families.gauge("queue_redelivered", text, where, queue.redelivered)
             text = "Requests of processes that wait for messages of this queue."
             families.gauge("queue_waiting_pulls", text, where, queue.waiting_pulls)
         if unread is not None:
-            where = {"run": self._run, "stream": SAMPLES.name, "subject": SAMPLES.subject(self._run)}
+            where = {
+                "run": self._run,
+                "stream": SAMPLES.name,
+                "subject": SAMPLES.subject(self._run),
+            }
             families.gauge(QUEUE_DEPTH, QUEUE_DEPTH_HELP, where, unread)
         for stream, count in broker.messages.items():
-            families.gauge("stream_messages", "Messages kept.", {"run": self._run, "stream": stream}, count)
+            families.gauge(
+                "stream_messages", "Messages kept.", {"run": self._run, "stream": stream}, count
+            )
         for stream, size in broker.sizes.items():
-            families.gauge("stream_bytes", "Bytes kept, in one replica.", {"run": self._run, "stream": stream}, size)
+            families.gauge(
+                "stream_bytes",
+                "Bytes kept, in one replica.",
+                {"run": self._run, "stream": stream},
+                size,
+            )
         for stream, count in broker.dead.items():
             text = "Messages that no process could use, by the stream they came from."
             families.gauge("dead_letters", text, {"run": self._run, "stream": stream}, count)
 
     def _run_itself(self, families: Families) -> None:
-        broker, run = self._broker, {"run": self._run}
+        broker = self._broker
+        run = {"run": self._run}
         text = "Bytes used of the broker's store, by all runs."
         families.gauge("jetstream_store_bytes", text, run, broker.store_bytes)
         if broker.store_limit_bytes is not None:
-            families.gauge("jetstream_store_limit_bytes", "Bytes that it may use.", run, broker.store_limit_bytes)
+            families.gauge(
+                "jetstream_store_limit_bytes",
+                "Bytes that it may use.",
+                run,
+                broker.store_limit_bytes,
+            )
         text = "1 for the state that the operator wants for the run, 0 for the others."
         for state in ("running", "paused", "draining", "stopped"):
-            families.gauge("run_desired", text, {**run, "state": state}, float(broker.desired == state))
+            families.gauge(
+                "run_desired", text, {**run, "state": state}, float(broker.desired == state)
+            )
         if broker.spec is not None:
             train = broker.spec.config.get("train") or {}
             families.gauge("run_epoch", "Incarnation of the learner.", run, broker.spec.epoch)
-            for key, text in (("steps", "Steps to train."), ("max_staleness", "Versions that a token may lag behind.")):
+            for key, text in (
+                ("steps", "Steps to train."),
+                ("max_staleness", "Versions that a token may lag behind."),
+            ):
                 if isinstance(value := train.get(key), int | float):
                     families.gauge(f"run_{key}", text, run, value)
         if broker.offer is not None:
-            families.gauge("weights_offer_version", "Policy version on offer.", run, broker.offer.version)
+            families.gauge(
+                "weights_offer_version", "Policy version on offer.", run, broker.offer.version
+            )
             families.gauge("weights_offer_epoch", "Epoch of the offer.", run, broker.offer.epoch)
-            families.gauge("weights_offer_bytes", "Bytes of the offered weights.", run, broker.offer.size_bytes)
+            families.gauge(
+                "weights_offer_bytes", "Bytes of the offered weights.", run, broker.offer.size_bytes
+            )

@@ -1,4 +1,6 @@
-"""Follows a run through its broker, and serves what it sees; a broker or a process that dies does not end it."""
+"""Follows a run through its broker, and serves what it sees; a broker or a process that dies does
+not end it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,17 @@ from typing import Any, Final
 
 from broker.contract import wire
 from broker.contract.permissions import OBSERVER, OPERATOR
-from broker.contract.streams import CONTROL, DEAD, METRICS, ROLES, RUNS, STREAMS, WEIGHTS, Stream, StreamKind
+from broker.contract.streams import (
+    CONTROL,
+    DEAD,
+    METRICS,
+    ROLES,
+    RUNS,
+    STREAMS,
+    WEIGHTS,
+    Stream,
+    StreamKind,
+)
 from broker.errors import LostState, UserError
 from broker.identity import tokens
 from broker.identity.login import Login
@@ -38,7 +50,8 @@ WAIT_S: Final = 1.0
 ANSWER_WITHIN_S: Final = 10.0
 STORED: Final = (StreamKind.WORK_QUEUE, StreamKind.LOG, StreamKind.LAST_VALUE, StreamKind.KV)
 NO_ANSWER: Final = (TimeoutError, Disconnected, LostState, ApiError)
-BEATS: Final = ("learner", "rollout")  # the others are known by their entries, at a twentieth of the messages
+# the others are known by their entries, at a twentieth of the messages
+BEATS: Final = ("learner", "rollout")
 
 
 async def export(options: argparse.Namespace, stop: Stop) -> None:
@@ -53,8 +66,11 @@ async def export(options: argparse.Namespace, stop: Stop) -> None:
     figures = RunFigures(run)
     serve_metrics(options, stop, figures)
     stop.health.set("starting", "waiting for a broker")
-    name, role = f"exporter-{os.getpid()}", OBSERVER if login is not None else OPERATOR
-    connecting = Bus.connect(url, run, name=name, role=role, login=login, deadline_s=options.connect_deadline)
+    name = f"exporter-{os.getpid()}"
+    role = OBSERVER if login is not None else OPERATOR
+    connecting = Bus.connect(
+        url, run, name=name, role=role, login=login, deadline_s=options.connect_deadline
+    )
     bus = await unless_stopped(stop, connecting)
     try:
         stop.health.joined()
@@ -91,15 +107,19 @@ async def _known(bus: Bus) -> Collection[str]:
 
 
 def _where(options: argparse.Namespace) -> tuple[str, str, Login | None]:
-    """Return the run's name, the address of its broker, and the login of an observer's token, if there is one.
+    """Return the run's name, the address of its broker, and the login of an observer's token, if
+    there is one.
 
     Raises:
-        UserError: if the run has no folder here and ``--broker`` is not given, or the token cannot be used.
+        UserError: if the run has no folder here and ``--broker`` is not given, or the token cannot
+            be used.
     """
     if options.join is not None:
         made = tokens.read(options.join, OBSERVER)
         if options.run_name != made.run:
-            raise UserError(f"exporter {options.run_name}: the token {options.join} is for run {made.run}")
+            raise UserError(
+                f"exporter {options.run_name}: the token {options.join} is for run {made.run}"
+            )
         return made.run, made.broker, made.login
     try:
         place = find_run(options.run_name, options.dir)
@@ -182,8 +202,11 @@ async def ask_broker(bus: Bus) -> BrokerFigures:
     details = {DEAD.name: {"subjects_filter": DEAD.all_subjects(bus.run)}}
     infos = await asyncio.gather(*(bus.info(stream, details.get(stream.name)) for stream in stored))
     states = {stream.name: info["state"] for stream, info in zip(stored, infos, strict=True)}
-    queues = await asyncio.gather(*(_queues(bus, one) for one in stored if one.kind is StreamKind.WORK_QUEUE))
-    spec, desired = await bus.key_value(RUNS).get(bus.run), await bus.key_value(CONTROL).get(bus.run)
+    queues = await asyncio.gather(
+        *(_queues(bus, one) for one in stored if one.kind is StreamKind.WORK_QUEUE)
+    )
+    spec = await bus.key_value(RUNS).get(bus.run)
+    desired = await bus.key_value(CONTROL).get(bus.run)
     config = spec[0].config if spec is not None and isinstance(spec[0], wire.RunSpec) else {}
     replicas = int(infos[0]["config"].get("num_replicas", 1))
     used, limit = replica_usage(await ask(bus.link, "INFO"), replicas)
@@ -197,7 +220,9 @@ async def ask_broker(bus: Bus) -> BrokerFigures:
         dead=_dead_letters(states[DEAD.name]),
         store_bytes=used,
         store_limit_bytes=limit,
-        desired=desired[0].state if desired is not None and isinstance(desired[0], wire.DesiredState) else "running",
+        desired=desired[0].state
+        if desired is not None and isinstance(desired[0], wire.DesiredState)
+        else "running",
         spec=spec[0] if spec is not None and isinstance(spec[0], wire.RunSpec) else None,
         offer=await _offer(bus, int(states[WEIGHTS.name]["last_seq"])),
     )
@@ -205,8 +230,15 @@ async def ask_broker(bus: Bus) -> BrokerFigures:
 
 def _dead_letters(state: dict[str, Any]) -> dict[str, int]:
     """Return the dead letters by stream, 0 for a queue or log without any."""
-    sources = [one.name for one in STREAMS if one.kind in (StreamKind.WORK_QUEUE, StreamKind.LOG) and one.messages]
-    found = {subject.rpartition(".")[2]: int(count) for subject, count in (state.get("subjects") or {}).items()}
+    sources = [
+        one.name
+        for one in STREAMS
+        if one.kind in (StreamKind.WORK_QUEUE, StreamKind.LOG) and one.messages
+    ]
+    found = {
+        subject.rpartition(".")[2]: int(count)
+        for subject, count in (state.get("subjects") or {}).items()
+    }
     return dict.fromkeys(sources, 0) | found
 
 
@@ -233,4 +265,8 @@ async def _offer(bus: Bus, last: int) -> wire.WeightsOffer | None:
 
 
 def _why(error: Exception) -> str:
-    return "its broker does not answer" if isinstance(error, TimeoutError | Disconnected) else str(error)
+    return (
+        "its broker does not answer"
+        if isinstance(error, TimeoutError | Disconnected)
+        else str(error)
+    )

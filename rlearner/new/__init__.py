@@ -1,1 +1,3 @@
-"""``rlearner new``: a project folder with a configuration, an environment, a reward and their tests."""
+"""``rlearner new``: a project folder with a configuration, an environment, a reward and their
+tests.
+"""

@@ -46,15 +46,31 @@ def run(options: argparse.Namespace) -> int:
         folder.mkdir()
         files = write_project(folder, name)
     except FileExistsError:
-        raise UserError(f"{name}: exists already, and nothing is overwritten; choose another name") from None
+        raise UserError(
+            f"{name}: exists already, and nothing is overwritten; choose another name"
+        ) from None
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)  # it was not there before
         raise UserError(f"{name}: {error.strerror}") from None
-    steps = [f"cd {shlex.quote(name)}", f"rlearner check {name}.yaml", "pytest", f"rlearner up {name}.yaml"]
+    steps = [
+        f"cd {shlex.quote(name)}",
+        f"rlearner check {name}.yaml",
+        "pytest",
+        f"rlearner up {name}.yaml",
+    ]
     if options.json:
         print(visible_json({"folder": str(folder.absolute()), "files": files, "next": steps}))
     else:
-        print("\n".join([f"wrote {folder}/: {', '.join(files)}", "", "next:", *(f"  {step}" for step in steps)]))
+        print(
+            "\n".join(
+                [
+                    f"wrote {folder}/: {', '.join(files)}",
+                    "",
+                    "next:",
+                    *(f"  {step}" for step in steps),
+                ]
+            )
+        )
     return 0
 
 

@@ -1,4 +1,6 @@
-"""``rlearner advise``: prints what limits a run, and what changes would bring, from the run's folder."""
+"""``rlearner advise``: prints what limits a run, and what changes would bring, from the run's
+folder.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,16 @@ async def advise_run(options: argparse.Namespace) -> int:
     if damaged := damage(metrics):
         print(f"warning: {damaged}", file=sys.stderr)
     train = place.config.get("train") or {}
-    parse("train", {name: train[name] for name in READ if name in train}, TrainSection)  # it may be damaged since
+    # it may be damaged since
+    parse("train", {name: train[name] for name in READ if name in train}, TrainSection)
     try:
         run = fit(read_lines(metrics), place.config)
     except NotFitted as error:
         raise UserError(f"run {place.name}: {error}") from None
     except (KeyError, TypeError) as error:
-        raise UserError(f"{place.folder / 'config.yaml'}: does not hold all settings of a run ({error})") from None
+        raise UserError(
+            f"{place.folder / 'config.yaml'}: does not hold all settings of a run ({error})"
+        ) from None
     if wanted is None:
         advice = advice_of(run)
         found = advice.plain() | {"desired_servers": desired_servers(run.model)}
@@ -50,7 +55,9 @@ async def advise_run(options: argparse.Namespace) -> int:
         lines = comparison(found)
     head = f"run {place.name}, steps {run.steps[0]} to {run.steps[1]}: {run.samples_per_s:.1f} samples/s"
     print(
-        json.dumps({"run": place.name} | found) if options.json else visible("\n".join([head, *lines]), newlines=True)
+        json.dumps({"run": place.name} | found)
+        if options.json
+        else visible("\n".join([head, *lines]), newlines=True)
     )
     return 0
 
@@ -59,14 +66,20 @@ def table(run: FittedRun, advice: Advice, desired: int) -> list[str]:
     """Return the lines of the table."""
     lines = [f"bottleneck: {advice.line}", "", "stage        in use   twice as fast, or as much"]
     lines += [
-        f"{stage:11}  {_share(advice.busy.get(stage)):>6}   {_percent(advice.relief[stage]):>7}" for stage in STAGES
+        f"{stage:11}  {_share(advice.busy.get(stage)):>6}   {_percent(advice.relief[stage]):>7}"
+        for stage in STAGES
     ]
     width = max(len(change.text) for change in advice.changes)
     lines += ["", f"{'change':{width}}  samples/s     gain"]
     for change in advice.changes:
-        lines.append(f"{change.text:{width}}  {change.samples_per_s:9.1f}  {_percent(change.gain):>7}")
+        lines.append(
+            f"{change.text:{width}}  {change.samples_per_s:9.1f}  {_percent(change.gain):>7}"
+        )
     servers = "1 server reaches" if desired == 1 else f"{desired} servers reach"
-    lines += ["", f"{servers} 95 % of what any number of servers of this speed can; the run has {run.model.servers:g}."]
+    lines += [
+        "",
+        f"{servers} 95 % of what any number of servers of this speed can; the run has {run.model.servers:g}.",
+    ]
     lines.append(f"The model explains {1 / run.explained:.0%} of a step's time.".replace("%", " %"))
     return lines
 
@@ -75,9 +88,12 @@ def simulated(run: FittedRun, wanted: Mapping[str, float]) -> dict[str, Any]:
     """Return the present and the changed run, side by side."""
     then = predict(run, wanted)
     after = changes.apply(run.model, wanted)
-    advice = advice_of(FittedRun(after, then.samples_per_s, run.step_s, {}, run.explained, run.steps))
+    advice = advice_of(
+        FittedRun(after, then.samples_per_s, run.step_s, {}, run.explained, run.steps)
+    )
     return {
-        "now": {name: changes.KEYS[name].now(run.model) for name in wanted} | {"samples_per_s": run.samples_per_s},
+        "now": {name: changes.KEYS[name].now(run.model) for name in wanted}
+        | {"samples_per_s": run.samples_per_s},
         "then": dict(wanted) | {"samples_per_s": then.samples_per_s},
         "gain": then.gain,
         "bottleneck_now": advice_of(run).bottleneck,
@@ -88,11 +104,16 @@ def simulated(run: FittedRun, wanted: Mapping[str, float]) -> dict[str, Any]:
 
 def comparison(found: Mapping[str, Any]) -> list[str]:
     """Return the lines of the comparison."""
-    now, then = found["now"], found["then"]
+    now = found["now"]
+    then = found["then"]
     lines = [f"{'':22}  {'now':>9}  {'then':>9}"]
-    lines += [f"{name:22}  {now[name]:9g}  {then[name]:9g}" for name in now if name != "samples_per_s"]
+    lines += [
+        f"{name:22}  {now[name]:9g}  {then[name]:9g}" for name in now if name != "samples_per_s"
+    ]
     gain = _percent(found["gain"])
-    lines.append(f"{'samples/s':22}  {now['samples_per_s']:9.1f}  {then['samples_per_s']:9.1f}  {gain}")
+    lines.append(
+        f"{'samples/s':22}  {now['samples_per_s']:9.1f}  {then['samples_per_s']:9.1f}  {gain}"
+    )
     names: Sequence[str] = [found[f"bottleneck_{when}"] or "none" for when in ("now", "then")]
     return [*lines, f"{'bottleneck':22}  {names[0]:>9}  {names[1]:>9}"]
 

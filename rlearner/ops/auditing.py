@@ -52,11 +52,13 @@ async def read_log(bus: Bus) -> tuple[int, list[AuditedRecord]]:
 
 
 async def _read_log(bus: Bus) -> tuple[int, list[AuditedRecord]]:
-    first, last = await bus.first_seq(SAMPLES), await bus.last_seq(SAMPLES)
+    first = await bus.first_seq(SAMPLES)
+    last = await bus.last_seq(SAMPLES)
     found: list[AuditedRecord] = []
     if first > last:
         return first, found
-    async with aclosing(bus.read_log(SAMPLES, first, wanted=lambda _: False)) as records:  # parts may be deleted first
+    # parts may be deleted first
+    async with aclosing(bus.read_log(SAMPLES, first, wanted=lambda _: False)) as records:
         while not found or found[-1].seq < last:
             try:
                 async with asyncio.timeout(SILENCE_S):
@@ -72,7 +74,17 @@ def _print(report: AuditReport, run: str, *, as_json: bool) -> None:
         print(json.dumps(figures))
         return
     print(f"run {run}")
-    for name in ("tickets", "trained", "filtered", "dropped", "dead", "open", "lost", "trained_twice", "not_archived"):
+    for name in (
+        "tickets",
+        "trained",
+        "filtered",
+        "dropped",
+        "dead",
+        "open",
+        "lost",
+        "trained_twice",
+        "not_archived",
+    ):
         print(f"  {name:14}{figures[name]}")
     for note in report.notes:
         print(visible(f"  {note}"))

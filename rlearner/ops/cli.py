@@ -30,21 +30,35 @@ def add_parsers(subparsers: Any) -> None:
     text = "show one group's trajectories by turn, with reward, logprob and version"
     show = _add(subparsers, "show", text, "showing:show_run")
     show.add_argument("group", metavar="GROUP", type=natural, help="number of the ticket")
-    show.add_argument("--episode", metavar="N", type=natural, default=None, help="only this episode, counted from 0")
+    show.add_argument(
+        "--episode",
+        metavar="N",
+        type=natural,
+        default=None,
+        help="only this episode, counted from 0",
+    )
     show.add_argument("--tokens", action="store_true", help="one line for each sampled token")
     text = "train again from the archive of a run (samples.keep) and compare; exit code 1 if anything differs"
     replay = _add(subparsers, "replay", text, "replaying:replay_run", broker=False)
     text = "start from the checkpoint of this step, which must still exist; 0: from the beginning"
-    replay.add_argument("--from", dest="first", metavar="STEP", type=natural, required=True, help=text)
-    replay.add_argument("--to", dest="last", metavar="STEP", type=natural, required=True, help="last step to train")
+    replay.add_argument(
+        "--from", dest="first", metavar="STEP", type=natural, required=True, help=text
+    )
+    replay.add_argument(
+        "--to", dest="last", metavar="STEP", type=natural, required=True, help="last step to train"
+    )
     text = "write configuration, metrics and last checkpoint there (RUN-replay-N if overridden)"
     replay.add_argument("--out", metavar="FOLDER", help=text)
     text = "train on the same data with other settings, for example train.lr=1e-5"
     replay.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
     text = "write the model of a checkpoint as Hugging Face safetensors, without loading it whole"
     export = _add(subparsers, "export", text, "exporting:export_run", broker=False)
-    export.add_argument("--step", metavar="STEP", type=natural, help="step of the checkpoint (default: the newest)")
-    export.add_argument("--out", metavar="FOLDER", help="a new folder (exported/step-STEP in the run's folder)")
+    export.add_argument(
+        "--step", metavar="STEP", type=natural, help="step of the checkpoint (default: the newest)"
+    )
+    export.add_argument(
+        "--out", metavar="FOLDER", help="a new folder (exported/step-STEP in the run's folder)"
+    )
     text = "largest file, unless one weight is larger (%(default)s)"
     export.add_argument("--max-shard-gib", metavar="GIB", type=positive, default=5.0, help=text)
     _add(subparsers, "status", "show the state of a run on one screen", "status:show_status")
@@ -72,7 +86,9 @@ def add_parsers(subparsers: Any) -> None:
     }
     for name, text in texts.items():
         now = _add(subparsers, name, text, "learner_requests:request_now")
-        now.add_argument("--no-wait", action="store_true", help="return once the learner has answered")
+        now.add_argument(
+            "--no-wait", action="store_true", help="return once the learner has answered"
+        )
         text = "stop waiting after (%(default)s); the learner goes on"
         now.add_argument("--timeout", type=positive, default=3600.0, metavar="SECONDS", help=text)
     texts = {
@@ -87,15 +103,26 @@ def add_parsers(subparsers: Any) -> None:
 
 
 def _add_log_options(parser: argparse.ArgumentParser) -> None:
-    text = "only these, for example learner, envhub or broker, or the id of a process elsewhere (all)"
+    text = (
+        "only these, for example learner, envhub or broker, or the id of a process elsewhere (all)"
+    )
     parser.add_argument("roles", nargs="*", default=[], metavar="ROLE", help=text)
-    parser.add_argument("-f", "--follow", action="store_true", help="go on with new entries until Ctrl-C")
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="go on with new entries until Ctrl-C"
+    )
     text = "only the last N entries (all; 20 with --follow)"
     parser.add_argument("-n", "--lines", type=natural, metavar="N", help=text)
     text = "from this time on: 90s, 10m, 2h or 1d ago, or 14:30, or '2026-11-25 14:30'"
     parser.add_argument("--since", type=_since, default=0.0, metavar="TIME", help=text)
     text = "lowest level shown: DEBUG, INFO, WARNING or ERROR (%(default)s)"
-    parser.add_argument("--level", type=str.upper, choices=LEVELS[:-1], default=LEVELS[0], metavar="LEVEL", help=text)
+    parser.add_argument(
+        "--level",
+        type=str.upper,
+        choices=LEVELS[:-1],
+        default=LEVELS[0],
+        metavar="LEVEL",
+        help=text,
+    )
 
 
 def _add_invitations(subparsers: Any) -> None:
@@ -113,14 +140,20 @@ def _add_invitations(subparsers: Any) -> None:
         add_json(parser)
         parser.set_defaults(run=lambda options, name=name: _run(f"invitations:{name}", options))
     add = parsers["invite"].add_argument
-    add("role", choices=INVITED, help="what the token's processes do; observer: `rlearner exporter`, which only reads")
+    add(
+        "role",
+        choices=INVITED,
+        help="what the token's processes do; observer: `rlearner exporter`, which only reads",
+    )
     add("--run", dest="run_name", metavar="NAME", required=True, help="the run")
     add("--out", metavar="FILE", required=True, help="a new file, which only you can read")
     text = "until the broker refuses it, for example 30m, 24h or 7d (%(default)s)"
     add("--expires", type=_duration, default="24h", metavar="TIME", help=text)
     add("--name", default="", help="by which it can be revoked (generated)")
     text = "from now, for example 30m, 24h or 7d (%(default)s)"
-    parsers["renew"].add_argument("--expires", type=_duration, default="24h", metavar="TIME", help=text)
+    parsers["renew"].add_argument(
+        "--expires", type=_duration, default="24h", metavar="TIME", help=text
+    )
     for name in ("renew", "revoke"):
         parsers[name].add_argument("name", metavar="NAME", help="as `rlearner invited` shows it")
 
@@ -143,15 +176,28 @@ def _add_api_keys(subparsers: Any) -> None:
         parser.set_defaults(run=lambda options, body=body: _run(f"http_keys:{body}", options))
     add = parsers["create"].add_argument
     add("name", metavar="NAME", help="by which logs show it and it can be revoked")
-    add("--out", metavar="FILE", required=True, help="a new file for the key, which only you can read")
+    add(
+        "--out",
+        metavar="FILE",
+        required=True,
+        help="a new file for the key, which only you can read",
+    )
     text = "until servers refuse it, for example 12h or 90d (%(default)s)"
     add("--expires", type=_duration, default="30d", metavar="TIME", help=text)
     text = "requests per minute to each server (no limit)"
     add("--requests-per-minute", type=count, default=0, metavar="N", help=text)
     text = "tokens of prompts and answers per minute and server (no limit)"
     add("--tokens-per-minute", type=count, default=0, metavar="N", help=text)
-    add("--concurrent", type=count, default=0, metavar="N", help="requests at once to each server (no limit)")
-    parsers["revoke"].add_argument("name", metavar="NAME", help="as `rlearner api-key list` shows it")
+    add(
+        "--concurrent",
+        type=count,
+        default=0,
+        metavar="N",
+        help="requests at once to each server (no limit)",
+    )
+    parsers["revoke"].add_argument(
+        "name", metavar="NAME", help="as `rlearner api-key list` shows it"
+    )
 
 
 def _duration(text: str) -> float:
@@ -168,7 +214,9 @@ def _since(text: str) -> float:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _add(subparsers: Any, name: str, text: str, body: str, *, broker: bool = True) -> argparse.ArgumentParser:
+def _add(
+    subparsers: Any, name: str, text: str, body: str, *, broker: bool = True
+) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(name, help=text, description=text)
     add_run_options(parser)
     add_json(parser)

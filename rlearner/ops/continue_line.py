@@ -17,7 +17,9 @@ from learner.run_folder import noted_epoch, noted_holder, private_addresses
 
 @contextmanager
 def continue_line_at_exit(config: dict[str, Any], broker: str) -> Iterator[None]:
-    """Print the command when the block ends, unless it fails while another learner, or none, holds the run."""
+    """Print the command when the block ends, unless it fails while another learner, or none, holds
+    the run.
+    """
     folder = Path(config["run"]["dir"]) / config["run"]["name"]
     refused = False
     try:
@@ -39,7 +41,11 @@ def continue_line(config: dict[str, Any], broker: str = "") -> str:
     if not noted_epoch(folder):
         return ""
     by_hand = broker and broker not in private_addresses(folder)
-    command = ["start", str(folder), "--broker", without_passwords(broker)] if by_hand else ["up", str(folder)]
+    command = (
+        ["start", str(folder), "--broker", without_passwords(broker)]
+        if by_hand
+        else ["up", str(folder)]
+    )
     made = checkpoint.newest_checkpoint(folder / "checkpoints")
     if made is not None and made.step >= config["train"]["steps"]:
         command.append(f"train.steps={2 * made.step}")

@@ -1,4 +1,6 @@
-"""``rlearner pause``, ``resume``, ``drain``, ``stop``: sets the state that a run's processes follow."""
+"""``rlearner pause``, ``resume``, ``drain``, ``stop``: sets the state that a run's processes
+follow.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,21 @@ from broker.runtime.presence import census
 from broker.system.visible_text import visible, visible_json
 from learner.run_folder import broker_address, find_run
 
-STATES: Final[dict[str, State]] = {"pause": "paused", "resume": "running", "drain": "draining", "stop": "stopped"}
+STATES: Final[dict[str, State]] = {
+    "pause": "paused",
+    "resume": "running",
+    "drain": "draining",
+    "stop": "stopped",
+}
 
 
 async def set_state(options: argparse.Namespace) -> int:
     """Publish the desired state and return the exit code."""
     run, url = _target(options)
     state = STATES[options.command]
-    bus = await Bus.connect(url, run, name=f"operator-{os.getpid()}", deadline_s=options.connect_deadline)
+    bus = await Bus.connect(
+        url, run, name=f"operator-{os.getpid()}", deadline_s=options.connect_deadline
+    )
     try:
         await set_desired(bus, run, state, options.reason)
         is_drain = options.command == "drain"
@@ -43,7 +52,9 @@ async def set_state(options: argparse.Namespace) -> int:
 
 
 def drain_actions(run: str, present: Sequence[wire.Presence]) -> list[tuple[str, str, str]]:
-    """Return role and id of each process of a draining run, and what it does: which exit, and which stay and why."""
+    """Return role and id of each process of a draining run, and what it does: which exit, and which
+    stay and why.
+    """
     found = []
     for one in present:
         match one.role:
@@ -65,5 +76,7 @@ def _target(options: argparse.Namespace) -> tuple[str, str]:
     except UserError:
         if "/" in options.run_name:
             raise
-        return options.run_name, broker_address(options.broker, Path(options.dir) / options.run_name)
+        return options.run_name, broker_address(
+            options.broker, Path(options.dir) / options.run_name
+        )
     return place.name, broker_address(options.broker, place.folder)

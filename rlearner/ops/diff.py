@@ -45,8 +45,9 @@ async def diff_runs(options: argparse.Namespace) -> int:
 def compared(first: RunPlace, second: RunPlace) -> dict[str, Any]:
     """Return the differences, each as a pair, and the figures of both runs.
 
-    ``settings``, ``versions``, ``code``, ``data`` and ``model`` have what differs by its name, ``same`` how many of
-    each do not; ``not_recorded`` names runs of earlier versions, of which only the settings and figures are known.
+    ``settings``, ``versions``, ``code``, ``data`` and ``model`` have what differs by its name,
+    ``same`` how many of each do not; ``not_recorded`` names runs of earlier versions, of which only
+    the settings and figures are known.
     """
     sides = [_side(place) for place in (first, second)]
     found: dict[str, Any] = {"runs": [side["run"] for side in sides], "same": {}}
@@ -64,7 +65,11 @@ def _side(place: RunPlace) -> dict[str, Any]:
     """Return what is compared of one run."""
     rows = read_lines(place.folder / "metrics.jsonl")
     starts = read_starts(place.folder)
-    figures = {name: value for name, value in (rows[-1] if rows else {}).items() if name not in ("step", "time")}
+    figures = {
+        name: value
+        for name, value in (rows[-1] if rows else {}).items()
+        if name not in ("step", "time")
+    }
     for row in rows:  # the newest evaluation, which not every step has
         figures |= {name: value for name, value in row.items() if name.startswith("eval/")}
     try:
@@ -75,10 +80,17 @@ def _side(place: RunPlace) -> dict[str, Any]:
     recorded: dict[str, Any] = starts[-1] if starts else {}
     side: dict[str, Any] = {name: dict(recorded.get(name) or {}) for name in RECORDED}
     if made is not None and starts:
-        side["model"]["checkpoint"] = f"step {made.step}, {_digest([part.digest for part in made.parts])}"
+        side["model"]["checkpoint"] = (
+            f"step {made.step}, {_digest([part.digest for part in made.parts])}"
+        )
     settings = {name: value for name, value in flatten(place.config).items() if name not in PLACE}
     run = {"name": place.name, "folder": str(place.folder), "step": step, "starts": len(starts)}
-    return side | {"run": run, "settings": settings, "figures": figures, "is_recorded": bool(starts)}
+    return side | {
+        "run": run,
+        "settings": settings,
+        "figures": figures,
+        "is_recorded": bool(starts),
+    }
 
 
 def _digest(parts: list[str]) -> str:
@@ -100,13 +112,19 @@ def text_of(found: Mapping[str, Any], width: int = 0) -> Iterator[str]:
     for title in ("settings", *RECORDED):
         rows += [(title, "", "", "")] * bool(found[title])
         pairs = _without_lone_domains(found[title]) if title == "settings" else found[title]
-        rows += [(f"  {name}", _value(pair[0]), _value(pair[1]), "") for name, pair in pairs.items()]
+        rows += [
+            (f"  {name}", _value(pair[0]), _value(pair[1]), "") for name, pair in pairs.items()
+        ]
     steps = [run["step"] for run in found["runs"]]
     rows.append(("figures", f"at step {steps[0]}", f"at step {steps[1]}", ""))
     for name in FIGURES:
         if name in found["figures"]:
             one, other = found["figures"][name]
-            change = f"{other - one:+.4g}" if isinstance(one, int | float) and isinstance(other, int | float) else ""
+            change = (
+                f"{other - one:+.4g}"
+                if isinstance(one, int | float) and isinstance(other, int | float)
+                else ""
+            )
             rows.append((f"  {name}", _value(one), _value(other), change))
     yield from _aligned(rows, width)
     same = ", ".join(f"{count} {name}" for name, count in found["same"].items() if count)
@@ -117,8 +135,14 @@ def text_of(found: Mapping[str, Any], width: int = 0) -> Iterator[str]:
 
 
 def _without_lone_domains(settings: Mapping[str, Pair]) -> dict[str, Pair]:
-    """Return the settings with one line for each domain that only one of the runs has: its environment."""
-    lone = {name.removesuffix("env") for name, pair in settings.items() if _is_domain(name) and None in pair}
+    """Return the settings with one line for each domain that only one of the runs has: its
+    environment.
+    """
+    lone = {
+        name.removesuffix("env")
+        for name, pair in settings.items()
+        if _is_domain(name) and None in pair
+    }
     return {
         name: pair
         for name, pair in settings.items()
@@ -138,7 +162,11 @@ def _value(value: Any) -> str:
         return f"{value:.4g}" if abs(value) >= 1e-4 or not value else f"{value:g}"
     if isinstance(value, str):
         return value or "''"
-    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
+    return (
+        yaml.safe_dump(value, default_flow_style=True, width=10**6)
+        .removesuffix("\n")
+        .removesuffix("\n...")
+    )
 
 
 def _aligned(rows: list[tuple[str, str, str, str]], width: int) -> Iterator[str]:
@@ -148,7 +176,9 @@ def _aligned(rows: list[tuple[str, str, str, str]], width: int) -> Iterator[str]
         room = max(LEAST_WIDTH, (width - columns[0] - columns[3] - 6) // 2)
         columns[1:3] = [min(columns[1], room), min(columns[2], room)]
     for row in rows:
-        cells = [_cut(cell, column).ljust(column) for cell, column in zip(row, columns, strict=True)]
+        cells = [
+            _cut(cell, column).ljust(column) for cell, column in zip(row, columns, strict=True)
+        ]
         yield "  ".join(cells).rstrip()
 
 

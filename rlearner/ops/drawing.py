@@ -35,13 +35,20 @@ async def draw_run(options: argparse.Namespace) -> int:
 
 
 def baselines(lines: list[Row]) -> dict[str, float]:
-    """Return the success rates of the other evaluated policies, ``eval/<policy>/success_rate``, by policy."""
+    """Return the success rates of the other evaluated policies, ``eval/<policy>/success_rate``, by
+    policy.
+    """
     named = [(name.split("/"), value) for line in lines for name, value in line.items()]
-    return {parts[1]: value for parts, value in named if parts[0] == "eval" and parts[2:] == ["success_rate"]}
+    return {
+        parts[1]: value
+        for parts, value in named
+        if parts[0] == "eval" and parts[2:] == ["success_rate"]
+    }
 
 
 def draw_rewards(run: str, lines: list[Row], out: Path) -> Path | None:
-    """Draw reward above and success rates below, by optimizer step; with several domains a thin curve for each.
+    """Draw reward above and success rates below, by optimizer step; with several domains a thin
+    curve for each.
 
     Return ``out``, or None if there is nothing to draw.
     """
@@ -56,7 +63,14 @@ def draw_rewards(run: str, lines: list[Row], out: Path) -> Path | None:
     figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6.5))
     _plot(above, curve(lines, "reward/mean"), "training", color="tab:gray", linewidth=2)
     _plot(below, curve(lines, "env/success_rate"), "training", color="tab:blue", linewidth=2)
-    _plot(below, curve(lines, "eval/success_rate"), "held-out tasks", color="tab:green", linewidth=2, marker="o")
+    _plot(
+        below,
+        curve(lines, "eval/success_rate"),
+        "held-out tasks",
+        color="tab:green",
+        linewidth=2,
+        marker="o",
+    )
     names = domains_of(lines)
     for name in names if len(names) > 1 else []:
         _plot(above, curve(lines, f"reward/{name}/mean"), name, linewidth=1)
@@ -64,7 +78,9 @@ def draw_rewards(run: str, lines: list[Row], out: Path) -> Path | None:
         rates = curve(lines, f"eval/domain/{name}/success_rate")
         _plot(below, rates, f"held-out tasks, {name}", linewidth=1, marker=".")
     for name, value in baselines(lines).items():
-        below.axhline(value, linestyle="--", color="tab:red", label=f"{name} engine, held-out tasks")
+        below.axhline(
+            value, linestyle="--", color="tab:red", label=f"{name} engine, held-out tasks"
+        )
     above.set_title(run)
     above.set_ylabel("reward")
     below.set_ylabel("success rate")
@@ -82,10 +98,14 @@ def draw_rewards(run: str, lines: list[Row], out: Path) -> Path | None:
 
 
 def curve(lines: list[Row], name: str) -> tuple[list[int], list[float]]:
-    """Return steps and values of one metric, where it has any; an evaluation counts at the step that it measured."""
+    """Return steps and values of one metric, where it has any; an evaluation counts at the step
+    that it measured.
+    """
     own = [line for line in lines if name in line]
     key = "eval/step" if name.startswith("eval/") else "step"
-    return [int(line[key] if key in line else line["step"]) for line in own], [line[name] for line in own]
+    return [int(line[key] if key in line else line["step"]) for line in own], [
+        line[name] for line in own
+    ]
 
 
 def domains_of(lines: list[Row]) -> list[str]:
@@ -100,23 +120,35 @@ def _plot(axes: Any, points: tuple[list[int], list[float]], label: str, **style:
 
 
 def pick_task(before: list[Row], after: list[Row]) -> tuple[Row, Row] | None:
-    """Return the same task before and after, preferably one that was failed at first and solved later."""
+    """Return the same task before and after, preferably one that was failed at first and solved
+    later.
+    """
     later = {(row["domain"], row["task_index"]): row for row in after if row.get("frames")}
     earlier = [((row["domain"], row["task_index"]), row) for row in before if row.get("frames")]
     pairs = [(row, later[task]) for task, row in earlier if task in later]
-    learned = [(first, last) for first, last in pairs if not first["success"][0] and last["success"][0]]
+    learned = [
+        (first, last) for first, last in pairs if not first["success"][0] and last["success"][0]
+    ]
     longest = max(learned, key=lambda pair: len(pair[1]["frames"]), default=None)
     return longest or (pairs[0] if pairs else None)
 
 
 def render_before_and_after(folder: Path) -> list[Path]:
-    """Render ``before.gif`` and ``after.gif`` with ``envhub render``; neither for environments without pictures."""
+    """Render ``before.gif`` and ``after.gif`` with ``envhub render``; neither for environments
+    without pictures.
+    """
     evaluations = sorted((folder / "evals").glob("actor-step-*.jsonl"))
-    pair = pick_task(read_lines(evaluations[0]), read_lines(evaluations[-1])) if len(evaluations) > 1 else None
+    pair = (
+        pick_task(read_lines(evaluations[0]), read_lines(evaluations[-1]))
+        if len(evaluations) > 1
+        else None
+    )
     if pair is None:
         return []
     made = []
-    for name, row, file in zip(("before", "after"), pair, (evaluations[0], evaluations[-1]), strict=True):
+    for name, row, file in zip(
+        ("before", "after"), pair, (evaluations[0], evaluations[-1]), strict=True
+    ):
         out = folder / f"{name}.gif"
         try:
             render(folder, row, int(file.stem.rsplit("-", 1)[1]), out)

@@ -1,4 +1,6 @@
-"""``rlearner export``: writes the model of a checkpoint as sharded safetensors in Hugging Face format."""
+"""``rlearner export``: writes the model of a checkpoint as sharded safetensors in Hugging Face
+format.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ from pathlib import Path
 
 from broker.errors import UserError
 from broker.system.visible_text import visible_json
-from learner.checkpoints.checkpoint import Checkpoint, list_checkpoints, name_of, newest_checkpoint, read_checkpoint
+from learner.checkpoints.checkpoint import (
+    Checkpoint,
+    list_checkpoints,
+    name_of,
+    newest_checkpoint,
+    read_checkpoint,
+)
 from learner.checkpoints.export import export
 from learner.run_folder import find_run
 
@@ -31,5 +39,7 @@ async def export_run(options: argparse.Namespace) -> int:
 def _of_step(folder: Path, step: int) -> Checkpoint:
     paths = {path.name: path for path in list_checkpoints(folder)}
     if name_of(step) not in paths:
-        raise UserError(f"--step {step}: no such checkpoint is kept; there is {', '.join(paths) or 'none'}")
+        raise UserError(
+            f"--step {step}: no such checkpoint is kept; there is {', '.join(paths) or 'none'}"
+        )
     return read_checkpoint(paths[name_of(step)])

@@ -16,10 +16,12 @@ from learner.run_folder import noted_epoch
 def removed_on_failure(folder: Path) -> Iterator[None]:
     """Create a run's folder, and remove it if the block raises a UserError or leaves it empty.
 
-    Keep a folder that existed before, whose run a learner has held, or that the error message points into.
+    Keep a folder that existed before, whose run a learner has held, or that the error message
+    points into.
 
     Raises:
-        UserError: if the folder cannot be created, belongs to another user, or everyone could write to it.
+        UserError: if the folder cannot be created, belongs to another user, or everyone could write
+            to it.
     """
     made = _make(folder)
     try:
@@ -37,7 +39,9 @@ def removed_on_failure(folder: Path) -> Iterator[None]:
 
 
 def _make(folder: Path) -> list[Path]:
-    """Create the folder and return what was created, innermost first; if it exists, only keep it from other users."""
+    """Create the folder and return what was created, innermost first; if it exists, only keep it
+    from other users.
+    """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         with suppress(FileExistsError):

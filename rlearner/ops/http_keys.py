@@ -1,4 +1,6 @@
-"""``rlearner api-key create``, ``list`` and ``revoke``: who may use the HTTP API of this user's servers."""
+"""``rlearner api-key create``, ``list`` and ``revoke``: who may use the HTTP API of this user's
+servers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``rlearner invite``, ``invited``, ``renew`` and ``revoke``: who joins a run from another host or as another user."""
+"""``rlearner invite``, ``invited``, ``renew`` and ``revoke``: who joins a run from another host or
+as another user.
+"""
 
 from __future__ import annotations
 
@@ -34,19 +36,30 @@ async def invite(options: argparse.Namespace) -> int:
         keys.revoke(next(user for user in keys.users() if user.name == made.name))
         raise
     until = time.strftime("%Y-%m-%d %H:%M", time.localtime(made.expires_at))
-    command = {"rollout": "rollout-server", OBSERVER: f"rlearner exporter {made.run}"}.get(options.role, options.role)
+    command = {"rollout": "rollout-server", OBSERVER: f"rlearner exporter {made.run}"}.get(
+        options.role, options.role
+    )
     if options.json:
         found = {"file": str(path), "role": made.role, "run": made.run, "name": made.name}
-        print(visible_json({**found, "expires_at": made.expires_at, "command": f"{command} --join {path}"}))
+        print(
+            visible_json(
+                {**found, "expires_at": made.expires_at, "command": f"{command} --join {path}"}
+            )
+        )
     else:
-        print(f"{path}: {made.role} {made.name} of run {made.run}, until {until}; use it: {command} --join {path}")
+        print(
+            f"{path}: {made.role} {made.name} of run {made.run}, until {until}; use it: {command} --join {path}"
+        )
     _remind(keys)
     return 0
 
 
 def _remind(keys: KeyFolder) -> None:
     if not keys.makes_keys:
-        print("it takes effect when your servers reload the new output of `broker permissions`", file=sys.stderr)
+        print(
+            "it takes effect when your servers reload the new output of `broker permissions`",
+            file=sys.stderr,
+        )
 
 
 async def invited(options: argparse.Namespace) -> int:
@@ -54,7 +67,11 @@ async def invited(options: argparse.Namespace) -> int:
     found = [user for user in keys_of(options.broker).users() if user.name]
     if options.json:
         names = ("name", "role", "run", "expires_at")
-        print(visible_json({"tokens": [{name: getattr(user, name) for name in names} for user in found]}))
+        print(
+            visible_json(
+                {"tokens": [{name: getattr(user, name) for name in names} for user in found]}
+            )
+        )
         return 0
     for user in found:
         until = time.strftime("%Y-%m-%d %H:%M", time.localtime(user.expires_at))
@@ -64,7 +81,8 @@ async def invited(options: argparse.Namespace) -> int:
 
 
 async def renew(options: argparse.Namespace) -> int:
-    """Let the broker accept a token for longer, also one that has expired; its file and its processes stay as they are.
+    """Let the broker accept a token for longer, also one that has expired; its file and its
+    processes stay as they are.
 
     Raises:
         UserError: if the broker has no token of that name.
@@ -76,7 +94,11 @@ async def renew(options: argparse.Namespace) -> int:
         raise UserError(f"the broker has no token {options.name!r}; there is {others}")
     until = time.strftime("%Y-%m-%d %H:%M", time.localtime(renewed.expires_at))
     text = f"{renewed.name}: the broker accepts it until {until}"
-    print(visible_json({"name": renewed.name, "expires_at": renewed.expires_at}) if options.json else text)
+    print(
+        visible_json({"name": renewed.name, "expires_at": renewed.expires_at})
+        if options.json
+        else text
+    )
     _remind(keys)
     return 0
 
@@ -95,6 +117,10 @@ async def revoke(options: argparse.Namespace) -> int:
     for user in found:
         keys.revoke(user)
     text = f"{options.name}: the broker refuses it{' from now on' if keys.makes_keys else ''}"
-    print(visible_json({"name": options.name, "revoked": True, "at_once": keys.makes_keys}) if options.json else text)
+    print(
+        visible_json({"name": options.name, "revoked": True, "at_once": keys.makes_keys})
+        if options.json
+        else text
+    )
     _remind(keys)
     return 0

@@ -1,4 +1,6 @@
-"""``rlearner checkpoint-now`` and ``eval-now``: asks the learner for something outside its schedule."""
+"""``rlearner checkpoint-now`` and ``eval-now``: asks the learner for something outside its
+schedule.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ async def ask_learner(bus: Bus, action: Action, step: int = -1) -> wire.Operator
     """
     message = wire.OperatorRequest(action=action, step=step)
     try:
-        reply = await request(bus, REQUESTS, ID, message, timeout_s=ANSWER_S, reply=wire.OperatorReply)
+        reply = await request(
+            bus, REQUESTS, ID, message, timeout_s=ANSWER_S, reply=wire.OperatorReply
+        )
     except RequestFailed as error:
         learners = [one for one in await census(bus, bus.run) if one.role == "learner"]
         state = f"its learner is {learners[0].state}" if learners else "no learner is running"
@@ -61,7 +65,8 @@ async def follow(bus: Bus, action: Action) -> AsyncGenerator[wire.OperatorReply,
     yield reply
     while reply.state != "done":
         await asyncio.sleep(POLL_S)
-        before, reply = reply, await ask_learner(bus, action, reply.step)
+        before = reply
+        reply = await ask_learner(bus, action, reply.step)
         if reply != before:
             yield reply
 
@@ -78,25 +83,39 @@ async def request_now(options: argparse.Namespace) -> int:
     url = broker_address(options.broker, Path(place.folder))
     deadline_s = options.connect_deadline
     try:
-        bus = await Bus.connect(url, place.name, name=f"operator-{os.getpid()}", deadline_s=deadline_s)
+        bus = await Bus.connect(
+            url, place.name, name=f"operator-{os.getpid()}", deadline_s=deadline_s
+        )
     except BrokerUnreachable:
         step = newest_line(place.folder / "metrics.jsonl").get("step", 0)
         if step < place.config["train"]["steps"]:
             raise
-        raise UserError(f"run {place.name} ended after its last step, {step}, and wrote a checkpoint of it") from None
+        raise UserError(
+            f"run {place.name} ended after its last step, {step}, and wrote a checkpoint of it"
+        ) from None
     try:
-        async with asyncio.timeout(None if options.no_wait else options.timeout), aclosing(follow(bus, action)) as each:
+        async with (
+            asyncio.timeout(None if options.no_wait else options.timeout),
+            aclosing(follow(bus, action)) as each,
+        ):
             async for reply in each:
                 _print(action, reply, as_json=options.json)
                 if options.no_wait:
                     break
     except TimeoutError:
-        raise UserError(f"not done after {options.timeout:g} s; the learner goes on with it") from None
+        raise UserError(
+            f"not done after {options.timeout:g} s; the learner goes on with it"
+        ) from None
     finally:
         await bus.close()
     return 0
 
 
 def _print(action: Action, reply: wire.OperatorReply, *, as_json: bool) -> None:
-    found: dict[str, Any] = {"action": action, "state": reply.state, "step": reply.step, "detail": reply.detail}
+    found: dict[str, Any] = {
+        "action": action,
+        "state": reply.state,
+        "step": reply.step,
+        "detail": reply.detail,
+    }
     print(json.dumps(found) if as_json else text_of(action, reply), flush=True)

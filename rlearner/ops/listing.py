@@ -25,10 +25,15 @@ from learner.reporting.metrics import newest_line
 from learner.run_folder import STORE, UP_LOCK, current_address, is_held, previous_broker
 from rlearner.ops.live_learners import ask_broker
 
-FINISHED, STOPPED, UNKNOWN, EVALUATION = "finished", "stopped", "broker away", "evaluation"
-TRAINING, UNREADABLE = "training", "unreadable"
+FINISHED = "finished"
+STOPPED = "stopped"
+UNKNOWN = "broker away"
+EVALUATION = "evaluation"
+TRAINING = "training"
+UNREADABLE = "unreadable"
 WIDE = 10_000  # columns of a file or a pipe, where nothing is cut
-LEFT = ("demos.log", "*.new")  # files that an ended run no longer needs; a finished one does not need its store either
+# files that an ended run no longer needs; a finished one does not need its store either
+LEFT = ("demos.log", "*.new")
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,8 @@ class RunSummary:
     """One row of the list.
 
     Attributes:
-        state: training, starting, finished, stopped, ``broker away`` (its broker does not answer, so it may train),
+        state: training, starting, finished, stopped, ``broker away`` (its broker does not answer,
+            so it may train),
         evaluation, unreadable.
         step: steps made, of ``steps``.
         size_bytes: size on disk.
@@ -138,19 +144,26 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def read_files(folder: Path, settings: Callable[[Path], dict[str, Any]] = read_settings) -> RunFiles:
+def read_files(
+    folder: Path, settings: Callable[[Path], dict[str, Any]] = read_settings
+) -> RunFiles:
     """Read the folder of a run."""
-    metrics, times = folder / "metrics.jsonl", [0.0]
+    metrics = folder / "metrics.jsonl"
+    times = [0.0]
     for path in (folder / "config.yaml", metrics):
         with suppress(OSError):
             times.append(path.stat().st_mtime)
-    return RunFiles(folder, settings(folder), newest_line(metrics), max(times), current_address(folder))
+    return RunFiles(
+        folder, settings(folder), newest_line(metrics), max(times), current_address(folder)
+    )
 
 
 async def look(folder: Path) -> RunSummary:
     """Return the row of a run, from its folder and, if it answers, its broker."""
     files = await asyncio.to_thread(read_files, folder)
-    learners, problem = await ask_broker(files.url, files.run) if files.url and files.run else ([], "")
+    learners, problem = (
+        await ask_broker(files.url, files.run) if files.url and files.run else ([], "")
+    )
     state = files.state(is_training=bool(learners), problem=problem)
     size = await asyncio.to_thread(_size, folder)
     steps = files.steps if state != UNREADABLE else 0
@@ -158,7 +171,9 @@ async def look(folder: Path) -> RunSummary:
 
 
 def _size(path: Path) -> int:
-    """Return the bytes on disk of a file or a folder, without files that are deleted while counting."""
+    """Return the bytes on disk of a file or a folder, without files that are deleted while
+    counting.
+    """
     total = 0
     for each in [path, *path.rglob("*")]:
         with suppress(FileNotFoundError):
@@ -169,10 +184,14 @@ def _size(path: Path) -> int:
 def _table(runs: list[RunSummary]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for title in ("run", "state", "steps", "size", "last change"):
-        table.add_column(title, justify="right" if title in ("steps", "size") else "left", no_wrap=True)
+        table.add_column(
+            title, justify="right" if title in ("steps", "size") else "left", no_wrap=True
+        )
     for run in runs:
         changed = f"{age(time.time() - run.changed)} ago"
-        table.add_row(run.name, run.state, f"{run.step}/{run.steps}", size_text(run.size_bytes), changed)
+        table.add_row(
+            run.name, run.state, f"{run.step}/{run.steps}", size_text(run.size_bytes), changed
+        )
     Console(width=None if sys.stdout.isatty() else WIDE).print(table)
 
 
@@ -190,11 +209,14 @@ def age(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-# ------------------------------------------------------------------------------------------------------- prune
+# -------------------------------------------------------------------------------------------------------
+# prune
 
 
 def removable(run: RunSummary) -> list[Path]:
-    """Return what can be deleted of a run that has ended: nothing that training, an audit or a replay needs."""
+    """Return what can be deleted of a run that has ended: nothing that training, an audit or a
+    replay needs.
+    """
     if run.state not in (FINISHED, STOPPED, EVALUATION):
         return []
     folder = Path(run.folder)
@@ -211,18 +233,26 @@ def _prune(runs: list[RunSummary], *, sure: bool, as_json: bool) -> None:
     """
     sizes = {run.folder: {path: _size(path) for path in removable(run)} for run in runs}
     if as_json:
-        files = [{"path": str(path), "size_bytes": size} for each in sizes.values() for path, size in each.items()]
+        files = [
+            {"path": str(path), "size_bytes": size}
+            for each in sizes.values()
+            for path, size in each.items()
+        ]
         if sure:
             _delete_all(runs, sizes)
         print(visible_json({"removable": files, "deleted": sure}))
         return
-    for path, size_bytes in ((path, size) for each in sizes.values() for path, size in each.items()):
+    for path, size_bytes in (
+        (path, size) for each in sizes.values() for path, size in each.items()
+    ):
         print(f"{path}  {size_text(size_bytes)}")
     total = size_text(sum(sum(each.values()) for each in sizes.values()))
     if not any(sizes.values()):
         print("nothing to delete")
         return
-    print(f"{total} in all; without its broker's store a finished run can be continued only with --rebase")
+    print(
+        f"{total} in all; without its broker's store a finished run can be continued only with --rebase"
+    )
     if not sure and not sys.stdin.isatty():
         raise UserError("--prune: needs a confirmation; add --yes, or run it in a terminal")
     if not sure and input("delete this? [y/N] ").strip().lower() not in ("y", "yes"):

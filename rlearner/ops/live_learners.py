@@ -17,13 +17,19 @@ from rlearner.doctor.broker_checks import read_server_info
 
 
 async def ask_broker(url: str, run: str) -> tuple[list[wire.Presence], str]:
-    """Return the run's live learners, and the broker's problem (``, which does not answer``), if any."""
+    """Return the run's live learners, and the broker's problem (``, which does not answer``), if
+    any.
+    """
     return (await ask_broker_of_runs(url, [run]))[run]
 
 
-async def ask_broker_of_runs(url: str, runs: Sequence[str]) -> dict[str, tuple[list[wire.Presence], str]]:
+async def ask_broker_of_runs(
+    url: str, runs: Sequence[str]
+) -> dict[str, tuple[list[wire.Presence], str]]:
     """Return what ``ask_broker`` does for each of several runs of one broker, over one connection."""
-    answers = await asyncio.gather(*(asyncio.to_thread(read_server_info, server) for server in addresses.split(url)))
+    answers = await asyncio.gather(
+        *(asyncio.to_thread(read_server_info, server) for server in addresses.split(url))
+    )
     if not any(info for info, _ in answers):
         return dict.fromkeys(runs, ([], f", which does not answer ({answers[0][1]})"))
     try:

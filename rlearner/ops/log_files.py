@@ -1,4 +1,6 @@
-"""Reads the logs of ``rlearner up``: one file per process with its rotated ones, merged by time and followed."""
+"""Reads the logs of ``rlearner up``: one file per process with its rotated ones, merged by time and
+followed.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,12 @@ from broker.system.log_rotation import KEPT
 
 LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _LINE: Final = re.compile(
-    r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}) (DEBUG|INFO|WARNING|ERROR|CRITICAL) (\S+) (\S+) (\S+) ?(.*)", re.DOTALL
+    r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}) (DEBUG|INFO|WARNING|ERROR|CRITICAL) (\S+) (\S+) (\S+) ?(.*)",
+    re.DOTALL,
 )
-_SERVER_LINE: Final = re.compile(r"\[\d+\] (\d{4}/\d\d/\d\d \d\d:\d\d:\d\d\.\d{6}) \[(...)\] (.*)", re.DOTALL)
+_SERVER_LINE: Final = re.compile(
+    r"\[\d+\] (\d{4}/\d\d/\d\d \d\d:\d\d:\d\d\.\d{6}) \[(...)\] (.*)", re.DOTALL
+)
 _SERVER_LEVELS: Final = {
     "TRC": "DEBUG",
     "DBG": "DEBUG",
@@ -38,7 +43,8 @@ class LogEntry:
     """One record of a log, with the lines below it.
 
     Attributes:
-        time: seconds since 1970; of the record before it where it has none, 0 at the start of a file.
+        time: seconds since 1970; of the record before it where it has none, 0 at the start of a
+            file.
         process: name of the file, for example ``envhub``.
         message: with the fields that follow it.
         below: lines without a time of their own, such as a traceback.
@@ -58,10 +64,13 @@ class LogParser:
     """Parser of one process's lines, as text, as JSON, or as nats-server writes them."""
 
     def __init__(self, process: str) -> None:
-        self._process, self._last = process, LogEntry(0.0, "INFO", process, "")
+        self._process = process
+        self._last = LogEntry(0.0, "INFO", process, "")
 
     def parse(self, lines: Iterable[str]) -> Iterator[LogEntry]:
-        """Yield the entries of some lines; lines that continue an entry of an earlier call are an entry."""
+        """Yield the entries of some lines; lines that continue an entry of an earlier call are an
+        entry.
+        """
         entry: LogEntry | None = None
         for line in lines:
             begun = self._begun(line)
@@ -70,7 +79,9 @@ class LogParser:
                 continue
             if entry is not None:
                 yield entry
-            entry = self._last = begun or LogEntry(self._last.time, self._last.level, self._process, line)
+            entry = self._last = begun or LogEntry(
+                self._last.time, self._last.level, self._process, line
+            )
         if entry is not None:
             yield entry
 
@@ -92,7 +103,9 @@ class LogParser:
     def _of_json(self, record: dict[str, object]) -> LogEntry:
         extra = record.get("extra") or {}
         assert isinstance(extra, dict)
-        message = " ".join([str(record["message"]), *(f"{key}={value}" for key, value in extra.items())])
+        message = " ".join(
+            [str(record["message"]), *(f"{key}={value}" for key, value in extra.items())]
+        )
         run, role, name = (str(record.get(name, "")) for name in ("run", "role", "id"))
         at = datetime.fromisoformat(str(record["time"])).timestamp()
         below = str(record.get("traceback", "")).splitlines()
@@ -117,7 +130,9 @@ class LogFile:
     """
 
     def __init__(self, path: Path, process: str) -> None:
-        self.path, self.process, self._parser = path, process, LogParser(process)
+        self.path = path
+        self.process = process
+        self._parser = LogParser(process)
         self._file: BinaryIO | None = None
         self._rest = b""  # of a line that is being written
         self._open()

@@ -1,4 +1,6 @@
-"""``rlearner logs``: the logs of a run's processes, merged by time; of a fleet, what its processes tell the broker."""
+"""``rlearner logs``: the logs of a run's processes, merged by time; of a fleet, what its processes
+tell the broker.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,14 @@ from rlearner.ops.log_files import LEVELS, LogEntry, LogFile, merged
 
 POLL_S: Final = 0.2
 FOLLOWED: Final = 20  # entries before those that follow, unless --lines or --since is given
-LEVEL_STYLES: Final = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
-SERVER_LOG: Final = ("broker", f"{STORE}/nats-server.log")  # its name among the processes, and its file
+LEVEL_STYLES: Final = {
+    "DEBUG": "dim",
+    "WARNING": "yellow",
+    "ERROR": "bold red",
+    "CRITICAL": "bold red",
+}
+# its name among the processes, and its file
+SERVER_LOG: Final = ("broker", f"{STORE}/nats-server.log")
 FOLDER: Final = "logs"
 
 
@@ -47,7 +55,11 @@ async def show_logs(options: argparse.Namespace) -> int:
     show = _Printer(options)
     try:
         last = (
-            options.lines if options.lines is not None else FOLLOWED if options.follow and not options.since else None
+            options.lines
+            if options.lines is not None
+            else FOLLOWED
+            if options.follow and not options.since
+            else None
         )
         wanted = (entry for entry in merged(files.values(), options.since) if show.wants(entry))
         for entry in wanted if last is None else deque(wanted, last):
@@ -70,7 +82,11 @@ def _paths(place: RunPlace, roles: list[str], known: Iterable[str] = ()) -> dict
     paths = {path.stem: path for path in sorted((place.folder / FOLDER).glob("*.log"))}
     if (server := place.folder / SERVER_LOG[1]).exists():
         paths[SERVER_LOG[0]] = server
-    return {name: path for name, path in paths.items() if name not in known and (not roles or name in roles)}
+    return {
+        name: path
+        for name, path in paths.items()
+        if name not in known and (not roles or name in roles)
+    }
 
 
 class _Printer:
@@ -89,9 +105,15 @@ class _Printer:
         if self._as_json:
             print(visible_json(plain(entry)), flush=True)
             return
-        at = f"{datetime.fromtimestamp(entry.time):%Y-%m-%d %H:%M:%S.%f}"[:-3] if entry.time else " " * 23
+        at = (
+            f"{datetime.fromtimestamp(entry.time):%Y-%m-%d %H:%M:%S.%f}"[:-3]
+            if entry.time
+            else " " * 23
+        )
         style = LEVEL_STYLES.get(entry.level, "")
-        head = Text.assemble((at, "dim"), " ", (f"{entry.level:7}", style), " ", (f"{entry.process:14}", "cyan"), " ")
+        head = Text.assemble(
+            (at, "dim"), " ", (f"{entry.level:7}", style), " ", (f"{entry.process:14}", "cyan"), " "
+        )
         self._console.print(head + Text(visible(entry.message), style=style))
         for line in entry.below:
             self._console.print(Text(visible(line), style=style))
@@ -99,13 +121,26 @@ class _Printer:
 
 
 def plain(entry: LogEntry) -> dict[str, Any]:
-    """Return an entry for ``--json``: the time is UTC in ISO 8601, ``below`` are the lines below it."""
-    at = datetime.fromtimestamp(entry.time, UTC).isoformat(timespec="milliseconds") if entry.time else None
-    found = {"time": at, "level": entry.level, "process": entry.process, "run": entry.run, "role": entry.role}
+    """Return an entry for ``--json``: the time is UTC in ISO 8601, ``below`` are the lines below
+    it.
+    """
+    at = (
+        datetime.fromtimestamp(entry.time, UTC).isoformat(timespec="milliseconds")
+        if entry.time
+        else None
+    )
+    found = {
+        "time": at,
+        "level": entry.level,
+        "process": entry.process,
+        "run": entry.run,
+        "role": entry.role,
+    }
     return {**found, "id": entry.id, "message": entry.message, "below": entry.below}
 
 
-# -------------------------------------------------------------------------------------------------------- fleet
+# --------------------------------------------------------------------------------------------------------
+# fleet
 
 
 async def _show_fleet(options: argparse.Namespace, place: RunPlace) -> int:
@@ -119,10 +154,14 @@ async def _show_fleet(options: argparse.Namespace, place: RunPlace) -> int:
         if bus is None:
             there = f"logs of {', '.join(local)}" if local else "no log of rlearner up"
             named = f", not of {', '.join(options.roles)}" if local else ""
-            raise UserError(f"run {place.name} has {there} in {place.folder / FOLDER}{named}; on its broker: {why}")
+            raise UserError(
+                f"run {place.name} has {there} in {place.folder / FOLDER}{named}; on its broker: {why}"
+            )
         said: dict[str, str] = {}
         while True:
-            present = [one for one in await census(bus, place.name) if _is_named(one, options.roles)]
+            present = [
+                one for one in await census(bus, place.name) if _is_named(one, options.roles)
+            ]
             if not present and not said:
                 raise _nothing_found(bus, place, options.roles, local)
             for one in present:
@@ -148,18 +187,26 @@ def _print_presence(one: wire.Presence, *, as_json: bool, is_first: bool) -> Non
     where = log_of(one)
     if as_json:
         names = ("role", "id", "host", "pid", "state", "said", "problem")
-        print(visible_json({name: getattr(one, name) for name in names} | {"log": where}), flush=True)
+        print(
+            visible_json({name: getattr(one, name) for name in names} | {"log": where}), flush=True
+        )
         return
     now = f"{time.strftime('%H:%M:%S')}  " if not is_first else ""
     newest = one.said or "no warning in the last 10 minutes"
-    print(visible(f"{now}{display_name(one.role, one.id)} on {one.host} (pid {one.pid}), {one.state}: {newest}"))
+    print(
+        visible(
+            f"{now}{display_name(one.role, one.id)} on {one.host} (pid {one.pid}), {one.state}: {newest}"
+        )
+    )
     if is_first:
         print(visible(f"  its log: {where}"))
     sys.stdout.flush()
 
 
 def log_of(one: wire.Presence) -> str:
-    """Return the file behind a process's stderr on this machine, else the command that shows its journal."""
+    """Return the file behind a process's stderr on this machine, else the command that shows its
+    journal.
+    """
     by_pid = f"journalctl _PID={one.pid} -f"
     if one.host != socket.gethostname():
         return f"on {one.host}: {by_pid}; under Slurm the file of the job's --output"
@@ -167,7 +214,9 @@ def log_of(one: wire.Presence) -> str:
         target = os.readlink(f"/proc/{one.pid}/fd/2")
         if target.startswith("/") and not target.startswith("/dev/"):
             return target
-        unit = Path(f"/proc/{one.pid}/cgroup").read_text(encoding="utf-8").strip().rpartition("/")[2]
+        unit = (
+            Path(f"/proc/{one.pid}/cgroup").read_text(encoding="utf-8").strip().rpartition("/")[2]
+        )
         if unit.endswith(".service"):
             return f"journalctl -u {unit} -f"
     return f"{by_pid}, its terminal, or its --log-file"

@@ -39,7 +39,9 @@ async def replay_run(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         out = None
         if changed or options.out:
-            out = ReplayOutput(Path(options.out) if options.out else free_folder(place.folder), config)
+            out = ReplayOutput(
+                Path(options.out) if options.out else free_folder(place.folder), config
+            )
             stack.callback(out.close)
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlearner-replay-")))
         source = start.resumed.path if start.resumed else start.first_path
@@ -52,12 +54,22 @@ async def replay_run(options: argparse.Namespace) -> int:
                 if changed:
                     say(check.compared_with(made, SHOWN))
                 else:
-                    say(check.step(made, await work.save(scratch) if made.step in check.kept else None))
+                    say(
+                        check.step(
+                            made, await work.save(scratch) if made.step in check.kept else None
+                        )
+                    )
                 if out is not None and made.step == last:
                     await work.save(out.checkpoints)
     if options.json:
         folder = str(out.folder) if out else None
-        figures = {"run": place.name, "from": begin, "to": last, "out": folder, "overrides": changed}
+        figures = {
+            "run": place.name,
+            "from": begin,
+            "to": last,
+            "out": folder,
+            "overrides": changed,
+        }
         print(json.dumps(figures if changed else {**figures, **check.figures()}))
     elif changed and out:
         say(f"trained {last - begin} steps on the records of {place.name} into {out.folder}")
@@ -71,7 +83,9 @@ def _range(options: argparse.Namespace, place: RunPlace) -> tuple[int, int]:
     newest = max((int(row["step"]) for row in rows), default=0)
     if not 0 <= options.first < options.last <= newest:
         given = f"--from {options.first} --to {options.last}"
-        raise UserError(f"{given}: expected 0 <= from < to <= {newest}, as run {place.name} has made")
+        raise UserError(
+            f"{given}: expected 0 <= from < to <= {newest}, as run {place.name} has made"
+        )
     return options.first, options.last
 
 

@@ -1,4 +1,6 @@
-"""``rlearner show``: prints one group's trajectories by turn, with reward, logprob and policy version."""
+"""``rlearner show``: prints one group's trajectories by turn, with reward, logprob and policy
+version.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,18 @@ async def show_run(options: argparse.Namespace) -> int:
     found = ticket_summary(own)
     if not isinstance(record.message, wire.Group):
         told = describe(record)
-        reason, detail = told.get("reason", "malformed"), told.get("detail") or "no details"
+        reason = told.get("reason", "malformed")
+        detail = told.get("detail") or "no details"
         raise UserError(f"ticket {options.group} has no group: {reason}, {detail}")
     tokenizer, found["tokenizer"] = load_tokenizer(place.config, place.folder)
     figures = _figures(place.folder, found)
     chosen = _chosen(record.message, options.episode)
     found["trajectories"] = [trajectory_of(one, tokenizer, figures.get(i)) for i, one in chosen]
-    print(visible_json(found) if options.json else visible("\n".join(text_of(found, options.tokens)), newlines=True))
+    print(
+        visible_json(found)
+        if options.json
+        else visible("\n".join(text_of(found, options.tokens)), newlines=True)
+    )
     return 0
 
 
@@ -66,54 +73,84 @@ async def _record(options: argparse.Namespace, place: RunPlace, seq: int) -> Log
 
 
 def _figures(folder: Path, found: dict[str, Any]) -> dict[int, TokenFigures]:
-    """Return what was recorded of the tokens of a ticket's trajectories, by their places in its group."""
+    """Return what was recorded of the tokens of a ticket's trajectories, by their places in its
+    group.
+    """
     try:
-        return dict(enumerate(read_figures(folder / archive.FOLDER, found.get("step", 0), found["ticket"])))
+        return dict(
+            enumerate(read_figures(folder / archive.FOLDER, found.get("step", 0), found["ticket"]))
+        )
     except UserError:
         return {}  # never recorded, or damaged: nothing else needs them
 
 
 def _chosen(group: wire.Group, episode: int | None) -> list[tuple[int, wire.Trajectory]]:
-    """Return the trajectories of one episode, or all, with their places; an episode of several samples has several."""
+    """Return the trajectories of one episode, or all, with their places; an episode of several
+    samples has several.
+    """
     there = sorted({trajectory.episode for trajectory in group.trajectories})
     if episode is not None and episode not in there:
         raise ConfigError("--episode", episode, f"one of {', '.join(map(str, there))}")
-    return [(place, one) for place, one in enumerate(group.trajectories) if episode in (None, one.episode)]
+    return [
+        (place, one)
+        for place, one in enumerate(group.trajectories)
+        if episode in (None, one.episode)
+    ]
 
 
 def trajectory_of(
     trajectory: wire.Trajectory, tokenizer: Tokenizer | None, figures: TokenFigures | None = None
 ) -> dict[str, Any]:
-    """Return one trajectory as observed and sampled pieces; the latter are also cut where the policy version changes.
+    """Return one trajectory as observed and sampled pieces; the latter are also cut where the
+    policy version changes.
 
-    Tokens have ``entropy`` and ``ratio`` where they were recorded.
-    A turn's reward is on its last token; the reward of reward hubs is on the last token of the last turn.
+    Tokens have ``entropy`` and ``ratio`` where they were recorded. A turn's reward is on its last
+    token; the reward of reward hubs is on the last token of the last turn.
     """
-    ids, logprobs = trajectory.token_ids.array(), trajectory.logprobs.array()
+    ids = trajectory.token_ids.array()
+    logprobs = trajectory.logprobs.array()
     rewards = np.zeros(len(ids))
     for turn in trajectory.turns:
         rewards[turn.end - 1] += turn.reward if turn.end > turn.start else 0.0
     if trajectory.turns and trajectory.response:
-        rewards[trajectory.turns[-1].end - 1] += trajectory.reward - trajectory.reward_parts.get("env", 0.0)
+        rewards[trajectory.turns[-1].end - 1] += trajectory.reward - trajectory.reward_parts.get(
+            "env", 0.0
+        )
     numbers = {turn.start: number for number, turn in enumerate(trajectory.turns, start=1)}
     measured = figures.by_position(trajectory) if figures is not None else {}
     pieces: list[dict[str, Any]] = []
     position = 0
     for span in [*spans(trajectory), {"start": len(ids), "end": len(ids)}]:
-        start, end = span["start"], span["end"]
+        start = span["start"]
+        end = span["end"]
         if position < start:
-            pieces.append({"start": position, "end": start, "text": decode(ids[position:start], tokenizer)})
+            pieces.append(
+                {"start": position, "end": start, "text": decode(ids[position:start], tokenizer)}
+            )
         if start < end:
             number = numbers.get(start, pieces[-1].get("turn", 0) if pieces else 0)
             version = span["policy_version"]
             tokens = [
                 {"position": at, "id": int(ids[at]), "text": decode(ids[at : at + 1], tokenizer)}
-                | {"logprob": float(logprobs[at]), "policy_version": version, "reward": float(rewards[at])}
-                | (dict(zip(("entropy", "ratio"), measured[at], strict=True)) if at in measured else {})
+                | {
+                    "logprob": float(logprobs[at]),
+                    "policy_version": version,
+                    "reward": float(rewards[at]),
+                }
+                | (
+                    dict(zip(("entropy", "ratio"), measured[at], strict=True))
+                    if at in measured
+                    else {}
+                )
                 for at in range(start, end)
             ]
             total = float(logprobs[start:end].sum(dtype=np.float64))
-            piece = {"text": decode(ids[start:end], tokenizer), "turn": number, "logprob": total, "tokens": tokens}
+            piece = {
+                "text": decode(ids[start:end], tokenizer),
+                "turn": number,
+                "logprob": total,
+                "tokens": tokens,
+            }
             pieces.append({**span, **piece})
         position = end
     names = ("episode", "reward", "reward_parts", "success", "end", "greedy")
@@ -121,7 +158,9 @@ def trajectory_of(
 
 
 def text_of(found: dict[str, Any], tokens: bool) -> Iterator[str]:
-    """Yield the lines of the text output, given that of ``--json``; with ``tokens`` one more for each sampled token."""
+    """Yield the lines of the text output, given that of ``--json``; with ``tokens`` one more for
+    each sampled token.
+    """
     step = f", trained in step {found['step']}" if found.get("step") else ""
     asked = f"; {found['domain']}, task {found['task_index']}" if "domain" in found else ""
     yield f"ticket {found['ticket']}: {found['state']}{step}{asked}"
@@ -129,9 +168,11 @@ def text_of(found: dict[str, Any], tokens: bool) -> Iterator[str]:
         yield f"tokenizer: {found['tokenizer']}"
     for trajectory in found["trajectories"]:
         parts = ", ".join(f"{name} {value:g}" for name, value in trajectory["reward_parts"].items())
-        solved, greedy = "solved" if trajectory["success"] else "not solved", ", greedy" if trajectory["greedy"] else ""
+        solved = "solved" if trajectory["success"] else "not solved"
+        greedy = ", greedy" if trajectory["greedy"] else ""
         yield ""
-        reward, end = f"reward {trajectory['reward']:g} ({parts})", trajectory["end"]
+        reward = f"reward {trajectory['reward']:g} ({parts})"
+        end = trajectory["end"]
         yield f"episode {trajectory['episode']}: {reward}, {solved}, {end}{greedy}"
         for piece in trajectory["pieces"]:
             yield from _piece(piece, tokens)

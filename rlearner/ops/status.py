@@ -58,12 +58,17 @@ PROCESS: Final = (
 async def show_status(options: argparse.Namespace) -> int:
     """Print the status and return the exit code."""
     place = find_run(options.run_name, options.dir)
-    found: dict[str, Any] = {"run": place.name, "folder": str(place.folder), **on_disk(place.folder, place.config)}
+    found: dict[str, Any] = {
+        "run": place.name,
+        "folder": str(place.folder),
+        **on_disk(place.folder, place.config),
+    }
     async with connect_run(options, place.name, place.folder) as (bus, why):
         found |= await on_broker(bus) if bus else {"broker": None, "broker_error": why}
         if bus and (keys := bus.link.login.keys) is not None:
             found["warnings"] += expiring_tokens(keys.users(), place.name, time.time())
-    found["advice"] = await asyncio.to_thread(advice_on_disk, place.folder, place.config)  # takes a second
+    # takes a second
+    found["advice"] = await asyncio.to_thread(advice_on_disk, place.folder, place.config)
     if options.json:
         print(json.dumps(found))
     else:
@@ -85,11 +90,16 @@ def on_disk(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         "steps": config["train"]["steps"],
         "step_at": last.get("time"),
         "figures": {name: last[name] for name in SHOWN if name in last},
-        "warnings": [*([damaged] if (damaged := damage(metrics)) else []), *active_warnings(rows[-RECENT:])],
+        "warnings": [
+            *([damaged] if (damaged := damage(metrics)) else []),
+            *active_warnings(rows[-RECENT:]),
+        ],
         "tickets": {name: counts[name] for name in TICKETS if name in counts},
         "dead": dead,
         "ledger_file": problem or _state_of(lines),
-        "checkpoints": [_step_of(path) for path in checkpoint.list_checkpoints(folder / "checkpoints")],
+        "checkpoints": [
+            _step_of(path) for path in checkpoint.list_checkpoints(folder / "checkpoints")
+        ],
     }
 
 
@@ -104,7 +114,11 @@ def advice_on_disk(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     except NotFitted as error:
         return {"bottleneck": None, "line": f"not known: {error}", "needs_steps": error.steps}
     except (KeyError, TypeError) as error:
-        return {"bottleneck": None, "line": f"not known: config.yaml lacks a setting ({error})", "needs_steps": 0}
+        return {
+            "bottleneck": None,
+            "line": f"not known: config.yaml lacks a setting ({error})",
+            "needs_steps": 0,
+        }
 
 
 def _state_of(lines: list[ledger_file.LedgerLine]) -> str:
@@ -150,9 +164,17 @@ async def on_broker(bus: Bus) -> dict[str, Any]:
     return {
         "broker": bus.link.where,
         "epoch": spec[0].epoch if spec and isinstance(spec[0], wire.RunSpec) else 0,
-        "desired": desired[0].state if desired and isinstance(desired[0], wire.DesiredState) else "running",
-        "reason": desired[0].reason if desired and isinstance(desired[0], wire.DesiredState) else "",
-        "learner": "running" if any(one.role == "learner" for one in heard) else "silent" if is_entered else "none",
+        "desired": desired[0].state
+        if desired and isinstance(desired[0], wire.DesiredState)
+        else "running",
+        "reason": desired[0].reason
+        if desired and isinstance(desired[0], wire.DesiredState)
+        else "",
+        "learner": "running"
+        if any(one.role == "learner" for one in heard)
+        else "silent"
+        if is_entered
+        else "none",
         "processes": sorted(processes, key=lambda one: (one["role"], one["id"])),
         "queues": queues,
         "weights": await _offered(bus),
@@ -169,19 +191,27 @@ async def _offered(bus: Bus) -> dict[str, Any] | None:
     async with aclosing(bus.watch_last(WEIGHTS)) as offers:
         async for offer in offers:
             if isinstance(offer, wire.WeightsOffer):
-                return {name: getattr(offer, name) for name in ("epoch", "version", "digest", "size_bytes", "carriers")}
+                return {
+                    name: getattr(offer, name)
+                    for name in ("epoch", "version", "digest", "size_bytes", "carriers")
+                }
     return None
 
 
 def text_of(found: Mapping[str, Any], now: float) -> list[str]:
     """Return the lines of the text output."""
     ago = f", {_age(now - found['step_at'])} ago" if found["step_at"] else ""
-    lines = [*missing_learner_lines(found), f"run {found['run']}: step {found['step']} of {found['steps']}{ago}"]
+    lines = [
+        *missing_learner_lines(found),
+        f"run {found['run']}: step {found['step']} of {found['steps']}{ago}",
+    ]
     if found["broker"] is None:
         lines.append(f"  broker       {found['broker_error']}")
     else:
         reason = f" ({found['reason']})" if found["reason"] else ""
-        lines.append(f"  broker       {found['broker']}, wants it {found['desired']}{reason}, epoch {found['epoch']}")
+        lines.append(
+            f"  broker       {found['broker']}, wants it {found['desired']}{reason}, epoch {found['epoch']}"
+        )
     lines.append(f"  tickets      {_listed(found['tickets'].items()) or 'none yet'}")
     if found["dead"]:
         lines.append(f"  dead         {_listed(sorted(found['dead'].items()))}")
@@ -202,7 +232,9 @@ def text_of(found: Mapping[str, Any], now: float) -> list[str]:
         load = f"{one['running']}/{one['slots']} running, {one['waiting']} waiting"
         version = f", version {one['policy_version']}" if one["policy_version"] >= 0 else ""
         job = f", {one['job']}" if one["job"] else ""
-        lines.append(f"  {display_name(one['role'], one['id']):28} {one['state']:9} {load}{version}{job}")
+        lines.append(
+            f"  {display_name(one['role'], one['id']):28} {one['state']:9} {load}{version}{job}"
+        )
         if one["problem"]:
             lines.append(f"  {'':13}{one['problem']}")
         known = [*found["warnings"], *filter(None, [one["problem"]])]
@@ -218,10 +250,16 @@ def _listed(items: Iterable[tuple[str, Any]], form: str = "") -> str:
 
 
 def wrapped(lines: list[str], width: int) -> list[str]:
-    """Wrap lines at ``width`` characters where words allow it; continuation lines start at the second column."""
+    """Wrap lines at ``width`` characters where words allow it; continuation lines start at the
+    second column.
+    """
     indent = " " * COLUMN
-    breaking = textwrap.TextWrapper(width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    return [part for line in lines for part in (breaking.wrap(line) if len(line) > width else [line])]
+    breaking = textwrap.TextWrapper(
+        width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return [
+        part for line in lines for part in (breaking.wrap(line) if len(line) > width else [line])
+    ]
 
 
 def missing_learner_lines(found: Mapping[str, Any]) -> list[str]:
@@ -233,7 +271,9 @@ def missing_learner_lines(found: Mapping[str, Any]) -> list[str]:
         return [f"no learner is running: all {found['steps']} steps are done"]
     if found["broker"] is None and UNKNOWN in found["broker_error"]:
         again = f"`rlearner start {config} --broker URL`"
-        return [f"no learner is running; {again} starts the run again, with --rebase if the broker has lost its store"]
+        return [
+            f"no learner is running; {again} starts the run again, with --rebase if the broker has lost its store"
+        ]
     if found["broker"] is None:
         again = f"`rlearner up {config}` continues the run where it stopped"
         return [f"no learner was found, because its broker was not: {again}"]
@@ -242,7 +282,9 @@ def missing_learner_lines(found: Mapping[str, Any]) -> list[str]:
     if found["learner"] == "silent":
         died = f"died less than {MEMBERS.ttl_s:g} s ago"
         return [f"the learner has sent nothing for {CENSUS_S:g} s: it is very busy, or {died}"]
-    return [f"no learner is running; start it again: rlearner start {config} --broker {found['broker']}"]
+    return [
+        f"no learner is running; start it again: rlearner start {config} --broker {found['broker']}"
+    ]
 
 
 def _age(seconds: float) -> str:

@@ -8,7 +8,10 @@ from typing import Any
 
 def text_of(found: Mapping[str, Any]) -> list[str]:
     """Return the lines of one trace, given the output of ``rlearner trace --json``."""
-    lines = [f"ticket {found['ticket']}: {found['state']}" + (f", {found['reason']}" if "reason" in found else "")]
+    lines = [
+        f"ticket {found['ticket']}: {found['state']}"
+        + (f", {found['reason']}" if "reason" in found else "")
+    ]
     if "domain" in found:
         task = f"{found['domain']}, task {found['task_index']}"
         lines.append(f"  asked for   {task}, no token older than version {found['min_version']}")
@@ -45,10 +48,14 @@ def _who(found: Mapping[str, Any]) -> list[str]:
 
 def _episode(trajectory: Mapping[str, Any]) -> list[str]:
     parts = ", ".join(f"{name} {value:g}" for name, value in trajectory["reward_parts"].items())
-    size, reward = f"{trajectory['tokens']} tokens", f"reward {trajectory['reward']:g} ({parts})"
+    size = f"{trajectory['tokens']} tokens"
+    reward = f"reward {trajectory['reward']:g} ({parts})"
     lines = [f"  episode {trajectory['episode']}: {size}, {reward}, {trajectory['end']}"]
     for span in trajectory["spans"]:
-        where, valid = f"tokens {span['start']}-{span['end'] - 1}", "" if span["valid"] else ", no valid action"
+        where = f"tokens {span['start']}-{span['end'] - 1}"
+        valid = "" if span["valid"] else ", no valid action"
         who = f"{span['server']}, version {span['policy_version']}"
-        lines.append(f"    {where:20}{who}, reward {span['reward']:g}, {span['finish_reason']}{valid}")
+        lines.append(
+            f"    {where:20}{who}, reward {span['reward']:g}, {span['finish_reason']}{valid}"
+        )
     return lines

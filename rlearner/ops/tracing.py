@@ -1,4 +1,6 @@
-"""``rlearner trace``: shows the path of one ticket, from ledger file, archive or broker's log, and metrics."""
+"""``rlearner trace``: shows the path of one ticket, from ledger file, archive or broker's log, and
+metrics.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,29 @@ async def trace_run(options: argparse.Namespace) -> int:
     """Print the path of one ticket and return the exit code."""
     place = find_run(options.run_name, options.dir)
     own = ticket_lines(place, options.group)
-    seq = next((line.seq for line in reversed(own) if line.seq and line.state not in ("duplicate", "unknown")), 0)
+    seq = next(
+        (
+            line.seq
+            for line in reversed(own)
+            if line.seq and line.state not in ("duplicate", "unknown")
+        ),
+        0,
+    )
     record, stored_at, source = await _record(options, place.name, place.folder, seq)
     found = ticket_summary(own) | {"record": {"seq": seq, "source": source, "stored_at": stored_at}}
     if "step" in found:
         found["step_time"] = _step_time(place.folder, found["step"])
     if record is not None:
         found |= describe(record)
-    print(visible_json(found) if options.json else visible("\n".join(text_of(found)), newlines=True))
+    print(
+        visible_json(found) if options.json else visible("\n".join(text_of(found)), newlines=True)
+    )
     return 0
 
 
-async def _record(options: argparse.Namespace, run: str, folder: Path, seq: int) -> tuple[LogRecord | None, str, str]:
+async def _record(
+    options: argparse.Namespace, run: str, folder: Path, seq: int
+) -> tuple[LogRecord | None, str, str]:
     """Return the record that closed the ticket, when the broker stored it, and where it was found."""
     if not seq:
         return None, "", "no record yet"
@@ -45,7 +58,11 @@ async def _record(options: argparse.Namespace, run: str, folder: Path, seq: int)
         return kept.record, kept.time, "the broker's log"
     if frame is not None:
         return frame.record(), "", "the archive"
-    return None, "", f"neither in the archive (samples.keep) nor in the broker's log{f': {why}' if why else ''}"
+    return (
+        None,
+        "",
+        f"neither in the archive (samples.keep) nor in the broker's log{f': {why}' if why else ''}",
+    )
 
 
 def _step_time(folder: Path, step: int) -> str:
@@ -61,7 +78,8 @@ def ticket_lines(place: RunPlace, ticket: int) -> list[ledger_file.LedgerLine]:
     Raises:
         UserError: if there is no such ticket.
     """
-    own, newest = [], 0
+    own = []
+    newest = 0
     for line in ledger_segments.LedgerLines(place.folder / ledger_segments.FOLDER):
         newest = max(newest, line.ticket)
         if line.ticket == ticket:
@@ -77,10 +95,18 @@ def ticket_summary(lines: list[ledger_file.LedgerLine]) -> dict[str, Any]:
     found: dict[str, Any] = {"ticket": lines[0].ticket, "state": "open", "duplicates": duplicates}
     for line in lines:
         if line.state == "issued":
-            found |= {"domain": line.domain, "task_index": line.task_index, "min_version": line.min_version}
+            found |= {
+                "domain": line.domain,
+                "task_index": line.task_index,
+                "min_version": line.min_version,
+            }
         elif line.state in (*ledger_file.FINAL, "arrived"):
             found["state"] = line.state
-            found |= {"oldest_version": line.oldest, "newest_version": line.newest} if line.oldest >= 0 else {}
+            found |= (
+                {"oldest_version": line.oldest, "newest_version": line.newest}
+                if line.oldest >= 0
+                else {}
+            )
             found |= {"step": line.step} if line.step else {}
             found |= {"reason": line.reason} if line.reason else {}
     return found
@@ -97,7 +123,11 @@ def describe(record: LogRecord) -> dict[str, Any]:
         "hub": message.hub,
         "deliveries": message.deliveries,
         "reward_hubs": message.reward_hubs,
-        "seconds": {"generate": message.generate_s, "env_step": message.env_step_s, "reward": message.reward_s},
+        "seconds": {
+            "generate": message.generate_s,
+            "env_step": message.env_step_s,
+            "reward": message.reward_s,
+        },
         "prompt": message.prompt,
         "trajectories": [_trajectory(trajectory) for trajectory in message.trajectories],
     }
@@ -105,12 +135,16 @@ def describe(record: LogRecord) -> dict[str, Any]:
 
 def _trajectory(trajectory: wire.Trajectory) -> dict[str, Any]:
     found = {"episode": trajectory.episode, "tokens": len(trajectory.token_ids.array())}
-    found |= {name: getattr(trajectory, name) for name in ("reward", "reward_parts", "success", "end")}
+    found |= {
+        name: getattr(trajectory, name) for name in ("reward", "reward_parts", "success", "end")
+    }
     return {**found, "spans": spans(trajectory)}
 
 
 def spans(trajectory: wire.Trajectory) -> list[dict[str, Any]]:
-    """Return the spans of sampled tokens by turn, cut where the policy version changes; ``end`` is exclusive."""
+    """Return the spans of sampled tokens by turn, cut where the policy version changes; ``end`` is
+    exclusive.
+    """
     pairs = trajectory.version_runs.array().reshape(-1, 2)
     runs = [(int(version), int(count)) for version, count in pairs if count > 0]
     found: list[dict[str, Any]] = []
@@ -121,7 +155,15 @@ def spans(trajectory: wire.Trajectory) -> list[dict[str, Any]]:
             used = min(count, turn.end - position)
             if used < count:
                 runs.insert(0, (version, count - used))
-            span = {"start": position, "end": position + used, "server": turn.server, "policy_version": version}
-            found.append(span | {"reward": turn.reward, "valid": turn.valid, "finish_reason": turn.finish_reason})
+            span = {
+                "start": position,
+                "end": position + used,
+                "server": turn.server,
+                "policy_version": version,
+            }
+            found.append(
+                span
+                | {"reward": turn.reward, "valid": turn.valid, "finish_reason": turn.finish_reason}
+            )
             position += used
     return found

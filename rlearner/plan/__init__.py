@@ -1,7 +1,9 @@
-"""``rlearner plan``: which layouts of a run fit a number of GPUs, with the memory of each part and its formula.
+"""``rlearner plan``: which layouts of a run fit a number of GPUs, with the memory of each part and
+its formula.
 
-``model_reader`` reads sizes from a model's config.json and traces one pass on torch's meta device; everything after it
-is arithmetic: ``training_memory`` and ``serving_memory`` per GPU, ``throughput``, ``layouts`` (what there is to choose
-from), ``candidates`` (what fits), ``plans`` (ranked), ``misfits`` and ``remedies`` (why nothing fits, and what would),
-``report``, ``scripts`` and ``write``.
+``model_reader`` reads sizes from a model's config.json and traces one pass on torch's meta device;
+everything after it is arithmetic: ``training_memory`` and ``serving_memory`` per GPU,
+``throughput``, ``layouts`` (what there is to choose from), ``candidates`` (what fits), ``plans``
+(ranked), ``misfits`` and ``remedies`` (why nothing fits, and what would), ``report``, ``scripts``
+and ``write``.
 """

@@ -1,4 +1,6 @@
-"""Counts what a model saves for its backward pass, on torch's meta device: exact shapes, no memory, no arithmetic."""
+"""Counts what a model saves for its backward pass, on torch's meta device: exact shapes, no memory,
+no arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class Traced:
     Attributes:
         calls: module, arguments and named arguments of each block.
         saved: bytes by storage; those as wide as the residual stream again in ``wide``.
-        heads: of queries and of keys and values, of the last layer; ``kv`` bytes of one token in all layers.
+        heads: of queries and of keys and values, of the last layer; ``kv`` bytes of one token in
+            all layers.
     """
 
     calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
@@ -41,12 +44,16 @@ class Traced:
 
 
 class FlashShapes(torch.autograd.Function):
-    """Attention as its fused kernels save it: queries, keys, values, result, and one float32 per head and token."""
+    """Attention as its fused kernels save it: queries, keys, values, result, and one float32 per
+    head and token.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
-        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:3], dtype=torch.float32))
+        ctx.save_for_backward(
+            query, key, value, out, query.new_empty(query.shape[:3], dtype=torch.float32)
+        )
         return out
 
     @staticmethod
@@ -65,7 +72,8 @@ class GroupedShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         left, right, *rest = args
         if right.ndim == 3:  # tokens by experts' weights
             return left.new_empty(*left.shape[:-1], right.shape[-1])
-        offsets = rest[0] if rest else kwargs["offs"]  # of each expert's tokens: the gradient of weights
+        # of each expert's tokens: the gradient of weights
+        offsets = rest[0] if rest else kwargs["offs"]
         return left.new_empty(len(offsets), left.shape[0], right.shape[1])
 
 
@@ -83,7 +91,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) not in self._sizes:
+            if (
+                isinstance(tensor, Tensor)
+                and (key := tensor.untyped_storage()._cdata) not in self._sizes
+            ):
                 self._sizes[key] = tensor.untyped_storage().nbytes()
                 self.now += self._sizes[key]
                 self.most = max(self.most, self.now)
@@ -104,18 +115,32 @@ def trace(model: Any, hidden: int) -> tuple[ActivationFacts, Traced]:
     try:
         found = _forward(model, hidden, TOKENS)
         wide, narrow = (_largest_block(model, hidden, tokens) for tokens in (TOKENS, TOKENS // 2))
-    except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
+    except (
+        RuntimeError,
+        NotImplementedError,
+        TypeError,
+        ValueError,
+        IndexError,
+        KeyError,
+        AttributeError,
+    ) as error:
         problem = " ".join(str(error).split())[:200]
-        raise UserError(f"model.path: cannot plan for {kind}, whose activations cannot be traced: {problem}") from error
+        raise UserError(
+            f"model.path: cannot plan for {kind}, whose activations cannot be traced: {problem}"
+        ) from error
     kept = sum(found.saved.values()) - found.outside
     stream = hidden * model.dtype.itemsize
-    block = 2 * (wide - narrow) / TOKENS  # without gradients of weights, which do not depend on the tokens
-    facts = ActivationFacts(kept / TOKENS, found.wide / TOKENS, found.outside / TOKENS, block, stream)
+    # without gradients of weights, which do not depend on the tokens
+    block = 2 * (wide - narrow) / TOKENS
+    facts = ActivationFacts(
+        kept / TOKENS, found.wide / TOKENS, found.outside / TOKENS, block, stream
+    )
     return facts, found
 
 
 def adapt(model: Any, rank: int, targets: Callable[[str], bool]) -> None:
-    """Freeze a model and give linear layers in its blocks float32 factors, as peft computes with them.
+    """Freeze a model and give linear layers in its blocks float32 factors, as peft computes with
+    them.
 
     Args:
         targets: decides by a layer's last name.
@@ -123,8 +148,12 @@ def adapt(model: Any, rank: int, targets: Callable[[str], bool]) -> None:
     model.requires_grad_(False)
     for block in blocks_of(model):
         for name, layer in list(block.named_modules()):
-            if type(layer).forward is nn.Linear.forward and targets(name.rpartition(".")[2]):  # no router of its own
-                sizes = {"factor_a": (rank, layer.in_features), "factor_b": (layer.out_features, rank)}
+            # no router of its own
+            if type(layer).forward is nn.Linear.forward and targets(name.rpartition(".")[2]):
+                sizes = {
+                    "factor_a": (rank, layer.in_features),
+                    "factor_b": (layer.out_features, rank),
+                }
                 for factor, size in sizes.items():
                     layer.register_parameter(factor, nn.Parameter(torch.empty(size, device="meta")))
                 layer.register_forward_hook(_add_factors)
@@ -132,7 +161,9 @@ def adapt(model: Any, rank: int, targets: Callable[[str], bool]) -> None:
 
 def _add_factors(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
     adapted = nn.functional.linear(inputs[0].float(), layer.get_parameter("factor_a"))
-    return (output + nn.functional.linear(adapted, layer.get_parameter("factor_b")) * 2.0).to(output.dtype)
+    return (output + nn.functional.linear(adapted, layer.get_parameter("factor_b")) * 2.0).to(
+        output.dtype
+    )
 
 
 def _forward(model: Any, hidden: int, tokens: int) -> Traced:
@@ -157,7 +188,10 @@ def _forward(model: Any, hidden: int, tokens: int) -> Traced:
     ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
     model.base_model.config.pad_token_id = None  # or some models look for padding in the token ids
     try:
-        with _attention(model, found), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        with (
+            _attention(model, found),
+            torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor),
+        ):
             model.base_model(input_ids=ids, use_cache=False)
     finally:
         for hook in hooks:
@@ -174,11 +208,18 @@ def _record(found: Traced) -> Callable[..., None]:
 
 
 def _block(model: Any, call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]]) -> int:
-    """Return the most bytes that a block holds in a forward and a backward pass, its gradients included."""
+    """Return the most bytes that a block holds in a forward and a backward pass, its gradients
+    included.
+    """
     block, arguments, named = call
-    arguments, named = tree_map(_detached, (arguments, named))  # other blocks' graphs are not part of this one
+    # other blocks' graphs are not part of this one
+    arguments, named = tree_map(_detached, (arguments, named))
     first = arguments[0] if arguments else named["hidden_states"]
-    others = named if arguments else {name: value for name, value in named.items() if name != "hidden_states"}
+    others = (
+        named
+        if arguments
+        else {name: value for name, value in named.items() if name != "hidden_states"}
+    )
     live = LiveBytes()
     with _attention(model, Traced()):
         stream = first.detach().requires_grad_()
@@ -194,7 +235,9 @@ def _block(model: Any, call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]]) 
 def _detached(value: Any) -> Any:
     if isinstance(value, UserDict):  # keys and values that Gemma's later layers share
         return UserDict(tree_map(_detached, dict(value)))
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+    return (
+        value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+    )
 
 
 def blocks_of(model: Any) -> list[nn.Module]:
@@ -205,9 +248,15 @@ def blocks_of(model: Any) -> list[nn.Module]:
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    blocks = [module for module in model.base_model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    blocks = [
+        module
+        for module in model.base_model.modules()
+        if isinstance(module, GradientCheckpointingLayer)
+    ]
     if not blocks:
-        raise UserError(f"model.path: cannot plan for {type(model).__name__}, which has no transformer blocks")
+        raise UserError(
+            f"model.path: cannot plan for {type(model).__name__}, which has no transformer blocks"
+        )
     return blocks
 
 
@@ -215,7 +264,9 @@ def blocks_of(model: Any) -> list[nn.Module]:
 def _attention(model: Any, found: Traced) -> Iterator[None]:
     from transformers import AttentionInterface
 
-    def attend(_: nn.Module, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> tuple[Tensor, None]:
+    def attend(
+        _: nn.Module, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any
+    ) -> tuple[Tensor, None]:
         found.heads = (query.shape[1], key.shape[1])
         found.kv += key.shape[1] * (key.shape[-1] + value.shape[-1]) * key.itemsize
         return FlashShapes.apply(query, key, value), None  # type: ignore[no-untyped-call]
@@ -223,7 +274,8 @@ def _attention(model: Any, found: Traced) -> Iterator[None]:
     AttentionInterface.register(ATTENTION, attend)
     model.set_attn_implementation(ATTENTION)
     for module in model.modules():
-        if isinstance(getattr(module, "rope_type", None), str):  # tables of one size; others follow tensors' values
+        # tables of one size; others follow tensors' values
+        if isinstance(getattr(module, "rope_type", None), str):
             module.rope_type = FIXED
     try:
         with GroupedShapes():  # type: ignore[no-untyped-call]

@@ -37,7 +37,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class Plan:
-    """One layout of a whole run. The learner has the first GPUs, servers the next, reward models the last.
+    """One layout of a whole run. The learner has the first GPUs, servers the next, reward models
+    the last.
 
     Attributes:
         servers: copies of the server's model.
@@ -58,24 +59,52 @@ class Plan:
 
 def candidates(work: Workload, machine: Machine) -> Iterator[Plan]:
     """Yield every plan that fits."""
-    model, demands, rewards = work.model, work.demands, work.rewards
-    held, shared = serving(work, machine), is_shared(work, machine)
+    model = work.model
+    demands = work.demands
+    rewards = work.rewards
+    held = serving(work, machine)
+    shared = is_shared(work, machine)
     for ranks in _ranks(work, machine):
         servers = _places(work, machine, ranks, held)
-        layouts = learner_layouts(model, demands, machine, ranks) if servers or demands.serve is None else ()
+        layouts = (
+            learner_layouts(model, demands, machine, ranks)
+            if servers or demands.serve is None
+            else ()
+        )
         for layout in layouts:
             memory = learner_memory(model, demands.train, layout)
             if memory.total() > machine.available:
                 continue
-            train_s = train_seconds(model, demands.train, demands.step, layout, machine.hosts_of(0, ranks))
+            train_s = train_seconds(
+                model, demands.train, demands.step, layout, machine.hosts_of(0, ranks)
+            )
             if demands.serve is None:
-                yield Plan(layout, memory, None, None, 0, work.reward_gpus, rewards, StepTimes(train_s, 0.0))
+                yield Plan(
+                    layout,
+                    memory,
+                    None,
+                    None,
+                    0,
+                    work.reward_gpus,
+                    rewards,
+                    StepTimes(train_s, 0.0),
+                )
             for server, number in servers.items():
                 assert demands.serve is not None
                 running = held[server].running
                 took = generate_seconds(model, demands.serve, demands.step, server, number, running)
                 times = StepTimes(train_s, took, shared)
-                yield Plan(layout, memory, server, held[server], number, work.reward_gpus, rewards, times, shared)
+                yield Plan(
+                    layout,
+                    memory,
+                    server,
+                    held[server],
+                    number,
+                    work.reward_gpus,
+                    rewards,
+                    times,
+                    shared,
+                )
 
 
 def fits(work: Workload, machine: Machine) -> bool:
@@ -105,7 +134,9 @@ def serving(work: Workload, machine: Machine) -> dict[ServerLayout, ServerMemory
     if work.demands.serve is None:
         return {}
     layouts = server_layouts(work.model, work.demands, machine)
-    held = {layout: server_memory(work.model, work.demands.serve, layout, machine) for layout in layouts}
+    held = {
+        layout: server_memory(work.model, work.demands.serve, layout, machine) for layout in layouts
+    }
     return {layout: memory for layout, memory in held.items() if memory.running}
 
 
@@ -118,7 +149,9 @@ def _ranks(work: Workload, machine: Machine) -> list[int]:
 def _places(
     work: Workload, machine: Machine, ranks: int, held: dict[ServerLayout, ServerMemory]
 ) -> dict[ServerLayout, int]:
-    """Return how many servers of each layout have room next to a learner, without those of which none has."""
+    """Return how many servers of each layout have room next to a learner, without those of which
+    none has.
+    """
     first = 0 if is_shared(work, machine) else ranks
     last = machine.gpus - work.reward_gpus
     found = {layout: count_servers(machine, first, last, layout.tensor) for layout in held}

@@ -13,7 +13,8 @@ from rlearner.plan.facts import GIB, Machine
 
 def changed_keys(plan: Plan, demands: Demands) -> dict[str, Any]:
     """Return the keys that a plan sets and the configuration does not."""
-    learner, keys = plan.learner, dict[str, Any]()
+    learner = plan.learner
+    keys = dict[str, Any]()
     keys["train.backend"] = learner.backend
     keys["train.ranks"] = learner.ranks
     keys["train.gradient_checkpointing"] = learner.checkpointing
@@ -28,7 +29,9 @@ def changed_keys(plan: Plan, demands: Demands) -> dict[str, Any]:
     if plan.server_memory is not None and plan.server is not None and demands.serve is not None:
         keys["rollout.max_running"] = plan.server_memory.running
         if demands.serve.engine == "hf":
-            cache = next(part.size for part in plan.server_memory.memory.parts if part.name == "KV cache")
+            cache = next(
+                part.size for part in plan.server_memory.memory.parts if part.name == "KV cache"
+            )
             limit = float(demands.current["rollout.engine_args.kv_cache_gib"])
             keys["rollout.engine_args.kv_cache_gib"] = max(limit, math.ceil(10 * cache / GIB) / 10)
         else:
@@ -40,7 +43,11 @@ def gpus_of(plan: Plan, machine: Machine) -> dict[str, str]:
     """Return the GPUs of learner, servers and reward models, counted over all hosts."""
     first = 0 if plan.shared else plan.learner.ranks
     last = machine.gpus - plan.rewards
-    named = {"learner": (0, plan.learner.ranks), "servers": (first, last), "rewards": (last, machine.gpus)}
+    named = {
+        "learner": (0, plan.learner.ranks),
+        "servers": (first, last),
+        "rewards": (last, machine.gpus),
+    }
     return {name: span(*bounds) for name, bounds in named.items()}
 
 
@@ -63,10 +70,15 @@ def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 def gpus_on(plan: Plan, machine: Machine, host: int) -> dict[str, str]:
     """Return the GPUs of each role on one host, by that host's numbers."""
-    last, begin, end = machine.gpus - plan.rewards, host * machine.per_host, (host + 1) * machine.per_host
+    last = machine.gpus - plan.rewards
+    begin = host * machine.per_host
+    end = (host + 1) * machine.per_host
     spans = {
         "learner": (0, plan.learner.ranks),
         "rollout": (plan.learner.ranks, last),
         "rewardhub": (last, machine.gpus),
     }
-    return {role: span(max(first, begin) - begin, min(stop, end) - begin) for role, (first, stop) in spans.items()}
+    return {
+        role: span(max(first, begin) - begin, min(stop, end) - begin)
+        for role, (first, stop) in spans.items()
+    }

@@ -25,7 +25,10 @@ CHOICES: Final = (
     "train.ranks", "rollout.engine_args.tensor_parallel",
 )  # fmt: skip
 SIZES: Final = ("rollout.max_running", "rollout.engine_args.kv_cache_gib")
-ENGINE_DEFAULTS: Final = {"rollout.engine_args.tensor_parallel": 1, "rollout.engine_args.kv_cache_gib": 8.0}
+ENGINE_DEFAULTS: Final = {
+    "rollout.engine_args.tensor_parallel": 1,
+    "rollout.engine_args.kv_cache_gib": 8.0,
+}
 SHARES: Final = {"vllm": ("gpu_memory_utilization", 0.9), "sglang": ("mem_fraction_static", 0.88)}
 WEIGHTLESS: Final = ("random", "openai")  # engines that need no GPU
 
@@ -66,17 +69,31 @@ def read_demands(given: Mapping[str, Any], config: dict[str, Any], model: ModelF
         config: the same with defaults, as from ``validate``.
 
     Raises:
-        ConfigError: if the model cannot be divided as the configuration says, or there are no formulas for its backend
-            or engine.
+        ConfigError: if the model cannot be divided as the configuration says, or there are no
+            formulas for its backend or engine.
     """
-    config = config | {"rollout": config["rollout"] | {"engine_args": _engine_args(config["rollout"])}}
+    config = config | {
+        "rollout": config["rollout"] | {"engine_args": _engine_args(config["rollout"])}
+    }
     fixed = {key: _at(config, key) for key in CHOICES if _at(given, key) is not None}
-    check_ranks({name: fixed.get(f"train.{name}", default) for name, default in (("backend", "ddp"), ("ranks", 1))})
+    check_ranks(
+        {
+            name: fixed.get(f"train.{name}", default)
+            for name, default in (("backend", "ddp"), ("ranks", 1))
+        }
+    )
     if (backend := fixed.get("train.backend", "torch")) not in BACKENDS:
-        raise ConfigError("train.backend", backend, f"one of {', '.join(BACKENDS)}: there are no formulas for others")
+        raise ConfigError(
+            "train.backend",
+            backend,
+            f"one of {', '.join(BACKENDS)}: there are no formulas for others",
+        )
     check_tensor_parallel("rollout.engine_args.tensor_parallel", fixed, model, model.heads)
-    check_tensor_parallel("train.megatron.tensor_parallel", fixed, model, math.gcd(model.heads, model.kv_heads))
-    train, algorithm = section(config, "train", TrainSection), section(config, "algorithm", AlgorithmSection)
+    check_tensor_parallel(
+        "train.megatron.tensor_parallel", fixed, model, math.gcd(model.heads, model.kv_heads)
+    )
+    train = section(config, "train", TrainSection)
+    algorithm = section(config, "algorithm", AlgorithmSection)
     lora = lora_parameters(train.lora, model) if train.lora else 0
     longest = max(domain.max_context_tokens for domain in domains(config).values())
     facts = TrainFacts(
@@ -86,22 +103,34 @@ def read_demands(given: Mapping[str, Any], config: dict[str, Any], model: ModelF
         critic=algorithm.critic.enabled,
         activation_offload=train.activation_offload,
         staging=_staging(train, model, lora),
-        staging_on_gpu=train.weights_backend in ("nccl", "ipc"),  # other carriers are sent from host memory
+        # other carriers are sent from host memory
+        staging_on_gpu=train.weights_backend in ("nccl", "ipc"),
     )
-    sequences = max(d.group_size + num_greedy(algorithm.adv_estimator) for d in domains(config).values())
-    step = StepFacts(train.groups_per_step * sequences, longest / 2, longest / 4, algorithm.num_epochs)
+    sequences = max(
+        d.group_size + num_greedy(algorithm.adv_estimator) for d in domains(config).values()
+    )
+    step = StepFacts(
+        train.groups_per_step * sequences, longest / 2, longest / 4, algorithm.num_epochs
+    )
     rewards = tuple(
         (str(reward.args["path"]), str(reward.args.get("dtype", "auto")))
         for domain in domains(config).values()
         for reward in domain.rewards
-        if reward.name == "reward_model" and "path" in reward.args and reward.args.get("device") != "cpu"
+        if reward.name == "reward_model"
+        and "path" in reward.args
+        and reward.args.get("device") != "cpu"
     )
-    current = ENGINE_DEFAULTS | {key: value for key in (*CHOICES, *SIZES) if (value := _at(config, key)) is not None}
-    models, environments = tuple(dict.fromkeys(rewards)), int(config["envhub"]["n"])
+    current = ENGINE_DEFAULTS | {
+        key: value for key in (*CHOICES, *SIZES) if (value := _at(config, key)) is not None
+    }
+    models = tuple(dict.fromkeys(rewards))
+    environments = int(config["envhub"]["n"])
     return Demands(facts, _serve(config), step, fixed, current, models, environments, longest)
 
 
-def check_tensor_parallel(key: str, fixed: Mapping[str, Any], model: ModelFacts, heads: int) -> None:
+def check_tensor_parallel(
+    key: str, fixed: Mapping[str, Any], model: ModelFacts, heads: int
+) -> None:
     """Check that every GPU gets whole attention heads.
 
     Args:
@@ -120,18 +149,26 @@ def check_tensor_parallel(key: str, fixed: Mapping[str, Any], model: ModelFacts,
 
 def _engine_args(rollout: Mapping[str, Any]) -> dict[str, Any]:
     """Return the engine's arguments as it reads them, only those that are set."""
-    engine, args = str(rollout["engine"]), dict(rollout["engine_args"])
+    engine = str(rollout["engine"])
+    args = dict(rollout["engine_args"])
     if (declared := declaration(engine)) is None:
-        raise ConfigError("rollout.engine", engine, f"one of {', '.join(ENGINES)}: there are no formulas for others")
+        raise ConfigError(
+            "rollout.engine",
+            engine,
+            f"one of {', '.join(ENGINES)}: there are no formulas for others",
+        )
     return parse("rollout.engine_args", args, declared).model_dump(mode="json", exclude_unset=True)
 
 
 def _serve(config: dict[str, Any]) -> ServeFacts | None:
     rollout = config["rollout"]
-    engine, args = str(rollout["engine"]), rollout["engine_args"]
+    engine = str(rollout["engine"])
+    args = rollout["engine_args"]
     if engine in WEIGHTLESS:
         return None
-    slots = args.get("kv_slots") or rollout["max_running"] * (2 if rollout["prefix_cache"] and engine == "hf" else 1)
+    slots = args.get("kv_slots") or rollout["max_running"] * (
+        2 if rollout["prefix_cache"] and engine == "hf" else 1
+    )
     key, default = SHARES.get(engine, ("", 0.0))
     share = args.get(key)
     sizes = {"running": rollout["max_running"], "context": rollout["max_context_tokens"]}
@@ -149,7 +186,9 @@ def _staging(train: TrainSection, model: ModelFacts, lora: int) -> int:
     if train.lora and train.lora.send == "adapter":
         return 4 * lora
     items = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
-    return model.parameters * (items[train.weights_dtype] if train.weights_dtype else model.itemsize)
+    return model.parameters * (
+        items[train.weights_dtype] if train.weights_dtype else model.itemsize
+    )
 
 
 def lora_parameters(lora: LoraSection, model: ModelFacts) -> int:

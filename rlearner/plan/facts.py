@@ -7,7 +7,8 @@ from typing import Final, Literal
 
 GIB: Final = 2**30
 MOST_GPUS: Final = 65_536  # that are planned for
-LEFT: Final = 0.06  # of each GPU's memory, and a GiB: for CUDA, NCCL, kernels' workspaces and fragmentation
+# of each GPU's memory, and a GiB: for CUDA, NCCL, kernels' workspaces and fragmentation
+LEFT: Final = 0.06
 Place = Literal["gpu", "host"]
 
 
@@ -35,13 +36,16 @@ class Machine:
 
 @dataclass(frozen=True)
 class ActivationFacts:
-    """Bytes per token of a row that the model computes for training, traced without gradient checkpointing.
+    """Bytes per token of a row that the model computes for training, traced without gradient
+    checkpointing.
 
     Attributes:
         kept: saved by all blocks together for the backward pass.
-        wide: the part of ``kept`` that is as wide as the residual stream, which tensor parallelism does not divide.
+        wide: the part of ``kept`` that is as wide as the residual stream, which tensor parallelism
+            does not divide.
         outside: saved before the first block and after the last one.
-        block: most that one block holds in its own forward and backward pass, without gradients of its weights.
+        block: most that one block holds in its own forward and backward pass, without gradients of
+            its weights.
         stream: the input of one block: all that gradient checkpointing keeps of it.
     """
 
@@ -59,11 +63,14 @@ class ModelFacts:
     Attributes:
         itemsize: bytes per weight.
         blocks: parameters of each transformer block.
-        embedding: parameters of the input embeddings, which are the output matrix, too, if ``tied``.
+        embedding: parameters of the input embeddings, which are the output matrix, too, if
+            ``tied``.
         outside: other parameters outside of blocks.
-        active: parameters that one token is multiplied with; fewer than all in a mixture of experts.
+        active: parameters that one token is multiplied with; fewer than all in a mixture of
+            experts.
         kv_bytes: keys and values of one token in all blocks.
-        linears: name, inputs and outputs of each linear layer in the blocks, and of stacked experts, all together.
+        linears: name, inputs and outputs of each linear layer in the blocks, and of stacked
+            experts, all together.
     """
 
     path: str

@@ -10,7 +10,11 @@ from rlearner.plan.changes import gpus_on
 from rlearner.plan.facts import Machine
 
 Role = Literal["broker", "envhub", "rollout", "rewardhub", "learner"]
-PROGRAMS: Final[dict[str, str]] = {"envhub": "envhub", "rollout": "rollout-server", "rewardhub": "rewardhub"}
+PROGRAMS: Final[dict[str, str]] = {
+    "envhub": "envhub",
+    "rollout": "rollout-server",
+    "rewardhub": "rewardhub",
+}
 JOINING: Final = ("rollout", "rewardhub")
 
 
@@ -41,7 +45,9 @@ def launches(plan: Plan, machine: Machine, host: int, environments: int) -> list
     Args:
         environments: at once, in the environment hub.
     """
-    found, here, joins = list[Launch](), gpus_on(plan, machine, host), host > 0
+    found = list[Launch]()
+    here = gpus_on(plan, machine, host)
+    joins = host > 0
     turns = ("--share-gpus",) if plan.shared else ()
     servers = here["learner"] if plan.shared else here["rollout"]
     if host == 0:

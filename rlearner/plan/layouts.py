@@ -18,7 +18,9 @@ POWERS: Final = (1, 2, 4, 8)
 BOTH: Final = (False, True)
 
 
-def learner_layouts(model: ModelFacts, demands: Demands, machine: Machine, ranks: int) -> Iterator[LearnerLayout]:
+def learner_layouts(
+    model: ModelFacts, demands: Demands, machine: Machine, ranks: int
+) -> Iterator[LearnerLayout]:
     """Yield the layouts on ``ranks`` GPUs that the configuration leaves open."""
     if not demands.allows(train__ranks=ranks):
         return
@@ -28,21 +30,39 @@ def learner_layouts(model: ModelFacts, demands: Demands, machine: Machine, ranks
         if demands.allows(train__optimizer_offload=offload):
             for backend in ("torch",) if ranks == 1 else ("ddp", "fsdp2"):
                 if demands.allows(train__backend=backend):
-                    yield LearnerLayout(backend, ranks, checkpointing=checkpointing, offload=offload)
-            if ranks > 1 and model.architecture in SUPPORTED and demands.allows(train__backend="megatron"):
+                    yield LearnerLayout(
+                        backend, ranks, checkpointing=checkpointing, offload=offload
+                    )
+            if (
+                ranks > 1
+                and model.architecture in SUPPORTED
+                and demands.allows(train__backend="megatron")
+            ):
                 for tensor, pipeline in _divisions(model, demands, machine, ranks):
-                    yield LearnerLayout("megatron", ranks, 0, tensor, pipeline, checkpointing, offload)
-        zero = demands.allows(train__backend="deepspeed", train__deepspeed__offload_optimizer=offload)
+                    yield LearnerLayout(
+                        "megatron", ranks, 0, tensor, pipeline, checkpointing, offload
+                    )
+        zero = demands.allows(
+            train__backend="deepspeed", train__deepspeed__offload_optimizer=offload
+        )
         for stage in (1, 2, 3) if zero and ranks > 1 else ():
             if demands.allows(train__deepspeed__stage=stage):
-                yield LearnerLayout("deepspeed", ranks, stage, checkpointing=checkpointing, offload=offload)
+                yield LearnerLayout(
+                    "deepspeed", ranks, stage, checkpointing=checkpointing, offload=offload
+                )
 
 
-def _divisions(model: ModelFacts, demands: Demands, machine: Machine, ranks: int) -> Iterator[tuple[int, int]]:
+def _divisions(
+    model: ModelFacts, demands: Demands, machine: Machine, ranks: int
+) -> Iterator[tuple[int, int]]:
     sizes = [_sizes(demands, f"train.megatron.{key}_parallel") for key in ("tensor", "pipeline")]
     for tensor, pipeline in product(*sizes):
-        fits = not ranks % (tensor * pipeline) and tensor <= machine.per_host and tensor * pipeline > 1
-        divides = not (model.heads % tensor or model.kv_heads % tensor or len(model.blocks) % pipeline)
+        fits = (
+            not ranks % (tensor * pipeline) and tensor <= machine.per_host and tensor * pipeline > 1
+        )
+        divides = not (
+            model.heads % tensor or model.kv_heads % tensor or len(model.blocks) % pipeline
+        )
         if fits and divides:
             yield tensor, pipeline
 
@@ -50,7 +70,11 @@ def _divisions(model: ModelFacts, demands: Demands, machine: Machine, ranks: int
 def server_layouts(model: ModelFacts, demands: Demands, machine: Machine) -> Iterator[ServerLayout]:
     """Yield how one server may be divided."""
     assert demands.serve is not None
-    for tensor in _sizes(demands, "rollout.engine_args.tensor_parallel") if demands.serve.engine != "hf" else (1,):
+    for tensor in (
+        _sizes(demands, "rollout.engine_args.tensor_parallel")
+        if demands.serve.engine != "hf"
+        else (1,)
+    ):
         if tensor <= machine.per_host and not model.heads % tensor:
             yield ServerLayout(tensor)
 
@@ -60,7 +84,9 @@ def _sizes(demands: Demands, key: str) -> tuple[int, ...]:
 
 
 def rank_choices(demands: Demands, machine: Machine, most: int) -> list[int]:
-    """Return the numbers of ranks to try, of at most ``most``: all small ones, then whole hosts, evenly spread."""
+    """Return the numbers of ranks to try, of at most ``most``: all small ones, then whole hosts,
+    evenly spread.
+    """
     if (fixed := demands.fixed.get("train.ranks")) is not None:
         return [fixed] if fixed <= most else []
     unit = min(machine.per_host, POWERS[-1])
@@ -70,11 +96,18 @@ def rank_choices(demands: Demands, machine: Machine, most: int) -> list[int]:
 
 
 def count_servers(machine: Machine, first: int, last: int, tensor: int) -> int:
-    """Return how many servers of ``tensor`` GPUs fit on GPUs from ``first`` to before ``last``, none across hosts."""
+    """Return how many servers of ``tensor`` GPUs fit on GPUs from ``first`` to before ``last``,
+    none across hosts.
+    """
     if first >= last:
         return 0
     each = machine.per_host
-    begin, end = first // each, (last - 1) // each
+    begin = first // each
+    end = (last - 1) // each
     if begin == end:
         return (last - first) // tensor
-    return (each - first % each) // tensor + (end - begin - 1) * (each // tensor) + (last - end * each) // tensor
+    return (
+        (each - first % each) // tensor
+        + (end - begin - 1) * (each // tensor)
+        + (last - end * each) // tensor
+    )

@@ -1,4 +1,6 @@
-"""Says why nothing fits a machine: too few GPUs, a choice that no layout has, or a part that needs too much. Pure."""
+"""Says why nothing fits a machine: too few GPUs, a choice that no layout has, or a part that needs
+too much. Pure.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,11 @@ from rlearner.plan.layouts import learner_layouts, rank_choices, server_layouts
 from rlearner.plan.serving_memory import server_memory, slot_bytes
 from rlearner.plan.training_memory import learner_memory
 
-_DIVIDED: Final = ("train.backend", "train.megatron.tensor_parallel", "train.megatron.pipeline_parallel")
+_DIVIDED: Final = (
+    "train.backend",
+    "train.megatron.tensor_parallel",
+    "train.megatron.pipeline_parallel",
+)
 
 
 @dataclass(frozen=True)
@@ -21,7 +27,8 @@ class Misfit:
     """Why nothing fits.
 
     Attributes:
-        memory: whether it is memory that lacks, so that settings with which a process needs less may help.
+        memory: whether it is memory that lacks, so that settings with which a process needs less
+            may help.
         gpus: GPUs that are needed at least.
     """
 
@@ -34,15 +41,21 @@ def find_misfit(work: Workload, machine: Machine) -> Misfit:
     """Return why no layout of a run fits."""
     size = f"{machine.gpus} GPU{'s' if machine.gpus > 1 else ''} of {machine.memory / GIB:g} GiB"
     if work.rewards is not None and work.rewards.total() > machine.available:
-        need, available = work.rewards.total(), machine.available
+        need = work.rewards.total()
+        available = machine.available
         return Misfit(
-            f"the reward models on one GPU need {_lack(need, available)}{_largest(work.rewards)}", memory=True
+            f"the reward models on one GPU need {_lack(need, available)}{_largest(work.rewards)}",
+            memory=True,
         )
     for problem in (_servers(work, machine), _too_few(work, machine, size)):
         if problem is not None:
             return problem
     choices = rank_choices(work.demands, machine, most_ranks(work, machine))
-    layouts = [one for ranks in choices for one in learner_layouts(work.model, work.demands, machine, ranks)]
+    layouts = [
+        one
+        for ranks in choices
+        for one in learner_layouts(work.model, work.demands, machine, ranks)
+    ]
     if not layouts:
         chosen = ", ".join(f"{key}={value}" for key, value in work.demands.fixed.items())
         return Misfit(f"{size}: no layout has {chosen}")
@@ -81,20 +94,25 @@ def _least_ranks(fixed: Mapping[str, Any]) -> int:
 
 def _servers(work: Workload, machine: Machine) -> Misfit | None:
     """Return what is wrong with every server; None if one fits."""
-    model, serve, fixed = work.model, work.demands.serve, work.demands.fixed
+    model = work.model
+    serve = work.demands.serve
+    fixed = work.demands.fixed
     if serve is None or serving(work, machine):
         return None
     layouts = list(server_layouts(model, work.demands, machine))
     if not layouts:
         key = "rollout.engine_args.tensor_parallel"
-        return Misfit(f"{key}: {fixed.get(key)} is not allowed; a host has {_gpus(machine.per_host)}")
+        return Misfit(
+            f"{key}: {fixed.get(key)} is not allowed; a host has {_gpus(machine.per_host)}"
+        )
     held = {layout: server_memory(model, serve, layout, machine).memory for layout in layouts}
     least = min(layouts, key=lambda layout: held[layout].total())
     slot = slot_bytes(model, serve.context, least.tensor)
     need = held[least].total() + slot
     limit = min(machine.available, serve.share * machine.memory or machine.available)
     if need <= limit:
-        key, allowed = "rollout.engine_args.kv_cache_gib", f"one slot needs {slot / GIB:.2f} GiB"
+        key = "rollout.engine_args.kv_cache_gib"
+        allowed = f"one slot needs {slot / GIB:.2f} GiB"
         return Misfit(f"{key}: {serve.kv_gib} is not allowed; {allowed}", memory=True)
     name = f"a server of {serve.engine} on {_gpus(least.tensor)}"
     whole = Memory((*held[least].parts, Part("one slot", slot, "")), "")

@@ -1,4 +1,6 @@
-"""Reads the sizes of a model from its config.json: the model is built on the meta device, so nothing is loaded."""
+"""Reads the sizes of a model from its config.json: the model is built on the meta device, so
+nothing is loaded.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from rlearner_text.transformers_import import import_transformers
 
 EXPERT: Final = re.compile(r"\.experts\.")
 # Names in configurations, of a layer's experts and of those that a token visits.
-_COUNTS: Final = (("num_experts", "num_local_experts", "n_routed_experts"), ("num_experts_per_tok", "top_k_experts"))
+_COUNTS: Final = (
+    ("num_experts", "num_local_experts", "n_routed_experts"),
+    ("num_experts_per_tok", "top_k_experts"),
+)
 
 
 def read_model(section: ModelSection, lora: LoraSection | None = None) -> ModelFacts:
@@ -36,8 +41,12 @@ def read_model(section: ModelSection, lora: LoraSection | None = None) -> ModelF
         return read_folder(Path(folder) / "tiny", "the model of model.tiny", section, lora)
 
 
-def read_folder(folder: Path, name: str, section: ModelSection, lora: LoraSection | None = None) -> ModelFacts:
-    """Return the sizes of the model in a folder with a config.json; its activations are those with ``lora``."""
+def read_folder(
+    folder: Path, name: str, section: ModelSection, lora: LoraSection | None = None
+) -> ModelFacts:
+    """Return the sizes of the model in a folder with a config.json; its activations are those with
+    ``lora``.
+    """
     import torch
 
     import_transformers()
@@ -56,16 +65,29 @@ def read_folder(folder: Path, name: str, section: ModelSection, lora: LoraSectio
         allowed = f"transformers cannot build a causal language model from its config.json: {_one_line(error)}"
         raise ConfigError("model.path", name, allowed) from error
     text = model.config.get_text_config()
-    blocks, embedding, head = blocks_of(model), model.get_input_embeddings().weight, model.get_output_embeddings()
+    blocks = blocks_of(model)
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
     if head is None:
-        raise ConfigError("model.path", name, f"{type(model).__name__} has no output embeddings: not a language model")
-    per_block = tuple(sum(parameter.numel() for parameter in block.parameters()) for block in blocks)
+        raise ConfigError(
+            "model.path",
+            name,
+            f"{type(model).__name__} has no output embeddings: not a language model",
+        )
+    per_block = tuple(
+        sum(parameter.numel() for parameter in block.parameters()) for block in blocks
+    )
     total = sum(parameter.numel() for parameter in model.parameters())
     unused = _unused(model, text)
     if lora is not None:
         adapt(model, lora.rank, lambda layer: is_target(layer, lora))
     activations, traced = trace(model.eval(), int(text.hidden_size))
-    named = [pair for block in blocks for pair in block.named_modules() if isinstance(pair[1], torch.nn.Linear)]
+    named = [
+        pair
+        for block in blocks
+        for pair in block.named_modules()
+        if isinstance(pair[1], torch.nn.Linear)
+    ]
     return ModelFacts(
         path=name,
         architecture=type(model).__name__,
@@ -80,7 +102,10 @@ def read_folder(folder: Path, name: str, section: ModelSection, lora: LoraSectio
         kv_heads=traced.heads[1],
         kv_bytes=traced.kv,
         linears=(
-            *((at.rpartition(".")[2], layer.in_features, layer.out_features) for at, layer in named),
+            *(
+                (at.rpartition(".")[2], layer.in_features, layer.out_features)
+                for at, layer in named
+            ),
             *(size for block in blocks for size in _stacked_experts(block)),
         ),
         activations=activations,
@@ -119,17 +144,23 @@ def reward_parts(path: str, dtype: str) -> Part:
         with torch.device("meta"):
             model: Any = AutoModel.from_config(config, dtype=kind)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError("reward_model.path", path, f"transformers cannot build it: {_one_line(error)}") from error
+        raise ConfigError(
+            "reward_model.path", path, f"transformers cannot build it: {_one_line(error)}"
+        ) from error
     number = sum(parameter.numel() for parameter in model.parameters())
     return Part(path, number * kind.itemsize, f"{number:,} parameters x {kind.itemsize} bytes")
 
 
 def _unused(model: Any, config: Any) -> int:
     """Return the parameters of experts that a token does not visit."""
-    experts, visited = (next((n for name in names if (n := getattr(config, name, None))), 0) for names in _COUNTS)
+    experts, visited = (
+        next((n for name in names if (n := getattr(config, name, None))), 0) for names in _COUNTS
+    )
     if not experts:
         return 0
-    total = sum(parameter.numel() for name, parameter in model.named_parameters() if EXPERT.search(name))
+    total = sum(
+        parameter.numel() for name, parameter in model.named_parameters() if EXPERT.search(name)
+    )
     return int(total - total * visited // experts)
 
 

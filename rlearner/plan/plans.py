@@ -14,10 +14,12 @@ from rlearner.plan.remedies import advice
 def make_plans(
     work: Workload, machine: Machine, number: int, reread: Callable[[Sequence[str]], Workload]
 ) -> list[Plan]:
-    """Return the fastest plan of each backend and of each stage of DeepSpeed, the fastest first, at most ``number``.
+    """Return the fastest plan of each backend and of each stage of DeepSpeed, the fastest first, at
+    most ``number``.
 
     Args:
-        reread: the same run with further settings ``key=value``; raises UserError if they are not allowed.
+        reread: the same run with further settings ``key=value``; raises UserError if they are not
+            allowed.
 
     Raises:
         UserError: if nothing fits; says by how much, and what to change.
@@ -34,5 +36,7 @@ def make_plans(
 
 
 def _order(plan: Plan) -> tuple[float, float, float, float]:
-    """Sort by time, then by the fewest GPUs of the learner, the shortest training, the most free memory."""
+    """Sort by time, then by the fewest GPUs of the learner, the shortest training, the most free
+    memory.
+    """
     return plan.times.step_s, plan.learner.ranks, plan.times.train_s, plan.learner_memory.total()

@@ -15,7 +15,11 @@ from rlearner_text.config import ModelSection
 from rlearner_text.model_checks import check_trained_model
 
 # those of a run that do not depend on what the plan chooses, nor on files that only the hosts need
-CHECKS: Final = ("learner.checks:check_names", "learner.checks:check_family", "rollout.checks:check")
+CHECKS: Final = (
+    "learner.checks:check_names",
+    "learner.checks:check_family",
+    "rollout.checks:check",
+)
 
 
 class WorkloadReader:
@@ -32,7 +36,8 @@ class WorkloadReader:
         Raises:
             UserError: if it is wrong, or not for a run.
         """
-        self._path, self._overrides = path, list(overrides)
+        self._path = path
+        self._overrides = list(overrides)
         self._models: dict[str, ModelFacts] = {}
         self._read: dict[tuple[str, ...], Workload] = {}
         self.given = load(path, overrides)
@@ -50,7 +55,8 @@ class WorkloadReader:
         return self._read[tuple(more)]
 
     def _with(self, more: Sequence[str]) -> Workload:
-        given, config = self.given, self.config
+        given = self.given
+        config = self.config
         if more:
             given = load(self._path, [*self._overrides, *more])
             config = validate(given, checks=CHECKS)
@@ -59,7 +65,8 @@ class WorkloadReader:
         return Workload(model, demands, Memory(parts, "scoring") if parts else None)
 
     def _model(self, config: dict[str, Any]) -> ModelFacts:
-        model, lora = section(config, "model", ModelSection), section(config, "train", TrainSection).lora
+        model = section(config, "model", ModelSection)
+        lora = section(config, "train", TrainSection).lora
         key = f"{model!r} {lora!r}"
         if key not in self._models:
             self._models[key] = read_model(model, lora)

@@ -1,4 +1,6 @@
-"""Tries what would make a run fit: settings with which it needs less, more or larger GPUs, choices left open."""
+"""Tries what would make a run fit: settings with which it needs less, more or larger GPUs, choices
+left open.
+"""
 
 from __future__ import annotations
 
@@ -29,26 +31,42 @@ Reread = Callable[[Sequence[str]], Workload]
 def advice(misfit: Misfit, work: Workload, machine: Machine, reread: Reread) -> str:
     """Return which changes, each tried, make a run fit; what is still too large if none does."""
     tries = list(_settings(work, machine)) if misfit.memory else []
-    settings, more = _fewest(tries, machine, reread), list(_more_gpus(misfit, machine))
+    settings = _fewest(tries, machine, reread)
+    more = list(_more_gpus(misfit, machine))
     found = [f"with {' '.join(settings)}"] if settings else []
     if (enough := next((one for one in more if fits(work, one)), None)) is not None:
         found.append(f"with {_options(enough)}")
     else:
-        larger = (replace(machine, memory=memory * GIB) for memory in MEMORIES if memory * GIB > machine.memory)
-        found += [f"with --gpu-memory {one.memory / GIB:g}" for one in larger if fits(work, one)][:1]
-        both = (one for one in more if _all_that_fit(tries, one, reread)) if not settings else iter(())
-        found += [f"with {_options(one)} {' '.join(_fewest(tries, one, reread))}" for one in islice(both, 1)]
+        larger = (
+            replace(machine, memory=memory * GIB)
+            for memory in MEMORIES
+            if memory * GIB > machine.memory
+        )
+        found += [f"with --gpu-memory {one.memory / GIB:g}" for one in larger if fits(work, one)][
+            :1
+        ]
+        both = (
+            (one for one in more if _all_that_fit(tries, one, reread)) if not settings else iter(())
+        )
+        found += [
+            f"with {_options(one)} {' '.join(_fewest(tries, one, reread))}"
+            for one in islice(both, 1)
+        ]
     if keys := _keys_to_remove(work, machine):
         found.append(f"without {' and '.join(keys)}")
     if found:
-        return ("" if settings or not tries else "no setting alone helps; ") + f"it fits {', or '.join(found)}"
+        return (
+            "" if settings or not tries else "no setting alone helps; "
+        ) + f"it fits {', or '.join(found)}"
     left = _left(tries, machine, reread)
     return "no setting helps" + (f": with {left}" if left and misfit.text not in left else "")
 
 
 def _settings(work: Workload, machine: Machine) -> Iterator[str]:
     """Yield settings with which a run needs less memory, those first that change it least."""
-    train, serve, longest = work.demands.train, work.demands.serve, work.demands.longest
+    train = work.demands.train
+    serve = work.demands.serve
+    longest = work.demands.longest
     if train.slice_tokens > longest:
         yield f"train.micro_batch_tokens={longest}"
     if serve is not None:
@@ -56,7 +74,9 @@ def _settings(work: Workload, machine: Machine) -> Iterator[str]:
         share = math.floor(100 * machine.available / machine.memory) / 100
         if key and serve.share < share:
             yield f"{key}={share:g}"
-        if serve.kv_gib is not None and serve.kv_gib * GIB < (slot := slot_bytes(work.model, serve.context)):
+        if serve.kv_gib is not None and serve.kv_gib * GIB < (
+            slot := slot_bytes(work.model, serve.context)
+        ):
             yield f"rollout.engine_args.kv_cache_gib={math.ceil(10 * slot / GIB) / 10:g}"
         for name, value, least in (
             ("prefill_tokens", serve.prefill, PREFILL),
@@ -76,7 +96,9 @@ def _settings(work: Workload, machine: Machine) -> Iterator[str]:
 
 
 def _fewest(tries: Sequence[str], machine: Machine, reread: Reread) -> list[str]:
-    """Return the mildest setting with which the run fits, else a set that none can be left out of; empty if none."""
+    """Return the mildest setting with which the run fits, else a set that none can be left out of;
+    empty if none.
+    """
     for one in tries:
         if _fit([one], machine, reread):
             return [one]
@@ -88,7 +110,9 @@ def _fewest(tries: Sequence[str], machine: Machine, reread: Reread) -> list[str]
 
 
 def _all_that_fit(tries: Sequence[str], machine: Machine, reread: Reread) -> list[str]:
-    """Return all settings, or all but one that needs more of some parts, with which the run fits; empty if none."""
+    """Return all settings, or all but one that needs more of some parts, with which the run fits;
+    empty if none.
+    """
     for left_out in ("", "rollout.engine=vllm", f"train.lora.rank={LORA}"):
         kept = [one for one in tries if one != left_out]
         if kept and _fit(kept, machine, reread):
@@ -111,9 +135,12 @@ def _left(tries: Sequence[str], machine: Machine, reread: Reread) -> str:
 
 def _more_gpus(misfit: Misfit, machine: Machine) -> Iterator[Machine]:
     """Yield machines with more GPUs on each host, then with more hosts."""
-    hosts, per_host = machine.hosts, machine.per_host
+    hosts = machine.hosts
+    per_host = machine.per_host
     most = max(per_host, MOST_PER_HOST, math.ceil(misfit.gpus / hosts))
-    yield from (Machine(each * hosts, machine.memory, hosts) for each in range(per_host + 1, most + 1))
+    yield from (
+        Machine(each * hosts, machine.memory, hosts) for each in range(per_host + 1, most + 1)
+    )
     for each, power in product(sorted({per_host, most}), range(1, MOST_HOSTS.bit_length())):
         if misfit.gpus <= (gpus := each * hosts * 2**power) <= MOST_GPUS:
             yield Machine(gpus, machine.memory, hosts * 2**power)
@@ -124,7 +151,9 @@ def _options(machine: Machine) -> str:
 
 
 def _keys_to_remove(work: Workload, machine: Machine) -> list[str]:
-    """Return a choice without which the run fits, else several that must all be left open; empty if none."""
+    """Return a choice without which the run fits, else several that must all be left open; empty if
+    none.
+    """
     fixed = list(work.demands.fixed)
     for key in fixed:
         if fits(work.without(key), machine):

@@ -16,7 +16,9 @@ from rlearner.plan.throughput import ASSUMPTIONS
 
 def as_text(plans: Sequence[Plan], model: ModelFacts, demands: Demands, machine: Machine) -> str:
     """Return a table for each plan, the assumptions last."""
-    lines = [f"{model.path}: {model.parameters / 1e6:,.1f} M parameters, {model.itemsize} bytes each"]
+    lines = [
+        f"{model.path}: {model.parameters / 1e6:,.1f} M parameters, {model.itemsize} bytes each"
+    ]
     for number, plan in enumerate(plans, 1):
         lines += ["", *_table(number, plan, demands, machine)]
     free = f"GiB are of {machine.available / GIB:.1f} that tensors may fill of each GPU's {machine.memory / GIB:g}."
@@ -24,7 +26,8 @@ def as_text(plans: Sequence[Plan], model: ModelFacts, demands: Demands, machine:
 
 
 def _table(number: int, plan: Plan, demands: Demands, machine: Machine) -> list[str]:
-    times, gpus = plan.times, gpus_of(plan, machine)
+    times = plan.times
+    gpus = gpus_of(plan, machine)
     bound = (
         "trains and generates in turns"
         if plan.shared
@@ -33,7 +36,8 @@ def _table(number: int, plan: Plan, demands: Demands, machine: Machine) -> list[
     lines = [f"plan {number}: about {times.step_s:.2g} s a step, {bound}"]
     lines += _rows(f"learner: {plan.learner.words}", gpus["learner"], plan.learner_memory)
     if plan.server is not None and plan.server_memory is not None and demands.serve is not None:
-        held, tensor = plan.server_memory, plan.server.tensor
+        held = plan.server_memory
+        tensor = plan.server.tensor
         each = f", tensor parallel {tensor}" if tensor > 1 else ""
         title = f"{plan.servers} x {demands.serve.engine}{each}: {held.running} of {held.slots} slots at once"
         lines += _rows(title, gpus["servers"], held.memory)
@@ -69,8 +73,13 @@ def as_json(plans: Sequence[Plan], model: ModelFacts, demands: Demands, machine:
 
 
 def _plain(plan: Plan, demands: Demands, machine: Machine) -> dict[str, Any]:
-    held, server = plan.server_memory, plan.server
-    memory = {"learner": plan.learner_memory, "servers": held.memory if held else None, "rewards": plan.reward_memory}
+    held = plan.server_memory
+    server = plan.server
+    memory = {
+        "learner": plan.learner_memory,
+        "servers": held.memory if held else None,
+        "rewards": plan.reward_memory,
+    }
     slots = {"slots": held.slots, "running": held.running} if held else {}
     return {
         "step_s": plan.times.step_s,

@@ -32,11 +32,22 @@ def plan_run(options: argparse.Namespace) -> int:
     if options.write is not None:
         overrides = difference(load(options.config), reader.given)
         config = name_run(reader.config, options.config)
-        run, source = str(config["run"]["name"]), locate(options.config)
-        files = write_plan(options.write, plans[0], work.demands, machine, source=source, overrides=overrides, run=run)
+        run = str(config["run"]["name"])
+        source = locate(options.config)
+        files = write_plan(
+            options.write,
+            plans[0],
+            work.demands,
+            machine,
+            source=source,
+            overrides=overrides,
+            run=run,
+        )
         notes.append(f"wrote plan 1: {' '.join(map(str, files))}")
         if (folder := run_folder(config)).exists():
-            notes.append(f"run {run} exists in {folder}: the scripts continue it; for a new run, set run.name")
+            notes.append(
+                f"run {run} exists in {folder}: the scripts continue it; for a new run, set run.name"
+            )
     print((as_json if options.json else as_text)(plans, work.model, work.demands, machine))
     for note in notes:
         print(note, file=sys.stderr)
@@ -53,7 +64,11 @@ def machine_of(gpus: int, gpu_memory: float, hosts: int) -> Machine:
     if machine.gpus > MOST_GPUS:
         raise UserError(f"--gpus {machine.gpus}: too many; at most {MOST_GPUS}")
     if machine.gpus % machine.hosts:
-        raise UserError(f"--hosts {machine.hosts}: hosts have equally many GPUs; it must divide --gpus {machine.gpus}")
+        raise UserError(
+            f"--hosts {machine.hosts}: hosts have equally many GPUs; it must divide --gpus {machine.gpus}"
+        )
     if machine.available <= 0:
-        raise UserError(f"--gpu-memory {gpu_memory:g}: too small; give the GiB of one GPU, for example 80")
+        raise UserError(
+            f"--gpu-memory {gpu_memory:g}: too small; give the GiB of one GPU, for example 80"
+        )
     return machine

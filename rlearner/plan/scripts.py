@@ -25,7 +25,8 @@ case "${HOST0:-}" in
         exit 2 ;;
 esac
 """
-# A token of another broker, or one that has expired or was revoked, is not among those that this broker accepts.
+# A token of another broker, or one that has expired or was revoked, is not among those that this
+# broker accepts.
 TOKEN: Final = """\
 token() {
     file="$here/$RUN.$1.token"
@@ -42,9 +43,7 @@ token() {
     exit 2
 }
 """
-STARTED: Final = (
-    'until rlearner invited --broker "tls://$HOST0:4222" >/dev/null 2>&1; do kill -0 $! 2>&- || exit 2; sleep 1; done'
-)
+STARTED: Final = 'until rlearner invited --broker "tls://$HOST0:4222" >/dev/null 2>&1; do kill -0 $! 2>&- || exit 2; sleep 1; done'
 
 
 def script(plan: Plan, machine: Machine, host: int, run: str, environments: int) -> str:
@@ -57,25 +56,32 @@ def script(plan: Plan, machine: Machine, host: int, run: str, environments: int)
     if any(line.startswith("token ") for line in lines):
         head.append(COPIED if host else TOKEN)
     body = [f'{line} pids="$pids $!"' if line.endswith("&") else line for line in lines]
-    return "".join(head) + "\n".join([*body, *(["wait"] if lines and lines[-1].endswith("&") else [])]) + "\n"
+    return (
+        "".join(head)
+        + "\n".join([*body, *(["wait"] if lines and lines[-1].endswith("&") else [])])
+        + "\n"
+    )
 
 
 def launch_lines(plan: Plan, machine: Machine, host: int, environments: int) -> list[str]:
     """Return the commands of one host, the learner's last; the others end with it.
 
-    ``$CONFIG`` is the configuration, ``$RUN`` the run, ``$HOST0`` the address of the first host, needed only where
-    there are several.
+    ``$CONFIG`` is the configuration, ``$RUN`` the run, ``$HOST0`` the address of the first host,
+    needed only where there are several.
     """
     if plan.shared:
         return ['rlearner up "$CONFIG" run.name="$RUN" --share-gpus']
-    several, lines = machine.hosts > 1, list[str]()
+    several = machine.hosts > 1
+    lines = list[str]()
     broker = BROKER if several else ""
     for launch in launches(plan, machine, host, environments):
         login = f' --join "$here/$RUN.{launch.role}.token"' if launch.joins else broker
         options = "".join(f" {option}" for option in launch.options)
         match launch.role:
             case "broker":
-                lines.append("broker serve" + (' --bind "$HOST0" --port 4222 &' if several else " &"))
+                lines.append(
+                    "broker serve" + (' --bind "$HOST0" --port 4222 &' if several else " &")
+                )
                 roles = joining_roles(plan, machine)
                 lines += [STARTED] * bool(roles) + [f"token {role}" for role in roles]
             case "learner":

@@ -7,7 +7,8 @@ from typing import Final
 
 from rlearner.plan.facts import GIB, Machine, Memory, ModelFacts, Part, ServeFacts
 
-LOGIT_BYTES: Final = 16  # of one sampled row in float32: logits, probabilities, sorted values and their order
+# of one sampled row in float32: logits, probabilities, sorted values and their order
+LOGIT_BYTES: Final = 16
 
 
 @dataclass(frozen=True)
@@ -19,14 +20,18 @@ class ServerLayout:
 
 @dataclass(frozen=True)
 class ServerMemory:
-    """The memory of each of a server's GPUs; ``slots`` sequences of full length have room in its cache."""
+    """The memory of each of a server's GPUs; ``slots`` sequences of full length have room in its
+    cache.
+    """
 
     memory: Memory
     slots: int
     running: int
 
 
-def server_memory(model: ModelFacts, serve: ServeFacts, layout: ServerLayout, machine: Machine) -> ServerMemory:
+def server_memory(
+    model: ModelFacts, serve: ServeFacts, layout: ServerLayout, machine: Machine
+) -> ServerMemory:
     """Return what a server holds; without a slot if the memory does not suffice for one."""
     tensor = layout.tensor
     over = f" / {tensor} GPUs" if tensor > 1 else ""
@@ -38,16 +43,24 @@ def server_memory(model: ModelFacts, serve: ServeFacts, layout: ServerLayout, ma
     text = f"{serve.running:,} rows of rollout.max_running x {model.vocab:,} logits x {LOGIT_BYTES} bytes"
     logits = Part("logits", serve.running * model.vocab * LOGIT_BYTES, text)
     slot = slot_bytes(model, serve.context, tensor)
-    limit = min(machine.available, serve.share * machine.memory) if serve.share else machine.available
+    limit = (
+        min(machine.available, serve.share * machine.memory) if serve.share else machine.available
+    )
     room = limit - weights.size - working.size - logits.size
     room = min(room, serve.kv_gib * GIB) if serve.kv_gib is not None else room
     slots = max(0, min(serve.slots, int(room // slot)))
     per_token = slot // serve.context
     text = f"{slots:,} slots x {serve.context:,} tokens of rollout.max_context_tokens x {per_token:,.0f} bytes"
     cache = Part("KV cache", slots * slot, text)
-    return ServerMemory(Memory((weights, cache, logits, working), "reading prompts"), slots, min(serve.running, slots))
+    return ServerMemory(
+        Memory((weights, cache, logits, working), "reading prompts"),
+        slots,
+        min(serve.running, slots),
+    )
 
 
 def slot_bytes(model: ModelFacts, context: int, tensor: int = 1) -> int:
-    """Return the keys and values of one sequence on one GPU; heads that are fewer than GPUs are copied."""
+    """Return the keys and values of one sequence on one GPU; heads that are fewer than GPUs are
+    copied.
+    """
     return context * model.kv_bytes // min(tensor, model.kv_heads)

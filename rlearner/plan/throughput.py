@@ -1,6 +1,8 @@
-"""How fast a layout trains and generates, by operations and bytes, at assumed shares of the hardware's peaks. Pure.
+"""How fast a layout trains and generates, by operations and bytes, at assumed shares of the
+hardware's peaks. Pure.
 
-The shares are assumptions, not measurements: they rank layouts, and are off by a factor of two in either direction.
+The shares are assumptions, not measurements: they rank layouts, and are off by a factor of two in
+either direction.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ ASSUMPTIONS: Final = (
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds that one optimizer step takes the learner, and the servers; both work at the same time unless shared."""
+    """Seconds that one optimizer step takes the learner, and the servers; both work at the same
+    time unless shared.
+    """
 
     train_s: float
     generate_s: float
@@ -44,39 +48,57 @@ class StepTimes:
         return self.train_s + self.generate_s if self.shared else max(self.train_s, self.generate_s)
 
 
-def train_seconds(model: ModelFacts, train: TrainFacts, step: StepFacts, layout: LearnerLayout, hosts: int) -> float:
+def train_seconds(
+    model: ModelFacts, train: TrainFacts, step: StepFacts, layout: LearnerLayout, hosts: int
+) -> float:
     """Return the seconds of a step's passes, collectives and update.
 
     Args:
         hosts: over which the learner's ranks are spread.
     """
-    passes = step.passes * ((8 if layout.checkpointing else 6) + 2 * train.reference + 6 * train.critic)
+    passes = step.passes * (
+        (8 if layout.checkpointing else 6) + 2 * train.reference + 6 * train.critic
+    )
     if train.lora_parameters:
         passes -= 2 * step.passes  # frozen weights have no gradient
     tokens = step.sequences * step.length
     turns = max(1, math.ceil(tokens / train.slice_tokens / layout.copies))
-    each = tokens / layout.copies / turns  # where there are fewer slices than ranks, they are cut smaller
-    waiting = 1.0 if layout.pipeline == 1 else (4 * layout.pipeline + layout.pipeline - 1) / (4 * layout.pipeline)
+    # where there are fewer slices than ranks, they are cut smaller
+    each = tokens / layout.copies / turns
+    waiting = (
+        1.0
+        if layout.pipeline == 1
+        else (4 * layout.pipeline + layout.pipeline - 1) / (4 * layout.pipeline)
+    )
     peak = PEAK_FLOPS * TRAIN_SHARE / (8 if model.itemsize == 4 else 1)
     computing = turns * each * passes * model.active / layout.parts / peak * waiting
     link = NVLINK if hosts == 1 else NETWORK
     trained = train.lora_parameters or model.parameters
-    return computing + _collectives(model, layout, turns, each, trained) / link + _update(trained, layout)
+    return (
+        computing
+        + _collectives(model, layout, turns, each, trained) / link
+        + _update(trained, layout)
+    )
 
 
-def _collectives(model: ModelFacts, layout: LearnerLayout, turns: int, each: float, trained: int) -> float:
+def _collectives(
+    model: ModelFacts, layout: LearnerLayout, turns: int, each: float, trained: int
+) -> float:
     """Return the bytes that one rank sends in a step."""
     if layout.ranks == 1:
         return 0.0
     whole = model.parameters * model.itemsize
-    if layout.backend == "fsdp2" or layout.stage == 3:  # weights for both passes, gradients after each
+    # weights for both passes, gradients after each
+    if layout.backend == "fsdp2" or layout.stage == 3:
         return turns * (2.0 * whole + 4.0 * trained)
     if layout.backend == "deepspeed":
         return turns * 4.0 * trained * (2 if layout.stage == 1 else 1) + trained * model.itemsize
     reduced = 2.0 * 4.0 * trained / layout.parts if layout.copies > 1 else 0.0
     crossing = 0.0
     if layout.tensor > 1:  # two all-reduces of the residual stream in each block and direction
-        crossing = turns * 8.0 * each * model.activations.stream * len(model.blocks) / layout.pipeline
+        crossing = (
+            turns * 8.0 * each * model.activations.stream * len(model.blocks) / layout.pipeline
+        )
     return reduced + crossing
 
 
@@ -88,7 +110,12 @@ def _update(trained: int, layout: LearnerLayout) -> float:
 
 
 def generate_seconds(
-    model: ModelFacts, serve: ServeFacts, step: StepFacts, layout: ServerLayout, servers: int, running: int
+    model: ModelFacts,
+    serve: ServeFacts,
+    step: StepFacts,
+    layout: ServerLayout,
+    servers: int,
+    running: int,
 ) -> float:
     """Return the seconds in which all servers generate one step's sequences."""
     if not running:

@@ -1,6 +1,7 @@
 """Memory of one rank of the learner, part by part, at the moment of a step that needs most. Pure.
 
-Compared with tensor bytes of real steps of the backend ``torch`` by ``bench.plan``; docs/plan.md says what was not.
+Compared with tensor bytes of real steps of the backend ``torch`` by ``bench.plan``; docs/plan.md
+says what was not.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from typing import Final
 
 from rlearner.plan.facts import ActivationFacts, Memory, ModelFacts, Part, Place, TrainFacts
 
-LOGIT_BUDGET: Final = 1 << 28  # float32 numbers held at once for logits, as in learner.backends.models.policy
+# float32 numbers held at once for logits, as in learner.backends.models.policy
+LOGIT_BUDGET: Final = 1 << 28
 LOGIT_COPIES: Final = 1  # float32: the logit, then its probability, then its gradient
 MEGATRON_COPIES: Final = 5  # logit, log-probability, probability, and two for the entropy
 FLOAT: Final = 4
@@ -46,7 +48,11 @@ class LearnerLayout:
         if self.backend == "fsdp2":
             return self.ranks, self.ranks, self.ranks
         if self.backend == "deepspeed":
-            return self.ranks if self.stage == 3 else 1, self.ranks if self.stage >= 2 else 1, self.ranks
+            return (
+                self.ranks if self.stage == 3 else 1,
+                self.ranks if self.stage >= 2 else 1,
+                self.ranks,
+            )
         return self.parts, self.parts, self.parts
 
     @property
@@ -56,7 +62,9 @@ class LearnerLayout:
         if self.parts > 1:
             text += f" tensor {self.tensor} x pipeline {self.pipeline} x {self.copies} copies"
         text += f" on {self.ranks} GPU{'s' if self.ranks > 1 else ''}"
-        notes = ["gradient checkpointing"] * self.checkpointing + ["optimizer in host memory"] * self.offload
+        notes = ["gradient checkpointing"] * self.checkpointing + [
+            "optimizer in host memory"
+        ] * self.offload
         return f"{text} ({', '.join(notes)})" if notes else text
 
 
@@ -76,8 +84,15 @@ def learner_memory(model: ModelFacts, train: TrainFacts, layout: LearnerLayout) 
     """Return what one rank holds when it holds most."""
     moments = _moments(model, train, layout)
     peak = max(moments, key=lambda moment: moment.size)
-    elsewhere = [part for part in moments[0].parts if part.where == "host" and part not in peak.parts]
-    parts = (*_state(model, train, layout), *_copies(model, train, layout), *_gathered(model, layout), *peak.parts)
+    elsewhere = [
+        part for part in moments[0].parts if part.where == "host" and part not in peak.parts
+    ]
+    parts = (
+        *_state(model, train, layout),
+        *_copies(model, train, layout),
+        *_gathered(model, layout),
+        *peak.parts,
+    )
     parts = (*parts, *elsewhere)
     return Memory(tuple(part for part in parts if part.size), peak.name)
 
@@ -92,9 +107,13 @@ def _state(model: ModelFacts, train: TrainFacts, layout: LearnerLayout) -> list[
         parts.append(_shared("adapters", trained, FLOAT, weights, "factors"))
     rounded = item != FLOAT and not train.lora_parameters
     if rounded or layout.offload or layout.backend == "deepspeed":
-        parts.append(_shared("master weights", trained, FLOAT, optimizer, "trained parameters", place))
+        parts.append(
+            _shared("master weights", trained, FLOAT, optimizer, "trained parameters", place)
+        )
     parts.append(_shared("moments", trained, 2 * FLOAT, optimizer, "trained parameters", place))
-    parts.append(_shared("summed gradients", trained, FLOAT, gradients, "trained parameters", place))
+    parts.append(
+        _shared("summed gradients", trained, FLOAT, gradients, "trained parameters", place)
+    )
     return parts
 
 
@@ -103,8 +122,13 @@ def _copies(model: ModelFacts, train: TrainFacts, layout: LearnerLayout) -> list
     parts: list[Part] = []
     place: Place
     if train.reference:
-        parts.append(_shared("reference", model.parameters, model.itemsize, layout.parts, "frozen parameters"))
-    if train.critic:  # whole on every rank; its gradients are gone before the policy's pass, which needs more
+        parts.append(
+            _shared(
+                "reference", model.parameters, model.itemsize, layout.parts, "frozen parameters"
+            )
+        )
+    # whole on every rank; its gradients are gone before the policy's pass, which needs more
+    if train.critic:
         place = "host" if layout.offload else "gpu"
         each = 2 * FLOAT + (0 if model.itemsize == FLOAT and not layout.offload else FLOAT)
         parts.append(_shared("critic", model.parameters, model.itemsize, 1, "parameters"))
@@ -118,13 +142,22 @@ def _copies(model: ModelFacts, train: TrainFacts, layout: LearnerLayout) -> list
 
 def _gathered(model: ModelFacts, layout: LearnerLayout) -> list[Part]:
     """Return whole weights, and buffers of gradients, that a sharded rank needs while it computes."""
-    item, root = model.itemsize, model.embedding + model.outside
+    item = model.itemsize
+    root = model.embedding + model.outside
     if layout.backend == "fsdp2" and layout.ranks > 1:
         size = item * (2 * max(model.blocks) + root) + FLOAT * max(model.blocks)
-        return [Part("gathered weights", size, "2 blocks, embeddings, output layer; a block's gradient in float32")]
+        return [
+            Part(
+                "gathered weights",
+                size,
+                "2 blocks, embeddings, output layer; a block's gradient in float32",
+            )
+        ]
     if layout.backend != "deepspeed":
         return []
-    buckets = Part("reduce buckets", 2 * FLOAT * BUCKET, "2 x train.deepspeed.reduce_bucket_size x 4 bytes")
+    buckets = Part(
+        "reduce buckets", 2 * FLOAT * BUCKET, "2 x train.deepspeed.reduce_bucket_size x 4 bytes"
+    )
     if layout.stage < 3 or layout.ranks == 1:
         return [buckets]
     live = min(model.parameters, LIVE)
@@ -134,18 +167,23 @@ def _gathered(model: ModelFacts, layout: LearnerLayout) -> list[Part]:
 
 def _moments(model: ModelFacts, train: TrainFacts, layout: LearnerLayout) -> list[_Moment]:
     """Return the moments of which one needs most; at the first of them all activations exist."""
-    tokens, acts = train.slice_tokens, model.activations
+    tokens = train.slice_tokens
+    acts = model.activations
     place: Place = "host" if train.activation_offload else "gpu"
     # A stage of p keeps p slices of its 1/p of the blocks: as much as one slice of all of them.
     saved = acts.stream * len(model.blocks) if layout.checkpointing else _divided(acts, layout)
-    ends = acts.outside + acts.stream  # of the latter the trained positions, which the output layer reads
+    # of the latter the trained positions, which the output layer reads
+    ends = acts.outside + acts.stream
     what = "block inputs" if layout.checkpointing else "what blocks save for the backward pass"
     text = f"{tokens:,} tokens x {saved + ends:,.0f} bytes: {what} (traced)"
     all_blocks = Part("activations", tokens * (saved + ends), text, place)
     all_but_one = Part("activations", tokens * saved * (1 - 1 / len(model.blocks)), text, place)
     block = acts.block * _divided(acts, layout) / max(acts.kept, 1.0)
-    block += 2 * acts.stream  # the gradient that enters it, and its sum with that of the residual stream
-    working = Part("one block", tokens * block, f"{tokens:,} tokens x {block:,.0f} bytes: its passes (traced)")
+    # the gradient that enters it, and its sum with that of the residual stream
+    block += 2 * acts.stream
+    working = Part(
+        "one block", tokens * block, f"{tokens:,} tokens x {block:,.0f} bytes: its passes (traced)"
+    )
     head, whole, sums = _gradients(model, train, layout)
     logits = _logits(model, train, layout)
     repeated = (head,) if tokens * model.vocab * _logit_copies(layout) > LOGIT_BUDGET else ()
@@ -160,7 +198,9 @@ def _moments(model: ModelFacts, train: TrainFacts, layout: LearnerLayout) -> lis
 
 
 def _divided(acts: ActivationFacts, layout: LearnerLayout) -> float:
-    """Return the bytes per token that blocks save on one rank; tensor parallelism does not divide the wide ones."""
+    """Return the bytes per token that blocks save on one rank; tensor parallelism does not divide
+    the wide ones.
+    """
     return acts.wide + (acts.kept - acts.wide) / layout.tensor
 
 
@@ -177,7 +217,11 @@ def _logit_copies(layout: LearnerLayout) -> int:
 
 
 def _block(model: ModelFacts, train: TrainFacts, layout: LearnerLayout) -> Part:
-    size = 0 if layout.backend == "megatron" else min(train.logit_block, FLOAT * train.slice_tokens * model.vocab)
+    size = (
+        0
+        if layout.backend == "megatron"
+        else min(train.logit_block, FLOAT * train.slice_tokens * model.vocab)
+    )
     return Part("log-probabilities", size, "of one block of logits")
 
 
@@ -185,26 +229,43 @@ def _output_gradient(model: ModelFacts, train: TrainFacts, layout: LearnerLayout
     return 0 if train.lora_parameters else model.itemsize * model.embedding / layout.tensor
 
 
-def _gradients(model: ModelFacts, train: TrainFacts, layout: LearnerLayout) -> tuple[Part, Part, Part]:
-    """Return gradients that are not in the float32 sums yet: the output layer's, all of them, those of embeddings."""
-    item, name = model.itemsize, "new gradients"
+def _gradients(
+    model: ModelFacts, train: TrainFacts, layout: LearnerLayout
+) -> tuple[Part, Part, Part]:
+    """Return gradients that are not in the float32 sums yet: the output layer's, all of them, those
+    of embeddings.
+    """
+    item = model.itemsize
+    name = "new gradients"
     nothing = Part(name, 0, "")
     if train.lora_parameters:
         return nothing, nothing, nothing
-    tied = model.embedding if model.tied else 0  # its gradient is complete only after the embeddings' own
+    # its gradient is complete only after the embeddings' own
+    tied = model.embedding if model.tied else 0
     matrix = _output_gradient(model, train, layout)
-    sums = Part("embeddings", 3 * matrix if tied else matrix, "gradients of output layer and embeddings, and their sum")
+    sums = Part(
+        "embeddings",
+        3 * matrix if tied else matrix,
+        "gradients of output layer and embeddings, and their sum",
+    )
     if layout.backend == "deepspeed":  # reduced bucket by bucket
-        return nothing, Part(name, min(item * model.parameters, FLOAT * BUCKET), "of one reduce bucket"), sums
+        return (
+            nothing,
+            Part(name, min(item * model.parameters, FLOAT * BUCKET), "of one reduce bucket"),
+            sums,
+        )
     if layout.backend == "fsdp2" and layout.ranks > 1:
-        root, blocks = model.embedding + model.outside, sum(model.blocks)
+        root = model.embedding + model.outside
+        blocks = sum(model.blocks)
         text = f"{blocks:,} parameters x {item} bytes{_over(layout.ranks)}, and {root:,} x {item + FLOAT} bytes"
         whole = Part(name, item * blocks / layout.ranks + (item + FLOAT) * root, text)
         return Part(name, matrix, "of the output layer"), whole, sums
     if item == FLOAT and not layout.offload:  # added to the sums at once
         return nothing, nothing, sums
     rest = model.parameters - tied
-    whole = Part(name, item * rest / layout.parts, f"{rest:,} parameters x {item} bytes{_over(layout.parts)}")
+    whole = Part(
+        name, item * rest / layout.parts, f"{rest:,} parameters x {item} bytes{_over(layout.parts)}"
+    )
     return Part(name, matrix, "of the output layer"), whole, sums
 
 

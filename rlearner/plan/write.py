@@ -1,4 +1,6 @@
-"""Writes a plan: a YAML file that inherits the user's configuration, and a shell file for each host."""
+"""Writes a plan: a YAML file that inherits the user's configuration, and a shell file for each
+host.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,23 @@ def check_folder(folder: str) -> None:
     if not there.is_dir():
         raise UserError(f"--write {folder}: expected a folder, found a file at {there}; {WANTED}")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"--write {folder}: expected a folder that you can write to, found {there}; {WANTED}")
+        raise UserError(
+            f"--write {folder}: expected a folder that you can write to, found {there}; {WANTED}"
+        )
 
 
 def write_plan(
-    folder: str, plan: Plan, demands: Demands, machine: Machine, *, source: Path, overrides: dict[str, Any], run: str
+    folder: str,
+    plan: Plan,
+    demands: Demands,
+    machine: Machine,
+    *,
+    source: Path,
+    overrides: dict[str, Any],
+    run: str,
 ) -> list[Path]:
-    """Write ``plan.yaml`` and ``host-N.sh``; return the files. Files that are there already are never changed.
+    """Write ``plan.yaml`` and ``host-N.sh``; return the files. Files that are there already are
+    never changed.
 
     Args:
         source: the user's configuration.
@@ -56,7 +68,9 @@ def write_plan(
         contents[out / f"host-{host}.sh"] = script(plan, machine, host, run, demands.environments)
     try:
         for file in sorted({*contents, *out.glob("host-[0-9]*.sh")}, reverse=True):
-            if file.exists() and (file not in contents or file.read_text(encoding="utf-8") != contents[file]):
+            if file.exists() and (
+                file not in contents or file.read_text(encoding="utf-8") != contents[file]
+            ):
                 raise UserError(
                     f"--write {folder}: {file} is of another plan; name another folder, or remove that plan"
                 )
@@ -65,7 +79,9 @@ def write_plan(
             file.write_text(content, encoding="utf-8")
             file.chmod(0o755 if file.suffix == ".sh" else 0o644)
     except (OSError, UnicodeDecodeError) as error:
-        problem = error.strerror if isinstance(error, OSError) else "it holds a file that is not text"
+        problem = (
+            error.strerror if isinstance(error, OSError) else "it holds a file that is not text"
+        )
         raise UserError(f"--write {folder}: {problem}; {WANTED}") from None
     validate(load(str(out / CONFIG)), checks=())
     return list(contents)
@@ -76,7 +92,9 @@ def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     found = dict(one)
     for key, value in other.items():
         old = found.get(key)
-        found[key] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        found[key] = (
+            merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        )
     return found
 
 

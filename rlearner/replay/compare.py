@@ -17,11 +17,15 @@ CLOCKS = ("time", "perf")
 
 
 def differences(found: Mapping[str, float], row: Mapping[str, Any] | None) -> list[str]:
-    """Return one line for each number of the replay that differs from ``row``, the run's line of the step, if any."""
+    """Return one line for each number of the replay that differs from ``row``, the run's line of
+    the step, if any.
+    """
     if row is None:
         return ["metrics.jsonl has no line"]
     families = {name.partition("/")[0] for name in found} - set(CLOCKS)
-    names = found.keys() | {name for name in row if "/" in name and name.partition("/")[0] in families}
+    names = found.keys() | {
+        name for name in row if "/" in name and name.partition("/")[0] in families
+    }
     wrong = sorted(name for name in names if found.get(name) != row.get(name))
     return [f"{name} is {_text(found, name)}, the run had {_text(row, name)}" for name in wrong]
 
@@ -36,7 +40,9 @@ def tickets_by_step(lines: Iterable[LedgerLine]) -> dict[int, list[int]]:
 
 
 def tensors_digest(path: Path) -> str:
-    """Return the digest of all tensors in a checkpoint (weights, optimizer, schedule, RNG) as 16 hex digits."""
+    """Return the digest of all tensors in a checkpoint (weights, optimizer, schedule, RNG) as 16
+    hex digits.
+    """
     whole = hashlib.sha256()
     for file in sorted(path.rglob("*.safetensors")):
         whole.update(str(file.relative_to(path)).encode() + b"\0")
@@ -55,7 +61,9 @@ class ReplayComparison:
 
     def __init__(self, folder: Path) -> None:
         self._rows = {int(row["step"]): row for row in read_lines(folder / "metrics.jsonl")}
-        self._made_of = tickets_by_step(ledger_segments.LedgerLines(folder / ledger_segments.FOLDER))
+        self._made_of = tickets_by_step(
+            ledger_segments.LedgerLines(folder / ledger_segments.FOLDER)
+        )
         paths = checkpoint.list_checkpoints(folder / "checkpoints")
         self.kept = {checkpoint.read_checkpoint(path).step: path for path in paths}
         self.steps: list[dict[str, Any]] = []
@@ -66,19 +74,26 @@ class ReplayComparison:
         return not any(step["differences"] for step in self.steps)
 
     def step(self, made: ReplayedStep, written: Path | None) -> str:
-        """Compare one step, with the replay's checkpoint if the run kept one, and return a line with the result."""
+        """Compare one step, with the replay's checkpoint if the run kept one, and return a line
+        with the result.
+        """
         found = differences(made.values, self._rows.get(made.step))
         wanted = self._made_of.get(made.step)
         if made.tickets != wanted:
             found.insert(0, f"made of tickets {made.tickets}, the run of {wanted}")
         text = f"{len(made.values)} numbers of {len(made.tickets)} groups"
         if written is not None:
-            own, kept = self.digests[made.step] = (tensors_digest(written), tensors_digest(self.kept[made.step]))
+            own, kept = self.digests[made.step] = (
+                tensors_digest(written),
+                tensors_digest(self.kept[made.step]),
+            )
             text += f", every tensor of the checkpoint ({own})"
             if own != kept:
                 found.append(f"the digest of all tensors is {own}, the run's checkpoint has {kept}")
         self.steps.append({"step": made.step, "differences": found, "values": made.values})
-        return f"step {made.step}: " + (f"differs: {'; '.join(found)}" if found else f"identical: {text}")
+        return f"step {made.step}: " + (
+            f"differs: {'; '.join(found)}" if found else f"identical: {text}"
+        )
 
     def compared_with(self, made: ReplayedStep, names: Sequence[str]) -> str:
         """Return a line with some numbers of a counterfactual step next to the run's.
@@ -87,7 +102,9 @@ class ReplayComparison:
             RuntimeError: if the steps were made of different groups.
         """
         if made.tickets != (wanted := self._made_of.get(made.step)):
-            raise RuntimeError(f"step {made.step} was made of tickets {made.tickets}, the run's of {wanted}")
+            raise RuntimeError(
+                f"step {made.step} was made of tickets {made.tickets}, the run's of {wanted}"
+            )
         row = self._rows.get(made.step, {})
         common = [name for name in names if name in made.values and name in row]
         shown = [f"{name} {made.values[name]:.4g} (run {row[name]:.4g})" for name in common]
@@ -99,8 +116,12 @@ class ReplayComparison:
             "steps": len(self.steps),
             "identical": self.identical,
             "identical_steps": sum(not step["differences"] for step in self.steps),
-            "first_difference": first and {"step": first["step"], "differences": first["differences"]},
-            "digests": {str(step): {"replay": own, "run": kept} for step, (own, kept) in self.digests.items()},
+            "first_difference": first
+            and {"step": first["step"], "differences": first["differences"]},
+            "digests": {
+                str(step): {"replay": own, "run": kept}
+                for step, (own, kept) in self.digests.items()
+            },
         }
 
     def summary(self) -> str:
@@ -109,5 +130,7 @@ class ReplayComparison:
         if first is not None:
             return f"DIFFERENT: first at step {first['step']}: {first['differences'][0]}"
         kept = ", ".join(map(str, self.digests))
-        compared = f"and all tensors of checkpoint {kept}" if kept else "no checkpoint to compare with"
+        compared = (
+            f"and all tensors of checkpoint {kept}" if kept else "no checkpoint to compare with"
+        )
         return f"identical: {len(self.steps)} steps, {compared}"

@@ -33,7 +33,11 @@ class ReplayOutput:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f"--out {folder}: already exists; name an empty or a new folder")
         self.folder = folder.absolute()
-        run = {**config["run"], "name": token(self.folder.name, "--out"), "dir": str(self.folder.parent)}
+        run = {
+            **config["run"],
+            "name": token(self.folder.name, "--out"),
+            "dir": str(self.folder.parent),
+        }
         write_config(self.folder, {**config, "run": run})
         self._metrics = MetricsFile(self.folder / "metrics.jsonl")
 
@@ -43,7 +47,9 @@ class ReplayOutput:
 
     def write(self, made: ReplayedStep) -> None:
         """Write a step's line."""
-        values = {name: value for name, value in made.values.items() if not name.startswith(OF_THE_RUN)}
+        values = {
+            name: value for name, value in made.values.items() if not name.startswith(OF_THE_RUN)
+        }
         self._metrics.write({"step": made.step, "policy_version": made.step, **values})
 
     def close(self) -> None:

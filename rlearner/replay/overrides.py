@@ -8,7 +8,8 @@ from typing import Any, Final
 from broker.errors import ConfigError
 from learner.reporting.trackers import flatten
 
-# FIXED: settings of these sections that decide which tickets go out, which records count, or when the run ends.
+# FIXED: settings of these sections that decide which tickets go out, which records count, or when
+# the run ends.
 SECTIONS: Final = ("algorithm", "train")
 FIXED: Final = (
     "train.steps",
@@ -33,10 +34,16 @@ def changed_settings(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> 
     """Return the settings in which two validated configurations differ, by dotted key.
 
     Raises:
-        ConfigError: if one of them would change which data is consumed, or has no meaning in a replay.
+        ConfigError: if one of them would change which data is consumed, or has no meaning in a
+            replay.
     """
-    before, after = flatten(recorded), flatten(wanted)
-    found = {key: after.get(key) for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)}
+    before = flatten(recorded)
+    after = flatten(wanted)
+    found = {
+        key: after.get(key)
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    }
     for key, value in found.items():
         if key in FIXED or key.partition(".")[0] not in SECTIONS:
             free = f"algorithm.* and train.* except {', '.join(FIXED)}"

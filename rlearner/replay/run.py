@@ -43,7 +43,9 @@ class ReplayTraining:
     """A model and a ledger that consume the archive of a run's folder."""
 
     def __init__(self, folder: Path, config: dict[str, Any], start: ReplayStart) -> None:
-        self._samples, self._config, self._start = folder / archive.FOLDER, config, start
+        self._samples = folder / archive.FOLDER
+        self._config = config
+        self._start = start
         self.training: TrainingThread
 
     @property
@@ -63,7 +65,9 @@ class ReplayTraining:
         )
         try:
             if start.resumed is not None:
-                await self.training.call(partial(checkpoint.load_state, start.resumed, self.training.backend))
+                await self.training.call(
+                    partial(checkpoint.load_state, start.resumed, self.training.backend)
+                )
             consumer = RecordConsumer(self.ledger, self.training)
             consumer.resume(self._arrived())
             self.ledger.open_credit()
@@ -75,16 +79,21 @@ class ReplayTraining:
                 made = await consumer.complete()
                 assert made is not None, "a replay abandons no step"
                 values = finite(made.trained.values) | count_tickets(self.ledger)
-                yield ReplayedStep(self.ledger.state.version, [entry.number for entry in made.taken], values)
+                yield ReplayedStep(
+                    self.ledger.state.version, [entry.number for entry in made.taken], values
+                )
                 consumer.perform(made.actions)
         finally:
             await asyncio.to_thread(self.training.close)
 
     async def save(self, folder: Path) -> Path:
         """Write a checkpoint of the newest step into ``folder``, and return its path."""
-        backend, ledger = self.training.backend, self.ledger.dump()
+        backend = self.training.backend
+        ledger = self.ledger.dump()
         most = section(self._config, "checkpoint", CheckpointSection).hf_max_gib
-        return await self.training.call(partial(checkpoint.write, folder, backend, ledger, 0, hf_max_gib=most))
+        return await self.training.call(
+            partial(checkpoint.write, folder, backend, ledger, 0, hf_max_gib=most)
+        )
 
     def _arrived(self) -> dict[int, wire.Group]:
         """Return the groups that had arrived but were not trained at the start."""

@@ -43,15 +43,22 @@ def find_start(folder: Path, config: Mapping[str, Any], step: int) -> ReplayStar
     """Return the start at ``step``, or for 0 at the beginning of the run.
 
     Raises:
-        UserError: if the run kept no records, has no checkpoint of that step, or its initial weights or rules are gone.
+        UserError: if the run kept no records, has no checkpoint of that step, or its initial
+            weights or rules are gone.
     """
     if not archive.archive_files(folder / archive.FOLDER):
-        raise UserError(f"{folder / archive.FOLDER}: no records to replay; a run keeps them with samples.keep=true")
+        raise UserError(
+            f"{folder / archive.FOLDER}: no records to replay; a run keeps them with samples.keep=true"
+        )
     paths = checkpoint.list_checkpoints(folder / "checkpoints")
     kept = {one.step: one for one in map(checkpoint.read_checkpoint, paths)}
     if step and step not in kept:
-        raise UserError(f"--from {step}: no checkpoint of step {step} is kept; {_starts(folder, config, sorted(kept))}")
-    ledger = Ledger.load(kept[step].ledger) if step else Ledger(_first_rules(folder / archive.FOLDER))
+        raise UserError(
+            f"--from {step}: no checkpoint of step {step} is kept; {_starts(folder, config, sorted(kept))}"
+        )
+    ledger = (
+        Ledger.load(kept[step].ledger) if step else Ledger(_first_rules(folder / archive.FOLDER))
+    )
     return ReplayStart(first_weights(folder, config), kept[step] if step else None, ledger)
 
 
@@ -73,7 +80,8 @@ def first_weights(folder: Path, config: Mapping[str, Any]) -> str:
     Raises:
         UserError: if they were made in the run's folder, and are no longer there.
     """
-    model, warm = section(dict(config), "model", ModelSection), section(dict(config), "warm_start", WarmStartSection)
+    model = section(dict(config), "model", ModelSection)
+    warm = section(dict(config), "warm_start", WarmStartSection)
     if model.path is not None and not warm.steps:
         local = Path(model.path).expanduser()
         return str(local.absolute()) if local.is_dir() else model.path

@@ -14,7 +14,12 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("units", help=text, description=text)
     add_config(parser, setting="run.name=lake")
     add = parser.add_argument
-    add("--gpus", type=count, metavar="N", help="GPUs of all hosts together, planned as `rlearner plan` does (none)")
+    add(
+        "--gpus",
+        type=count,
+        metavar="N",
+        help="GPUs of all hosts together, planned as `rlearner plan` does (none)",
+    )
     text = "memory of one GPU in GiB (%(default)g)"
     add("--gpu-memory", type=positive, default=80.0, metavar="GIB", help=text)
     text = "hosts with equally many GPUs, each with the address by which the others reach it; the first has the broker"
@@ -32,7 +37,8 @@ def run(options: argparse.Namespace) -> int:
     """Print or write the units; return the exit code.
 
     Raises:
-        UserError: if the configuration or a host is wrong, nothing fits, or a file holds something else.
+        UserError: if the configuration or a host is wrong, nothing fits, or a file holds something
+            else.
     """
     from rlearner.units.run import units_run
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-# For every process; User= is not root, and files of its own are in StateDirectory, CacheDirectory and RuntimeDirectory.
+# For every process; User= is not root, and files of its own are in StateDirectory, CacheDirectory
+# and RuntimeDirectory.
 COMMON: Final = (
     "NoNewPrivileges=yes",
     "CapabilityBoundingSet=",
@@ -25,15 +26,16 @@ COMMON: Final = (
     "UMask=0077",
     "LimitCORE=0",
 )
-# A sandbox makes namespaces, mounts a /proc in its own, which the kernel allows only if nothing hides a part of this
-# one, and names its host.
+# A sandbox makes namespaces, mounts a /proc in its own, which the kernel allows only if nothing
+# hides a part of this one, and names its host.
 NO_SANDBOX: Final = (
     "ProtectKernelTunables=yes",
     "ProtectKernelLogs=yes",
     "ProtectHostname=yes",
     "RestrictNamespaces=yes",
     "SystemCallFilter=@system-service",
-    "SystemCallFilter=~@privileged",  # not @resources: ZeroMQ sets the scheduling of its threads, and aborts without
+    # not @resources: ZeroMQ sets the scheduling of its threads, and aborts without
+    "SystemCallFilter=~@privileged",
 )
 SANDBOX: Final = (
     "RestrictNamespaces=user mnt pid net ipc uts cgroup",

@@ -1,4 +1,6 @@
-"""The files of one host: units, environment files, the run's configuration, and the commands that use them. Pure."""
+"""The files of one host: units, environment files, the run's configuration, and the commands that
+use them. Pure.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,27 @@ from dataclasses import dataclass
 from typing import Final
 
 from rlearner.plan.launches import Launch
-from rlearner.units.services import BROKER_NAME, JOIN, SYSUSERS, TARGET, TARGET_NAME, render, services
+from rlearner.units.services import (
+    BROKER_NAME,
+    JOIN,
+    SYSUSERS,
+    TARGET,
+    TARGET_NAME,
+    render,
+    services,
+)
 
 PORT: Final = 4222
 RENDEZVOUS_PORT: Final = 29400
-PROGRAMS: Final = {"rollout": "rollout-server", "envhub": "envhub", "rewardhub": "rewardhub", "learner": "rlearner"}
-OPERATOR: Final = "runuser -u rlearner -- env -C /var/lib/rlearner HOME=/var/lib/rlearner {bin}/rlearner"
+PROGRAMS: Final = {
+    "rollout": "rollout-server",
+    "envhub": "envhub",
+    "rewardhub": "rewardhub",
+    "learner": "rlearner",
+}
+OPERATOR: Final = (
+    "runuser -u rlearner -- env -C /var/lib/rlearner HOME=/var/lib/rlearner {bin}/rlearner"
+)
 README: Final = "README.md"
 # The ranks of a further node have no event loop that could report: they end with node 0's.
 FURTHER_NODE: Final = "[Service]\nType=exec\nNotifyAccess=none\nWatchdogSec=0\n"
@@ -23,7 +40,8 @@ class Fleet:
     """Where the processes of a run are.
 
     Attributes:
-        hosts: addresses by name, in the order of the plan; one without an address if there is a single host.
+        hosts: addresses by name, in the order of the plan; one without an address if there is a
+            single host.
         tokens: roles of other hosts than the first.
         config: the run's configuration as YAML.
     """
@@ -51,17 +69,22 @@ def units_of(fleet: Fleet, launches: Sequence[Launch]) -> list[str]:
 
 def host_files(fleet: Fleet, host: str, launches: Sequence[Launch]) -> dict[str, str]:
     """Return the content of each file by its path below the root folder, and the README."""
-    system, config = "etc/systemd/system", "etc/rlearner"
+    system = "etc/systemd/system"
+    config = "etc/rlearner"
     files = {f"{system}/{TARGET_NAME}": TARGET, "etc/sysusers.d/rlearner.conf": SYSUSERS}
     names = {_template(launch) for launch in launches}
-    files |= {f"{system}/{each.name}": render(each) for each in services(fleet.bin) if each.name in names}
+    files |= {
+        f"{system}/{each.name}": render(each) for each in services(fleet.bin) if each.name in names
+    }
     common = {"RL_RUN": fleet.run} | ({"RL_BROKER": fleet.broker} if fleet.first else {})
     files[f"{config}/rlearner.env"] = _environment(common)
     rank = list(fleet.hosts).index(host)
     for launch in launches:
         unit = _unit(fleet, launch)
         if options := _options(fleet, launch, rank):
-            files[f"{config}/{unit.removesuffix('.service')}.env"] = _environment({"OPTIONS": " ".join(options)})
+            files[f"{config}/{unit.removesuffix('.service')}.env"] = _environment(
+                {"OPTIONS": " ".join(options)}
+            )
         if launch.joins:
             files[f"{system}/{PROGRAMS[launch.role]}@.service.d/join.conf"] = JOIN
         if launch.role == "learner":
@@ -87,7 +110,14 @@ def _options(fleet: Fleet, launch: Launch, rank: int) -> list[str]:
         options += ["--bind", fleet.first, "--port", str(PORT)]
     if launch.nodes > 1:
         rendezvous = f"{_in_url(fleet.first)}:{RENDEZVOUS_PORT}"
-        options += ["--nnodes", str(launch.nodes), "--node-rank", str(rank), "--rendezvous", rendezvous]
+        options += [
+            "--nnodes",
+            str(launch.nodes),
+            "--node-rank",
+            str(rank),
+            "--rendezvous",
+            rendezvous,
+        ]
     return options
 
 
@@ -101,7 +131,8 @@ def _in_url(address: str) -> str:
 
 def _readme(fleet: Fleet, host: str, launches: Sequence[Launch]) -> str:
     """Return the commands for this host, in the order of their use."""
-    operator, units = OPERATOR.format(bin=fleet.bin), units_of(fleet, launches)
+    operator = OPERATOR.format(bin=fleet.bin)
+    units = units_of(fleet, launches)
     is_first = host == next(iter(fleet.hosts))
     parts = [
         f"# Run {fleet.run} on host {host}\n\nBy rlearner units. rlearner is in {fleet.bin}.\n",
@@ -113,7 +144,9 @@ def _readme(fleet: Fleet, host: str, launches: Sequence[Launch]) -> str:
     if joining:
         files = " and ".join(f"{PROGRAMS[role]}.token" for role in joining)
         source = next(iter(fleet.hosts))
-        parts.append(f"Put {files}, which host {source} has written, into /etc/rlearner (owner root, mode 600).\n")
+        parts.append(
+            f"Put {files}, which host {source} has written, into /etc/rlearner (owner root, mode 600).\n"
+        )
     parts.append("Then, and after each change of a unit:\n\n    systemctl start rlearner.target\n")
     if is_first and fleet.tokens:
         parts.append("Once the broker runs, write the tokens of the other hosts:\n")
@@ -124,11 +157,14 @@ def _readme(fleet: Fleet, host: str, launches: Sequence[Launch]) -> str:
         ]
         others = ", ".join(list(fleet.hosts)[1:])
         parts.append(
-            "".join(lines) + f"\nand move them to /etc/rlearner of the hosts whose README names them: {others}.\n"
+            "".join(lines)
+            + f"\nand move them to /etc/rlearner of the hosts whose README names them: {others}.\n"
         )
     if any(launch.nodes > 1 for launch in launches):
         key = "/var/lib/rlearner/.config/rlearner/nodes.key"
-        parts.append(f"All nodes of the learner have the same {key}; node 0 makes it (owner rlearner, mode 600).\n")
+        parts.append(
+            f"All nodes of the learner have the same {key}; node 0 makes it (owner rlearner, mode 600).\n"
+        )
     if any(launch.role == "learner" for launch in launches):
         parts.append("Relative paths in the configuration are below /var/lib/rlearner.\n")
     parts.append(

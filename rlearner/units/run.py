@@ -36,7 +36,8 @@ def units_run(options: argparse.Namespace) -> int:
     """Print the files of one host, or write them with ``--write``; return the exit code.
 
     Raises:
-        UserError: if the configuration or a host is wrong, nothing fits, or a file holds something else.
+        UserError: if the configuration or a host is wrong, nothing fits, or a file holds something
+            else.
     """
     if options.write is not None:
         check_folder(options.write)
@@ -44,16 +45,28 @@ def units_run(options: argparse.Namespace) -> int:
     host = _host(options, hosts)
     fleet, starts = _planned(options, hosts, list(hosts).index(host))
     if not starts:
-        raise UserError(f"--host {host}: the plan starts nothing there; see rlearner plan, which shows its GPUs")
-    files, units = host_files(fleet, host, starts), units_of(fleet, starts)
+        raise UserError(
+            f"--host {host}: the plan starts nothing there; see rlearner plan, which shows its GPUs"
+        )
+    files = host_files(fleet, host, starts)
+    units = units_of(fleet, starts)
     if options.write is not None:
         _write(Path(options.write), files)
     if options.json:
-        print(json.dumps({"host": host, "run": fleet.run, "units": units, "files": files}, indent=1))
+        print(
+            json.dumps({"host": host, "run": fleet.run, "units": units, "files": files}, indent=1)
+        )
     elif options.write is not None:
-        print(f"wrote {len(files)} files for {', '.join(units)}; next: {Path(options.write) / README}")
+        print(
+            f"wrote {len(files)} files for {', '.join(units)}; next: {Path(options.write) / README}"
+        )
     else:
-        print("\n".join(f"# {'' if name == README else '/'}{name}\n{text}" for name, text in files.items()), end="")
+        print(
+            "\n".join(
+                f"# {'' if name == README else '/'}{name}\n{text}" for name, text in files.items()
+            ),
+            end="",
+        )
     return 0
 
 
@@ -76,7 +89,9 @@ def _hosts(options: argparse.Namespace) -> dict[str, str]:
         except ValueError:
             raise UserError(f"--hosts: {word!r} is not allowed; {wanted}") from None
         if found.is_loopback or found.is_unspecified:
-            raise UserError(f"--hosts: {word!r} is not allowed; an address by which the other hosts reach {name}")
+            raise UserError(
+                f"--hosts: {word!r} is not allowed; an address by which the other hosts reach {name}"
+            )
         if str(found) in hosts.values():
             raise UserError(f"--hosts: {word!r} is not allowed; another host has this address")
         hosts[name] = str(found)
@@ -94,7 +109,9 @@ def _host(options: argparse.Namespace, hosts: dict[str, str]) -> str:
     return host
 
 
-def _planned(options: argparse.Namespace, hosts: dict[str, str], number: int) -> tuple[Fleet, list[Launch]]:
+def _planned(
+    options: argparse.Namespace, hosts: dict[str, str], number: int
+) -> tuple[Fleet, list[Launch]]:
     """Return the fleet, and what one of its hosts starts.
 
     Raises:
@@ -103,14 +120,17 @@ def _planned(options: argparse.Namespace, hosts: dict[str, str], number: int) ->
     given = load(options.config, options.overrides)
     if options.gpus is None:
         validate(given, checks=CHECKS)
-        starts, tokens, keys = list(WITHOUT_GPUS), tuple[str, ...](), dict[str, Any]()
+        starts = list(WITHOUT_GPUS)
+        tokens = tuple[str, ...]()
+        keys = dict[str, Any]()
     else:
         machine = machine_of(options.gpus, options.gpu_memory, len(hosts))
         reader = WorkloadReader(options.config, options.overrides)
         work = reader.read()
         plan = make_plans(work, machine, 1, reader.read)[0]
         starts = launches(plan, machine, number, work.demands.environments)
-        tokens, keys = tuple(joining_roles(plan, machine)), changed_keys(plan, work.demands)
+        tokens = tuple(joining_roles(plan, machine))
+        keys = changed_keys(plan, work.demands)
     config = merged(given, nested(keys))
     run = str((config.get("run") or {}).get("name") or _default_run(options.config))
     config = merged(config, {"run": {"name": run}})
@@ -131,9 +151,13 @@ def _programs(folder: str) -> str:
         UserError: if services cannot reach it.
     """
     if not re.fullmatch(r"/[A-Za-z0-9._/+-]+", folder):
-        raise UserError(f"--bin: {folder!r} is not allowed; an absolute path without spaces, as /opt/rlearner/bin")
+        raise UserError(
+            f"--bin: {folder!r} is not allowed; an absolute path without spaces, as /opt/rlearner/bin"
+        )
     if any(Path(folder).is_relative_to(place) for place in HIDDEN):
-        raise UserError(f"--bin: {folder!r} is not allowed; units do not see {', '.join(HIDDEN)}: use /opt/rlearner")
+        raise UserError(
+            f"--bin: {folder!r} is not allowed; units do not see {', '.join(HIDDEN)}: use /opt/rlearner"
+        )
     return folder.rstrip("/")
 
 
@@ -147,7 +171,9 @@ def _write(folder: Path, files: dict[str, str]) -> None:
         for name, text in files.items():
             file = folder / name
             if file.exists() and file.read_text(encoding="utf-8") != text:
-                raise UserError(f"--write {folder}: {file} holds something else; remove it, or name another folder")
+                raise UserError(
+                    f"--write {folder}: {file} holds something else; remove it, or name another folder"
+                )
         for name, text in files.items():
             file = folder / name
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -156,5 +182,9 @@ def _write(folder: Path, files: dict[str, str]) -> None:
             for parent in file.relative_to(folder).parents:
                 (folder / parent).chmod(0o755)
     except (OSError, UnicodeDecodeError) as error:
-        problem = error.strerror if isinstance(error, OSError) else "it holds a file that is not text"
-        raise UserError(f"--write {folder}: {problem}; name a new folder, or one that you can write to") from None
+        problem = (
+            error.strerror if isinstance(error, OSError) else "it holds a file that is not text"
+        )
+        raise UserError(
+            f"--write {folder}: {problem}; name a new folder, or one that you can write to"
+        ) from None

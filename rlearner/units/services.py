@@ -1,6 +1,7 @@
 """Units of systemd: what they start, as whom, and when they start again. Pure.
 
-``deploy/systemd`` holds what ``static_files`` returns; ``python -m rlearner.units.services`` writes it.
+``deploy/systemd`` holds what ``static_files`` returns; ``python -m rlearner.units.services`` writes
+it.
 """
 
 from __future__ import annotations
@@ -53,8 +54,10 @@ class Service:
         about: its Description.
         role: RL_ROLE of its journal entries.
         command: program and arguments.
-        stop_s: time to end that a blocked process has; one that drains extends it, see ``service_manager``.
-        watchdog_s: time without a turn of the event loop after which it is killed and started again.
+        stop_s: time to end that a blocked process has; one that drains extends it, see
+            ``service_manager``.
+        watchdog_s: time without a turn of the event loop after which it is killed and started
+            again.
         has_gpu: whether it may use GPUs.
         has_sandbox: whether it starts sandboxed programs.
     """
@@ -78,7 +81,12 @@ def services(bin_folder: str = BIN) -> tuple[Service, ...]:
     at = f"{bin_folder}/"
     learner = f"{at}rlearner start /etc/rlearner/%i.yaml run.name=%i $OPTIONS"
     return (
-        Service(BROKER_NAME, "rlearner broker", "broker", f"{at}broker serve --store %S/rlearner/broker $OPTIONS"),
+        Service(
+            BROKER_NAME,
+            "rlearner broker",
+            "broker",
+            f"{at}broker serve --store %S/rlearner/broker $OPTIONS",
+        ),
         Service(
             "rlearner@.service",
             "rlearner learner of run %i",

@@ -12,8 +12,12 @@ from rlearner.up.live_state import duration
 from rlearner.up.output import Output
 
 
-def write_artifacts(folder: Path, seconds: float, cpu_s: dict[str, float], resume: str, say: Output) -> None:
-    """Draw the pictures of a run's folder, and print what happened and ``resume``, the command that continues it."""
+def write_artifacts(
+    folder: Path, seconds: float, cpu_s: dict[str, float], resume: str, say: Output
+) -> None:
+    """Draw the pictures of a run's folder, and print what happened and ``resume``, the command that
+    continues it.
+    """
     failed = failures_of(folder)
     lines = read_lines(folder / "metrics.jsonl")
     if not lines:
@@ -21,20 +25,40 @@ def write_artifacts(folder: Path, seconds: float, cpu_s: dict[str, float], resum
         lines_of_text = [text, *failed, "", "next:", f"  {resume}"]
         say("ended", "\n".join(lines_of_text), run=folder.name, step=0, failed=failed, next=resume)
         return
-    drawn = [draw_rewards(folder.name, lines, folder / "reward.png"), *render_before_and_after(folder)]
+    drawn = [
+        draw_rewards(folder.name, lines, folder / "reward.png"),
+        *render_before_and_after(folder),
+    ]
     made = [path for path in drawn if path]
     text = "\n".join(summary(folder, lines, made, seconds, cpu_s, failed, resume))
-    figures = {"run": folder.name, "step": lines[-1]["step"], "seconds": round(seconds, 1), "cpu_s": cpu_s}
-    say("ended", text, **figures, figures=lines[-1], failed=failed, files=list(map(str, made)), next=resume)
+    figures = {
+        "run": folder.name,
+        "step": lines[-1]["step"],
+        "seconds": round(seconds, 1),
+        "cpu_s": cpu_s,
+    }
+    say(
+        "ended",
+        text,
+        **figures,
+        figures=lines[-1],
+        failed=failed,
+        files=list(map(str, made)),
+        next=resume,
+    )
 
 
 def failures_of(folder: Path) -> list[str]:
     """Return one line that counts the run's failed groups, or nothing if none failed."""
-    _, dead = ledger_file.final_counts(ledger_segments.read_newest(folder / ledger_segments.FOLDER)[0])
+    _, dead = ledger_file.final_counts(
+        ledger_segments.read_newest(folder / ledger_segments.FOLDER)[0]
+    )
     failed = {reason: count for reason, count in dead.items() if reason not in NO_FAULT}
     if not failed:
         return []
-    return [f"failed groups: {by_reason(failed)}; see {folder / 'logs'}, or rlearner trace {folder} TICKET"]
+    return [
+        f"failed groups: {by_reason(failed)}; see {folder / 'logs'}, or rlearner trace {folder} TICKET"
+    ]
 
 
 def summary(
@@ -58,10 +82,15 @@ def summary(
     evals = [line for line in lines if "eval/success_rate" in line]
     words = ["", f"{last['step']} steps in {duration(seconds)}"]
     if evals:
-        measured = [(line.get("eval/step", line["step"]), line["eval/success_rate"]) for line in evals]
+        measured = [
+            (line.get("eval/step", line["step"]), line["eval/success_rate"]) for line in evals
+        ]
         rates = ", ".join(f"{rate:.3f} after step {step:.0f}" for step, rate in measured)
         words.append(f"success on held-out tasks: {rates}")
-    words += [f"success of the {name} engine on the same tasks: {rate:.3f}" for name, rate in baselines(lines).items()]
+    words += [
+        f"success of the {name} engine on the same tasks: {rate:.3f}"
+        for name, rate in baselines(lines).items()
+    ]
     states = ("trained", "filtered", "dropped", "dead", "open")
     counts = " + ".join(f"{last.get(f'ticket/{name}', 0):.0f} {name}" for name in states)
     total = sum(cpu_s.values()) or 1.0
@@ -69,10 +98,14 @@ def summary(
     words.append(f"processor time: {shares}")
     words += [f"tickets: {last.get('ticket/issued', 0):.0f} issued = {counts}", *failed, ""]
     newest = max((folder / "checkpoints").glob("step-*"), default=None)
-    words += [f"  {path}" for path in [folder / "metrics.jsonl", *made, *([newest] if newest else [])]]
+    words += [
+        f"  {path}" for path in [folder / "metrics.jsonl", *made, *([newest] if newest else [])]
+    ]
     words += ["", "next:", f"  {resume}", f"  tensorboard --logdir {folder / 'tensorboard'}"]
     if newest:
         program = f"from transformers import AutoModelForCausalLM as M; print(M.from_pretrained('{newest}'))"
         words.append(f'  python -c "{program}"')
-    words.append("  change a setting: rlearner up <the same file> algorithm.clip_high=0.28 train.max_staleness=4")
+    words.append(
+        "  change a setting: rlearner up <the same file> algorithm.clip_high=0.28 train.max_staleness=4"
+    )
     return words

@@ -21,8 +21,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--rebase", action="store_true", help=text)
     text = "address of the broker; other hosts reach one that is not loopback, with TLS and a join token (%(default)s)"
     parser.add_argument("--bind", metavar="ADDRESS", default="127.0.0.1", help=text)
-    parser.add_argument("--port", type=port, default=0, help="port of the broker, 0 for any (%(default)s)")
-    add_json(parser, "print one JSON object per line instead of the live view: each step, event and the result")
+    parser.add_argument(
+        "--port", type=port, default=0, help="port of the broker, 0 for any (%(default)s)"
+    )
+    add_json(
+        parser,
+        "print one JSON object per line instead of the live view: each step, event and the result",
+    )
     add_metrics_options(parser, text="of the learner")
     parser.set_defaults(run=run)
 
@@ -35,7 +40,9 @@ def add_force(parser: argparse.ArgumentParser) -> None:
 
 def add_share_gpus(parser: argparse.ArgumentParser) -> None:
     """Add ``--share-gpus``, shared by ``up`` and ``start``."""
-    text = "learner and rollout servers take turns on the same GPUs, or in the same memory without any"
+    text = (
+        "learner and rollout servers take turns on the same GPUs, or in the same memory without any"
+    )
     parser.add_argument("--share-gpus", action="store_true", help=text)
 
 

@@ -1,4 +1,6 @@
-"""Keeps what happened to the processes of ``rlearner up`` in ``logs/events.jsonl``, for the console."""
+"""Keeps what happened to the processes of ``rlearner up`` in ``logs/events.jsonl``, for the
+console.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,15 @@ class ProcessEvent(str):
 
     def __new__(cls, text: str, kind: Literal["start", "stop", "death"], who: str) -> ProcessEvent:
         made = super().__new__(cls, text)
-        made.kind, made.who = kind, who
+        made.kind = kind
+        made.who = who
         return made
 
 
 def note_events(logs: Path, texts: Sequence[str]) -> None:
-    """Append a line for each text, with the time; a folder that cannot be written must not end the run."""
+    """Append a line for each text, with the time; a folder that cannot be written must not end the
+    run.
+    """
     if not texts:
         return
     data = "".join(json.dumps(_line(text)) + "\n" for text in texts).encode()

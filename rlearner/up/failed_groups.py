@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Final
 
 CLOSED: Final = "ticket/closed_"
-NO_FAULT: Final = ("late", "lost", "filtered")  # closed by the learner's pace, the operator's rebase, or a filter
+# closed by the learner's pace, the operator's rebase, or a filter
+NO_FAULT: Final = ("late", "lost", "filtered")
 REMIND_EVERY_S: Final = 60.0  # while nothing is trained
 MAX_CHARS: Final = 400  # of an error message, whose end names the place
 END_CHARS: Final = 120
@@ -44,7 +45,8 @@ class FailedGroups:
 
     def take(self, values: Mapping[str, float], text: Mapping[str, str]) -> None:
         """Apply one metrics message of the learner."""
-        before, trained = self.total, int(values.get("ticket/trained", self.trained))
+        before = self.total
+        trained = int(values.get("ticket/trained", self.trained))
         for name, value in values.items():
             if name.startswith(CLOSED) and name not in (f"{CLOSED}{reason}" for reason in NO_FAULT):
                 self.counts[name.removeprefix(CLOSED)] = int(value)
@@ -54,25 +56,35 @@ class FailedGroups:
         self.last, self.by = text.get("failure", self.last), text.get("failed_by", self.by)
 
     def news(self, now: float, logs: Path) -> str:
-        """Return a line at the first failure, each doubling, and every minute while none is trained, else nothing."""
+        """Return a line at the first failure, each doubling, and every minute while none is
+        trained, else nothing.
+        """
         reminder = self.stuck and self.total > self._said and now - self._said_at >= REMIND_EVERY_S
         if not self.total or (self.total < 2 * self._said and not reminder):
             return ""
-        self._said, self._said_at = self.total, now
+        self._said = self.total
+        self._said_at = now
         return self.line(logs)
 
     def line(self, logs: Path) -> str:
         """Return the count, the last failure, and the log to read."""
         groups = "group" if self.total == 1 else "groups"
         trained = f"{self.trained} trained" if self.trained else "none trained yet"
-        role = next((role for role in ("rewardhub", "envhub") if self.by.startswith(role)), "learner")  # as in `up`
+        # as in `up`
+        role = next(
+            (role for role in ("rewardhub", "envhub") if self.by.startswith(role)), "learner"
+        )
         last = shortened(self.last) or "unknown"
-        return f"{self.total} {groups} failed so far, {trained}; last: {last}, see {logs / role}.log"
+        return (
+            f"{self.total} {groups} failed so far, {trained}; last: {last}, see {logs / role}.log"
+        )
 
 
 def shortened(text: str) -> str:
     """Return the text, without its middle if it is long."""
-    return text if len(text) <= MAX_CHARS else f"{text[: MAX_CHARS - END_CHARS]} … {text[-END_CHARS:]}"
+    return (
+        text if len(text) <= MAX_CHARS else f"{text[: MAX_CHARS - END_CHARS]} … {text[-END_CHARS:]}"
+    )
 
 
 def by_reason(counts: Mapping[str, int]) -> str:

@@ -1,4 +1,6 @@
-"""Runs the child processes of ``rlearner up``, each in its own session, which ends with this process."""
+"""Runs the child processes of ``rlearner up``, each in its own session, which ends with this
+process.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ class FleetProcess:
     restarts: int = 0
     not_before: float = 0.0
     exit_code: int | None = None  # of a child that is not restarted
-    cpu: dict[int, float] = field(default_factory=dict)  # pid -> processor seconds, with the children it waited for
+    # pid -> processor seconds, with the children it waited for
+    cpu: dict[int, float] = field(default_factory=dict)
 
     @property
     def pid(self) -> int:
@@ -58,7 +61,9 @@ class FleetProcess:
 
     @property
     def reason(self) -> str:
-        """The last line of its log after a colon, which is that of a traceback if it ended with one."""
+        """The last line of its log after a colon, which is that of a traceback if it ended with
+        one.
+        """
         last = next((line.strip() for line in reversed(self.last_lines()) if line.strip()), "")
         return f": {last[:LONGEST_REASON]}" if last else ""
 
@@ -70,7 +75,8 @@ class FleetProcess:
 
 
 def cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
-    """Return user and system time by pid, with running descendants and all children that they waited for.
+    """Return user and system time by pid, with running descendants and all children that they
+    waited for.
 
     Lists every process of the machine once, which takes milliseconds.
     """
@@ -112,7 +118,9 @@ class ProcessFleet:
         command = [sys.executable, "-m", child.module, *child.args]
         with child.log.open("ab") as log:
             output = {OUTPUT: str(child.log.absolute())}
-            child.process = spawn(command, log, env={**os.environ, **self.env, **output}, nice=child.nice)
+            child.process = spawn(
+                command, log, env={**os.environ, **self.env, **output}, nice=child.nice
+            )
         child.started = time.monotonic()
 
     def watch(self) -> list[ProcessEvent]:
@@ -127,26 +135,42 @@ class ProcessFleet:
             quick = now - child.started < 60
             if code in (*ENDED_WELL, EXIT_USER_ERROR):
                 child.exit_code = code
-                events.append(ProcessEvent(f"{child.name} ended with exit code {code}", "stop", child.name))
+                events.append(
+                    ProcessEvent(f"{child.name} ended with exit code {code}", "stop", child.name)
+                )
             elif quick and child.restarts >= GIVE_UP_AFTER:
                 child.exit_code = code
-                line = f"{child.name} died {child.restarts} times in a row; giving up, see {child.log}"
+                line = (
+                    f"{child.name} died {child.restarts} times in a row; giving up, see {child.log}"
+                )
                 events.append(ProcessEvent(line, "death", child.name))
             elif child.not_before == 0.0:
                 child.restarts = child.restarts + 1 if quick else 1
                 delay = min(RESTART_AFTER_S * 2 ** (child.restarts - 1), RESTART_AT_MOST_S)
                 child.not_before = now + delay
-                how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}{child.reason}"
-                line = f"{child.name} (pid {child.pid}) died {how}; starting it again in {delay:.0f} s"
+                how = (
+                    f"by {signal.Signals(-code).name}"
+                    if code < 0
+                    else f"with exit code {code}{child.reason}"
+                )
+                line = (
+                    f"{child.name} (pid {child.pid}) died {how}; starting it again in {delay:.0f} s"
+                )
                 events.append(ProcessEvent(line, "death", child.name))
             elif now >= child.not_before:
                 child.not_before = 0.0
                 self._start(child)
-                events.append(ProcessEvent(f"{child.name} started again as pid {child.pid}", "start", child.name))
+                events.append(
+                    ProcessEvent(
+                        f"{child.name} started again as pid {child.pid}", "start", child.name
+                    )
+                )
         return events
 
     def _sample(self, now: float) -> None:
-        """Record the processor time used so far; what a process uses after its last sample is not counted."""
+        """Record the processor time used so far; what a process uses after its last sample is not
+        counted.
+        """
         if now - self.sampled < SAMPLE_EVERY_S:
             return
         self.sampled = now
@@ -165,22 +189,32 @@ class ProcessFleet:
 
         ``patience_s`` is on their own clocks: a loaded machine must not cost the last checkpoint.
 
-        ``show`` is called often with the names still running, and the seconds until they must stop at once.
+        ``show`` is called often with the names still running, and the seconds until they must stop
+        at once.
         """
         leading = [c for c in self.children if c.name in first]
         for batch in (leading, self.children):
-            for signum, wait_s in ((signal.SIGTERM, patience_s), (signal.SIGTERM, 3.0), (signal.SIGKILL, 3.0)):
+            for signum, wait_s in (
+                (signal.SIGTERM, patience_s),
+                (signal.SIGTERM, 3.0),
+                (signal.SIGKILL, 3.0),
+            ):
                 alive = [c for c in batch if c.running]
                 for child in alive:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(child.pid, signum)
                 began = looked_at = time.monotonic()
                 clocks = {c.name: WorkClock(c.pid) for c in alive}
-                while (waiting := [c.name for c in alive if c.running]) and time.monotonic() < began + wait_s:
+                while (
+                    waiting := [c.name for c in alive if c.running]
+                ) and time.monotonic() < began + wait_s:
                     if time.monotonic() > looked_at + LOOK_EVERY_S:
                         began += min(clocks[name].look() for name in waiting)
                         looked_at = time.monotonic()
-                    show(waiting, patience_s - (time.monotonic() - began) if wait_s == patience_s else 0.0)
+                    show(
+                        waiting,
+                        patience_s - (time.monotonic() - began) if wait_s == patience_s else 0.0,
+                    )
                     time.sleep(0.05)
 
     def kill(self) -> None:
@@ -208,4 +242,6 @@ class ProcessFleet:
         for child in self.children:
             if child.exit_code not in (None, *ENDED_WELL):
                 last = " ".join(child.last_lines(1))
-                raise UserError(f"{child.name} died with exit code {child.exit_code}: {last} (see {child.log})")
+                raise UserError(
+                    f"{child.name} died with exit code {child.exit_code}: {last} (see {child.log})"
+                )

@@ -20,7 +20,8 @@ def sparkline(values: list[float], width: int = 30) -> str:
     shown = [v for v in values[-width:] if math.isfinite(v)]
     if not shown:
         return ""
-    low, span = min(shown), max(shown) - min(shown)
+    low = min(shown)
+    span = max(shown) - min(shown)
     return "".join(SPARKS[int((v - low) / span * 7.999) if span > 0 else 0] for v in shown)
 
 
@@ -67,10 +68,14 @@ class LiveRunState:
         step = int(values.get("step", 0))
         if step <= self.step or "reward/mean" not in values:
             return False
-        self.step, self.line, self.last_step_at = step, dict(values), now
+        self.step = step
+        self.line = dict(values)
+        self.last_step_at = now
         self.history.take(values)
         begun, over = self.signals.take(values)
-        self.news += [f"warning: {text}" for text in begun] + [f"no longer: {text}" for text in over]
+        self.news += [f"warning: {text}" for text in begun] + [
+            f"no longer: {text}" for text in over
+        ]
         self.first_step_at = self.first_step_at or (now, step)
         self.rewards.append(values["reward/mean"])
         self.successes.append(values.get("env/success_rate", math.nan))
@@ -83,11 +88,15 @@ class LiveRunState:
         return True
 
     def see(self, present: Iterable[wire.Presence], now: float = 0.0) -> list[str]:
-        """Replace the processes that are alive. Return lines about those that stopped or resumed taking work."""
-        before, self.processes = self.processes, {f"{p.role}.{p.id}": p for p in present}
+        """Replace the processes that are alive. Return lines about those that stopped or resumed
+        taking work.
+        """
+        before = self.processes
+        self.processes = {f"{p.role}.{p.id}": p for p in present}
         lines = []
         for key, presence in self.processes.items():
-            had, has = bool(key in before and before[key].problem), bool(presence.problem)
+            had = bool(key in before and before[key].problem)
+            has = bool(presence.problem)
             if has and not had:
                 lines.append(f"{presence.role} {presence.id}: {presence.problem}")
             elif had and not has:
@@ -96,7 +105,9 @@ class LiveRunState:
         return lines
 
     def _hear(self, key: str, presence: wire.Presence, before: str, now: float) -> None:
-        """Queue a line that a process logged: the first at once, repeated ones at growing intervals."""
+        """Queue a line that a process logged: the first at once, repeated ones at growing
+        intervals.
+        """
         reminders = self._said.setdefault(key, Reminders())
         if not presence.said:
             reminders.over()
@@ -114,7 +125,9 @@ class LiveRunState:
 
     def problems(self) -> list[str]:
         """Return why processes take no work, one line each."""
-        return [f"{one.role} {one.id}: {one.problem}" for one in self.processes.values() if one.problem]
+        return [
+            f"{one.role} {one.id}: {one.problem}" for one in self.processes.values() if one.problem
+        ]
 
     def eta_s(self) -> float | None:
         """Return the seconds until the last step at the pace so far, None before two steps."""

@@ -12,7 +12,8 @@ class Output:
     """Prints events to stdout.
 
     Args:
-        as_json: one object per line, with ``event``, ``time`` (seconds since 1970) and the event's fields.
+        as_json: one object per line, with ``event``, ``time`` (seconds since 1970) and the event's
+            fields.
     """
 
     def __init__(self, *, as_json: bool = False) -> None:
@@ -25,10 +26,19 @@ class Output:
             text: lines for people; ``message`` of an object without fields.
         """
         if self.as_json:
-            print(visible_json({"event": event, "time": time.time(), **(fields or {"message": text})}), flush=True)
+            print(
+                visible_json(
+                    {"event": event, "time": time.time(), **(fields or {"message": text})}
+                ),
+                flush=True,
+            )
         elif text:
             print(visible(text, newlines=True), flush=True)
 
     def stamped(self, event: str, text: str, **fields: Any) -> None:
         """Print an event with its time, which an object always has."""
-        self(event, text if self.as_json else f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}", **fields)
+        self(
+            event,
+            text if self.as_json else f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}",
+            **fields,
+        )

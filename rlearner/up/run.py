@@ -1,6 +1,7 @@
 """Runs ``rlearner up``: all processes of a run on one machine, shown live, stopped cleanly.
 
-It takes no part in the run: it starts the processes as a person would by hand, and shows their metrics and presence.
+It takes no part in the run: it starts the processes as a person would by hand, and shows their
+metrics and presence.
 """
 
 from __future__ import annotations
@@ -47,24 +48,29 @@ from rollout.checks import refuse_sleepless
 LOOPBACK = "127.0.0.1"
 DRAW_EVERY_S = 0.25
 LEARNER_PATIENCE_S = 30.0  # for its last checkpoint
-# Hubs wake up for each message, and each time interrupt the learner or a server if these need all cores. They can wait
-# for milliseconds: enough requests are under way.
+# Hubs wake up for each message, and each time interrupt the learner or a server if these need all
+# cores. They can wait for milliseconds: enough requests are under way.
 HUB_NICE = 10
 
 
 async def is_completed(config: dict[str, Any], say: Output) -> bool:
-    """Return whether the run has made all its steps, and print so. Call it before anything is written.
+    """Return whether the run has made all its steps, and print so. Call it before anything is
+    written.
 
     Raises:
-        UserError: if the run is live, has made more steps than that, or only another broker has its streams.
+        UserError: if the run is live, has made more steps than that, or only another broker has its
+            streams.
     """
     run_folder(config)  # fails where no folder can be created
     run, folder = _where(config)
-    made, steps = newest_checkpoint(folder / "checkpoints"), section(config, "train", TrainSection).steps
+    made = newest_checkpoint(folder / "checkpoints")
+    steps = section(config, "train", TrainSection).steps
     if made is not None and made.step == steps:
         text = nothing_left(run, steps)
         again = continue_line(config).strip()
-        say("completed", f"{text}\n{again}".rstrip(), run=run, steps=steps, message=text, next=again)
+        say(
+            "completed", f"{text}\n{again}".rstrip(), run=run, steps=steps, message=text, next=again
+        )
         return True
     refuse_fewer_steps(folder, run, steps)
     await refuse_other_broker(folder, run)
@@ -87,7 +93,8 @@ async def up(
     share_gpus: bool = False,
     listen: tuple[str, int] = (LOOPBACK, 0),
 ) -> None:
-    """Start everything, show it, and stop it when the learner is done, on a signal, or when a child cannot run.
+    """Start everything, show it, and stop it when the learner is done, on a signal, or when a child
+    cannot run.
 
     Args:
         config: the validated configuration, with ``run.name`` set.
@@ -99,14 +106,20 @@ async def up(
         listen: address and port of the private broker, port 0: any.
 
     Raises:
-        UserError: if the run cannot continue with these settings, a child rejected its input, or another
-            ``rlearner up`` holds the folder.
+        UserError: if the run cannot continue with these settings, a child rejected its input, or
+            another ``rlearner up`` holds the folder.
     """
     if share_gpus:
         refuse_sleepless(config["rollout"]["engine"])
     run, folder = _where(config)
     settings = section(config, "broker", BrokerSection)
-    config = {**config, "broker": {**config["broker"], "store_max_gib": settings.store_max_gib or PRIVATE_STORE_GIB}}
+    config = {
+        **config,
+        "broker": {
+            **config["broker"],
+            "store_max_gib": settings.store_max_gib or PRIVATE_STORE_GIB,
+        },
+    }
     changed = await asyncio.to_thread(check_changes, folder, config, force=force)
     flags = [*["--force"] * force, *["--rebase"] * rebase, *["--share-gpus"] * share_gpus]
     with removed_on_failure(folder), RunClaim(folder, run) as claim:
@@ -114,7 +127,9 @@ async def up(
         say("started", f"run {run}, logs in {logs}", run=run, folder=str(folder), logs=str(logs))
         for one in changed:
             say("changed", f"changed since the last start: {one}", change=one)
-        await _up(config, run, folder, [*args, *flags], stop, say, claim, listen, share_gpus=share_gpus)
+        await _up(
+            config, run, folder, [*args, *flags], stop, say, claim, listen, share_gpus=share_gpus
+        )
 
 
 async def _up(
@@ -131,32 +146,57 @@ async def _up(
 ) -> None:
     settings = section(config, "broker", BrokerSection)
     logs = folder / "logs"
-    started, epoch = time.monotonic(), noted_epoch(folder)
-    store, most_gib = str(folder / STORE), config["broker"]["store_max_gib"]
+    started = time.monotonic()
+    epoch = noted_epoch(folder)
+    store = str(folder / STORE)
+    most_gib = config["broker"]["store_max_gib"]
     (bind, port), sync_always = listen, settings.sync_always
-    made = BrokerServer(store, bind=bind, port=port, sync_always=sync_always, store_max_gib=most_gib, num_procs=1)
+    made = BrokerServer(
+        store, bind=bind, port=port, sync_always=sync_always, store_max_gib=most_gib, num_procs=1
+    )
     with made as broker:
         if bind != LOOPBACK:
-            text = f"other hosts join at {broker.url} with a token: rlearner invite envhub --run {run}"
+            text = (
+                f"other hosts join at {broker.url} with a token: rlearner invite envhub --run {run}"
+            )
             say("listening", text, broker=broker.url)
         claim.note(broker.url)
         fleet = ProcessFleet(logs, {"RL_BROKER": broker.url, "RL_RUN": run})
         stop.at_once.append(fleet.kill)
         try:
-            learner = fleet.add("learner", "rlearner.cli", ["start", *args, f"broker.store_max_gib={most_gib}"])
-            fleet.add("rollout-server", "rollout.cli", ["--id", "rollout-1", *["--share-gpus"] * share_gpus])
+            learner = fleet.add(
+                "learner", "rlearner.cli", ["start", *args, f"broker.store_max_gib={most_gib}"]
+            )
+            fleet.add(
+                "rollout-server",
+                "rollout.cli",
+                ["--id", "rollout-1", *["--share-gpus"] * share_gpus],
+            )
             for hub in ("envhub", "rewardhub"):
                 fleet.add(hub, f"{hub}.cli", ["--id", f"{hub}-1"], nice=HUB_NICE)
             evaluation = section(config, "eval", EvalSection)
             if evaluation.every_steps and "random" in (evaluation.baseline, *evaluation.against):
-                engine_args = f"engine_args={json.dumps(evaluation.baseline_args)}"  # YAML reads JSON
-                random = ["--engine", "random", "--policy", "random", "--id", "random-1", engine_args]
+                # YAML reads JSON
+                engine_args = f"engine_args={json.dumps(evaluation.baseline_args)}"
+                random = [
+                    "--engine",
+                    "random",
+                    "--policy",
+                    "random",
+                    "--id",
+                    "random-1",
+                    engine_args,
+                ]
                 fleet.add("rollout-random", "rollout.cli", random)
             await _show(config, broker, fleet, learner, stop, say)
             used = {child.name: sum(child.cpu.values()) for child in fleet.children}
-            used |= {"broker": sum(cpu_seconds([broker.pid]).values()), "this view": time.process_time()}
+            used |= {
+                "broker": sum(cpu_seconds([broker.pid]).values()),
+                "this view": time.process_time(),
+            }
         finally:
-            farewell, patience_s = ShutdownDisplay(), LEARNER_PATIENCE_S if stop.asked.is_set() else 10.0
+            farewell = ShutdownDisplay()
+            patience_s = LEARNER_PATIENCE_S if stop.asked.is_set() else 10.0
             await asyncio.to_thread(fleet.stop, ("learner",), patience_s=patience_s, show=farewell)
             farewell.close()
     try:
@@ -179,7 +219,8 @@ async def _show(
 ) -> None:
     """Show the run until the learner exits, a child cannot run, or a signal arrives."""
     console = Console()
-    is_live = console.is_interactive and sys.stdout.isatty() and not say.as_json  # FORCE_COLOR makes no terminal
+    # FORCE_COLOR makes no terminal
+    is_live = console.is_interactive and sys.stdout.isatty() and not say.as_json
     board = LiveRunState(config["run"]["name"], section(config, "train", TrainSection).steps)
     events: list[str] = []
     keeper = ServerSupervisor(broker)
@@ -192,26 +233,40 @@ async def _show(
         await roster.start()
         steps: asyncio.Queue[tuple[str, dict[str, float]]] = asyncio.Queue()
         listening = asyncio.create_task(_listen(bus, board, steps))
-        display = Live(console=console, refresh_per_second=4) if is_live else contextlib.nullcontext()
+        display = (
+            Live(console=console, refresh_per_second=4) if is_live else contextlib.nullcontext()
+        )
         with display as live:
             phase = ""
             while not stop.asked.is_set() and learner.exit_code is None and not fleet.failed:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stop.asked.wait(), DRAW_EVERY_S)
                 happened: list[str] = [*fleet.watch(), *await asyncio.to_thread(keeper.look)]
-                present = [p for role in ("learner", "rollout", "envhub", "rewardhub") for p in roster.alive(role)]
+                present = [
+                    p
+                    for role in ("learner", "rollout", "envhub", "rewardhub")
+                    for p in roster.alive(role)
+                ]
                 happened += board.see(present, time.monotonic())
                 events += happened
                 note_events(fleet.logs, happened)
                 if advising is None and (rows := board.history.due()):
                     advised = time.monotonic()
-                    advising = asyncio.ensure_future(asyncio.to_thread(bottleneck_line, rows, config))
+                    advising = asyncio.ensure_future(
+                        asyncio.to_thread(bottleneck_line, rows, config)
+                    )
                 elif advising is not None and advising.done():
-                    known, board.bottleneck, advising = board.bottleneck, advising.result(), None
+                    known = board.bottleneck
+                    board.bottleneck = advising.result()
+                    advising = None
                     board.history.computed(time.monotonic() - advised)
-                    if live is None and known.partition(";")[0] != board.bottleneck.partition(";")[0]:
+                    if (
+                        live is None
+                        and known.partition(";")[0] != board.bottleneck.partition(";")[0]
+                    ):
                         say.stamped("bottleneck", f"bottleneck: {board.bottleneck}")
-                news, board.news = board.news, []
+                news = board.news
+                board.news = []
                 if live is not None:
                     live.update(screen(board, events, fleet.logs))
                     continue
@@ -237,7 +292,9 @@ async def _show(
         print("stopping everything; press Ctrl-C again to stop at once", file=sys.stderr)
 
 
-async def _listen(bus: Bus, board: LiveRunState, steps: asyncio.Queue[tuple[str, dict[str, float]]]) -> None:
+async def _listen(
+    bus: Bus, board: LiveRunState, steps: asyncio.Queue[tuple[str, dict[str, float]]]
+) -> None:
     async for metrics in watch_metrics(bus):
         if board.take(metrics, time.monotonic()):
             steps.put_nowait((board.plain(), dict(board.line)))

@@ -1,4 +1,6 @@
-"""Decides whether ``rlearner up`` may run: once per run, and not if another broker holds its streams."""
+"""Decides whether ``rlearner up`` may run: once per run, and not if another broker holds its
+streams.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,12 @@ from rlearner.ops.live_learners import ask_broker
 
 
 async def refuse_other_broker(folder: Path, run: str) -> None:
-    """Ask the broker that the run last used, unless it is a private one of this folder. Writes nothing.
+    """Ask the broker that the run last used, unless it is a private one of this folder. Writes
+    nothing.
 
     Raises:
-        UserError: if a learner trains the run there, or only that broker can hold the run's streams.
+        UserError: if a learner trains the run there, or only that broker can hold the run's
+            streams.
     """
     url = previous_broker(folder, "")
     if not url:
@@ -24,12 +28,23 @@ async def refuse_other_broker(folder: Path, run: str) -> None:
     learners, problem = await ask_broker(url, run)
     if learners:
         learner = f"learner on {learners[0].host}, process {learners[0].pid}"
-        raise UserError(f"run {run} is live at {url} ({learner}); `rlearner status {folder}` shows it")
-    trained_by_up = not private_addresses(folder) and (folder / STORE / "jetstream").exists()  # older version
+        raise UserError(
+            f"run {run} is live at {url} ({learner}); `rlearner status {folder}` shows it"
+        )
+    # older version
+    trained_by_up = not private_addresses(folder) and (folder / STORE / "jetstream").exists()
     if noted_epoch(folder) and not trained_by_up:
-        last = "; if it has lost its store, add --rebase, which counts the open tickets as dead" if problem else ""
-        by_hand = f"`rlearner start {folder} --broker {url}` and start the other processes by hand{last}"
-        raise UserError(f"run {run} was last trained with the broker at {url}{problem}: continue with {by_hand}")
+        last = (
+            "; if it has lost its store, add --rebase, which counts the open tickets as dead"
+            if problem
+            else ""
+        )
+        by_hand = (
+            f"`rlearner start {folder} --broker {url}` and start the other processes by hand{last}"
+        )
+        raise UserError(
+            f"run {run} was last trained with the broker at {url}{problem}: continue with {by_hand}"
+        )
 
 
 class RunClaim:
@@ -40,7 +55,8 @@ class RunClaim:
     """
 
     def __init__(self, folder: Path, run: str) -> None:
-        self._file: IO[bytes] = lock(folder / UP_LOCK, _held(folder, run), wait_s=0.5)  # `rlearner runs` may hold it
+        # `rlearner runs` may hold it
+        self._file: IO[bytes] = lock(folder / UP_LOCK, _held(folder, run), wait_s=0.5)
         self._write(str(os.getpid()))
 
     def note(self, url: str) -> None:
@@ -64,4 +80,6 @@ def _held(folder: Path, run: str) -> str:
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     pid = next((line for line in reversed(lines) if line.isdecimal()), "unknown")
     at = f" at {lines[-1]}" if lines and "://" in lines[-1] else ""
-    return f"run {run} is live{at} (`rlearner up`, process {pid}); `rlearner status {folder}` shows it"
+    return (
+        f"run {run} is live{at} (`rlearner up`, process {pid}); `rlearner status {folder}` shows it"
+    )

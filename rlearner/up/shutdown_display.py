@@ -20,17 +20,24 @@ SILENT_S: Final = 1.0  # a fleet that ends sooner needs no line
 
 
 def waiting_line(waiting: Sequence[str], left_s: float) -> str:
-    """Return ``waiting for learner (writing the last checkpoint): 27 s``; ``waiting``: names of running children."""
+    """Return ``waiting for learner (writing the last checkpoint): 27 s``; ``waiting``: names of
+    running children.
+    """
     named = ", ".join(f"{name} ({DOING[name]})" if name in DOING else name for name in waiting)
-    return f"waiting for {named}: {max(left_s, 0.0):.0f} s" + ("" if left_s > 0 else ", stopping them now")
+    return f"waiting for {named}: {max(left_s, 0.0):.0f} s" + (
+        "" if left_s > 0 else ", stopping them now"
+    )
 
 
 class ShutdownDisplay:
-    """Display of the shutdown: one countdown line on a terminal, elsewhere lines at growing intervals."""
+    """Display of the shutdown: one countdown line on a terminal, elsewhere lines at growing
+    intervals.
+    """
 
     def __init__(self, out: TextIO | None = None) -> None:
         self._out = out or sys.stderr
-        self._is_terminal, self._began = self._out.isatty(), time.monotonic()
+        self._is_terminal = self._out.isatty()
+        self._began = time.monotonic()
         self._shown, self._waiting, self._reminders = "", tuple[str, ...](), Reminders()
 
     def __call__(self, waiting: Sequence[str], left_s: float) -> None:

@@ -21,7 +21,8 @@ def screen(board: LiveRunState, events: list[str], logs: Path) -> RenderableType
     """Return the whole screen. ``logs``: the folder of the processes' logs."""
     recent = [Text(line, style="dim") for line in events[-4:]]
     parts = Group(progress(board), *trouble(board, logs), figures(board), health(board), *recent)
-    title, subtitle = f"rlearner  {board.run}", "Ctrl-C stops everything cleanly"
+    title = f"rlearner  {board.run}"
+    subtitle = "Ctrl-C stops everything cleanly"
     return Panel(parts, title=title, subtitle=subtitle, border_style="cyan")
 
 
@@ -38,15 +39,21 @@ def progress(board: LiveRunState) -> RenderableType:
 
 
 def trouble(board: LiveRunState, logs: Path) -> list[RenderableType]:
-    """Return the lines about hubs that take no work, failed groups, learning signals, and logged warnings.
+    """Return the lines about hubs that take no work, failed groups, learning signals, and logged
+    warnings.
 
     Failed groups are red until a group is trained after the newest failure.
     """
     lines = [Text(line, style="bold red") for line in board.problems()]
     if board.failures.total:
-        lines.append(Text(board.failures.line(logs), style="bold red" if board.failures.stuck else "yellow"))
+        lines.append(
+            Text(board.failures.line(logs), style="bold red" if board.failures.stuck else "yellow")
+        )
     lines += [Text(f"warning: {text}", style="yellow") for text in board.signals.active.values()]
-    return [*lines, *(Text(text, style="red" if " ERROR " in text else "yellow") for text in board.said())]
+    return [
+        *lines,
+        *(Text(text, style="red" if " ERROR " in text else "yellow") for text in board.said()),
+    ]
 
 
 def figures(board: LiveRunState) -> RenderableType:
@@ -62,25 +69,40 @@ def figures(board: LiveRunState) -> RenderableType:
     others = "  ".join(f"{name} {rate:.3f}" for name, rate in sorted(board.baselines.items()))
     newest = f"{board.evals[-1][1]:.3f}" if board.evals else "-"
     table.add_row("evaluation", newest, "  ".join(filter(None, (measured, others))))
-    table.add_row("staleness", f"{get('staleness/mean', 0):.2f}", f"max {get('staleness/max', 0):.0f}")
+    table.add_row(
+        "staleness", f"{get('staleness/mean', 0):.2f}", f"max {get('staleness/max', 0):.0f}"
+    )
     generator = f"{get('rollouter/idle_ratio', 0):.0%} generator"
     table.add_row("idle", f"{get('trainer/idle_ratio', 0):.0%}", f"learner, {generator}")
-    table.add_row("tokens/s", f"{get('perf/tokens_per_s', 0):.0f}", f"{get('perf/samples_per_s', 0):.1f} samples/s")
+    table.add_row(
+        "tokens/s",
+        f"{get('perf/tokens_per_s', 0):.0f}",
+        f"{get('perf/samples_per_s', 0):.1f} samples/s",
+    )
     if board.bottleneck:
         table.add_row("bottleneck", "", board.bottleneck)
-    depths = [(name, value) for name, value in sorted(board.line.items()) if name.startswith("queue/")]
+    depths = [
+        (name, value) for name, value in sorted(board.line.items()) if name.startswith("queue/")
+    ]
     queues = "  ".join(f"{name.split('/')[1]} {value:.0f}" for name, value in depths)
     table.add_row("queues", "", queues or "-")
     return table
 
 
 def health(board: LiveRunState) -> RenderableType:
-    """Return one row for each process; a narrow screen cuts what it serves, never its name or state."""
-    rows = [_row(presence) for presence in sorted(board.processes.values(), key=lambda p: (p.role, p.id))]
+    """Return one row for each process; a narrow screen cuts what it serves, never its name or
+    state.
+    """
+    rows = [
+        _row(presence)
+        for presence in sorted(board.processes.values(), key=lambda p: (p.role, p.id))
+    ]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for number, title in enumerate(("process", "state", "pid", "version", "running", "waiting")):
         width = max(len(title), *(len(row[number]) for row in rows), 0)
-        table.add_column(title, justify="left" if number < 2 else "right", no_wrap=True, min_width=width)
+        table.add_column(
+            title, justify="left" if number < 2 else "right", no_wrap=True, min_width=width
+        )
     table.add_column("", no_wrap=True)
     for row in rows:
         table.add_row(*row)

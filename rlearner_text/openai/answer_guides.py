@@ -24,11 +24,12 @@ _OPEN: Final = {"additionalProperties", "patternProperties", "allOf", "anyOf", "
 def guides_of(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
     """Return the guides that the answer to a chat must follow; empty if it is free.
 
-    A required call is exactly one call. With a ``response_format`` the answer is JSON of that format or, if tools are
-    offered, one call.
+    A required call is exactly one call. With a ``response_format`` the answer is JSON of that
+    format or, if tools are offered, one call.
 
     Raises:
-        HttpError: 400 if the guides cannot be compiled to a grammar, or the chat template has no tool calls.
+        HttpError: 400 if the guides cannot be compiled to a grammar, or the chat template has no
+            tool calls.
     """
     param = "tools" if body.forced else "response_format"
     try:
@@ -36,13 +37,19 @@ def guides_of(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
     except RecursionError:
         raise HttpError(400, f"{param}: its schema is nested too deeply", param=param) from None
     if made:
-        if (size := sum(len(one.schema) + len(one.before) + len(one.after) for one in made)) > MAX_GUIDE_CHARS:
-            message = f"{param}: schemas of {size} characters are not allowed; at most {MAX_GUIDE_CHARS}"
+        if (
+            size := sum(len(one.schema) + len(one.before) + len(one.after) for one in made)
+        ) > MAX_GUIDE_CHARS:
+            message = (
+                f"{param}: schemas of {size} characters are not allowed; at most {MAX_GUIDE_CHARS}"
+            )
             raise HttpError(400, message, param=param)
         try:
             _guides(tokenizer).check(made)
         except GuideError as error:
-            raise HttpError(400, f"{param}: its schema cannot be compiled to a grammar: {error}", param=param) from None
+            raise HttpError(
+                400, f"{param}: its schema cannot be compiled to a grammar: {error}", param=param
+            ) from None
     return made
 
 
@@ -51,14 +58,18 @@ def _forms(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
         return _calls(body, tokenizer)
     if (schema := body.response_format.wanted) is None:
         return []
-    return [wire.Guide(schema=json.dumps(close_objects(schema))), *(_calls(body, tokenizer) if body.offered else [])]
+    return [
+        wire.Guide(schema=json.dumps(close_objects(schema))),
+        *(_calls(body, tokenizer) if body.offered else []),
+    ]
 
 
 def close_objects(schema: Any) -> Any:
-    """Return a schema whose objects with named properties have no others, unless it allows them explicitly.
+    """Return a schema whose objects with named properties have no others, unless it allows them
+    explicitly.
 
-    JSON Schema allows additional properties by default, and a policy that has not learned to end an object would keep
-    adding them.
+    JSON Schema allows additional properties by default, and a policy that has not learned to end an
+    object would keep adding them.
     """
     if not isinstance(schema, dict):
         return schema
@@ -68,8 +79,16 @@ def close_objects(schema: Any) -> Any:
             made[key] = {name: close_objects(one) for name, one in schema[key].items()}
     for key in _LISTED & schema.keys():
         inner = schema[key]
-        made[key] = [close_objects(one) for one in inner] if isinstance(inner, list) else close_objects(inner)
-    return made if "properties" not in schema or _OPEN & schema.keys() else made | {"additionalProperties": False}
+        made[key] = (
+            [close_objects(one) for one in inner]
+            if isinstance(inner, list)
+            else close_objects(inner)
+        )
+    return (
+        made
+        if "properties" not in schema or _OPEN & schema.keys()
+        else made | {"additionalProperties": False}
+    )
 
 
 @lru_cache(maxsize=8)
@@ -86,6 +105,14 @@ def _calls(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
 def _call(function: dict[str, Any], how: ToolSyntax) -> wire.Guide:
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     properties = {how.name_key: {"const": function["name"]}, how.arguments_key: parameters}
-    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
-    lifted = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}  # $ref starts at the root
-    return wire.Guide(schema=json.dumps(close_objects(schema | lifted)), before=how.before, after=how.after)
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    # $ref starts at the root
+    lifted = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
+    return wire.Guide(
+        schema=json.dumps(close_objects(schema | lifted)), before=how.before, after=how.after
+    )

@@ -20,8 +20,12 @@ class AnswerStore:
         self._items: dict[str, Item] = {}
         self._bytes = 0
 
-    def add(self, response_id: str, given: Sequence[Item], output: Sequence[Item], size: int) -> None:
-        """Store the whole input and the items of its answer, each with its id; ``size``: bytes of the request."""
+    def add(
+        self, response_id: str, given: Sequence[Item], output: Sequence[Item], size: int
+    ) -> None:
+        """Store the whole input and the items of its answer, each with its id; ``size``: bytes of
+        the request.
+        """
         ids = [str(item["id"]) for item in output]
         self._conversations[response_id] = ([*given, *output], ids, size)
         self._items |= dict(zip(ids, output, strict=True))

@@ -36,8 +36,12 @@ class AnswerChoice:
 class AnswerWriter:
     """Writes the answers to one request; ``reply_id`` is the answer's id without prefix."""
 
-    def __init__(self, body: GenerationBody, tokenizer: Tokenizer, model: str, reply_id: str) -> None:
-        self._body, self._tokenizer, self.model = body, tokenizer, model
+    def __init__(
+        self, body: GenerationBody, tokenizer: Tokenizer, model: str, reply_id: str
+    ) -> None:
+        self._body = body
+        self._tokenizer = tokenizer
+        self.model = model
         self._chat = isinstance(body, ChatBody)
         self.reply_id = reply_id
         self._id = ("chatcmpl-" if self._chat else "cmpl-") + reply_id
@@ -47,13 +51,20 @@ class AnswerWriter:
         """Return the answer in one piece."""
         kind = "chat.completion" if self._chat else "text_completion"
         made = self.object(kind, [self._choice(one) for one in choices])
-        if self._chat and self._body.return_token_ids:  # a chat has one prompt; a completion's are in its choices
+        # a chat has one prompt; a completion's are in its choices
+        if self._chat and self._body.return_token_ids:
             made["prompt_token_ids"] = list(choices[0].prompt)
         return made | {"usage": usage(choices), "policy_version": newest(choices)}
 
     def object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the fields that whole answers and stream events share."""
-        return {"id": self._id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
 
     def _choice(self, choice: AnswerChoice) -> dict[str, Any]:
         ids = choice.reply.token_ids.array().tolist()
@@ -76,7 +87,8 @@ class AnswerWriter:
 
     def said(self, choice: AnswerChoice) -> tuple[str, list[dict[str, Any]]]:
         """Return text and tool calls of a finished choice."""
-        ids, reason = choice.reply.token_ids.array().tolist(), choice.reply.finish_reason
+        ids = choice.reply.token_ids.array().tolist()
+        reason = choice.reply.finish_reason
         if isinstance(self._body, ChatBody) and self._body.offered and reason in ("stop", "length"):
             spelled = tool_calls.tool_syntax(self._tokenizer)
             prefix = tool_calls.prefix_of(self.reply_id, choice.index)
@@ -93,10 +105,18 @@ class AnswerWriter:
             ids = ids[:-1]
         reader = channel_reader(self._tokenizer) if self._chat else None
         text = self._tokenizer.decode(ids) if reader is None else reader.text(ids)
-        return text[: min((at for stop in self._body.stops if (at := text.find(stop)) >= 0), default=len(text))]
+        return text[
+            : min(
+                (at for stop in self._body.stops if (at := text.find(stop)) >= 0), default=len(text)
+            )
+        ]
 
     def logprobs(
-        self, ids: Sequence[int], logprobs: Sequence[float], top: Sequence[TopLogprobs] = (), start: int = 0
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        top: Sequence[TopLogprobs] = (),
+        start: int = 0,
     ) -> Mapping[str, Any] | None:
         """Return one entry per token id, including the end token; None if the client wants none.
 
@@ -107,13 +127,23 @@ class AnswerWriter:
         tokens = [self._token(one) for one in ids]
         if self._chat:
             content = [
-                _entry(token, logprob) | {"top_logprobs": [_entry(self._token(one), value) for one, value in likeliest]}
-                for token, logprob, likeliest in itertools.zip_longest(tokens, logprobs, top or [()] * len(tokens))
+                _entry(token, logprob)
+                | {"top_logprobs": [_entry(self._token(one), value) for one, value in likeliest]}
+                for token, logprob, likeliest in itertools.zip_longest(
+                    tokens, logprobs, top or [()] * len(tokens)
+                )
             ]
             return {"content": content, "refusal": None}
         offsets = list(itertools.accumulate((len(token) for token in tokens), initial=start))[:-1]
-        best = [{self._token(one): value for one, value in reversed(likeliest)} for likeliest in top] or None
-        return {"tokens": tokens, "token_logprobs": list(logprobs), "top_logprobs": best, "text_offset": offsets}
+        best = [
+            {self._token(one): value for one, value in reversed(likeliest)} for likeliest in top
+        ] or None
+        return {
+            "tokens": tokens,
+            "token_logprobs": list(logprobs),
+            "top_logprobs": best,
+            "text_offset": offsets,
+        }
 
     def _token(self, one: int) -> str:
         return self._tokenizer.decode([one], skip_special_tokens=False)
@@ -148,5 +178,7 @@ def _entry(token: str, logprob: float) -> dict[str, Any]:
 
 
 def _bytes(token: str) -> list[int] | None:
-    """Return the UTF-8 of a token; None for an incomplete character, which decodes to a replacement."""
+    """Return the UTF-8 of a token; None for an incomplete character, which decodes to a
+    replacement.
+    """
     return None if "\ufffd" in token else list(token.encode())

@@ -17,18 +17,24 @@ LEAST_CHARACTERS: Final = 16
 
 
 def key_file() -> Path:
-    """Return the path of a generated key: ``$XDG_CONFIG_HOME/rlearner/api_key``, by default in ``~/.config``."""
+    """Return the path of a generated key: ``$XDG_CONFIG_HOME/rlearner/api_key``, by default in
+    ``~/.config``.
+    """
     base = os.environ.get("XDG_CONFIG_HOME", "")
-    return (Path(base) if base.startswith("/") else Path.home() / ".config") / "rlearner" / "api_key"
+    return (
+        (Path(base) if base.startswith("/") else Path.home() / ".config") / "rlearner" / "api_key"
+    )
 
 
 def find_key() -> tuple[str, str]:
-    """Return the key that clients must send, and where the user finds it; creates the file if necessary.
+    """Return the key that clients must send, and where the user finds it; creates the file if
+    necessary.
 
     All servers of a user on a machine share one file, so that clients need not be configured again.
 
     Raises:
-        UserError: if the key is too short or not printable, others can read the file, or it cannot be written.
+        UserError: if the key is too short or not printable, others can read the file, or it cannot
+            be written.
     """
     if given := os.environ.get(VARIABLE, ""):
         return _checked(given, VARIABLE), VARIABLE
@@ -46,9 +52,13 @@ def find_key() -> tuple[str, str]:
 
 
 def matches(header: str | None, key: str) -> bool:
-    """Return whether an Authorization header has the key, in constant time for wrong keys of one length."""
+    """Return whether an Authorization header has the key, in constant time for wrong keys of one
+    length.
+    """
     given = bearer(header)
-    return given is not None and hmac.compare_digest(given.encode(errors="surrogateescape"), key.encode())
+    return given is not None and hmac.compare_digest(
+        given.encode(errors="surrogateescape"), key.encode()
+    )
 
 
 def bearer(header: str | None) -> str | None:
@@ -58,7 +68,9 @@ def bearer(header: str | None) -> str | None:
 
 
 def _create(path: Path) -> None:
-    """Create the key file atomically; if another process creates it at the same time, keep the other's."""
+    """Create the key file atomically; if another process creates it at the same time, keep the
+    other's.
+    """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f".api_key-{secrets.token_hex(4)}")
     handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -66,7 +66,9 @@ class ApiBackend(Protocol):
         """
         ...
 
-    async def handle(self, ask: wire.GenerateRequest, tap: TokenListener | None = None, /) -> wire.GenerateReply:
+    async def handle(
+        self, ask: wire.GenerateRequest, tap: TokenListener | None = None, /
+    ) -> wire.GenerateReply:
         """Sample one choice; see ``GenerateHandler``.
 
         Raises:
@@ -82,9 +84,16 @@ def refuse_long(body: GenerationBody, max_context_tokens: int) -> None:
         HttpError: if it has too many characters.
     """
     if body.characters > (most := max_context_tokens * CHARS_PER_TOKEN):
-        message = f"the prompt has {body.characters} characters, more than {most}, which do not fit into "
+        message = (
+            f"the prompt has {body.characters} characters, more than {most}, which do not fit into "
+        )
         param = "messages" if isinstance(body, ChatBody) else "prompt"
-        raise HttpError(400, f"{message}{max_context_tokens} tokens", param=param, code="context_length_exceeded")
+        raise HttpError(
+            400,
+            f"{message}{max_context_tokens} tokens",
+            param=param,
+            code="context_length_exceeded",
+        )
 
 
 def refuse_overlong(tokenizer: Tokenizer, text: str, max_context_tokens: int, param: str) -> None:
@@ -101,10 +110,17 @@ def refuse_overlong(tokenizer: Tokenizer, text: str, max_context_tokens: int, pa
 class SingleKeyBackend:
     """Renders prompts with the model's own chat template and answers with one engine."""
 
-    def __init__(self, handle: GenerateHandler, tokenizer: Tokenizer, served: ServedModel, kept: AnswerStore) -> None:
-        self._handle, self.served, self._tokenizer, self.kept = handle, served, tokenizer, kept
+    def __init__(
+        self, handle: GenerateHandler, tokenizer: Tokenizer, served: ServedModel, kept: AnswerStore
+    ) -> None:
+        self._handle = handle
+        self.served = served
+        self._tokenizer = tokenizer
+        self.kept = kept
 
-    async def handle(self, ask: wire.GenerateRequest, tap: TokenListener | None = None, /) -> wire.GenerateReply:
+    async def handle(
+        self, ask: wire.GenerateRequest, tap: TokenListener | None = None, /
+    ) -> wire.GenerateReply:
         return await self._handle(ask, tap)
 
     async def prompts(self, body: GenerationBody) -> list[Sequence[int]]:
@@ -116,7 +132,9 @@ class SingleKeyBackend:
                 raise HttpError(400, error.allowed, param="messages") from None
         assert isinstance(body, CompletionBody)
         return [
-            await asyncio.to_thread(self._encoded_text, each, "prompt") if isinstance(each, str) else each
+            await asyncio.to_thread(self._encoded_text, each, "prompt")
+            if isinstance(each, str)
+            else each
             for each in body.prompts()
         ]
 

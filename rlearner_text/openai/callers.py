@@ -36,7 +36,9 @@ class Call:
     """One request of a caller, and the tokens it has used."""
 
     def __init__(self, caller: Caller) -> None:
-        self.caller, self.prompt_tokens, self.output_tokens = caller, 0, 0
+        self.caller = caller
+        self.prompt_tokens = 0
+        self.output_tokens = 0
 
     def begin(self) -> None:
         """Count the request.
@@ -60,7 +62,8 @@ class Call:
         """
         if self.caller.usage is not None:
             self.caller.usage.reserve(prompt_tokens + output_tokens, time.monotonic())
-        self.prompt_tokens, self.output_tokens = prompt_tokens, output_tokens
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
 
     def settle(self, output_tokens: int) -> None:
         """Return what was reserved beyond ``output_tokens``."""
@@ -70,13 +73,19 @@ class Call:
 
 
 class KeyDesk:
-    """Finds the caller of a request among the key without name and the named ones; one model and engine for all.
+    """Finds the caller of a request among the key without name and the named ones; one model and
+    engine for all.
 
     Earlier answers, which the Responses API refers to, are kept apart for each key.
     """
 
     def __init__(
-        self, handle: GenerateHandler, tokenizer: Tokenizer, served: ServedModel, key: str, named: KeyStore | None
+        self,
+        handle: GenerateHandler,
+        tokenizer: Tokenizer,
+        served: ServedModel,
+        key: str,
+        named: KeyStore | None,
     ) -> None:
         self._made: Callable[[int], SingleKeyBackend] = lambda most_bytes: SingleKeyBackend(
             handle, tokenizer, served, AnswerStore(most_bytes)
@@ -98,13 +107,20 @@ class KeyDesk:
             return None
         key = self._live.find(given)
         if self._live.changes != self._seen:
-            self._seen, known = self._live.changes, set(self._live.keys)
-            self._callers = {d: one for d, one in self._callers.items() if one.usage and one.usage.key in known}
+            self._seen = self._live.changes
+            known = set(self._live.keys)
+            self._callers = {
+                d: one for d, one in self._callers.items() if one.usage and one.usage.key in known
+            }
         if key is None:
             return None
         if key.expired(time.time()):
             when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(key.expires_at))
-            raise HttpError(401, f"the API key {key.name} expired at {when}", code="expired_api_key")
+            raise HttpError(
+                401, f"the API key {key.name} expired at {when}", code="expired_api_key"
+            )
         if key.sha256 not in self._callers:
-            self._callers[key.sha256] = Caller(key.name, self._made(KEPT_BYTES), KeyUsage(key, time.monotonic()))
+            self._callers[key.sha256] = Caller(
+                key.name, self._made(KEPT_BYTES), KeyUsage(key, time.monotonic())
+            )
         return self._callers[key.sha256]

@@ -18,15 +18,16 @@ _REASONS: Final = {"KEY_VALUES_MISMATCH": "the key belongs to another certificat
 
 
 def server_tls(cert: str, key: str, *, cert_name: str, key_name: str) -> ssl.SSLContext:
-    """Return TLS 1.2 or newer for a server by its certificate, or chain of certificates, and key in PEM.
+    """Return TLS 1.2 or newer for a server by its certificate, or chain of certificates, and key in
+    PEM.
 
     Args:
         cert_name: the setting that names the certificate, for errors.
         key_name: the setting that names the key, for errors.
 
     Raises:
-        ConfigError: if a file cannot be read, they do not fit together, the certificate is not valid now, or other
-            users can read the key.
+        ConfigError: if a file cannot be read, they do not fit together, the certificate is not
+            valid now, or other users can read the key.
     """
     _check_readable(cert, cert_name)
     _check_readable(key, key_name)
@@ -36,7 +37,9 @@ def server_tls(cert: str, key: str, *, cert_name: str, key_name: str) -> ssl.SSL
         # OpenSSL would ask for the password of an encrypted key at the terminal
         context.load_cert_chain(cert, key, password=lambda: "")
     except OSError as error:  # also SSLError
-        why = error.reason or "not in PEM" if isinstance(error, ssl.SSLError) else str(error.strerror)
+        why = (
+            error.reason or "not in PEM" if isinstance(error, ssl.SSLError) else str(error.strerror)
+        )
         allowed = f"a certificate in PEM that fits {key_name} {key!r} ({_REASONS.get(why, why)})"
         raise ConfigError(cert_name, cert, allowed) from None
     _check_private(key, key_name)
@@ -49,7 +52,9 @@ def _check_readable(file: str, name: str) -> None:
         with open(file, "rb"):
             pass
     except OSError as error:
-        raise ConfigError(name, file, f"a file in PEM that this process can read ({error.strerror})") from None
+        raise ConfigError(
+            name, file, f"a file in PEM that this process can read ({error.strerror})"
+        ) from None
 
 
 def _check_private(file: str, name: str) -> None:
@@ -57,13 +62,24 @@ def _check_private(file: str, name: str) -> None:
     status = os.stat(file)
     if is_open_to_others(status):
         mode = stat.S_IMODE(status.st_mode)
-        raise ConfigError(name, file, f"a file that other users cannot read (its mode is {mode:o}; run chmod 600)")
+        raise ConfigError(
+            name, file, f"a file that other users cannot read (its mode is {mode:o}; run chmod 600)"
+        )
 
 
 def _check_valid(file: str, name: str) -> None:
     found = x509.load_pem_x509_certificates(Path(file).read_bytes())[0]
     now = datetime.datetime.now(datetime.UTC)
-    begin, end = found.not_valid_before_utc, found.not_valid_after_utc
+    begin = found.not_valid_before_utc
+    end = found.not_valid_after_utc
     if not begin <= now < end:
-        when = f"expired at {end:%Y-%m-%d %H:%M} UTC" if end <= now else f"begins at {begin:%Y-%m-%d %H:%M} UTC"
-        raise ConfigError(name, file, f"a certificate that is valid now (this one {when}; renew it or set the clock)")
+        when = (
+            f"expired at {end:%Y-%m-%d %H:%M} UTC"
+            if end <= now
+            else f"begins at {begin:%Y-%m-%d %H:%M} UTC"
+        )
+        raise ConfigError(
+            name,
+            file,
+            f"a certificate that is valid now (this one {when}; renew it or set the clock)",
+        )

@@ -35,8 +35,8 @@ def backoff_s(attempt: int, base_s: float, headers: Mapping[str, str], *, chance
     Args:
         attempt: number of failed tries, from 1.
         base_s: first backoff; doubles with every try and is drawn from its upper half.
-        headers: of the last answer, if any. A later Retry-After takes precedence: seconds, or a date (RFC 9110, 10.2.3)
-            relative to the answer's own Date, because clocks may differ.
+        headers: of the last answer, if any. A later Retry-After takes precedence: seconds, or a
+            date (RFC 9110, 10.2.3) relative to the answer's own Date, because clocks may differ.
         chance: uniform in [0, 1).
     """
     own: float = min(LONGEST_BACKOFF_S, base_s * 2 ** (attempt - 1)) * (0.5 + chance / 2)
@@ -56,7 +56,8 @@ def _asked_for(headers: Mapping[str, str]) -> float:
 
 
 def _unix_s(date: str) -> float:
-    return email.utils.parsedate_to_datetime(date).replace(tzinfo=UTC).timestamp()  # HTTP dates are GMT
+    # HTTP dates are GMT
+    return email.utils.parsedate_to_datetime(date).replace(tzinfo=UTC).timestamp()
 
 
 class EndpointClient:
@@ -70,8 +71,12 @@ class EndpointClient:
         base_s: see ``backoff_s``.
     """
 
-    def __init__(self, base_url: str, key: str, *, timeout_s: float, retries: int, base_s: float) -> None:
-        self._base_url, self._retries, self._base_s = base_url.rstrip("/"), retries, base_s
+    def __init__(
+        self, base_url: str, key: str, *, timeout_s: float, retries: int, base_s: float
+    ) -> None:
+        self._base_url = base_url.rstrip("/")
+        self._retries = retries
+        self._base_s = base_s
         self._key = key
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -99,10 +104,14 @@ class EndpointClient:
         for attempt in range(1, self._retries + 2):
             headers: Mapping[str, str] = {}
             try:
-                async with self._session.request(method, url, json=body, allow_redirects=False) as response:
+                async with self._session.request(
+                    method, url, json=body, allow_redirects=False
+                ) as response:
                     if response.status == 200:
                         return _object(await _read(response))
-                    problem = f"{response.status}: {self._without_key(_message(await _read(response)))}"
+                    problem = (
+                        f"{response.status}: {self._without_key(_message(await _read(response)))}"
+                    )
                     if response.status not in RETRY_STATUSES:
                         raise EndpointError(response.status, problem.partition(": ")[2])
                     headers = response.headers

@@ -1,4 +1,6 @@
-"""Connection limits of the HTTP server: per peer, in total, and the time a request may take to arrive."""
+"""Connection limits of the HTTP server: per peer, in total, and the time a request may take to
+arrive.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from aiohttp import web
 from rlearner_text.openai.callers import Call
 from rlearner_text.openai.http_errors import HttpError
 
-ARRIVAL_S: Final = 20.0  # for the header, and once more for the body; also how long an idle connection stays open
+# for the header, and once more for the body; also how long an idle connection stays open
+ARRIVAL_S: Final = 20.0
 LINGER_S: Final = 1.0  # for the rest of a body that is not read
 
 
@@ -40,10 +43,11 @@ class Connection(Protocol):
 
 
 class Connections:
-    """Connections of one server. At a limit the oldest one without a complete request makes room for a new one.
+    """Connections of one server. At a limit the oldest one without a complete request makes room
+    for a new one.
 
-    So half-open requests cannot shut out others, not even those of the same address. If all connections have a request
-    in work, the new one is closed.
+    So half-open requests cannot shut out others, not even those of the same address. If all
+    connections have a request in work, the new one is closed.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -58,7 +62,8 @@ class Connections:
         full = full_peer or len(self._peers) >= self.limits.total
         oldest = (other for other in self._waiting if not full_peer or self._peers[other] == peer)
         closing = next(oldest, handler) if full else None
-        self._peers[handler], self._waiting[handler] = peer, None
+        self._peers[handler] = peer
+        self._waiting[handler] = None
         self._count[peer] += 1
         if closing is not None:
             self.remove(closing)
@@ -86,7 +91,11 @@ class LimitedHandler(web.RequestHandler):
     __slots__ = ("call", "connections", "handshake")
 
     def __init__(
-        self, server: web.Server, connections: Connections, logger: object, handshake: Connection | None = None
+        self,
+        server: web.Server,
+        connections: Connections,
+        logger: object,
+        handshake: Connection | None = None,
     ) -> None:
         # aiohttp closes a connection without a complete header when the keep-alive time is over
         super().__init__(
@@ -97,7 +106,8 @@ class LimitedHandler(web.RequestHandler):
             access_log=None,  # type: ignore[arg-type]
             logger=logger,  # type: ignore[arg-type]
         )
-        self.connections, self.handshake = connections, handshake
+        self.connections = connections
+        self.handshake = handshake
         self.call: Call | None = None  # of the request in work; a connection has one at a time
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -138,7 +148,8 @@ async def read_body(request: web.Request, limit: int) -> bytes:
     """Return the body, read within the time limit.
 
     Raises:
-        HTTPRequestEntityTooLarge: if it is larger than ``limit`` bytes; a declared length is checked before reading.
+        HTTPRequestEntityTooLarge: if it is larger than ``limit`` bytes; a declared length is
+            checked before reading.
         HttpError: with status 408, if it does not arrive in time.
     """
     if (request.content_length or 0) > limit:

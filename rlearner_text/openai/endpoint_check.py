@@ -12,7 +12,9 @@ from broker.settings.secret import SecretRef
 WITHIN_S: Final = 3.0
 
 
-def check_endpoint(key: str, base_url: str, api_key: SecretRef, *, named: bool, needed: bool) -> PreflightFinding:
+def check_endpoint(
+    key: str, base_url: str, api_key: SecretRef, *, named: bool, needed: bool
+) -> PreflightFinding:
     """Request an endpoint's models and return a finding.
 
     Args:
@@ -27,7 +29,9 @@ def check_endpoint(key: str, base_url: str, api_key: SecretRef, *, named: bool, 
         return _finding(key, "missing", str(error), remedy)
     status, problem = asyncio.run(_ask(base_url, secret))
     if status in (401, 403):
-        return _finding(key, "missing", f"{base_url} does not accept the key in {api_key}: {problem}", remedy)
+        return _finding(
+            key, "missing", f"{base_url} does not accept the key in {api_key}: {problem}", remedy
+        )
     if problem and not status:
         curl = f"curl {base_url.rstrip('/')}/models  # must answer"
         return _finding(key, "missing" if needed else "warning", problem, curl)
@@ -39,7 +43,9 @@ def _finding(key: str, status: Status, found: str, remedy: str = "") -> Prefligh
 
 
 async def _ask(base_url: str, key: str) -> tuple[int, str]:
-    """Return the status of an error answer (else 0) and the problem (else empty); some endpoints do not list models."""
+    """Return the status of an error answer (else 0) and the problem (else empty); some endpoints do
+    not list models.
+    """
     from rlearner_text.openai.client import EndpointClient, EndpointError
 
     endpoint = EndpointClient(base_url, key, timeout_s=WITHIN_S, retries=0, base_s=1.0)

@@ -69,7 +69,9 @@ async def generate(
     _check_top(body, desk.served)
     if isinstance(body, ChatBody) and body.offered:
         tool_calls.tool_syntax(tokenizer)  # rejected before anything is sampled
-    guides = await asyncio.to_thread(guides_of, body, tokenizer) if isinstance(body, ChatBody) else []
+    guides = (
+        await asyncio.to_thread(guides_of, body, tokenizer) if isinstance(body, ChatBody) else []
+    )
     if (odd := next((one for one in body.biases if one >= tokenizer.vocab_size), None)) is not None:
         allowed = f"token ids below {tokenizer.vocab_size}"
         raise HttpError(400, f"logit_bias: {odd} is not allowed; {allowed}", param="logit_bias")
@@ -78,16 +80,23 @@ async def generate(
     reply_id = secrets.token_hex(REPLY_ID_CHARS // 2)
     most = min(limit or desk.served.max_context_tokens, desk.served.max_context_tokens)
     conversation = _conversation(body) or reply_id
-    asks = [_ask(body, prompts, index, most, reply_id, conversation, guides) for index in range(len(prompts) * body.n)]
+    asks = [
+        _ask(body, prompts, index, most, reply_id, conversation, guides)
+        for index in range(len(prompts) * body.n)
+    ]
     news = asyncio.Event()
     feeds = [TokenBuffer(news, body.wanted_top if desk.served.top_logprobs else 0) for _ in asks]
     made = form(AnswerWriter(body, tokenizer, desk.served.model, reply_id))
     given = [prompts[index // body.n] for index in range(len(asks))]
-    room = [min(most, desk.served.max_context_tokens - len(prompt)) for prompt in given]  # tokens of each choice
+    # tokens of each choice
+    room = [min(most, desk.served.max_context_tokens - len(prompt)) for prompt in given]
     call.reserve(sum(map(len, prompts)), sum(room))
     # A stream takes pieces from the feeds as they arrive; otherwise each task collects its own.
     one = _one if body.stream else _heard
-    tasks = [asyncio.create_task(one(desk, index, given[index], ask, feeds[index])) for index, ask in enumerate(asks)]
+    tasks = [
+        asyncio.create_task(one(desk, index, given[index], ask, feeds[index]))
+        for index, ask in enumerate(asks)
+    ]
     try:
         if body.stream:
             events = [made.events(index, prompt) for index, prompt in enumerate(given)]
@@ -101,18 +110,24 @@ async def generate(
 
 
 def _sampled(reply: AnswerChoice | BaseException, room: int) -> int:
-    """Return the tokens that a choice counts for: all that were possible if its client did not wait for it."""
+    """Return the tokens that a choice counts for: all that were possible if its client did not wait
+    for it.
+    """
     if isinstance(reply, asyncio.CancelledError):
         return room
     return 0 if isinstance(reply, BaseException) else len(reply.reply.token_ids.array())
 
 
 def _conversation(body: GenerationBody) -> str:
-    """Return the conversation id: an agent's calls share their messages up to the first user message."""
+    """Return the conversation id: an agent's calls share their messages up to the first user
+    message.
+    """
     if body.prompt_cache_key or not isinstance(body, ChatBody):
         return body.prompt_cache_key
     opening = next((n for n, message in enumerate(body.messages) if message.role == "user"), 0) + 1
-    return hashlib.sha256(json.dumps([message.plain() for message in body.messages[:opening]]).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps([message.plain() for message in body.messages[:opening]]).encode()
+    ).hexdigest()
 
 
 def _check_model(body: GenerationBody, served: ServedModel) -> None:
@@ -122,7 +137,9 @@ def _check_model(body: GenerationBody, served: ServedModel) -> None:
 
 
 def _check_top(body: GenerationBody, served: ServedModel) -> None:
-    """Check ``top_logprobs``; a completion's ``logprobs: 1`` only requests those of sampled tokens, always known."""
+    """Check ``top_logprobs``; a completion's ``logprobs: 1`` only requests those of sampled tokens,
+    always known.
+    """
     if not served.top_logprobs and body.wanted_top > (1 if isinstance(body, CompletionBody) else 0):
         param = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
         why = "its engine returns the logprobs of sampled tokens only"
@@ -130,7 +147,9 @@ def _check_top(body: GenerationBody, served: ServedModel) -> None:
         raise HttpError(400, message, param=param, code="unsupported_parameter")
 
 
-def _check_prompts(body: GenerationBody, prompts: Sequence[Sequence[int]], served: ServedModel) -> None:
+def _check_prompts(
+    body: GenerationBody, prompts: Sequence[Sequence[int]], served: ServedModel
+) -> None:
     if not prompts or not all(prompts):
         raise HttpError(400, "the prompt is empty", param="prompt")
     if (longest := max(map(len, prompts))) >= served.max_context_tokens:
@@ -148,7 +167,9 @@ def _ask(
     conversation: str,
     guides: list[wire.Guide],
 ) -> wire.GenerateRequest:
-    """Return the request of one choice; the i-th of a prompt uses seed + i, or all would be the same."""
+    """Return the request of one choice; the i-th of a prompt uses seed + i, or all would be the
+    same.
+    """
     return wire.GenerateRequest(
         request_id=f"http.{reply_id}.{index}",
         conversation_id=f"{conversation}.{index}" if index else conversation,
@@ -174,7 +195,11 @@ def _ask(
 
 
 async def _heard(
-    desk: ApiBackend, index: int, prompt: Sequence[int], ask: wire.GenerateRequest, feed: TokenBuffer
+    desk: ApiBackend,
+    index: int,
+    prompt: Sequence[int],
+    ask: wire.GenerateRequest,
+    feed: TokenBuffer,
 ) -> AnswerChoice:
     """Sample one choice, with the likeliest tokens from its feed."""
     if not feed.tap.top_logprobs:
@@ -184,7 +209,11 @@ async def _heard(
 
 
 async def _one(
-    desk: ApiBackend, index: int, prompt: Sequence[int], ask: wire.GenerateRequest, feed: TokenBuffer | None = None
+    desk: ApiBackend,
+    index: int,
+    prompt: Sequence[int],
+    ask: wire.GenerateRequest,
+    feed: TokenBuffer | None = None,
 ) -> AnswerChoice:
     """Sample one choice.
 
@@ -202,6 +231,10 @@ async def _one(
         raise HttpError(500 if reply.error.startswith(ENGINE_FAILED) else 400, reply.error)
     if reply.finish_reason in ("abort", "deadline") and not reply.token_ids.data:
         if reply.finish_reason == "abort":
-            raise HttpError(503, f"the server is {desk.served.state()} and aborted the request; ask again")
-        raise HttpError(504, f"nothing was sampled within deadline_s={ask.deadline_s:g}", param="deadline_s")
+            raise HttpError(
+                503, f"the server is {desk.served.state()} and aborted the request; ask again"
+            )
+        raise HttpError(
+            504, f"nothing was sampled within deadline_s={ask.deadline_s:g}", param="deadline_s"
+        )
     return AnswerChoice(index, prompt, reply)

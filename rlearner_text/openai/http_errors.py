@@ -16,7 +16,8 @@ _TYPES: Final = {
 
 
 class HttpError(Exception):
-    """An error answer; ``param`` is the wrong field of the body, ``code`` is for programs (``model_not_found``).
+    """An error answer; ``param`` is the wrong field of the body, ``code`` is for programs
+    (``model_not_found``).
 
     ``retry_s``: after how many seconds to try again, None: not said.
     """
@@ -31,9 +32,17 @@ class HttpError(Exception):
         retry_s: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.retry_s = status, message, param, code, retry_s
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_s = retry_s
 
     @property
     def body(self) -> dict[str, Any]:
-        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        kind = _TYPES.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        }

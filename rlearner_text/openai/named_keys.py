@@ -1,4 +1,6 @@
-"""Named API keys of a user on a machine: a private file that stores them hashed, with limits and expiry."""
+"""Named API keys of a user on a machine: a private file that stores them hashed, with limits and
+expiry.
+"""
 
 from __future__ import annotations
 
@@ -87,28 +89,47 @@ class KeyStore:
             for key in found:
                 token(key.name, "name")
         except (msgspec.MsgspecError, RecursionError, ConfigError):
-            raise UserError(f"{self.file} is not a file of API keys that `rlearner api-key` wrote") from None
+            raise UserError(
+                f"{self.file} is not a file of API keys that `rlearner api-key` wrote"
+            ) from None
         return found
 
     def create(
-        self, name: str, *, expires_s: float, requests_per_minute: int, tokens_per_minute: int, concurrent: int
+        self,
+        name: str,
+        *,
+        expires_s: float,
+        requests_per_minute: int,
+        tokens_per_minute: int,
+        concurrent: int,
     ) -> tuple[str, NamedKey]:
-        """Make a key that servers accept at once; return it, which is stored nowhere, and its entry.
+        """Make a key that servers accept at once; return it, which is stored nowhere, and its
+        entry.
 
         Raises:
             UserError: if the name is taken or not allowed, or the file cannot be used.
         """
         if token(name, "NAME") == DEFAULT:
-            raise ConfigError("NAME", name, "any other; it is the name of RL_API_KEY and of the generated key in logs")
+            raise ConfigError(
+                "NAME",
+                name,
+                "any other; it is the name of RL_API_KEY and of the generated key in logs",
+            )
         secret = f"rl-{secrets.token_urlsafe(32)}"
         expires_at = time.time() + expires_s
-        made = NamedKey(name, _hash(secret), expires_at, requests_per_minute, tokens_per_minute, concurrent)
+        made = NamedKey(
+            name, _hash(secret), expires_at, requests_per_minute, tokens_per_minute, concurrent
+        )
         with self._locked():
             known = self.read()
             if any(key.name == name for key in known):
-                raise UserError(f"there is an API key {name} already; `rlearner api-key revoke {name}` ends it")
+                raise UserError(
+                    f"there is an API key {name} already; `rlearner api-key revoke {name}` ends it"
+                )
             if len(known) >= MOST_KEYS:
-                raise UserError(f"there are {MOST_KEYS} API keys already; revoke those that are no longer used")
+                raise UserError(
+                    f"there are {MOST_KEYS} API keys already; revoke those that are no longer used"
+                )
             self._write([*known, made])
         return secret, made
 
@@ -122,14 +143,20 @@ class KeyStore:
             known = self.read()
             kept = [key for key in known if key.name != name]
             if len(kept) == len(known):
-                raise UserError(f"there is no API key {name!r}; there is {', '.join(k.name for k in known) or 'none'}")
+                raise UserError(
+                    f"there is no API key {name!r}; there is {', '.join(k.name for k in known) or 'none'}"
+                )
             self._write(kept)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            opened = lock(self.folder / "lock", f"another process has locked {self.folder}", wait_s=LOCK_WITHIN_S)
+            opened = lock(
+                self.folder / "lock",
+                f"another process has locked {self.folder}",
+                wait_s=LOCK_WITHIN_S,
+            )
         except OSError as error:
             raise UserError(f"cannot use {self.folder}: {error.strerror}") from None
         with opened:
@@ -138,7 +165,10 @@ class KeyStore:
     def _write(self, keys: list[NamedKey]) -> None:
         """Replace the file, whole or not at all."""
         try:
-            private_write(self.file, msgspec.json.format(msgspec.json.encode([asdict(key) for key in keys])) + b"\n")
+            private_write(
+                self.file,
+                msgspec.json.format(msgspec.json.encode([asdict(key) for key in keys])) + b"\n",
+            )
         except OSError as error:
             raise UserError(f"cannot write {self.file}: {error.strerror}") from None
 
@@ -156,9 +186,12 @@ class LiveKeys:
         self.changes = 0  # how often the keys were read
 
     def find(self, given: str) -> NamedKey | None:
-        """Return the key with this secret, which may have expired, or None; compared in constant time."""
+        """Return the key with this secret, which may have expired, or None; compared in constant
+        time.
+        """
         self._refresh()
-        digest, found = _hash(given), None
+        digest = _hash(given)
+        found = None
         for key in self.keys:  # all of them, so that the time tells nothing
             if hmac.compare_digest(digest, key.sha256):
                 found = key
@@ -168,7 +201,8 @@ class LiveKeys:
         stamp = _stamp(self._store.folder) + _stamp(self._store.file)
         if stamp == self._stamp:
             return
-        self._stamp, self.changes = stamp, self.changes + 1
+        self._stamp = stamp
+        self.changes = self.changes + 1
         try:
             self.keys = self._store.read()
         except UserError as error:

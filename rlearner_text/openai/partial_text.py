@@ -13,14 +13,16 @@ _PART: Final = "\ufffd"  # decoding of an incomplete character
 class IncrementalDecoder:
     """Decodes token ids incrementally, at constant cost per token.
 
-    Only the newest tokens are decoded, with the last printed ones before them: some tokenizers strip a space from the
-    first token.
+    Only the newest tokens are decoded, with the last printed ones before them: some tokenizers
+    strip a space from the first token.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
-        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
         self._ids: list[int] = []
-        self._from = self._read = 0  # first token to decode again, and first that has printed nothing yet
+        # first token to decode again, and first that has printed nothing yet
+        self._from = self._read = 0
         self.text = ""
 
     def add(self, ids: Sequence[int]) -> None:
@@ -30,7 +32,8 @@ class IncrementalDecoder:
         now = self._decoded(len(self._ids))
         if len(now) > len(before) and now.startswith(before) and not now.endswith(_PART):
             self.text += now[len(before) :]
-            self._from, self._read = self._read, len(self._ids)
+            self._from = self._read
+            self._read = len(self._ids)
 
     def _decoded(self, end: int) -> str:
         return self._tokenizer.decode(self._ids[self._from : end], skip_special_tokens=self._skip)
@@ -46,11 +49,18 @@ class PartialText:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, ends: frozenset[int], stops: Sequence[str] = (), opener: str | None = None
+        self,
+        tokenizer: Tokenizer,
+        *,
+        ends: frozenset[int],
+        stops: Sequence[str] = (),
+        opener: str | None = None,
     ) -> None:
         self._shown = IncrementalDecoder(tokenizer, skip_special_tokens=True)
         self._raw = IncrementalDecoder(tokenizer, skip_special_tokens=False) if opener else None
-        self._ends, self._stops, self._opener = ends, stops, opener
+        self._ends = ends
+        self._stops = stops
+        self._opener = opener
         self._held: list[int] = []  # an end token, until another token follows
         self._given = ""
 
@@ -84,10 +94,18 @@ class PartialText:
     def _give(self, text: str) -> str:
         if len(text) <= len(self._given):
             return ""
-        new, self._given = text[len(self._given) :], text
+        new = text[len(self._given) :]
+        self._given = text
         return new
 
 
 def _begun(text: str, word: str) -> int:
     """Return how many characters at the end of a text may begin a word."""
-    return next((size for size in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:size])), 0)
+    return next(
+        (
+            size
+            for size in range(min(len(word) - 1, len(text)), 0, -1)
+            if text.endswith(word[:size])
+        ),
+        0,
+    )

@@ -1,4 +1,6 @@
-"""Quotas of one API key: requests and tokens per minute, and requests at once (pure; times are arguments)."""
+"""Quotas of one API key: requests and tokens per minute, and requests at once (pure; times are
+arguments).
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,17 @@ MINUTE_S: Final = 60.0
 
 
 class Budget:
-    """An amount that refills evenly, a minute's worth at most; it may be overdrawn, and is repaid before more is given.
+    """An amount that refills evenly, a minute's worth at most; it may be overdrawn, and is repaid
+    before more is given.
 
     Args:
         per_minute: 0: no limit.
     """
 
     def __init__(self, per_minute: int, now: float) -> None:
-        self._per_minute, self._level, self._at = per_minute, float(per_minute), now
+        self._per_minute = per_minute
+        self._level = float(per_minute)
+        self._at = now
 
     def wait_s(self, least: float, now: float) -> float:
         """Return the seconds until the level is at least ``least``; 0: it is."""
@@ -35,7 +40,8 @@ class Budget:
 
     def _refill(self, now: float) -> None:
         earned = max(0.0, now - self._at) * self._per_minute / MINUTE_S
-        self._level, self._at = min(self._per_minute, self._level + earned), now
+        self._level = min(self._per_minute, self._level + earned)
+        self._at = now
 
 
 class KeyUsage:
@@ -51,12 +57,15 @@ class KeyUsage:
         """Count a request that begins; ``end`` must follow.
 
         Raises:
-            HttpError: with status 429 and the seconds to wait, if a limit is reached; then nothing is counted.
+            HttpError: with status 429 and the seconds to wait, if a limit is reached; then nothing
+                is counted.
         """
         if self.key.concurrent and self._running >= self.key.concurrent:
             raise _exceeded(self.key.name, f"{self.key.concurrent} requests at once", 1.0)
         if wait_s := self._requests.wait_s(1, now):
-            raise _exceeded(self.key.name, f"{self.key.requests_per_minute} requests per minute", wait_s)
+            raise _exceeded(
+                self.key.name, f"{self.key.requests_per_minute} requests per minute", wait_s
+            )
         self._check_tokens(now)
         self._requests.take(1, now)
         self._running += 1
@@ -66,7 +75,8 @@ class KeyUsage:
         self._running -= 1
 
     def reserve(self, tokens: int, now: float) -> None:
-        """Take the most tokens that a request may use; one request may take more than there are, the next one waits.
+        """Take the most tokens that a request may use; one request may take more than there are,
+        the next one waits.
 
         Raises:
             HttpError: with status 429, if other requests have used them all; then nothing is taken.
@@ -80,7 +90,9 @@ class KeyUsage:
 
     def _check_tokens(self, now: float) -> None:
         if wait_s := self._tokens.wait_s(1, now):
-            raise _exceeded(self.key.name, f"{self.key.tokens_per_minute} tokens per minute", wait_s)
+            raise _exceeded(
+                self.key.name, f"{self.key.tokens_per_minute} tokens per minute", wait_s
+            )
 
 
 def _exceeded(name: str, limit: str, wait_s: float) -> HttpError:

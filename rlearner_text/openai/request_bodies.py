@@ -1,7 +1,7 @@
 """Request bodies of /v1/chat/completions and /v1/completions, with validation (pure).
 
-An unknown field that would change the output is rejected. A field that is null, has a neutral value, or does not
-concern the output is accepted, so that common client libraries work.
+An unknown field that would change the output is rejected. A field that is null, has a neutral
+value, or does not concern the output is accepted, so that common client libraries work.
 """
 
 from __future__ import annotations
@@ -10,7 +10,15 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from broker.contract import strict
 from broker.settings.sections import sentence
@@ -33,7 +41,14 @@ Neutral = Mapping[str, tuple[object, ...]]  # values without effect, by field
 
 # About the client and not the output, or about the length of the output, which depends on training.
 _LENGTH: Final = {"reasoning_effort", "verbosity"}
-_CLIENT: Final = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_retention"}
+_CLIENT: Final = {
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_retention",
+}
 _IGNORED: Final = frozenset({*_CLIENT, "request_id", *_LENGTH})
 _NEUTRAL: Final[Neutral] = {
     "repetition_penalty": (1,),
@@ -134,7 +149,9 @@ class ResponseFormat(StrictModel):
 
     @model_validator(mode="after")
     def _has_one(self) -> Self:
-        if self.type == "json_schema" and (self.json_schema is None or self.json_schema.schema_ is None):
+        if self.type == "json_schema" and (
+            self.json_schema is None or self.json_schema.schema_ is None
+        ):
             raise ValueError("json_schema.schema must be given")
         return self
 
@@ -157,7 +174,9 @@ class ChatMessage(StrictModel):
     @field_validator("content", mode="before")
     @classmethod
     def _words(cls, value: Any) -> Any:
-        parts = [part for part in value if isinstance(part, dict)] if isinstance(value, list) else []
+        parts = (
+            [part for part in value if isinstance(part, dict)] if isinstance(value, list) else []
+        )
         odd = next((part["type"] for part in parts if part.get("type", "text") != "text"), None)
         if odd is not None:
             raise ValueError(f"only parts of type 'text' are supported, found {odd!r}")
@@ -177,10 +196,15 @@ class ChatMessage(StrictModel):
 
     def plain(self) -> dict[str, Any]:
         """Return the message in the form of chat templates."""
-        made: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        made: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.text,
+        }
         for one in self.tool_calls or ():
             function = {"name": one.function.name, "arguments": json.loads(one.function.arguments)}
-            made.setdefault("tool_calls", []).append({"id": one.id, "type": "function", "function": function})
+            made.setdefault("tool_calls", []).append(
+                {"id": one.id, "type": "function", "function": function}
+            )
         if self.tool_call_id is not None:
             made["tool_call_id"] = self.tool_call_id
         return made
@@ -210,17 +234,23 @@ class GenerationBody(StrictModel):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     # by token id
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASES)] = {}
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASES)
+    ] = {}
     stop_token_ids: list[TokenId] = []
     ignore_eos: bool = False
     return_token_ids: bool = True
     min_version: Annotated[int, Field(ge=0, lt=2**62)] = 0  # wait for at least this policy version
-    deadline_s: Annotated[float, Field(gt=0, le=86400)] = DEADLINE_S  # then the output so far is returned
+    # then the output so far is returned
+    deadline_s: Annotated[float, Field(gt=0, le=86400)] = DEADLINE_S
 
     @field_validator("logit_bias")
     @classmethod
     def _ids(cls, value: dict[str, float]) -> dict[str, float]:
-        odd = next((key for key in value if not (key.isascii() and key.isdigit() and int(key) < 2**31)), None)
+        odd = next(
+            (key for key in value if not (key.isascii() and key.isdigit() and int(key) < 2**31)),
+            None,
+        )
         if odd is not None:
             raise ValueError(f"keys must be token ids, found {odd!r}")
         return value
@@ -301,7 +331,9 @@ class ChatBody(GenerationBody):
 
 
 class CompletionBody(GenerationBody):
-    """The body of /v1/completions; ``logprobs`` is the number of likeliest tokens besides the sampled one."""
+    """The body of /v1/completions; ``logprobs`` is the number of likeliest tokens besides the
+    sampled one.
+    """
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | bool | None = None
@@ -351,11 +383,15 @@ def parse(raw: bytes, model: type[B]) -> B:
     if not isinstance(values, dict):
         raise HttpError(400, "the body must be a JSON object")
     try:
-        body = model.model_validate({key: value for key, value in values.items() if value is not None})
+        body = model.model_validate(
+            {key: value for key, value in values.items() if value is not None}
+        )
     except ValidationError as error:
         raise validation_error(error) from None
     if isinstance(body, CompletionBody) and (count := len(body.prompts())) * body.n > MOST_CHOICES:
-        raise HttpError(400, f"{count} prompts with n={body.n}: at most {MOST_CHOICES} choices", param="n")
+        raise HttpError(
+            400, f"{count} prompts with n={body.n}: at most {MOST_CHOICES} choices", param="n"
+        )
     if isinstance(body, (ChatBody, CompletionBody)):
         check_extra(body.model_extra, "")
     if isinstance(body, ChatBody):
@@ -363,17 +399,23 @@ def parse(raw: bytes, model: type[B]) -> B:
             problem = f"top_logprobs: {body.top_logprobs} is not allowed without logprobs: true"
             raise HttpError(400, problem, param="top_logprobs")
         for number, message in enumerate(body.messages):
-            check_extra(message.model_extra, f"messages.{number}.", ignored=frozenset({"name", "refusal"}))
+            check_extra(
+                message.model_extra, f"messages.{number}.", ignored=frozenset({"name", "refusal"})
+            )
     return body
 
 
 def check_extra(
-    extra: Mapping[str, Any] | None, where: str, ignored: frozenset[str] = _IGNORED, neutral: Neutral = _NEUTRAL
+    extra: Mapping[str, Any] | None,
+    where: str,
+    ignored: frozenset[str] = _IGNORED,
+    neutral: Neutral = _NEUTRAL,
 ) -> None:
     """Reject a field that the model does not define, unless it has no effect on the output.
 
     Raises:
-        HttpError: 400 if there is one; names the field, after the prefix ``where`` (``messages.3.``).
+        HttpError: 400 if there is one; names the field, after the prefix ``where``
+            (``messages.3.``).
     """
     for key, value in (extra or {}).items():
         if value is not None and key not in ignored and value not in neutral.get(key, ()):
@@ -384,8 +426,13 @@ def check_extra(
 def validation_error(error: ValidationError, where: str = "") -> HttpError:
     """Convert the first error of a body, or of its part at ``where``, to an error answer."""
     first = error.errors()[0]
-    # The location names branches of a union by type, such as ``str`` or ``list[str]``, which are not in the request.
-    loc = [one for one in first["loc"] if isinstance(one, int) or (one.isidentifier() and one not in _TYPE_NAMES)]
+    # The location names branches of a union by type, such as ``str`` or ``list[str]``, which are
+    # not in the request.
+    loc = [
+        one
+        for one in first["loc"]
+        if isinstance(one, int) or (one.isidentifier() and one not in _TYPE_NAMES)
+    ]
     param = ".".join(map(str, [where, *loc] if where else loc))
     if first["type"] == "missing":
         return HttpError(400, f"{param} must be given", param=param)

@@ -14,7 +14,13 @@ from rlearner_text.openai.token_events import TokenEvent, TopLogprobs
 from rlearner_text.tokenizer import Tokenizer
 
 # Fields of the request that the response repeats.
-_ECHOED: Final = ("instructions", "max_output_tokens", "parallel_tool_calls", "previous_response_id", "temperature")
+_ECHOED: Final = (
+    "instructions",
+    "max_output_tokens",
+    "parallel_tool_calls",
+    "previous_response_id",
+    "temperature",
+)
 _ECHOED_TOO: Final = ("tool_choice", "tools", "top_logprobs", "top_p")
 
 Keep = Callable[[str, Sequence[Item]], None]
@@ -27,9 +33,18 @@ class ResponsesFormat:
     """
 
     def __init__(
-        self, body: ResponsesBody, chat: ChatBody, tokenizer: Tokenizer, keep: Keep, writer: AnswerWriter
+        self,
+        body: ResponsesBody,
+        chat: ChatBody,
+        tokenizer: Tokenizer,
+        keep: Keep,
+        writer: AnswerWriter,
     ) -> None:
-        self._body, self._chat, self._tokenizer, self._keep, self._writer = body, chat, tokenizer, keep, writer
+        self._body = body
+        self._chat = chat
+        self._tokenizer = tokenizer
+        self._keep = keep
+        self._writer = writer
         self.response_id = f"resp_{writer.reply_id}"
 
     def whole(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
@@ -41,11 +56,19 @@ class ResponsesFormat:
         made = self.object("completed" if complete else "incomplete", output)
         self._keep(made["id"], made["output"])
         if not complete:
-            made["incomplete_details"] = {"reason": "max_output_tokens" if reason == "length" else reason}
+            made["incomplete_details"] = {
+                "reason": "max_output_tokens" if reason == "length" else reason
+            }
         made["usage"] = _usage(choices)
-        made |= {"policy_version": choice.reply.policy_version, "version_runs": runs_of(choice.reply)}
+        made |= {
+            "policy_version": choice.reply.policy_version,
+            "version_runs": runs_of(choice.reply),
+        }
         if self._body.return_token_ids:
-            made |= {"prompt_token_ids": list(choice.prompt), "token_ids": choice.reply.token_ids.array().tolist()}
+            made |= {
+                "prompt_token_ids": list(choice.prompt),
+                "token_ids": choice.reply.token_ids.array().tolist(),
+            }
         return made
 
     def object(self, status: str, output: list[Item]) -> dict[str, Any]:
@@ -71,7 +94,8 @@ class ResponsesFormat:
         """Return the output: a message unless there are only calls, then the calls."""
         text, calls = self._writer.said(choice)
         status = "completed" if calls or choice.reply.finish_reason == "stop" else "incomplete"
-        ids, drawn = choice.reply.token_ids.array().tolist(), choice.reply.logprobs.array().tolist()
+        ids = choice.reply.token_ids.array().tolist()
+        drawn = choice.reply.logprobs.array().tolist()
         logprobs = self.logprobs(ids, drawn, choice.top)
         message = [self.message(status, [self.part(text, logprobs)])] if text or not calls else []
         return message + [self.call(call, number, "completed") for number, call in enumerate(calls)]
@@ -91,14 +115,18 @@ class ResponsesFormat:
         item = {"id": item_id, "type": "function_call", "status": status, "call_id": call["id"]}
         return item | {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
 
-    def logprobs(self, ids: Sequence[int], logprobs: Sequence[float], top: Sequence[TopLogprobs]) -> list[Any]:
+    def logprobs(
+        self, ids: Sequence[int], logprobs: Sequence[float], top: Sequence[TopLogprobs]
+    ) -> list[Any]:
         """Return one entry per token; empty if none are requested."""
         found = self._writer.logprobs(ids, logprobs, top)
         return [] if found is None else list(found["content"])
 
     def events(self, index: int, prompt: Sequence[int]) -> ResponseEvents:
         """Return the events of a stream."""
-        return ResponseEvents(self, partial_text_of(self._chat, self._tokenizer), self._writer, prompt)
+        return ResponseEvents(
+            self, partial_text_of(self._chat, self._tokenizer), self._writer, prompt
+        )
 
     def ending(self, choices: Sequence[AnswerChoice]) -> list[bytes]:
         """Return nothing: the last event marks the end of the stream."""
@@ -106,10 +134,17 @@ class ResponsesFormat:
 
 
 class ResponseEvents:
-    """The events of one streamed response; for the timing of text see ``rlearner_text.openai.sse_chunks``."""
+    """The events of one streamed response; for the timing of text see
+    ``rlearner_text.openai.sse_chunks``.
+    """
 
-    def __init__(self, response: ResponsesFormat, spoken: Any, writer: AnswerWriter, prompt: Sequence[int]) -> None:
-        self._response, self._spoken, self._writer, self._prompt = response, spoken, writer, prompt
+    def __init__(
+        self, response: ResponsesFormat, spoken: Any, writer: AnswerWriter, prompt: Sequence[int]
+    ) -> None:
+        self._response = response
+        self._spoken = spoken
+        self._writer = writer
+        self._prompt = prompt
         self._number = -1
         self._told = 0
         self._open = False  # whether the message item has started
@@ -123,25 +158,37 @@ class ResponseEvents:
         self.top += top
         self._told += len(ids)
         text = self._spoken.add(ids)
-        return [*self._begin(), *(self._words(text, self._response.logprobs(ids, logprobs, top)) if text else [])]
+        return [
+            *self._begin(),
+            *(self._words(text, self._response.logprobs(ids, logprobs, top)) if text else []),
+        ]
 
     def last(self, choice: AnswerChoice) -> list[dict[str, Any]]:
         """Return the events of the rest of a finished choice and of its end."""
         text, calls = self._writer.said(choice)
-        made, rest = self._begin(), self._spoken.rest(text)
+        made = self._begin()
+        rest = self._spoken.rest(text)
         if rest or not (self._open or calls):
-            ids, logprobs = choice.reply.token_ids.array().tolist(), choice.reply.logprobs.array().tolist()
-            made += self._words(rest, self._response.logprobs(ids[self._told :], logprobs[self._told :], ()))
+            ids = choice.reply.token_ids.array().tolist()
+            logprobs = choice.reply.logprobs.array().tolist()
+            made += self._words(
+                rest, self._response.logprobs(ids[self._told :], logprobs[self._told :], ())
+            )
         whole = self._response.whole([choice])
         for index, item in enumerate(whole["output"]):
-            made += self._end_message(item) if item["type"] == "message" else self._call(item, index)
+            made += (
+                self._end_message(item) if item["type"] == "message" else self._call(item, index)
+            )
         return [*made, self._event(f"response.{whole['status']}", response=whole)]
 
     def _begin(self) -> list[dict[str, Any]]:
         if self._number >= 0:
             return []
         response = self._response.object("in_progress", [])
-        return [self._event(kind, response=response) for kind in ("response.created", "response.in_progress")]
+        return [
+            self._event(kind, response=response)
+            for kind in ("response.created", "response.in_progress")
+        ]
 
     def _words(self, text: str, logprobs: list[Any]) -> list[dict[str, Any]]:
         made = []
@@ -150,14 +197,21 @@ class ResponseEvents:
         if not self._open:
             self._open = True
             made.append(self._event("response.output_item.added", output_index=0, item=item))
-            made.append(self._event("response.content_part.added", **where, part=self._response.part("")))
-        return [*made, self._event("response.output_text.delta", **where, delta=text, logprobs=logprobs)]
+            made.append(
+                self._event("response.content_part.added", **where, part=self._response.part(""))
+            )
+        return [
+            *made,
+            self._event("response.output_text.delta", **where, delta=text, logprobs=logprobs),
+        ]
 
     def _end_message(self, item: Item) -> list[dict[str, Any]]:
         (part,) = item["content"]
         where = {"item_id": item["id"], "output_index": 0, "content_index": 0}
         return [
-            self._event("response.output_text.done", **where, text=part["text"], logprobs=part["logprobs"]),
+            self._event(
+                "response.output_text.done", **where, text=part["text"], logprobs=part["logprobs"]
+            ),
             self._event("response.content_part.done", **where, part=part),
             self._event("response.output_item.done", output_index=0, item=item),
         ]

@@ -1,8 +1,8 @@
 """Converts requests to /v1/responses into chats; pure, given the stored earlier answers.
 
-The items of an input become the messages of a chat: a function call joins the assistant's message before it, a
-reasoning item is dropped, an item referenced by id is looked up in this server's earlier answers. The rest is handled
-as a chat.
+The items of an input become the messages of a chat: a function call joins the assistant's message
+before it, a reasoning item is dropped, an item referenced by id is looked up in this server's
+earlier answers. The rest is handled as a chat.
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ _LOGPROBS: Final = "message.output_text.logprobs"
 _TEXTS: Final = ("input_text", "output_text", "text")
 # About the client, or about features that only OpenAI's own models have.
 _IGNORED: Final = frozenset(
-    {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_retention", "max_tool_calls"}
+    {
+        "user",
+        "metadata",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_retention",
+        "max_tool_calls",
+    }
 )
 _NEUTRAL: Final[Neutral] = {"background": (False,), "truncation": ("disabled", "auto")}
 
@@ -100,7 +107,9 @@ class ResponsesBody(GenerationBody):
     max_output_tokens: PositiveInt | None = None
     previous_response_id: str | None = None
     store: bool = True
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS)] = Field(default_factory=list)
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS)] = Field(
+        default_factory=list
+    )
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions = ReasoningOptions()
@@ -128,9 +137,19 @@ def chat_of(body: ResponsesBody, items: list[Item]) -> ChatBody:
         _append(messages, item, f"input.{number}")
     if not messages:
         raise HttpError(400, "input: [] is not allowed; at least one item", param="input")
-    fields = {name: getattr(body, name) for name in GenerationBody.model_fields if name in body.model_fields_set}
-    fields |= {"messages": messages, "tools": [_tool(tool, f"tools.{n}") for n, tool in enumerate(body.tools)]}
-    fields |= {"tool_choice": _choice(body.tool_choice), "parallel_tool_calls": body.parallel_tool_calls}
+    fields = {
+        name: getattr(body, name)
+        for name in GenerationBody.model_fields
+        if name in body.model_fields_set
+    }
+    fields |= {
+        "messages": messages,
+        "tools": [_tool(tool, f"tools.{n}") for n, tool in enumerate(body.tools)],
+    }
+    fields |= {
+        "tool_choice": _choice(body.tool_choice),
+        "parallel_tool_calls": body.parallel_tool_calls,
+    }
     fields |= {"logprobs": body.wants_logprobs, "top_logprobs": body.top_logprobs}
     if (form := _form(body.text.format)) is not None:
         fields["response_format"] = form
@@ -184,14 +203,22 @@ def _append(messages: list[dict[str, Any]], item: Item, where: str) -> None:
         call = _checked(CallItem, item, where)
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
-        made = {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        made = {
+            "id": call.call_id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
         messages[-1].setdefault("tool_calls", []).append(made)
     elif kind == "function_call_output":
         output = _checked(CallOutputItem, item, where)
-        messages.append({"role": "tool", "tool_call_id": output.call_id, "content": _text(output.output)})
+        messages.append(
+            {"role": "tool", "tool_call_id": output.call_id, "content": _text(output.output)}
+        )
     else:
         known = "message, function_call, function_call_output, reasoning or item_reference"
-        raise HttpError(400, f"{where}.type: {kind!r} is not allowed; {known}", param=f"{where}.type")
+        raise HttpError(
+            400, f"{where}.type: {kind!r} is not allowed; {known}", param=f"{where}.type"
+        )
 
 
 def _text(content: str | list[TextPart]) -> str:
@@ -228,7 +255,9 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _choice(choice: str | dict[str, Any]) -> object:
-    """Convert ``{"type": "function", "name": …}`` to a chat's form; the chat validates other values."""
+    """Convert ``{"type": "function", "name": …}`` to a chat's form; the chat validates other
+    values.
+    """
     if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
         return {"type": "function", "function": {"name": choice["name"]}}
     return choice
@@ -239,5 +268,8 @@ def _form(given: dict[str, Any]) -> dict[str, Any] | None:
     if given.get("type") == "text":
         return None
     if given.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": {key: value for key, value in given.items() if key != "type"}}
+        return {
+            "type": "json_schema",
+            "json_schema": {key: value for key, value in given.items() if key != "type"},
+        }
     return given

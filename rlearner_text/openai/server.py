@@ -18,11 +18,25 @@ from broker.contract import wire
 from rlearner_text.openai.answer_store import Item
 from rlearner_text.openai.backends import ApiBackend, GenerateHandler, ServedModel
 from rlearner_text.openai.callers import Call, Caller, KeyDesk
-from rlearner_text.openai.connections import Connections, LimitedHandler, Limits, arrived, call_of, read_body, set_call
+from rlearner_text.openai.connections import (
+    Connections,
+    LimitedHandler,
+    Limits,
+    arrived,
+    call_of,
+    read_body,
+    set_call,
+)
 from rlearner_text.openai.generation import FAILED, generate
 from rlearner_text.openai.http_errors import HttpError
 from rlearner_text.openai.named_keys import KeyStore
-from rlearner_text.openai.request_bodies import COMPLETION_TOKENS, B, ChatBody, CompletionBody, parse
+from rlearner_text.openai.request_bodies import (
+    COMPLETION_TOKENS,
+    B,
+    ChatBody,
+    CompletionBody,
+    parse,
+)
 from rlearner_text.openai.response_events import ResponsesFormat
 from rlearner_text.openai.responses import ResponsesBody, chat_of, items_of
 from rlearner_text.openai.sse_chunks import ChatFormat
@@ -35,19 +49,24 @@ access = logging.getLogger(f"{__name__}.access")
 CLOSE_S: Final = 2.0  # for unfinished answers when the server closes
 RETRY_AFTER_S: Final = 1  # of status 503
 PATH_CHARACTERS: Final = 200  # of a path in the access log
-BACKLOG: Final = 1024  # connections that wait to be accepted, as many as a flood of half-open ones brings
+# connections that wait to be accepted, as many as a flood of half-open ones brings
+BACKLOG: Final = 1024
 LONG_BODY: Final = 65_536  # bytes; parsing more takes milliseconds
 Desk = Callable[[str | None], Caller | None]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class _OneLine(logging.Filter):
-    """Reduces errors to one line without traceback: requests that are not HTTP are the client's mistake."""
+    """Reduces errors to one line without traceback: requests that are not HTTP are the client's
+    mistake.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.exc_info, tuple):
             said = str(record.exc_info[1]).strip().partition("\n")[0]
-            record.msg, record.args, record.exc_info = f"{record.getMessage()}: {said}", None, None
+            record.msg = f"{record.getMessage()}: {said}"
+            record.args = None
+            record.exc_info = None
         return True
 
 
@@ -75,8 +94,8 @@ def bound_socket(bind: str, port: int) -> socket.socket:
 class HttpServer:
     """Serves /v1/chat/completions, /v1/completions, /v1/responses, /v1/models and /health.
 
-    A client that disconnects aborts its request. A stream sends tokens as the engine streams them, or in one piece if
-    it does not.
+    A client that disconnects aborts its request. A stream sends tokens as the engine streams them,
+    or in one piece if it does not.
 
     Args:
         tokenizer: of the model served.
@@ -97,7 +116,9 @@ class HttpServer:
         limits: Limits | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._tokenizer, self._desk, self._health_of = tokenizer, desk, health
+        self._tokenizer = tokenizer
+        self._desk = desk
+        self._health_of = health
         self._began = int(time.time())
         self._connections = Connections(limits or Limits())
         self._runner: web.AppRunner | None = None
@@ -161,7 +182,11 @@ class HttpServer:
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/responses", self._responses)
         self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, logger=_connections, shutdown_timeout=CLOSE_S
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            logger=_connections,
+            shutdown_timeout=CLOSE_S,
         )
         await self._runner.setup()
         server = self._runner.server
@@ -192,12 +217,15 @@ class HttpServer:
             self._taken.close()
             self._taken = None
 
-    # ---------------------------------------------------------------------------------------------- every call
+    # ----------------------------------------------------------------------------------------------
+    # every call
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Answer a request and write its line in the access log, without query, headers and body."""
-        began, status = time.monotonic(), 499  # the client disconnected, as nginx writes it
+        # the client disconnected, as nginx writes it
+        began = time.monotonic()
+        status = 499
         set_call(request, None)
         try:
             response = await self._answered(request, handler)
@@ -223,7 +251,9 @@ class HttpServer:
         except ConnectionError:
             return _answer(HttpError(503, "the client disconnected"))  # never read
         except web.HTTPRequestEntityTooLarge:
-            return _answer(HttpError(413, f"the body is larger than {wire.MAX_PAYLOAD_BYTES} bytes"))
+            return _answer(
+                HttpError(413, f"the body is larger than {wire.MAX_PAYLOAD_BYTES} bytes")
+            )
         except web.HTTPException as error:
             phrase = HTTPStatus(error.status).phrase.lower()
             return _answer(HttpError(error.status, f"{request.method} {request.path}: {phrase}"))
@@ -263,43 +293,71 @@ class HttpServer:
         }
         return web.json_response({"object": "list", "data": [model]})
 
-    # ----------------------------------------------------------------------------------------------- generation
+    # -----------------------------------------------------------------------------------------------
+    # generation
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await _parsed(await read_body(request, wire.MAX_PAYLOAD_BYTES), ChatBody)
-        made, limit = partial(ChatFormat, body, self._tokenizer), body.max_completion_tokens or body.max_tokens
+        made = partial(ChatFormat, body, self._tokenizer)
+        limit = body.max_completion_tokens or body.max_tokens
         return await generate(request, self._desk_of(request), self._tokenizer, body, limit, made)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await _parsed(await read_body(request, wire.MAX_PAYLOAD_BYTES), CompletionBody)
-        made, limit = partial(ChatFormat, body, self._tokenizer), body.max_tokens or COMPLETION_TOKENS
+        made = partial(ChatFormat, body, self._tokenizer)
+        limit = body.max_tokens or COMPLETION_TOKENS
         return await generate(request, self._desk_of(request), self._tokenizer, body, limit, made)
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
-        desk, raw = self._desk_of(request), await read_body(request, wire.MAX_PAYLOAD_BYTES)
+        desk = self._desk_of(request)
+        raw = await read_body(request, wire.MAX_PAYLOAD_BYTES)
         body = await _parsed(raw, ResponsesBody)
         items = items_of(body, desk.kept)
-        chat = chat_of(body, items) if len(raw) < LONG_BODY else await asyncio.to_thread(chat_of, body, items)
+        chat = (
+            chat_of(body, items)
+            if len(raw) < LONG_BODY
+            else await asyncio.to_thread(chat_of, body, items)
+        )
 
         def keep(response_id: str, output: Sequence[Item]) -> None:
             if body.store:
                 desk.kept.add(response_id, items, output, len(raw))
 
         made = partial(ResponsesFormat, body, chat, self._tokenizer, keep)
-        return await generate(request, desk, self._tokenizer, chat, body.max_output_tokens or body.max_tokens, made)
+        return await generate(
+            request, desk, self._tokenizer, chat, body.max_output_tokens or body.max_tokens, made
+        )
 
 
 async def _parsed(raw: bytes, model: type[B]) -> B:
-    """Return a body, see ``parse``; a long one is parsed in a thread, where its validators let others run."""
+    """Return a body, see ``parse``; a long one is parsed in a thread, where its validators let
+    others run.
+    """
     return parse(raw, model) if len(raw) < LONG_BODY else await asyncio.to_thread(parse, raw, model)
 
 
 def _log_access(request: web.Request, status: int, seconds: float) -> None:
-    """Write the peer, the key's name, prompt and output tokens, method, path, status and time of a request."""
-    call, path = call_of(request), ascii(request.path[:PATH_CHARACTERS])
+    """Write the peer, the key's name, prompt and output tokens, method, path, status and time of a
+    request.
+    """
+    call = call_of(request)
+    path = ascii(request.path[:PATH_CHARACTERS])
     name = "-" if call is None else call.caller.name
-    tokens = f"{call.prompt_tokens}+{call.output_tokens}" if call is not None and call.prompt_tokens else "-"
-    access.info("%s %s %s %s %s %d %.3f s", request.remote, name, tokens, request.method, path, status, seconds)
+    tokens = (
+        f"{call.prompt_tokens}+{call.output_tokens}"
+        if call is not None and call.prompt_tokens
+        else "-"
+    )
+    access.info(
+        "%s %s %s %s %s %d %.3f s",
+        request.remote,
+        name,
+        tokens,
+        request.method,
+        path,
+        status,
+        seconds,
+    )
 
 
 def _answer(problem: HttpError) -> web.Response:

@@ -18,17 +18,25 @@ from rlearner_text.tokenizer import Tokenizer
 class ChunkEvents:
     """The chunks of one choice.
 
-    Every token is in exactly one chunk, with its logprob and version. Its text may follow a few tokens later, see
-    ``PartialText``.
+    Every token is in exactly one chunk, with its logprob and version. Its text may follow a few
+    tokens later, see ``PartialText``.
 
     Attributes:
         top: likeliest tokens at every position so far, see ``rlearner_text.openai.token_events``.
     """
 
     def __init__(
-        self, body: GenerationBody, tokenizer: Tokenizer, writer: AnswerWriter, index: int, prompt: Sequence[int]
+        self,
+        body: GenerationBody,
+        tokenizer: Tokenizer,
+        writer: AnswerWriter,
+        index: int,
+        prompt: Sequence[int],
     ) -> None:
-        self._body, self._writer, self._index, self._prompt = body, writer, index, prompt
+        self._body = body
+        self._writer = writer
+        self._index = index
+        self._prompt = prompt
         self._chat = isinstance(body, ChatBody)
         self._spoken = partial_text_of(body, tokenizer)
         self._told = self._offset = 0
@@ -57,17 +65,32 @@ class ChunkEvents:
         rest = self._spoken.rest(text)
         made = []
         if ids or rest or not self._begun:
-            made.append(self._chunk(rest, ids, logprobs, _behind(runs_of(choice.reply), self._told), ()))
+            made.append(
+                self._chunk(rest, ids, logprobs, _behind(runs_of(choice.reply), self._told), ())
+            )
         if calls:
-            made.append(self._object({"delta": {"tool_calls": [{"index": n} | one for n, one in enumerate(calls)]}}))
+            made.append(
+                self._object(
+                    {"delta": {"tool_calls": [{"index": n} | one for n, one in enumerate(calls)]}}
+                )
+            )
         end: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
-        made.append(self._object(end | {"finish_reason": "tool_calls" if calls else choice.reply.finish_reason}))
+        made.append(
+            self._object(
+                end | {"finish_reason": "tool_calls" if calls else choice.reply.finish_reason}
+            )
+        )
         for one in made:
             one["policy_version"] = choice.reply.policy_version
         return made
 
     def _chunk(
-        self, text: str, ids: Sequence[int], drawn: Sequence[float], runs: list[list[int]], top: Sequence[TopLogprobs]
+        self,
+        text: str,
+        ids: Sequence[int],
+        drawn: Sequence[float],
+        runs: list[list[int]],
+        top: Sequence[TopLogprobs],
     ) -> dict[str, Any]:
         said: dict[str, Any] = {"text": text} if not self._chat else {"delta": {"content": text}}
         if self._chat and not self._begun:
@@ -88,19 +111,27 @@ class ChunkEvents:
 
     def _object(self, choice: dict[str, Any]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
-        return self._writer.object(kind, [{"index": self._index, "logprobs": None, "finish_reason": None} | choice])
+        return self._writer.object(
+            kind, [{"index": self._index, "logprobs": None, "finish_reason": None} | choice]
+        )
 
 
 def partial_text_of(body: GenerationBody, tokenizer: Tokenizer) -> PartialText:
     """Return the incremental text of an answer to a request."""
-    opener = tool_calls.tool_syntax(tokenizer).opener if isinstance(body, ChatBody) and body.offered else None
+    opener = (
+        tool_calls.tool_syntax(tokenizer).opener
+        if isinstance(body, ChatBody) and body.offered
+        else None
+    )
     if isinstance(body, ChatBody) and channel_reader(tokenizer) is not None:
         opener = ""  # which channel is the answer's shows only at the end
     ends = frozenset((*body.stop_token_ids, *tokenizer.eos_token_ids))
     return PartialText(tokenizer, ends=ends, stops=body.stops, opener=opener)
 
 
-def usage_chunk(writer: AnswerWriter, body: GenerationBody, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
+def usage_chunk(
+    writer: AnswerWriter, body: GenerationBody, choices: Sequence[AnswerChoice]
+) -> dict[str, Any]:
     """Return the chunk that ``stream_options.include_usage`` requests."""
     kind = "chat.completion.chunk" if isinstance(body, ChatBody) else "text_completion"
     return writer.object(kind, []) | {"usage": usage(choices)}
@@ -110,7 +141,9 @@ class ChatFormat:
     """Answer format of chats and completions; see ``rlearner_text.openai.generation.AnswerFormat``."""
 
     def __init__(self, body: GenerationBody, tokenizer: Tokenizer, writer: AnswerWriter) -> None:
-        self._body, self._tokenizer, self._writer = body, tokenizer, writer
+        self._body = body
+        self._tokenizer = tokenizer
+        self._writer = writer
         self.whole = writer.whole
 
     def events(self, index: int, prompt: Sequence[int]) -> ChunkEvents:

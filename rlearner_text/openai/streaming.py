@@ -1,7 +1,7 @@
 """Streams an answer as server-sent events, as fast as the engine samples and the client reads.
 
-The engine never waits for the client. Tokens that arrive while the client reads a chunk are buffered, at most the
-request's limit, and sent in the next chunk.
+The engine never waits for the client. Tokens that arrive while the client reads a chunk are
+buffered, at most the request's limit, and sent in the next chunk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from rlearner_text.openai.http_errors import HttpError
 from rlearner_text.openai.token_events import TokenEvent, TokenListener
 
 HEADERS: Final = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-encode: Final = msgspec.json.Encoder().encode  # runs once per token; twenty times as fast as the standard library's
+# runs once per token; twenty times as fast as the standard library's
+encode: Final = msgspec.json.Encoder().encode
 
 
 class TokenBuffer:
@@ -30,7 +31,8 @@ class TokenBuffer:
         self.tap = TokenListener(self._told, top_logprobs)
 
     def take(self) -> list[TokenEvent]:
-        taken, self._pieces = self._pieces, []
+        taken = self._pieces
+        self._pieces = []
         return taken
 
     def _told(self, piece: TokenEvent) -> None:
@@ -39,7 +41,9 @@ class TokenBuffer:
 
 
 class ChoiceEvents(Protocol):
-    """The events of one choice; each is a JSON object, whose ``type``, if present, also names the event."""
+    """The events of one choice; each is a JSON object, whose ``type``, if present, also names the
+    event.
+    """
 
     def of(self, pieces: Sequence[TokenEvent]) -> list[dict[str, Any]]:
         """Return the events of new pieces."""
@@ -66,7 +70,8 @@ class EventStream:
             task.add_done_callback(lambda _: news.set())
 
     async def send(self, request: web.Request) -> web.StreamResponse:
-        """Send the answer, starting with the first token, so that a request that fails earlier gets an error status.
+        """Send the answer, starting with the first token, so that a request that fails earlier gets
+        an error status.
 
         Raises:
             HttpError: if the request fails before the first event.
@@ -80,7 +85,8 @@ class EventStream:
         except HttpError as problem:
             if not self._response.prepared:
                 raise
-            await self._event(request, problem.body)  # the status is already sent; this ends the stream
+            # the status is already sent; this ends the stream
+            await self._event(request, problem.body)
             return self._response
         for data in self._ending(self._choices):
             await self._response.write(b"data: " + data + b"\n\n")
@@ -88,7 +94,11 @@ class EventStream:
         return self._response
 
     async def _forward(
-        self, request: web.Request, feed: TokenBuffer, task: asyncio.Task[AnswerChoice], chunks: ChoiceEvents
+        self,
+        request: web.Request,
+        feed: TokenBuffer,
+        task: asyncio.Task[AnswerChoice],
+        chunks: ChoiceEvents,
     ) -> None:
         ended = task.done()  # read first: all pieces arrive before the task ends
         if pieces := feed.take():

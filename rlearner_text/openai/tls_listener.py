@@ -29,15 +29,18 @@ class _Handshake:
 
 
 class TlsListener:
-    """Listens on a socket and hands each connection to a handler once its TLS handshake is complete.
+    """Listens on a socket and hands each connection to a handler once its TLS handshake is
+    complete.
 
-    asyncio's own server tells nothing of a connection during its handshake, so half-open ones would have no limit.
+    asyncio's own server tells nothing of a connection during its handshake, so half-open ones would
+    have no limit.
 
     Args:
         listening: a bound socket; it stays open at ``close``.
         context: with certificate and key.
         connections: counts handshakes like requests that have not arrived yet.
-        made: returns the handler of a connection, which takes the place of its handshake in ``connections``.
+        made: returns the handler of a connection, which takes the place of its handshake in
+            ``connections``.
     """
 
     def __init__(
@@ -47,7 +50,10 @@ class TlsListener:
         connections: Connections,
         made: Callable[[Connection], LimitedHandler],
     ) -> None:
-        self._socket, self._context, self._connections, self._made = listening, context, connections, made
+        self._socket = listening
+        self._context = context
+        self._connections = connections
+        self._made = made
         self._handshakes: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
 
@@ -100,7 +106,9 @@ class TlsListener:
                 ssl_shutdown_timeout=LINGER_S,
             )
         except OSError as error:  # also SSLError
-            why = (error.reason if isinstance(error, ssl.SSLError) else None) or type(error).__name__
+            why = (error.reason if isinstance(error, ssl.SSLError) else None) or type(
+                error
+            ).__name__
             log.info("%s no TLS connection: %s", peer, why)
         finally:
             self._connections.remove(handshake)

@@ -11,11 +11,22 @@ from typing import Any, Final
 from broker.errors import ConfigError
 from rlearner_text.openai.http_errors import HttpError
 from rlearner_text.tokenizer import Tokenizer
-from rlearner_text.tool_calls import PROBE, ToolCall, ToolCallError, ToolSyntax, UnknownSyntaxError, learn_syntax
+from rlearner_text.tool_calls import (
+    PROBE,
+    ToolCall,
+    ToolCallError,
+    ToolSyntax,
+    UnknownSyntaxError,
+    learn_syntax,
+)
 
 _ASKED: Final = {"role": "user", "content": "probe question 21312"}
 _SAID: Final = "probe answer 31213"
-_FUNCTION: Final = {"name": "probe", "description": "probe", "parameters": {"type": "object", "properties": {}}}
+_FUNCTION: Final = {
+    "name": "probe",
+    "description": "probe",
+    "parameters": {"type": "object", "properties": {}},
+}
 _OFFERED: Final = [{"type": "function", "function": _FUNCTION}]
 
 
@@ -34,13 +45,17 @@ def tool_syntax(tokenizer: Tokenizer) -> ToolSyntax:
         return replace(found, after=found.after[: _end(found.after, tokenizer)])
     except (UnknownSyntaxError, ConfigError, ValueError) as error:
         said = error.allowed if isinstance(error, ConfigError) else str(error)
-        raise HttpError(400, f"the model's chat template cannot be used with tools: {said}", param="tools") from None
+        raise HttpError(
+            400, f"the model's chat template cannot be used with tools: {said}", param="tools"
+        ) from None
 
 
 def _end(text: str, tokenizer: Tokenizer) -> int:
     """Return where the turn ends in the text that a template puts after a call."""
     ends = [tokenizer.decode([one], skip_special_tokens=False) for one in tokenizer.eos_token_ids]
-    return min((at for end in ends if end and (at := text.find(end)) >= 0), default=len(text.rstrip()))
+    return min(
+        (at for end in ends if end and (at := text.find(end)) >= 0), default=len(text.rstrip())
+    )
 
 
 def text_with_markers(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
@@ -51,8 +66,12 @@ def text_with_markers(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def split_calls(text: str, how: ToolSyntax, prefix: str, most: int | None = None) -> tuple[str, list[dict[str, Any]]]:
-    """Split a text with markers at its first call into words and calls, up to ``most``; none if one does not parse."""
+def split_calls(
+    text: str, how: ToolSyntax, prefix: str, most: int | None = None
+) -> tuple[str, list[dict[str, Any]]]:
+    """Split a text with markers at its first call into words and calls, up to ``most``; none if one
+    does not parse.
+    """
     try:
         calls = how.calls(text)[:most]
     except ToolCallError:
@@ -63,7 +82,9 @@ def split_calls(text: str, how: ToolSyntax, prefix: str, most: int | None = None
 
 
 def prefix_of(reply_id: str, index: int) -> str:
-    """Return the prefix of the call ids in one choice; a client sends the ids back with the results."""
+    """Return the prefix of the call ids in one choice; a client sends the ids back with the
+    results.
+    """
     return f"call_{reply_id}{index:03d}"
 
 

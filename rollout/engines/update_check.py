@@ -22,12 +22,17 @@ def check_fit(held: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tens
     if isinstance(tensors, OnDemand):
         tensors = tensors.base  # reading shapes must not compute tensors
     if missing := sorted(held.keys() - tensors.keys()):
-        raise OfferRefused(f"the update lacks {len(missing)} of {len(held)} tensors, the first is {missing[0]}")
+        raise OfferRefused(
+            f"the update lacks {len(missing)} of {len(held)} tensors, the first is {missing[0]}"
+        )
     if unknown := sorted(tensors.keys() - held.keys()):
-        raise OfferRefused(f"the update has {len(unknown)} unknown tensors, the first is {unknown[0]}")
+        raise OfferRefused(
+            f"the update has {len(unknown)} unknown tensors, the first is {unknown[0]}"
+        )
     for name, tensor in held.items():
         if tensor.shape != tensors[name].shape:
-            found, expected = tuple(tensors[name].shape), tuple(tensor.shape)
+            found = tuple(tensors[name].shape)
+            expected = tuple(tensor.shape)
             raise OfferRefused(f"{name} has shape {found}, the model expects {expected}")
 
 

@@ -36,7 +36,11 @@ class WeightlessEngine:
         raise NotImplementedError(f"engine {self.name} has no weights")
 
     async def update_weights(
-        self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        version: int,
+        mode: UpdateMode,
+        probe: wire.Probe | None,
     ) -> float:
         raise NotImplementedError(f"engine {self.name} has no weights")
 
@@ -49,7 +53,9 @@ class WeightlessEngine:
     async def join(self) -> None:
         await self._closed.wait()
 
-    def _refused(self, request: wire.GenerateRequest, running: Container[str]) -> GenerationOutput | None:
+    def _refused(
+        self, request: wire.GenerateRequest, running: Container[str]
+    ) -> GenerationOutput | None:
         """Return the error output of a request that cannot be accepted, None if it can.
 
         Raises:
@@ -57,7 +63,9 @@ class WeightlessEngine:
         """
         if self._closed.is_set():
             raise RuntimeError("the engine has stopped")
-        why = request_problem(request, max_context_tokens=self._config.section.max_context_tokens, vocab_size=None)
+        why = request_problem(
+            request, max_context_tokens=self._config.section.max_context_tokens, vocab_size=None
+        )
         if not why and request.request_id in running:
             why = f"request_id {request.request_id!r} is already running or waiting"
         return self._count(GenerationOutput(error=why)) if why else None

@@ -1,4 +1,6 @@
-"""What the owner of one API key, or of none any more, can try; a second client and the engine tell from outside."""
+"""What the owner of one API key, or of none any more, can try; a second client and the engine tell
+from outside.
+"""
 
 from __future__ import annotations
 
@@ -59,10 +61,14 @@ async def assert_healthy(served: Api) -> None:
     assert time.monotonic() - began < 1
 
 
-async def test_a_revoked_key_gets_nothing_on_a_connection_that_is_open(served: Api, store: KeyStore) -> None:
+async def test_a_revoked_key_gets_nothing_on_a_connection_that_is_open(
+    served: Api, store: KeyStore
+) -> None:
     key = make(store, "alice")
     headers = {"Authorization": f"Bearer {key}"}
-    async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=1)) as client:
+    async with aiohttp.ClientSession(
+        headers=headers, connector=aiohttp.TCPConnector(limit=1)
+    ) as client:
         async with client.post(f"{served.address}/completions", json=BODY) as response:
             assert response.status == 200
             await response.read()
@@ -81,13 +87,17 @@ async def test_an_expired_key_samples_nothing(served: Api, store: KeyStore) -> N
     await assert_healthy(served)
 
 
-async def test_a_flood_over_the_requests_of_a_key_does_not_reach_the_engine(served: Api, store: KeyStore) -> None:
+async def test_a_flood_over_the_requests_of_a_key_does_not_reach_the_engine(
+    served: Api, store: KeyStore
+) -> None:
     key = make(store, "alice", requests_per_minute=3)
     assert await tokens_sampled(served, key, 100) == 3
     await assert_healthy(served)
 
 
-async def test_a_flood_over_the_tokens_of_a_key_does_not_reach_the_engine(served: Api, store: KeyStore) -> None:
+async def test_a_flood_over_the_tokens_of_a_key_does_not_reach_the_engine(
+    served: Api, store: KeyStore
+) -> None:
     key = make(store, "alice", tokens_per_minute=10)
     assert await tokens_sampled(served, key, 100, max_tokens=100) == 1
     await assert_healthy(served)
@@ -108,7 +118,9 @@ async def test_a_flood_of_one_key_leaves_slots_for_others(served: Api, store: Ke
     assert await flood < 200
 
 
-@pytest.mark.parametrize("form", ["{hash}", "{name}", "{key} ", "{key}x", "{short}", "Bearer {key}", "{key},{key}"])
+@pytest.mark.parametrize(
+    "form", ["{hash}", "{name}", "{key} ", "{key}x", "{short}", "Bearer {key}", "{key},{key}"]
+)
 async def test_what_is_almost_a_key_is_none(served: Api, store: KeyStore, form: str) -> None:
     """The stored hash in particular, which a copy of the file would tell."""
     key = make(store, "alice")
@@ -132,7 +144,9 @@ async def test_a_file_of_another_user_admits_nobody(served: Api, store: KeyStore
     await assert_healthy(served)
 
 
-async def test_a_key_made_again_under_a_revoked_name_does_not_admit_the_old_one(served: Api, store: KeyStore) -> None:
+async def test_a_key_made_again_under_a_revoked_name_does_not_admit_the_old_one(
+    served: Api, store: KeyStore
+) -> None:
     old = make(store, "alice")
     assert await tokens_sampled(served, old, 1) == 1
     store.revoke("alice")
@@ -141,7 +155,9 @@ async def test_a_key_made_again_under_a_revoked_name_does_not_admit_the_old_one(
     await assert_healthy(served)
 
 
-async def test_a_changed_file_does_not_reset_what_a_key_has_used(served: Api, store: KeyStore) -> None:
+async def test_a_changed_file_does_not_reset_what_a_key_has_used(
+    served: Api, store: KeyStore
+) -> None:
     key = make(store, "alice", requests_per_minute=2)
     assert await tokens_sampled(served, key, 5) == 2
     make(store, "bob")  # by somebody else

@@ -1,6 +1,7 @@
 """What neither a stranger on the same host nor a compromised process of a run can do to the broker.
 
-Each attempt is judged by the operator's own connection, which looks at the streams before and after it.
+Each attempt is judged by the operator's own connection, which looks at the streams before and after
+it.
 """
 
 from __future__ import annotations
@@ -76,14 +77,19 @@ async def content(bus: Bus) -> dict[str, Any]:
         numbers = {name: state[name] for name in ("messages", "first_seq", "last_seq")}
         kept = ("subjects", "max_msgs_per_subject", "retention", "max_age", "max_bytes")
         consumers = state["consumer_count"]
-        states[stream.name] = numbers | {name: config.get(name) for name in kept} | {"consumers": consumers}
+        states[stream.name] = (
+            numbers | {name: config.get(name) for name in kept} | {"consumers": consumers}
+        )
     return states
 
 
-# ------------------------------------------------------------------------------------------ without a key of the broker
+# ------------------------------------------------------------------------------------------ without
+# a key of the broker
 
 
-@pytest.mark.parametrize("login", ["none", "user and password", "token", "another key", "a signature of another nonce"])
+@pytest.mark.parametrize(
+    "login", ["none", "user and password", "token", "another key", "a signature of another nonce"]
+)
 async def test_nothing_connects_without_a_key(login: str, broker_url: str) -> None:
     key = Key.generate()
     options: dict[str, Any] = {
@@ -91,7 +97,10 @@ async def test_nothing_connects_without_a_key(login: str, broker_url: str) -> No
         "user and password": {"user": "operator", "password": "operator"},
         "token": {"token": "operator"},
         "another key": {"nkeys_seed_str": key.seed},
-        "a signature of another nonce": {"nkeys_seed_str": key.seed, "signature_cb": lambda _: key.sign_nonce("old")},
+        "a signature of another nonce": {
+            "nkeys_seed_str": key.seed,
+            "signature_cb": lambda _: key.sign_nonce("old"),
+        },
     }[login]
     assert await is_refused(broker_url, **options)
     operator = find_login(broker_url, "operator", "").key
@@ -123,7 +132,8 @@ def test_another_user_of_the_host_reads_no_keys(file: str, tmp_path: Path, broke
     assert done.stdout == ""
 
 
-# --------------------------------------------------------------------------------------- with a key of one role and run
+# --------------------------------------------------------------------------------------- with a key
+# of one role and run
 
 
 def attempts() -> list[tuple[str, str, str]]:
@@ -142,19 +152,26 @@ def attempts() -> list[tuple[str, str, str]]:
             ("another run's RunSpec", "$KV.rl_{other}_runs.{other}"),
         ]
         if role == "rollout":
-            forged += [("samples", "rl.{run}.samples"), ("episodes", "rl.{run}.episodes.default.tickets-1")]
+            forged += [
+                ("samples", "rl.{run}.samples"),
+                ("episodes", "rl.{run}.episodes.default.tickets-1"),
+            ]
         found += [(role, f"publishes {what}", subject) for what, subject in forged]
     return found
 
 
-@pytest.mark.parametrize(("role", "what", "subject"), attempts(), ids=lambda value: str(value).replace(" ", "-"))
+@pytest.mark.parametrize(
+    ("role", "what", "subject"), attempts(), ids=lambda value: str(value).replace(" ", "-")
+)
 async def test_a_role_publishes_only_what_it_writes(
     run: Bus, broker_url: str, role: str, what: str, subject: str
 ) -> None:
     other = await Bus.connect(broker_url, f"{run.run}-other", name="other", deadline_s=60)
     await other.ensure_streams()
     before = await content(run), await content(other)
-    data = codec.encode(EXAMPLES[wire.WeightsOffer] if "weights" in subject else wire.DesiredState(state="stopped"))
+    data = codec.encode(
+        EXAMPLES[wire.WeightsOffer] if "weights" in subject else wire.DesiredState(state="stopped")
+    )
     async with stranger(broker_url, role, run.run) as one:
         await one.publish(subject.format(run=run.run, other=other.run), data)
         assert any("permissions violation" in line for line in one.refused)
@@ -167,15 +184,24 @@ REQUESTS: dict[str, tuple[str, Any]] = {
     "deletes the samples": ("STREAM.DELETE.{samples}", None),
     "purges the samples": ("STREAM.PURGE.{samples}", {}),
     "deletes a ticket": ("STREAM.MSG.DELETE.{tickets}", {"seq": 1}),
-    "changes a stream": ("STREAM.UPDATE.{samples}", {"name": "{samples}", "subjects": ["rl.x"], "max_msgs": 1}),
+    "changes a stream": (
+        "STREAM.UPDATE.{samples}",
+        {"name": "{samples}", "subjects": ["rl.x"], "max_msgs": 1},
+    ),
     "copies a stream": ("STREAM.CREATE.copy", {"name": "copy", "sources": [{"name": "{samples}"}]}),
     "mirrors a stream": ("STREAM.CREATE.mirror", {"name": "mirror", "mirror": {"name": "{runs}"}}),
     "has samples pushed to weights": (
         "CONSUMER.DURABLE.CREATE.{samples}.x",
-        {"stream_name": "{samples}", "config": {"durable_name": "x", "deliver_subject": "rl.{run}.weights"}},
+        {
+            "stream_name": "{samples}",
+            "config": {"durable_name": "x", "deliver_subject": "rl.{run}.weights"},
+        },
     ),
     "deletes the consumer": ("CONSUMER.DELETE.{tickets}.lake", None),
-    "pauses the consumer": ("CONSUMER.PAUSE.{tickets}.lake", {"pause_until": "2099-01-01T00:00:00Z"}),
+    "pauses the consumer": (
+        "CONSUMER.PAUSE.{tickets}.lake",
+        {"pause_until": "2099-01-01T00:00:00Z"},
+    ),
     "backs a stream up": ("STREAM.SNAPSHOT.{samples}", {"deliver_subject": "x"}),
     "moves the leader": ("STREAM.LEADER.STEPDOWN.{samples}", None),
     "lists the streams": ("STREAM.NAMES", {}),
@@ -185,9 +211,13 @@ REQUESTS: dict[str, tuple[str, Any]] = {
 
 @pytest.mark.parametrize("what", REQUESTS, ids=lambda value: value.replace(" ", "-"))
 @pytest.mark.parametrize("role", HUBS)
-async def test_a_role_asks_jetstream_only_to_read(run: Bus, broker_url: str, role: str, what: str) -> None:
+async def test_a_role_asks_jetstream_only_to_read(
+    run: Bus, broker_url: str, role: str, what: str
+) -> None:
     names = {"samples": SAMPLES, "tickets": TICKETS, "runs": RUNS}
-    places = {name: stream.stream_name(run.run) for name, stream in names.items()} | {"run": run.run}
+    places = {name: stream.stream_name(run.run) for name, stream in names.items()} | {
+        "run": run.run
+    }
     subject, body = REQUESTS[what]
     for name, value in places.items():
         subject, body = (
@@ -212,18 +242,30 @@ async def test_a_role_takes_only_its_own_work(
 ) -> None:
     name = stream.stream_name(run.run)
     async with stranger(broker_url, role, run.run) as one:
-        assert await one.ask(f"$JS.API.CONSUMER.MSG.NEXT.{name}.{consumer}", {"batch": 1, "no_wait": True}) is None
+        assert (
+            await one.ask(
+                f"$JS.API.CONSUMER.MSG.NEXT.{name}.{consumer}", {"batch": 1, "no_wait": True}
+            )
+            is None
+        )
         await one.publish(f"$JS.ACK.{name}.{consumer}.1.1.1.1.1", b"+ACK")
         assert len(one.refused) == 2
     assert await run.last_delivered(stream, consumer) == 0
 
 
 @pytest.mark.parametrize("role", HUBS)
-@pytest.mark.parametrize("stream", [SAMPLES, WEIGHTS, RUNS, MEMBERS], ids=lambda stream: stream.name)
-async def test_a_role_reads_no_other_run(run: Bus, broker_url: str, role: str, stream: Stream) -> None:
+@pytest.mark.parametrize(
+    "stream", [SAMPLES, WEIGHTS, RUNS, MEMBERS], ids=lambda stream: stream.name
+)
+async def test_a_role_reads_no_other_run(
+    run: Bus, broker_url: str, role: str, stream: Stream
+) -> None:
     own = f"{run.run}-mine"
     async with stranger(broker_url, role, own) as one:
-        for request in (f"STREAM.MSG.GET.{stream.stream_name(run.run)}", f"STREAM.INFO.{stream.stream_name(run.run)}"):
+        for request in (
+            f"STREAM.MSG.GET.{stream.stream_name(run.run)}",
+            f"STREAM.INFO.{stream.stream_name(run.run)}",
+        ):
             assert await one.ask(f"$JS.API.{request}", {"seq": 1}) is None
         assert len(one.refused) == 2
 
@@ -245,16 +287,22 @@ async def test_a_reward_hub_overhears_nothing(run: Bus, broker_url: str, subject
 
 
 async def test_a_hub_reads_no_replies_to_another_role(run: Bus, broker_url: str) -> None:
-    async with stranger(broker_url, "envhub", run.run) as one, stranger(broker_url, "rewardhub", run.run) as victim:
+    async with (
+        stranger(broker_url, "envhub", run.run) as one,
+        stranger(broker_url, "rewardhub", run.run) as victim,
+    ):
 
         async def traffic() -> None:
-            assert await victim.ask(f"$JS.API.STREAM.INFO.{EPISODES.stream_name(run.run)}") is not None
+            assert (
+                await victim.ask(f"$JS.API.STREAM.INFO.{EPISODES.stream_name(run.run)}") is not None
+            )
 
         assert await one.hears(f"{victim.inbox}.>", traffic) == []
         assert one.refused
 
 
-# ------------------------------------------------------------------------------------------------------------- revoked
+# -------------------------------------------------------------------------------------------------------------
+# revoked
 
 
 async def test_a_revoked_key_is_cut_off_at_once_and_others_go_on(run: Bus, broker_url: str) -> None:
@@ -271,7 +319,11 @@ async def test_a_revoked_key_is_cut_off_at_once_and_others_go_on(run: Bus, broke
         cut.set()
 
     await client.connect(
-        broker_url, nkeys_seed_str=guest.seed, inbox_prefix=prefix, allow_reconnect=False, closed_cb=note
+        broker_url,
+        nkeys_seed_str=guest.seed,
+        inbox_prefix=prefix,
+        allow_reconnect=False,
+        closed_cb=note,
     )
     async with stranger(broker_url, "rewardhub", run.run) as other:
         one = Stranger(client, prefix)
@@ -283,7 +335,8 @@ async def test_a_revoked_key_is_cut_off_at_once_and_others_go_on(run: Bus, broke
     assert await is_refused(broker_url, nkeys_seed_str=guest.seed)
 
 
-# --------------------------------------------------------- what is followed is signed, however it got to the broker
+# --------------------------------------------------------- what is followed is signed, however it
+# got to the broker
 
 FORGED: dict[Stream, wire.Message] = {
     RUNS: msgspec.structs.replace(EXAMPLES[wire.RunSpec], epoch=99, model_path="/tmp/evil"),
@@ -297,7 +350,11 @@ async def test_no_unsigned_value_is_followed(
     run: Bus, broker_url: str, stream: Stream, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = await Bus.connect(broker_url, run.run, name="server", role="rollout", deadline_s=60)
-    target = f"{stream.key_prefix(run.run)}{run.run}" if stream is not WEIGHTS else stream.subject(run.run)
+    target = (
+        f"{stream.key_prefix(run.run)}{run.run}"
+        if stream is not WEIGHTS
+        else stream.subject(run.run)
+    )
     data = codec.encode(FORGED[stream])
     await put_unsigned(run, target, data)
     stored = await find(run.link, stream.stream_name(run.run), last_of=target)
@@ -361,7 +418,10 @@ async def test_the_learner_writes_a_replaced_runspec_again(run: Bus, broker_url:
         async with asyncio.timeout(10):
             while True:
                 stored = await find(run.link, RUNS.stream_name(run.run), last_of=target)
-                if stored is not None and codec.decode(stored.data, wire.RunSpec).epoch == watch.epoch:
+                if (
+                    stored is not None
+                    and codec.decode(stored.data, wire.RunSpec).epoch == watch.epoch
+                ):
                     break
                 await asyncio.sleep(0.05)
         found = await run.key_value(RUNS).get(run.run)

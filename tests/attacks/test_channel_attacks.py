@@ -1,7 +1,8 @@
-"""What strangers and a compromised hub can try against a rollout server's request channel, judged from outside.
+"""What strangers and a compromised hub can try against a rollout server's request channel, judged
+from outside.
 
-The server is a process of its own. After each attempt another hub gets its answer in time, and the server's memory has
-not grown by more than it may.
+The server is a process of its own. After each attempt another hub gets its answer in time, and the
+server's memory has not grown by more than it may.
 """
 
 from __future__ import annotations
@@ -64,10 +65,15 @@ class Scene:
         return psutil.Process(self.process.pid).memory_info().rss / (1 << 20)
 
     async def assert_serving(self) -> None:
-        """A hub that keeps to the rules gets an answer within seconds, on its old connection or a new one."""
+        """A hub that keeps to the rules gets an answer within seconds, on its old connection or a
+        new one.
+        """
         self.numbers += 1
-        asking = self.good.generate(str(self.tcp), ask(f"good-{self.numbers}"), timeout_s=100 * LONG_S)
-        reply = await answer_within(asking, self.process.pid, LONG_S)  # on its own clock: it may wait for a processor
+        asking = self.good.generate(
+            str(self.tcp), ask(f"good-{self.numbers}"), timeout_s=100 * LONG_S
+        )
+        # on its own clock: it may wait for a processor
+        reply = await answer_within(asking, self.process.pid, LONG_S)
         assert reply.finish_reason == "length"
         assert reply.token_ids.array().tolist() == [1, 1, 1, 1]
 
@@ -91,7 +97,11 @@ async def scene(bus: Bus, broker_url: str) -> AsyncIterator[Scene]:
 
 def request(tokens: int = 3, count: int = 4, name: str = "evil", deadline_s: float = 60.0) -> bytes:
     """A request, encoded without any check."""
-    fields = {"request_id": name, "deadline_s": deadline_s, "sampling": wire.SamplingParams(max_tokens=count)}
+    fields = {
+        "request_id": name,
+        "deadline_s": deadline_s,
+        "sampling": wire.SamplingParams(max_tokens=count),
+    }
     return msgspec.msgpack.encode(msgspec.structs.replace(ask("x", tokens), **fields))
 
 
@@ -123,7 +133,8 @@ async def push(dealer: zmq.Socket[bytes], frame: bytes, seconds: float = ATTACK_
     return sent
 
 
-# ------------------------------------------------------------------------------------- strangers on the network
+# ------------------------------------------------------------------------------------- strangers on
+# the network
 
 
 async def test_a_stranger_asks_without_encryption(scene: Scene) -> None:
@@ -149,7 +160,9 @@ async def test_a_stranger_shows_a_hubs_key_without_its_secret(scene: Scene) -> N
 
 
 @pytest.mark.parametrize(
-    "opening", [b"", b"\xff", GREETING[:40], b"GET / HTTP/1.1\r\n\r\n"], ids=["silent", "byte", "half", "http"]
+    "opening",
+    [b"", b"\xff", GREETING[:40], b"GET / HTTP/1.1\r\n\r\n"],
+    ids=["silent", "byte", "half", "http"],
 )
 async def test_half_open_connections_do_not_keep_others_out(scene: Scene, opening: bytes) -> None:
     opened: list[socket.socket] = []
@@ -190,7 +203,8 @@ async def test_an_announced_size_reserves_no_memory(scene: Scene, tail: bytes) -
     await scene.assert_serving()
 
 
-# ---------------------------------------------------------------------------------------------- a compromised hub
+# ---------------------------------------------------------------------------------------------- a
+# compromised hub
 
 
 Attack = Callable[[Scene, zmq.Socket[bytes]], Awaitable[None]]
@@ -204,7 +218,8 @@ async def as_hub(scene: Scene, attack: Attack) -> None:
         await evil.generate(str(scene.tcp), ask("first"), timeout_s=LONG_S)  # admitted
         async with raw_dealer(scene.tcp.tcp, scene.tcp.key, (evil.key, evil._secret)) as dealer:
             await asyncio.to_thread(dealer.send, pack([("1", request())]))
-            assert b"length" in await asyncio.to_thread(dealer.recv)  # what the attacks below look for
+            # what the attacks below look for
+            assert b"length" in await asyncio.to_thread(dealer.recv)
             await attack(scene, dealer)
     finally:
         await evil.leave()
@@ -212,9 +227,12 @@ async def as_hub(scene: Scene, attack: Attack) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "count"), [pytest.param(1 << 20, 600, id="large-parts"), pytest.param(1, 200_000, id="many-parts")]
+    ("part", "count"),
+    [pytest.param(1 << 20, 600, id="large-parts"), pytest.param(1, 200_000, id="many-parts")],
 )
-async def test_a_message_without_an_end_fills_no_memory(scene: Scene, part: int, count: int) -> None:
+async def test_a_message_without_an_end_fills_no_memory(
+    scene: Scene, part: int, count: int
+) -> None:
     before = scene.mib()
     evil = HubClient(scene.bus, "evil")
     await evil.start()
@@ -231,7 +249,8 @@ async def test_a_message_without_an_end_fills_no_memory(scene: Scene, part: int,
 
     try:
         sent = await asyncio.to_thread(attack)
-        assert 0 < sent < 600 if part > 1 else sent == count  # too large, the server cuts it off; this is not
+        # too large, the server cuts it off; this is not
+        assert 0 < sent < 600 if part > 1 else sent == count
         assert scene.mib() - before < MAY_GROW_MIB
     finally:
         await evil.leave()
@@ -255,7 +274,9 @@ async def test_a_flood_of_requests_leaves_room_for_others(scene: Scene) -> None:
     before = scene.mib()
 
     async def attack(scene: Scene, dealer: zmq.Socket[bytes]) -> None:
-        flood = asyncio.create_task(push(dealer, pack([(str(n), request(name=f"r{n}")) for n in range(200)])))
+        flood = asyncio.create_task(
+            push(dealer, pack([(str(n), request(name=f"r{n}")) for n in range(200)]))
+        )
         await asyncio.sleep(0.5)
         await scene.assert_serving()
         await flood
@@ -290,7 +311,9 @@ async def test_a_message_that_is_not_allowed_is_not_answered_with_tokens(
     await scene.assert_serving()
 
 
-async def test_a_hub_cannot_announce_a_server_that_takes_local_files(scene: Scene, tmp_path: Path) -> None:
+async def test_a_hub_cannot_announce_a_server_that_takes_local_files(
+    scene: Scene, tmp_path: Path
+) -> None:
     """A forged presence makes no process connect to a socket of the forger's choice."""
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(str(tmp_path / "trap"))
@@ -316,7 +339,8 @@ async def test_a_loopback_address_of_another_host_is_not_used(scene: Scene) -> N
     await scene.assert_serving()
 
 
-# ----------------------------------------------------------------------------------- another user of the same host
+# ----------------------------------------------------------------------------------- another user
+# of the same host
 
 AS_NOBODY = """
 import os, socket, sys
@@ -340,7 +364,9 @@ print("succeeded")
 async def test_another_user_cannot_use_the_local_socket(scene: Scene, what: str) -> None:
     path = local_sockets.find(ServerAddress.parse(scene.address).local)
     assert path
-    program = AS_NOBODY.format(nobody=NOBODY, what=what.format(path=path, folder=str(Path(path).parent)))
+    program = AS_NOBODY.format(
+        nobody=NOBODY, what=what.format(path=path, folder=str(Path(path).parent))
+    )
     done = await asyncio.to_thread(
         subprocess.run, [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
@@ -367,5 +393,7 @@ async def test_a_folder_that_another_user_prepared_is_not_used(
         prepared.mkdir(mode=0o700)
         os.chown(prepared, *((NOBODY, NOBODY) if trap == "owned-by-another" else (0, 0)))
         prepared.chmod(0o777 if trap == "open-to-others" else 0o700)
-    with pytest.raises(local_sockets.UnsafeFolder, match="must be a folder of this user's with mode 0700"):
+    with pytest.raises(
+        local_sockets.UnsafeFolder, match="must be a folder of this user's with mode 0700"
+    ):
         local_sockets.path_of(local_sockets.new_name())

@@ -99,7 +99,9 @@ async def play(thief: Path, *passed: str) -> None:
 
 
 async def score(thief: Path, **args: Any) -> Scored:
-    reward = RewardConfig(name=f"{thief}/thief.py:score", args={"folder": str(thief / "seen"), **args})
+    reward = RewardConfig(
+        name=f"{thief}/thief.py:score", args={"folder": str(thief / "seen"), **args}
+    )
     pool = RewardWorkerPool(1, 30.0, [reward])
     await pool.start()
     found = await pool.score(reward, SAMPLE)
@@ -128,7 +130,15 @@ async def test_a_reward_gets_the_secret_that_its_arguments_name_and_no_other(thi
 
 
 def test_the_list_of_passed_variables_lets_no_secret_through() -> None:
-    names = ("PYTHON_API_KEY", "CUDA_TOKEN", "OMP_PASSWORD", "CONDA_SECRET", "HF_TOKEN", "LD_AUDIT", "XDG_RUNTIME_DIR")
+    names = (
+        "PYTHON_API_KEY",
+        "CUDA_TOKEN",
+        "OMP_PASSWORD",
+        "CONDA_SECRET",
+        "HF_TOKEN",
+        "LD_AUDIT",
+        "XDG_RUNTIME_DIR",
+    )
     environ = {
         **dict.fromkeys(names, "x"),
         "PYTHONPATH": "p",
@@ -138,7 +148,8 @@ def test_the_list_of_passed_variables_lets_no_secret_through() -> None:
     assert worker_environment((), environ) == {"PYTHONPATH": "p", "https_proxy": "http://h:1"}
 
 
-# ------------------------------------------------------------------------------------------- a hub's memory
+# ------------------------------------------------------------------------------------------- a
+# hub's memory
 
 SPY = """
 import os, sys, time
@@ -172,10 +183,12 @@ def test_a_child_does_not_read_the_environment_of_its_hub(hides: bool) -> None:
     code = SPY.format(hide="children.hide_memory()" if hides else "")
     command, root = [sys.executable, "-c", code], Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root, timeout=60)
-    assert done.stdout.split() == ["up", "refused" if hides else "True"]  # without hiding the attempt works
+    # without hiding the attempt works
+    assert done.stdout.split() == ["up", "refused" if hides else "True"]
 
 
-# ------------------------------------------------------------------------------------ frames and endless output
+# ------------------------------------------------------------------------------------ frames and
+# endless output
 
 LIE = """
 import os, socket, struct
@@ -222,8 +235,12 @@ async def test_an_announced_size_of_a_reward_reserves_no_memory(tmp_path: Path) 
     await pool.close()
 
 
-async def test_an_announced_size_of_a_judge_reserves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(module: str, theirs: socket.socket, output: IO[bytes], **_: object) -> subprocess.Popen[bytes]:
+async def test_an_announced_size_of_a_judge_reserves_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(
+        module: str, theirs: socket.socket, output: IO[bytes], **_: object
+    ) -> subprocess.Popen[bytes]:
         assert module == "rewardhub.reward_process"
         command = [sys.executable, "-c", LYING_JUDGE, str(theirs.fileno())]
         return spawn(command, output, pass_fds=(theirs.fileno(),), death_signal=signal.SIGKILL)
@@ -231,7 +248,9 @@ async def test_an_announced_size_of_a_judge_reserves_no_memory(monkeypatch: pyte
     monkeypatch.setattr("rewardhub.reward_processes.start", start)
     hosts, before = RewardProcesses(), resident()
     with pytest.raises(NoWorkerError, match=TOO_LARGE):
-        await hosts.score(RewardConfig(name="judge", args={"base_url": "http://127.0.0.1:1/v1"}), SAMPLE)
+        await hosts.score(
+            RewardConfig(name="judge", args={"base_url": "http://127.0.0.1:1/v1"}), SAMPLE
+        )
     assert resident() - before < 32 << 20
     await hosts.close()
 
@@ -246,11 +265,15 @@ async def test_an_announced_size_of_the_forkserver_reserves_no_memory(tmp_path: 
     await pools.close()
 
 
-# ---------------------------------------------------------------------------------------------- their deaths
+# ----------------------------------------------------------------------------------------------
+# their deaths
 
 
 def test_a_command_that_does_not_exist_is_an_error_at_once(tmp_path: Path) -> None:
-    with (tmp_path / "out").open("wb") as out, pytest.raises(FileNotFoundError, match="no-such-program"):
+    with (
+        (tmp_path / "out").open("wb") as out,
+        pytest.raises(FileNotFoundError, match="no-such-program"),
+    ):
         spawn(["no-such-program"], out)
     with (tmp_path / "out").open("wb") as out, pytest.raises(FileNotFoundError):
         spawn(["./tool"], out, cwd=str(tmp_path))
@@ -274,7 +297,9 @@ time.sleep({rest})
 @pytest.mark.parametrize("rest", [0.0, 60.0], ids=["that-ends-at-once", "that-is-killed"])
 def test_a_child_dies_with_a_parent(rest: float) -> None:
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT.format(rest=rest)], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+        [sys.executable, "-c", PARENT.format(rest=rest)],
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
     )
     assert parent.stdout is not None
     child = int(parent.stdout.readline())

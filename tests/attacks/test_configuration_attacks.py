@@ -1,4 +1,6 @@
-"""A configuration of a stranger neither prints a secret of the environment nor hangs the command that reads it."""
+"""A configuration of a stranger neither prints a secret of the environment nor hangs the command
+that reads it.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,14 @@ COPIES = {
 }
 NINE = ", ".join
 BOMBS = {
-    "aliases": "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [{NINE([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 30)),
+    "aliases": "a0: &a0 [1]\n"
+    + "".join(f"a{n}: &a{n} [{NINE([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 30)),
     "aliases-of-mappings": "a0: &a0 {x: 1}\n"
     + "".join(f"a{n}: &a{n} {{p: *a{n - 1}, q: *a{n - 1}}}\n" for n in range(1, 60)),
     "merged": "a0: &a0 {x: 1}\n"
-    + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}], y{n}: *a{n - 1}}}\n" for n in range(1, 60)),
+    + "".join(
+        f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}], y{n}: *a{n - 1}}}\n" for n in range(1, 60)
+    ),
     "itself": "a: &a [*a]",
     "sequences": "a: " + "[" * 100_000,
     "sequences-that-close": "a: " + "[" * 900 + "]" * 900,
@@ -48,7 +53,12 @@ def check(folder: Path, text: str, *overrides: str) -> str:
     """Return what ``rlearner check`` says, in one line, within bounded memory and time."""
     file = folder / "run.yaml"
     file.write_text(text)
-    environment = {"PATH": "/usr/bin:/bin", "WANDB_API_KEY": SECRET, "PLAIN": SECRET, "HARMLESS": f"ghp_{'Q7z' * 12}"}
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "WANDB_API_KEY": SECRET,
+        "PLAIN": SECRET,
+        "HARMLESS": f"ghp_{'Q7z' * 12}",
+    }
     done = subprocess.run(
         [sys.executable, "-m", "rlearner.cli", "check", str(file), *overrides],
         env=environment,
@@ -67,7 +77,9 @@ def check(folder: Path, text: str, *overrides: str) -> str:
 
 @pytest.mark.parametrize("attack", COPIES)
 def test_interpolations_copy_no_secret(attack: str, tmp_path: Path) -> None:
-    assert "would store a secret with the run; write {env: " in check(tmp_path, f"run:\n  {COPIES[attack]}\n")
+    assert "would store a secret with the run; write {env: " in check(
+        tmp_path, f"run:\n  {COPIES[attack]}\n"
+    )
 
 
 def test_overrides_copy_no_secret(tmp_path: Path) -> None:
@@ -82,4 +94,6 @@ def test_bombs_end_in_one_line(attack: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("attack", ["sequences-that-close", "mappings"])
 def test_bombs_of_overrides(attack: str, tmp_path: Path) -> None:
-    assert "override" in check(tmp_path, "run: {seed: 1}", f"run.name={BOMBS[attack].removeprefix('a: ')}")
+    assert "override" in check(
+        tmp_path, "run: {seed: 1}", f"run.name={BOMBS[attack].removeprefix('a: ')}"
+    )

@@ -36,14 +36,18 @@ async def test_the_name_is_known_to_the_operator_alone(console: kit.Console) -> 
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "0123456789abcdef.localhost"])
-async def test_no_other_program_of_the_host_gets_the_cookie(console: kit.Console, host: str) -> None:
+async def test_no_other_program_of_the_host_gets_the_cookie(
+    console: kit.Console, host: str
+) -> None:
     """A browser sends a cookie to every port of the name that set it."""
     async with console.client() as client:
         assert client.cookie_jar.filter_cookies(URL(console.address))
         assert not client.cookie_jar.filter_cookies(URL(f"http://{host}:8871"))
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "evil.example", "0123456789abcdef.localhost"])
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "localhost", "[::1]", "evil.example", "0123456789abcdef.localhost"]
+)
 @pytest.mark.parametrize("path", ["/", "/login", "/assets/console.js"])
 async def test_it_answers_under_no_other_name(console: kit.Console, host: str, path: str) -> None:
     port = URL(console.address).port
@@ -61,10 +65,14 @@ async def test_wrong_passwords_do_not_keep_the_operator_out(console: kit.Console
     async with console.client(logged_in=False) as client:
         for _ in range(12):
             form, headers = {"secret": "wrong password"}, {"Origin": console.address}
-            async with client.post("/login", data=form, headers=headers, allow_redirects=False) as answer:
+            async with client.post(
+                "/login", data=form, headers=headers, allow_redirects=False
+            ) as answer:
                 assert answer.status in (403, 429)
         right = {"secret": kit.PASSWORD}
-        async with client.post("/login", data=right, headers=headers, allow_redirects=False) as answer:
+        async with client.post(
+            "/login", data=right, headers=headers, allow_redirects=False
+        ) as answer:
             assert answer.status == 429
         link = console.link.removeprefix(console.address)
         async with client.get(link, allow_redirects=False) as answer:
@@ -78,4 +86,7 @@ async def test_the_link_is_shown_on_a_terminal(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     with _links("http://a.localhost:1", "/", 1) as say:
         say("t0ken")
-    assert capsys.readouterr().out == "log in (works once): http://a.localhost:1/login?token=t0ken&next=/\n"
+    assert (
+        capsys.readouterr().out
+        == "log in (works once): http://a.localhost:1/login?token=t0ken&next=/\n"
+    )

@@ -1,6 +1,8 @@
-"""A long and hostile answer costs the code that reads it little time, in every reward and environment.
+"""A long and hostile answer costs the code that reads it little time, in every reward and
+environment.
 
-Each is called as a worker process would, with answers as long as a policy can write them in a turn of 32,768 tokens.
+Each is called as a worker process would, with answers as long as a policy can write them in a turn
+of 32,768 tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from rewardhub.rewards.base import ResponseFault, Sample, Scored
 from rewardhub.rewards.loading import load
 
 LENGTH: Final = 130_000  # characters: four for a token
-MOST_S: Final = 3.0  # of processor time, on a machine that does other things too; a hub allows an episode minutes
+# of processor time, on a machine that does other things too; a hub allows an episode minutes
+MOST_S: Final = 3.0
 
 UNITS: Final = {
     "blanks": " ",
@@ -86,7 +89,9 @@ async def test_a_reward_reads_hostile_responses_soon(name: str) -> None:
 
 
 @pytest.fixture(scope="module", params=known("envs", ENVS))
-def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+def environment(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Environment:
     found: type[Environment] = resolve("envs", request.param, ENVS)
     try:
         example = found.example(Path(tmp_path_factory.mktemp("env")))
@@ -112,13 +117,27 @@ async def test_an_environment_answers_hostile_words_soon(environment: Environmen
         assert len(step.observation.text) < 2 * LENGTH, words
 
 
-LONG = {"blanks": " ", "lines": "\n", "digits": "9", "unicode digits": "٣", "commas": "1,", "braces": "{", "minus": "-"}
+LONG = {
+    "blanks": " ",
+    "lines": "\n",
+    "digits": "9",
+    "unicode digits": "٣",
+    "commas": "1,",
+    "braces": "{",
+    "minus": "-",
+}
 
 
 @pytest.mark.parametrize("kind", sorted(LONG))
 def test_a_long_answer_is_read_in_half_a_second(kind: str) -> None:
     text = LONG[kind] * 30_000
-    for read in (math_text.has_unit, math_text.is_formula, math_text.to_latex, math_extract.boxed, math_text.words):
+    for read in (
+        math_text.has_unit,
+        math_text.is_formula,
+        math_text.to_latex,
+        math_extract.boxed,
+        math_text.words,
+    ):
         began = time.process_time()
         read(text)
         assert time.process_time() - began < 0.5, read

@@ -1,6 +1,8 @@
-"""Another user of the host reads and changes nothing of a run, even where folders above it are open to all.
+"""Another user of the host reads and changes nothing of a run, even where folders above it are open
+to all.
 
-Each attempt is made by a process with another uid, first on a file that is open to all, to see that it would work.
+Each attempt is made by a process with another uid, first on a file that is open to all, to see that
+it would work.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def runs() -> Iterator[Path]:
     (folder / "open").chmod(0o666)
     command = [sys.executable, "-m", "rlearner.cli", "up", *SETTINGS, f"run.dir={folder}/runs"]
     (folder / "runs").mkdir(mode=0o755)
-    done = subprocess.run(command, capture_output=True, text=True, umask=0, timeout=300, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, umask=0, timeout=300, check=False
+    )
     try:
         assert done.returncode == 0, done.stderr
         yield folder / "runs"
@@ -61,13 +65,21 @@ def runs() -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-READ, WRITE, DELETE, LIST, PLANT = 'cat "$0"', 'echo x > "$0"', 'rm "$0"', 'ls "$0"', 'echo x > "$0/planted"'
+READ, WRITE, DELETE, LIST, PLANT = (
+    'cat "$0"',
+    'echo x > "$0"',
+    'rm "$0"',
+    'ls "$0"',
+    'echo x > "$0/planted"',
+)
 
 
 def as_nobody(attempt: str, path: Path) -> str:
     """Return "done", or what the shell says, of an attempt by another user."""
     command = ["/bin/sh", "-c", attempt, str(path)]
-    done = subprocess.run(command, user=NOBODY, group=NOBODY, extra_groups=[], capture_output=True, check=False)
+    done = subprocess.run(
+        command, user=NOBODY, group=NOBODY, extra_groups=[], capture_output=True, check=False
+    )
     return done.stderr.decode().strip().rpartition(": ")[2] if done.returncode else "done"
 
 
@@ -100,11 +112,18 @@ def test_another_user_enters_no_folder(runs: Path) -> None:
 
 def test_no_file_of_a_run_is_open_to_others(runs: Path) -> None:
     modes = {
-        str(path.relative_to(runs)): path.lstat().st_mode & 0o077 for path in runs.rglob("*") if not path.is_symlink()
+        str(path.relative_to(runs)): path.lstat().st_mode & 0o077
+        for path in runs.rglob("*")
+        if not path.is_symlink()
     }
     assert {path: mode for path, mode in modes.items() if mode} == {}
 
 
 def test_nothing_is_left_where_all_users_may_write(runs: Path) -> None:
-    own = {path for place in ("/tmp", "/dev/shm") for path in Path(place).glob("*rlearner*") if path.owner() == "root"}
+    own = {
+        path
+        for place in ("/tmp", "/dev/shm")
+        for path in Path(place).glob("*rlearner*")
+        if path.owner() == "root"
+    }
     assert {path for path in own if path != runs.parent and path.stat().st_mode & 0o077} == set()

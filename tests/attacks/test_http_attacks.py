@@ -1,4 +1,6 @@
-"""What a stranger can try against the HTTP API, each attempt watched by a second client from outside."""
+"""What a stranger can try against the HTTP API, each attempt watched by a second client from
+outside.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +51,14 @@ async def send(served: Api, data: bytes, seconds: float = 5.0) -> bytes:
 
 
 async def assert_healthy(served: Api) -> None:
-    """A stranger to the attack gets /health within a second, on a connection of its own, and tokens with the key."""
+    """A stranger to the attack gets /health within a second, on a connection of its own, and tokens
+    with the key.
+    """
     began = time.monotonic()
-    async with aiohttp.ClientSession() as client, client.get(served.address.removesuffix("/v1") + "/health") as answer:
+    async with (
+        aiohttp.ClientSession() as client,
+        client.get(served.address.removesuffix("/v1") + "/health") as answer,
+    ):
         assert answer.status == 200
     assert time.monotonic() - began < 1
     made = await served.post("/completions", {"prompt": "hi", "max_tokens": 2, "ignore_eos": True})
@@ -59,7 +66,8 @@ async def assert_healthy(served: Api) -> None:
 
 
 @pytest.mark.parametrize(
-    "header", ["", "Authorization: Bearer wrong-key-of-a-stranger\r\n", "Authorization: Basic eA==\r\n"]
+    "header",
+    ["", "Authorization: Bearer wrong-key-of-a-stranger\r\n", "Authorization: Basic eA==\r\n"],
 )
 async def test_requests_without_the_key_get_401(served: Api, header: str) -> None:
     head = f"{START}{header}Connection: close\r\nContent-Length: {len(BODY)}\r\n\r\n"
@@ -131,9 +139,13 @@ async def test_deep_json_is_the_clients_mistake(served: Api) -> None:
     await assert_healthy(served)
 
 
-@pytest.mark.parametrize("path", ["/../../etc/passwd", "/v1/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd"])
+@pytest.mark.parametrize(
+    "path", ["/../../etc/passwd", "/v1/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd"]
+)
 async def test_paths_lead_to_no_file(served: Api, path: str) -> None:
-    answer = await send(served, f"GET {path} HTTP/1.1\r\nHost: x\r\n{AUTH}Connection: close\r\n\r\n".encode())
+    answer = await send(
+        served, f"GET {path} HTTP/1.1\r\nHost: x\r\n{AUTH}Connection: close\r\n\r\n".encode()
+    )
     assert answer.split()[1] in (b"400", b"404")
     assert b"root:" not in answer
     await assert_healthy(served)
@@ -145,7 +157,9 @@ async def test_the_access_log_is_one_line_without_prompt_key_and_control_charact
     caplog.set_level(logging.INFO)
     forged = f"GET /%0a2026%20forged%1b[31m?secret-query HTTP/1.1\r\nHost: x\r\n{AUTH}Connection: close\r\n\r\n"
     assert (await send(served, forged.encode())).split()[1] == b"404"
-    await served.post("/chat/completions", {"messages": [{"role": "user", "content": "secret"}], "max_tokens": 2})
+    await served.post(
+        "/chat/completions", {"messages": [{"role": "user", "content": "secret"}], "max_tokens": 2}
+    )
     lines = [record.getMessage() for record in caplog.records if record.name.endswith(".access")]
     assert [line.split()[-3] for line in lines] == ["404", "200"]
     assert "POST '/v1/chat/completions' 200" in lines[1]

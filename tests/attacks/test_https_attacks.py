@@ -1,4 +1,6 @@
-"""What a stranger can try against the TLS of the HTTP API, each attempt watched by a second client from outside."""
+"""What a stranger can try against the TLS of the HTTP API, each attempt watched by a second client
+from outside.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,9 @@ async def test_old_tls_versions_are_refused(
 
 
 async def test_a_certificate_of_another_host_gets_no_key(tmp_path: Path) -> None:
-    """A server that pretends to be ours with a certificate of its own authority's other host never sees the key."""
+    """A server that pretends to be ours with a certificate of its own authority's other host never
+    sees the key.
+    """
     _write_tokenizer(tmp_path, TinyModel())
     other = issue(tmp_path / "tls", "192.0.2.7")
     received: list[bytes] = []
@@ -103,7 +107,10 @@ async def test_a_certificate_of_another_host_gets_no_key(tmp_path: Path) -> None
 
     server = await asyncio.start_server(pretend, "127.0.0.1", 0, ssl=other.server())
     port = server.sockets[0].getsockname()[1]
-    async with server, aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=other.client())) as client:
+    async with (
+        server,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=other.client())) as client,
+    ):
         headers = {"Authorization": f"Bearer {KEY}"}
         with pytest.raises(aiohttp.ClientConnectorCertificateError, match="IP address mismatch"):
             await client.get(f"https://127.0.0.1:{port}/v1/models", headers=headers)
@@ -112,7 +119,9 @@ async def test_a_certificate_of_another_host_gets_no_key(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"])
-async def test_half_open_handshakes_do_not_silence_health(served: Api, issued: Issued, sent: bytes) -> None:
+async def test_half_open_handshakes_do_not_silence_health(
+    served: Api, issued: Issued, sent: bytes
+) -> None:
     opened = [await asyncio.open_connection("127.0.0.1", port_of(served)) for _ in range(150)]
     for _, writer in opened:
         writer.write(sent)
@@ -130,9 +139,13 @@ async def test_half_open_handshakes_do_not_silence_health(served: Api, issued: I
     await assert_healthy(served, issued)
 
 
-async def test_half_open_requests_after_the_handshake_do_not_silence_health(served: Api, issued: Issued) -> None:
+async def test_half_open_requests_after_the_handshake_do_not_silence_health(
+    served: Api, issued: Issued
+) -> None:
     tls, port = issued.client(), port_of(served)
-    opened = await asyncio.gather(*(asyncio.open_connection("127.0.0.1", port, ssl=tls) for _ in range(40)))
+    opened = await asyncio.gather(
+        *(asyncio.open_connection("127.0.0.1", port, ssl=tls) for _ in range(40))
+    )
     opened += [await asyncio.open_connection("127.0.0.1", port, ssl=tls) for _ in range(40)]
     for _, writer in opened:
         writer.write(REQUEST[:40])

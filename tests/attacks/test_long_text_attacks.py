@@ -1,4 +1,6 @@
-"""A long text does not silence a server or a hub: it is refused, or encoded where the interpreter is free."""
+"""A long text does not silence a server or a hub: it is refused, or encoded where the interpreter
+is free.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,10 @@ BODIES: dict[str, tuple[str, object]] = {
     "tools": ("/chat/completions", {"messages": [TURN], "tools": [TOOL] * 90_000}),
     "messages": ("/chat/completions", {"messages": [TURN] * 200_000}),
     "parts": ("/chat/completions", {"messages": [{"role": "user", "content": [PART] * 200_000}]}),
-    "calls": ("/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [CALL] * 80_000}]}),
+    "calls": (
+        "/chat/completions",
+        {"messages": [{"role": "assistant", "tool_calls": [CALL] * 80_000}]},
+    ),
     "biases": ("/completions", {"prompt": "a", "logit_bias": {str(n): 1 for n in range(400_000)}}),
     "prompts": ("/completions", {"prompt": ["a"] * 1_500_000}),
     "lists": ("/completions", {"prompt": [[1]] * 1_000_000}),
@@ -89,7 +94,9 @@ def test_long_text_leaves_the_interpreter_to_others(text: str, tokenizer: Tokeni
         CompletionBody(prompt=SPACES),
         CompletionBody(prompt=["a", SPACES]),
         ChatBody.model_validate({"messages": [{"role": "user", "content": SPACES}]}),
-        ChatBody.model_validate({"messages": [{"role": "user", "content": [{"type": "text", "text": SPACES}]}]}),
+        ChatBody.model_validate(
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": SPACES}]}]}
+        ),
         ChatBody.model_validate(
             {
                 "messages": [{"role": "user", "content": "a"}],
@@ -99,16 +106,22 @@ def test_long_text_leaves_the_interpreter_to_others(text: str, tokenizer: Tokeni
     ],
 )
 def test_refused_by_its_characters(body: GenerationBody) -> None:
-    with pytest.raises(HttpError, match="characters, more than 524288, which do not fit into 4096 tokens") as error:
+    with pytest.raises(
+        HttpError, match="characters, more than 524288, which do not fit into 4096 tokens"
+    ) as error:
         refuse_long(body, 4096)
     assert (error.value.status, error.value.code) == (400, "context_length_exceeded")
     refuse_long(body, 131_072)
 
 
-def test_long_text_is_refused_after_a_part_of_it(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_text_is_refused_after_a_part_of_it(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lengths: list[int] = []
     encode = tokenizer._backend.encode
-    monkeypatch.setattr(tokenizer._backend, "encode", lambda text: (lengths.append(len(text)), encode(text))[1])
+    monkeypatch.setattr(
+        tokenizer._backend, "encode", lambda text: (lengths.append(len(text)), encode(text))[1]
+    )
     assert tokenizer.exceeds("ab " * 500_000, 4096)
     assert 0 < sum(lengths) <= 4 * LONG_TEXT
     assert not tokenizer.exceeds("ab " * 20, 4096)
@@ -121,7 +134,11 @@ def test_long_text_is_refused_after_a_part_of_it(tokenizer: Tokenizer, monkeypat
 def test_special_tokens_across_pieces_are_shielded(size: int) -> None:
     """At every border of the pieces in which a long text is searched."""
     shield = shielder(["<|im_end|>", "<|a|><|b|>", "<|a|>"])
-    for text in ("x" * (size - 4) + "<|im_end|>" * 3 + "y" * 70_000, ("<|a|>" * size)[:size] + "<|b|>", "<" * size):
+    for text in (
+        "x" * (size - 4) + "<|im_end|>" * 3 + "y" * 70_000,
+        ("<|a|>" * size)[:size] + "<|b|>",
+        "<" * size,
+    ):
         cut = shield(text)
         assert cut.replace(CUT, "") == text
         assert "<|im_end|>" not in cut
@@ -132,7 +149,10 @@ def test_special_tokens_across_pieces_are_shielded(size: int) -> None:
 @pytest.mark.parametrize("family", ["qwen3", "llama3", "gemma"])
 def test_long_text_has_the_tokens_of_the_whole(family: str, tmp_path: Path) -> None:
     folder = make_tokenizer_folder(tmp_path / family, family)
-    ours, theirs = Tokenizer.load(folder), tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ours, theirs = (
+        Tokenizer.load(folder),
+        tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")),
+    )
     text = "How many é→ 17  +\n25? " * 2000
     assert len(text) > LONG_TEXT
     assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids

@@ -1,4 +1,6 @@
-"""One token cannot fill the broker's memory: what it may store there is bounded in size, in number and altogether."""
+"""One token cannot fill the broker's memory: what it may store there is bounded in size, in number
+and altogether.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,12 @@ async def put(one: Stranger, bus: Bus, stream: Stream, name: str, num_bytes: int
     return b'"error"' not in answer.data
 
 
-@pytest.mark.parametrize(("role", "stream", "name"), WRITTEN, ids=lambda value: getattr(value, "name", value))
-async def test_a_value_in_memory_is_small(bus: Bus, broker_url: str, role: str, stream: Stream, name: str) -> None:
+@pytest.mark.parametrize(
+    ("role", "stream", "name"), WRITTEN, ids=lambda value: getattr(value, "name", value)
+)
+async def test_a_value_in_memory_is_small(
+    bus: Bus, broker_url: str, role: str, stream: Stream, name: str
+) -> None:
     async with stranger(broker_url, role, bus.run) as one:
         assert await put(one, bus, stream, name.format(0), 512)
         assert not await put(one, bus, stream, name.format(1), stream.max_message_bytes + 1)
@@ -37,10 +43,14 @@ async def test_a_value_in_memory_is_small(bus: Bus, broker_url: str, role: str, 
 
 def test_every_bucket_in_memory_is_bounded() -> None:
     assert {stream for stream in STREAMS if stream.memory} == {ATTEMPTS, DEVICES, MEMBERS}
-    assert all(stream.max_messages and stream.max_message_bytes for stream in STREAMS if stream.memory)
+    assert all(
+        stream.max_messages and stream.max_message_bytes for stream in STREAMS if stream.memory
+    )
 
 
-async def test_a_flood_ends_at_the_bound_of_the_broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_flood_ends_at_the_bound_of_the_broker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(private_server, "MEMORY_STORE_BYTES", 1 << 20)
     with BrokerServer(str(tmp_path / "store"), store_max_gib=64) as server:
         bus = await Bus.connect(server.url, "quick", name="operator", deadline_s=60)
@@ -49,5 +59,6 @@ async def test_a_flood_ends_at_the_bound_of_the_broker(tmp_path: Path, monkeypat
             puts = [put(one, bus, ATTEMPTS, f"t.x{number}", 2000) for number in range(1000)]
             stored = await asyncio.gather(*puts)
             assert 0 < sum(stored) < 1000
-        assert (await bus.info(ATTEMPTS))["state"]["bytes"] <= (1 << 20) + 4096  # the last one may pass it
+        # the last one may pass it
+        assert (await bus.info(ATTEMPTS))["state"]["bytes"] <= (1 << 20) + 4096
         await bus.close()

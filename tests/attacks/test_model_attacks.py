@@ -1,4 +1,6 @@
-"""A model from elsewhere runs no code here: pickled weights, and code of a hub's model that anyone may replace."""
+"""A model from elsewhere runs no code here: pickled weights, and code of a hub's model that anyone
+may replace.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,13 @@ from rollout.engines.hf import model as hf_model
 
 CALLED = "RLEARNER_TEST_CALLED"
 SIZES = TinyModel(
-    hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16, intermediate_size=32, vocab="chars"
+    hidden_size=16,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=16,
+    intermediate_size=32,
+    vocab="chars",
 )
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -60,7 +68,9 @@ CPU = torch.device("cpu")
 READERS: dict[str, Callable[[str], Any]] = {
     "check": lambda path: hub.check_model(path, "model.path"),
     "learner": lambda path: load_model(path, ModelSection(path=path), CPU),
-    "engine": lambda path: hf_model.load_model(EngineConfig(path, RolloutSection(), "float32", device="cpu"), CPU),
+    "engine": lambda path: hf_model.load_model(
+        EngineConfig(path, RolloutSection(), "float32", device="cpu"), CPU
+    ),
     "reward model": lambda path: ScoringModel(RewardModelArgs(path=path, dtype="float32")),
 }
 
@@ -74,7 +84,9 @@ def test_pickled_weights_are_never_loaded(trap: Path, reader: str) -> None:
         assert REFUSED in str(refused.value)
 
 
-def test_safetensors_are_taken_where_both_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_safetensors_are_taken_where_both_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(CALLED, raising=False)
     folder = tmp_path / "model"
     build_tiny(folder, SIZES)
@@ -83,11 +95,14 @@ def test_safetensors_are_taken_where_both_exist(tmp_path: Path, monkeypatch: pyt
     assert CALLED not in os.environ
 
 
-# ------------------------------------------------------------------------------------------------- the hub
+# -------------------------------------------------------------------------------------------------
+# the hub
 
 
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None, list[str]]]:
+def asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[str, str | None, list[str]]]:
     """What was requested of a hub that answers with a folder of a tiny model."""
     calls: list[tuple[str, str | None, list[str]]] = []
     build_tiny(tmp_path / "snapshot", SIZES)
@@ -100,7 +115,9 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, st
     return calls
 
 
-def test_a_revision_is_requested_and_pickles_are_not(asked: list[tuple[str, str | None, list[str]]]) -> None:
+def test_a_revision_is_requested_and_pickles_are_not(
+    asked: list[tuple[str, str | None, list[str]]],
+) -> None:
     model = load_model(f"acme/tiny@{COMMIT}", ModelSection(path="acme/tiny"), torch.device("cpu"))
     assert isinstance(model, transformers.PreTrainedModel)
     assert {(name, revision) for name, revision, _ in asked} == {("acme/tiny", COMMIT)}
@@ -110,8 +127,12 @@ def test_a_revision_is_requested_and_pickles_are_not(asked: list[tuple[str, str 
     assert not any(pattern.endswith((".bin", ".pt", ".py", ".pkl")) for pattern in wanted)
 
 
-@pytest.mark.parametrize("path", ["acme/tiny", "acme/tiny@main", "acme/tiny@v1.0", f"acme/tiny@{COMMIT[:12]}"])
-def test_code_of_a_model_on_the_hub_needs_a_commit(path: str, asked: list[tuple[str, str | None, list[str]]]) -> None:
+@pytest.mark.parametrize(
+    "path", ["acme/tiny", "acme/tiny@main", "acme/tiny@v1.0", f"acme/tiny@{COMMIT[:12]}"]
+)
+def test_code_of_a_model_on_the_hub_needs_a_commit(
+    path: str, asked: list[tuple[str, str | None, list[str]]]
+) -> None:
     rule = "with trust_remote_code name the commit: acme/tiny@ and 40 hexadecimal digits"
     with pytest.raises(ConfigError, match=f"model.path: '{path}' is not allowed; {rule}"):
         hub.model_folder(path, trust_remote_code=True)
@@ -128,7 +149,13 @@ def test_code_of_one_commit_is_requested(asked: list[tuple[str, str | None, list
 
 @pytest.mark.parametrize(
     ("path", "local"),
-    [("acme/tiny@main", False), ("acme/tiny", False), ("acme/tiny@", True), ("a@b@c", True), ("acme/tiny@-x", True)],
+    [
+        ("acme/tiny@main", False),
+        ("acme/tiny", False),
+        ("acme/tiny@", True),
+        ("a@b@c", True),
+        ("acme/tiny@-x", True),
+    ],
 )
 def test_what_is_a_hub_name(path: str, local: bool) -> None:
     assert hub.is_local(path) is local

@@ -50,17 +50,26 @@ def folder_with(tmp_path: Path, template: str) -> Path:
 
 
 def panicking(folder: Path) -> None:
-    """A regular expression whose search fails, on which the library of tokenizer.json panics or raises."""
+    """A regular expression whose search fails, on which the library of tokenizer.json panics or
+    raises.
+    """
     content = json.loads((folder / "tokenizer.json").read_text())
     pattern = {"Regex": "(?:(?:a|aa|aaa)+)+(?=b)\\G(?<!c)"}
-    content["pre_tokenizer"] = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"] = {
+        "type": "Split",
+        "pattern": pattern,
+        "behavior": "Isolated",
+        "invert": False,
+    }
     (folder / "tokenizer.json").write_text(json.dumps(content))
 
 
 @pytest.mark.parametrize("attack", TEMPLATES)
 def test_templates(attack: str, tmp_path: Path) -> None:
     folder = folder_with(tmp_path, TEMPLATES[attack])
-    with pytest.raises(ConfigError, match=r"takes more than (20|3) s|takes more than 4 GiB") as error:
+    with pytest.raises(
+        ConfigError, match=r"takes more than (20|3) s|takes more than 4 GiB"
+    ) as error:
         try_model(folder, "m")
     assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match="takes more than"):  # not remembered as one that passed
@@ -70,9 +79,18 @@ def test_templates(attack: str, tmp_path: Path) -> None:
 def test_check_of_a_run(tmp_path: Path) -> None:
     """What an operator types: one line, exit code 2, in bounded memory."""
     folder = folder_with(tmp_path, TEMPLATES["large-text-of-a-message"])
-    (folder / "config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
+    (folder / "config.json").write_text(
+        '{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}'
+    )
     (folder / "model.safetensors").write_bytes(bytes([2, 0, 0, 0, 0, 0, 0, 0]) + b"{}")
-    command = [sys.executable, "-m", "rlearner.cli", "check", "configs/quickstart.yaml", f"model.path={folder}"]
+    command = [
+        sys.executable,
+        "-m",
+        "rlearner.cli",
+        "check",
+        "configs/quickstart.yaml",
+        f"model.path={folder}",
+    ]
     done = subprocess.run(
         [*command, "warm_start.steps=0"],
         capture_output=True,
@@ -82,7 +100,9 @@ def test_check_of_a_run(tmp_path: Path) -> None:
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30)),
     )
     assert done.returncode == 2, done
-    assert done.stderr.startswith(f"error: model.path: '{folder}' is not allowed; its tokenizer or its chat template")
+    assert done.stderr.startswith(
+        f"error: model.path: '{folder}' is not allowed; its tokenizer or its chat template"
+    )
 
 
 @pytest.mark.parametrize("load", [Tokenizer.load, lambda path: Tokenizer.of_run(path, {})])
@@ -97,7 +117,9 @@ def test_process_that_joined_tries_first(
         load(folder)
 
 
-def test_panic_of_the_library_is_an_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_panic_of_the_library_is_an_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class PanicException(BaseException):
         pass
 

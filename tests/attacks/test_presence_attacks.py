@@ -1,4 +1,6 @@
-"""A compromised process cannot announce another one: each attempt reaches the subject, and nobody believes it."""
+"""A compromised process cannot announce another one: each attempt reaches the subject, and nobody
+believes it.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,25 @@ from learner.reporting.status import ID
 
 KEY = zmq.curve_keypair()[0].decode()
 ADDRESS = f"tcp://10.0.0.66:4000 key={KEY} host=00"
-SERVER = wire.Presence(role="rollout", id="evil", host="h", pid=1, state="serving", channel="zmq", address=ADDRESS)
+SERVER = wire.Presence(
+    role="rollout", id="evil", host="h", pid=1, state="serving", channel="zmq", address=ADDRESS
+)
 HUB = wire.Presence(role="envhub", id="evil", host="h", pid=1, state="serving", key=KEY)
 LEARNER = wire.Presence(role="learner", id=ID, host="h", pid=1, state="serving", epoch=99)
 
 
 async def believed(bus: Bus, data: bytes, name: str, *, entry: bool) -> tuple[bool, bool]:
-    """Return whether forged bytes arrive where ``role.id`` announces itself, and whether a reader believes them."""
+    """Return whether forged bytes arrive where ``role.id`` announces itself, and whether a reader
+    believes them.
+    """
     role = name.partition(".")[0]
     roster = Roster(bus, beats=() if entry else (role,), members=(role,) if entry else ())
     await roster.start()
-    target = f"{MEMBERS.key_prefix(bus.run)}{bus.run}.{name}" if entry else PRESENCE.subject(bus.run, name)
+    target = (
+        f"{MEMBERS.key_prefix(bus.run)}{bus.run}.{name}"
+        if entry
+        else PRESENCE.subject(bus.run, name)
+    )
     arrived = asyncio.Event()
 
     async def note(_: object) -> None:
@@ -63,11 +73,22 @@ def hub_login(bus: Bus, broker_url: str) -> Login:
     return tokens.invite(keys_of(broker_url), broker_url, "rewardhub", bus.run, expires_s=600).login
 
 
-@pytest.mark.parametrize("means", ["its own token", "a certificate of its own", "the voucher of another process"])
+@pytest.mark.parametrize(
+    "means", ["its own token", "a certificate of its own", "the voucher of another process"]
+)
 async def test_a_vouched_hub_announces_no_server(bus: Bus, broker_url: str, means: str) -> None:
     login, signer = hub_login(bus, broker_url), PresenceSigner(bus)
     statement = msgspec.json.encode(
-        [bus.run, "rollout", "evil", ADDRESS, SERVER.channel, SERVER.policy, SERVER.serves, SERVER.key]
+        [
+            bus.run,
+            "rollout",
+            "evil",
+            ADDRESS,
+            SERVER.channel,
+            SERVER.policy,
+            SERVER.serves,
+            SERVER.key,
+        ]
     )
     assert login.key is not None
     if means == "its own token":
@@ -81,7 +102,9 @@ async def test_a_vouched_hub_announces_no_server(bus: Bus, broker_url: str, mean
     assert await believed(bus, data, "rollout.evil", entry=False) == (True, False)
 
 
-async def test_a_signed_hub_that_moves_to_another_key_is_not_believed(bus: Bus, broker_url: str) -> None:
+async def test_a_signed_hub_that_moves_to_another_key_is_not_believed(
+    bus: Bus, broker_url: str
+) -> None:
     genuine = PresenceSigner(bus).signed(HUB)
     moved = msgspec.structs.replace(genuine, key=zmq.curve_keypair()[0].decode())
     assert await believed(bus, codec.encode(moved), "envhub.evil", entry=False) == (True, False)
@@ -99,6 +122,8 @@ async def test_a_forged_hub_is_not_admitted_to_a_server(bus: Bus, broker_url: st
         return await answered
 
     assert not await admits(HUB)
-    assert not await admits(msgspec.structs.replace(HUB, voucher=vouchers.vouch(Key.generate(), b"x")))
+    assert not await admits(
+        msgspec.structs.replace(HUB, voucher=vouchers.vouch(Key.generate(), b"x"))
+    )
     assert await admits(PresenceSigner(bus).signed(HUB))
     await admission.close()

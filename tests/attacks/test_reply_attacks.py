@@ -1,6 +1,8 @@
-"""No reply reaches a subject that its requester may not publish to: of JetStream, of a process, in any run.
+"""No reply reaches a subject that its requester may not publish to: of JetStream, of a process, in
+any run.
 
-``tests/contract/test_former_broker.py`` shows that these attempts succeed against a broker without accounts.
+``tests/contract/test_former_broker.py`` shows that these attempts succeed against a broker without
+accounts.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ async def test_no_reply_reaches_a_forbidden_subject(
     if kind == "answer":
         answering = ANSWERED[role][2]
         login = find_login(broker_url, answering, own.run)
-        responder = await Bus.connect(broker_url, own.run, name=answering, role=answering, login=login, deadline_s=60)
+        responder = await Bus.connect(
+            broker_url, own.run, name=answering, role=answering, login=login, deadline_s=60
+        )
     try:
         victim = own if whose == "own" else other
         assert await harm_done(broker_url, role, kind, own, victim, responder) == set()

@@ -1,4 +1,5 @@
-"""The owner of a run is a stranger: without consent its configuration runs no code on a host and takes nothing.
+"""The owner of a run is a stranger: without consent its configuration runs no code on a host and
+takes nothing.
 
 Each attack is a RunSpec. It succeeds if the host accepts it, or if a secret leaves.
 """
@@ -84,10 +85,14 @@ RUNS_CODE = {
 
 TAKES_FILES = {
     "questions": domain(env="qa", env_args={"path": "/etc/passwd"}),
-    "evaluation": domain(env="qa", env_args={"path": "/data/q.jsonl", "eval_path": "/root/.ssh/id_rsa"}),
+    "evaluation": domain(
+        env="qa", env_args={"path": "/data/q.jsonl", "eval_path": "/root/.ssh/id_rsa"}
+    ),
     "corpus": domain(env="search", env_args={"path": "/data/q.jsonl", "corpus": "/var/log/syslog"}),
     "levels": domain(env="sokoban", env_args={"path": "/data/../etc/shadow"}),
-    "catalogue": domain(env="webshop", env_args={"items": "/proc/self/environ", "attributes": "/data/a"}),
+    "catalogue": domain(
+        env="webshop", env_args={"items": "/proc/self/environ", "attributes": "/data/a"}
+    ),
     "games": domain(env="alfworld", env_args={"data": "/home"}),
     "template": {"model": {"chat_template": "/etc/passwd"}},
     "reward-model": reward("reward_model", path="/tmp"),
@@ -118,7 +123,9 @@ TAKES_SECRETS = {
 def refused(config: dict[str, Any], *, is_trusted: bool = False, **spec: Any) -> str:
     """Return the reason why a host with /data refuses a run."""
     rules = HostRules.of(["JUDGE_KEY=judge.example.com"], ["/data"])
-    run = wire.RunSpec(**{"run": "r", "wire_version": 1, "epoch": 1, "config": config, "model_path": "", **spec})
+    run = wire.RunSpec(
+        **{"run": "r", "wire_version": 1, "epoch": 1, "config": config, "model_path": "", **spec}
+    )
     with pytest.raises(UserError) as error:
         check_consent(run, rules, is_trusted=is_trusted)
     assert "\n" not in str(error.value)

@@ -1,6 +1,7 @@
 """An environment that executes what the policy writes cannot leave its sandbox.
 
-Each attempt is made twice: with ``isolation: process``, where it works, and in the sandbox, where it must not.
+Each attempt is made twice: with ``isolation: process``, where it works, and in the sandbox, where
+it must not.
 """
 
 from __future__ import annotations
@@ -61,7 +62,12 @@ def victim(tmp_path: Path) -> Path:
 
 
 def made(victim: Path, isolation: str, **more: object) -> Domain:
-    section = {"env": f"{victim}/environment.py:Executes", "isolation": isolation, "rewards": [], **more}
+    section = {
+        "env": f"{victim}/environment.py:Executes",
+        "isolation": isolation,
+        "rewards": [],
+        **more,
+    }
     return load_domain("d", DomainSection.model_validate(section))
 
 
@@ -84,14 +90,14 @@ ISOLATION = pytest.mark.parametrize("isolation", ["process", "sandbox"])
 @ISOLATION
 async def test_it_reads_no_file_of_its_hub(victim: Path, isolation: str) -> None:
     found = await executed(victim, isolation, f"print(open({str(victim / 'hub.key')!r}).read())")
-    assert found == "very secret" if isolation == "process" else found.startswith("FileNotFoundError")
+    assert (
+        found == "very secret" if isolation == "process" else found.startswith("FileNotFoundError")
+    )
 
 
 @ISOLATION
 async def test_it_sees_no_home_folder_and_no_key_folder(victim: Path, isolation: str) -> None:
-    program = (
-        "import os; print(sorted(os.listdir(os.path.expanduser('~'))) if os.access(os.path.expanduser('~'), 4) else [])"
-    )
+    program = "import os; print(sorted(os.listdir(os.path.expanduser('~'))) if os.access(os.path.expanduser('~'), 4) else [])"
     found = await executed(victim, isolation, program)
     seen = set(eval(found)) if found.startswith("[") else set()
     whole = set(os.listdir(Path.home()))
@@ -107,7 +113,11 @@ async def test_it_writes_nothing_outside(victim: Path, isolation: str) -> None:
 
 
 async def test_it_replaces_neither_its_own_code_nor_python(victim: Path) -> None:
-    for target in (victim / "environment.py", Path(sys.prefix) / "pyvenv.cfg", Path("/usr/bin/env")):
+    for target in (
+        victim / "environment.py",
+        Path(sys.prefix) / "pyvenv.cfg",
+        Path("/usr/bin/env"),
+    ):
         before = target.read_bytes()
         found = await executed(victim, "sandbox", f"open({str(target)!r}, 'w').write('x')")
         assert found.startswith(("OSError", "PermissionError", "FileNotFoundError")), found
@@ -118,7 +128,9 @@ async def test_it_replaces_neither_its_own_code_nor_python(victim: Path) -> None
 async def test_it_reaches_no_service_of_its_host(victim: Path, isolation: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        program = f"import socket; socket.create_connection(('127.0.0.1', {port}), 2); print('connected')"
+        program = (
+            f"import socket; socket.create_connection(('127.0.0.1', {port}), 2); print('connected')"
+        )
         found = await executed(victim, isolation, program)
     assert found == "connected" if isolation == "process" else "Error" in found, found
 
@@ -126,12 +138,16 @@ async def test_it_reaches_no_service_of_its_host(victim: Path, isolation: str) -
 async def test_it_reaches_the_network_if_the_user_says_so(victim: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        program = f"import socket; socket.create_connection(('127.0.0.1', {port}), 2); print('connected')"
+        program = (
+            f"import socket; socket.create_connection(('127.0.0.1', {port}), 2); print('connected')"
+        )
         assert await executed(victim, "sandbox", program, network=True) == "connected"
 
 
 @ISOLATION
-async def test_it_reaches_no_abstract_socket_with_the_network_of_its_host(victim: Path, isolation: str) -> None:
+async def test_it_reaches_no_abstract_socket_with_the_network_of_its_host(
+    victim: Path, isolation: str
+) -> None:
     """They belong to the network, have no permissions, and desktops and containers listen at them."""
     name = f"rlearner-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX) as server:
@@ -159,7 +175,9 @@ async def test_it_kills_no_other_process(victim: Path, isolation: str) -> None:
 
 @ISOLATION
 async def test_it_sees_no_other_process(victim: Path, isolation: str) -> None:
-    found = await executed(victim, isolation, "import os; print(sum(one.isdigit() for one in os.listdir('/proc')))")
+    found = await executed(
+        victim, isolation, "import os; print(sum(one.isdigit() for one in os.listdir('/proc')))"
+    )
     assert int(found) >= len(psutil.pids()) / 2 if isolation == "process" else int(found) <= 5
 
 
@@ -171,31 +189,46 @@ async def test_it_has_a_user_of_its_own(victim: Path, isolation: str) -> None:
 
 async def test_it_gains_no_privileges(victim: Path) -> None:
     found = await executed(
-        victim, "sandbox", "print(*[x for x in open('/proc/self/status') if x[:3] in ('Cap', 'NoN')])"
+        victim,
+        "sandbox",
+        "print(*[x for x in open('/proc/self/status') if x[:3] in ('Cap', 'NoN')])",
     )
     values = dict(line.split() for line in found.splitlines())
     assert {values[name] for name in ("CapPrm:", "CapEff:", "CapAmb:")} == {"0000000000000000"}
     assert values["NoNewPrivs:"] == "1"
-    for program in ("import os; os.setuid(0)", "import ctypes; print(ctypes.CDLL(None).unshare(0x10000000))"):
+    for program in (
+        "import os; os.setuid(0)",
+        "import ctypes; print(ctypes.CDLL(None).unshare(0x10000000))",
+    ):
         found = await executed(victim, "sandbox", program)
-        assert "PermissionError" in found or found == "-1" or (os.geteuid() != 0 and found == ""), found
+        assert "PermissionError" in found or found == "-1" or (os.geteuid() != 0 and found == ""), (
+            found
+        )
 
 
 @ISOLATION
 async def test_it_sees_few_settings_of_its_host(victim: Path, isolation: str) -> None:
-    """Accounts, services and their keys are settings, too; programs need names, certificates and libraries."""
+    """Accounts, services and their keys are settings, too; programs need names, certificates and
+    libraries.
+    """
     found = set(eval(await executed(victim, isolation, "import os; print(os.listdir('/etc'))")))
-    secret = {"shadow", "sudoers", "ssh", "machine-id", "fstab", "crontab", "environment"} & set(os.listdir("/etc"))
+    secret = {"shadow", "sudoers", "ssh", "machine-id", "fstab", "crontab", "environment"} & set(
+        os.listdir("/etc")
+    )
     assert secret <= found if isolation == "process" else not secret & found
     assert {"passwd", "ld.so.cache"} & set(os.listdir("/etc")) <= found
 
 
 async def test_it_has_names_and_certificates(victim: Path) -> None:
     program = "import pwd, ssl, time; print(pwd.getpwuid(0).pw_name, len(ssl.create_default_context().get_ca_certs()))"
-    expected = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip()  # noqa: ASYNC221
+    expected = subprocess.run(  # noqa: ASYNC221
+        [sys.executable, "-c", program], capture_output=True, text=True
+    ).stdout.strip()
     assert await executed(victim, "sandbox", program) == expected
     if os.access("/etc/resolv.conf", os.R_OK):
-        resolved = await executed(victim, "sandbox", "print(*open('/etc/resolv.conf'))", network=True)
+        resolved = await executed(
+            victim, "sandbox", "print(*open('/etc/resolv.conf'))", network=True
+        )
         assert "Error" not in resolved
 
 
@@ -208,7 +241,9 @@ GROWS = {
 
 @ISOLATION
 @pytest.mark.parametrize("buffer", GROWS)
-async def test_it_holds_no_memory_outside_its_limit(victim: Path, isolation: str, buffer: str) -> None:
+async def test_it_holds_no_memory_outside_its_limit(
+    victim: Path, isolation: str, buffer: str
+) -> None:
     """What lies in buffers of the kernel counts towards no process."""
     found = await executed(victim, isolation, GROWS[buffer])
     assert found == "grew" if isolation == "process" else found.startswith("PermissionError"), found
@@ -229,7 +264,10 @@ async def test_it_reaches_no_call_that_was_not_reviewed(victim: Path, call: str)
 
 async def test_what_the_user_names_is_readable(victim: Path) -> None:
     program = f"print(open({str(victim / 'hub.key')!r}).read())"
-    assert await executed(victim, "sandbox", program, readable=[str(victim / "hub.key")]) == "very secret"
+    assert (
+        await executed(victim, "sandbox", program, readable=[str(victim / "hub.key")])
+        == "very secret"
+    )
 
 
 async def test_its_processes_end_with_its_pool(victim: Path) -> None:
@@ -237,13 +275,15 @@ async def test_its_processes_end_with_its_pool(victim: Path) -> None:
     environment = await pools.environment(made(victim, "sandbox"))
     await environment.constructor()
     marker = f"marker{os.getpid()}"
-    program = (
-        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)', '{marker}'])"
-    )
+    program = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)', '{marker}'])"
     await environment.step(program)
 
     def left() -> list[int]:
-        return [one.pid for one in psutil.process_iter(["cmdline"]) if marker in (one.info["cmdline"] or [])]
+        return [
+            one.pid
+            for one in psutil.process_iter(["cmdline"])
+            if marker in (one.info["cmdline"] or [])
+        ]
 
     assert left()
     assert pools.cpu_s() > 0
@@ -269,8 +309,13 @@ async def test_a_crash_costs_only_its_own_worker(victim: Path) -> None:
     await pools.close()
 
 
-def test_without_bubblewrap_one_line_says_what_to_do(victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_bubblewrap_one_line_says_what_to_do(
+    victim: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(NoSandbox, match=r"^domains\.d\.isolation: sandbox does not work here: there is no bubblewrap"):
+    with pytest.raises(
+        NoSandbox,
+        match=r"^domains\.d\.isolation: sandbox does not work here: there is no bubblewrap",
+    ):
         require(made(victim, "sandbox"))
     require(made(victim, "process"))

@@ -1,6 +1,8 @@
-"""What a run leaves behind holds no secret: folder, store, output, trackers and the broker's process.
+"""What a run leaves behind holds no secret: folder, store, output, trackers and the broker's
+process.
 
-A reward function prints its key, returns it in an exception and names it in a note, as careless code of users does.
+A reward function prints its key, returns it in an exception and names it in a note, as careless
+code of users does.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""A backend and an engine as usual, in a process that dies in the middle of a transfer when a file beside this one says
-so.
+"""A backend and an engine as usual, in a process that dies in the middle of a transfer when a file
+beside this one says so.
 
-The plug-in points are what anybody's backend or engine has; nothing in the program knows of this. The test copies the
-file into its own folder. The order is ``{"who": ID, "after": BUCKETS}``, taken once. By shared memory the learner's
-buckets are those that are packed, a server's those that are read.
+The plug-in points are what anybody's backend or engine has; nothing in the program knows of this.
+The test copies the file into its own folder. The order is ``{"who": ID, "after": BUCKETS}``, taken
+once. By shared memory the learner's buckets are those that are packed, a server's those that are
+read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A small run for tests that kill: two domains, one scored by reward hubs, on a model of a few thousand parameters."""
+"""A small run for tests that kill: two domains, one scored by reward hubs, on a model of a few
+thousand parameters.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from broker.settings.runspec import validate
 from learner.prepare import to_yaml
 
 ROOT = Path(__file__).parents[2]
-TINY = {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 32}
+TINY = {
+    "hidden_size": 16,
+    "num_layers": 1,
+    "num_heads": 1,
+    "num_kv_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 32,
+}
 REWARD = '''"""A reward that takes as long as a file says, in seconds."""
 
 import time
@@ -28,25 +37,44 @@ MAX_STALENESS = 1
 OPTIONS = {"rollout": ("--gpus", "cpu")}
 
 
-def config(folder: Path, run: str, *, steps: int, pace_s: float = 0.05, **sections: dict[str, Any]) -> dict[str, Any]:
+def config(
+    folder: Path, run: str, *, steps: int, pace_s: float = 0.05, **sections: dict[str, Any]
+) -> dict[str, Any]:
     """The run's configuration, checked.
 
     Args:
-        pace_s: how long a reward takes at first, which keeps steps from being over too soon; see ``set_pace``.
+        pace_s: how long a reward takes at first, which keeps steps from being over too soon; see
+            ``set_pace``.
     """
     (folder / "sums.jsonl").write_text(
-        "".join(f'{{"question": "{n}+{n}=", "answer": "{2 * n}"}}\n' for n in range(200)), encoding="utf-8"
+        "".join(f'{{"question": "{n}+{n}=", "answer": "{2 * n}"}}\n' for n in range(200)),
+        encoding="utf-8",
     )
     (folder / "length_reward.py").write_text(REWARD, encoding="utf-8")
     set_pace(folder, pace_s)
-    common = {"group_size": 2, "max_context_tokens": 64, "deadline_s": 90, "sampling": {"max_tokens": 4}}
+    common = {
+        "group_size": 2,
+        "max_context_tokens": 64,
+        "deadline_s": 90,
+        "sampling": {"max_tokens": 4},
+    }
     reward = {"name": f"{folder / 'length_reward.py'}:length"}
     merged: dict[str, Any] = {
         "run": {"name": run, "dir": str(folder / "runs"), "seed": 5},
         "model": {"path": None, "tiny": TINY},
         "domains": {
-            "sums": {**common, "env": "qa", "env_args": {"path": str(folder / "sums.jsonl")}, "rewards": [reward]},
-            "lake": {**common, "env": "frozenlake", "env_args": {"observe": "cell"}, "max_turns": 3},
+            "sums": {
+                **common,
+                "env": "qa",
+                "env_args": {"path": str(folder / "sums.jsonl")},
+                "rewards": [reward],
+            },
+            "lake": {
+                **common,
+                "env": "frozenlake",
+                "env_args": {"observe": "cell"},
+                "max_turns": 3,
+            },
         },
         "train": {
             "steps": steps,
@@ -55,7 +83,8 @@ def config(folder: Path, run: str, *, steps: int, pace_s: float = 0.05, **sectio
             "micro_batch_tokens": 128,
             "lr": 1e-3,
             "num_threads": 1,
-            "ticket_timeout_s": 120.0,  # beyond the hubs' deadline, within the patience of the tests
+            # beyond the hubs' deadline, within the patience of the tests
+            "ticket_timeout_s": 120.0,
         },
         "checkpoint": {"every_steps": 5},
         "samples": {"keep": True},
@@ -93,7 +122,17 @@ def start_all(fleet: RunFleet, file: Path, each: int = 2) -> None:
 
 def start_tap(fleet: RunFleet, out: Path) -> subprocess.Popen[bytes]:
     """A tap in a process of its own; it sees everything from here on."""
-    command = [sys.executable, "-m", "rlearner.audit.tap", "--broker", fleet.url, "--run", fleet.run, "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "rlearner.audit.tap",
+        "--broker",
+        fleet.url,
+        "--run",
+        fleet.run,
+        "--out",
+        str(out),
+    ]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
     assert child.stdout is not None
     assert child.stdout.readline() == b"ready\n"

@@ -1,5 +1,5 @@
-"""The harness's own books: the log as it was read while the run went on, and the tap, against what the learner wrote.
-No learner code.
+"""The harness's own books: the log as it was read while the run went on, and the tap, against what
+the learner wrote. No learner code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ class Books:
 
 
 def reconcile(
-    folder: Path, first: Mapping[int, tuple[int, str]], tap: Path, *, issued: int, steps: int, groups: int
+    folder: Path,
+    first: Mapping[int, tuple[int, str]],
+    tap: Path,
+    *,
+    issued: int,
+    steps: int,
+    groups: int,
 ) -> Books:
     """Compare.
 
@@ -54,7 +60,9 @@ def reconcile(
     for row in trained:
         seq, kind = first.get(row["ticket"], (0, ""))
         if (row["seq"], "Group") != (seq, kind):
-            wrong.append(f"ticket {row['ticket']} was trained by record {row['seq']}, its first record is {kind} {seq}")
+            wrong.append(
+                f"ticket {row['ticket']} was trained by record {row['seq']}, its first record is {kind} {seq}"
+            )
     per_step = Counter(row["step"] for row in trained)
     wrong += [
         f"step {step} was trained on {per_step[step]} groups"
@@ -63,18 +71,28 @@ def reconcile(
     ]
     tickets = set(range(1, issued + 1))
     observed: set[int] = {
-        line["ticket"] for line in seen if line["event"] in ("ticket", "sample") and line.get("kind") != "RulesChange"
+        line["ticket"]
+        for line in seen
+        if line["event"] in ("ticket", "sample") and line.get("kind") != "RulesChange"
     }
     lost = (tickets - ended.keys()) | (tickets - first.keys()) | (observed - ended.keys())
     return Books(
-        issued, len(trained), lost, {number for number, count in times.items() if count > 1}, sorted(set(wrong))
+        issued,
+        len(trained),
+        lost,
+        {number for number, count in times.items() if count > 1},
+        sorted(set(wrong)),
     )
 
 
 def check_lines(lines: list[dict[str, Any]], *, steps: int, max_staleness: int) -> None:
     """Every step has one line, none trained on anything too old, and at the end nothing is open."""
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
-    assert {line["step"]: line["staleness/max"] for line in lines if line["staleness/max"] > max_staleness} == {}
+    assert {
+        line["step"]: line["staleness/max"]
+        for line in lines
+        if line["staleness/max"] > max_staleness
+    } == {}
     for line in lines:
         assert line["ticket/issued"] == sum(line[f"ticket/{name}"] for name in (*FINAL, "open"))
     assert lines[-1]["ticket/open"] == 0

@@ -1,5 +1,5 @@
-"""The calendar clocks of the processes started with it, set together while they run, as ``date -s`` would. Everyone
-else's stay true.
+"""The calendar clocks of the processes started with it, set together while they run, as ``date -s``
+would. Everyone else's stay true.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class ShiftedClock:
         ]
         built = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         if built.returncode:
-            raise NoLibraryError(f"{compiler} cannot build {SOURCE.name}: {built.stderr.strip()[-300:]}")
+            raise NoLibraryError(
+                f"{compiler} cannot build {SOURCE.name}: {built.stderr.strip()[-300:]}"
+            )
         self._file.write_bytes(bytes(8))
         with self._file.open("r+b") as file:
             self._offset = memoryview(mmap.mmap(file.fileno(), 8)).cast("q")

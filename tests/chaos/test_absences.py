@@ -1,5 +1,6 @@
-"""A hub that is frozen beyond the deadlines of its tickets, and reward hubs that are away longer than every timeout:
-nothing is closed, because others play what the hub held, and groups that wait for a score do not age.
+"""A hub that is frozen beyond the deadlines of its tickets, and reward hubs that are away longer
+than every timeout: nothing is closed, because others play what the hub held, and groups that wait
+for a score do not age.
 """
 
 from __future__ import annotations
@@ -42,8 +43,17 @@ TIMEOUT_S = 25.0  # of a ticket
 @pytest.mark.timeout(600)
 async def test_a_frozen_hub_closes_nothing_when_it_wakes(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW.format(step_s=STEP_S))
-    slow: dict[str, Any] = {"env": f"{tmp_path / 'slow.py'}:Slow", "isolation": "none", "deadline_s": DEADLINE_S}
-    slow |= {"group_size": 2, "max_context_tokens": 64, "sampling": {"max_tokens": 4}, "weight": 4.0}
+    slow: dict[str, Any] = {
+        "env": f"{tmp_path / 'slow.py'}:Slow",
+        "isolation": "none",
+        "deadline_s": DEADLINE_S,
+    }
+    slow |= {
+        "group_size": 2,
+        "max_context_tokens": 64,
+        "sampling": {"max_tokens": 4},
+        "weight": 4.0,
+    }
     async with world(tmp_path, "sleepers", steps=8, domains={"slow": slow}) as w:
         await w.reach(1)
         (first, _) = w.fleet.of("envhub")
@@ -62,7 +72,9 @@ async def test_a_frozen_hub_closes_nothing_when_it_wakes(tmp_path: Path) -> None
 @pytest.mark.timeout(600)
 async def test_reward_hubs_may_be_away_for_longer_than_every_timeout(tmp_path: Path) -> None:
     config = chaos.config(tmp_path, "unscored", steps=20)
-    domains = {name: {**domain, "deadline_s": TIMEOUT_S - 5} for name, domain in config["domains"].items()}
+    domains = {
+        name: {**domain, "deadline_s": TIMEOUT_S - 5} for name, domain in config["domains"].items()
+    }
     timing = {"ticket_timeout_s": TIMEOUT_S}
     async with world(tmp_path, "unscored", steps=20, train=timing, domains=domains) as w:
         await w.reach(3)

@@ -1,5 +1,5 @@
-"""A learner a hundred times slower than the hubs: they wait, nothing is dropped, queues hold what credit permits,
-memory stays level.
+"""A learner a hundred times slower than the hubs: they wait, nothing is dropped, queues hold what
+credit permits, memory stays level.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ CREDIT = chaos.GROUPS * (1 + chaos.MAX_STALENESS)
 
 
 class Gauge:
-    """Twice a step: the resident memory of every process with its workers, and what the queues hold."""
+    """Twice a step: the resident memory of every process with its workers, and what the queues
+    hold.
+    """
 
     def __init__(self, w: World) -> None:
         self._world = w
@@ -53,37 +55,57 @@ class Gauge:
         """MiB of every process, the median of the first and of the last third."""
         third = {name: max(1, len(values) // 3) for name, values in self.resident.items()}
         return {
-            name: (statistics.median(values[: third[name]]), statistics.median(values[-third[name] :]))
+            name: (
+                statistics.median(values[: third[name]]),
+                statistics.median(values[-third[name] :]),
+            )
             for name, values in self.resident.items()
         }
 
 
 def resident_mib(pid: int) -> float:
     process = psutil.Process(pid)
-    return float(sum(one.memory_info().rss for one in [process, *process.children(recursive=True)])) / MIB
+    return (
+        float(sum(one.memory_info().rss for one in [process, *process.children(recursive=True)]))
+        / MIB
+    )
 
 
 def times_slower(tap: Path) -> float:
-    """A step of the learner, against the time from its tickets to their last record; medians, both as the tap saw
-    them.
+    """A step of the learner, against the time from its tickets to their last record; medians, both
+    as the tap saw them.
     """
     issued: dict[int, float] = {}
     scored: dict[int, float] = {}
     for row in map(json.loads, tap.read_text().splitlines()):
         if row["event"] in ("ticket", "sample"):
             (issued if row["event"] == "ticket" else scored).setdefault(row["ticket"], row["time"])
-    bursts = [list(range(first, first + chaos.GROUPS)) for first in range(CREDIT + 1, max(scored), chaos.GROUPS)]
+    bursts = [
+        list(range(first, first + chaos.GROUPS))
+        for first in range(CREDIT + 1, max(scored), chaos.GROUPS)
+    ]
     whole = [numbers for numbers in bursts if all(number in scored for number in numbers)]
-    took = [max(scored[n] for n in numbers) - min(issued[n] for n in numbers) for numbers in whole[WARM_UP:]]
+    took = [
+        max(scored[n] for n in numbers) - min(issued[n] for n in numbers)
+        for numbers in whole[WARM_UP:]
+    ]
     begun = [min(issued[n] for n in numbers) for numbers in whole[WARM_UP:]]
-    return statistics.median([b - a for a, b in itertools.pairwise(begun)]) / statistics.median(took)
+    return statistics.median([b - a for a, b in itertools.pairwise(begun)]) / statistics.median(
+        took
+    )
 
 
 @pytest.mark.timeout(480 + 3 * STEPS * STEP_S)
-async def test_a_learner_a_hundred_times_slower_than_the_hubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_learner_a_hundred_times_slower_than_the_hubs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RL_SIMULATED_STEP_S", str(STEP_S))
     plugin = chaos.ROOT / "bench" / "support" / "simulated.py"
-    longer: dict[str, Any] = {"max_context_tokens": 640, "sampling": {"max_tokens": MAX_TOKENS}, "group_size": 8}
+    longer: dict[str, Any] = {
+        "max_context_tokens": 640,
+        "sampling": {"max_tokens": MAX_TOKENS},
+        "group_size": 8,
+    }
     values = chaos.config(tmp_path, "slow", steps=STEPS, pace_s=0.0)["domains"]
     sections: dict[str, Any] = {
         "train": {"backend": f"{plugin}:SlowBackend", "micro_batch_tokens": 8192},
@@ -100,7 +122,10 @@ async def test_a_learner_a_hundred_times_slower_than_the_hubs(tmp_path: Path, mo
         await asyncio.gather(measuring, return_exceptions=True)
         await w.finish()
     lines = w.watch.lines()
-    levels = {name: (round(first, 1), round(last, 1)) for name, (first, last) in sorted(gauge.levels().items())}
+    levels = {
+        name: (round(first, 1), round(last, 1))
+        for name, (first, last) in sorted(gauge.levels().items())
+    }
     slower = times_slower(w.tap)
     print(
         json.dumps(
@@ -112,9 +137,12 @@ async def test_a_learner_a_hundred_times_slower_than_the_hubs(tmp_path: Path, mo
             }
         )
     )
-    assert {name: levels[name] for name, (first, last) in levels.items() if last - first > MAY_GROW_MIB} == {}
+    assert {
+        name: levels[name] for name, (first, last) in levels.items() if last - first > MAY_GROW_MIB
+    } == {}
     assert gauge.deepest["tickets"] <= CREDIT
     assert gauge.deepest["episodes"] <= CREDIT
-    assert gauge.deepest["samples"] <= 4 * chaos.GROUPS + CREDIT  # between the oldest of two checkpoints and the end
+    # between the oldest of two checkpoints and the end
+    assert gauge.deepest["samples"] <= 4 * chaos.GROUPS + CREDIT
     assert [(line["ticket/dropped"], line["ticket/dead"]) for line in lines] == [(0, 0)] * STEPS
     assert slower >= 100 or STEP_S < 5, "a step takes no hundred times as long as its groups"

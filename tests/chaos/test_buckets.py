@@ -1,4 +1,6 @@
-"""The sender and a receiver of new weights are killed behind every one of their buckets, within a whole run."""
+"""The sender and a receiver of new weights are killed behind every one of their buckets, within a
+whole run.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ EVERY = os.environ.get("RL_CHAOS_BUCKETS", "") == "1"
 TIMEOUT_S = 10.0  # longest wait for one bucket
 STEPS = 480  # so many that there is always one to come, on a loaded machine too
 BUCKET_MIB = 4096 / 2**20
-# Delta: so small a step leaves most of what travels as bfloat16 as it was; that many buckets then take a larger model.
+# Delta: so small a step leaves most of what travels as bfloat16 as it was; that many buckets then
+# take a larger model.
 TRAIN: dict[str, dict[str, Any]] = {
     "whole": {"weights_backend": "gloo"},
     "shared": {"weights_backend": "shared"},
@@ -54,7 +57,8 @@ def serves(server: RunProcess, version: int, behind: int) -> bool:
 
 
 @pytest.mark.skipif(
-    not EVERY, reason="set RL_CHAOS_BUCKETS=1; tests/contract/test_weights.py kills both ends too, outside of a run"
+    not EVERY,
+    reason="set RL_CHAOS_BUCKETS=1; tests/contract/test_weights.py kills both ends too, outside of a run",
 )
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("sent", ["whole", "delta", "shared"])
@@ -70,7 +74,10 @@ async def test_both_ends_are_killed_behind_every_bucket(tmp_path: Path, sent: st
             "weights_timeout_s": TIMEOUT_S,
             **TRAIN[sent],
         },
-        "model": {"path": None, "tiny": {**chaos.TINY, "intermediate_size": INTERMEDIATE_SIZE[sent]}},
+        "model": {
+            "path": None,
+            "tiny": {**chaos.TINY, "intermediate_size": INTERMEDIATE_SIZE[sent]},
+        },
         "checkpoint": KEEP_ALL,
         "rollout": {"engine": f"{plugin}:Engine"},
     }
@@ -85,12 +92,18 @@ async def test_both_ends_are_killed_behind_every_bucket(tmp_path: Path, sent: st
             behind, version = server.log.stat().st_size, w.watch.step()
             delays["rollout"].append(await strike(w, plugin, server, after))
             await w.watch.until(
-                lambda server=server, version=version, behind=behind: serves(server, version, behind), LIMIT_S
+                lambda server=server, version=version, behind=behind: serves(
+                    server, version, behind
+                ),
+                LIMIT_S,
             )
             delays["learner"].append(await strike(w, plugin, w.fleet.of("learner")[0], after))
             behind, version = server.log.stat().st_size, w.watch.step()
             await w.watch.until(
-                lambda server=server, version=version, behind=behind: serves(server, version, behind), LIMIT_S
+                lambda server=server, version=version, behind=behind: serves(
+                    server, version, behind
+                ),
+                LIMIT_S,
             )
         await w.finish()
     print(

@@ -1,8 +1,9 @@
-"""The calendar clock of every Python process set forward and back while a run trains: nobody decides anything by it.
+"""The calendar clock of every Python process set forward and back while a run trains: nobody
+decides anything by it.
 
-Not by libfaketime (0.9.10): told to leave the monotonic clock alone it still rewrites waits that end by it, so that
-every ``time.sleep`` of Python 3.11 fails with EINVAL, at an offset of 0, too. ``shifted_clock.c`` touches the calendar
-clock only.
+Not by libfaketime (0.9.10): told to leave the monotonic clock alone it still rewrites waits that
+end by it, so that every ``time.sleep`` of Python 3.11 fails with EINVAL, at an offset of 0, too.
+``shifted_clock.c`` touches the calendar clock only.
 
 The broker is a static Go program and keeps the true time, as a broker on another machine would.
 """
@@ -104,16 +105,22 @@ class Seen:
 def processes(w: World) -> dict[int, set[int]]:
     """By process of a role, those that it and its workers have started."""
     return {
-        child.pid: {kid.pid for kid in psutil.Process(child.pid).children(recursive=True)} for child in w.fleet.children
+        child.pid: {kid.pid for kid in psutil.Process(child.pid).children(recursive=True)}
+        for child in w.fleet.children
     }
 
 
 def checkpoints(w: World) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in (w.watch.folder / "checkpoints").glob("step-*"))
+    return sorted(
+        int(path.name.removeprefix("step-"))
+        for path in (w.watch.folder / "checkpoints").glob("step-*")
+    )
 
 
 def check_checkpoints(steps: list[int], lines: list[dict[str, Any]], moves: list[int]) -> None:
-    """Some between any two moves of the clock, and none sooner than is set; the last one is that of the run's end."""
+    """Some between any two moves of the clock, and none sooner than is set; the last one is that of
+    the run's end.
+    """
     for after, until in itertools.pairwise([0, *moves, len(lines)]):
         assert [step for step in steps if after < step <= until], (
             f"no checkpoint in steps {after + 1} to {until}, but {steps}"
@@ -125,7 +132,8 @@ def check_checkpoints(steps: list[int], lines: list[dict[str, Any]], moves: list
 
 
 @pytest.mark.skipif(
-    not os.environ.get("RL_CHAOS_CLOCKS"), reason="a minute or more; with make chaos (RL_CHAOS_CLOCKS=1)"
+    not os.environ.get("RL_CHAOS_CLOCKS"),
+    reason="a minute or more; with make chaos (RL_CHAOS_CLOCKS=1)",
 )
 @pytest.mark.timeout(600)
 async def test_clocks_are_set_forward_and_back(
@@ -135,7 +143,9 @@ async def test_clocks_are_set_forward_and_back(
         monkeypatch.setenv(name, value)
     moves: list[int] = []
     section = {"every_steps": 0, "every_minutes": CHECKPOINT_S / 60, "keep": 1000}
-    async with world(tmp_path, "clocks", steps=STEPS, pace_s=PACE_S, domains={"lake": LAKE}, checkpoint=section) as w:
+    async with world(
+        tmp_path, "clocks", steps=STEPS, pace_s=PACE_S, domains={"lake": LAKE}, checkpoint=section
+    ) as w:
         seen = Seen(w)
         listening = asyncio.create_task(seen.serve())
         await w.reach(MOVES[0] // 2)
@@ -154,13 +164,17 @@ async def test_clocks_are_set_forward_and_back(
         assert w.watch.step() < w.steps
         now = processes(w)
         assert now.keys() == started.keys()
-        assert {pid: gone for pid in now if (gone := started[pid] - now[pid])} == {}  # no worker fell over either
+        # no worker fell over either
+        assert {pid: gone for pid in now if (gone := started[pid] - now[pid])} == {}
         listening.cancel()
         await asyncio.gather(listening, return_exceptions=True)
         await w.finish()
         lines = w.watch.lines()
         assert set(started) == {child.pid for child in w.fleet.children}
-    jumps = [round((after["time"] - before["time"]) / HOUR_S) for before, after in itertools.pairwise(lines)]
+    jumps = [
+        round((after["time"] - before["time"]) / HOUR_S)
+        for before, after in itertools.pairwise(lines)
+    ]
     assert [jump for jump in jumps if jump] == [1, -2, 1]
     assert {
         name: line[name]

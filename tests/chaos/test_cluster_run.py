@@ -1,5 +1,5 @@
-"""A whole run on three brokers, each of them killed again and again: nothing lost, nothing trained twice, and how long
-a recovery takes.
+"""A whole run on three brokers, each of them killed again and again: nothing lost, nothing trained
+twice, and how long a recovery takes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,18 @@ async def test_each_of_three_brokers_is_killed_in_a_run(tmp_path: Path) -> None:
     rng = random.Random(SEED)
     took: list[float] = []
     steps = 6 * NODES * ROUNDS + 4
-    async with world(tmp_path, "cluster", steps=steps, pace_s=0.3, make_fleet=ClusterFleet, checkpoint=KEEP_ALL) as w:
+    async with world(
+        tmp_path, "cluster", steps=steps, pace_s=0.3, make_fleet=ClusterFleet, checkpoint=KEEP_ALL
+    ) as w:
         fleet = w.fleet
         assert isinstance(fleet, ClusterFleet)
         await w.reach(2)
         for node in [node for _ in range(ROUNDS) for node in rng.sample(range(NODES), NODES)]:
             restarting: list[asyncio.Task[None]] = []
 
-            async def strike(node: int = node, restarting: list[asyncio.Task[None]] = restarting) -> None:
+            async def strike(
+                node: int = node, restarting: list[asyncio.Task[None]] = restarting
+            ) -> None:
                 restarting.append(asyncio.create_task(fleet.nodes.restart(node, DOWN_S)))
                 await asyncio.sleep(0)
 
@@ -45,6 +49,10 @@ async def test_each_of_three_brokers_is_killed_in_a_run(tmp_path: Path) -> None:
         await w.finish()
     print(
         json.dumps(
-            {"recoveries_s": [round(s, 1) for s in sorted(took)], "kills": len(took), "repeated": w.watch.repeated}
+            {
+                "recoveries_s": [round(s, 1) for s in sorted(took)],
+                "kills": len(took),
+                "repeated": w.watch.repeated,
+            }
         )
     )

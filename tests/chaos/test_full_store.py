@@ -1,5 +1,5 @@
-"""The broker's store is full in the middle of a step: nothing is lost, the learner comes back, and trimming carries the
-run to its end.
+"""The broker's store is full in the middle of a step: nothing is lost, the learner comes back, and
+trimming carries the run to its end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class SmallFleet(RunFleet):
     """Its broker may store little."""
 
     def start_broker(self) -> None:
-        self._server = BrokerServer(str(self.folder / "broker"), port=self.port, store_max_gib=LIMIT_MIB / 1024)
+        self._server = BrokerServer(
+            str(self.folder / "broker"), port=self.port, store_max_gib=LIMIT_MIB / 1024
+        )
         self._server.start()
 
 
@@ -41,7 +43,11 @@ async def epoch(w: World) -> int:
 
 async def refused(w: World) -> bool:
     """Whether nothing at all can be stored, and a hub has noticed."""
-    said = any(SAID in child.log.read_text() for role in ("envhub", "rewardhub") for child in w.fleet.of(role))
+    said = any(
+        SAID in child.log.read_text()
+        for role in ("envhub", "rewardhub")
+        for child in w.fleet.of(role)
+    )
     return said and not await reserve.has_room(w.bus.link, w.bus.run)
 
 
@@ -54,12 +60,17 @@ async def until(w: World, holds: Any) -> None:
 @pytest.mark.timeout(480)
 async def test_the_store_is_full_in_the_middle_of_a_step(tmp_path: Path) -> None:
     plugin = chaos.ROOT / "bench" / "support" / "simulated.py"
-    longer: dict[str, Any] = {"max_context_tokens": 640, "sampling": {"max_tokens": MAX_TOKENS}, "group_size": 8}
+    longer: dict[str, Any] = {
+        "max_context_tokens": 640,
+        "sampling": {"max_tokens": MAX_TOKENS},
+        "group_size": 8,
+    }
     values = chaos.config(tmp_path, "full", steps=STEPS, pace_s=0.02)["domains"]
     sections: dict[str, Any] = {
         "train": {"micro_batch_tokens": 8192},
         "rollout": {"engine": f"{plugin}:InstantEngine", "max_context_tokens": 640},
-        "checkpoint": {"every_steps": 0, "every_minutes": 0},  # only a store that fills up asks for one
+        # only a store that fills up asks for one
+        "checkpoint": {"every_steps": 0, "every_minutes": 0},
         "broker": {"store_max_gib": LIMIT_MIB / 1024},
         "domains": {"sums": values["sums"] | longer},
     }
@@ -75,21 +86,28 @@ async def test_the_store_is_full_in_the_middle_of_a_step(tmp_path: Path) -> None
         await until(w, lambda: took_over(w))
         await filler.fill()  # what the reserve gave back, too
         await until(w, lambda: refused(w))
-        await w.reach(reached)  # without a checkpoint it makes the steps again whose records the log holds
+        # without a checkpoint it makes the steps again whose records the log holds
+        await w.reach(reached)
         assert await stands_still(w) < STEPS
         await filler.free()
         await filler.leave(ROOM_MIB)
         await w.finish()
-        assert await w.bus.first_seq(SAMPLES) > reached * chaos.GROUPS  # trimmed behind what had filled it
+        # trimmed behind what had filled it
+        assert await w.bus.first_seq(SAMPLES) > reached * chaos.GROUPS
         times = {child.name: child.log.read_text().count(SAID) for child in w.fleet.children}
         # filled twice, and a short respite by the reserve
         assert {name: count for name, count in times.items() if count > 4} == {}
         assert len(checkpoint.list_checkpoints(w.watch.folder / "checkpoints")) == 2
-        assert int((await w.bus.info(RESERVE))["state"]["bytes"]) >= reserve.PIECES * reserve.PIECE_BYTES
+        assert (
+            int((await w.bus.info(RESERVE))["state"]["bytes"])
+            >= reserve.PIECES * reserve.PIECE_BYTES
+        )
 
 
 async def stands_still(w: World) -> int:
-    """The step at which training waits; the log may hold records of more steps than the first learner had made."""
+    """The step at which training waits; the log may hold records of more steps than the first
+    learner had made.
+    """
     before = -1
     while (now := w.watch.step()) != before:
         before = now

@@ -1,5 +1,5 @@
-"""kill -9 of every role while a run trains: nothing lost, nothing trained twice, by the audit, by a tap, and by the
-harness's own books.
+"""kill -9 of every role while a run trains: nothing lost, nothing trained twice, by the audit, by a
+tap, and by the harness's own books.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ ROLES = ("learner", "rollout", "envhub", "rewardhub", "broker")
 
 
 class Striker:
-    """Hits one process after the other, and notes how long each recovery took and which windows were hit."""
+    """Hits one process after the other, and notes how long each recovery took and which windows
+    were hit.
+    """
 
     def __init__(self, world: World, look: Windows, rng: random.Random) -> None:
         self._world, self._look, self._rng = world, look, rng
@@ -38,18 +40,25 @@ class Striker:
     async def _hit(self, role: str, window: str) -> None:
         """Kill one of a role in a window, and wait until all that was in flight has its record.
 
-        That is later than that survivors hold the victim's work. For the learner: until it has completed a step that it
-        had not before.
+        That is later than that survivors hold the victim's work. For the learner: until it has
+        completed a step that it had not before.
         """
         watch = self._world.watch
         killed_at: list[float] = []
         victim = None
         if role != "broker":
-            await watch.until(lambda: any(child.running or child.done for child in self._world.fleet.of(role)), LIMIT_S)
+            await watch.until(
+                lambda: any(child.running or child.done for child in self._world.fleet.of(role)),
+                LIMIT_S,
+            )
             if watch.step() >= self._world.steps:
                 return  # the run was over before its turn came
-            victim = self._rng.choice([child for child in self._world.fleet.of(role) if child.running])
-        hit = await self._look.strike(window, victim.name if victim else role, self._killer(victim, killed_at))
+            victim = self._rng.choice(
+                [child for child in self._world.fleet.of(role) if child.running]
+            )
+        hit = await self._look.strike(
+            window, victim.name if victim else role, self._killer(victim, killed_at)
+        )
         self.hits[f"{role}:{hit}"] += 1
         if victim is None:
             await self._world.fleet.revive_broker()
@@ -72,7 +81,9 @@ class Striker:
         return act
 
     def report(self) -> str:
-        took = {role: [round(s, 2) for s in sorted(times)] for role, times in self.recoveries.items()}
+        took = {
+            role: [round(s, 2) for s in sorted(times)] for role, times in self.recoveries.items()
+        }
         return json.dumps(
             took
             | {
@@ -95,7 +106,9 @@ async def test_each_role_is_killed_again_and_again(tmp_path: Path) -> None:
         for done, (role, number) in enumerate(order):
             await w.reach(2 * done + 3)
             await asyncio.sleep(rng.random() * 0.5)
-            striking = asyncio.create_task(striker.hit(role, WINDOWS[role][(number + SEED) % len(WINDOWS[role])]))
+            striking = asyncio.create_task(
+                striker.hit(role, WINDOWS[role][(number + SEED) % len(WINDOWS[role])])
+            )
             pending.append(striking)
             if role == "broker":  # without it nobody could say what is in flight
                 await striking
@@ -105,7 +118,9 @@ async def test_each_role_is_killed_again_and_again(tmp_path: Path) -> None:
     print(striker.report())
 
 
-@pytest.mark.skipif(not BROKER_KILLS, reason="set RL_CHAOS_BROKER_KILLS; the test above kills the broker, too")
+@pytest.mark.skipif(
+    not BROKER_KILLS, reason="set RL_CHAOS_BROKER_KILLS; the test above kills the broker, too"
+)
 @pytest.mark.timeout(120 + 30 * BROKER_KILLS)
 async def test_the_broker_is_killed_again_and_again_under_load(tmp_path: Path) -> None:
     rng = random.Random(SEED)

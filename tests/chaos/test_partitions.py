@@ -1,5 +1,5 @@
-"""Each kind of process cut from the broker without a word, a hub cut from a server, and one broker of three cut from
-its peers.
+"""Each kind of process cut from the broker without a word, a hub cut from a server, and one broker
+of three cut from its peers.
 
 Real packets through real namespaces; what is cut vanishes, nothing is reset, so only silence tells.
 """
@@ -20,15 +20,16 @@ from partitioned_fleet import PartitionedFleet
 from broker.contract import wire
 from broker.contract.streams import MEMBERS
 
-# Seconds of each partition. `make chaos` has 1, 30 and 180; nothing in the system remembers a message id for longer
-# than 120 s.
+# Seconds of each partition. `make chaos` has 1, 30 and 180; nothing in the system remembers a
+# message id for longer than 120 s.
 PARTITION_S = [float(number) for number in os.environ.get("RL_CHAOS_PARTITION_S", "1").split(",")]
 VICTIMS = ("envhub-0", "rewardhub-0", "rollout-0", "learner", "hub from server")
 CHOSEN = os.environ.get("RL_CHAOS_PARTITION_VICTIMS", ",".join(VICTIMS)).split(",")
 
 pytestmark = [
     pytest.mark.skipif(
-        "RL_CHAOS_PARTITION_S" not in os.environ, reason="minutes; with make chaos (RL_CHAOS_PARTITION_S=1,30,180)"
+        "RL_CHAOS_PARTITION_S" not in os.environ,
+        reason="minutes; with make chaos (RL_CHAOS_PARTITION_S=1,30,180)",
     ),
     pytest.mark.skipif(bool(why := why_not()), reason=why),
     # nats-py's sockets of attempts that nobody answered
@@ -56,7 +57,11 @@ async def test_each_role_is_cut_from_the_broker(tmp_path: Path, seconds: float) 
     with network(1) as net:
         make = functools.partial(PartitionedFleet, network=net)
         async with world(
-            tmp_path, "cut", steps=20 * len(CHOSEN) + 4, pace_s=max(seconds / 25, 0.05), make_fleet=make
+            tmp_path,
+            "cut",
+            steps=20 * len(CHOSEN) + 4,
+            pace_s=max(seconds / 25, 0.05),
+            make_fleet=make,
         ) as w:
             fleet = w.fleet
             assert isinstance(fleet, PartitionedFleet)
@@ -71,7 +76,9 @@ async def test_each_role_is_cut_from_the_broker(tmp_path: Path, seconds: float) 
                 began = time.monotonic()
                 await asyncio.sleep(seconds)
                 net.heal()
-                await w.watch.until(lambda pending=pending: pending <= w.watch.first.keys(), LIMIT_S)  # type: ignore[misc]
+                await w.watch.until(
+                    lambda pending=pending: pending <= w.watch.first.keys(), LIMIT_S
+                )  # type: ignore[misc]
                 await trains_on(w)
                 took[victim] = round(time.monotonic() - began - seconds, 1)
             print(
@@ -85,13 +92,17 @@ async def test_each_role_is_cut_from_the_broker(tmp_path: Path, seconds: float) 
 
 @pytest.mark.timeout(400)
 async def test_one_broker_of_three_is_cut_from_the_others(tmp_path: Path) -> None:
-    """Its clients still reach it, but it can store nothing: they must find that out and go elsewhere."""
+    """Its clients still reach it, but it can store nothing: they must find that out and go
+    elsewhere.
+    """
     seconds = max(PARTITION_S) if max(PARTITION_S) < 30 else 30.0
     if seconds < 30:
         pytest.skip("with make chaos: clients wait some seconds before they doubt a broker")
     with network(3) as net:
         make = functools.partial(PartitionedFleet, network=net)
-        async with world(tmp_path, "split", steps=80, pace_s=1.0, make_fleet=make, checkpoint=KEEP_ALL) as w:
+        async with world(
+            tmp_path, "split", steps=80, pace_s=1.0, make_fleet=make, checkpoint=KEEP_ALL
+        ) as w:
             fleet = w.fleet
             assert isinstance(fleet, PartitionedFleet)
             took = []
@@ -103,7 +114,9 @@ async def test_one_broker_of_three_is_cut_from_the_others(tmp_path: Path) -> Non
                 began = time.monotonic()
                 await asyncio.sleep(seconds)
                 net.heal()
-                await w.watch.until(lambda pending=pending: pending <= w.watch.first.keys(), LIMIT_S)  # type: ignore[misc]
+                await w.watch.until(
+                    lambda pending=pending: pending <= w.watch.first.keys(), LIMIT_S
+                )  # type: ignore[misc]
                 await trains_on(w)
                 took.append(round(time.monotonic() - began - seconds, 1))
                 await fleet.settled(w.bus)

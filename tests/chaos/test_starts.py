@@ -1,5 +1,5 @@
-"""kill -9 of every process in its first seconds, and two learners of one run at once: the run comes up and its books
-agree.
+"""kill -9 of every process in its first seconds, and two learners of one run at once: the run comes
+up and its books agree.
 """
 
 from __future__ import annotations
@@ -17,26 +17,29 @@ from chaos_world import LIMIT_S, SEED, World, world
 
 from bench.support.fleet import FENCED, RunProcess
 
-EARLY_KILLS = int(os.environ.get("RL_CHAOS_EARLY_KILLS", "1"))  # of each process; `make chaos` has 10
+# of each process; `make chaos` has 10
+EARLY_KILLS = int(os.environ.get("RL_CHAOS_EARLY_KILLS", "1"))
 EARLY_S = 10.0  # after its start, within which a process is killed
 LINES = 4  # a learner has written as many when it trains
 WITHIN_S = 30.0  # longest wait for such a line
 SLOW_S, QUICK_S = 3.0, 0.1  # a reward, while learners start and while they train
-RIVALRIES = int(os.environ.get("RL_CHAOS_RIVALRIES", "1"))  # rounds of two learners; `make chaos` has 10
+# rounds of two learners; `make chaos` has 10
+RIVALRIES = int(os.environ.get("RL_CHAOS_RIVALRIES", "1"))
 
 
 async def kill_early(w: World, child: RunProcess, rng: random.Random, ages: list[float]) -> None:
     """Kill one process at a random moment, each of its first lives; notes its ages in seconds.
 
-    In every other life it is just behind one of its first lines in the log: on a busy machine its imports alone take
-    EARLY_S.
+    In every other life it is just behind one of its first lines in the log: on a busy machine its
+    imports alone take EARLY_S.
     """
     for number in range(EARLY_KILLS):
         await w.watch.until(lambda: child.running or child.done, LIMIT_S)
         if number % 2 == 0:
             line, until = rng.randint(1, LINES), time.monotonic() + WITHIN_S
             await w.watch.until(
-                lambda line=line, until=until: child.num_lines >= line or time.monotonic() > until, LIMIT_S
+                lambda line=line, until=until: child.num_lines >= line or time.monotonic() > until,
+                LIMIT_S,
             )
             await asyncio.sleep(rng.random())
         else:
@@ -59,7 +62,9 @@ async def kill_the_broker_early(w: World, rng: random.Random, ages: list[float])
 
 @pytest.mark.timeout(300 + 60 * EARLY_KILLS)
 async def test_every_process_is_killed_in_its_first_seconds(tmp_path: Path) -> None:
-    """All at once, while the run starts: of each process only the last life gets beyond its first seconds."""
+    """All at once, while the run starts: of each process only the last life gets beyond its first
+    seconds.
+    """
     rng, steps = random.Random(SEED), 6 + 10 * EARLY_KILLS
     ages: dict[str, list[float]] = {}
     async with world(tmp_path, "starts", steps) as w:
@@ -82,10 +87,11 @@ class Rivals:
         self.won: Counter[str] = Counter()
 
     async def settled(self) -> RunProcess:
-        """Wait until one of them has been fenced and the other one has made a step that was not there before; the other
-        one.
+        """Wait until one of them has been fenced and the other one has made a step that was not
+        there before; the other one.
 
-        Until then rewards are slow, so that the run is not over before a learner has started, however slow the machine.
+        Until then rewards are slow, so that the run is not over before a learner has started,
+        however slow the machine.
         """
         chaos.set_pace(self._w.folder, SLOW_S)
         await self._w.watch.until(lambda: sum(child.has_ended for child in self.both) == 1, LIMIT_S)
@@ -103,12 +109,16 @@ class Rivals:
 
 @pytest.mark.timeout(300 + 120 * RIVALRIES)
 async def test_of_two_learners_of_one_run_exactly_one_trains(tmp_path: Path) -> None:
-    """One joins the other, the winner is killed and both start together, one of them is killed while they do."""
+    """One joins the other, the winner is killed and both start together, one of them is killed
+    while they do.
+    """
     rng = random.Random(SEED)
     async with world(tmp_path, "rivals", 15 + 20 * RIVALRIES, QUICK_S) as w:
         (first,) = w.fleet.of("learner")
         await w.reach(2)
-        second = w.fleet.add("learner", "second", "start", str(tmp_path / "run.yaml"), "--take-over")
+        second = w.fleet.add(
+            "learner", "second", "start", str(tmp_path / "run.yaml"), "--take-over"
+        )
         first.command.append("--take-over")  # in its next lives
         first.may_end_with = second.may_end_with = FENCED
         rivals = Rivals(w, (first, second))

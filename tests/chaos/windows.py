@@ -1,8 +1,9 @@
-"""Where a process is hit: just behind a message that crosses the wire, or a change in the run's folder.
+"""Where a process is hit: just behind a message that crosses the wire, or a change in the run's
+folder.
 
-A plain subscriber sees a message when the broker takes it in, which is before its writer has the confirmation: a hub
-that is killed then has its record in the log and its ticket unacknowledged; a broker that is killed then has confirmed
-nothing.
+A plain subscriber sees a message when the broker takes it in, which is before its writer has the
+confirmation: a hub that is killed then has its record in the log and its ticket unacknowledged; a
+broker that is killed then has confirmed nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,18 @@ ANYWHERE = "anywhere"
 FILES = ("ledger", "line", "checkpoint", "trim")
 # The first five of each role are those of a short run.
 WINDOWS: dict[str, tuple[str, ...]] = {
-    "learner": ("ticket", "ledger", "checkpoint", "trim", "offer", ANYWHERE, "line", "join", "trimmed", "sample"),
+    "learner": (
+        "ticket",
+        "ledger",
+        "checkpoint",
+        "trim",
+        "offer",
+        ANYWHERE,
+        "line",
+        "join",
+        "trimmed",
+        "sample",
+    ),
     "rollout": ("join", ANYWHERE, "offer", "join", ANYWHERE),
     "envhub": ("sent", ANYWHERE, "sent", "ticket", "sent"),
     "rewardhub": ("scored", ANYWHERE, "scored", "episode", "scored"),
@@ -41,7 +53,9 @@ class Windows:
 
     def __init__(self, run: str, watch: FleetWatch) -> None:
         self._run, self._watch = run, watch
-        self._armed: list[tuple[Callable[[str, dict[str, Any]], bool], Strike, asyncio.Future[None]]] = []
+        self._armed: list[
+            tuple[Callable[[str, dict[str, Any]], bool], Strike, asyncio.Future[None]]
+        ] = []
 
     async def on_message(self, message: Msg) -> None:
         """Every message of the run."""
@@ -53,7 +67,8 @@ class Windows:
                 armed[2].set_result(None)
 
     async def strike(self, window: str, victim: str, act: Strike) -> str:
-        """Wait for the window and act in it; the window, or ``anywhere`` if it did not open in time.
+        """Wait for the window and act in it; the window, or ``anywhere`` if it did not open in
+        time.
 
         Args:
             victim: id of the process.
@@ -79,16 +94,24 @@ class Windows:
             prefix = stream.all_subjects(self._run).partition("*")[0]
             return lambda subject: subject.startswith(prefix)
 
-        tickets, episodes, samples, offers, joins = map(of, (TICKETS, EPISODES, SAMPLES, WEIGHTS, WEIGHTSYNC))
+        tickets, episodes, samples, offers, joins = map(
+            of, (TICKETS, EPISODES, SAMPLES, WEIGHTS, WEIGHTSYNC)
+        )
         purge = f"$JS.API.STREAM.PURGE.{SAMPLES.stream_name(self._run)}"
         conditions: dict[str, Callable[[str, dict[str, Any]], bool]] = {
             "ticket": lambda subject, body: tickets(subject),
             "episode": lambda subject, body: episodes(subject),
             "sample": lambda subject, body: samples(subject),
             "offer": lambda subject, body: offers(subject) and not joins(subject),
-            "join": lambda subject, body: joins(subject) and victim in ("learner", body.get("server")),
-            "sent": lambda subject, body: (episodes(subject) or samples(subject)) and body.get("hub") == victim,
-            "scored": lambda subject, body: samples(subject) and body.get("reward_hubs", [])[-1:] == [victim],
+            "join": lambda subject, body: (
+                joins(subject) and victim in ("learner", body.get("server"))
+            ),
+            "sent": lambda subject, body: (
+                (episodes(subject) or samples(subject)) and body.get("hub") == victim
+            ),
+            "scored": lambda subject, body: (
+                samples(subject) and body.get("reward_hubs", [])[-1:] == [victim]
+            ),
             "trimmed": lambda subject, body: subject == purge,
         }
         return conditions[window]
@@ -128,11 +151,18 @@ async def windows(url: str, run: str, watch: FleetWatch) -> AsyncIterator[Window
         """The connection comes back by itself."""
 
     client = await nats.connect(
-        url, **client_options(url), name="windows", max_reconnect_attempts=-1, reconnect_time_wait=0.1, error_cb=ignore
+        url,
+        **client_options(url),
+        name="windows",
+        max_reconnect_attempts=-1,
+        reconnect_time_wait=0.1,
+        error_cb=ignore,
     )
     try:
         await client.subscribe(f"rl.{run}.>", cb=made.on_message)
-        await client.subscribe(f"$JS.API.STREAM.PURGE.{SAMPLES.stream_name(run)}", cb=made.on_message)
+        await client.subscribe(
+            f"$JS.API.STREAM.PURGE.{SAMPLES.stream_name(run)}", cb=made.on_message
+        )
         await client.flush()
         yield made
     finally:

@@ -1,5 +1,5 @@
-"""Three brokers, each of them killed under load: what was confirmed is there, whoever was connected goes on, nobody is
-told otherwise.
+"""Three brokers, each of them killed under load: what was confirmed is there, whoever was connected
+goes on, nobody is told otherwise.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ async def nodes(tmp_path: Path) -> AsyncIterator[ClusterNodes]:
 
 
 class Load:
-    """A learner's, a hub's and a watcher's traffic, each on a connection of its own, and what each was told."""
+    """A learner's, a hub's and a watcher's traffic, each on a connection of its own, and what each
+    was told.
+    """
 
     def __init__(self, buses: list[Bus]) -> None:
         self.issuer, self.hub, self.reader, self.watcher = buses
@@ -59,11 +61,16 @@ class Load:
         self.stop = asyncio.Event()
 
     async def issue(self) -> None:
-        """Tickets with expected-last-sequence; by one issuer alone each must be stored at its own number."""
+        """Tickets with expected-last-sequence; by one issuer alone each must be stored at its own
+        number.
+        """
         while not self.stop.is_set():
             number = self.issued + 1
             assert (
-                await self.issuer.publish(TICKETS, ticket(number), key="lake", expected_last_seq=number - 1) == number
+                await self.issuer.publish(
+                    TICKETS, ticket(number), key="lake", expected_last_seq=number - 1
+                )
+                == number
             )
             self.issued = number
             await asyncio.sleep(0.01)
@@ -87,7 +94,9 @@ class Load:
                 self.read.append((record.seq, record.ticket))
 
     async def swap(self) -> None:
-        """Compare-and-swap by one process alone never fails, however often the confirmation is lost."""
+        """Compare-and-swap by one process alone never fails, however often the confirmation is
+        lost.
+        """
         control = self.issuer.key_value(CONTROL)
         revision = await control.create("swap", wire.DesiredState(state="running", reason="0"))
         assert revision is not None
@@ -105,7 +114,9 @@ class Load:
                 self.seen = int(message.reason)
 
 
-async def until(what: Callable[[], bool], tasks: list[asyncio.Task[None]], within_s: float = 120.0) -> float:
+async def until(
+    what: Callable[[], bool], tasks: list[asyncio.Task[None]], within_s: float = 120.0
+) -> float:
     """Seconds until it holds; whatever fails meanwhile is raised."""
     began = time.monotonic()
     while not what():
@@ -121,7 +132,10 @@ async def until(what: Callable[[], bool], tasks: list[asyncio.Task[None]], withi
 # nats-py's sockets of attempts at a dead server
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_any_one_server_may_be_killed_under_load(nodes: ClusterNodes) -> None:
-    buses = [await Bus.connect(nodes.url, "demo", name=f"bus-{number}", deadline_s=30) for number in range(4)]
+    buses = [
+        await Bus.connect(nodes.url, "demo", name=f"bus-{number}", deadline_s=30)
+        for number in range(4)
+    ]
     await buses[0].ensure_streams()
     for stream in ("rl_demo_tickets", "rl_demo_samples", "KV_rl_demo_control"):
         assert (await ask(buses[0].link, f"STREAM.INFO.{stream}"))["config"]["num_replicas"] == 3
@@ -150,7 +164,10 @@ async def test_any_one_server_may_be_killed_under_load(nodes: ClusterNodes) -> N
         load.stop.set()
         await asyncio.gather(*ending)
         await until(
-            lambda: {ticket for _, ticket in load.read} >= set(range(1, load.issued + 1)) and load.seen == load.swapped,
+            lambda: (
+                {ticket for _, ticket in load.read} >= set(range(1, load.issued + 1))
+                and load.seen == load.swapped
+            ),
             endless,
         )
         last = await buses[0].last_seq(SAMPLES)

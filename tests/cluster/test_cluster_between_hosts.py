@@ -1,4 +1,6 @@
-"""Three brokers on an address that other hosts reach: TLS for clients and between the servers, keys of one folder."""
+"""Three brokers on an address that other hosts reach: TLS for clients and between the servers, keys
+of one folder.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ from broker.server.private_server import BrokerServer
 from broker.server.server_supervisor import ServerSupervisor
 from broker.system.connections import addresses as own_addresses
 
-OWN = [one for each in own_addresses().values() for one in each if not one.startswith("127.") and ":" not in one]
+OWN = [
+    one
+    for each in own_addresses().values()
+    for one in each
+    if not one.startswith("127.") and ":" not in one
+]
 
 
 @pytest.mark.skipif(not OWN, reason="this host has no address but loopback")
@@ -33,7 +40,9 @@ async def test_a_run_has_three_replicas(tmp_path: Path) -> None:
         assert info["config"]["num_replicas"] == 3
         await nodes.settled(bus)
         made = tokens.invite(keys_of(nodes.url), nodes.url, "envhub", "team", expires_s=60)
-        hub = await Bus.connect(nodes.url, "team", name="hub", role="envhub", login=made.login, deadline_s=60)
+        hub = await Bus.connect(
+            nodes.url, "team", name="hub", role="envhub", login=made.login, deadline_s=60
+        )
         await hub.ensure_streams()
         nodes.kill(0)
         async with asyncio.timeout(60):
@@ -55,7 +64,8 @@ async def test_a_server_follows_what_a_process_of_another_host_changed(tmp_path:
         assert supervisor.look() == []
         (note,) = (server.keys_path / "servers").glob("[0-9]*")
         identity = note.read_text()
-        note.write_text(f"another boot/pid:[1]/{server.pid}/1")  # which this process must not signal
+        # which this process must not signal
+        note.write_text(f"another boot/pid:[1]/{server.pid}/1")
         reloads = reloads_of(server)
         made = tokens.invite(keys, server.url, "envhub", "demo", expires_s=60)
         await asyncio.sleep(0.3)
@@ -64,6 +74,8 @@ async def test_a_server_follows_what_a_process_of_another_host_changed(tmp_path:
         times = (server.keys_path / "authorization.conf").stat().st_mtime_ns - 1_000_000
         os.utime(note, ns=(times, times))
         assert supervisor.look() == []
-        bus = await Bus.connect(server.url, "demo", name="x", role="envhub", login=made.login, deadline_s=20)
+        bus = await Bus.connect(
+            server.url, "demo", name="x", role="envhub", login=made.login, deadline_s=20
+        )
         await bus.close()
         assert note.stat().st_mtime_ns > times

@@ -1,4 +1,6 @@
-"""Groups in parts in a cluster whose streams change their leaders: each is read whole, by every life of a learner."""
+"""Groups in parts in a cluster whose streams change their leaders: each is read whole, by every
+life of a learner.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ async def test_leaders_change_while_groups_in_parts_are_stored_and_read(tmp_path
     nodes = ClusterNodes(tmp_path / "cluster")
     try:
         await asyncio.to_thread(nodes.start_all)
-        reader, hub, operator = [await Bus.connect(nodes.url, "demo", name=n, deadline_s=60) for n in "rho"]
+        reader, hub, operator = [
+            await Bus.connect(nodes.url, "demo", name=n, deadline_s=60) for n in "rho"
+        ]
         await reader.ensure_streams()
         ledger = opened_ledger(groups_per_step=GROUPS + 1, max_staleness=0)
         stop = asyncio.Event()

@@ -1,4 +1,6 @@
-"""The console in a real headless Chromium, on a run that trains and on one of markup only. By ``make test-console``."""
+"""The console in a real headless Chromium, on a run that trains and on one of markup only. By
+``make test-console``.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,16 @@ from broker.contract.streams import DEAD, TICKETS
 from broker.jetstream.bus import Bus
 from learner.run_folder import broker_address, is_held
 
-playwright = pytest.importorskip("playwright.async_api", reason="needs Playwright and Chromium: make test-console")
+playwright = pytest.importorskip(
+    "playwright.async_api", reason="needs Playwright and Chromium: make test-console"
+)
 
 WIDTHS = (360, 800, 1440)
 SCREENSHOTS = os.environ.get("RL_CONSOLE_SCREENSHOTS")  # a folder that gets one of each page
 STEPS = 2000
-IS_DRAWN = "(c) => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some((value) => value)"
+IS_DRAWN = (
+    "(c) => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some((value) => value)"
+)
 SMALL = [
     f"train.steps={STEPS}", "train.groups_per_step=4", "warm_start.steps=20", "warm_start.episodes=64", "eval.tasks=16",
     "eval.every_steps=20", "checkpoint.every_steps=5", "samples.keep=true", "eval.baseline=''",
@@ -47,7 +53,9 @@ class Browser:
         self.errors: list[str] = []
         context.on("request", self._requested)
         context.on("weberror", lambda error: self.errors.append(str(error.error)))
-        context.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
+        context.on(
+            "console", lambda said: self.errors.append(said.text) if said.type == "error" else None
+        )
 
     def _requested(self, request: Any) -> None:
         if not request.url.startswith((self.console.address, "data:", "blob:")):
@@ -81,10 +89,22 @@ async def runs(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Path]:
 @asynccontextmanager
 async def up(root: Path) -> AsyncIterator[asyncio.subprocess.Process]:
     """The run, from its newest checkpoint on."""
-    words = ["-m", "rlearner.cli", "up", "configs/quickstart.yaml", "run.name=live", f"run.dir={root}", *SMALL]
+    words = [
+        "-m",
+        "rlearner.cli",
+        "up",
+        "configs/quickstart.yaml",
+        "run.name=live",
+        f"run.dir={root}",
+        *SMALL,
+    ]
     log = (root / "up.log").open("ab")
-    environment = {name: value for name, value in os.environ.items() if name not in ("RL_BROKER", "RL_RUN")}
-    child = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=log, stderr=log, env=environment)
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RL_BROKER", "RL_RUN")
+    }
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, *words, stdout=log, stderr=log, env=environment
+    )
     try:
         yield child
     finally:
@@ -118,7 +138,9 @@ def lines(root: Path) -> list[dict[str, Any]]:
 
 async def command(*words: str) -> str:
     pipe = asyncio.subprocess.PIPE
-    child = await asyncio.create_subprocess_exec(sys.executable, "-m", "rlearner.cli", *words, stdout=pipe, stderr=pipe)
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "rlearner.cli", *words, stdout=pipe, stderr=pipe
+    )
     out, err = await asyncio.wait_for(child.communicate(), 90)
     assert child.returncode == 0, err.decode()
     return out.decode()
@@ -141,17 +163,30 @@ async def trained_ticket(root: Path) -> int:
     return rows[0].ticket
 
 
-# ------------------------------------------------------------------------------------------------- every page
+# -------------------------------------------------------------------------------------------------
+# every page
 
 PAGES = {
     "runs": ("/?compare=live", ["Runs", "live", "hostile", "training", "reward/mean"]),
-    "overview": ("/run/live", ["training", "Reward", "env/success_rate", "Idle share", "staleness/max", "Events"]),
+    "overview": (
+        "/run/live",
+        ["training", "Reward", "env/success_rate", "Idle share", "staleness/max", "Events"],
+    ),
     "timeline": ("/run/live/timeline", ["learner.learner", "train", "wait", "whole run"]),
-    "fleet": ("/run/live/fleet", ["environment hubs", "rollout-1", "envhub-1", "serving", "tickets", "learner.log"]),
+    "fleet": (
+        "/run/live/fleet",
+        ["environment hubs", "rollout-1", "envhub-1", "serving", "tickets", "learner.log"],
+    ),
     "trajectories": ("/run/live/trajectories", ["in the index", "lake", "terminated", "Search"]),
-    "group": ("/run/live/group/1", ["episode 0", "turn 1", "logprob", "ticket 1: trained", "side by side"]),
+    "group": (
+        "/run/live/group/1",
+        ["episode 0", "turn 1", "logprob", "ticket 1: trained", "side by side"],
+    ),
     "dead-letters": ("/run/live/dead-letters", ["Dead letters", "none"]),
-    "actions": ("/run/live/actions", ["Pause", "Checkpoint now", "Evaluate now", "the operator wants it running"]),
+    "actions": (
+        "/run/live/actions",
+        ["Pause", "Checkpoint now", "Evaluate now", "the operator wants it running"],
+    ),
 }
 
 
@@ -164,7 +199,10 @@ async def test_page(browser: Browser, name: str, width: int) -> None:
         label = "canvas[aria-label]"  # names of lanes are drawn, and said by the label
 
         async def content() -> str:
-            said = [str(await one.get_attribute("aria-label")) for one in await page.query_selector_all(label)]
+            said = [
+                str(await one.get_attribute("aria-label"))
+                for one in await page.query_selector_all(label)
+            ]
             return "\n".join([await body(page), *said])
 
         async def complete() -> bool:
@@ -176,7 +214,9 @@ async def test_page(browser: Browser, name: str, width: int) -> None:
         except TimeoutError:
             text = await content()
             pytest.fail(f"{[one for one in wanted if one not in text]} not in {text[:1500]}")
-        assert await page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, "wider than the screen"
+        assert await page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, (
+            "wider than the screen"
+        )
         assert await page.evaluate("document.documentElement.dataset.theme") == theme
         ground = await page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert ground == ("rgb(15, 20, 27)" if theme == "dark" else "rgb(247, 248, 250)")
@@ -190,7 +230,8 @@ async def test_page(browser: Browser, name: str, width: int) -> None:
     assert browser.errors == []
 
 
-# -------------------------------------------------------------------------------------------------- end to end
+# --------------------------------------------------------------------------------------------------
+# end to end
 
 
 async def test_the_newest_step_is_shown_within_two_seconds(browser: Browser, runs: Path) -> None:
@@ -220,7 +261,9 @@ async def test_the_newest_step_is_shown_within_two_seconds(browser: Browser, run
 
 async def test_a_token_shows_the_logprob_of_the_command(browser: Browser, runs: Path) -> None:
     ticket = await trained_ticket(runs)
-    told = await command("show", "live", str(ticket), "--dir", str(runs), "--episode", "0", "--tokens")
+    told = await command(
+        "show", "live", str(ticket), "--dir", str(runs), "--episode", "0", "--tokens"
+    )
     number = r"(-?[\d.]+)"
     figures = rf"logprob +{number}  version (\d+).*  entropy {number}  ratio {number}"
     expected = re.findall(rf"^ +(\d+) +(\d+)  .*{figures}", told, re.M)
@@ -242,7 +285,9 @@ async def test_a_token_shows_the_logprob_of_the_command(browser: Browser, runs: 
 
 async def test_pause_and_resume(browser: Browser, runs: Path) -> None:
     async def desired() -> str:
-        return str(json.loads(await command("status", "live", "--dir", str(runs), "--json"))["desired"])
+        return str(
+            json.loads(await command("status", "live", "--dir", str(runs), "--json"))["desired"]
+        )
 
     async with browser.page("/run/live/actions") as page:
         await page.fill("input[name=reason]", "a look at the disk")
@@ -256,8 +301,13 @@ async def test_pause_and_resume(browser: Browser, runs: Path) -> None:
         await page.wait_for_selector("[data-output] >> text=live: running")
         assert await desired() == "running"
         await page.click("button:has-text('Checkpoint now')")
-        await page.wait_for_selector("[data-output] >> text=/done, step \\d+ is on disk/", timeout=60_000)
-    assert re.search(r"pause of run live from the console, by session [0-9a-f]{8}", "".join(browser.console.output))
+        await page.wait_for_selector(
+            "[data-output] >> text=/done, step \\d+ is on disk/", timeout=60_000
+        )
+    assert re.search(
+        r"pause of run live from the console, by session [0-9a-f]{8}",
+        "".join(browser.console.output),
+    )
 
 
 async def test_reloads_in_mid_stream_and_a_broken_connection(browser: Browser, runs: Path) -> None:
@@ -346,11 +396,14 @@ async def test_zoom_to_a_step_and_back(browser: Browser, runs: Path) -> None:
         await until(is_wider, 10.0)
 
 
-# ------------------------------------------------------------------- an operator at work; these end the run
+# ------------------------------------------------------------------- an operator at work; these end
+# the run
 
 
 async def bus_of(root: Path) -> Bus:
-    return await Bus.connect(broker_address(None, root / "live"), "live", name="test", deadline_s=20.0)
+    return await Bus.connect(
+        broker_address(None, root / "live"), "live", name="test", deadline_s=20.0
+    )
 
 
 async def test_evaluate_now(browser: Browser, runs: Path) -> None:
@@ -370,7 +423,9 @@ async def test_a_dead_letter_is_run_again_and_deleted(browser: Browser, runs: Pa
     bus = await bus_of(runs)
     try:
         reason = f"it broke {kit.MARKUP}"
-        await bus.dead_letter(TICKETS, seq=0, ticket=900_000, reason=reason, data=codec.encode(ticket))
+        await bus.dead_letter(
+            TICKETS, seq=0, ticket=900_000, reason=reason, data=codec.encode(ticket)
+        )
         async with browser.page("/run/live/dead-letters") as page:
             row = "table.t tr:has-text('900,000')"
             assert reason in await page.inner_text(row)
@@ -410,10 +465,14 @@ async def test_a_drain_and_a_resume_while_a_page_is_open(browser: Browser, runs:
 
             await until(shown, 60)
             await overview.wait_for_selector('[data-stat="state"] >> text=training', timeout=60_000)
-            await overview.wait_for_selector("table.t >> text=/learner started, epoch 2/", timeout=60_000)
+            await overview.wait_for_selector(
+                "table.t >> text=/learner started, epoch 2/", timeout=60_000
+            )
             async with browser.page("/run/live/actions") as page:
                 page.once("dialog", lambda dialog: dialog.accept())
                 await page.click("button:has-text('Stop')")
                 await page.wait_for_selector("[data-output] >> text=live: stopped")
-            await overview.wait_for_selector('[data-stat="state"] >> text=not running', timeout=120_000)
+            await overview.wait_for_selector(
+                '[data-stat="state"] >> text=not running', timeout=120_000
+            )
     browser.errors.clear()

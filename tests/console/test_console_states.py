@@ -1,4 +1,6 @@
-"""Banners of runs that vanish, break or find no room, and TLS: in a real headless Chromium, without a live run."""
+"""Banners of runs that vanish, break or find no room, and TLS: in a real headless Chromium, without
+a live run.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from waits import until
 
 from bench.support.console_browser import CHROMIUM, FLAGS
 
-playwright = pytest.importorskip("playwright.async_api", reason="needs Playwright and Chromium: make test-console")
+playwright = pytest.importorskip(
+    "playwright.async_api", reason="needs Playwright and Chromium: make test-console"
+)
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 SEEN_MS = 30_000
@@ -51,10 +55,15 @@ async def call(*words: str) -> int:
 async def test_a_run_that_is_deleted_while_its_page_is_open(chromium: Any, tmp_path: Path) -> None:
     root = tmp_path / "runs"
     await kit.hostile_run(root, "pruned")
-    async with kit.console(root, tmp_path) as console, opened(chromium, console, "/run/pruned") as page:
+    async with (
+        kit.console(root, tmp_path) as console,
+        opened(chromium, console, "/run/pruned") as page,
+    ):
         await page.wait_for_selector('[data-stat="step"]')
         shutil.rmtree(root / "pruned")
-        await page.wait_for_selector("[role=status] >> text=is no longer there: the run was moved or", timeout=SEEN_MS)
+        await page.wait_for_selector(
+            "[role=status] >> text=is no longer there: the run was moved or", timeout=SEEN_MS
+        )
         await page.goto(console.address + "/")
         await page.wait_for_selector("text=no runs in")
 
@@ -88,7 +97,10 @@ async def test_a_full_disk_is_a_banner_until_there_is_room(chromium: Any, tmp_pa
     try:
         await kit.hostile_run(root, "full")
         (root / "full" / "filler").write_bytes(bytes(2**21))
-        async with kit.console(root, tmp_path) as console, opened(chromium, console, "/run/full") as page:
+        async with (
+            kit.console(root, tmp_path) as console,
+            opened(chromium, console, "/run/full") as page,
+        ):
             said = "the console's index cannot be written (62 MiB are free, it leaves 64 MiB to the run)"
             await page.wait_for_selector(f"[role=status] >> text={said}", timeout=SEEN_MS)
             assert await call("mount", "-o", "remount,size=200m", str(root)) == 0
@@ -103,7 +115,16 @@ async def test_a_full_disk_is_a_banner_until_there_is_room(chromium: Any, tmp_pa
 async def test_tls(chromium: Any, tmp_path: Path) -> None:
     root, cert, key = tmp_path / "runs", tmp_path / "cert.pem", tmp_path / "key.pem"
     await kit.hostile_run(root, "run")
-    request = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    request = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+    ]
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
     assert await call(*request, *names, "-keyout", str(key), "-out", str(cert)) == 0
     key.chmod(0o600)

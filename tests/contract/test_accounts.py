@@ -51,7 +51,9 @@ async def buses(broker_url: str, bus: Bus) -> AsyncIterator[Buses]:
     made = {}
     for role in EVERYONE:
         login = find_login(broker_url, role, bus.run)
-        made[role] = await Bus.connect(broker_url, bus.run, name=role, role=role, login=login, deadline_s=60)
+        made[role] = await Bus.connect(
+            broker_url, bus.run, name=role, role=role, login=login, deadline_s=60
+        )
     for role in JOINING:
         await made[role].ensure_streams()
     yield made
@@ -62,7 +64,8 @@ async def buses(broker_url: str, bus: Bus) -> AsyncIterator[Buses]:
 async def test_work_is_pulled_marked_handed_back_and_acknowledged(buses: Buses) -> None:
     queue = await buses["envhub"].work_queue(TICKETS, "lake")
     pulling = asyncio.create_task(queue.fetch(1, LONG_S))
-    await buses["learner"].publish(TICKETS, EXAMPLES[wire.Ticket], key="lake")  # while the pull waits
+    # while the pull waits
+    await buses["learner"].publish(TICKETS, EXAMPLES[wire.Ticket], key="lake")
     (first,) = await pulling
     await first.nak()
     (again,) = await queue.fetch(1, LONG_S)
@@ -119,7 +122,8 @@ async def test_a_change_of_the_desired_state_is_seen_at_once(buses: Buses, role:
     for state in ("running", "paused", "draining"):
         writer = buses["operator" if state == "paused" else "learner"]
         await writer.key_value(CONTROL).put(writer.run, wire.DesiredState(state=state))
-        async with asyncio.timeout(5):  # a lost message would be noticed by the next read, 15 s later
+        # a lost message would be noticed by the next read, 15 s later
+        async with asyncio.timeout(5):
             await until(lambda wanted=state: states[-1:] == [wanted])  # type: ignore[misc]
     watching.cancel()
 
@@ -134,7 +138,9 @@ async def test_offers_reach_a_server_at_once(buses: Buses) -> None:
 
     watching = asyncio.create_task(watch())
     for version in (1, 2, 3):
-        await buses["learner"].publish(WEIGHTS, msgspec.structs.replace(EXAMPLES[wire.WeightsOffer], version=version))
+        await buses["learner"].publish(
+            WEIGHTS, msgspec.structs.replace(EXAMPLES[wire.WeightsOffer], version=version)
+        )
         async with asyncio.timeout(5):
             await until(lambda wanted=version: versions[-1:] == [wanted])  # type: ignore[misc]
     assert versions == [1, 2, 3]
@@ -196,7 +202,10 @@ async def test_devices_are_leased_between_learner_and_servers(buses: Buses) -> N
         await buses[role].key_value(DEVICES).tap(run, lambda key, _, keys=keys: keys.append(key))  # type: ignore[misc]
         await buses[role].link.overdue(1.0)
     for role in heard:
-        assert await buses[role].key_value(DEVICES).create(f"{run}.{role}", EXAMPLES[wire.DeviceLease]) is not None
+        assert (
+            await buses[role].key_value(DEVICES).create(f"{run}.{role}", EXAMPLES[wire.DeviceLease])
+            is not None
+        )
     await until(lambda: all(len(keys) >= 2 for keys in heard.values()))
     assert {role: sorted(keys) for role, keys in heard.items()} == {
         role: [f"{run}.learner", f"{run}.rollout"] for role in heard
@@ -216,7 +225,9 @@ async def test_metrics_are_heard_once_by_those_who_watch(buses: Buses) -> None:
     await asyncio.gather(*(each.link.overdue(1.0) for each in buses.values()))
     writers = ("learner", *JOINING)
     for writer in writers:
-        await publish_metrics(buses[writer], msgspec.structs.replace(EXAMPLES[wire.Metrics], role=writer, id="x"))
+        await publish_metrics(
+            buses[writer], msgspec.structs.replace(EXAMPLES[wire.Metrics], role=writer, id="x")
+        )
     await until(lambda: len(heard) >= len(readers) * len(writers))
     await asyncio.gather(*(each.link.overdue(1.0) for each in buses.values()))
     assert sorted(heard) == sorted((reader, writer) for reader in readers for writer in writers)
@@ -236,9 +247,13 @@ REQUEST_PAIRS: list[tuple[Stream, str, str, str, type[wire.Message], type[wire.M
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
-@pytest.mark.parametrize("pair", REQUEST_PAIRS, ids=lambda pair: f"{pair[0].name}-{pair[1]}-{pair[2]}")
+@pytest.mark.parametrize(
+    "pair", REQUEST_PAIRS, ids=lambda pair: f"{pair[0].name}-{pair[1]}-{pair[2]}"
+)
 async def test_requests_are_answered(
-    buses: Buses, pair: tuple[Stream, str, str, str, type[wire.Message], type[wire.Message]], shared: bool
+    buses: Buses,
+    pair: tuple[Stream, str, str, str, type[wire.Message], type[wire.Message]],
+    shared: bool,
 ) -> None:
     stream, asker, answerer, key, question, answer = pair
 
@@ -251,7 +266,8 @@ async def test_requests_are_answered(
     subscribed = await respond(buses[answerer], stream, key, handle, shared=shared)
     await buses[answerer].link.overdue(1.0)
     replies = [
-        request(buses[asker], stream, key, EXAMPLES[question], timeout_s=LONG_S, reply=answer) for _ in range(20)
+        request(buses[asker], stream, key, EXAMPLES[question], timeout_s=LONG_S, reply=answer)
+        for _ in range(20)
     ]
     assert await asyncio.gather(*replies) == [EXAMPLES[answer]] * 20
     await subscribed.close()
@@ -259,7 +275,10 @@ async def test_requests_are_answered(
 
 @pytest.mark.parametrize("role", JOINING)
 async def test_a_refused_request_is_named_as_it_was_sent(buses: Buses, role: str) -> None:
-    with pytest.raises(UserError, match=rf"does not allow a {role} of its run to publish to \$JS.API.stream.purge.rl_"):
+    with pytest.raises(
+        UserError,
+        match=rf"does not allow a {role} of its run to publish to \$JS.API.stream.purge.rl_",
+    ):
         await buses[role].trim(SAMPLES, 2)
 
 

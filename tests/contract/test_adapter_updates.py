@@ -1,4 +1,6 @@
-"""Adapters from a trainer to engines over the weight channel: what is sent, and that both compute the same."""
+"""Adapters from a trainer to engines over the weight channel: what is sent, and that both compute
+the same.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,15 @@ from rollout.service import RolloutService
 PROBE = [1, 5, 3, 9, 22, 7, 7, 2]
 
 
-def trainer_of(path: str, dtype: str = "float32", weights_dtype: str | None = None, **lora: object) -> TorchBackend:
-    settings = {"lr": 1e-2, "device": "cpu", "micro_batch_tokens": 64, "weights_dtype": weights_dtype}
+def trainer_of(
+    path: str, dtype: str = "float32", weights_dtype: str | None = None, **lora: object
+) -> TorchBackend:
+    settings = {
+        "lr": 1e-2,
+        "device": "cpu",
+        "micro_batch_tokens": 64,
+        "weights_dtype": weights_dtype,
+    }
     train = TrainSection.model_validate({**settings, "lora": {"rank": 2, "alpha": 6, **lora}})
     return backend(path, train=train, model=ModelSection(dtype=dtype))
 
@@ -84,7 +93,13 @@ class Server:
         stack.push_async_callback(self.engine.close)
         held = self.engine.weights()
         self.receiver = WeightReceiver(
-            self.bus, self.name, held, self.load, bucket_mib=32, dtype=self.weights_dtype, first=self.base
+            self.bus,
+            self.name,
+            held,
+            self.load,
+            bucket_mib=32,
+            dtype=self.weights_dtype,
+            first=self.base,
         )
         await self.receiver.start()
         stack.push_async_callback(self.receiver.close)
@@ -103,7 +118,9 @@ class Server:
             await self.engine.adopt(offer.version)
 
 
-@pytest.mark.parametrize(("dtype", "weights_dtype"), [("float32", None), ("float32", "bfloat16"), ("bfloat16", None)])
+@pytest.mark.parametrize(
+    ("dtype", "weights_dtype"), [("float32", None), ("float32", "bfloat16"), ("bfloat16", None)]
+)
 async def test_what_is_sent_is_the_adapter_and_the_engine_computes_as_the_trainer(
     tmp_path: Path, bus: Bus, dtype: str, weights_dtype: str | None
 ) -> None:
@@ -112,7 +129,9 @@ async def test_what_is_sent_is_the_adapter_and_the_engine_computes_as_the_traine
     trainer = trainer_of(path, dtype, weights_dtype)
     whole = sum(tensor.nbytes for tensor in trainer.weights().values())
     async with sender_of(bus, trainer, dtype) as (sender, offering), AsyncExitStack() as stack:
-        servers = [await Server(bus, f"s{i}", path, dtype, weights_dtype).start(stack) for i in range(2)]
+        servers = [
+            await Server(bus, f"s{i}", path, dtype, weights_dtype).start(stack) for i in range(2)
+        ]
         factors = sum(factor.nbytes for factor in offering.tensors().values())
         assert factors * 4 < whole
         for version in range(3):
@@ -124,19 +143,28 @@ async def test_what_is_sent_is_the_adapter_and_the_engine_computes_as_the_traine
         late = await Server(bus, "late", path, dtype, weights_dtype, first=path).start(stack)
         await late.receiver.wait_for(2)
         expected, merged = trainer.logprobs(PROBE), trainer.weights()
-        assert sender.plan.size_bytes - 64 * len(sender.plan.slots) <= factors <= sender.plan.size_bytes
+        assert (
+            sender.plan.size_bytes - 64 * len(sender.plan.slots)
+            <= factors
+            <= sender.plan.size_bytes
+        )
         assert sender.metrics()["weights/sent_bytes"] == sender.plan.size_bytes
         for server in (*servers, late):
             held = server.engine.weights()
             # to the bit: both merge by the same function
             assert all(torch.equal(held[name], merged[name]) for name in held)
             found = torch.from_numpy(await server.engine.logprobs(PROBE))
-            torch.testing.assert_close(found, expected, atol=1e-5 if dtype == "float32" else 0.1, rtol=0)
-        assert (trainer.logprobs(PROBE) - backend(path).logprobs(PROBE)).abs().max() > 1e-2  # it has learned something
+            torch.testing.assert_close(
+                found, expected, atol=1e-5 if dtype == "float32" else 0.1, rtol=0
+            )
+        # it has learned something
+        assert (trainer.logprobs(PROBE) - backend(path).logprobs(PROBE)).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
-async def test_factors_of_stacked_experts_are_merged_by_the_server(tmp_path: Path, bus: Bus, name: str) -> None:
+async def test_factors_of_stacked_experts_are_merged_by_the_server(
+    tmp_path: Path, bus: Bus, name: str
+) -> None:
     path = save_parts(name, tmp_path / "model")
     trainer = trainer_of(path)
     async with sender_of(bus, trainer) as (sender, offering), AsyncExitStack() as stack:
@@ -154,26 +182,34 @@ async def test_factors_of_stacked_experts_are_merged_by_the_server(tmp_path: Pat
         torch.testing.assert_close(found, trainer.logprobs(PROBE), atol=1e-5, rtol=0)
 
 
-async def test_a_server_with_another_model_below_is_refused_in_one_line(tmp_path: Path, bus: Bus) -> None:
+async def test_a_server_with_another_model_below_is_refused_in_one_line(
+    tmp_path: Path, bus: Bus
+) -> None:
     path, other = save_model(tmp_path / "a"), save_model(tmp_path / "b", seed=1)
     trainer = trainer_of(path)
     async with sender_of(bus, trainer) as (sender, offering), AsyncExitStack() as stack:
         server = await Server(bus, "s", other).start(stack)
         sender.offer(0, offering.tensors(), offering.probe())
         await until(lambda: server.receiver.refused, LONG_S)
-        assert server.receiver.refused.startswith("the learner's adapters need another base: expected digest ")
+        assert server.receiver.refused.startswith(
+            "the learner's adapters need another base: expected digest "
+        )
         assert "\n" not in server.receiver.refused
         assert server.seen == []
 
 
 async def test_other_layers_than_the_adapters_are_told_by_name(tmp_path: Path, bus: Bus) -> None:
-    """As a server of another architecture would be: here the offer speaks of layers that it does not have."""
+    """As a server of another architecture would be: here the offer speaks of layers that it does
+    not have.
+    """
     path = save_model(tmp_path)
     trainer = trainer_of(path)
     async with sender_of(bus, trainer) as (sender, offering), AsyncExitStack() as stack:
         server = await Server(bus, "s", path).start(stack)
         assert sender._adapter is not None
-        sender._adapter = wire.Adapter(base=sender._adapter.base, targets=["q_proj"], rank=2, scale=3.0)
+        sender._adapter = wire.Adapter(
+            base=sender._adapter.base, targets=["q_proj"], rank=2, scale=3.0
+        )
         sender.offer(0, offering.tensors(), offering.probe())
         await until(lambda: server.receiver.refused, LONG_S)
         assert (
@@ -182,20 +218,31 @@ async def test_other_layers_than_the_adapters_are_told_by_name(tmp_path: Path, b
         )
 
 
-def test_a_server_finds_its_first_weights_in_the_engine_or_else_in_the_folder(tmp_path: Path) -> None:
+def test_a_server_finds_its_first_weights_in_the_engine_or_else_in_the_folder(
+    tmp_path: Path,
+) -> None:
     path = save_model(tmp_path)
     expected = backend(path).weights()
     spec = SimpleNamespace(config={}, model_path=path)
     held = {name: tensor.clone() for name, tensor in expected.items()}
 
-    def first(loaded: bool, has_weights: bool = True, **engine: object) -> tuple[Mapping[str, Tensor], bool]:
-        parts = {"_spec": spec, "_section": RolloutSection(), "_model": LocalModel(path, has_weights=has_weights)}
+    def first(
+        loaded: bool, has_weights: bool = True, **engine: object
+    ) -> tuple[Mapping[str, Tensor], bool]:
+        parts = {
+            "_spec": spec,
+            "_section": RolloutSection(),
+            "_model": LocalModel(path, has_weights=has_weights),
+        }
         made = SimpleNamespace(_loaded=loaded, _engine=SimpleNamespace(**engine), **parts)
         return RolloutService._first_weights(made)  # type: ignore[arg-type]
 
     assert first(False, weights=lambda: held) == (held, False)
     assert first(False, weights=lambda: held, keeps_tensors=True) == (held, True)
-    for loaded, weights in ((True, {"x": torch.zeros(1)}), (False, {"x": torch.zeros(1, device="meta")})):
+    for loaded, weights in (
+        (True, {"x": torch.zeros(1)}),
+        (False, {"x": torch.zeros(1, device="meta")}),
+    ):
         found, own = first(loaded, weights=lambda weights=weights: weights, keeps_tensors=True)
         assert own
         assert found.keys() == expected.keys()

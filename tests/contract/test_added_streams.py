@@ -1,4 +1,6 @@
-"""The recipes of CONTRIBUTING that need a broker: a stream and a request channel are a declaration and one line."""
+"""The recipes of CONTRIBUTING that need a broker: a stream and a request channel are a declaration
+and one line.
+"""
 
 from __future__ import annotations
 
@@ -69,8 +71,12 @@ asyncio.run(main())
 """
 
 
-def test_a_stream_is_a_declaration_and_one_line(tmp_path: Path, broker_url: str, run_name: str) -> None:
-    shutil.copytree(ROOT / "broker", tmp_path / "broker", ignore=shutil.ignore_patterns("__pycache__"))
+def test_a_stream_is_a_declaration_and_one_line(
+    tmp_path: Path, broker_url: str, run_name: str
+) -> None:
+    shutil.copytree(
+        ROOT / "broker", tmp_path / "broker", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for name, before, text in STREAM:
         file = tmp_path / "broker" / "contract" / name
         source = file.read_text()
@@ -78,7 +84,11 @@ def test_a_stream_is_a_declaration_and_one_line(tmp_path: Path, broker_url: str,
         file.write_text(source.replace(before, text + before, 1))
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, broker_url, run_name],
-        env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "", "XDG_STATE_HOME": os.environ["XDG_STATE_HOME"]},
+        env={
+            "PYTHONPATH": f"{tmp_path}:{ROOT}",
+            "PATH": "",
+            "XDG_STATE_HOME": os.environ["XDG_STATE_HOME"],
+        },
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -88,7 +98,9 @@ def test_a_stream_is_a_declaration_and_one_line(tmp_path: Path, broker_url: str,
     assert (done.returncode, done.stdout.splitlines()) == (0, ["1 1", "1 kept"]), done.stderr
 
 
-async def test_a_channel_is_a_file_and_one_line(bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_channel_is_a_file_and_one_line(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "added_channel.py").write_text(CHANNEL)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match="mine"):

@@ -1,7 +1,9 @@
-"""Alerts and dashboards on the scrapes of a real run: nothing fires while it is well, and each alert for what it names.
+"""Alerts and dashboards on the scrapes of a real run: nothing fires while it is well, and each
+alert for what it names.
 
-A second of the run counts as a minute, so that ranges of minutes are over soon. With RL_ALERTS=1, as in
-`make test-alerts`, a real Prometheus evaluates the same rules at the same pace, and more is provoked.
+A second of the run counts as a minute, so that ranges of minutes are over soon. With RL_ALERTS=1,
+as in `make test-alerts`, a real Prometheus evaluates the same rules at the same pace, and more is
+provoked.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ def length(sample):
         raise ValueError("made to fail")
     return min(1.0, len(sample.response) / 8)
 '''
-# May be above their thresholds for a while in a run of this size; their time is what makes them alerts.
+# May be above their thresholds for a while in a run of this size; their time is what makes them
+# alerts.
 MOODS = {
     "RlearnerLearnerIdle",
     "RlearnerStalenessAtBound",
@@ -107,7 +110,9 @@ class Observer:
     def firing(self) -> dict[str, list[dict[str, str]]]:
         """Return the labels for which the expression of each alert has a value now."""
         found = {name: evaluate(rule["expr"], self.history) for name, rule in rules().items()}
-        return {name: [dict(labels) for labels in vector] for name, vector in found.items() if vector}
+        return {
+            name: [dict(labels) for labels in vector] for name, vector in found.items() if vector
+        }
 
     async def expect(self, alert: str, within_s: float, **labels: str) -> None:
         """Wait until an alert fires for these labels, in Prometheus too."""
@@ -126,7 +131,9 @@ class Observer:
                     and labels.items() <= one["labels"].items()
                 ):
                     return
-            assert time.monotonic() < deadline, f"{alert} does not fire in Prometheus: {answer['data']['alerts']}"
+            assert time.monotonic() < deadline, (
+                f"{alert} does not fire in Prometheus: {answer['data']['alerts']}"
+            )
             await asyncio.sleep(0.5)
 
 
@@ -144,12 +151,21 @@ def at_pace(text: str) -> str:
 async def prometheus(folder: Path, target: str) -> AsyncIterator[str]:
     """Run a Prometheus that scrapes the exporter every second."""
     (folder / "rules.yaml").write_text(at_pace(RULES.read_text()))
-    jobs = [{"job_name": "run", "static_configs": [{"targets": [target.removeprefix("http://").partition("/")[0]]}]}]
+    jobs = [
+        {
+            "job_name": "run",
+            "static_configs": [{"targets": [target.removeprefix("http://").partition("/")[0]]}],
+        }
+    ]
     fast = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config = {"global": fast, "rule_files": ["rules.yaml"], "scrape_configs": jobs}
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
     port = free_port()
-    command = ["prometheus", f"--config.file={folder / 'prometheus.yaml'}", f"--storage.tsdb.path={folder / 'tsdb'}"]
+    command = [
+        "prometheus",
+        f"--config.file={folder / 'prometheus.yaml'}",
+        f"--storage.tsdb.path={folder / 'tsdb'}",
+    ]
     command += [f"--web.listen-address=127.0.0.1:{port}"]
     with (folder / "prometheus.log").open("wb") as log:
         child = spawn(command, log)
@@ -162,12 +178,29 @@ async def prometheus(folder: Path, target: str) -> AsyncIterator[str]:
 
 async def exporter(fleet: RunFleet, folder: Path) -> str:
     """Start the exporter and return its address."""
-    command = [sys.executable, "-m", "rlearner.cli", "exporter", RUN, "--broker", fleet.url, "--metrics-port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "rlearner.cli",
+        "exporter",
+        RUN,
+        "--broker",
+        fleet.url,
+        "--metrics-port",
+        "0",
+    ]
     child = fleet.start(
-        RunProcess("exporter", "exporter", [*command, "--dir", str(folder / "runs")], fleet.folder / "e.log")
+        RunProcess(
+            "exporter",
+            "exporter",
+            [*command, "--dir", str(folder / "runs")],
+            fleet.folder / "e.log",
+        )
     )
     deadline = time.monotonic() + 60
-    while not (found := re.search(r"metrics at (\S+)", child.log.read_text() if child.log.exists() else "")):
+    while not (
+        found := re.search(r"metrics at (\S+)", child.log.read_text() if child.log.exists() else "")
+    ):
         assert time.monotonic() < deadline, "the exporter says no address"
         await asyncio.sleep(0.1)
     return found[1]
@@ -180,9 +213,15 @@ def end(child: RunProcess) -> None:
 
 
 @pytest.mark.timeout(600)
-async def test_alerts_fire_for_what_they_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_alerts_fire_for_what_they_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also: each traced ticket is one trace of all hops, which the same run shows."""
-    sections: dict[str, Any] = {"eval": BASELINE, "broker": {"store_max_gib": 4.0}, "telemetry": {"traces": TRACED}}
+    sections: dict[str, Any] = {
+        "eval": BASELINE,
+        "broker": {"store_max_gib": 4.0},
+        "telemetry": {"traces": TRACED},
+    }
     if WHOLE:  # enough tickets at once for a queue to grow
         sections["train"] = {"groups_per_step": 16}
     config = chaos.config(tmp_path, RUN, steps=100_000, pace_s=0.02, **sections)
@@ -194,7 +233,9 @@ async def test_alerts_fire_for_what_they_name(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "500")
         fleet = await stack.enter_async_context(RunFleet(tmp_path / "fleet", RUN))
         chaos.start_all(fleet, file, each=1)
-        fleet.add("rollout", "random-0", "--gpus", "cpu", "--engine", "random", "--policy", "random")
+        fleet.add(
+            "rollout", "random-0", "--gpus", "cpu", "--engine", "random", "--policy", "random"
+        )
         target = await exporter(fleet, tmp_path)
         address = await stack.enter_async_context(prometheus(tmp_path, target)) if WHOLE else ""
         seen = Observer(target, address)
@@ -218,7 +259,9 @@ def _is_under_way(found: Series) -> bool:
 
 
 def _check_traces(traces: dict[str, list[ReceivedSpan]]) -> None:
-    """Each traced ticket is one trace, in which every hop of its way stands below the learner's root span."""
+    """Each traced ticket is one trace, in which every hop of its way stands below the learner's
+    root span.
+    """
     whole = {trace: {span.name: span for span in spans} for trace, spans in traces.items()}
     trained = {trace: spans for trace, spans in whole.items() if "ticket" in spans}
     assert len(trained) >= 2
@@ -234,11 +277,20 @@ def _check_traces(traces: dict[str, list[ReceivedSpan]]) -> None:
         assert starts == sorted(starts)
         assert spans["train"].attributes["rlearner.step"] >= 1
         services = {name: spans[name].service for name in ("grant", "generate", "train")}
-        assert services == {"grant": "rlearner-learner", "generate": "rlearner-envhub", "train": "rlearner-learner"}
+        assert services == {
+            "grant": "rlearner-learner",
+            "generate": "rlearner-envhub",
+            "train": "rlearner-learner",
+        }
         if "reward" in spans:  # only the domain sums has one
             scored += 1
             assert spans["reward"].service == "rlearner-rewardhub"
-            assert spans["generate"].start <= spans["reward"].start <= spans["reward"].end <= spans["consume"].end
+            assert (
+                spans["generate"].start
+                <= spans["reward"].start
+                <= spans["reward"].end
+                <= spans["consume"].end
+            )
     assert scored
 
 
@@ -255,7 +307,9 @@ async def _provoke(fleet: RunFleet, seen: Observer, folder: Path) -> None:
         (folder / "pace").write_text("slow")
         await seen.expect("RlearnerLearnerIdle", 90, run=RUN)
         (folder / "pace").write_text("none")
-        await seen.until(lambda _: "RlearnerProcessTakesNoWork" not in seen.firing(), 120, "the hub works again")
+        await seen.until(
+            lambda _: "RlearnerProcessTakesNoWork" not in seen.firing(), 120, "the hub works again"
+        )
         depth = f'sum by (run) (rlearner_queue_depth{{run="{RUN}", stream="episodes"}}) < 5'
         await seen.until(lambda _: evaluate(depth, seen.history), 120, "the queue is short again")
         (hub,) = fleet.of("rewardhub")
@@ -275,7 +329,9 @@ async def _provoke(fleet: RunFleet, seen: Observer, folder: Path) -> None:
 
 
 def _check_names(seen: Observer, healthy: Series) -> None:
-    """Every metric that a dashboard or an alert names was in a scrape, and every query is understood."""
+    """Every metric that a dashboard or an alert names was in a scrape, and every query is
+    understood.
+    """
     known = {name for _, series in seen.history.scrapes for name in series}
     for name in ("run", "fleet", "broker"):
         for query in queries(name):
@@ -300,7 +356,10 @@ def test_every_alert_fires_in_some_test() -> None:
 
 def changed(series: Series, name: str, value: Callable[[float], float], **labels: str) -> Series:
     """Return a scrape in which the series of one name have other values."""
-    own = {key: value(old) if labels.items() <= dict(key).items() else old for key, old in series[name].items()}
+    own = {
+        key: value(old) if labels.items() <= dict(key).items() else old
+        for key, old in series[name].items()
+    }
     return {**series, name: own}
 
 
@@ -371,22 +430,39 @@ def test_dashboards_are_those_of_their_table(name: str) -> None:
         [sys.executable, "-c", f"import dashboards, sys; sys.stdout.write(dashboards.text_of({name!r}))"],
         cwd=BOARDS, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert (BOARDS / f"{name}.json").read_text() == made.stdout, "run python deploy/grafana/dashboards.py"
+    assert (BOARDS / f"{name}.json").read_text() == made.stdout, (
+        "run python deploy/grafana/dashboards.py"
+    )
     made_board = board(name)
     variables = {one["name"]: one["type"] for one in made_board["templating"]["list"]}
     assert variables == {"source": "datasource", "run": "query"}
     panels = made_board["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
-    assert all(panel["datasource"]["uid"] == "${source}" for panel in panels if panel["type"] != "row")
+    assert all(
+        panel["datasource"]["uid"] == "${source}" for panel in panels if panel["type"] != "row"
+    )
     places = [tuple(panel["gridPos"][key] for key in "xy") for panel in panels]
     assert len(set(places)) == len(places)
-    assert all('run="$run"' in target["expr"] for panel in panels for target in panel.get("targets", ()))
+    assert all(
+        'run="$run"' in target["expr"] for panel in panels for target in panel.get("targets", ())
+    )
 
 
-@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed; make test-alerts installs it")
+@pytest.mark.skipif(
+    not shutil.which("promtool"), reason="promtool is not installed; make test-alerts installs it"
+)
 def test_promtool_accepts_rules_and_queries(tmp_path: Path) -> None:
     subprocess.run(["promtool", "check", "rules", str(RULES)], check=True, capture_output=True)
     every = [query for name in ("run", "fleet", "broker") for query in queries(name)]
-    groups = [{"name": "q", "rules": [{"record": f"q:{n}", "expr": query} for n, query in enumerate(every)]}]
+    groups = [
+        {
+            "name": "q",
+            "rules": [{"record": f"q:{n}", "expr": query} for n, query in enumerate(every)],
+        }
+    ]
     (tmp_path / "queries.yaml").write_text(yaml.safe_dump({"groups": groups}))
-    subprocess.run(["promtool", "check", "rules", str(tmp_path / "queries.yaml")], check=True, capture_output=True)
+    subprocess.run(
+        ["promtool", "check", "rules", str(tmp_path / "queries.yaml")],
+        check=True,
+        capture_output=True,
+    )

@@ -1,4 +1,6 @@
-"""Real backends on several ranks send what each holds; a server receives the weights that training has now."""
+"""Real backends on several ranks send what each holds; a server receives the weights that training
+has now.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ class AnyServer(Roster):
         return [wire.Presence(role=role, id="r1", host="h", pid=1, state="serving")]
 
 
-FOUR = {"tp2-dp2": {"tensor_parallel": 2}, "tp2-pp2": {"tensor_parallel": 2, "pipeline_parallel": 2}}
+FOUR = {
+    "tp2-dp2": {"tensor_parallel": 2},
+    "tp2-pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
+}
 
 
 @pytest.mark.parametrize(
@@ -51,9 +56,19 @@ FOUR = {"tp2-dp2": {"tensor_parallel": 2}, "tp2-pp2": {"tensor_parallel": 2, "pi
     ],
 )
 async def test_every_rank_sends_a_part_of_the_weights_after_each_step(
-    bus: Bus, tmp_path: Path, variant: str, ranks: int, dtype: str | None, layout: str | None, tied: bool
+    bus: Bus,
+    tmp_path: Path,
+    variant: str,
+    ranks: int,
+    dtype: str | None,
+    layout: str | None,
+    tied: bool,
 ) -> None:
-    options = {"weights_stripes": "always", "weights_dtype": dtype, "weights_bucket_mib": 4096 / 2**20}
+    options = {
+        "weights_stripes": "always",
+        "weights_dtype": dtype,
+        "weights_bucket_mib": 4096 / 2**20,
+    }
     path, model = kit.save_model(tmp_path / "model", kv_heads=2, tied=tied), ModelSection()
     if layout is not None:
         options["megatron"] = FOUR[layout]
@@ -112,7 +127,8 @@ async def test_every_rank_sends_a_part_of_the_weights_after_each_step(
 def test_what_excludes_stripes_is_named(settings: dict[str, object], allowed: str) -> None:
     train = TrainSection(**{"backend": "ddp", "ranks": 2, "weights_stripes": "always", **settings})  # type: ignore[arg-type]
     with pytest.raises(
-        ConfigError, match=rf"^train\.weights_stripes: 'always' is not allowed; auto or never, or {allowed}"
+        ConfigError,
+        match=rf"^train\.weights_stripes: 'always' is not allowed; auto or never, or {allowed}",
     ):
         check_stripes(train.model_dump())
     check_stripes({**train.model_dump(), "weights_stripes": "auto"})
@@ -122,6 +138,7 @@ async def test_a_backend_that_cannot_is_refused_where_it_must(bus: Bus, tmp_path
     train = TrainSection(backend="torch", device="cpu", weights_stripes="always")
     backend = kit.backend(kit.save_model(tmp_path / "model"), train=train)
     with pytest.raises(
-        ConfigError, match=r"^train\.weights_stripes: 'always' is not allowed; auto or never with train\.backend torch$"
+        ConfigError,
+        match=r"^train\.weights_stripes: 'always' is not allowed; auto or never with train\.backend torch$",
     ):
         WeightOffering(backend, train, "float32").sender(bus, AnyServer(bus), 1)

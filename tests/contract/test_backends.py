@@ -1,4 +1,6 @@
-"""What every training backend must do as the torch backend does it. Backends for several ranks run as two processes."""
+"""What every training backend must do as the torch backend does it. Backends for several ranks run
+as two processes.
+"""
 
 import dataclasses
 import os
@@ -22,7 +24,8 @@ CLOSE = ("actor/pg_loss", "actor/entropy", "actor/ppo_kl", "rollout_corr/kl", "a
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return kit.save_model(tmp_path_factory.mktemp("model"), kv_heads=2)  # tensor parallel divides them
+    # tensor parallel divides them
+    return kit.save_model(tmp_path_factory.mktemp("model"), kv_heads=2)
 
 
 @pytest.fixture(scope="module")
@@ -44,24 +47,28 @@ def close(found, expected):
             assert one[name] == pytest.approx(other[name], rel=1e-5, abs=1e-5), name
 
 
-# Of whole weights and two moments, which part a rank of two holds; ZeRO keeps float32 copies beside the weights that it
-# trains.
+# Of whole weights and two moments, which part a rank of two holds; ZeRO keeps float32 copies beside
+# the weights that it trains.
 HELD = {"fsdp2": 1 / 2, "deepspeed-1": 5 / 6, "deepspeed-2": 5 / 6, "deepspeed-2-offload": 5 / 6}
 HELD |= {"deepspeed-3": 2 / 3, "deepspeed-3-offload": 2 / 3}
-# Norms (224 of 18,368) lie whole on both ranks, and of 23 tokens each has 12; a pipeline's first stage has the
-# embedding and one layer.
-HELD |= {"megatron-tp2": (224 + (18368 - 224 + 32) / 2) / 18368, "megatron-pp2": (736 + 8704 + 96) / 18368}
+# Norms (224 of 18,368) lie whole on both ranks, and of 23 tokens each has 12; a pipeline's first
+# stage has the embedding and one layer.
+HELD |= {
+    "megatron-tp2": (224 + (18368 - 224 + 32) / 2) / 18368,
+    "megatron-pp2": (736 + 8704 + 96) / 18368,
+}
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_backend(path, expected, tmp_path, monkeypatch, name):
-    # One life: as the torch backend, a checkpoint in the middle; a second: bit for bit the same from there, then a rank
-    # is killed.
+    # One life: as the torch backend, a checkpoint in the middle; a second: bit for bit the same
+    # from there, then a rank is killed.
     first = make(name, path)
     try:
         held = sum(tensor.numel() for tensor in first.worker.optimizer.tensors() if tensor.ndim)
-        total = 3 * sum(tensor.numel() for tensor in first.shapes().values())  # weights and two moments
+        # weights and two moments
+        total = 3 * sum(tensor.numel() for tensor in first.shapes().values())
         assert held == pytest.approx(HELD.get(name, 1) * total, rel=0.01)
         metrics = run(first, range(2))
         parts = keep(first, tmp_path)
@@ -85,7 +92,9 @@ def test_backend(path, expected, tmp_path, monkeypatch, name):
     close(run(alone, range(2, 5)), expected[2:])
 
     lines, seen = [], threading.Event()
-    monkeypatch.setattr(children_module, "exit_at_once", lambda line: (lines.append(line), seen.set()))
+    monkeypatch.setattr(
+        children_module, "exit_at_once", lambda line: (lines.append(line), seen.set())
+    )
     second = make(name, str(tmp_path))
     try:
         second.load_state(parts)
@@ -108,32 +117,48 @@ def test_backend(path, expected, tmp_path, monkeypatch, name):
 
 @pytest.mark.timeout(120)
 def test_two_ranks_give_the_gradient_of_one_in_every_aggregation(path):
-    # A token's weight differs in seq-mean-token-mean alone; the other three differ in the denominator, which is rank
-    # 0's to know. no weight moves, and the first moment is the gradient
+    # A token's weight differs in seq-mean-token-mean alone; the other three differ in the
+    # denominator, which is rank 0's to know. no weight moves, and the first moment is the gradient
     frozen = {"lr": 1e-30, "betas": (0.0, 0.999), "max_grad_norm": 0.0}
-    for modes in (("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"), ("seq-mean-token-mean",)):
+    for modes in (
+        ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
+        ("seq-mean-token-mean",),
+    ):
         pair = make("ddp", path, algorithm=AlgorithmSection(loss_agg_mode=modes[0]), **frozen)
         try:
             for mode in modes:
-                alone = make("torch", path, algorithm=AlgorithmSection(loss_agg_mode=mode), **frozen)
-                pair._context = dataclasses.replace(pair._context, algorithm=alone._context.algorithm)
+                alone = make(
+                    "torch", path, algorithm=AlgorithmSection(loss_agg_mode=mode), **frozen
+                )
+                pair._context = dataclasses.replace(
+                    pair._context, algorithm=alone._context.algorithm
+                )
                 gradients = [moments(backend) for backend in (pair, alone)]
                 assert gradients[1].norm() > 0.1
-                assert float((gradients[0] - gradients[1]).norm() / gradients[1].norm()) < 1e-6, mode
+                assert float((gradients[0] - gradients[1]).norm() / gradients[1].norm()) < 1e-6, (
+                    mode
+                )
         finally:
             pair.close()
 
 
 @pytest.mark.timeout(120)
 def test_all_ranks_follow_the_rules_of_the_log(path):
-    """With the learning rate of a schedule that ends where the log says, a rank's part of the weights is as it was."""
+    """With the learning rate of a schedule that ends where the log says, a rank's part of the
+    weights is as it was.
+    """
     found = []
     for steps, follows in ((4, False), (100, True)):
         pair = make("fsdp2", path, lr_schedule="linear", steps=steps)
         try:
             if follows:
                 pair.follow_rules(steps=4, seed=0)
-            found.append((run(pair, range(3)), {name: tensor.clone() for name, tensor in pair.weights().items()}))
+            found.append(
+                (
+                    run(pair, range(3)),
+                    {name: tensor.clone() for name, tensor in pair.weights().items()},
+                )
+            )
         finally:
             pair.close()
     (one, weights), (other, again) = found
@@ -146,11 +171,18 @@ def moments(backend):
     """The first moments after one step."""
     run(backend, [3])
     state = state_of(backend)
-    return torch.cat([tensor.flatten() for name, tensor in state.items() if name.startswith("optimizer.exp_avg.")])
+    return torch.cat(
+        [
+            tensor.flatten()
+            for name, tensor in state.items()
+            if name.startswith("optimizer.exp_avg.")
+        ]
+    )
 
 
 def test_dealing_by_hand():
-    # 9 to rank 0, 7 to rank 1, 5 to rank 1 (7 < 9), 3 to rank 0 (9 < 12), 2 to the lower of 12 and 12.
+    # 9 to rank 0, 7 to rank 1, 5 to rank 1 (7 < 9), 3 to rank 0 (9 < 12), 2 to the lower of 12 and
+    # 12.
     assert deal_slices([3, 9, 2, 7, 5], 2) == [[0, 1, 2], [3, 4]]
     assert deal_slices([4], 3) == [[0], [], []]
 
@@ -160,4 +192,9 @@ def test_a_sample_crosses_unchanged():
     again = unpack_sample(pack_sample(one))
     for name in ("token_ids", "loss_mask", "rollout_logprobs", "versions", "advantages"):
         assert np.array_equal(getattr(one, name), getattr(again, name))
-    assert (again.group, again.temperature, again.values, again.proximal_logprobs) == (1, 0.7, None, None)
+    assert (again.group, again.temperature, again.values, again.proximal_logprobs) == (
+        1,
+        0.7,
+        None,
+        None,
+    )

@@ -1,4 +1,6 @@
-"""A run copied as docs/operations.md says, while it is stopped and while it trains, continues from the copy."""
+"""A run copied as docs/operations.md says, while it is stopped and while it trains, continues from
+the copy.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ SETTINGS = [
     "checkpoint.every_steps=2",
     "samples.keep=true",
 ]
-ONLY_ALONE = pytest.mark.skipif(not os.environ.get("RL_BACKUP"), reason="a minute long: make test-backup")
+ONLY_ALONE = pytest.mark.skipif(
+    not os.environ.get("RL_BACKUP"), reason="a minute long: make test-backup"
+)
 NOT_LIVE = ("broker", "broker.keys", ".lock", "broker.url")  # what a copy of a live run leaves out
 
 
@@ -38,7 +42,14 @@ async def start(folder: Path, *words: str) -> asyncio.subprocess.Process:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with (folder / "out.log").open("ab") as log:
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "rlearner.cli", *words, cwd=folder, env=environment, stdout=log, stderr=log
+            sys.executable,
+            "-m",
+            "rlearner.cli",
+            *words,
+            cwd=folder,
+            env=environment,
+            stdout=log,
+            stderr=log,
         )
 
 
@@ -58,7 +69,10 @@ async def test_a_copy_continues_elsewhere(copied: str, tmp_path: Path) -> None:
     child = await start(first, "up", *SETTINGS, "train.steps=100000")
     rows = run / "metrics.jsonl"
     try:
-        await until(lambda: child.returncode is not None or (rows.exists() and len(read_lines(rows)) > 6), LIMIT_S)
+        await until(
+            lambda: child.returncode is not None or (rows.exists() and len(read_lines(rows)) > 6),
+            LIMIT_S,
+        )
         assert child.returncode is None, (first / "out.log").read_text()
         if copied == "live":
             shutil.copytree(run, copy, ignore=shutil.ignore_patterns(*NOT_LIVE))

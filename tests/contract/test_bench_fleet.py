@@ -18,9 +18,14 @@ async def test_who_comes_back_when_the_run_is_over_is_told_to_end(tmp_path: Path
         await bus.ensure_streams()
         config = {"domains": {"lake": {"env": "frozenlake"}}}
         await publish_runspec(
-            bus, wire.RunSpec(run="over", wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path="")
+            bus,
+            wire.RunSpec(
+                run="over", wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=""
+            ),
         )
-        await bus.key_value(CONTROL).put("over", wire.DesiredState(state="stopped", reason="all steps are done"))
+        await bus.key_value(CONTROL).put(
+            "over", wire.DesiredState(state="stopped", reason="all steps are done")
+        )
         late = fleet.add("rewardhub", "late")
         await fleet.wait_done([late])
         await bus.close()

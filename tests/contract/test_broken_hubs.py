@@ -1,5 +1,5 @@
-"""Hubs on hosts where nothing works: they stop taking work and say why, every ticket survives, and they return by
-themselves.
+"""Hubs on hosts where nothing works: they stop taking work and say why, every ticket survives, and
+they return by themselves.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ ON_DISK = {
     "warnings": [], "tickets": {}, "dead": {},
 }  # fmt: skip
 # A hub whose workers are started with another interpreter than its own, which may not be there.
-OTHER_PYTHON = (
-    "import os, sys; sys.executable = os.environ['WORKER_PYTHON']; from {role}.cli import main; sys.exit(main())"
-)
+OTHER_PYTHON = "import os, sys; sys.executable = os.environ['WORKER_PYTHON']; from {role}.cli import main; sys.exit(main())"
 SCORE = {"env": "qa", "rewards": [{"name": f"{Path(KIT).parent}/bad_host.py:score"}]}
 CRASHES = {"env": "qa", "rewards": [{"name": f"{reward_world.FUNCTIONS}:crashes"}]}
 LENGTH = {"env": "qa", "rewards": [{"name": f"{reward_world.FUNCTIONS}:length"}]}
@@ -54,7 +52,12 @@ async def roster(bus: Bus) -> AsyncIterator[Roster]:
 
 
 def bad_host(env: str = "Simulator", **section: Any) -> dict[str, Any]:
-    return {"env": f"{Path(KIT).parent}/bad_host.py:{env}", "max_turns": 5, "group_size": 2, **section}
+    return {
+        "env": f"{Path(KIT).parent}/bad_host.py:{env}",
+        "max_turns": 5,
+        "group_size": 2,
+        **section,
+    }
 
 
 def python(file: Path) -> None:
@@ -76,8 +79,12 @@ async def seen(roster: Roster, name: str, state: str, *, serves: list[str]) -> w
     return presence
 
 
-async def test_a_hub_where_every_reset_raises_costs_no_ticket_while_another_works(world: World, roster: Roster) -> None:
-    await world.publish_spec({"d": bad_host(), "lake": LAKE}, sections={"envhub": {"max_retries": 1}})
+async def test_a_hub_where_every_reset_raises_costs_no_ticket_while_another_works(
+    world: World, roster: Roster
+) -> None:
+    await world.publish_spec(
+        {"d": bad_host(), "lake": LAKE}, sections={"envhub": {"max_retries": 1}}
+    )
     await world.server()
     flag = world.folder / "bad"
     flag.touch()
@@ -89,7 +96,9 @@ async def test_a_hub_where_every_reset_raises_costs_no_ticket_while_another_work
     assert presence.problem.startswith(
         "domain d: 4 tickets in a row failed here, the last: reset raised OSError: the simulator is not inst"
     )
-    said = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (WARNING|ERROR) .*the simulator is not installed")
+    said = re.compile(
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (WARNING|ERROR) .*the simulator is not installed"
+    )
     await until(lambda: said.match(getattr(roster.get("broken"), "said", "")))
     shown = text_of({**ON_DISK, **await on_broker(world.bus)}, 0.0)
     assert any(said.match(line.strip()) for line in shown)
@@ -108,7 +117,9 @@ async def test_where_all_hubs_are_broken_the_run_waits_and_goes_on_when_one_is_r
     world: World, roster: Roster, monkeypatch: pytest.MonkeyPatch, env: str
 ) -> None:
     monkeypatch.setattr("broker.runtime.breaker.FIRST_PAUSE_S", 0.5)
-    await world.publish_spec({"d": bad_host(env)}, sections={"envhub": {"max_retries": 1, "broken_after": 2}})
+    await world.publish_spec(
+        {"d": bad_host(env)}, sections={"envhub": {"max_retries": 1, "broken_after": 2}}
+    )
     await world.server()
     flag = world.folder / "bad"
     flag.touch()
@@ -121,7 +132,8 @@ async def test_where_all_hubs_are_broken_the_run_waits_and_goes_on_when_one_is_r
             f"domain d: 2 tickets in a row failed here, the last: {'reset' if env == 'Simulator' else 'step'} raised"
         )
         assert any(
-            "domain d: 2 tickets in a row" in line for line in text_of({**ON_DISK, **await on_broker(world.bus)}, 0.0)
+            "domain d: 2 tickets in a row" in line
+            for line in text_of({**ON_DISK, **await on_broker(world.bus)}, 0.0)
         )
         await until(lambda: "and 3 trials failed here" in getattr(roster.get("h"), "problem", ""))
         assert await world.bus.last_seq(SAMPLES) == 0
@@ -137,14 +149,22 @@ async def test_a_host_where_no_worker_process_can_be_started_gets_no_tickets_unt
     world: World, roster: Roster
 ) -> None:
     await world.publish_spec(
-        {"d": {"env": f"{KIT}:Count", "isolation": "process", "group_size": 2, "max_turns": 5}, "lake": LAKE}
+        {
+            "d": {"env": f"{KIT}:Count", "isolation": "process", "group_size": 2, "max_turns": 5},
+            "lake": LAKE,
+        }
     )
     await world.server()
     interpreter = world.folder / "python"
     for _ in range(6):
         await world.ticket("d")
     child = world.spawn(
-        "--n", "16", "--id", "h", program=("-c", OTHER_PYTHON.format(role="envhub")), WORKER_PYTHON=str(interpreter)
+        "--n",
+        "16",
+        "--id",
+        "h",
+        program=("-c", OTHER_PYTHON.format(role="envhub")),
+        WORKER_PYTHON=str(interpreter),
     )
     presence = await seen(roster, "h", "serving", serves=["lake"])
     assert (
@@ -161,14 +181,19 @@ async def test_a_host_where_no_worker_process_can_be_started_gets_no_tickets_unt
     assert await asyncio.to_thread(child.wait, LONG_S) == 0
     assert child.stderr is not None
     lines = child.stderr.read().splitlines()
-    assert len([line for line in lines if "taking no more of them until a trial succeeds" in line]) == 1
+    assert (
+        len([line for line in lines if "taking no more of them until a trial succeeds" in line])
+        == 1
+    )
     assert len([line for line in lines if "domain d works again" in line]) == 1
 
 
 async def test_a_hub_that_plays_few_tickets_at_once_does_not_wait_for_more_to_hang(
     world: World, roster: Roster
 ) -> None:
-    """With four tickets at once and retries it would else hang for 4 x 4 seconds before a fifth could fail."""
+    """With four tickets at once and retries it would else hang for 4 x 4 seconds before a fifth
+    could fail.
+    """
     await world.publish_spec(
         {
             "d": {
@@ -193,7 +218,9 @@ async def test_a_hub_that_plays_few_tickets_at_once_does_not_wait_for_more_to_ha
     assert sum(queue.values()) == 4
 
 
-async def test_a_ticket_that_fails_where_others_succeed_is_closed_with_its_reason(world: World) -> None:
+async def test_a_ticket_that_fails_where_others_succeed_is_closed_with_its_reason(
+    world: World,
+) -> None:
     domain = {
         "env": f"{Path(KIT).parent}/envhub_bad.py:Bad",
         "env_args": {"does": ["raises"]},
@@ -226,10 +253,14 @@ async def test_a_reward_hub_that_can_score_nothing_costs_no_group(
     flag.touch()
     await reward_world.publish_spec(bus, {"domains": {"qa": SCORE}, "rewardhub": REWARDHUB})
     for ticket in range(1, 9):
-        await reward_world.put(bus, reward_world.group(ticket, "four", "sixsix", pools=("default",)))
+        await reward_world.put(
+            bus, reward_world.group(ticket, "four", "sixsix", pools=("default",))
+        )
     async with reward_world.hub(broker_url, bus.run, "broken", BAD_HOST=str(flag)) as broken:
         presence = await seen(roster, "broken", "failed", serves=[])
-        assert presence.problem.startswith("pool default: 5 tickets in a row failed here, the last: episode ")
+        assert presence.problem.startswith(
+            "pool default: 5 tickets in a row failed here, the last: episode "
+        )
         assert "OSError: the simulator is not installed" in presence.problem
         assert await bus.last_seq(SAMPLES) == 0
         if other:
@@ -237,7 +268,9 @@ async def test_a_reward_hub_that_can_score_nothing_costs_no_group(
                 found = await groups(bus, 8)
                 await until(lambda: reward_world.empty(bus))
         else:
-            await until(lambda: "1 trial failed here" in getattr(roster.get("broken"), "problem", ""))
+            await until(
+                lambda: "1 trial failed here" in getattr(roster.get("broken"), "problem", "")
+            )
             flag.unlink()
             found = await groups(bus, 8)
             await seen(roster, "broken", "serving", serves=["default"])
@@ -245,8 +278,12 @@ async def test_a_reward_hub_that_can_score_nothing_costs_no_group(
         code, log = await broken.end()
     assert code == 0
     assert sorted(found) == list(range(1, 9))
-    assert {name for group in found.values() for name in group.reward_hubs} == {"healthy" if other else "broken"}
-    assert {tuple(one.reward for one in group.trajectories) for group in found.values()} == {(4.0, 6.0)}
+    assert {name for group in found.values() for name in group.reward_hubs} == {
+        "healthy" if other else "broken"
+    }
+    assert {tuple(one.reward for one in group.trajectories) for group in found.values()} == {
+        (4.0, 6.0)
+    }
     assert log.count("taking no more of them until a trial succeeds") == 1
     assert log.count("pool default works again") == (not other)
 
@@ -256,22 +293,35 @@ async def test_a_reward_hub_whose_workers_cannot_start_any_more_hands_back_and_s
 ) -> None:
     interpreter = tmp_path / "python"
     python(interpreter)
-    await reward_world.publish_spec(bus, {"domains": {"crash": CRASHES, "qa": LENGTH}, "rewardhub": REWARDHUB})
+    await reward_world.publish_spec(
+        bus, {"domains": {"crash": CRASHES, "qa": LENGTH}, "rewardhub": REWARDHUB}
+    )
     program = ("-c", OTHER_PYTHON.format(role="rewardhub"))
-    async with reward_world.hub(broker_url, bus.run, "h", program=program, WORKER_PYTHON=str(interpreter)):
+    async with reward_world.hub(
+        broker_url, bus.run, "h", program=program, WORKER_PYTHON=str(interpreter)
+    ):
         await seen(roster, "h", "serving", serves=["default"])
         interpreter.unlink()
         # ends the only worker
-        await reward_world.put(bus, reward_world.group(1, "four", domain="crash", pools=("default",)))
+        await reward_world.put(
+            bus, reward_world.group(1, "four", domain="crash", pools=("default",))
+        )
         for ticket in range(2, 8):
             await reward_world.put(bus, reward_world.group(ticket, "four", pools=("default",)))
         presence = await seen(roster, "h", "failed", serves=[])
-        assert "cannot start a worker process: [Errno 2] No such file or directory" in presence.problem
+        assert (
+            "cannot start a worker process: [Errno 2] No such file or directory" in presence.problem
+        )
         assert await bus.last_seq(SAMPLES) == 0
         python(interpreter)
-        found = {record.ticket: record.message for record in await reward_world.records(bus, SAMPLES, 7)}
+        found = {
+            record.ticket: record.message for record in await reward_world.records(bus, SAMPLES, 7)
+        }
     crashed = found.pop(1)
     assert isinstance(crashed, wire.Closed)
     assert (crashed.reason, crashed.by) == ("reward_error", "h")
     assert sorted(found) == [2, 3, 4, 5, 6, 7]
-    assert all(isinstance(message, wire.Group) and message.trajectories[0].reward == 4.0 for message in found.values())
+    assert all(
+        isinstance(message, wire.Group) and message.trajectories[0].reward == 4.0
+        for message in found.values()
+    )

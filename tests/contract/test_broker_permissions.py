@@ -1,4 +1,6 @@
-"""What `broker permissions` prints, as the configuration of a real nats-server that the project did not start."""
+"""What `broker permissions` prints, as the configuration of a real nats-server that the project did
+not start.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,17 @@ HUBS = ("rollout", "envhub", "rewardhub")
 EVERY_ROLE = ("learner", *HUBS, "operator")
 
 
-def permissions(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def permissions(
+    *arguments: str, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "broker.cli", "permissions", *arguments]
     return subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=60, env={**os.environ, **(env or {})}
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, **(env or {})},
     )
 
 
@@ -43,7 +52,11 @@ def passwords(folder: Path) -> dict[str, str]:
     variables = {}
     for run in (RUN, OTHER):
         for role in EVERY_ROLE:
-            name = "RLEARNER_OPERATOR_PASSWORD" if role == "operator" else f"RLEARNER_{run}_{role}_PASSWORD".upper()
+            name = (
+                "RLEARNER_OPERATOR_PASSWORD"
+                if role == "operator"
+                else f"RLEARNER_{run}_{role}_PASSWORD".upper()
+            )
             file = folder / f"{run}.{role}.password"
             file.write_text(f"secret-of-{name}\n")
             file.chmod(0o600)
@@ -52,7 +65,9 @@ def passwords(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module", params=["nkey", "password"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Path]]:
     """A server with exactly the output; yields its address and the folder of keys or passwords."""
     folder = tmp_path_factory.mktemp("own")
     login = request.param
@@ -74,7 +89,9 @@ def log_in(monkeypatch: pytest.MonkeyPatch, folder: Path, role: str, run: str = 
     monkeypatch.setenv(cluster_login.PASSWORD, str(folder / f"{run}.{role}.password"))
 
 
-async def connect(monkeypatch: pytest.MonkeyPatch, server: tuple[str, Path], role: str, run: str = RUN) -> Bus:
+async def connect(
+    monkeypatch: pytest.MonkeyPatch, server: tuple[str, Path], role: str, run: str = RUN
+) -> Bus:
     url, folder = server
     with monkeypatch.context() as environment:
         log_in(environment, folder, role, run)
@@ -148,11 +165,18 @@ async def test_a_hub_writes_neither_what_the_run_follows_nor_another_run(
     subjects = [
         *(f"rl.{RUN}.{name}" for name in ("weights", "tickets.lake")),
         *(f"$KV.rl_{RUN}_{bucket}.{RUN}" for bucket in ("runs", "control")),
-        *(f"rl.{OTHER}.{name}" for name in ("samples", "episodes.default.tickets-1", "dead.tickets")),
+        *(
+            f"rl.{OTHER}.{name}"
+            for name in ("samples", "episodes.default.tickets-1", "dead.tickets")
+        ),
         f"$JS.API.STREAM.DELETE.{SAMPLES.stream_name(RUN)}",
         f"$JS.API.STREAM.PURGE.{TICKETS.stream_name(OTHER)}",
     ]
-    before = [await bus.last_seq(stream) for bus in (learner, other) for stream in (WEIGHTS, RUNS, CONTROL, SAMPLES)]
+    before = [
+        await bus.last_seq(stream)
+        for bus in (learner, other)
+        for stream in (WEIGHTS, RUNS, CONTROL, SAMPLES)
+    ]
     refused: list[str] = []
 
     async def note(error: Exception) -> None:
@@ -164,7 +188,9 @@ async def test_a_hub_writes_neither_what_the_run_follows_nor_another_run(
         password = (folder / f"{RUN}.{role}.password").read_text().strip()
         shown = {"user": f"{RUN}.{role}", "password": password}
     client = Client()
-    await client.connect(url, error_cb=note, allow_reconnect=False, inbox_prefix=inbox(role, RUN, ""), **shown)
+    await client.connect(
+        url, error_cb=note, allow_reconnect=False, inbox_prefix=inbox(role, RUN, ""), **shown
+    )
     for subject in subjects:
         await client.publish(subject, codec.encode(wire.DesiredState(state="stopped")))
     await client.flush()
@@ -175,7 +201,11 @@ async def test_a_hub_writes_neither_what_the_run_follows_nor_another_run(
     await asyncio.sleep(0.1)
     assert "permissions violation for subscription" in refused[-1].lower()
     await client.close()
-    after = [await bus.last_seq(stream) for bus in (learner, other) for stream in (WEIGHTS, RUNS, CONTROL, SAMPLES)]
+    after = [
+        await bus.last_seq(stream)
+        for bus in (learner, other)
+        for stream in (WEIGHTS, RUNS, CONTROL, SAMPLES)
+    ]
     assert after == before
     await other.close()
 
@@ -190,7 +220,8 @@ async def test_nobody_connects_without_a_login(server: tuple[str, Path]) -> None
     await client.close()
 
 
-# ------------------------------------------------------------------------------------------------------- the command
+# -------------------------------------------------------------------------------------------------------
+# the command
 
 
 def test_seeds_stay_in_the_folder(tmp_path: Path) -> None:
@@ -199,7 +230,10 @@ def test_seeds_stay_in_the_folder(tmp_path: Path) -> None:
     files = sorted(keys.rglob("*.key"))
     assert [str(file.relative_to(keys)) for file in files] == [
         "operator.key",
-        *(f"{RUN}/{role}.key" for role in ("envhub", "learner", "observer", "owner", "rewardhub", "rollout")),
+        *(
+            f"{RUN}/{role}.key"
+            for role in ("envhub", "learner", "observer", "owner", "rewardhub", "rollout")
+        ),
     ]
     for file in files:
         assert file.stat().st_mode & 0o777 == 0o600
@@ -223,7 +257,10 @@ def test_only_the_runs_and_roles_that_are_named(tmp_path: Path) -> None:
     [
         (["--run", RUN], "error: --login nkey needs --keys FOLDER (or RL_BROKER_KEYS)"),
         (["--run", "a b", "--login", "password"], "error: --run: 'a b' is not allowed"),
-        (["--run", "a-b", "--run", "a_b", "--login", "password"], "would share $RLEARNER_A_B_LEARNER_PASSWORD"),
+        (
+            ["--run", "a-b", "--run", "a_b", "--login", "password"],
+            "would share $RLEARNER_A_B_LEARNER_PASSWORD",
+        ),
         (["--run", RUN, "--role", "king"], "invalid choice: 'king'"),
         (["--run", RUN, "--keys", "/proc/none"], "error: cannot use the folder of keys /proc/none"),
     ],

@@ -28,7 +28,12 @@ from broker.nats.connection import NatsLink
 from broker.server.private_server import BrokerServer
 from broker.system.connections import addresses as own_addresses
 
-OWN = [one for each in own_addresses().values() for one in each if not one.startswith("127.") and ":" not in one]
+OWN = [
+    one
+    for each in own_addresses().values()
+    for one in each
+    if not one.startswith("127.") and ":" not in one
+]
 pytestmark = pytest.mark.skipif(not OWN, reason="this host has no address but loopback")
 
 
@@ -55,7 +60,9 @@ async def test_processes_of_this_user_connect_without_an_option(server: BrokerSe
         await bus.close()
 
 
-async def test_a_disconnect_logs_no_warning_of_asyncio(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_disconnect_logs_no_warning_of_asyncio(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with BrokerServer(str(tmp_path / "store"), bind=OWN[0]) as running:
         bus = await Bus.connect(running.url, "demo", name="x", role="learner", deadline_s=LONG_S)
     await until(lambda: not bus.link.connected.is_set())
@@ -69,7 +76,9 @@ async def test_a_token_is_enough_elsewhere(
     made = tokens.invite(keys_of(server.url), server.url, "envhub", "demo", expires_s=60)
     assert made.authority.startswith("-----BEGIN CERTIFICATE-----")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    bus = await Bus.connect(made.broker, "demo", name="x", role="envhub", login=made.login, deadline_s=LONG_S)
+    bus = await Bus.connect(
+        made.broker, "demo", name="x", role="envhub", login=made.login, deadline_s=LONG_S
+    )
     await bus.close()
 
 
@@ -82,11 +91,15 @@ async def test_without_the_authority_the_server_is_not_trusted(server: BrokerSer
     assert said.endswith("use a join token of this broker, or name its authority in RL_BROKER_CA")
 
 
-async def test_another_brokers_authority_does_not_count(server: BrokerServer, tmp_path: Path) -> None:
+async def test_another_brokers_authority_does_not_count(
+    server: BrokerServer, tmp_path: Path
+) -> None:
     login = find_login(server.url, "envhub", "demo")
     other = KeyFolder(tmp_path / "keys")
     other.certificate(OWN[0])
-    said = await why_refused(server.url, Login("envhub", "demo", key=login.key, authority=other.authority()))
+    said = await why_refused(
+        server.url, Login("envhub", "demo", key=login.key, authority=other.authority())
+    )
     assert "its certificate is not accepted: " in said
 
 
@@ -134,7 +147,9 @@ async def test_tls_addresses_insist_on_tls(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("login", ["", "me:secret@"])
-async def test_another_host_without_tls_is_refused(login: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_host_without_tls_is_refused(
+    login: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with listening(INFO % b"") as (place, received):
         said = await why_refused(f"nats://{login}{place}")
         assert said.endswith(": it uses no TLS; add --insecure only on a network that you trust")
@@ -146,7 +161,9 @@ async def test_another_host_without_tls_is_refused(login: str, monkeypatch: pyte
         assert any(b"CONNECT" in data for data in received)
 
 
-async def test_another_host_without_a_login_is_refused(server: BrokerServer, tmp_path: Path) -> None:
+async def test_another_host_without_a_login_is_refused(
+    server: BrokerServer, tmp_path: Path
+) -> None:
     login = Login(authority=find_login(server.url, "envhub", "demo").authority)
     said = await why_refused(server.url, login)
     assert said.endswith(f": {NO_LOGIN}")
@@ -163,7 +180,8 @@ def make_certificate(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: A
 
 
 @pytest.mark.parametrize(
-    ("days", "says"), [(-400, "it has expired by the clock"), (30, "it is not yet valid by the clock")]
+    ("days", "says"),
+    [(-400, "it has expired by the clock"), (30, "it is not yet valid by the clock")],
 )
 async def test_a_certificate_of_another_time(
     days: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -180,7 +198,9 @@ async def test_a_certificate_of_another_time(
     assert "renew it (restart our broker) or set the clock" in said
 
 
-async def test_a_start_renews_a_certificate_that_ends_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_start_renews_a_certificate_that_ends_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     then = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=400)
     keys = KeyFolder(tmp_path / "store.keys")
     keys.certificate(OWN[0])
@@ -203,17 +223,26 @@ def test_keys_of_certificates_are_private(server: BrokerServer) -> None:
 
 def test_a_damaged_authority_is_one_line() -> None:
     with pytest.raises(
-        UserError, match=r"^the certificate of the broker's authority is damaged; ask for a new join token$"
+        UserError,
+        match=r"^the certificate of the broker's authority is damaged; ask for a new join token$",
     ):
-        Login(authority="-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n").tls_context()
+        Login(
+            authority="-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
+        ).tls_context()
 
 
 @pytest.mark.parametrize("command", ["envhub", "rollout", "rewardhub", "broker", "rlearner"])
-def test_a_login_in_a_command_line_is_refused_and_one_in_the_environment_is_not_shown(command: str) -> None:
+def test_a_login_in_a_command_line_is_refused_and_one_in_the_environment_is_not_shown(
+    command: str,
+) -> None:
     more = {"broker": ["status"], "rlearner": ["invited"]}.get(command, [])
     words = [sys.executable, "-m", f"{command}.cli", *more]
     done = subprocess.run(
-        [*words, "--broker", "nats://me:hunter22@h:1"], capture_output=True, text=True, check=False, timeout=60
+        [*words, "--broker", "nats://me:hunter22@h:1"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     assert done.returncode == 2
     assert done.stderr == (
@@ -221,7 +250,9 @@ def test_a_login_in_a_command_line_is_refused_and_one_in_the_environment_is_not_
         "RL_BROKER\n"
     )
     env = {**os.environ, "RL_BROKER": "nats://me:hunter22@h:1"}
-    shown = subprocess.run([*words, "--help"], capture_output=True, text=True, check=False, timeout=60, env=env)
+    shown = subprocess.run(
+        [*words, "--help"], capture_output=True, text=True, check=False, timeout=60, env=env
+    )
     assert shown.returncode == 0
     assert "hunter22" not in shown.stdout
     assert "h:1" in shown.stdout

@@ -1,4 +1,6 @@
-"""A run that is started again with other settings, and tickets that wait: real learners on a real broker."""
+"""A run that is started again with other settings, and tickets that wait: real learners on a real
+broker.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ def lines(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def tickets_of(line: dict[str, Any]) -> tuple[int, ...]:
-    numbers = tuple(line[f"ticket/{name}"] for name in ("issued", "trained", "filtered", "dropped", "dead", "open"))
+    numbers = tuple(
+        line[f"ticket/{name}"]
+        for name in ("issued", "trained", "filtered", "dropped", "dead", "open")
+    )
     assert numbers[0] == sum(numbers[1:])
     return numbers
 
@@ -45,14 +50,18 @@ def good(ticket: wire.Ticket) -> list[wire.Message | bytes]:
     return [fleet.group(ticket, ticket.min_version)]
 
 
-async def life(bus: Bus, url: str, config: dict[str, Any], stop: Stop | None = None, **hub: Any) -> list[wire.Ticket]:
+async def life(
+    bus: Bus, url: str, config: dict[str, Any], stop: Stop | None = None, **hub: Any
+) -> list[wire.Ticket]:
     """One life of the learner with a made-up hub; the tickets that the hub was given."""
     async with fleet.Hub(bus, **{"answer": good, **hub}) as made, asyncio.timeout(120):
         await serve(config, url, stop or Stop(), connect_deadline_s=60)
     return made.tickets
 
 
-async def test_a_domain_that_is_renamed(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+async def test_a_domain_that_is_renamed(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
     """Tickets of the old name are dropped and withdrawn, and the new name takes their share."""
     stop = Stop()
 
@@ -80,9 +89,14 @@ async def test_a_domain_that_is_renamed(bus: Bus, broker_url: str, run_name: str
 async def test_settings_apply_from_the_end_of_the_log_on(
     bus: Bus, broker_url: str, run_name: str, tmp_path: Path
 ) -> None:
-    """A learner that dies without a checkpoint: what had arrived by then is trained by the rules of then."""
+    """A learner that dies without a checkpoint: what had arrived by then is trained by the rules of
+    then.
+    """
     config = fleet.config(
-        str(tmp_path), run_name, train={"steps": 4, "max_staleness": 1}, checkpoint={"every_steps": 100}
+        str(tmp_path),
+        run_name,
+        train={"steps": 4, "max_staleness": 1},
+        checkpoint={"every_steps": 100},
     )
     await bus.ensure_streams()
     path, queue = tmp_path / run_name / "metrics.jsonl", await bus.work_queue(TICKETS, "lake")
@@ -97,7 +111,10 @@ async def test_settings_apply_from_the_end_of_the_log_on(
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
     strict = fleet.config(
-        str(tmp_path), run_name, train={"steps": 4, "max_staleness": 0}, checkpoint={"every_steps": 100}
+        str(tmp_path),
+        run_name,
+        train={"steps": 4, "max_staleness": 0},
+        checkpoint={"every_steps": 100},
     )
     async with asyncio.timeout(120):
         second = asyncio.create_task(serve(strict, broker_url, Stop(), connect_deadline_s=60))
@@ -112,20 +129,24 @@ async def test_settings_apply_from_the_end_of_the_log_on(
     assert [line["staleness/max"] for line in found] == [0.0, 1.0, 0.0, 0.0]
     issued, trained, _, dropped, dead, still_open = tickets_of(found[-1])
     assert (trained, dead, still_open) == (8, 0, 0)
-    # Of tickets 5-8 two are withdrawn, and 5 and 6, which ask for version 1 or newer, come with tokens too old for
-    # version 2.
+    # Of tickets 5-8 two are withdrawn, and 5 and 6, which ask for version 1 or newer, come with
+    # tokens too old for version 2.
     assert (issued, dropped, found[-1]["ticket/closed_withdrawn"]) == (12, 4, 2)
 
 
 async def test_log_decides_how_many_groups_are_trained_on(
     bus: Bus, broker_url: str, run_name: str, tmp_path: Path
 ) -> None:
-    """A learner that dies without a checkpoint: its first step is trained again on the same groups as before."""
+    """A learner that dies without a checkpoint: its first step is trained again on the same groups
+    as before.
+    """
 
     def settings(algorithm: dict[str, Any]) -> dict[str, Any]:
         train = {"groups_per_step": 4, "steps": 3}
         every = {"every_steps": 100}
-        return fleet.config(str(tmp_path), run_name, train=train, algorithm=algorithm, checkpoint=every)
+        return fleet.config(
+            str(tmp_path), run_name, train=train, algorithm=algorithm, checkpoint=every
+        )
 
     def varied(ticket: wire.Ticket) -> list[wire.Message | bytes]:
         return [fleet.group(ticket, ticket.min_version, (0.0, float(ticket.number % 4)))]
@@ -159,7 +180,11 @@ async def test_log_decides_how_many_groups_are_trained_on(
             await second
     found = lines(changed)
     assert [line["actor/num_rows"] for line in found] == [4.0, 8.0, 8.0]
-    again = {one.ticket for one in ledger_segments.LedgerLines(folder) if one.state == "trained" and one.step == 1}
+    again = {
+        one.ticket
+        for one in ledger_segments.LedgerLines(folder)
+        if one.state == "trained" and one.step == 1
+    }
     assert again == trained
     _, num_trained, filtered, *_, still_open = tickets_of(found[-1])
     assert (num_trained, filtered, still_open) == (10, 2, 0)
@@ -169,7 +194,9 @@ async def test_fewer_steps_end_the_run_even_if_the_log_holds_groups_for_more(
     bus: Bus, broker_url: str, run_name: str, tmp_path: Path
 ) -> None:
     """Groups of the old settings precede the record of the new ones in the log."""
-    config = fleet.config(str(tmp_path), run_name, train={"steps": 4}, checkpoint={"every_steps": 100})
+    config = fleet.config(
+        str(tmp_path), run_name, train={"steps": 4}, checkpoint={"every_steps": 100}
+    )
     path = tmp_path / run_name / "metrics.jsonl"
     async with asyncio.timeout(120), fleet.Hub(bus, good):
         first = asyncio.create_task(serve(config, broker_url, Stop(), connect_deadline_s=60))
@@ -187,8 +214,12 @@ async def test_fewer_steps_end_the_run_even_if_the_log_holds_groups_for_more(
 async def test_a_checkpoint_that_is_ahead_of_the_tickets_stream(
     bus: Bus, broker_url: str, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stop while most tickets are still to be published: the next life publishes them, under the same numbers."""
-    config = fleet.config(str(tmp_path), run_name, train={"steps": 2, "groups_per_step": 20, "max_staleness": 1})
+    """A stop while most tickets are still to be published: the next life publishes them, under the
+    same numbers.
+    """
+    config = fleet.config(
+        str(tmp_path), run_name, train={"steps": 2, "groups_per_step": 20, "max_staleness": 1}
+    )
     stop, publish = Stop(), Bus.publish
 
     async def slow(self: Bus, stream: Stream, message: wire.Message, **more: Any) -> int | None:
@@ -205,19 +236,31 @@ async def test_a_checkpoint_that_is_ahead_of_the_tickets_stream(
     assert await bus.last_seq(TICKETS) == 5
     played = await life(bus, broker_url, config)
     assert sorted(ticket.number for ticket in played) == list(range(1, 41))
-    assert [ticket.task_index for ticket in sorted(played, key=lambda one: one.number)] == list(range(40))
+    assert [ticket.task_index for ticket in sorted(played, key=lambda one: one.number)] == list(
+        range(40)
+    )
     assert tickets_of(lines(config)[-1]) == (40, 40, 0, 0, 0, 0)
 
 
 async def test_a_ticket_that_waits_in_its_queue_does_not_age(
     bus: Bus, broker_url: str, run_name: str, tmp_path: Path
 ) -> None:
-    """Eight tickets wait for a hub that takes one after the other, up to three times as long as a ticket may take."""
+    """Eight tickets wait for a hub that takes one after the other, up to three times as long as a
+    ticket may take.
+    """
     timing = {"ticket_timeout_s": 3.0, "steps": 2, "groups_per_step": 4, "max_staleness": 1}
-    config = fleet.config(str(tmp_path), run_name, train=timing, domains={"lake": {**LAKE, "deadline_s": 2.0}})
+    config = fleet.config(
+        str(tmp_path), run_name, train=timing, domains={"lake": {**LAKE, "deadline_s": 2.0}}
+    )
     await bus.ensure_streams()
     here = wire.Presence(
-        role="envhub", id="hub", host=socket.gethostname(), pid=1, state="serving", slots=1, serves=["lake"]
+        role="envhub",
+        id="hub",
+        host=socket.gethostname(),
+        pid=1,
+        state="serving",
+        slots=1,
+        serves=["lake"],
     )
     announcer = Announcer(bus, lambda: here)
     await announcer.start()
@@ -231,10 +274,18 @@ async def test_a_ticket_that_its_hub_forgot_is_closed_and_withdrawn(
     bus: Bus, broker_url: str, run_name: str, tmp_path: Path
 ) -> None:
     timing = {"ticket_timeout_s": 3.0, "steps": 1, "groups_per_step": 2, "max_staleness": 0}
-    config = fleet.config(str(tmp_path), run_name, train=timing, domains={"lake": {**LAKE, "deadline_s": 2.0}})
+    config = fleet.config(
+        str(tmp_path), run_name, train=timing, domains={"lake": {**LAKE, "deadline_s": 2.0}}
+    )
     await bus.ensure_streams()
     here = wire.Presence(
-        role="envhub", id="hub", host=socket.gethostname(), pid=1, state="serving", slots=1, serves=["lake"]
+        role="envhub",
+        id="hub",
+        host=socket.gethostname(),
+        pid=1,
+        state="serving",
+        slots=1,
+        serves=["lake"],
     )
     announcer, queue = Announcer(bus, lambda: here), await bus.work_queue(TICKETS, "lake")
     await announcer.start()

@@ -46,7 +46,11 @@ def request(name: str = "r1", tokens: int = 3, **more: object) -> wire.GenerateR
 def reply_to(asked: wire.GenerateRequest, **more: object) -> wire.GenerateReply:
     """The context reversed, as if sampled."""
     tokens = asked.token_ids.array()[::-1]
-    fields: dict[str, object] = {"finish_reason": "stop", "server": "s1", "policy_version": 3} | more
+    fields: dict[str, object] = {
+        "finish_reason": "stop",
+        "server": "s1",
+        "policy_version": 3,
+    } | more
     return wire.GenerateReply(
         request_id=asked.request_id,
         token_ids=wire.column(tokens, "<i4"),
@@ -73,7 +77,9 @@ class Engine:
         if self.at_once:
             event.set()
         await event.wait()
-        return reply_to(asked, finish_reason="abort" if asked.request_id in self.aborted else "stop")
+        return reply_to(
+            asked, finish_reason="abort" if asked.request_id in self.aborted else "stop"
+        )
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -137,11 +143,15 @@ async def test_a_reply_comes_back_whole(serve: Serve, client: ChannelClient) -> 
     assert (reply.finish_reason, reply.policy_version) == ("stop", 3)
 
 
-async def test_many_requests_run_at_once_and_answers_find_their_askers(serve: Serve, client: ChannelClient) -> None:
+async def test_many_requests_run_at_once_and_answers_find_their_askers(
+    serve: Serve, client: ChannelClient
+) -> None:
     engine = Engine(at_once=False)
     server = await serve(engine)
     tasks = [
-        asyncio.create_task(client.generate(server.address, request(f"r{n}", tokens=n + 1), timeout_s=60))
+        asyncio.create_task(
+            client.generate(server.address, request(f"r{n}", tokens=n + 1), timeout_s=60)
+        )
         for n in range(100)
     ]
     await until(lambda: len(engine.seen) == 100)
@@ -154,7 +164,9 @@ async def test_many_requests_run_at_once_and_answers_find_their_askers(serve: Se
     ]
 
 
-async def test_two_askers_and_two_servers_do_not_mix(serve: Serve, client: ChannelClient, kind: str, bus: Bus) -> None:
+async def test_two_askers_and_two_servers_do_not_mix(
+    serve: Serve, client: ChannelClient, kind: str, bus: Bus
+) -> None:
     one, two = Engine(), Engine()
     first, second = await serve(one, "s1"), await serve(two, "s2")
     other = carriers.connect(kind, bus)
@@ -187,7 +199,10 @@ async def test_no_answer_in_time_fails_and_aborts(serve: Serve, client: ChannelC
         await client.generate(server.address, request(), timeout_s=0.3)
     await until(lambda: engine.aborted == ["r1"])
     # the line still works
-    assert len((await client.generate(server.address, request("r1"), timeout_s=60)).token_ids.array()) == 3
+    assert (
+        len((await client.generate(server.address, request("r1"), timeout_s=60)).token_ids.array())
+        == 3
+    )
 
 
 async def test_a_cancelled_asker_aborts(serve: Serve, client: ChannelClient) -> None:
@@ -201,10 +216,15 @@ async def test_a_cancelled_asker_aborts(serve: Serve, client: ChannelClient) -> 
     await until(lambda: engine.aborted == ["r1"])
 
 
-async def test_forget_fails_outstanding_at_once_and_only_there(serve: Serve, client: ChannelClient) -> None:
+async def test_forget_fails_outstanding_at_once_and_only_there(
+    serve: Serve, client: ChannelClient
+) -> None:
     gone, stays = Engine(at_once=False), Engine(at_once=False)
     first, second = await serve(gone, "s1"), await serve(stays, "s2")
-    lost = [asyncio.create_task(client.generate(first.address, request(f"g{n}"), timeout_s=60)) for n in range(3)]
+    lost = [
+        asyncio.create_task(client.generate(first.address, request(f"g{n}"), timeout_s=60))
+        for n in range(3)
+    ]
     kept = asyncio.create_task(client.generate(second.address, request("k"), timeout_s=60))
     await until(lambda: len(gone.seen) == 3 and stays.seen)
     started = time.monotonic()
@@ -230,7 +250,9 @@ async def test_an_address_that_is_none_fails(client: ChannelClient) -> None:
         await client.generate("not an address", request(), timeout_s=5)
 
 
-async def test_a_request_that_breaks_the_rules_is_not_sent(serve: Serve, client: ChannelClient) -> None:
+async def test_a_request_that_breaks_the_rules_is_not_sent(
+    serve: Serve, client: ChannelClient
+) -> None:
     engine = Engine()
     server = await serve(engine)
     with pytest.raises(WireError, match="at least one token"):
@@ -253,11 +275,19 @@ async def test_a_handler_that_raises_answers_an_error_and_the_next_request_works
     engine.handle = broken  # type: ignore[method-assign]
     server = await serve(engine, "s3")
     reply = await client.generate(server.address, request("bad"), timeout_s=60)
-    assert (reply.finish_reason, reply.error, reply.server) == ("error", "ValueError: no such layer", "s3")
-    assert (await client.generate(server.address, request("good"), timeout_s=60)).finish_reason == "stop"
+    assert (reply.finish_reason, reply.error, reply.server) == (
+        "error",
+        "ValueError: no such layer",
+        "s3",
+    )
+    assert (
+        await client.generate(server.address, request("good"), timeout_s=60)
+    ).finish_reason == "stop"
 
 
-async def test_an_answer_that_breaks_the_rules_becomes_an_error(serve: Serve, client: ChannelClient) -> None:
+async def test_an_answer_that_breaks_the_rules_becomes_an_error(
+    serve: Serve, client: ChannelClient
+) -> None:
     engine = Engine()
 
     async def wrong(asked: wire.GenerateRequest) -> wire.GenerateReply:
@@ -293,7 +323,9 @@ async def test_a_malformed_request_is_buried_and_answered_with_an_error(
     engine = Engine()
     server = await serve(engine)
     async with asyncio.timeout(LONG_S):
-        answer = codec.decode(await send_raw(kind, bus, server.address, b"\x93garbage"), wire.GenerateReply)
+        answer = codec.decode(
+            await send_raw(kind, bus, server.address, b"\x93garbage"), wire.GenerateReply
+        )
     assert answer.finish_reason == "error"
     assert answer.server == "s1"
     (letter,) = await letters(bus, 1)
@@ -302,7 +334,9 @@ async def test_a_malformed_request_is_buried_and_answered_with_an_error(
     assert (await client.generate(server.address, request(), timeout_s=60)).finish_reason == "stop"
 
 
-async def answer_raw(kind: str, bus: Bus, answer: bytes) -> tuple[str, Callable[[], Awaitable[None]]]:
+async def answer_raw(
+    kind: str, bus: Bus, answer: bytes
+) -> tuple[str, Callable[[], Awaitable[None]]]:
     """A server that answers everything with the given bytes: its address, and how to stop it."""
     if kind == "nats":
 
@@ -319,7 +353,9 @@ async def answer_raw(kind: str, bus: Bus, answer: bytes) -> tuple[str, Callable[
     async def loop() -> None:
         while True:
             identity, asked = await socket.recv_multipart()
-            await socket.send_multipart([identity, pack([(token, answer) for token, _ in unpack(asked)])])
+            await socket.send_multipart(
+                [identity, pack([(token, answer) for token, _ in unpack(asked)])]
+            )
 
     task = asyncio.create_task(loop())
 
@@ -332,7 +368,9 @@ async def answer_raw(kind: str, bus: Bus, answer: bytes) -> tuple[str, Callable[
     return f"local={name}", stop
 
 
-async def test_a_malformed_reply_fails_the_request_and_is_buried(client: ChannelClient, kind: str, bus: Bus) -> None:
+async def test_a_malformed_reply_fails_the_request_and_is_buried(
+    client: ChannelClient, kind: str, bus: Bus
+) -> None:
     address, stop = await answer_raw(kind, bus, b"\xc1")
     try:
         with pytest.raises(RequestFailed, match="GenerateReply"):
@@ -343,7 +381,9 @@ async def test_a_malformed_reply_fails_the_request_and_is_buried(client: Channel
     assert (letter.stream, letter.data) == ("generate", b"\xc1")
 
 
-async def test_server_with_nan_logprobs_is_named(client: ChannelClient, kind: str, bus: Bus) -> None:
+async def test_server_with_nan_logprobs_is_named(
+    client: ChannelClient, kind: str, bus: Bus
+) -> None:
     reply = reply_to(request("r1"))
     number = reply.logprobs.data[:4]
     data = codec.encode(reply).replace(number, struct.pack("<f", math.nan))
@@ -356,7 +396,9 @@ async def test_server_with_nan_logprobs_is_named(client: ChannelClient, kind: st
         await stop()
 
 
-async def test_an_answer_to_another_request_fails(client: ChannelClient, kind: str, bus: Bus) -> None:
+async def test_an_answer_to_another_request_fails(
+    client: ChannelClient, kind: str, bus: Bus
+) -> None:
     address, stop = await answer_raw(kind, bus, codec.encode(reply_to(request("other"))))
     try:
         with pytest.raises(RequestFailed, match="'other' instead of 'r1'"):
@@ -365,11 +407,14 @@ async def test_an_answer_to_another_request_fails(client: ChannelClient, kind: s
         await stop()
 
 
-async def test_a_closing_server_returns_partial_outputs(serve: Serve, client: ChannelClient) -> None:
+async def test_a_closing_server_returns_partial_outputs(
+    serve: Serve, client: ChannelClient
+) -> None:
     engine = Engine(at_once=False)
     server = await serve(engine)
     tasks = [
-        asyncio.create_task(client.generate(server.address, request(f"r{n}", 1000), timeout_s=60)) for n in range(200)
+        asyncio.create_task(client.generate(server.address, request(f"r{n}", 1000), timeout_s=60))
+        for n in range(200)
     ]
     await until(lambda: len(engine.seen) == 200)
     await server.close()  # the connection ends right behind the answers
@@ -391,7 +436,9 @@ async def test_a_closing_server_answers_for_a_handler_that_hangs(
     assert (reply.finish_reason, reply.error) == ("error", "the server is closing")
 
 
-async def test_closing_the_client_fails_what_is_outstanding(serve: Serve, client: ChannelClient) -> None:
+async def test_closing_the_client_fails_what_is_outstanding(
+    serve: Serve, client: ChannelClient
+) -> None:
     engine = Engine(at_once=False)
     server = await serve(engine)
     task = asyncio.create_task(client.generate(server.address, request(), timeout_s=60))
@@ -409,7 +456,9 @@ async def test_a_large_request_and_reply_pass(serve: Serve, client: ChannelClien
     assert reply.token_ids.array()[0] == 899_999
 
 
-@pytest.mark.parametrize("bind", ["0.0.0.0", "[::]:7000", "224.0.0.1", "host", "127.0.0.1:99999", "127.0.0.1:7000:1"])
+@pytest.mark.parametrize(
+    "bind", ["0.0.0.0", "[::]:7000", "224.0.0.1", "host", "127.0.0.1:99999", "127.0.0.1:7000:1"]
+)
 def test_a_server_is_bound_to_one_address_only(bind: str) -> None:
     refused = rf"--bind: '{re.escape(bind)}' is not allowed; expected an IP address of one interface .*127\.0\.0\.1"
     with pytest.raises(ConfigError, match=refused):
@@ -455,12 +504,17 @@ async def test_a_killed_zmq_server_fails_its_requests_at_once(bus: Bus) -> None:
             await client.close()
 
 
-# ----------------------------------------------------------------------------------------- many servers, few sockets
+# ----------------------------------------------------------------------------------------- many
+# servers, few sockets
 
 
-async def ask_closed_ports(client: ChannelClient, ports: range) -> list[BaseException | wire.GenerateReply]:
+async def ask_closed_ports(
+    client: ChannelClient, ports: range
+) -> list[BaseException | wire.GenerateReply]:
     """What becomes of one request to each of many addresses at which nobody listens."""
-    asking = (client.generate(closed(port), request(f"r{port}"), timeout_s=LONG_S) for port in ports)
+    asking = (
+        client.generate(closed(port), request(f"r{port}"), timeout_s=LONG_S) for port in ports
+    )
     return await asyncio.gather(*asking, return_exceptions=True)
 
 
@@ -485,6 +539,8 @@ async def test_a_client_without_sockets_left_fails_the_request_and_goes_on(bus: 
     for port in range(1, 21):
         await client.forget(closed(port))
     async with asyncio.timeout(LONG_S):  # sockets are freed by a thread of ZeroMQ's
-        while "nothing listens there" not in str((await ask_closed_ports(client, range(30, 31)))[0]):  # noqa: ASYNC110
+        while "nothing listens there" not in str(  # noqa: ASYNC110
+            (await ask_closed_ports(client, range(30, 31)))[0]
+        ):
             await asyncio.sleep(0.05)
     await client.close()

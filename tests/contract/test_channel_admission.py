@@ -1,4 +1,6 @@
-"""Who may send requests to a server over the network, and that a client talks to the server that it means."""
+"""Who may send requests to a server over the network, and that a client talks to the server that it
+means.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ async def test_a_hub_that_is_present_is_admitted_by_its_key(bus: Bus) -> None:
         assert server.server._network.admission.admits(client.key)
 
 
-async def test_a_hub_without_presence_is_not_admitted(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hub_without_presence_is_not_admitted(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hub_admission, "WAIT_S", SOON_S)
     async with network_server(bus) as server, hub_client(bus, present=False) as client:
         with pytest.raises(RequestFailed, match="does not admit this process: no presence"):
@@ -38,12 +42,16 @@ async def test_a_hub_without_presence_is_not_admitted(bus: Bus, monkeypatch: pyt
         assert server.asked == []
         await client.start()  # now it is
         try:
-            assert (await client.generate(server.address, ask("again"), timeout_s=LONG_S)).finish_reason == "stop"
+            assert (
+                await client.generate(server.address, ask("again"), timeout_s=LONG_S)
+            ).finish_reason == "stop"
         finally:
             await client.leave()
 
 
-async def test_a_hub_of_another_run_is_not_admitted(bus: Bus, broker_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hub_of_another_run_is_not_admitted(
+    bus: Bus, broker_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hub_admission, "WAIT_S", SOON_S)
     other = await Bus.connect(broker_url, f"{bus.run}-other", name="other", deadline_s=60)
     await other.ensure_streams()
@@ -72,7 +80,11 @@ async def test_a_hub_that_has_left_is_cut_off(bus: Bus, monkeypatch: pytest.Monk
 
 async def test_a_server_with_another_key_gets_nothing(bus: Bus) -> None:
     """As a man in the middle who listens at the server's address."""
-    async with network_server(bus, "real") as real, network_server(bus, "wrong") as wrong, hub_client(bus) as client:
+    async with (
+        network_server(bus, "real") as real,
+        network_server(bus, "wrong") as wrong,
+        hub_client(bus) as client,
+    ):
         address = str(ServerAddress(wrong.tcp, real.key, this_host()))
         with pytest.raises(RequestFailed, match=r"not this server|connection broke|no answer"):
             await client.generate(address, ask(), timeout_s=8)
@@ -82,9 +94,15 @@ async def test_a_server_with_another_key_gets_nothing(bus: Bus) -> None:
 
 
 async def test_plain_zeromq_is_refused(bus: Bus) -> None:
-    async with network_server(bus) as server, raw_dealer(server.tcp) as plain, hub_client(bus) as client:
+    async with (
+        network_server(bus) as server,
+        raw_dealer(server.tcp) as plain,
+        hub_client(bus) as client,
+    ):
         await plain_send(plain)
-        assert (await client.generate(server.address, ask("good"), timeout_s=LONG_S)).finish_reason == "stop"
+        assert (
+            await client.generate(server.address, ask("good"), timeout_s=LONG_S)
+        ).finish_reason == "stop"
         assert not plain.poll(200)
         assert server.asked == ["good"]
 
@@ -108,9 +126,13 @@ async def test_processes_of_one_host_and_user_use_a_local_socket(bus: Bus) -> No
 async def test_a_server_on_a_port_in_use_says_so(bus: Bus) -> None:
     async with network_server(bus) as server:
         port = server.tcp.rpartition(":")[2]
-        with pytest.raises(ConfigError, match=rf"--bind: '127.0.0.1:{port}' is not allowed; another program uses"):
+        with pytest.raises(
+            ConfigError, match=rf"--bind: '127.0.0.1:{port}' is not allowed; another program uses"
+        ):
             async with network_server(bus, "s2", f"127.0.0.1:{port}"):
                 pass
-    with pytest.raises(ConfigError, match=r"--bind: '192\.0\.2\.1' is not allowed; expected .* 127\.0\.0\.1"):
+    with pytest.raises(
+        ConfigError, match=r"--bind: '192\.0\.2\.1' is not allowed; expected .* 127\.0\.0\.1"
+    ):
         async with network_server(bus, "s3", "192.0.2.1"):
             pass

@@ -1,4 +1,6 @@
-"""Checkpoints of some ranks, loaded by others; models that no rank loads whole; a rank killed while writing."""
+"""Checkpoints of some ranks, loaded by others; models that no rank loads whole; a rank killed while
+writing.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,12 @@ if EVERY:
     READERS = [("torch", 1), *((name, ranks) for name in ("ddp", "fsdp2") for ranks in (2, 3))]
     READERS += [(f"deepspeed-{stage}", ranks) for stage in (1, 2, 3) for ranks in (2, 3)]
     READERS += [("megatron", 3), ("megatron-tp2", 2), ("megatron-pp2", 2)]
-    WRITERS = [("ddp", 4), ("fsdp2", 4), *((f"deepspeed-{stage}", 4) for stage in (1, 2, 3)), ("megatron-tp2", 4)]
+    WRITERS = [
+        ("ddp", 4),
+        ("fsdp2", 4),
+        *((f"deepspeed-{stage}", 4) for stage in (1, 2, 3)),
+        ("megatron-tp2", 4),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +56,9 @@ def losses(metrics: list[dict[str, float]]) -> list[list[float]]:
 
 @pytest.mark.timeout(1200 if EVERY else 120)
 @pytest.mark.parametrize(("writer", "ranks"), WRITERS)
-def test_any_number_of_ranks_and_any_backend_continues(path: str, tmp_path: Path, writer: str, ranks: int) -> None:
+def test_any_number_of_ranks_and_any_backend_continues(
+    path: str, tmp_path: Path, writer: str, ranks: int
+) -> None:
     first = make(writer, path, ranks=ranks)
     try:
         run(first, range(2))
@@ -60,7 +69,9 @@ def test_any_number_of_ranks_and_any_backend_continues(path: str, tmp_path: Path
     finally:
         first.close()
     made = checkpoint.read_checkpoint(written)
-    assert [Path(part.path).name for part in made.parts] == [part_name(rank, ranks) for rank in range(ranks)]
+    assert [Path(part.path).name for part in made.parts] == [
+        part_name(rank, ranks) for rank in range(ranks)
+    ]
     assert not list(written.glob("*.safetensors"))
     sizes = [part.size for part in made.parts]
     assert max(sizes) < 1.2 * sum(sizes) / ranks + 6000  # equal parts, but for the random numbers
@@ -71,8 +82,12 @@ def test_any_number_of_ranks_and_any_backend_continues(path: str, tmp_path: Path
             found = losses(run(again, range(2, 5)))
             if (reader, others) == (writer, ranks):
                 assert found == expected
-                assert all(torch.equal(tensor, weights[name]) for name, tensor in again.weights().items())
-            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5, err_msg=f"{reader} on {others}")
+                assert all(
+                    torch.equal(tensor, weights[name]) for name, tensor in again.weights().items()
+                )
+            np.testing.assert_allclose(
+                found, expected, rtol=1e-5, atol=1e-5, err_msg=f"{reader} on {others}"
+            )
         finally:
             again.close()
 
@@ -82,7 +97,9 @@ def test_the_first_format_still_loads(path: str, tmp_path: Path) -> None:
     run(first, range(2))
     folder = tmp_path / "step-000002"
     first.save(folder)
-    state = {name: tensor for name, tensor in state_of(first).items() if not name.startswith("model.")}
+    state = {
+        name: tensor for name, tensor in state_of(first).items() if not name.startswith("model.")
+    }
     (folder / "learner").mkdir()
     save_file(state, folder / "learner" / "state.safetensors")
     body = {"format": 1, "step": 2, "epoch": 1, "ledger": {"version": 2}}
@@ -128,12 +145,16 @@ def test_ranks_that_read_parts_compute_as_the_whole_model(
     backend = make(variant, str(folder), ranks=2)
     try:
         assert "every rank loads the whole model" not in caplog.text
-        torch.testing.assert_close(backend.logprobs(ids), expected, rtol=0, atol=0 if variant == "fsdp2" else 1e-6)
+        torch.testing.assert_close(
+            backend.logprobs(ids), expected, rtol=0, atol=0 if variant == "fsdp2" else 1e-6
+        )
     finally:
         backend.close()
 
 
-def test_a_model_that_transformers_converts_is_loaded_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_transformers_converts_is_loaded_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     folder = hf_models.make("mixtral", tmp_path)
     ids = np.arange(2, 30)
@@ -179,7 +200,9 @@ KILLED = """
 
 
 @pytest.mark.timeout(120)
-def test_a_rank_killed_while_writing_leaves_the_checkpoint_before(path: str, tmp_path: Path) -> None:
+def test_a_rank_killed_while_writing_leaves_the_checkpoint_before(
+    path: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "checkpoints"
     command = [sys.executable, "-c", textwrap.dedent(KILLED), path, str(folder)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
@@ -196,12 +219,20 @@ def test_a_rank_killed_while_writing_leaves_the_checkpoint_before(path: str, tmp
 
 @pytest.mark.timeout(120)
 def test_a_critic_and_a_reference_next_to_a_divided_policy(path: str, tmp_path: Path) -> None:
-    algorithm = AlgorithmSection.model_validate({"adv_estimator": "gae", "critic": {"enabled": True}, "kl_coef": 0.1})
+    algorithm = AlgorithmSection.model_validate(
+        {"adv_estimator": "gae", "critic": {"enabled": True}, "kl_coef": 0.1}
+    )
     alone = make("torch", path, algorithm=algorithm, model=ModelSection(dtype="bfloat16"))
     checkpoint.write(tmp_path, alone, {"version": 0}, 1, hf_max_gib=0)
     made = checkpoint.newest_checkpoint(tmp_path)
     assert made is not None
-    pair = make("fsdp2", str(made.path), algorithm=algorithm, model=ModelSection(dtype="bfloat16"), ref_path=path)
+    pair = make(
+        "fsdp2",
+        str(made.path),
+        algorithm=algorithm,
+        model=ModelSection(dtype="bfloat16"),
+        ref_path=path,
+    )
     try:
         checkpoint.load_state(made, pair)
         found, expected = state_of(pair), state_of(alone)

@@ -65,7 +65,9 @@ def with_nkeys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("nkeys")
     keys = KeyFolder(folder / "keys")
     _ = keys.operator(), keys.role("learner", RUN), keys.role("envhub", RUN), keys.owner(RUN)
-    files = {"operator": keys.path / "operator.key"} | {one: keys.path / RUN / f"{one}.key" for one in ROLES[:2]}
+    files = {"operator": keys.path / "operator.key"} | {
+        one: keys.path / RUN / f"{one}.key" for one in ROLES[:2]
+    }
     with own_server(folder / "server", include=accounts(map(as_server_user, keys.users()))) as url:
         yield Place(url, {role: {NKEY: str(file)} for role, file in files.items()}, folder)
 
@@ -76,7 +78,10 @@ def with_passwords(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     env = {f"RLEARNER_{RUN}_{role}_PASSWORD".upper(): f"hunter-{role}" for role in ROLES}
     env |= {"RLEARNER_OPERATOR_PASSWORD": "hunter-operator"}
     names = {role: role if role == "operator" else f"{RUN}.{role}" for role in ROLES}
-    logins = {role: {USER: name, PASSWORD: private(folder / role, f"hunter-{role}\n")} for role, name in names.items()}
+    logins = {
+        role: {USER: name, PASSWORD: private(folder / role, f"hunter-{role}\n")}
+        for role, name in names.items()
+    }
     with own_server(folder / "server", include=accounts(users(password_user)), env=env) as url:
         yield Place(url, logins, folder)
 
@@ -84,7 +89,9 @@ def with_passwords(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 @pytest.fixture(scope="module")
 def with_jwts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder, made = tmp_path_factory.mktemp("jwt"), JwtAccounts(RUN)
-    logins = {role: {CREDS: str(made.credentials(folder / f"{role}.creds", role))} for role in ROLES}
+    logins = {
+        role: {CREDS: str(made.credentials(folder / f"{role}.creds", role))} for role in ROLES
+    }
     with own_server(folder / "server", include=made.configuration()) as url:
         yield Place(url, logins, folder, made)
 
@@ -138,12 +145,15 @@ async def connect(monkeypatch: pytest.MonkeyPatch, place: Place, role: str) -> B
     return await Bus.connect(place.url, RUN, name=role, role=role, login=login, deadline_s=20)
 
 
-async def test_a_run_is_found_by_a_hub_of_its_own_login(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_is_found_by_a_hub_of_its_own_login(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     learner = await connect(monkeypatch, place, "learner")
     await learner.ensure_streams()
     await learner.ensure_consumers(TICKETS, ["lake"])
     await publish_runspec(
-        learner, wire.RunSpec(run=RUN, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="")
+        learner,
+        wire.RunSpec(run=RUN, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path=""),
     )
     hub = await connect(monkeypatch, place, "envhub")
     await hub.ensure_streams()
@@ -156,7 +166,9 @@ async def test_a_run_is_found_by_a_hub_of_its_own_login(place: Place, monkeypatc
     await learner.close()
 
 
-async def test_a_plain_client_logs_in_as_the_operator(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_plain_client_logs_in_as_the_operator(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in place.logins["operator"].items():
         monkeypatch.setenv(name, value)
     client = await nats.connect(place.url, allow_reconnect=False, **client_options(place.url))
@@ -175,7 +187,9 @@ def test_a_login_of_another_role_is_one_line(place: Place) -> None:
 
 def test_a_key_that_the_servers_do_not_know(with_nkeys: Place, tmp_path: Path) -> None:
     key = Key.generate()
-    said = why_refused(environment(with_nkeys, "operator", **{NKEY: private(tmp_path / "key", key.seed)}))
+    said = why_refused(
+        environment(with_nkeys, "operator", **{NKEY: private(tmp_path / "key", key.seed)})
+    )
     assert said == (
         f"error: the servers at {with_nkeys.url} refuse the key {key.public} of {NKEY}: they do not know it; "
         "include the output of `broker permissions` in the configuration and reload the servers"
@@ -202,27 +216,38 @@ def test_a_login_in_the_address(with_passwords: Place) -> None:
     env = environment(with_passwords, "operator", **plain)
     assert status(env | {"RL_BROKER": f"nats://operator:hunter-operator@{host}"}).returncode == 0
     said = why_refused(env | {"RL_BROKER": f"nats://operator:hunter3@{host}"})
-    assert "refuse the user 'operator' of RL_BROKER: unknown, or not with this password; check RL_BROKER" in said
+    assert (
+        "refuse the user 'operator' of RL_BROKER: unknown, or not with this password; check RL_BROKER"
+        in said
+    )
     assert "hunter3" not in said
 
 
 def test_a_jwt_that_has_expired(with_jwts: Place, tmp_path: Path) -> None:
-    file = with_jwts.jwt.credentials(tmp_path / "old.creds", "operator", expires_at=time.time() - 60)
+    file = with_jwts.jwt.credentials(
+        tmp_path / "old.creds", "operator", expires_at=time.time() - 60
+    )
     said = why_refused(environment(with_jwts, "operator", **{CREDS: str(file)}))
-    assert said.startswith(f"error: the servers at {with_jwts.url} refuse the JWT of {CREDS}, which expired at 20")
+    assert said.startswith(
+        f"error: the servers at {with_jwts.url} refuse the JWT of {CREDS}, which expired at 20"
+    )
     assert said.endswith(" UTC; write a new file (nsc generate creds)")
 
 
 def test_a_jwt_of_another_operator(with_jwts: Place, tmp_path: Path) -> None:
     file = JwtAccounts(RUN).credentials(tmp_path / "other.creds", "operator")
     said = why_refused(environment(with_jwts, "operator", **{CREDS: str(file)}))
-    assert said.endswith(f"refuse the JWT of {CREDS}: its user was revoked, or its account is of another operator")
+    assert said.endswith(
+        f"refuse the JWT of {CREDS}: its user was revoked, or its account is of another operator"
+    )
 
 
 async def test_a_renewed_jwt_is_read_at_the_next_connection(
     with_jwts: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = with_jwts.jwt.credentials(tmp_path / "short.creds", "learner", expires_at=time.time() + 3)
+    file = with_jwts.jwt.credentials(
+        tmp_path / "short.creds", "learner", expires_at=time.time() + 3
+    )
     monkeypatch.setenv(CREDS, str(file))
     bus = await Bus.connect(with_jwts.url, RUN, name="short", role="learner", deadline_s=20)
     with_jwts.jwt.credentials(file, "learner")
@@ -238,14 +263,25 @@ async def test_a_renewed_jwt_is_read_at_the_next_connection(
 def test_a_jwt_longer_than_the_server_takes(with_jwts: Place, tmp_path: Path) -> None:
     file = with_jwts.jwt.credentials(tmp_path / "long.creds", "learner", own_permissions=True)
     said = why_refused(environment(with_jwts, "operator", **{CREDS: str(file)}))
-    assert re.search(rf" refuse the JWT of {CREDS}, whose [0-9]+ characters may exceed their max_control_line; ", said)
-    assert said.endswith("; give the permissions to a signing key of the account, or raise that limit")
+    assert re.search(
+        rf" refuse the JWT of {CREDS}, whose [0-9]+ characters may exceed their max_control_line; ",
+        said,
+    )
+    assert said.endswith(
+        "; give the permissions to a signing key of the account, or raise that limit"
+    )
 
 
 async def test_a_file_that_is_gone_does_not_end_a_process_that_works(
-    with_nkeys: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    with_nkeys: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    file, learner = tmp_path / "learner.key", KeyFolder(with_nkeys.folder / "keys").role("learner", RUN)
+    file, learner = (
+        tmp_path / "learner.key",
+        KeyFolder(with_nkeys.folder / "keys").role("learner", RUN),
+    )
     private(file, learner.seed)
     monkeypatch.setenv(NKEY, str(file))
     bus = await Bus.connect(with_nkeys.url, RUN, name="learner", role="learner", deadline_s=20)
@@ -255,12 +291,14 @@ async def test_a_file_that_is_gone_does_not_end_a_process_that_works(
         await bus.link.connected.wait()
         await bus.ensure_streams()
     assert (
-        f"{NKEY}: cannot read {file}: No such file or directory; connecting with the login read before" in caplog.text
+        f"{NKEY}: cannot read {file}: No such file or directory; connecting with the login read before"
+        in caplog.text
     )
     await bus.close()
 
 
-# -------------------------------------------------------------------------------------------------- mutual TLS
+# --------------------------------------------------------------------------------------------------
+# mutual TLS
 
 
 def test_no_client_certificate(with_certificates: Place) -> None:
@@ -274,7 +312,9 @@ def test_no_client_certificate(with_certificates: Place) -> None:
 def test_an_expired_client_certificate(with_certificates: Place) -> None:
     assert with_certificates.authority is not None
     certificate, key = with_certificates.authority.certificate("operator", days=-1)
-    said = why_refused(environment(with_certificates, "operator", **{CERT: str(certificate), CERT_KEY: str(key)}))
+    said = why_refused(
+        environment(with_certificates, "operator", **{CERT: str(certificate), CERT_KEY: str(key)})
+    )
     start = f"error: the servers at {with_certificates.url} refuse the certificate of {CERT}, which expired at 20"
     assert said.startswith(start)
     assert said.endswith(" UTC; renew it")
@@ -285,9 +325,13 @@ def test_a_client_certificate_of_another_authority_or_of_no_user(
     name: str, with_certificates: Place, tmp_path: Path
 ) -> None:
     assert with_certificates.authority is not None
-    authority = OwnAuthority(tmp_path / "other") if name == "operator" else with_certificates.authority
+    authority = (
+        OwnAuthority(tmp_path / "other") if name == "operator" else with_certificates.authority
+    )
     certificate, key = authority.certificate(name)
-    said = why_refused(environment(with_certificates, "operator", **{CERT: str(certificate), CERT_KEY: str(key)}))
+    said = why_refused(
+        environment(with_certificates, "operator", **{CERT: str(certificate), CERT_KEY: str(key)})
+    )
     assert said == (
         f"error: the servers at {with_certificates.url} refuse the certificate of {CERT}: it is of an authority that "
         "they do not know, or no user has its name; see `broker permissions --login certificate`"
@@ -303,5 +347,7 @@ def test_servers_of_an_unknown_authority(with_certificates: Place) -> None:
 def test_an_expired_server(tmp_path: Path, with_certificates: Place) -> None:
     authority = OwnAuthority(tmp_path / "pki")
     with own_server(tmp_path / "server", more=tls_lines(authority, days=-1, more="")) as url:
-        said = why_refused(environment(with_certificates, "operator", RL_BROKER=url, **{CA: str(authority.file)}))
+        said = why_refused(
+            environment(with_certificates, "operator", RL_BROKER=url, **{CA: str(authority.file)})
+        )
     assert "its certificate is not accepted: it has expired by the clock of this host" in said

@@ -51,18 +51,27 @@ async def indexed(console: kit.Console, *runs: str) -> None:
 
         async def complete(run: str = run) -> bool:
             text = await page(console, f"/run/{run}/trajectories")
-            return "being built" not in text and " 0 in the index" not in " ".join(["", *kit.texts(text)])
+            return "being built" not in text and " 0 in the index" not in " ".join(
+                ["", *kit.texts(text)]
+            )
 
         await until(complete)
 
 
-# ------------------------------------------------------------------------------------------------------- access
+# -------------------------------------------------------------------------------------------------------
+# access
 
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_nothing_is_shown_without_a_login(console: kit.Console) -> None:
     async with console.client(logged_in=False) as client:
-        for path in ("/", "/run/hostile", "/run/hostile/group/1", "/_nicegui/none", "/assets/chart.js"):
+        for path in (
+            "/",
+            "/run/hostile",
+            "/run/hostile/group/1",
+            "/_nicegui/none",
+            "/assets/chart.js",
+        ):
             async with client.get(path, allow_redirects=False) as answer:
                 assert (answer.status, answer.headers["location"].split("?")[0]) == (303, "/login")
             async with client.get(path, headers={"Accept": "*/*"}) as answer:
@@ -72,7 +81,9 @@ async def test_nothing_is_shown_without_a_login(console: kit.Console) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_link_works_once_and_is_in_a_private_file_not_in_a_log(console: kit.Console) -> None:
+async def test_a_link_works_once_and_is_in_a_private_file_not_in_a_log(
+    console: kit.Console,
+) -> None:
     link = console.link
     token = re.search(r"token=([\w-]+)", link)
     assert token
@@ -84,7 +95,9 @@ async def test_a_link_works_once_and_is_in_a_private_file_not_in_a_log(console: 
         async with client.get(link.removeprefix(console.address), allow_redirects=False) as answer:
             assert answer.status == 303
             cookie = answer.headers["set-cookie"]
-            assert re.fullmatch(r"rlearner_console_\d+=[\w-]{43}; Path=/; HttpOnly; SameSite=Strict", cookie)
+            assert re.fullmatch(
+                r"rlearner_console_\d+=[\w-]{43}; Path=/; HttpOnly; SameSite=Strict", cookie
+            )
         async with client.get("/") as answer:
             assert answer.status == 200
     await until(lambda: console.link != link)
@@ -105,12 +118,19 @@ async def test_a_password_logs_in_only_from_the_own_page(console: kit.Console) -
     async with console.client(logged_in=False) as client:
         for origin in ("https://evil.example", "null", ""):
             headers = {"Origin": origin} if origin else {}
-            async with client.post("/login", data=form, headers=headers, allow_redirects=False) as answer:
-                assert (answer.status, await answer.text()) == (403, "only pages of this console may do this\n")
+            async with client.post(
+                "/login", data=form, headers=headers, allow_redirects=False
+            ) as answer:
+                assert (answer.status, await answer.text()) == (
+                    403,
+                    "only pages of this console may do this\n",
+                )
         headers = {"Origin": console.address}
         async with client.post("/login", data={"secret": "wrong"}, headers=headers) as answer:
             assert answer.status == 403
-        async with client.post("/login", data=form, headers=headers, allow_redirects=False) as answer:
+        async with client.post(
+            "/login", data=form, headers=headers, allow_redirects=False
+        ) as answer:
             assert (answer.status, answer.headers["location"]) == (303, "/run/hostile")
         async with client.post("/logout", headers=headers, allow_redirects=False) as answer:
             assert "Max-Age=0" in answer.headers["set-cookie"]
@@ -123,7 +143,9 @@ async def test_other_names_and_origins_are_refused(console: kit.Console) -> None
     async with console.client() as client:
         async with client.get("/", headers={"Host": "evil.example:8870"}) as answer:
             assert answer.status == 403
-            assert (await answer.text()).startswith("this console answers only under the name in its link")
+            assert (await answer.text()).startswith(
+                "this console answers only under the name in its link"
+            )
         for origin in ("http://evil.example", "http://127.0.0.1:1"):
             with pytest.raises(aiohttp.WSServerHandshakeError):
                 await client.ws_connect(WS, origin=origin)
@@ -145,20 +167,31 @@ async def test_headers_allow_only_own_code(console: kit.Console) -> None:
     assert not re.findall(r"(?:src|href|url\()=?[\"'(]?(?:https?:)?//(?!127\.0\.0\.1)", text)
 
 
-# -------------------------------------------------------------------------------------------------------- pages
+# --------------------------------------------------------------------------------------------------------
+# pages
 
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_markup_of_a_run_stays_text_on_every_page(console: kit.Console) -> None:
     await indexed(console, "hostile")
-    paths = ("", "/trajectories", "/trajectories?text=answer", "/group/1", "/fleet?log=learner.log", "/timeline")
+    paths = (
+        "",
+        "/trajectories",
+        "/trajectories?text=answer",
+        "/group/1",
+        "/fleet?log=learner.log",
+        "/timeline",
+    )
     for path in paths:
         text = await page(console, f"/run/hostile{path}")
         assert "<script>window" not in text
         assert "<img src=x" not in text
         assert "{{7*7}}" not in re.sub(r"String\.raw`.*?`", "", text, flags=re.S)
     assert any(kit.MARKUP in one for one in kit.texts(await page(console, "/run/hostile/group/1")))
-    assert any(kit.MARKUP in one for one in kit.texts(await page(console, "/run/hostile/fleet?log=learner.log")))
+    assert any(
+        kit.MARKUP in one
+        for one in kit.texts(await page(console, "/run/hostile/fleet?log=learner.log"))
+    )
     assert "\\x1b[31mred" in "".join(kit.texts(await page(console, "/run/hostile/fleet")))
 
 
@@ -177,26 +210,42 @@ async def test_runs_are_listed_and_compared(console: kit.Console) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_curves_are_the_lines_of_metrics(console: kit.Console, tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_curves_are_the_lines_of_metrics(
+    console: kit.Console, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     await indexed(console, "hostile")
     text = await page(console, "/run/hostile?metrics=ticket/trained,staleness/max")
     charts = {chart["title"]: chart for chart in kit.component(text, "chart")}
-    root = next(one for one in kit.texts(await page(console, "/")) if " in /" in one).split(" in ")[1]
+    root = next(one for one in kit.texts(await page(console, "/")) if " in /" in one).split(" in ")[
+        1
+    ]
     rows = read_lines(Path(root) / "hostile" / "metrics.jsonl")
     (one,) = charts["ticket/trained"]["series"]
-    assert (one["x"], one["y"]) == ([row["step"] for row in rows], [row["ticket/trained"] for row in rows])
+    assert (one["x"], one["y"]) == (
+        [row["step"] for row in rows],
+        [row["ticket/trained"] for row in rows],
+    )
     (stats,) = kit.component(text, "stats")
-    assert next(one for one in stats["stats"] if one["key"] == "step")["value"] == str(rows[-1]["step"])
+    assert next(one for one in stats["stats"] if one["key"] == "step")["value"] == str(
+        rows[-1]["step"]
+    )
 
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_trajectories_are_searched(console: kit.Console) -> None:
     await indexed(console, "hostile")
-    rows = kit.component(await page(console, "/run/hostile/trajectories?order=oldest&max_step=1"), "grid")[0]["rows"]
+    rows = kit.component(
+        await page(console, "/run/hostile/trajectories?order=oldest&max_step=1"), "grid"
+    )[0]["rows"]
     assert rows
     assert {row["step"] for row in rows} == {1}
     assert {row["reward"] for row in rows} == {0.25, 1.0}
-    assert kit.component(await page(console, "/run/hostile/trajectories?text=nothing"), "grid")[0]["rows"] == []
+    assert (
+        kit.component(await page(console, "/run/hostile/trajectories?text=nothing"), "grid")[0][
+            "rows"
+        ]
+        == []
+    )
     for query in ("min_step=x", "min_reward=nan", "ticket=1e999"):
         text = await page(console, f"/run/hostile/trajectories?{query}")
         assert any("is not allowed; use a number" in one for one in kit.texts(text)), query
@@ -207,7 +256,9 @@ async def test_tokens_are_those_of_the_command(console: kit.Console) -> None:
     await indexed(console, "hostile")
     text = await page(console, "/run/hostile/group/1")
     (tokens,) = kit.component(text, "tokens")
-    root = next(one for one in kit.texts(await page(console, "/")) if " in /" in one).split(" in ")[1]
+    root = next(one for one in kit.texts(await page(console, "/")) if " in /" in one).split(" in ")[
+        1
+    ]
     words = ["show", "hostile", "1", "--dir", root, "--json"]
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "rlearner.cli", *words, stdout=asyncio.subprocess.PIPE
@@ -218,9 +269,15 @@ async def test_tokens_are_those_of_the_command(console: kit.Console) -> None:
     for shown, known in zip(episode["pieces"], expected["pieces"], strict=True):
         assert shown["text"] == known["text"]
         for one, other in zip(shown["tokens"], known.get("tokens", []), strict=True):
-            for name, theirs in (("id", "id"), ("logprob", "logprob"), ("version", "policy_version"), ("text", "text")):
+            for name, theirs in (
+                ("id", "id"),
+                ("logprob", "logprob"),
+                ("version", "policy_version"),
+                ("text", "text"),
+            ):
                 assert one[name] == other[theirs]
-    assert tokens["unavailable"].keys() >= {"entropy", "ratio"}  # a run without a learner records none
+    # a run without a learner records none
+    assert tokens["unavailable"].keys() >= {"entropy", "ratio"}
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -239,7 +296,9 @@ async def test_tokens_are_those_of_the_command(console: kit.Console) -> None:
         ("/run/hostile/actions", 404, ""),
     ],
 )
-async def test_what_is_not_there_is_one_line(console: kit.Console, path: str, status: int, line: str) -> None:
+async def test_what_is_not_there_is_one_line(
+    console: kit.Console, path: str, status: int, line: str
+) -> None:
     said = kit.texts(await page(console, path, status))
     assert any(line in one and "\n" not in one for one in said)
 
@@ -249,12 +308,16 @@ async def test_an_address_that_is_too_long_is_refused(console: kit.Console) -> N
     async with console.client() as client:
         for path in (f"/run/{13_000 * 'a'}", f"/run/hostile/trajectories?text={13_000 * 'a'}"):
             async with client.get(path) as answer:
-                assert (answer.status, await answer.text()) == (414, "the address is longer than 8192 characters\n")
+                assert (answer.status, await answer.text()) == (
+                    414,
+                    "the address is longer than 8192 characters\n",
+                )
         async with client.get(f"/run/hostile/trajectories?text={8_000 * 'a'}") as answer:
             assert answer.status == 200
 
 
-# ----------------------------------------------------------------------------------------------------- the start
+# -----------------------------------------------------------------------------------------------------
+# the start
 
 
 @pytest.mark.parametrize(
@@ -263,11 +326,23 @@ async def test_an_address_that_is_too_long_is_refused(console: kit.Console) -> N
         (["none"], "no run 'none' below"),
         (["--dir", "/none"], "/none: no such folder"),
         (["--port", "70000"], "'70000' is not a port"),
-        (["--bind", "0.0.0.0"], "--bind: '0.0.0.0' is not allowed; an address of loopback without TLS"),
+        (
+            ["--bind", "0.0.0.0"],
+            "--bind: '0.0.0.0' is not allowed; an address of loopback without TLS",
+        ),
         (["--tls-cert", "c.pem"], "--tls-cert: 'c.pem' is not allowed; with --tls-key"),
-        (["--host-name", "evil host"], "--host-name: 'evil host' is not allowed; a host name or an address"),
-        (["--host-name", "gen1:8870"], "--host-name: 'gen1:8870' is not allowed; a host name or an address"),
-        (["--password-file", "/none"], "--password-file: '/none' is not allowed; it cannot be read"),
+        (
+            ["--host-name", "evil host"],
+            "--host-name: 'evil host' is not allowed; a host name or an address",
+        ),
+        (
+            ["--host-name", "gen1:8870"],
+            "--host-name: 'gen1:8870' is not allowed; a host name or an address",
+        ),
+        (
+            ["--password-file", "/none"],
+            "--password-file: '/none' is not allowed; it cannot be read",
+        ),
     ],
 )
 async def test_a_bad_start_is_one_line(tmp_path: Path, words: list[str], problem: str) -> None:
@@ -290,7 +365,10 @@ async def test_a_port_in_use_and_a_password_that_others_can_read(tmp_path: Path)
         port = taken.getsockname()[1]
         code, error = await start("--dir", str(tmp_path), "--port", str(port))
     assert code == 2
-    assert f"error: --port: {port} is not allowed; not available on 127.0.0.1 (Address already in use)" in error
+    assert (
+        f"error: --port: {port} is not allowed; not available on 127.0.0.1 (Address already in use)"
+        in error
+    )
 
 
 async def start(*words: str) -> tuple[int, str]:

@@ -29,12 +29,16 @@ async def make(bus: Bus, **changes: Any) -> None:
         **changes,
     }
     await ask(
-        bus.link, f"CONSUMER.DURABLE.CREATE.{name}.{config['durable_name']}", {"stream_name": name, "config": config}
+        bus.link,
+        f"CONSUMER.DURABLE.CREATE.{name}.{config['durable_name']}",
+        {"stream_name": name, "config": config},
     )
 
 
 async def found(bus: Bus, name: str = "lake") -> dict[str, Any]:
-    config: dict[str, Any] = (await ask(bus.link, f"CONSUMER.INFO.{TICKETS.stream_name(bus.run)}.{name}"))["config"]
+    config: dict[str, Any] = (
+        await ask(bus.link, f"CONSUMER.INFO.{TICKETS.stream_name(bus.run)}.{name}")
+    )["config"]
     return config
 
 
@@ -88,8 +92,9 @@ async def test_a_consumer_that_cannot_be_used_is_named_with_what_is_wrong(
     with pytest.raises(UserError) as caught:
         await bus.work_queue(TICKETS, "lake")
     name = changes.get("durable_name", "lake")
-    assert f"the consumer {name} of stream {TICKETS.stream_name(bus.run)}, created by another program" in str(
-        caught.value
+    assert (
+        f"the consumer {name} of stream {TICKETS.stream_name(bus.run)}, created by another program"
+        in str(caught.value)
     )
     assert says in str(caught.value)
     assert f"nats consumer rm {TICKETS.stream_name(bus.run)} {name}" in str(caught.value)
@@ -109,7 +114,9 @@ async def test_a_hub_ends_with_one_line_where_it_cannot_use_the_consumer(
     assert "Traceback" not in said
     last = said.splitlines()[-1]
     assert last.startswith(f"error: the consumer lake of stream {TICKETS.stream_name(bus.run)}")
-    assert "the learner could not change it; it has deliver_subject 'elsewhere' instead of ''" in last
+    assert (
+        "the learner could not change it; it has deliver_subject 'elsewhere' instead of ''" in last
+    )
 
 
 async def test_ours_is_made_once_and_not_changed(bus: Bus) -> None:
@@ -132,7 +139,11 @@ def test_what_is_kept_of_another_programs_settings() -> None:
         "max_deliver": 3,
         "replay_policy": "instant",
     }
-    assert adopted(theirs, wanted) == wanted | {"durable_name": "mine", "ack_wait": 30_000_000_000, "max_waiting": 7}
+    assert adopted(theirs, wanted) == wanted | {
+        "durable_name": "mine",
+        "ack_wait": 30_000_000_000,
+        "max_waiting": 7,
+    }
 
 
 @pytest.mark.parametrize(

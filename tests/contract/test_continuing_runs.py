@@ -43,18 +43,25 @@ async def test_a_second_life_says_what_changed_and_makes_no_warm_start(
     await life(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 1}))
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
-        json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "U"}]}) + "\n"
+        json.dumps(
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "U"}]}
+        )
+        + "\n"
     )
     warm = {"steps": 3, "data": str(rows), "batch_size": 1}
     with caplog.at_level(logging.INFO):
         await life(
-            bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 2, "lr": 2e-3}, warm_start=warm)
+            bus,
+            broker_url,
+            fleet.config(str(tmp_path), run_name, train={"steps": 2, "lr": 2e-3}, warm_start=warm),
         )
     said = [record.getMessage() for record in caplog.records]
     assert "changed since the last start: train.lr: 0.001 -> 0.002" in said
     assert "changed since the last start: train.steps: 1 -> 2" in said
     assert not [
-        line for line in said if "changed" in line and line.split(": ")[1].split(".")[0] not in ("train", "warm_start")
+        line
+        for line in said
+        if "changed" in line and line.split(": ")[1].split(".")[0] not in ("train", "warm_start")
     ]
     assert not [line for line in said if line.startswith("warm start")]
     assert not (tmp_path / run_name / "warm_start").exists()
@@ -67,13 +74,23 @@ async def test_first_weights_that_are_gone_are_made_again_for_a_reference_only(
 ) -> None:
     rows, first = tmp_path / "rows.jsonl", tmp_path / run_name / "warm_start"
     rows.write_text(
-        json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "U"}]}) + "\n"
+        json.dumps(
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "U"}]}
+        )
+        + "\n"
     )
-    settings = {"warm_start": {"steps": 3, "data": str(rows), "batch_size": 1}, "algorithm": {"kl_coef": kl_coef}}
-    await life(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 1}, **settings))
+    settings = {
+        "warm_start": {"steps": 3, "data": str(rows), "batch_size": 1},
+        "algorithm": {"kl_coef": kl_coef},
+    }
+    await life(
+        bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 1}, **settings)
+    )
     weights = (first / "model.safetensors").read_bytes()
     shutil.rmtree(first)
-    await life(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 2}, **settings))
+    await life(
+        bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 2}, **settings)
+    )
     assert first.exists() == (kl_coef > 0)
     if kl_coef:
         assert (first / "model.safetensors").read_bytes() == weights
@@ -99,7 +116,9 @@ async def test_another_model_and_other_domains_are_refused_before_the_epoch(
     assert await newest_epoch(bus, run_name) == 1
     assert (tmp_path / run_name / "config.yaml").read_bytes() == written
     await life(bus, broker_url, pond, force=True)
-    assert yaml.safe_load((tmp_path / run_name / "config.yaml").read_text())["domains"].keys() == {"pond"}
+    assert yaml.safe_load((tmp_path / run_name / "config.yaml").read_text())["domains"].keys() == {
+        "pond"
+    }
     assert await newest_epoch(bus, run_name) == 2
 
 
@@ -108,11 +127,21 @@ async def test_up_refuses_a_model_of_another_shape_before_it_starts_anything(
 ) -> None:
     config = fleet.config(str(tmp_path), run_name, train={"steps": 1})
     await life(bus, broker_url, config)
-    (tmp_path / run_name / "broker.url").unlink()  # else a run that another broker has is left alone for that reason
+    # else a run that another broker has is left alone for that reason
+    (tmp_path / run_name / "broker.url").unlink()
     other = build_tiny(tmp_path / "other", TinyModel.model_validate(OTHER))
     file = tmp_path / "run.yaml"
     file.write_text(to_yaml(config))
-    command = [sys.executable, "-m", "rlearner.cli", "up", str(file), "train.steps=2", f"model.path={other}", "--force"]
+    command = [
+        sys.executable,
+        "-m",
+        "rlearner.cli",
+        "up",
+        str(file),
+        "train.steps=2",
+        f"model.path={other}",
+        "--force",
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = await asyncio.to_thread(
         subprocess.run, command, capture_output=True, text=True, timeout=120, env=env, check=False

@@ -1,5 +1,5 @@
-"""A critic beside adapters on two ranks: the losses and values of one process, whether the policy is whole on each rank
-or sharded.
+"""A critic beside adapters on two ranks: the losses and values of one process, whether the policy
+is whole on each rank or sharded.
 """
 
 import os
@@ -22,7 +22,10 @@ def start(name, path, first=None):
     "name",
     [
         "fsdp2",
-        pytest.param("ddp", marks=pytest.mark.skipif("RL_OPTIONS" not in os.environ, reason="make test-options")),
+        pytest.param(
+            "ddp",
+            marks=pytest.mark.skipif("RL_OPTIONS" not in os.environ, reason="make test-options"),
+        ),
     ],
 )
 def test_a_critic_on_two_ranks(tmp_path, name):
@@ -35,7 +38,9 @@ def test_a_critic_on_two_ranks(tmp_path, name):
         pair.load_state(parts)  # the others take the critic from rank 0
         before = state_of(pair)
         assert all(
-            torch.equal(before[key], value) for key, value in tensors_of(parts).items() if key.startswith("critic.")
+            torch.equal(before[key], value)
+            for key, value in tensors_of(parts).items()
+            if key.startswith("critic.")
         )
         agree(steps(pair, range(2, 4)), steps(alone, range(2, 4)))
         first, second = state_of(pair), state_of(alone)

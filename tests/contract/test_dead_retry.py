@@ -1,4 +1,6 @@
-"""``broker dead retry`` with real hubs: what ended as a dead letter is done again for the operator's eyes only."""
+"""``broker dead retry`` with real hubs: what ended as a dead letter is done again for the
+operator's eyes only.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,25 @@ async def world(bus: Bus, broker_url: str, tmp_path: Path) -> AsyncIterator[Worl
 
 
 async def retry(world: World, number: int, *words: str) -> None:
-    arguments = ["dead", "retry", str(number), "--broker", world.url, "--run", world.bus.run, *words]
+    arguments = [
+        "dead",
+        "retry",
+        str(number),
+        "--broker",
+        world.url,
+        "--run",
+        world.bus.run,
+        *words,
+    ]
     await cli.operate(cli.parser().parse_args(arguments))
 
 
 async def positions(bus: Bus) -> list[int]:
     """The newest sequence of every stream that a ticket or its end could be in."""
-    return [await bus.last_seq(stream) for stream in (TICKETS, EPISODES, SAMPLES, EVALTICKETS, EVALS, DEAD)]
+    return [
+        await bus.last_seq(stream)
+        for stream in (TICKETS, EPISODES, SAMPLES, EVALTICKETS, EVALS, DEAD)
+    ]
 
 
 async def test_a_dead_ticket_is_played_again_and_nothing_is_stored(
@@ -44,7 +58,9 @@ async def test_a_dead_ticket_is_played_again_and_nothing_is_stored(
 ) -> None:
     rewards = [{"name": f"{KIT}/reward_functions.py:length", "weight": 2.0}]
     domains = {"bad": bad("raises", group_size=1), "lake": {**LAKE, "rewards": rewards}}
-    await world.publish_spec(domains, sections={"envhub": {"max_retries": 1}, "rewardhub": {"workers": 1}})
+    await world.publish_spec(
+        domains, sections={"envhub": {"max_retries": 1}, "rewardhub": {"workers": 1}}
+    )
     await world.server(version=7)
     await world.ticket("bad", group_size=1)
     async with world.hub("--id", "h"):
@@ -58,10 +74,16 @@ async def test_a_dead_ticket_is_played_again_and_nothing_is_stored(
                 deadline_s=60.0,
             )  # fmt: skip
             await world.bus.dead_letter(
-                TICKETS, seq=0, ticket=number, reason="deadline: too slow", data=codec.encode(ticket)
+                TICKETS,
+                seq=0,
+                ticket=number,
+                reason="deadline: too slow",
+                data=codec.encode(ticket),
             )
         await world.bus.dead_letter(TICKETS, seq=0, ticket=9, reason="malformed", data=b"\xc1")
-        await world.bus.dead_letter(EVALS, seq=0, ticket=9, reason="odd", data=codec.encode(EXAMPLES[wire.Closed]))
+        await world.bus.dead_letter(
+            EVALS, seq=0, ticket=9, reason="odd", data=codec.encode(EXAMPLES[wire.Closed])
+        )
         before = await positions(world.bus)
 
         await retry(world, 1)
@@ -70,7 +92,9 @@ async def test_a_dead_ticket_is_played_again_and_nothing_is_stored(
             f"ticket 1, given up by h: env_error: episode 0, attempt 2: step raised {RAISED}",
             f"h gave up: env_error: 1 of 1 episodes failed; episode 0: step raised {RAISED}",
         ]
-        assert out.err.endswith("for inspection only: the result is neither stored nor trained on\n")
+        assert out.err.endswith(
+            "for inspection only: the result is neither stored nor trained on\n"
+        )
 
         await retry(world, 2)  # this task of the domain goes well
         lines = capsys.readouterr().out.splitlines()
@@ -86,7 +110,9 @@ async def test_a_dead_ticket_is_played_again_and_nothing_is_stored(
         found = json.loads(capsys.readouterr().out)
         (played,) = found["outcomes"]
         assert (found["ticket"], found["reason"], played["by"]) == (2, "deadline: too slow", "h")
-        assert [(one["success"], one["reward"], one["turns"]) for one in played["episodes"]] == [(True, 1.0, 2)] * 2
+        assert [(one["success"], one["reward"], one["turns"]) for one in played["episodes"]] == [
+            (True, 1.0, 2)
+        ] * 2
 
         with pytest.raises(UserError, match=r"has no rewardhub that serves pool 'default' now"):
             await retry(world, 3)
@@ -94,7 +120,9 @@ async def test_a_dead_ticket_is_played_again_and_nothing_is_stored(
             await retry(world, 4)
         with pytest.raises(UserError, match="its 1 bytes do not decode, so they cannot be retried"):
             await retry(world, 5)
-        with pytest.raises(UserError, match="expected a Ticket, an EvalTicket or a Group, found a Closed"):
+        with pytest.raises(
+            UserError, match="expected a Ticket, an EvalTicket or a Group, found a Closed"
+        ):
             await retry(world, 6)
         with pytest.raises(UserError, match="no dead letter 99 in run"):
             await retry(world, 99)
@@ -120,7 +148,9 @@ async def test_a_dead_group_is_scored_again_elsewhere_if_there_is_an_elsewhere(
     await reward_world.publish_spec(world.bus)
     dead = reward_world.group(1, "fine", "x", domain="trap", pools=("default",))
     await world.bus.publish(DEAD, letter(dead), key="episodes")
-    await world.bus.publish(DEAD, letter(reward_world.group(2, "#### 42", pools=("default", "style"))), key="episodes")
+    await world.bus.publish(
+        DEAD, letter(reward_world.group(2, "#### 42", pools=("default", "style"))), key="episodes"
+    )
     before = await positions(world.bus)
     async with (
         reward_world.hub(world.url, world.bus.run, "a", "--workers", "1"),
@@ -134,12 +164,20 @@ async def test_a_dead_group_is_scored_again_elsewhere_if_there_is_an_elsewhere(
         assert line.endswith("hangs_on_x: no score within 1 s")
         await retry(world, 2)
         lines = capsys.readouterr().out.splitlines()
-        assert [line for line in lines if line.endswith("scored it:")] == ["b scored it:", "a scored it:"]
+        assert [line for line in lines if line.endswith("scored it:")] == [
+            "b scored it:",
+            "a scored it:",
+        ]
         assert lines[-2].startswith("  episode 0: solved, reward 1.125, math_answer 1, length 7; ")
     assert await positions(world.bus) == before
 
 
 def letter(group: wire.Group) -> wire.DeadLetter:
     return wire.DeadLetter(
-        stream="episodes", sequence=0, ticket=group.ticket, reason="reward_error: odd", by="a", data=codec.encode(group)
+        stream="episodes",
+        sequence=0,
+        ticket=group.ticket,
+        reason="reward_error: odd",
+        by="a",
+        data=codec.encode(group),
     )

@@ -1,5 +1,5 @@
-"""What only the backend deepspeed has: low precision, checkpointed blocks, rows in packs, one rank with its optimizer
-in host memory.
+"""What only the backend deepspeed has: low precision, checkpointed blocks, rows in packs, one rank
+with its optimizer in host memory.
 """
 
 import numpy as np
@@ -27,20 +27,35 @@ def test_checkpointed_blocks_and_packed_or_padded_rows_change_nothing(path, stag
     for options in ({"gradient_checkpointing": True, "packing": "packed"}, {"packing": "padded"}):
         backend = make(f"deepspeed-{stage}", path, **options)
         try:
-            modes = {type(part).__name__ for part in backend.policy.module.modules() if part.training}
-            assert modes == ({"Qwen3DecoderLayer"} if "gradient_checkpointing" in options else set())
+            modes = {
+                type(part).__name__ for part in backend.policy.module.modules() if part.training
+            }
+            assert modes == (
+                {"Qwen3DecoderLayer"} if "gradient_checkpointing" in options else set()
+            )
             for one, other in zip(run(backend, range(2)), expected, strict=True):
-                assert [one[key] for key in KEYS] == pytest.approx([other[key] for key in KEYS], rel=1e-5, abs=1e-5)
+                assert [one[key] for key in KEYS] == pytest.approx(
+                    [other[key] for key in KEYS], rel=1e-5, abs=1e-5
+                )
         finally:
             backend.close()
 
 
-LOW = [("deepspeed-1", 2), ("deepspeed-1", 1), ("deepspeed-2", 1), ("deepspeed-3", 1), ("deepspeed-2-offload", 1)]
+LOW = [
+    ("deepspeed-1", 2),
+    ("deepspeed-1", 1),
+    ("deepspeed-2", 1),
+    ("deepspeed-3", 1),
+    ("deepspeed-2-offload", 1),
+]
 
 
 @pytest.mark.parametrize(("variant", "ranks"), LOW)
 def test_bfloat16_over_float32_weights_resumes_bit_for_bit(tmp_path, variant, ranks):
-    path, model = kit.save_model(tmp_path / "model", dtype=torch.bfloat16), ModelSection(dtype="bfloat16")
+    path, model = (
+        kit.save_model(tmp_path / "model", dtype=torch.bfloat16),
+        ModelSection(dtype="bfloat16"),
+    )
     reference = make("torch", path, model=model, lr=1e-4)
     run(reference, range(3))
     first = make(variant, path, model=model, lr=1e-4, ranks=ranks)
@@ -49,7 +64,11 @@ def test_bfloat16_over_float32_weights_resumes_bit_for_bit(tmp_path, variant, ra
         parts = keep(first, tmp_path / "saved")
         metrics = run(first, [2])
         weights = {name: tensor.clone() for name, tensor in first.weights().items()}
-        masters = {name: tensor for name, tensor in state_of(first).items() if name.startswith("optimizer.master.")}
+        masters = {
+            name: tensor
+            for name, tensor in state_of(first).items()
+            if name.startswith("optimizer.master.")
+        }
     finally:
         first.close()
     expected = state_of(reference)
@@ -59,7 +78,9 @@ def test_bfloat16_over_float32_weights_resumes_bit_for_bit(tmp_path, variant, ra
         assert tensor.dtype == torch.float32
         if ranks == 1:
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-7)
-        else:  # slices of other shapes round differently in bfloat16; AdamW's updates hide the gradient's size
+        # slices of other shapes round differently in bfloat16; AdamW's updates hide the gradient's
+        # size
+        else:
             assert (tensor - expected[name]).abs().mean() < 1e-5, name
     second = make(variant, str(tmp_path / "saved"), model=model, lr=1e-4, ranks=ranks)
     try:
@@ -77,8 +98,12 @@ def test_one_rank_alone_whose_logits_are_computed_again_in_pieces(path, variant,
     alone = make(variant, path, ranks=1)
     try:
         for one, other in zip(run(alone, range(3)), run(reference, range(3)), strict=True):
-            assert [one[key] for key in KEYS] == pytest.approx([other[key] for key in KEYS], rel=1e-5, abs=1e-5)
-        torch.testing.assert_close(alone.logprobs(np.arange(9)), reference.logprobs(np.arange(9)), rtol=0, atol=1e-5)
+            assert [one[key] for key in KEYS] == pytest.approx(
+                [other[key] for key in KEYS], rel=1e-5, abs=1e-5
+            )
+        torch.testing.assert_close(
+            alone.logprobs(np.arange(9)), reference.logprobs(np.arange(9)), rtol=0, atol=1e-5
+        )
         expected = reference.weights()
         assert list(alone.weights()) == list(expected)
         for name, tensor in alone.weights().items():

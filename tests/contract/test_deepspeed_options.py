@@ -1,4 +1,6 @@
-"""A critic, compiled blocks and offloaded activations with the backend deepspeed: as one process of torch has them."""
+"""A critic, compiled blocks and offloaded activations with the backend deepspeed: as one process of
+torch has them.
+"""
 
 import numpy as np
 import pytest
@@ -28,14 +30,17 @@ def with_critic(path):
 
 
 @pytest.mark.parametrize("variant", STAGES)
-def test_a_critic_on_two_ranks_learns_and_resumes_as_in_one_process(path, with_critic, tmp_path, variant):
+def test_a_critic_on_two_ranks_learns_and_resumes_as_in_one_process(
+    path, with_critic, tmp_path, variant
+):
     first = make(variant, path, algorithm=PPO)
     try:
         found = steps(first, range(2))
         parts = keep(first, tmp_path)
         found += steps(first, range(2, 5))
         last, offloaded = whole(first), first.worker.models.critic.optimizer._copied
-        assert bool(offloaded) == variant.endswith("offload")  # the critic's optimizer waits where the policy's does
+        # the critic's optimizer waits where the policy's does
+        assert bool(offloaded) == variant.endswith("offload")
         rows = kit.samples(9)
         values = [one.values for one in first.score(rows)]
     finally:
@@ -73,11 +78,15 @@ OPTIONS = [
 
 @pytest.mark.filterwarnings("default")  # torch warns in its own compiler
 @pytest.mark.parametrize(("variant", "options"), OPTIONS)
-def test_offloaded_activations_and_compiled_blocks_make_the_same_steps(path, monkeypatch, variant, options):
+def test_offloaded_activations_and_compiled_blocks_make_the_same_steps(
+    path, monkeypatch, variant, options
+):
     if "lora" in options:
         pytest.importorskip("peft", reason="LoRA needs the extra rlearner[lora]")
     algorithm = AlgorithmSection(kl_coef=0.2)
-    expected = run(make("torch", path, algorithm=algorithm, **(LORA if "lora" in options else {})), range(5))
+    expected = run(
+        make("torch", path, algorithm=algorithm, **(LORA if "lora" in options else {})), range(5)
+    )
     torch._dynamo.utils.counters.clear()
     backend = make(variant, path, algorithm=algorithm, **options)
     seen = watch(backend, monkeypatch)
@@ -99,10 +108,14 @@ def test_offloaded_activations_and_compiled_blocks_make_the_same_steps(path, mon
 
 
 def watch(backend, monkeypatch):
-    """Counts what goes to host memory as if this were a GPU, what is gathered, and what of that is there as a backward
-    pass begins.
+    """Counts what goes to host memory as if this were a GPU, what is gathered, and what of that is
+    there as a backward pass begins.
     """
-    seen, gathered, leaves = dict.fromkeys(("moved", "weights", "gathered", "kept"), 0), [], activation_offload._leaves
+    seen, gathered, leaves = (
+        dict.fromkeys(("moved", "weights", "gathered", "kept"), 0),
+        [],
+        activation_offload._leaves,
+    )
     module, optimizer = backend.policy.module, backend.worker.optimizer
     backward = optimizer.backward
     weights = list(module.parameters())
@@ -115,12 +128,16 @@ def watch(backend, monkeypatch):
             return False
         at = tensor.untyped_storage().data_ptr()
         seen["moved"] += 1
-        seen["weights"] += any(weight.numel() and weight.untyped_storage().data_ptr() == at for weight in weights)
+        seen["weights"] += any(
+            weight.numel() and weight.untyped_storage().data_ptr() == at for weight in weights
+        )
         return True
 
     def before(part, _):
         here = part.parameters(recurse=hasattr(part, "_z3_leaf"))
-        gathered.extend(StorageWeakRef(one.untyped_storage()) for one in here if torch.is_grad_enabled())
+        gathered.extend(
+            StorageWeakRef(one.untyped_storage()) for one in here if torch.is_grad_enabled()
+        )
 
     def watched(total):
         seen["gathered"] += len(gathered)

@@ -1,6 +1,6 @@
-"""Weights by a device's memory between real processes: who sees the device reads it there, the others get them by gloo;
-the learner is killed, a server comes late, sleeps while what it reads is overwritten, and is killed. All but the
-device's own few calls is what runs with a GPU."""
+"""Weights by a device's memory between real processes: who sees the device reads it there, the
+others get them by gloo; the learner is killed, a server comes late, sleeps while what it reads is
+overwritten, and is killed. All but the device's own few calls is what runs with a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ from broker.weights.sender.send import WeightSender
 def mapped(child: Child) -> tuple[int, int]:
     """Maps that it has of a learner's words, and of a device's memory."""
     lines = Path(f"/proc/{child.pid}/maps").read_text().splitlines()
-    return sum("rlearner-weights" in line for line in lines), sum("rlearner-device" in line for line in lines)
+    return sum("rlearner-weights" in line for line in lines), sum(
+        "rlearner-device" in line for line in lines
+    )
 
 
 class Beside:
@@ -39,7 +41,13 @@ class Beside:
         self._held = make_tensors(0)
         self.loaded: dict[tuple[int, int], str] = {}
         self.receiver = WeightReceiver(
-            bus, "r2", self._held, self._load, bucket_mib=1, settings=SHARED, memory=Memfd(visible=["right"])
+            bus,
+            "r2",
+            self._held,
+            self._load,
+            bucket_mib=1,
+            settings=SHARED,
+            memory=Memfd(visible=["right"]),
         )
 
     async def _load(self, tensors: Mapping[str, Tensor], offered: wire.WeightsOffer) -> None:
@@ -49,12 +57,18 @@ class Beside:
         self.loaded[offered.epoch, offered.version] = content(self._held)
 
 
-async def test_a_run_on_one_device(bus: Bus, spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+async def test_a_run_on_one_device(
+    bus: Bus,
+    spawn: Spawn,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
     hidden = Beside(bus)
     await hidden.receiver.start()
     near = await spawn("r1", visible=["left"])
-    learner = await spawn("learner", script="weights_learner.py", at_byte=5 << 20, do="kill", on_device=True)
+    learner = await spawn(
+        "learner", script="weights_learner.py", at_byte=5 << 20, do="kill", on_device=True
+    )
 
     async def both(epoch: int, version: int) -> set[str]:
         """What the two of them hold of a version."""
@@ -67,7 +81,9 @@ async def test_a_run_on_one_device(bus: Bus, spawn: Spawn, caplog: pytest.LogCap
     await learner.hears(event="kill")  # in the middle of version 1
     await until(lambda: mapped(near) == (0, 0))  # what it had is let go of
 
-    sender = WeightSender(bus, plan_of(make_tensors(0), 1), epoch=2, settings=SHARED, memory=Memfd())
+    sender = WeightSender(
+        bus, plan_of(make_tensors(0), 1), epoch=2, settings=SHARED, memory=Memfd()
+    )
     await sender.start()
     try:
         expected = offer(sender, 0)
@@ -103,7 +119,9 @@ async def test_a_run_on_one_device(bus: Bus, spawn: Spawn, caplog: pytest.LogCap
             assert await both(2, version) == {expected}
         assert {said["event"] for said in near.said} <= {"ready", "loaded", "error"}
         assert [
-            said for said in near.said if said["event"] == "loaded" and said["epoch"] == 1 and said["version"] != 0
+            said
+            for said in near.said
+            if said["event"] == "loaded" and said["epoch"] == 1 and said["version"] != 0
         ] == []
         assert (1, 1) not in hidden.loaded
     finally:

@@ -1,4 +1,6 @@
-"""A ticket with several records in parts: the first in the log counts for every reader, and its parts stay."""
+"""A ticket with several records in parts: the first in the log counts for every reader, and its
+parts stay.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ async def position_reached(ledger: Ledger, position: int, loop: asyncio.Task[boo
 
 
 async def ledger_of_next_life(bus: Bus, position: int) -> Ledger:
-    """The ledger of a learner that begins with the log's first record, as after a kill before any checkpoint."""
+    """The ledger of a learner that begins with the log's first record, as after a kill before any
+    checkpoint.
+    """
     ledger = opened_ledger()
     async with running_loop(bus, ledger) as loop:
         await position_reached(ledger, position, loop)
@@ -52,13 +56,19 @@ async def test_second_upload_goes_once_the_first_is_accepted(bus: Bus) -> None:
         await bus.publish(SAMPLES, sent, ticket=1, message_id=name)
     assert await num_parts(bus) == 2 * COUNT
     ledger = await ledger_of_next_life(bus, 2)
-    assert (ledger.counts()["open"], ledger.counts()["duplicate"], ledger.counts()["dead"]) == (4, 1, 0)
+    assert (ledger.counts()["open"], ledger.counts()["duplicate"], ledger.counts()["dead"]) == (
+        4,
+        1,
+        0,
+    )
     assert await num_parts(bus) == COUNT
     assert (await ledger_of_next_life(bus, 2)).dump() == ledger.dump()
 
 
 async def test_refused_record_deletes_no_parts(bus: Bus) -> None:
-    """The ticket has ended otherwise: this reader does not know which of its records another one counts."""
+    """The ticket has ended otherwise: this reader does not know which of its records another one
+    counts.
+    """
     ledger = opened_ledger()
     sent = scored_group(ledger.ticket(1), SIZE)
     for name in ("first", "second"):

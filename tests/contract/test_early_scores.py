@@ -1,4 +1,6 @@
-"""Episodes are scored before their group is complete: by real hubs, once each, and whatever becomes of the scores."""
+"""Episodes are scored before their group is complete: by real hubs, once each, and whatever becomes
+of the scores.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ async def silent(bus: Bus, broker_url: str) -> AsyncIterator[list[wire.Message]]
         asked.append(message)
 
     login = find_login(broker_url, "rewardhub", bus.run)
-    hub = await Bus.connect(broker_url, bus.run, name="silent", role="rewardhub", login=login, deadline_s=60)
+    hub = await Bus.connect(
+        broker_url, bus.run, name="silent", role="rewardhub", login=login, deadline_s=60
+    )
     swallowing = await respond(hub, SCORES, "default", swallow, shared=True)
     await hub.link.overdue(1.0)
     yield asked
@@ -58,10 +62,18 @@ def done(folder: Path) -> int:
     return len(list(folder.glob("*.done")))
 
 
-async def prepare(world: World, *, pools: tuple[str, ...] = ("default",), seconds: float = 0.0, **domain: Any) -> None:
-    """A domain whose rewards give an episode's turns; the last episode of a group ends when ``release`` is there."""
+async def prepare(
+    world: World, *, pools: tuple[str, ...] = ("default",), seconds: float = 0.0, **domain: Any
+) -> None:
+    """A domain whose rewards give an episode's turns; the last episode of a group ends when
+    ``release`` is there.
+    """
     rewards = [
-        {"name": f"{FUNCTIONS}:slow", "pool": pool, "args": {"folder": str(world.folder), "seconds": seconds}}
+        {
+            "name": f"{FUNCTIONS}:slow",
+            "pool": pool,
+            "args": {"folder": str(world.folder), "seconds": seconds},
+        }
         for pool in pools
     ]
     envhub = {"drain_timeout_s": 10, "score_wait_s": 1.5}
@@ -74,16 +86,21 @@ async def prepare(world: World, *, pools: tuple[str, ...] = ("default",), second
         await until((world.folder / "release").exists)
         return "R"
 
-    await world.server(script=lambda request, _: last() if f".{SIZE - 1}." in request.conversation_id else "R")
+    await world.server(
+        script=lambda request, _: last() if f".{SIZE - 1}." in request.conversation_id else "R"
+    )
 
 
-async def test_episodes_are_scored_while_their_group_is_played_and_never_twice(world: World) -> None:
+async def test_episodes_are_scored_while_their_group_is_played_and_never_twice(
+    world: World,
+) -> None:
     await prepare(world, pools=("first", "second"))
     for name in ("rewards1", "rewards2"):
         world.spawn("--id", name, program=REWARDHUB)
     number = await world.ticket(group_size=SIZE)
     async with world.hub("--n", "8"):
-        await until(lambda: done(world.folder) == 2 * (SIZE - 1))  # both pools, for all that have ended
+        # both pools, for all that have ended
+        await until(lambda: done(world.folder) == 2 * (SIZE - 1))
         (world.folder / "release").touch()
         record = (await world.groups(1))[number]
         await world.settled()
@@ -127,7 +144,9 @@ async def test_a_reward_hub_that_dies_costs_its_scores_only_time(world: World) -
     assert [one.reward_parts["slow"] for one in record.trajectories] == [1.0] * SIZE
 
 
-async def test_a_group_waits_for_scores_on_their_way_but_not_for_ever(world: World, silent: list[wire.Message]) -> None:
+async def test_a_group_waits_for_scores_on_their_way_but_not_for_ever(
+    world: World, silent: list[wire.Message]
+) -> None:
     """A process that accepts samples and never scores them holds a group for envhub.score_wait_s."""
     await prepare(world)
     number = await world.ticket(group_size=SIZE)
@@ -160,14 +179,18 @@ async def test_a_stopping_hub_publishes_a_complete_group_without_waiting_for_sco
     assert sum((await world.bus.depth(EPISODES)).values()) == 1
 
 
-async def test_a_group_that_is_certain_to_be_filtered_is_closed_while_it_is_played(world: World) -> None:
+async def test_a_group_that_is_certain_to_be_filtered_is_closed_while_it_is_played(
+    world: World,
+) -> None:
     await prepare(world)  # no episode reaches the goal in one turn, and the last one never ends
     closing = await world.ticket(group_size=SIZE, pass_rate=[0.3, 1.0])
     async with world.hub("--n", "8"):
         (record,) = await world.records(1)
         await world.settled()
         server = world.servers[0]
-        (running,) = [one.request_id for one in server.asked if f".{SIZE - 1}." in one.conversation_id]
+        (running,) = [
+            one.request_id for one in server.asked if f".{SIZE - 1}." in one.conversation_id
+        ]
         await until(lambda: server.aborted == [running])
     assert isinstance(record, wire.Closed)
     assert (record.ticket, record.reason) == (closing, "filtered")
@@ -196,7 +219,14 @@ def trajectory(turns: int, reward: float) -> wire.Trajectory:
         logprobs=wire.column([0] + [-1] * (n - 1), "<f4"),
         version_runs=wire.column([4, n - 1], "<i4"),
         turns=[
-            wire.Turn(start=2 * i + 1, end=2 * i + 3, reward=0.5, valid=True, finish_reason="stop", server="r")
+            wire.Turn(
+                start=2 * i + 1,
+                end=2 * i + 3,
+                reward=0.5,
+                valid=True,
+                finish_reason="stop",
+                server="r",
+            )
             for i in range(turns)
         ],
         reward=reward,
@@ -215,7 +245,9 @@ TICKET = wire.Ticket(
 
 
 def test_a_reward_sees_the_same_sample_before_and_with_its_group() -> None:
-    played = EpisodeResult([trajectory(1, 0.0), trajectory(2, 1.5)], "question", "answer", 1.0, 0.1, [], 4)
+    played = EpisodeResult(
+        [trajectory(1, 0.0), trajectory(2, 1.5)], "question", "answer", 1.0, 0.1, [], 4
+    )
     asked = assignment(TICKET)
     complete = group(asked, [played], pools=["default"], hub="h", deliveries=1, temperature=1.0)
     expected = sample_of(complete, complete.trajectories[-1])
@@ -255,7 +287,9 @@ async def test_a_partial_reply_counts_but_ends_the_visit(bus: Bus) -> None:
         asked.append(request)
         return wire.EpisodeScoreReply(rewards="digest", scores=[score], success=True, partial=True)
 
-    answering = [await respond(bus, SCORES, pool, answer, shared=True) for pool in ("first", "second")]
+    answering = [
+        await respond(bus, SCORES, pool, answer, shared=True) for pool in ("first", "second")
+    ]
     rewards = [RewardConfig(name="my.py:length", pool=pool) for pool in ("first", "second")]
     section = DomainSection(env="qa", rewards=rewards)
     early = EarlyScores(bus, assignment(TICKET), section, 0.1, lambda *one: judged.append(one))

@@ -45,7 +45,9 @@ def build(
     command: list[str] | None = None,
     **section: Any,
 ) -> Engine:
-    """An engine that forwards does so to ``url``; one that starts a server of its own does so by ``command``."""
+    """An engine that forwards does so to ``url``; one that starts a server of its own does so by
+    ``command``.
+    """
     if name == "openai":
         section = {
             "policy": "judge",
@@ -54,7 +56,9 @@ def build(
         }
     if name == "sglang":
         section = {"engine_args": {"command": command or ["/bin/false"]}, **section}
-    settings = RolloutSection(engine=name, max_running=4, max_context_tokens=MAX_CONTEXT, num_threads=1, **section)
+    settings = RolloutSection(
+        engine=name, max_running=4, max_context_tokens=MAX_CONTEXT, num_threads=1, **section
+    )
     engine: Engine = resolve("engines", name, ENGINES)(
         EngineConfig(model_path, settings, device="cpu", policy_version=version)
     )
@@ -88,7 +92,11 @@ async def engine(
 
 def check_output(output: GenerationOutput, version: int = 0) -> None:
     assert output.error == ""
-    assert len(output.token_ids) == len(output.logprobs) == sum(count for _, count in output.version_runs)
+    assert (
+        len(output.token_ids)
+        == len(output.logprobs)
+        == sum(count for _, count in output.version_runs)
+    )
     assert all(logprob <= 1e-6 and np.isfinite(logprob) for logprob in output.logprobs)
     assert all(token == int(token) >= 0 for token in output.token_ids)
     assert {v for v, _ in output.version_runs} <= {version}
@@ -124,7 +132,9 @@ async def test_stop_strings_end_and_are_kept(engine: Engine, model_path: str) ->
     assert stop
     output = await engine.generate(ask("stopped", max_tokens=20, stop=["never said", stop]))
     check_output(output)
-    cut = next(n for n in range(1, 21) if stop in tokenizer.decode(free[:n], skip_special_tokens=False))
+    cut = next(
+        n for n in range(1, 21) if stop in tokenizer.decode(free[:n], skip_special_tokens=False)
+    )
     assert (list(output.token_ids), output.finish_reason) == (free[:cut], "stop")
 
 
@@ -178,7 +188,10 @@ async def test_a_request_id_twice_at_once_is_refused_and_the_first_goes_on(engin
 
 async def test_many_at_once(engine: Engine) -> None:
     outputs = await asyncio.gather(
-        *(engine.generate(ask(f"{i}", [5 + i % 20] * (1 + i), seed=i, max_tokens=1 + i % 17)) for i in range(60))
+        *(
+            engine.generate(ask(f"{i}", [5 + i % 20] * (1 + i), seed=i, max_tokens=1 + i % 17))
+            for i in range(60)
+        )
     )
     for i, output in enumerate(outputs):
         check_output(output)
@@ -190,7 +203,9 @@ async def test_many_at_once(engine: Engine) -> None:
 
 async def test_a_deadline_returns_what_there_is(engine: Engine) -> None:
     began = time.monotonic()
-    outputs = await asyncio.gather(*(engine.generate(ask(f"{i}", max_tokens=110, deadline_s=0.02)) for i in range(30)))
+    outputs = await asyncio.gather(
+        *(engine.generate(ask(f"{i}", max_tokens=110, deadline_s=0.02)) for i in range(30))
+    )
     assert time.monotonic() - began < 30
     for output in outputs:
         check_output(output)
@@ -239,7 +254,8 @@ async def test_weights_go_in_and_are_sampled_from(engine: Engine, model_path: st
     if not engine.has_weights:
         pytest.skip("no weights")
     held = engine.weights()
-    readable = not any(tensor.is_meta for tensor in held.values())  # those of a server in another process are not
+    # those of a server in another process are not
+    readable = not any(tensor.is_meta for tensor in held.values())
     if not readable:
         files = load_file(Path(model_path) / "model.safetensors")
         held = {name: files[name] for name in held}
@@ -255,13 +271,17 @@ async def test_weights_go_in_and_are_sampled_from(engine: Engine, model_path: st
     check_output(await waiting, version=3)
     after = await engine.logprobs(PROMPT)
     assert np.abs(after - before).max() > 1e-3
-    assert not readable or all(bool((engine.weights()[name] == tensor).all()) for name, tensor in new.items())
+    assert not readable or all(
+        bool((engine.weights()[name] == tensor).all()) for name, tensor in new.items()
+    )
     output = await engine.generate(ask("scored"))
     whole = await engine.logprobs([*PROMPT, *output.token_ids])
     assert np.abs(whole[len(PROMPT) - 1 :] - np.array(output.logprobs)).max() < 1e-4
     good = make_probe(PROMPT, after, tolerance=1e-4)
     with pytest.raises(TransferFailed, match="probe"):
-        await engine.update_weights({name: tensor * 2 for name, tensor in new.items()}, 4, "keep", good)
+        await engine.update_weights(
+            {name: tensor * 2 for name, tensor in new.items()}, 4, "keep", good
+        )
     assert engine.policy_version == NO_VERSION
     await engine.update_weights(new, 4, "recompute", good)
     check_output(await engine.generate(ask("again", min_version=4)), version=4)
@@ -300,7 +320,10 @@ async def test_a_model_path_that_is_none(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(ENGINES))
 def test_every_engine_says_which_arguments_it_takes(name: str) -> None:
     assert name in ENGINE_ARGS
-    with pytest.raises(ConfigError, match=r"rollout\.engine_args\.never: 1 is not allowed; unknown key, known here: "):
+    with pytest.raises(
+        ConfigError,
+        match=r"rollout\.engine_args\.never: 1 is not allowed; unknown key, known here: ",
+    ):
         check_engine(RolloutSection(engine=name, engine_args={"never": 1}))
 
 

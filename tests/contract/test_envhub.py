@@ -1,4 +1,6 @@
-"""The environment hub over a real nats-server and ZeroMQ: tickets in, groups or closings out, whatever happens."""
+"""The environment hub over a real nats-server and ZeroMQ: tickets in, groups or closings out,
+whatever happens.
+"""
 
 from __future__ import annotations
 
@@ -87,18 +89,26 @@ async def test_a_group_with_redundant_episodes_does_not_wait_for_the_slowest(wor
         await asyncio.sleep(30)
         return "R"
 
-    server = await world.server(script=lambda request, _: slow() if ".1." in request.conversation_id else "R")
+    server = await world.server(
+        script=lambda request, _: slow() if ".1." in request.conversation_id else "R"
+    )
     number = await world.ticket(group_size=4, min_group_size=3, num_redundant=1)
     async with world.hub("--n", "8"):
         groups = await world.groups(1)
         await world.settled()
     assert [one.episode for one in groups[number].trajectories] == [0, 2, 3]
-    (slowest,) = [request.request_id for request in server.asked if ".1." in request.conversation_id]
+    (slowest,) = [
+        request.request_id for request in server.asked if ".1." in request.conversation_id
+    ]
     assert server.aborted == [slowest]
 
 
 async def test_groups_with_rewards_go_to_their_first_pool(world: World) -> None:
-    rewards = [{"name": "a", "pool": "gpu"}, {"name": "b", "pool": "default"}, {"name": "c", "pool": "gpu"}]
+    rewards = [
+        {"name": "a", "pool": "gpu"},
+        {"name": "b", "pool": "default"},
+        {"name": "c", "pool": "gpu"},
+    ]
     await world.publish_spec({"lake": {**LAKE, "rewards": rewards}})
     await world.server()
     number = await world.ticket()
@@ -107,13 +117,22 @@ async def test_groups_with_rewards_go_to_their_first_pool(world: World) -> None:
         (delivery,) = await queue.fetch(1, 15)
         await world.settled()
     assert isinstance(delivery.message, wire.Group)
-    assert (delivery.message.ticket, delivery.ticket, delivery.message.pools) == (number, number, ["gpu", "default"])
+    assert (delivery.message.ticket, delivery.ticket, delivery.message.pools) == (
+        number,
+        number,
+        ["gpu", "default"],
+    )
     await delivery.ack()
 
 
-async def test_evaluations_are_held_out_and_recorded_and_asked_of_their_policy_only(world: World) -> None:
+async def test_evaluations_are_held_out_and_recorded_and_asked_of_their_policy_only(
+    world: World,
+) -> None:
     await world.publish_spec({"lake": LAKE})
-    actor, baseline = await world.server("s1"), await world.server("s2", lambda *_: "D", policy="random")
+    actor, baseline = (
+        await world.server("s1"),
+        await world.server("s2", lambda *_: "D", policy="random"),
+    )
     await world.eval_ticket(eval_step=7, temperature=0.0)
     await world.eval_ticket(eval_step=7, policy="random")
     async with world.hub():
@@ -155,11 +174,18 @@ async def test_what_is_no_ticket_goes_to_the_dead_and_work_goes_on(world: World)
     await world.ticket()
     async with world.hub():
         records = {record.ticket: record for record in await world.records(4)}
-        letters = {(letter.stream, letter.sequence): letter for letter in await world.records(4, DEAD)}
+        letters = {
+            (letter.stream, letter.sequence): letter for letter in await world.records(4, DEAD)
+        }
         (closed_eval,) = await world.records(1, EVALS)
         await world.settled()
         await world.settled(EVALTICKETS)
-    assert [type(records[n]).__name__ for n in (1, 2, 3, 4)] == ["Closed", "Closed", "Closed", "Group"]
+    assert [type(records[n]).__name__ for n in (1, 2, 3, 4)] == [
+        "Closed",
+        "Closed",
+        "Closed",
+        "Group",
+    ]
     assert {records[n].reason for n in (1, 2, 3)} == {"malformed"}
     assert records[3].detail == "a ticket of another domain in the queue of lake"
     assert (closed_eval.ticket, closed_eval.reason) == (5, "malformed")
@@ -257,13 +283,17 @@ async def test_a_run_that_is_stopped_ends_the_hub_at_once(world: World) -> None:
     assert await asyncio.to_thread(child.wait, 100) == 0
 
 
-async def test_bad_environments_cost_only_their_own_tickets(world: World, caplog: pytest.LogCaptureFixture) -> None:
+async def test_bad_environments_cost_only_their_own_tickets(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     domains = {
         "hangs": count(trouble="hang in step", seconds=30),
         "raises": count(trouble="raise in reset"),
         "lake": LAKE,
     }
-    await world.publish_spec(domains, sections={"envhub": {"step_timeout_s": 1.0, "max_retries": 1}})
+    await world.publish_spec(
+        domains, sections={"envhub": {"step_timeout_s": 1.0, "max_retries": 1}}
+    )
     await world.server()
     for domain in ("hangs", "raises"):
         await world.ticket(domain, group_size=1)
@@ -276,7 +306,10 @@ async def test_bad_environments_cost_only_their_own_tickets(world: World, caplog
         "episode 0, attempt 2: step did not return within 1 s",
     )
     broken = "ValueError: broken in reset (envhub_kit.py:96 in _trouble)"
-    assert (records[2].reason, records[2].detail) == ("env_error", f"episode 0, attempt 2: reset raised {broken}")
+    assert (records[2].reason, records[2].detail) == (
+        "env_error",
+        f"episode 0, attempt 2: reset raised {broken}",
+    )
     assert all(isinstance(records[n], wire.Group) for n in (3, 4, 5))
     failures = [
         record
@@ -284,11 +317,21 @@ async def test_bad_environments_cost_only_their_own_tickets(world: World, caplog
         if f"reset raised {broken}" in record.getMessage() and "failed" in record.getMessage()
     ]
     ends = [record.getMessage().rpartition("; ")[2] for record in failures]
-    again, back = "the episode starts again", "its ticket goes back to the queue and will be played again"
+    again, back = (
+        "the episode starts again",
+        "its ticket goes back to the queue and will be played again",
+    )
     # nothing else of the domain shows whether this host is to blame
     assert ends[:-1] == [again, back, again, back, again]
     # each only once
-    assert [vars(record).get("traceback", "").count("Traceback") for record in failures] == [1, 0, 0, 0, 0, 0]
+    assert [vars(record).get("traceback", "").count("Traceback") for record in failures] == [
+        1,
+        0,
+        0,
+        0,
+        0,
+        0,
+    ]
 
 
 async def test_a_hub_with_fewer_slots_than_queues_hands_nothing_back(world: World) -> None:
@@ -299,7 +342,9 @@ async def test_a_hub_with_fewer_slots_than_queues_hands_nothing_back(world: Worl
     async with world.hub("--n", "2"):
         groups = await world.groups(12)
         await world.settled()
-    assert {ticket: group.deliveries for ticket, group in groups.items()} == dict.fromkeys(range(1, 13), 1)
+    assert {ticket: group.deliveries for ticket, group in groups.items()} == dict.fromkeys(
+        range(1, 13), 1
+    )
 
 
 async def test_a_server_that_goes_is_replaced_and_costs_nothing(world: World) -> None:
@@ -345,10 +390,15 @@ async def test_stragglers_are_left_behind_at_the_deadline(world: World) -> None:
         records = {record.ticket: record for record in await world.records(2)}
         await until(lambda: len(server.aborted) == 2)
     assert [one.episode for one in records[1].trajectories] == [0]
-    assert (records[2].reason, records[2].detail) == ("deadline", "1 of at least 2 episodes after 5 s")
+    assert (records[2].reason, records[2].detail) == (
+        "deadline",
+        "1 of at least 2 episodes after 5 s",
+    )
 
 
-async def test_a_group_that_cannot_be_in_time_is_given_up_where_late_ones_are_dropped(world: World) -> None:
+async def test_a_group_that_cannot_be_in_time_is_given_up_where_late_ones_are_dropped(
+    world: World,
+) -> None:
     await world.publish_spec({"lake": LAKE}, sections={"train": {"on_late": "drop"}})
     held: list[str] = []
 
@@ -387,7 +437,9 @@ async def test_a_group_beyond_the_largest_message_is_closed(world: World) -> Non
 
 async def test_evaluation_does_not_stop_training(world: World) -> None:
     """A hub of eight slots with two groups of training and far more evaluation than fits."""
-    await world.publish_spec({"lake": {**LAKE, "group_size": 4}}, sections={"eval": {"group_size": 1}})
+    await world.publish_spec(
+        {"lake": {**LAKE, "group_size": 4}}, sections={"eval": {"group_size": 1}}
+    )
 
     async def script() -> str:
         await asyncio.sleep(0.05)
@@ -419,12 +471,19 @@ async def test_a_hub_says_what_it_is_and_does(world: World) -> None:
     roster = Roster(world.bus)
     await roster.start()
     async with world.hub("--n", "17", "--id", "hub1", "--domains", "lake"):
-        await until(lambda: roster.get("hub1") and any("env/success_rate" in one.values for one in seen))
+        await until(
+            lambda: roster.get("hub1") and any("env/success_rate" in one.values for one in seen)
+        )
         presence = roster.get("hub1")
     watching.cancel()
     await roster.close()
     assert presence is not None
-    assert (presence.role, presence.slots, presence.serves, presence.state) == ("envhub", 17, ["lake"], "serving")
+    assert (presence.role, presence.slots, presence.serves, presence.state) == (
+        "envhub",
+        17,
+        ["lake"],
+        "serving",
+    )
     values = next(one.values for one in seen if "env/success_rate" in one.values)
     assert values["env/valid_action_rate"] == 1.0
     assert values["time/generate"] > 0
@@ -480,13 +539,21 @@ async def test_agents_of_a_hub_that_is_killed_die_with_it_and_their_tickets_are_
     async with world.hub("--id", "heir"):
         group = (await world.groups(1))[number]
         await world.settled()
-    assert (group.hub, group.deliveries, [one.episode for one in group.trajectories]) == ("heir", 2, [0, 1])
+    assert (group.hub, group.deliveries, [one.episode for one in group.trajectories]) == (
+        "heir",
+        2,
+        [0, 1],
+    )
     for one in group.trajectories:
         text = world.tokenizer.decode(one.token_ids.array().tolist(), skip_special_tokens=False)
         assert text.endswith("r1<|im_end|><|im_user|>more<|im_end|><|im_assistant|>r2<|im_end|>")
         assert one.version_runs.array().tolist() == [2, 6]
         assert set(one.logprobs.array()[one.loss_mask.array() == 1].tolist()) == {-0.25}
-        assert ([turn.server for turn in one.turns], one.reward, one.end) == (["s1", "s1"], 0.75, "terminated")
+        assert ([turn.server for turn in one.turns], one.reward, one.end) == (
+            ["s1", "s1"],
+            0.75,
+            "terminated",
+        )
 
 
 def is_alive(pid: int) -> bool:
@@ -497,7 +564,9 @@ def is_alive(pid: int) -> bool:
 
 
 async def test_a_running_hub_follows_the_domains_of_a_new_epoch(world: World) -> None:
-    """One that is added is played at once; one that is gone is left, and its tickets in hand go back to their queue."""
+    """One that is added is played at once; one that is gone is left, and its tickets in hand go
+    back to their queue.
+    """
     await world.publish_spec({"lake": LAKE})
     asked = asyncio.Event()
 

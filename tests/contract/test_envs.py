@@ -28,7 +28,9 @@ def domain(request: pytest.FixtureRequest, tmp_path: Path) -> Domain:
     except NotInstalled as error:
         pytest.skip(str(error))
     section = DomainSection(
-        env=request.param, env_args=example, rewards=[] if bare.has_reward else [{"name": "math_answer"}]
+        env=request.param,
+        env_args=example,
+        rewards=[] if bare.has_reward else [{"name": "math_answer"}],
     )
     made = load_domain("d", section)
     made.check()
@@ -75,7 +77,9 @@ async def test_an_episode_is_a_function_of_its_task_and_actions(domain: Domain) 
     for split in ("train", "eval"):
         first = await episode(one, texts.__getitem__, split)
         assert first == await episode(other, texts.__getitem__, split)
-        assert first == await episode(one, texts.__getitem__, split), "an instance remembers its last episode"
+        assert first == await episode(one, texts.__getitem__, split), (
+            "an instance remembers its last episode"
+        )
     one.close()
     other.close()
 
@@ -84,7 +88,9 @@ async def test_there_are_many_tasks_and_held_out_ones_are_others(domain: Domain)
     environment = domain.make()
     prompts: dict[str, set[str]] = {}
     for split in ("train", "eval"):
-        prompts[split] = {(await call(environment, "reset", index, split, index)).text for index in range(40)}
+        prompts[split] = {
+            (await call(environment, "reset", index, split, index)).text for index in range(40)
+        }
     assert len(prompts["train"]) > 8
     assert not prompts["train"] & prompts["eval"]
     for split in ("train", "eval"):
@@ -122,7 +128,9 @@ async def test_its_solver_does_better_without_noise(domain: Domain) -> None:
             for _ in range(MAX_TURNS):
                 text = environment.demonstrate(rng, noise)
                 step = await call(environment, "step", text)
-                total += step.reward if domain.environment.has_reward else text == environment.reference
+                total += (
+                    step.reward if domain.environment.has_reward else text == environment.reference
+                )
                 if step.done:
                     break
         return total
@@ -132,6 +140,8 @@ async def test_its_solver_does_better_without_noise(domain: Domain) -> None:
 
 
 def test_unknown_arguments_are_refused(domain: Domain) -> None:
-    section = domain.section.model_copy(update={"env_args": {**domain.section.env_args, "nonsense": 1}})
+    section = domain.section.model_copy(
+        update={"env_args": {**domain.section.env_args, "nonsense": 1}}
+    )
     with pytest.raises(ConfigError, match=r"domains\.d\.env_args\.nonsense"):
         load_domain("d", section)

@@ -30,7 +30,10 @@ async def evaluating(bus: Bus, folder: Path, timeout_s: float) -> AsyncIterator[
     """As the learner opens it."""
     section = EvalSection(tasks=TASKS, every_steps=1, timeout_s=timeout_s)
     evaluations = EvaluationQueue(
-        section, {"lake": DomainSection(env="lake", deadline_s=60)}, 1, await bus.last_seq(EVALTICKETS) + 1
+        section,
+        {"lake": DomainSection(env="lake", deadline_s=60)},
+        1,
+        await bus.last_seq(EVALTICKETS) + 1,
     )
     made = Evaluator(
         bus,
@@ -65,7 +68,9 @@ async def answer(bus: Bus, delivery: Delivery) -> None:
     await delivery.ack()
 
 
-async def test_what_an_evaluation_leaves_is_not_played_before_the_next(bus: Bus, tmp_path: Path) -> None:
+async def test_what_an_evaluation_leaves_is_not_played_before_the_next(
+    bus: Bus, tmp_path: Path
+) -> None:
     queue = await bus.work_queue(EVALTICKETS, "lake")
     async with evaluating(bus, tmp_path, timeout_s=3.0) as made:
         made.start(1, "actor", 1)
@@ -88,7 +93,9 @@ async def test_what_an_evaluation_leaves_is_not_played_before_the_next(bus: Bus,
         await until(lambda: not made.busy)
 
 
-async def test_a_learner_that_starts_withdraws_what_an_earlier_one_has_asked_for(bus: Bus, tmp_path: Path) -> None:
+async def test_a_learner_that_starts_withdraws_what_an_earlier_one_has_asked_for(
+    bus: Bus, tmp_path: Path
+) -> None:
     async with evaluating(bus, tmp_path, timeout_s=600.0) as made:
         made.start(1, "actor", 1)
         await until_held(bus, TASKS)

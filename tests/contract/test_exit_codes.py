@@ -1,5 +1,5 @@
-"""Exit codes of whole runs: ended by a signal, by the operator, and after the last step. Real processes on a private
-broker.
+"""Exit codes of whole runs: ended by a signal, by the operator, and after the last step. Real
+processes on a private broker.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ async def trains(child: asyncio.subprocess.Process, folder: Path, past: int) -> 
     """Return once the run has made more steps than ``past``."""
     rows = folder / "codes" / "metrics.jsonl"
     await until(
-        lambda: child.returncode is not None or (rows.exists() and rows.read_text().count("\n") > past), LIMIT_S
+        lambda: (
+            child.returncode is not None or (rows.exists() and rows.read_text().count("\n") > past)
+        ),
+        LIMIT_S,
     )
     assert child.returncode is None, (folder / "up.log").read_text()
 
@@ -74,7 +77,14 @@ async def test_a_run_ends_with_130_until_all_its_steps_are_made(tmp_path: Path) 
     async with up(tmp_path, "train.steps=100000") as child:
         await trains(child, tmp_path, made.step)
         stop = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "rlearner.cli", "stop", "codes", "--dir", str(tmp_path), env=os.environ
+            sys.executable,
+            "-m",
+            "rlearner.cli",
+            "stop",
+            "codes",
+            "--dir",
+            str(tmp_path),
+            env=os.environ,
         )
         assert await stop.wait() == 0
         assert await child.wait() == 130
@@ -87,11 +97,16 @@ async def test_a_run_ends_with_130_until_all_its_steps_are_made(tmp_path: Path) 
     lines = (tmp_path / "up.log").read_text().splitlines()
     events = [json.loads(line) for line in lines if line.startswith('{"event"')]
     assert (events[0]["event"], events[0]["folder"]) == ("started", str(tmp_path / "codes"))
-    assert [one["figures"]["ticket/issued"] > 0 for one in events if one["event"] == "step"] == [True]
+    assert [one["figures"]["ticket/issued"] > 0 for one in events if one["event"] == "step"] == [
+        True
+    ]
     ended, done = events[-2:]
     assert (ended["event"], ended["step"], ended["failed"]) == ("ended", made.step + 1, [])
     assert (done["event"], done["steps"]) == ("completed", made.step + 1)
-    assert done["next"] == f"go on with this run: rlearner up {tmp_path / 'codes'} train.steps={2 * (made.step + 1)}"
+    assert (
+        done["next"]
+        == f"go on with this run: rlearner up {tmp_path / 'codes'} train.steps={2 * (made.step + 1)}"
+    )
     assert "changed since the last start: broker" not in (tmp_path / "up.log").read_text()
     for role in ("rollout-server", "envhub", "rewardhub"):
         assert "Traceback" not in (tmp_path / "codes" / "logs" / f"{role}.log").read_text()

@@ -1,4 +1,6 @@
-"""``rlearner export``: what transformers loads from a sharded checkpoint, and how little of it is ever in memory."""
+"""``rlearner export``: what transformers loads from a sharded checkpoint, and how little of it is
+ever in memory.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,18 @@ GIB_PER_SHARD = 2e-5  # of a model of 16,320 weights: several shards
 
 def checkpoint_in_run(folder: Path, backend: Any, step: int) -> Path:
     (folder / "run").mkdir(exist_ok=True)
-    (folder / "run" / "config.yaml").write_text(yaml.safe_dump({"run": {"name": "run", "dir": str(folder)}}))
-    return checkpoint.write(folder / "run" / "checkpoints", backend, {"version": step}, 1, hf_max_gib=0)
+    (folder / "run" / "config.yaml").write_text(
+        yaml.safe_dump({"run": {"name": "run", "dir": str(folder)}})
+    )
+    return checkpoint.write(
+        folder / "run" / "checkpoints", backend, {"version": step}, 1, hf_max_gib=0
+    )
 
 
 def export(folder: Path, *options: str) -> int:
-    return cli.main(["export", "run", "--dir", str(folder), "--max-shard-gib", str(GIB_PER_SHARD), *options])
+    return cli.main(
+        ["export", "run", "--dir", str(folder), "--max-shard-gib", str(GIB_PER_SHARD), *options]
+    )
 
 
 @pytest.mark.parametrize("adapters", [False, True])
@@ -77,13 +85,24 @@ def test_the_newest_goes_into_the_runs_folder_and_wrong_input_is_said(
     assert export(tmp_path, "--out", str(tmp_path / "plain"), "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["run"], found["step"], found["folder"]) == ("run", 2, str(tmp_path / "plain"))
-    assert found["files"] == sorted(file.name for file in (tmp_path / "plain").glob("*.safetensors")) != []
+    assert (
+        found["files"]
+        == sorted(file.name for file in (tmp_path / "plain").glob("*.safetensors"))
+        != []
+    )
     assert export(tmp_path) == 2
     assert f"--out {out}: exists already" in capsys.readouterr().err
     assert export(tmp_path, "--step", "3") == 2
     said = "--step 3: no such checkpoint is kept; there is step-000001, step-000002"
     assert said in capsys.readouterr().err
-    part = tmp_path / "run" / "checkpoints" / "step-000001" / "learner" / "part-00001-of-00001.safetensors"
+    part = (
+        tmp_path
+        / "run"
+        / "checkpoints"
+        / "step-000001"
+        / "learner"
+        / "part-00001-of-00001.safetensors"
+    )
     part.write_bytes(part.read_bytes()[:-1] + b"?")
     assert export(tmp_path, "--step", "1", "--out", str(tmp_path / "other")) == 2
     assert f"{part} is damaged" in capsys.readouterr().err

@@ -32,7 +32,9 @@ Values = dict[tuple[str, ...], float]
 
 
 def scrape(figures: RunFigures) -> Values:
-    """Return each series as (name, label values by label name …) without the run; it is valid OpenMetrics."""
+    """Return each series as (name, label values by label name …) without the run; it is valid
+    OpenMetrics.
+    """
     registry = CollectorRegistry()
     registry.register(figures)
     found: Values = {}
@@ -40,12 +42,16 @@ def scrape(figures: RunFigures) -> Values:
     for family in text_string_to_metric_families(generate_latest(registry).decode()):
         names.append(family.name)
         for one in family.samples:
-            found[(one.name, *(value for name, value in sorted(one.labels.items()) if name != "run"))] = one.value
+            found[
+                (one.name, *(value for name, value in sorted(one.labels.items()) if name != "run"))
+            ] = one.value
     assert len(names) == len(set(names))
     return found
 
 
-async def until(figures: RunFigures, condition: Callable[[Values], bool], within_s: float = 20.0) -> Values:
+async def until(
+    figures: RunFigures, condition: Callable[[Values], bool], within_s: float = 20.0
+) -> Values:
     deadline = time.monotonic() + within_s
     while not condition(values := scrape(figures)):
         assert time.monotonic() < deadline, values
@@ -72,7 +78,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_run_is_shown_and_processes_that_left_are_not(bus: Bus, quick: None) -> None:
     config = {"train": {"steps": 50, "max_staleness": 3}, "broker": {"store_max_gib": 2.0}}
-    spec = wire.RunSpec(run=bus.run, wire_version=wire.WIRE_VERSION, epoch=2, config=config, model_path="m")
+    spec = wire.RunSpec(
+        run=bus.run, wire_version=wire.WIRE_VERSION, epoch=2, config=config, model_path="m"
+    )
     await bus.key_value(RUNS).put(bus.run, spec)
     await bus.ensure_consumers(TICKETS, ["lake", "maze"])
     for number in (1, 2, 3):
@@ -87,8 +95,12 @@ async def test_a_run_is_shown_and_processes_that_left_are_not(bus: Bus, quick: N
     line = {"reward/mean": 0.75, "queue/samples/depth": 4.0, "ticket/issued": 12.0}
     await asyncio.sleep(0.5)
     for values in (line | {"reward/mean": 0.5, "eval/step": 5.0, "eval/success_rate": 1.0}, line):
-        await publish_metrics(bus, wire.Metrics(role="learner", id="learner", time=0.0, values=values))
-    hub = wire.Metrics(role="envhub", id="hub-1", time=0.0, values={"envhub/groups": 9.0, "time/generate": 0.25})
+        await publish_metrics(
+            bus, wire.Metrics(role="learner", id="learner", time=0.0, values=values)
+        )
+    hub = wire.Metrics(
+        role="envhub", id="hub-1", time=0.0, values={"envhub/groups": 9.0, "time/generate": 0.25}
+    )
     await publish_metrics(bus, hub)
     entered = presence("envhub", "hub-1", problem="its domain fails")
     await bus.key_value(MEMBERS).put(f"{bus.run}.envhub.hub-1", PresenceSigner(bus).signed(entered))
@@ -161,10 +173,17 @@ def test_what_is_silent_is_dropped_and_the_broker_goes_stale() -> None:
 
 
 def test_desired_servers_are_shown_once_enough_steps_are_known() -> None:
-    """One server with four slots: the learner could use many more; with a step of 60 s, this one suffices."""
-    for speeds, expected in ((FleetSpeeds(servers=1, slots=4), range(4, 20)), (FleetSpeeds(step_s=60.0), range(1, 2))):
+    """One server with four slots: the learner could use many more; with a step of 60 s, this one
+    suffices.
+    """
+    for speeds, expected in (
+        (FleetSpeeds(servers=1, slots=4), range(4, 20)),
+        (FleetSpeeds(step_s=60.0), range(1, 2)),
+    ):
         figures, rows = RunFigures("quick"), run_fleet(speeds, 12)
-        spec = wire.RunSpec(run="quick", wire_version=1, epoch=1, config=config_of(speeds, 12), model_path="m")
+        spec = wire.RunSpec(
+            run="quick", wire_version=1, epoch=1, config=config_of(speeds, 12), model_path="m"
+        )
         figures.is_connected = True
         figures.answer(BrokerFigures(spec=spec))
         for row in rows:
@@ -176,7 +195,9 @@ def test_desired_servers_are_shown_once_enough_steps_are_known() -> None:
         assert values["rlearner_desired_servers",] in expected
 
 
-async def test_a_broker_that_dies_and_returns(tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_broker_that_dies_and_returns(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rlearner.exporter.service.ANSWER_WITHIN_S", 1.0)
     with BrokerServer(str(tmp_path / "store")) as server:
         maker = await Bus.connect(server.url, "quick", name="maker", deadline_s=30)
@@ -190,7 +211,10 @@ async def test_a_broker_that_dies_and_returns(tmp_path: Path, quick: None, monke
         values = await until(figures, lambda found: found["rlearner_exporter_up",] == 0)
         assert ("rlearner_processes", "rollout") not in values
         await until(figures, lambda found: found["rlearner_exporter_failures_total",] >= 1)
-        assert (stop.health.state, stop.health.status) == ("failed", "run quick: its broker does not answer")
+        assert (stop.health.state, stop.health.status) == (
+            "failed",
+            "run quick: its broker does not answer",
+        )
         await asyncio.to_thread(server.start)
         await until(figures, lambda found: found["rlearner_exporter_up",] == 1, 40.0)
         beat = PresenceSigner(maker).signed(presence("rollout", "server-1"))
@@ -215,7 +239,9 @@ def options(run: str, broker: str | None, folder: Path) -> argparse.Namespace:
 
 
 async def test_a_run_without_a_folder_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"^no run 'nothing' below {tmp_path}; there is none; name its folder"):
+    with pytest.raises(
+        UserError, match=rf"^no run 'nothing' below {tmp_path}; there is none; name its folder"
+    ):
         await export(options("nothing", None, tmp_path), Stop())
 
 
@@ -226,13 +252,19 @@ async def test_an_observers_token_sees_the_run_until_it_is_revoked(
     await bus.ensure_consumers(TICKETS, ["lake"])
     await bus.publish(TICKETS, ticket(1), key="lake", ticket=1)
     keys, place = keys_of(broker_url), tmp_path / "observer.token"
-    tokens.write(tokens.invite(keys, broker_url, "observer", bus.run, name="grafana", expires_s=600), place)
+    tokens.write(
+        tokens.invite(keys, broker_url, "observer", bus.run, name="grafana", expires_s=600), place
+    )
     made, stop, shown = options(bus.run, None, tmp_path), Stop(), list[RunFigures]()
-    monkeypatch.setattr("rlearner.exporter.service.serve_metrics", lambda _, __, figures: shown.append(figures))
+    monkeypatch.setattr(
+        "rlearner.exporter.service.serve_metrics", lambda _, __, figures: shown.append(figures)
+    )
     made.join = str(place)
     exporting = asyncio.create_task(export(made, stop))
     await asyncio.sleep(0.5)
-    spec = wire.RunSpec(run=bus.run, wire_version=wire.WIRE_VERSION, epoch=5, config={}, model_path="m")
+    spec = wire.RunSpec(
+        run=bus.run, wire_version=wire.WIRE_VERSION, epoch=5, config={}, model_path="m"
+    )
     await bus.key_value(RUNS).put(bus.run, spec)
     member = Member(bus, spec, "server-1", "rollout", Stop())
     member.announce(lambda: presence("rollout", "server-1"))
@@ -245,13 +277,20 @@ async def test_an_observers_token_sees_the_run_until_it_is_revoked(
         await asyncio.wait_for(exporting, 30)
 
 
-async def test_a_token_of_another_run_or_role_is_one_line(bus: Bus, broker_url: str, tmp_path: Path) -> None:
+async def test_a_token_of_another_run_or_role_is_one_line(
+    bus: Bus, broker_url: str, tmp_path: Path
+) -> None:
     keys = keys_of(broker_url)
     for role in ("observer", "envhub"):
-        tokens.write(tokens.invite(keys, broker_url, role, bus.run, name=role, expires_s=600), tmp_path / role)
+        tokens.write(
+            tokens.invite(keys, broker_url, role, bus.run, name=role, expires_s=600),
+            tmp_path / role,
+        )
     other = options("other", None, tmp_path)
     other.join = str(tmp_path / "observer")
-    with pytest.raises(UserError, match=f"^exporter other: the token {other.join} is for run {bus.run}$"):
+    with pytest.raises(
+        UserError, match=f"^exporter other: the token {other.join} is for run {bus.run}$"
+    ):
         await export(other, Stop())
     other.join = str(tmp_path / "envhub")
     with pytest.raises(UserError, match="this token is for envhub envhub, not for observer"):
@@ -264,12 +303,16 @@ async def test_a_run_that_comes_later_is_awaited(
     stop = Stop()
     exporting = asyncio.create_task(export(options(bus.run, broker_url, tmp_path), stop))
     for _ in range(100):
-        if said := [record.message for record in caplog.records if "waiting for run" in record.message]:
+        if said := [
+            record.message for record in caplog.records if "waiting for run" in record.message
+        ]:
             break
         await asyncio.sleep(0.1)
     assert said == [stop.health.status]
     assert said[0].startswith(f"waiting for run {bus.run}; the broker at {broker_url} has ")
-    spec = wire.RunSpec(run=bus.run, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="m")
+    spec = wire.RunSpec(
+        run=bus.run, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="m"
+    )
     await bus.key_value(RUNS).put(bus.run, spec)
     for _ in range(100):
         if stop.health.is_ready:
@@ -282,5 +325,14 @@ async def test_a_run_that_comes_later_is_awaited(
 
 async def test_the_broker_is_asked_for_every_stored_stream(bus: Bus) -> None:
     found = await ask_broker(bus)
-    assert found.messages.keys() >= {"tickets", "episodes", "samples", "parts", "evals", "dead", "weights", "runs"}
+    assert found.messages.keys() >= {
+        "tickets",
+        "episodes",
+        "samples",
+        "parts",
+        "evals",
+        "dead",
+        "weights",
+        "runs",
+    }
     assert (found.spec, found.offer, found.desired, found.queues) == (None, None, "running", [])

@@ -1,4 +1,6 @@
-"""A broker as it was before accounts: what could be done to it, and how its runs go on after the change."""
+"""A broker as it was before accounts: what could be done to it, and how its runs go on after the
+change.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,22 @@ STEPS = 40  # of two groups
 SUCCEEDED = {
     "rollout": ("pull", "push", "flow control", "self grant"),
     "envhub": ("empty pull", "pull", "push", "self grant", "answer", "ack next"),
-    "rewardhub": ("empty pull", "pull", "push", "direct get", "empty direct get", "self grant", "ack next"),
+    "rewardhub": (
+        "empty pull",
+        "pull",
+        "push",
+        "direct get",
+        "empty direct get",
+        "self grant",
+        "ack next",
+    ),
 }
 
 
 async def connect(url: str, run: str, role: str = "operator") -> Bus:
-    return await Bus.connect(url, run, name=role, role=role, login=find_login(url, role, run), deadline_s=60)
+    return await Bus.connect(
+        url, run, name=role, role=role, login=find_login(url, role, run), deadline_s=60
+    )
 
 
 async def fill(bus: Bus) -> None:
@@ -47,13 +59,17 @@ async def fill(bus: Bus) -> None:
 
 
 @pytest.mark.parametrize("whose", ["own", "other"])
-@pytest.mark.parametrize(("role", "kind"), [(role, kind) for role, kinds in SUCCEEDED.items() for kind in kinds])
+@pytest.mark.parametrize(
+    ("role", "kind"), [(role, kind) for role, kinds in SUCCEEDED.items() for kind in kinds]
+)
 async def test_a_reply_got_anywhere(role: str, kind: str, whose: str, tmp_path: Path) -> None:
     with former_broker(tmp_path / "store") as server:
         runs = [await connect(server.url, run) for run in ("quick", "other")]
         for each in runs:
             await fill(each)
-        responder = await connect(server.url, "quick", ANSWERED[role][2]) if kind == "answer" else None
+        responder = (
+            await connect(server.url, "quick", ANSWERED[role][2]) if kind == "answer" else None
+        )
         victim = runs[whose == "other"]
         assert await harm_done(server.url, role, kind, runs[0], victim, responder) != set()
         for each in (*runs, *([responder] if responder else [])):
@@ -73,7 +89,8 @@ class ChangedFleet(RunFleet):
             super().start_broker()
             keys = keys_of(self.url)
             keys.owner(self.run)
-            for role in ("learner", "rollout", "envhub"):  # so that no process makes its own, and tells the server
+            # so that no process makes its own, and tells the server
+            for role in ("learner", "rollout", "envhub"):
                 keys.role(role, self.run)
 
 
@@ -81,10 +98,24 @@ async def test_a_running_run_goes_on_after_the_change(tmp_path: Path) -> None:
     fleet = ChangedFleet(tmp_path / "fleet", "changed")
     lake = {"env": "frozenlake", "env_args": {"observe": "cell"}, "group_size": 2, "max_turns": 4}
     lake |= {"max_context_tokens": 64, "sampling": {"max_tokens": 4}}
-    train: dict[str, Any] = {"backend": f"{null.__file__}:NullBackend", "steps": STEPS, "groups_per_step": 2}
-    config: dict[str, Any] = {"run": {"name": fleet.run, "dir": str(tmp_path / "runs")}, "model": {"path": None}}
-    config |= {"domains": {"lake": lake}, "train": train | {"num_threads": 1, "max_staleness": STEPS}}
-    config |= {"rollout": {"engine": "random", "max_context_tokens": 64}, "envhub": {"n": 4}, "trackers": {"use": []}}
+    train: dict[str, Any] = {
+        "backend": f"{null.__file__}:NullBackend",
+        "steps": STEPS,
+        "groups_per_step": 2,
+    }
+    config: dict[str, Any] = {
+        "run": {"name": fleet.run, "dir": str(tmp_path / "runs")},
+        "model": {"path": None},
+    }
+    config |= {
+        "domains": {"lake": lake},
+        "train": train | {"num_threads": 1, "max_staleness": STEPS},
+    }
+    config |= {
+        "rollout": {"engine": "random", "max_context_tokens": 64},
+        "envhub": {"n": 4},
+        "trackers": {"use": []},
+    }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     async with fleet:
         fleet.add("learner", "learner", "start", str(tmp_path / "run.yaml"))
@@ -102,7 +133,9 @@ async def test_a_running_run_goes_on_after_the_change(tmp_path: Path) -> None:
         assert fleet.crashes == []
         assert await watch.last_seq(SAMPLES) >= 2 * STEPS
         await watch.close()
-    last = json.loads((tmp_path / "runs" / fleet.run / "metrics.jsonl").read_text().splitlines()[-1])
+    last = json.loads(
+        (tmp_path / "runs" / fleet.run / "metrics.jsonl").read_text().splitlines()[-1]
+    )
     assert (last["ticket/trained"], last["ticket/open"], last["ticket/dead"]) == (2 * STEPS, 0, 0)
 
 
@@ -110,7 +143,8 @@ async def _at_least(bus: Bus, records: int) -> bool:
     return await bus.last_seq(SAMPLES) >= records
 
 
-# ----------------------------------------------------------------------------------------------------- what is moved
+# -----------------------------------------------------------------------------------------------------
+# what is moved
 
 
 def test_streams_are_moved_once(tmp_path: Path) -> None:
@@ -126,10 +160,18 @@ def test_streams_are_moved_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("state", ["cluster", "former cluster", "both"])
 def test_streams_that_cannot_be_moved_are_refused_in_words(state: str, tmp_path: Path) -> None:
     (tmp_path / "$G" / "streams" / "rl_quick_samples").mkdir(parents=True)
-    other = {"cluster": "none", "former cluster": "$SYS/_js_", "both": "RLEARNER/streams/rl_quick_samples"}[state]
+    other = {
+        "cluster": "none",
+        "former cluster": "$SYS/_js_",
+        "both": "RLEARNER/streams/rl_quick_samples",
+    }[state]
     (tmp_path / other).mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
-    says = "streams of both an older and this rlearner" if state == "both" else "is of a cluster that an older rlearner"
+    says = (
+        "streams of both an older and this rlearner"
+        if state == "both"
+        else "is of a cluster that an older rlearner"
+    )
     with pytest.raises(UserError, match=says):
         move_streams(tmp_path, is_clustered=state == "cluster")
     assert sorted(tmp_path.rglob("*")) == before

@@ -1,5 +1,5 @@
-"""Weights that travel as FP8: everybody computes from the same ones, however they came, and the learner says what these
-compute.
+"""Weights that travel as FP8: everybody computes from the same ones, however they came, and the
+learner says what these compute.
 """
 
 from __future__ import annotations
@@ -35,7 +35,12 @@ from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig
 from rollout.engines.hf.engine import HFEngine
 
-SHAPES = {"embed": [300, 200], "layers.0.up.weight": [2000, 700], "layers.1.down.weight": [130, 2001], "norm": [1023]}
+SHAPES = {
+    "embed": [300, 200],
+    "layers.0.up.weight": [2000, 700],
+    "layers.1.down.weight": [130, 2001],
+    "norm": [1023],
+}
 PROBE = [1, 5, 3, 9, 22, 7, 7, 2]
 KEY = "a-key-of-sixteen-or-more"
 
@@ -57,7 +62,10 @@ class Receiving:
         check_probe(offer.probe, probe_logprobs(self.held))
 
 
-async def test_read_sent_changed_adopted_or_late_they_are_the_same_bits(bus: Bus, spawn: Spawn) -> None:  # noqa: F811
+async def test_read_sent_changed_adopted_or_late_they_are_the_same_bits(
+    bus: Bus,
+    spawn: Spawn,  # noqa: F811
+) -> None:
     tensors, generator = make_tensors(7, SHAPES), torch.Generator().manual_seed(0)
     options = {"tensors": SHAPES, "dtype": "fp8"}
     near, far = await spawn("near", **options), await spawn("far", **options, **await apart())
@@ -88,8 +96,15 @@ async def test_read_sent_changed_adopted_or_late_they_are_the_same_bits(bus: Bus
             assert content(same.held) == expected
         await until(lambda: not sender._membership.busy)
         metrics = sender.metrics()
-        assert (metrics["weights/receivers"], metrics["weights/shared"], metrics["weights/failures"]) == (3, 2, 0)
-        assert (metrics["weights/deltas"], metrics["weights/sent_bytes"] < plan.size_bytes / 8) == (2, True)
+        assert (
+            metrics["weights/receivers"],
+            metrics["weights/shared"],
+            metrics["weights/failures"],
+        ) == (3, 2, 0)
+        assert (metrics["weights/deltas"], metrics["weights/sent_bytes"] < plan.size_bytes / 8) == (
+            2,
+            True,
+        )
         await late.receiver.start()
         await late.receiver.wait_for(2)
         assert content(late.held) == expected
@@ -103,14 +118,25 @@ class Server:
 
     def __init__(self, path: str, dtype: str) -> None:
         section = RolloutSection(max_running=2, max_context_tokens=64, num_threads=1)
-        self.engine = HFEngine(EngineConfig(path, section, dtype=dtype, device="cpu", policy_version=-1))
+        self.engine = HFEngine(
+            EngineConfig(path, section, dtype=dtype, device="cpu", policy_version=-1)
+        )
 
-    async def start(self, stack: AsyncExitStack, bus: Bus, name: str, source: SnapshotSource | None = None) -> None:
+    async def start(
+        self, stack: AsyncExitStack, bus: Bus, name: str, source: SnapshotSource | None = None
+    ) -> None:
         await self.engine.start()
         stack.push_async_callback(self.engine.close)
         held, only = self.engine.weights(), source is not None
         self.receiver = WeightReceiver(
-            bus, name, held, self.load, dtype="fp8", kept=True, snapshots=source, only_snapshots=only
+            bus,
+            name,
+            held,
+            self.load,
+            dtype="fp8",
+            kept=True,
+            snapshots=source,
+            only_snapshots=only,
         )
         await self.receiver.start()
         stack.push_async_callback(self.receiver.close)
@@ -125,13 +151,16 @@ async def test_an_engine_computes_what_the_trainer_says_also_from_a_snapshot(
 ) -> None:
     monkeypatch.setenv("RL_API_KEY", KEY)
     path, folder = save_model(tmp_path / "model"), tmp_path / "snapshots"
-    train = TrainSection(lr=1e-2, device="cpu", micro_batch_tokens=64, weights_dtype="fp8", weights_timeout_s=10)
+    train = TrainSection(
+        lr=1e-2, device="cpu", micro_batch_tokens=64, weights_dtype="fp8", weights_timeout_s=10
+    )
     trainer = backend(path, train=train, model=ModelSection(dtype=dtype))
     offering = WeightOffering(trainer, train, dtype)
     sender = offering.sender(bus, StubRoster("first"), 1)
     sender.publisher = SnapshotPublisher(folder, bus.run, every=2)
     assert sender.plan.size_bytes < 0.6 * plan_of(trainer.shapes(), 32).size_bytes
-    assert offering.probe().tolerance == {"float32": 5e-3, "bfloat16": 0.25}[dtype]  # as without FP8
+    # as without FP8
+    assert offering.probe().tolerance == {"float32": 5e-3, "bfloat16": 0.25}[dtype]
     async with AsyncExitStack() as stack:
         await sender.start()
         stack.push_async_callback(sender.close)
@@ -155,4 +184,6 @@ async def test_an_engine_computes_what_the_trainer_says_also_from_a_snapshot(
             held = one.engine.weights()
             assert all(torch.equal(held[name], sent[name]) for name in held)
             found = torch.from_numpy(await one.engine.logprobs(PROBE))
-            torch.testing.assert_close(found, expected, atol=1e-5 if dtype == "float32" else 0.1, rtol=0)
+            torch.testing.assert_close(
+                found, expected, atol=1e-5 if dtype == "float32" else 0.1, rtol=0
+            )

@@ -96,13 +96,15 @@ async def test_a_learner_waits_for_space_and_goes_on(
     caplog: pytest.LogCaptureFixture,
     where: str,
 ) -> None:
-    """``checkpoints``: only they lack space, and training runs on for a while; ``.``: the whole run's folder is
-    full.
+    """``checkpoints``: only they lack space, and training runs on for a while; ``.``: the whole
+    run's folder is full.
     """
     caplog.set_level("INFO")
     steps = {"steps": 30, "groups_per_step": 1, "max_staleness": 1}
     keep = {"every_steps": 2}
-    config = fleet.config(str(tmp_path / "runs"), run_name, train=steps, checkpoint=keep, samples={"keep": True})
+    config = fleet.config(
+        str(tmp_path / "runs"), run_name, train=steps, checkpoint=keep, samples={"keep": True}
+    )
     run = tmp_path / "runs" / run_name
     full = small(run / "checkpoints" if where == "checkpoints" else tmp_path / "runs")
     filler = Filler(full)
@@ -115,7 +117,9 @@ async def test_a_learner_waits_for_space_and_goes_on(
 
     async with paced(bus):
         learner = asyncio.create_task(serve(config, broker_url, Stop(), connect_deadline_s=60))
-        await until(lambda: learner.done() or len(checkpoint.list_checkpoints(run / "checkpoints")) == 2)
+        await until(
+            lambda: learner.done() or len(checkpoint.list_checkpoints(run / "checkpoints")) == 2
+        )
         filler.fill()
         await until(lambda: said("No space left on device"))
         await until(lambda: learner.done() or said("training waits"))
@@ -123,7 +127,10 @@ async def test_a_learner_waits_for_space_and_goes_on(
         await asyncio.sleep(0.3)
         before, trimmed = lines(), await bus.first_seq(SAMPLES)
         # whole ones only
-        kept = [checkpoint.read_checkpoint(path) for path in checkpoint.list_checkpoints(run / "checkpoints")]
+        kept = [
+            checkpoint.read_checkpoint(path)
+            for path in checkpoint.list_checkpoints(run / "checkpoints")
+        ]
         assert len(kept) == 2
         await asyncio.sleep(1.0)
         assert not learner.done()
@@ -132,9 +139,10 @@ async def test_a_learner_waits_for_space_and_goes_on(
         filler.free()
         await learner
     assert lines() == 30
-    assert [checkpoint.read_checkpoint(path).step for path in checkpoint.list_checkpoints(run / "checkpoints")][
-        -1
-    ] == 30
+    assert [
+        checkpoint.read_checkpoint(path).step
+        for path in checkpoint.list_checkpoints(run / "checkpoints")
+    ][-1] == 30
     assert said("can be written again")
     assert not list((run / "checkpoints").glob(".step-*"))
 
@@ -148,7 +156,10 @@ async def test_a_stop_on_a_full_folder_ends_with_one_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = fleet.config(
-        str(tmp_path), run_name, train={"steps": 500, "groups_per_step": 1}, checkpoint={"every_steps": 1}
+        str(tmp_path),
+        run_name,
+        train={"steps": 500, "groups_per_step": 1},
+        checkpoint={"every_steps": 1},
     )
     folder = small(tmp_path / run_name / "checkpoints")
     filler, stop = Filler(folder), Stop()
@@ -156,9 +167,15 @@ async def test_a_stop_on_a_full_folder_ends_with_one_line(
         learner = asyncio.create_task(serve(config, broker_url, stop, connect_deadline_s=60))
         await until(lambda: learner.done() or len(checkpoint.list_checkpoints(folder)) == 2)
         filler.fill()
-        await until(lambda: any("No space left on device" in record.getMessage() for record in caplog.records))
+        await until(
+            lambda: any(
+                "No space left on device" in record.getMessage() for record in caplog.records
+            )
+        )
         stop.request("test")
-        with pytest.raises(UserError, match=rf"{folder}: No space left on device \(\d+ MiB free\); asked to stop"):
+        with pytest.raises(
+            UserError, match=rf"{folder}: No space left on device \(\d+ MiB free\); asked to stop"
+        ):
             await learner
     assert len(checkpoint.list_checkpoints(folder)) == 2
     assert checkpoint.newest_checkpoint(folder) is not None

@@ -1,4 +1,6 @@
-"""A run that can only fail ends with the reason, leaves a checkpoint, and goes on when the code is repaired."""
+"""A run that can only fail ends with the reason, leaves a checkpoint, and goes on when the code is
+repaired.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ WHY = "reset raised KeyError: 'x' (bad.py:7 in reset)"
 
 
 def failing(ticket: wire.Ticket) -> list[wire.Message | bytes]:
-    return [wire.Closed(ticket=ticket.number, domain="lake", reason="env_error", detail=WHY, by="made-up")]
+    return [
+        wire.Closed(
+            ticket=ticket.number, domain="lake", reason="env_error", detail=WHY, by="made-up"
+        )
+    ]
 
 
 def good(ticket: wire.Ticket) -> list[wire.Message | bytes]:
@@ -51,18 +57,31 @@ async def test_a_run_where_every_group_fails_ends_and_resumes_when_it_is_repaire
         for path in checkpoint.list_checkpoints(tmp_path / run_name / "checkpoints")
     ] == [0]
 
-    def mostly_bad(ticket: wire.Ticket) -> list[wire.Message | bytes]:  # seven more failures: those before do not count
+    # seven more failures: those before do not count
+    def mostly_bad(ticket: wire.Ticket) -> list[wire.Message | bytes]:
         return failing(ticket) if ticket.number <= len(hub.tickets) + 7 else good(ticket)
 
     async with fleet.Hub(bus, mostly_bad), asyncio.timeout(120):
         await serve(config, broker_url, Stop(), connect_deadline_s=60)
-    assert checkpoint.read_checkpoint(checkpoint.list_checkpoints(tmp_path / run_name / "checkpoints")[-1]).step == 2
+    assert (
+        checkpoint.read_checkpoint(
+            checkpoint.list_checkpoints(tmp_path / run_name / "checkpoints")[-1]
+        ).step
+        == 2
+    )
 
 
-async def test_a_run_whose_only_hub_stays_broken_ends(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+async def test_a_run_whose_only_hub_stays_broken_ends(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
     config = fleet.config(str(tmp_path), run_name, failures={"give_up_after_s": 2.0})
     broken = wire.Presence(
-        role="envhub", id="h", host="here", pid=1, state="failed", problem=f"domain lake: the last: {WHY}"
+        role="envhub",
+        id="h",
+        host="here",
+        pid=1,
+        state="failed",
+        problem=f"domain lake: the last: {WHY}",
     )
     announcer = Announcer(bus, lambda: broken)
     await announcer.start()

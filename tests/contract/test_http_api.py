@@ -1,5 +1,5 @@
-"""The OpenAI-compatible API: answers, streams, errors, disconnects, keys; in this process, and as a real one on a real
-broker.
+"""The OpenAI-compatible API: answers, streams, errors, disconnects, keys; in this process, and as a
+real one on a real broker.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ async def events(response: aiohttp.ClientResponse) -> list[Any]:
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
-async def test_a_conversation_is_rendered_and_answered_with_tokens_and_versions(served: Api) -> None:
+async def test_a_conversation_is_rendered_and_answered_with_tokens_and_versions(
+    served: Api,
+) -> None:
     ask = {
         "model": "actor",
         "messages": HELLO,
@@ -69,15 +71,24 @@ async def test_a_conversation_is_rendered_and_answered_with_tokens_and_versions(
     answer = await served.post("/chat/completions", ask)
     (choice,) = answer["choices"]
     assert answer["prompt_token_ids"] == served.tokenizer.encode_chat(HELLO)
-    assert (choice["finish_reason"], len(choice["token_ids"]), choice["version_runs"]) == ("length", 9, [[0, 9]])
-    assert choice["message"] == {"role": "assistant", "content": served.tokenizer.decode(choice["token_ids"])}
+    assert (choice["finish_reason"], len(choice["token_ids"]), choice["version_runs"]) == (
+        "length",
+        9,
+        [[0, 9]],
+    )
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": served.tokenizer.decode(choice["token_ids"]),
+    }
     assert answer["policy_version"] == 0
     assert choice["logprobs"]["content"][3]["logprob"] == pytest.approx(
         -math.log(served.tokenizer.vocab_size), rel=1e-6
     )
     again = await served.post("/chat/completions", ask)
     assert again["choices"][0]["token_ids"] == choice["token_ids"]
-    bare = await served.post("/chat/completions", {"messages": HELLO, "max_tokens": 3, "return_token_ids": False})
+    bare = await served.post(
+        "/chat/completions", {"messages": HELLO, "max_tokens": 3, "return_token_ids": False}
+    )
     assert "prompt_token_ids" not in bare
     assert "token_ids" not in bare["choices"][0]
 
@@ -85,7 +96,10 @@ async def test_a_conversation_is_rendered_and_answered_with_tokens_and_versions(
 async def test_prompts_as_text_and_as_tokens_with_several_choices_each(served: Api) -> None:
     ids = served.tokenizer.encode("the goal")
     both = [
-        await served.post("/completions", {"prompt": prompt, "n": 3, "seed": 5, "ignore_eos": True, "max_tokens": 4})
+        await served.post(
+            "/completions",
+            {"prompt": prompt, "n": 3, "seed": 5, "ignore_eos": True, "max_tokens": 4},
+        )
         for prompt in ("the goal", ids)
     ]
     outputs = [[choice["token_ids"] for choice in answer["choices"]] for answer in both]
@@ -94,10 +108,17 @@ async def test_prompts_as_text_and_as_tokens_with_several_choices_each(served: A
     assert [choice["index"] for choice in both[0]["choices"]] == [0, 1, 2]
     assert both[0]["choices"][2]["prompt_token_ids"] == ids
     assert both[0]["usage"]["prompt_tokens"] == len(ids)
-    many = await served.post("/completions", {"prompt": [ids, [5, 6]], "max_tokens": 1, "ignore_eos": True})
+    many = await served.post(
+        "/completions", {"prompt": [ids, [5, 6]], "max_tokens": 1, "ignore_eos": True}
+    )
     assert [choice["prompt_token_ids"] for choice in many["choices"]] == [ids, [5, 6]]
     assert (
-        len((await served.post("/completions", {"prompt": ids, "ignore_eos": True}))["choices"][0]["token_ids"]) == 16
+        len(
+            (await served.post("/completions", {"prompt": ids, "ignore_eos": True}))["choices"][0][
+                "token_ids"
+            ]
+        )
+        == 16
     )
 
 
@@ -122,10 +143,19 @@ async def test_a_stream_brings_what_the_whole_answer_holds(served: Api) -> None:
     assert done == "[DONE]"
     assert (usage["usage"], usage["choices"]) == (whole["usage"], [])
     for choice in whole["choices"]:
-        first, last = [one["choices"][0] for one in chunks if one["choices"][0]["index"] == choice["index"]]
+        first, last = [
+            one["choices"][0] for one in chunks if one["choices"][0]["index"] == choice["index"]
+        ]
         assert first["delta"] == choice["message"]
-        assert (first["token_ids"], first["version_runs"]) == (choice["token_ids"], choice["version_runs"])
-        assert (first["finish_reason"], last["finish_reason"], last["delta"]) == (None, "length", {})
+        assert (first["token_ids"], first["version_runs"]) == (
+            choice["token_ids"],
+            choice["version_runs"],
+        )
+        assert (first["finish_reason"], last["finish_reason"], last["delta"]) == (
+            None,
+            "length",
+            {},
+        )
     assert {one["object"] for one in chunks} == {"chat.completion.chunk"}
 
 
@@ -137,13 +167,21 @@ async def test_models_and_health(served: Api) -> None:
         aiohttp.ClientSession() as nobody,
         nobody.get(served.address.removesuffix("/v1") + "/health") as response,
     ):
-        assert (response.status, await response.json()) == (200, {"status": "serving", "policy_version": 0})
+        assert (response.status, await response.json()) == (
+            200,
+            {"status": "serving", "policy_version": 0},
+        )
 
 
 @pytest.mark.parametrize(
     ("path", "body", "status", "says"),
     [
-        ("/chat/completions", {"model": "gpt-9", "messages": HELLO}, 404, "there is no model 'gpt-9', only 'actor'"),
+        (
+            "/chat/completions",
+            {"model": "gpt-9", "messages": HELLO},
+            404,
+            "there is no model 'gpt-9', only 'actor'",
+        ),
         (
             "/chat/completions",
             {"messages": HELLO, "top_p": 2},
@@ -151,24 +189,40 @@ async def test_models_and_health(served: Api) -> None:
             "top_p: 2 is not allowed; input should be less than or equal to 1",
         ),
         ("/completions", {"prompt": []}, 400, "the prompt is empty"),
-        ("/completions", {"prompt": [5] * 128}, 400, "the prompt has 128 tokens and leaves no room to generate in 128"),
-        ("/completions", {"prompt": ["a"] * 9, "n": 99}, 400, "9 prompts with n=99: at most 256 choices"),
+        (
+            "/completions",
+            {"prompt": [5] * 128},
+            400,
+            "the prompt has 128 tokens and leaves no room to generate in 128",
+        ),
+        (
+            "/completions",
+            {"prompt": ["a"] * 9, "n": 99},
+            400,
+            "9 prompts with n=99: at most 256 choices",
+        ),
         ("/completions", {"prompt": "a" * 9_000_000}, 413, "the body is larger than 8388608 bytes"),
         ("/embeddings", {}, 404, "POST /v1/embeddings: not found"),
         ("/models", {}, 405, "POST /v1/models: method not allowed"),
     ],
     ids=["model", "value", "empty", "too long", "too many", "too large", "path", "method"],
 )
-async def test_bad_input_is_an_error_object(served: Api, path: str, body: Any, status: int, says: str) -> None:
+async def test_bad_input_is_an_error_object(
+    served: Api, path: str, body: Any, status: int, says: str
+) -> None:
     answer = await served.post(path, body, status)
     assert answer["error"]["message"] == says
     assert set(answer["error"]) == {"message", "type", "param", "code"}
     await served.post("/completions", {"prompt": "a"})
 
 
-@pytest.mark.parametrize("header", [None, "Bearer", "Bearer wrong", "Basic a-key-of-these-tests", "Bearer ä"])
+@pytest.mark.parametrize(
+    "header", [None, "Bearer", "Bearer wrong", "Basic a-key-of-these-tests", "Bearer ä"]
+)
 async def test_without_the_key_nothing(served: Api, header: str | None) -> None:
-    async with aiohttp.ClientSession(headers={"Authorization": header} if header else {}) as stranger:
+    async with aiohttp.ClientSession(
+        headers={"Authorization": header} if header else {}
+    ) as stranger:
         for path in ("/chat/completions", "/nowhere"):
             async with stranger.post(served.address + path, data=b"{") as response:
                 assert response.status == 401
@@ -185,7 +239,9 @@ async def test_without_the_key_nothing(served: Api, header: str | None) -> None:
     ],
     ids=["tls", "version", "length", "key"],
 )
-async def test_what_is_no_http_costs_a_line(served: Api, sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_is_no_http_costs_a_line(
+    served: Api, sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     host, port = served.address.removeprefix("http://").removesuffix("/v1").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(sent)
@@ -200,7 +256,9 @@ async def test_what_is_no_http_costs_a_line(served: Api, sent: bytes, caplog: py
 async def test_a_client_that_leaves_aborts_its_request(model_path: str) -> None:
     async with api(model_path, delay_s=0.2) as served:
         asking = asyncio.create_task(
-            served.post("/completions", {"prompt": "a", "n": 3, "max_tokens": 100, "ignore_eos": True})
+            served.post(
+                "/completions", {"prompt": "a", "n": 3, "max_tokens": 100, "ignore_eos": True}
+            )
         )
         async with asyncio.timeout(LONG_S):
             while served.engine.stats().running < 3:  # noqa: ASYNC110 - engines tell their numbers, not when they change
@@ -219,7 +277,9 @@ async def test_deadlines_drains_and_a_broken_engine(model_path: str) -> None:
         assert late["error"]["message"] == "nothing was sampled within deadline_s=0.01"
         await served.service.drain()
         await served.post("/completions", ask, 503)
-        async with served.client.post(served.address + "/completions", json=ask | {"stream": True}) as response:
+        async with served.client.post(
+            served.address + "/completions", json=ask | {"stream": True}
+        ) as response:
             assert (response.status, response.headers["Retry-After"]) == (503, "1")
     async with api(model_path) as served:
         await served.engine.close()
@@ -244,17 +304,22 @@ async def test_a_judge_asks_it(served: Api, monkeypatch: pytest.MonkeyPatch) -> 
     )  # fmt: skip
     judge = JudgeReward(JudgeArgs.model_validate(args))
     await judge.start()
-    with pytest.raises(NoScore, match=r"^domain 'd', task 1: the judge gave no score from 0 to 10 in 2 answers"):
+    with pytest.raises(
+        NoScore, match=r"^domain 'd', task 1: the judge gave no score from 0 to 10 in 2 answers"
+    ):
         await judge.score(sample)  # an engine without a model says what chance says
     await judge._endpoint.close()
     assert served.engine.stats().finished
 
 
-async def test_a_port_that_is_taken(served: Api, model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_port_that_is_taken(
+    served: Api, model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(api_keys.VARIABLE, "long-enough-to-be-a-key")
     port = int(served.address.split(":")[2].removesuffix("/v1"))
     with pytest.raises(
-        ConfigError, match=rf"^rollout\.http_port: {port} is not allowed; the port is not available \(.*in use.*\)"
+        ConfigError,
+        match=rf"^rollout\.http_port: {port} is not allowed; the port is not available \(.*in use.*\)",
     ):
         await prepare_http(
             served.service.handle,
@@ -266,7 +331,9 @@ async def test_a_port_that_is_taken(served: Api, model_path: str, monkeypatch: p
         )
 
 
-def test_a_key_is_made_once_and_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_is_made_once_and_for_this_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.delenv(api_keys.VARIABLE, raising=False)
     key, where = api_keys.find_key()
@@ -289,13 +356,23 @@ async def test_a_server_process_offers_it_beside_the_stream(
     config = runspec.validate({"rollout": {"max_context_tokens": 128}, "domains": {"lake": {"env": "frozenlake",
         "max_context_tokens": 64,
                                "sampling": {"max_tokens": 4}}}})  # fmt: skip
-    spec = wire.RunSpec(run=bus.run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=model_path)
+    spec = wire.RunSpec(
+        run=bus.run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=model_path
+    )
     await runspec.publish_runspec(bus, spec)
     command = [sys.executable, "-m", "rollout.cli", "--broker", broker_url, "--run", bus.run, "--gpus", "cpu",
         "--http=0",
                "--engine", "random", "--policy", "random", "engine_args.choices=[left, up]"]  # fmt: skip
-    env = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path), "RL_API_KEY": "", "RL_RUN": "", "RL_BROKER": ""}
-    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env)
+    env = {
+        **os.environ,
+        "XDG_CONFIG_HOME": str(tmp_path),
+        "RL_API_KEY": "",
+        "RL_RUN": "",
+        "RL_BROKER": "",
+    }
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env
+    )
     assert process.stdout is not None
     said = ""
     try:
@@ -305,7 +382,10 @@ async def test_a_server_process_offers_it_beside_the_stream(
                 assert line, said
                 said += line
         key = (await asyncio.to_thread(Path(found[2]).read_text)).strip()
-        sent = {"url": found[1] + "/chat/completions", "json": {"model": "random", "messages": HELLO}}
+        sent = {
+            "url": found[1] + "/chat/completions",
+            "json": {"model": "random", "messages": HELLO},
+        }
         async with (
             aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as client,
             client.post(**sent) as response,

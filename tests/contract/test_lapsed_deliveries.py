@@ -42,7 +42,9 @@ async def take(bus: Bus, within_s: float = LONG_S) -> Delivery:
 
 
 async def close(bus: Bus, delivery: Delivery) -> bool:
-    closed = wire.Closed(ticket=delivery.seq, domain="lake", reason="deadline", detail="too late", by="hub")
+    closed = wire.Closed(
+        ticket=delivery.seq, domain="lake", reason="deadline", detail="too late", by="hub"
+    )
     return await close_ticket(bus, delivery, TICKETS, closed, evaluation=False)
 
 
@@ -82,7 +84,9 @@ async def test_lapsed_message_is_not_marked_again(bus: Bus, other: Bus) -> None:
     assert (await take(bus)).num_delivered == 3, "the marks of the first delivery kept it"
 
 
-async def test_confirmation_must_be_newer_than_the_wait(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_confirmation_must_be_newer_than_the_wait(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The broker no longer answers marks: the hub may go on, and must not close."""
     await bus.publish(TICKETS, ticket(1), key="lake", ticket=1)
     mine = await take(bus)
@@ -98,7 +102,9 @@ async def test_confirmation_must_be_newer_than_the_wait(bus: Bus, monkeypatch: p
 
 
 async def test_work_goes_on_after_a_restart_of_the_only_broker(tmp_path: Path) -> None:
-    """It was down for longer than it waits for marks: it served nobody else, but may deliver the ticket again."""
+    """It was down for longer than it waits for marks: it served nobody else, but may deliver the
+    ticket again.
+    """
     server = BrokerServer(str(tmp_path))
     server.start()
     port = int(server.url.rpartition(":")[2])

@@ -1,4 +1,6 @@
-"""Algorithms that a step must wait for, in the real learner over a real nats-server; only the fleet is made up."""
+"""Algorithms that a step must wait for, in the real learner over a real nats-server; only the fleet
+is made up.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ PPO = {
 }  # fmt: skip
 
 
-async def test_ppo_with_a_critic_resumes_bit_for_bit(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+async def test_ppo_with_a_critic_resumes_bit_for_bit(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
     settings: dict[str, Any] = {
         "train": {"max_staleness": 1, "steps": 4},
         "algorithm": PPO,
@@ -48,7 +52,9 @@ async def test_ppo_with_a_critic_resumes_bit_for_bit(bus: Bus, broker_url: str, 
         assert line["actor/num_updates"] == 4
         assert line["critic/vf_loss"] > 0
     assert len({line["actor/kl_coef"] for line in found}) > 1  # it adapts
-    folders = [tmp_path / name / "checkpoints" / "step-000004" for name in (run_name, f"{run_name}-whole")]
+    folders = [
+        tmp_path / name / "checkpoints" / "step-000004" for name in (run_name, f"{run_name}-whole")
+    ]
     for path in sorted(folders[0].rglob("*.safetensors")):
         one, two = load_file(path), load_file(folders[1] / path.relative_to(folders[0]))
         assert one.keys() == two.keys()
@@ -65,7 +71,9 @@ async def test_starpo_s_counts_what_it_leaves_out_as_filtered(
         return [fleet.group(ticket, ticket.min_version, (0.0, float(ticket.number % 4)))]
 
     algorithm = {"pg_variant": "starpo_s", "keep_fraction": 0.5}
-    config = fleet.config(str(tmp_path), run_name, train={"groups_per_step": 4, "steps": 2}, algorithm=algorithm)
+    config = fleet.config(
+        str(tmp_path), run_name, train={"groups_per_step": 4, "steps": 2}, algorithm=algorithm
+    )
     hub = await run(bus, broker_url, config, answer)
     assert [ticket.number for ticket in hub.tickets] == list(range(1, 9))  # nothing is replaced
     found = lines(config)
@@ -82,9 +90,13 @@ async def test_remax_asks_for_a_greedy_episode_and_does_not_train_on_it(
         group.trajectories[2] = msgspec.structs.replace(group.trajectories[2], greedy=True)
         return [group]
 
-    config = fleet.config(str(tmp_path), run_name, algorithm={"adv_estimator": "remax", "pg_variant": "reinforce"})
+    config = fleet.config(
+        str(tmp_path), run_name, algorithm={"adv_estimator": "remax", "pg_variant": "reinforce"}
+    )
     hub = await run(bus, broker_url, config, answer)
-    assert {(ticket.group_size, ticket.min_group_size, ticket.num_greedy) for ticket in hub.tickets} == {(3, 3, 1)}
+    assert {
+        (ticket.group_size, ticket.min_group_size, ticket.num_greedy) for ticket in hub.tickets
+    } == {(3, 3, 1)}
     for line in lines(config):
         assert line["reward/mean"] == 0.5  # of the sampled episodes
         assert line["actor/num_rows"] == 4
@@ -101,7 +113,9 @@ async def test_waiting_for_the_whole_step_changes_no_bit(
     await run(bus, broker_url, configs[0])
     await run_apart(broker_url, configs[1])
     one, two = (
-        load_file(tmp_path / each["run"]["name"] / "checkpoints" / "step-000003" / "model.safetensors")
+        load_file(
+            tmp_path / each["run"]["name"] / "checkpoints" / "step-000003" / "model.safetensors"
+        )
         for each in configs
     )
     assert one.keys() == two.keys()

@@ -1,4 +1,6 @@
-"""The command rlearner as a user meets it: real processes, exit codes, one clear line for bad input."""
+"""The command rlearner as a user meets it: real processes, exit codes, one clear line for bad
+input.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,11 @@ def test_check_prints_the_whole_configuration() -> None:
     done = rlearner("check", "configs/quickstart.yaml", "train.steps=7", "run.name=mine")
     assert done.returncode == 0, done.stderr
     printed = yaml.safe_load(done.stdout)
-    assert (printed["train"]["steps"], printed["run"]["name"], printed["train"]["on_late"]) == (7, "mine", "wait")
+    assert (printed["train"]["steps"], printed["run"]["name"], printed["train"]["on_late"]) == (
+        7,
+        "mine",
+        "wait",
+    )
     assert validate(printed) == printed
 
 
@@ -60,7 +66,10 @@ def test_check_prints_the_whole_configuration() -> None:
             ["configs/quickstart.yaml", "model.path=/no/such/model"],
             "model.path: '/no/such/model' is not allowed; no such folder",
         ),
-        (["configs/quickstart.yaml", "nonsense"], "override 'nonsense' is not allowed; write key=value"),
+        (
+            ["configs/quickstart.yaml", "nonsense"],
+            "override 'nonsense' is not allowed; write key=value",
+        ),
         (["configs/quickstart.yaml", "run=5"], "run: 5 is not allowed; expected a mapping"),
         (["configs/quickstart.yaml", "run.dir=README.md"], "README.md is a file"),
     ],
@@ -101,7 +110,14 @@ def test_unknown_options_and_commands_are_usage_errors(
 
 
 def test_an_unreachable_broker_is_waited_for_until_the_deadline(tmp_path: Path) -> None:
-    arguments = ["--broker", "nats://127.0.0.1:9", "--connect-deadline", "0.5", f"run.dir={tmp_path}", "run.name=x"]
+    arguments = [
+        "--broker",
+        "nats://127.0.0.1:9",
+        "--connect-deadline",
+        "0.5",
+        f"run.dir={tmp_path}",
+        "run.name=x",
+    ]
     done = rlearner("start", "configs/quickstart.yaml", *arguments)  # key=value after options too
     assert done.returncode == 2
     assert "127.0.0.1:9" in done.stderr.splitlines()[-1]
@@ -113,14 +129,18 @@ def test_nothing_heavy_is_imported_for_the_command_line() -> None:
         "import sys, rlearner.cli, learner.config, learner.service; print({'torch', 'transformers', 'gymnasium'} & "
         "set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
     assert done.stdout.strip() == "set()"
 
 
 async def test_sigterm_leaves_a_checkpoint_and_exit_code_130(
     bus: Bus, broker_url: str, run_name: str, tmp_path: Path
 ) -> None:
-    config = fleet.config(str(tmp_path), run_name, train={"steps": 1000, "groups_per_step": 2, "max_staleness": 1})
+    config = fleet.config(
+        str(tmp_path), run_name, train={"steps": 1000, "groups_per_step": 2, "max_staleness": 1}
+    )
     file = tmp_path / "run.yaml"
     file.write_text(to_yaml(config))
     log = tmp_path / "learner.log"
@@ -133,7 +153,9 @@ async def test_sigterm_leaves_a_checkpoint_and_exit_code_130(
         return [fleet.group(ticket, ticket.min_version)]
 
     with log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=output, env=ENV)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=output, stderr=output, env=ENV
+        )
     try:
         async with fleet.Hub(bus, answer), asyncio.timeout(120):
             await seen.wait()
@@ -144,7 +166,10 @@ async def test_sigterm_leaves_a_checkpoint_and_exit_code_130(
             process.kill()
             await process.wait()
     assert "Traceback" not in log.read_text()
-    lines = [json.loads(line) for line in (tmp_path / run_name / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / run_name / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     newest = checkpoint.newest_checkpoint(tmp_path / run_name / "checkpoints")
     assert newest is not None
@@ -156,7 +181,9 @@ async def test_kill_9_and_resume_trains_every_ticket_once(
 ) -> None:
     train = {"steps": 8, "groups_per_step": 2, "max_staleness": 1}
     file = tmp_path / "run.yaml"
-    file.write_text(to_yaml(fleet.config(str(tmp_path), run_name, train=train, checkpoint={"every_steps": 3})))
+    file.write_text(
+        to_yaml(fleet.config(str(tmp_path), run_name, train=train, checkpoint={"every_steps": 3}))
+    )
     command = [sys.executable, "-m", "rlearner.cli", "start", str(file), "--broker", broker_url]
     killed: list[int] = []
     process: asyncio.subprocess.Process | None = None
@@ -169,22 +196,34 @@ async def test_kill_9_and_resume_trains_every_ticket_once(
             process.kill()
             killed.append(ticket.min_version)
         if ticket.number == 5:
-            return [wire.Closed(ticket=5, domain="lake", reason="env_error", detail="it broke", by="made-up")]
+            return [
+                wire.Closed(
+                    ticket=5, domain="lake", reason="env_error", detail="it broke", by="made-up"
+                )
+            ]
         return [fleet.group(ticket, ticket.min_version)]
 
     async with fleet.Hub(bus, answer) as hub, asyncio.timeout(240):
         for expected in (-signal.SIGKILL, 0):
             with (tmp_path / "learner.log").open("ab") as output:
-                process = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=output, env=ENV)
+                process = await asyncio.create_subprocess_exec(
+                    *command, stdout=output, stderr=output, env=ENV
+                )
             assert await process.wait() == expected, (tmp_path / "learner.log").read_text()
     assert killed == [4]  # after the checkpoint of step 3
     # 16 and the replacement, each delivered once
     assert [ticket.number for ticket in hub.tickets] == list(range(1, 18))
     assert await bus.last_seq(TICKETS) == 17
-    lines = [json.loads(line) for line in (tmp_path / run_name / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / run_name / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines] == list(range(1, 9))
     last = lines[-1]
-    assert [last[f"ticket/{name}"] for name in ("issued", "trained", "filtered", "dropped", "dead", "open")] == [
+    assert [
+        last[f"ticket/{name}"]
+        for name in ("issued", "trained", "filtered", "dropped", "dead", "open")
+    ] == [
         17,
         16,
         0,
@@ -195,13 +234,22 @@ async def test_kill_9_and_resume_trains_every_ticket_once(
     assert "resuming from" in (tmp_path / "learner.log").read_text()
 
 
-def test_killed_in_the_warm_start_the_next_life_makes_it_anew(broker_url: str, run_name: str, tmp_path: Path) -> None:
-    """The model and the demonstrations are there then, so two threads come to import transformers at once."""
-    rows = [[{"role": "user", "content": letter}, {"role": "assistant", "content": "U"}] for letter in "abcd"]
+def test_killed_in_the_warm_start_the_next_life_makes_it_anew(
+    broker_url: str, run_name: str, tmp_path: Path
+) -> None:
+    """The model and the demonstrations are there then, so two threads come to import transformers
+    at once.
+    """
+    rows = [
+        [{"role": "user", "content": letter}, {"role": "assistant", "content": "U"}]
+        for letter in "abcd"
+    ]
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
     warm = {"steps": 400, "data": str(tmp_path / "rows.jsonl"), "batch_size": 4}
     file = tmp_path / "run.yaml"
-    file.write_text(to_yaml(fleet.config(str(tmp_path), run_name, train={"steps": 1}, warm_start=warm)))
+    file.write_text(
+        to_yaml(fleet.config(str(tmp_path), run_name, train={"steps": 1}, warm_start=warm))
+    )
     command = [sys.executable, "-m", "rlearner.cli", "start", str(file), "--broker", broker_url]
     for life in ("first", "second"):
         log = tmp_path / f"{life}.log"

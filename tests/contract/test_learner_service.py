@@ -57,7 +57,10 @@ def lines(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def tickets_of(line: dict[str, Any]) -> tuple[int, ...]:
-    numbers = [line[f"ticket/{name}"] for name in ("issued", "trained", "filtered", "dropped", "dead", "open")]
+    numbers = [
+        line[f"ticket/{name}"]
+        for name in ("issued", "trained", "filtered", "dropped", "dead", "open")
+    ]
     assert numbers[0] == sum(numbers[1:])
     return tuple(numbers)
 
@@ -89,7 +92,9 @@ async def test_credit_steps_and_lines(
     assert [(line["step"], line["policy_version"]) for line in found] == [(1, 1), (2, 2), (3, 3)]
     assert [line["staleness/mean"] for line in found] == staleness
     assert [line["staleness/max"] for line in found] == staleness
-    assert [tickets_of(line)[:2] for line in found] == [(n, 2 * (i + 1)) for i, n in enumerate(issued)]
+    assert [tickets_of(line)[:2] for line in found] == [
+        (n, 2 * (i + 1)) for i, n in enumerate(issued)
+    ]
     assert tickets_of(found[-1]) == (6, 6, 0, 0, 0, 0)
     for line in found:
         expected = {
@@ -148,7 +153,9 @@ async def test_what_is_left_behind(
     evaluation = {"every_steps": 2, "tasks": 4, "timeout_s": 30.0}
     monkeypatch.setenv("RL_API_KEY", "a-key-of-sixteen-or-more")
     train = {"max_staleness": 0, "weights_snapshot_every": 2, "weights_snapshot_port": 0}
-    config = fleet.config(str(tmp_path), run_name, eval=evaluation, checkpoint={"every_steps": 1}, train=train)
+    config = fleet.config(
+        str(tmp_path), run_name, eval=evaluation, checkpoint={"every_steps": 1}, train=train
+    )
     hub = await run(bus, broker_url, config)
     control = await bus.key_value(CONTROL).get(run_name)
     assert control is not None
@@ -157,14 +164,19 @@ async def test_what_is_left_behind(
     assert spec is not None
     assert isinstance(spec[0], wire.RunSpec)
     assert (spec[0].epoch, spec[0].config) == (1, config)
-    assert await bus.key_value(MEMBERS).get(f"{run_name}.learner.learner") is None  # it said farewell
+    # it said farewell
+    assert await bus.key_value(MEMBERS).get(f"{run_name}.learner.learner") is None
     async for offer in bus.watch_last(WEIGHTS):
         assert isinstance(offer, wire.WeightsOffer)
         assert (offer.epoch, offer.version) == (1, 3)
         break
     folder = tmp_path / run_name
-    kept = [checkpoint.read_checkpoint(path).step for path in checkpoint.list_checkpoints(folder / "checkpoints")]
-    assert kept in ([1, 3], [2, 3])  # the second step may end before the checkpoint of the first is written
+    kept = [
+        checkpoint.read_checkpoint(path).step
+        for path in checkpoint.list_checkpoints(folder / "checkpoints")
+    ]
+    # the second step may end before the checkpoint of the first is written
+    assert kept in ([1, 3], [2, 3])
     newest = folder / "checkpoints" / "step-000003"
     tokenizer = AutoTokenizer.from_pretrained(newest)
     model = AutoModelForCausalLM.from_pretrained(newest)
@@ -172,15 +184,25 @@ async def test_what_is_left_behind(
     source = SnapshotSource(str(folder / "snapshots"))
     manifest = source.newest()
     assert manifest is not None
-    assert (manifest.run, manifest.offer) == (run_name, offer)  # the last, though 2 does not divide it
+    # the last, though 2 does not divide it
+    assert (manifest.run, manifest.offer) == (run_name, offer)
     flat = FlatBuffer(manifest.plan)
     source.fill(manifest, flat, WaitMonitor())
-    assert all(torch.equal(flat.tensors[name], parameter) for name, parameter in model.named_parameters())
+    assert all(
+        torch.equal(flat.tensors[name], parameter) for name, parameter in model.named_parameters()
+    )
     assert len(tokenizer) <= model.config.vocab_size
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.5), (2, 0.5), (3, 0.5)]
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [
+        (1, 0.5),
+        (2, 0.5),
+        (3, 0.5),
+    ]
     # four held-out tasks of which two succeed: at the start, after step 2 and after the last
-    asked = [(ticket.eval_step, ticket.task_index, ticket.policy, ticket.min_version) for ticket in hub.eval_tickets]
+    asked = [
+        (ticket.eval_step, ticket.task_index, ticket.policy, ticket.min_version)
+        for ticket in hub.eval_tickets
+    ]
     assert asked == [(step, index, "actor", step) for step in (0, 2, 3) for index in range(4)]
     assert len({(ticket.task_index, ticket.seed) for ticket in hub.eval_tickets}) == 4
     found = lines(config)
@@ -196,30 +218,44 @@ async def test_what_is_left_behind(
         "eval/num_closed": 0.0,
         "eval/domain/lake/success_rate": 0.5,
     }
-    rows = [json.loads(line) for line in (folder / "evals" / "actor-step-000003.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (folder / "evals" / "actor-step-000003.jsonl").read_text().splitlines()
+    ]
     assert [(row["task_index"], row["success"]) for row in rows] == [
         (0, [False]),
         (1, [True]),
         (2, [False]),
         (3, [True]),
     ]
-    # the log is trimmed behind the oldest checkpoint that is kept: a step consumes two records, behind the one with the
-    # rules; the last record that the checkpoint covers stays
+    # the log is trimmed behind the oldest checkpoint that is kept: a step consumes two records,
+    # behind the one with the rules; the last record that the checkpoint covers stays
     assert await bus.first_seq(SAMPLES) == 1 + 2 * kept[0]
 
 
-async def test_malformed_duplicate_and_closed_records(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+async def test_malformed_duplicate_and_closed_records(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
     def answer(ticket: wire.Ticket) -> list[wire.Message | bytes]:
         good = fleet.group(ticket, ticket.min_version)
         match ticket.number:
             case 1:
-                return [b"\x81no message", good]  # its bytes close the ticket; the group after them is a duplicate
+                # its bytes close the ticket; the group after them is a duplicate
+                return [b"\x81no message", good]
             case 2:
                 return [good, good]
             case 3:
-                return [wire.Closed(ticket=3, domain="lake", reason="late", detail="too old", by="made-up")]
+                return [
+                    wire.Closed(
+                        ticket=3, domain="lake", reason="late", detail="too old", by="made-up"
+                    )
+                ]
             case 4:
-                return [wire.Closed(ticket=4, domain="lake", reason="env_error", detail="it broke", by="made-up")]
+                return [
+                    wire.Closed(
+                        ticket=4, domain="lake", reason="env_error", detail="it broke", by="made-up"
+                    )
+                ]
             case 5:
                 return [fleet.group(ticket, 7)]  # tokens of a version that does not exist
             case _:
@@ -237,15 +273,25 @@ async def test_malformed_duplicate_and_closed_records(bus: Bus, broker_url: str,
     letters = []
     async for entry in bus.read_log(DEAD, 1):
         assert isinstance(entry.message, wire.DeadLetter)
-        letters.append((entry.message.stream, entry.message.sequence, entry.message.ticket, entry.message.data[:4]))
+        letters.append(
+            (
+                entry.message.stream,
+                entry.message.sequence,
+                entry.message.ticket,
+                entry.message.data[:4],
+            )
+        )
         if len(letters) == 2:
             break
     assert letters[0] == ("samples", 2, 1, b"\x81no ")
     assert letters[1][:3] == ("samples", 8, 5)
-    assert last["ticket/duplicate"] >= 1  # ticket 1's group; the second of ticket 2 may come after the end
+    # ticket 1's group; the second of ticket 2 may come after the end
+    assert last["ticket/duplicate"] >= 1
 
 
-async def test_late_groups_are_dropped_and_replaced(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+async def test_late_groups_are_dropped_and_replaced(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
     held: list[wire.Ticket] = []
 
     def answer(ticket: wire.Ticket) -> list[wire.Message | bytes]:
@@ -256,15 +302,25 @@ async def test_late_groups_are_dropped_and_replaced(bus: Bus, broker_url: str, r
         return [*late, fleet.group(ticket, ticket.min_version)]
 
     config = fleet.config(
-        str(tmp_path), run_name, train={"max_staleness": 1, "steps": 4, "groups_per_step": 1, "on_late": "drop"}
+        str(tmp_path),
+        run_name,
+        train={"max_staleness": 1, "steps": 4, "groups_per_step": 1, "on_late": "drop"},
     )
     hub = await run(bus, broker_url, config, answer)
-    assert [(ticket.number, ticket.min_version) for ticket in hub.tickets] == [(1, 0), (2, 0), (3, 1), (4, 2), (5, 2)]
+    assert [(ticket.number, ticket.min_version) for ticket in hub.tickets] == [
+        (1, 0),
+        (2, 0),
+        (3, 1),
+        (4, 2),
+        (5, 2),
+    ]
     assert tickets_of(lines(config)[-1]) == (5, 4, 0, 1, 0, 0)
     assert max(line["staleness/max"] for line in lines(config)) <= 1
 
 
-async def test_tickets_that_nobody_ends_are_closed(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+async def test_tickets_that_nobody_ends_are_closed(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
     lake = {
         "env": "frozenlake",
         "group_size": 2,
@@ -275,7 +331,9 @@ async def test_tickets_that_nobody_ends_are_closed(bus: Bus, broker_url: str, ru
     }
     train = {"ticket_timeout_s": 1.5, "steps": 1, "groups_per_step": 1}
     config = fleet.config(str(tmp_path), run_name, train=train, domains={"lake": lake})
-    here = wire.Presence(role="envhub", id="hub", host="here", pid=1, state="serving", serves=["lake"])
+    here = wire.Presence(
+        role="envhub", id="hub", host="here", pid=1, state="serving", serves=["lake"]
+    )
     announcer = Announcer(bus, lambda: here)
     await announcer.start()
     await run(bus, broker_url, config, lambda ticket: [] if ticket.number == 1 else plain(ticket))
@@ -290,15 +348,17 @@ async def test_a_second_run_of_the_same_name_is_refused(
 ) -> None:
     config = fleet.config(str(tmp_path / "a"), run_name, train={"steps": 1})
     await run(bus, broker_url, config)
-    with pytest.raises(UserError, match=r"the broker already has a run test-.*choose another run\.name"):
+    with pytest.raises(
+        UserError, match=r"the broker already has a run test-.*choose another run\.name"
+    ):
         await run(bus, broker_url, fleet.config(str(tmp_path / "b"), run_name, train={"steps": 1}))
 
 
 async def test_a_completed_run_ends_well_however_often_it_is_started(
     bus: Bus, broker_url: str, run_name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Killed behind its last word, a learner is started again by its supervisor, which takes anything but 0 for a
-    failure.
+    """Killed behind its last word, a learner is started again by its supervisor, which takes
+    anything but 0 for a failure.
     """
     config = fleet.config(str(tmp_path), run_name, train={"steps": 1})
     await run(bus, broker_url, config)
@@ -323,7 +383,9 @@ async def test_fewer_steps_than_were_made_are_refused_before_anything_changes(
     config = fleet.config(str(tmp_path), run_name, train={"steps": 2})
     await run(bus, broker_url, config)
     written = (tmp_path / run_name / "config.yaml").read_bytes()
-    with pytest.raises(UserError, match=r"train\.steps: 1 is not allowed; run .* has made 2 steps already"):
+    with pytest.raises(
+        UserError, match=r"train\.steps: 1 is not allowed; run .* has made 2 steps already"
+    ):
         await run(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 1}))
     assert (tmp_path / run_name / "config.yaml").read_bytes() == written
 
@@ -343,9 +405,11 @@ async def test_killed_behind_the_last_checkpoint_the_next_life_tells_the_others(
     assert found[0] == wire.DesiredState(state="stopped", reason="all steps are done")
 
 
-async def test_stop_and_resume_from_the_same_log(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
-    """Stopped in the middle and started again: every ticket trained once, the same weights as a run that was never
-    stopped.
+async def test_stop_and_resume_from_the_same_log(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
+    """Stopped in the middle and started again: every ticket trained once, the same weights as a run
+    that was never stopped.
     """
     from safetensors.numpy import load_file
 
@@ -382,7 +446,9 @@ async def test_stop_and_resume_from_the_same_log(bus: Bus, broker_url: str, run_
     assert all((one[name] == two[name]).all() for name in one)
 
 
-async def test_a_newer_learner_takes_over(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+async def test_a_newer_learner_takes_over(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
     config = fleet.config(str(tmp_path), run_name)
 
     async def take_over() -> None:
@@ -390,11 +456,15 @@ async def test_a_newer_learner_takes_over(bus: Bus, broker_url: str, run_name: s
         while (found := await runs.get(run_name)) is None:  # noqa: ASYNC110  # the broker has no event to wait for here
             await asyncio.sleep(0.02)
         assert isinstance(found[0], wire.RunSpec)
-        newer = wire.RunSpec(**{name: getattr(found[0], name) for name in found[0].__struct_fields__} | {"epoch": 5})
+        newer = wire.RunSpec(
+            **{name: getattr(found[0], name) for name in found[0].__struct_fields__} | {"epoch": 5}
+        )
         assert await runs.update(run_name, newer, found[1]) is not None
 
     taking = asyncio.create_task(take_over())
-    with pytest.raises(UserError, match="a newer learner took over under epoch 5, this one is epoch 1"):
+    with pytest.raises(
+        UserError, match="a newer learner took over under epoch 5, this one is epoch 1"
+    ):
         await run(bus, broker_url, config, lambda ticket: [])
     await taking
     assert checkpoint.list_checkpoints(tmp_path / run_name / "checkpoints") == []

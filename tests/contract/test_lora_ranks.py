@@ -1,4 +1,6 @@
-"""Adapters, and a reference without weights of its own, on two ranks: as one process, and the same bits on resume."""
+"""Adapters, and a reference without weights of its own, on two ranks: as one process, and the same
+bits on resume.
+"""
 
 import os
 
@@ -24,7 +26,9 @@ CASES = [
         "fsdp2",
         OFFLOADED,
         "ddp",
-        marks=pytest.mark.skipif("RL_OPTIONS" not in os.environ, reason="five processes: make test-options"),
+        marks=pytest.mark.skipif(
+            "RL_OPTIONS" not in os.environ, reason="five processes: make test-options"
+        ),
     ),
     *(
         pytest.param(f"deepspeed-{stage}", {}, "torch", id=f"deepspeed-{stage}")
@@ -39,7 +43,15 @@ CASES = [
 
 def start(variant, path, first=None, *, model=None, **more):
     lora = {"rank": 4, "alpha": 8, **more.pop("lora", {})}
-    return make(variant, path, algorithm=AlgorithmSection(kl_coef=0.2), ref_path=first, model=model, lora=lora, **more)
+    return make(
+        variant,
+        path,
+        algorithm=AlgorithmSection(kl_coef=0.2),
+        ref_path=first,
+        model=model,
+        lora=lora,
+        **more,
+    )
 
 
 @pytest.mark.timeout(600)
@@ -70,7 +82,8 @@ def test_two_ranks_train_adapters_as_one_does(tmp_path, variant, options, anothe
     assert adapter is not None
     assert adapter == alone.adapter()  # the digest of the weights below, too
     assert {name: tensor.shape for name, tensor in factors.items()} == {
-        name: tensor.shape for name, tensor in factor_shapes(shapes, adapter.targets, adapter.rank).items()
+        name: tensor.shape
+        for name, tensor in factor_shapes(shapes, adapter.targets, adapter.rank).items()
     }
     assert all(tensor.dtype == torch.float32 for tensor in factors.values())
     base = kit.backend(path).weights()
@@ -98,10 +111,14 @@ def test_two_ranks_train_adapters_as_one_does(tmp_path, variant, options, anothe
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("variant", "ranks"), [("deepspeed-1", 1), ("deepspeed-2", 1), ("deepspeed-3", 2), ("megatron-tp2", 2)]
+    ("variant", "ranks"),
+    [("deepspeed-1", 1), ("deepspeed-2", 1), ("deepspeed-3", 2), ("megatron-tp2", 2)],
 )
 def test_float32_adapters_of_a_bfloat16_model(tmp_path, variant, ranks):
-    path, model = kit.save_model(tmp_path / "first", dtype=torch.bfloat16, kv_heads=2), ModelSection(dtype="bfloat16")
+    path, model = (
+        kit.save_model(tmp_path / "first", dtype=torch.bfloat16, kv_heads=2),
+        ModelSection(dtype="bfloat16"),
+    )
     whole, alone = start(variant, path, model=model, ranks=ranks), start("torch", path, model=model)
     try:
         # Megatron's norms round otherwise, and the model is a random one
@@ -126,7 +143,10 @@ def test_float32_adapters_of_a_bfloat16_model(tmp_path, variant, ranks):
 
 @pytest.mark.parametrize("variant", ["deepspeed-2", "megatron"])
 def test_adapters_of_a_few_layers(tmp_path, variant):
-    path, lora = kit.save_model(tmp_path / "first"), {"target_modules": ["v_proj", "gate_proj", "o_proj"]}
+    path, lora = (
+        kit.save_model(tmp_path / "first"),
+        {"target_modules": ["v_proj", "gate_proj", "o_proj"]},
+    )
     one, alone = start(variant, path, lora=lora, ranks=1), start("torch", path, lora=lora)
     try:
         agree(run(one, range(3)), run(alone, range(3)))

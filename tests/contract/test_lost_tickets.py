@@ -23,7 +23,9 @@ from learner.service import serve
 
 
 async def test_what_is_gone_from_a_queue(bus: Bus) -> None:
-    tickets = [action.ticket for action in a_ledger().open_credit() if isinstance(action, IssueTicket)]
+    tickets = [
+        action.ticket for action in a_ledger().open_credit() if isinstance(action, IssueTicket)
+    ]
     assert await bus.missing(TICKETS, {1, 2}) == set()
     for ticket in tickets:
         await bus.publish(TICKETS, ticket, key="lake", ticket=ticket.number)
@@ -43,8 +45,12 @@ def a_ledger() -> Ledger:
     return Ledger(TicketRules(9, 4, 0, "wait", 0, (DomainRule("lake", 1.0, 2, 2, 9.0),)))
 
 
-async def test_only_what_is_in_no_stream_is_closed(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One ticket is in its queue, one being scored, one in the part of the log that was not read yet, one lost."""
+async def test_only_what_is_in_no_stream_is_closed(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One ticket is in its queue, one being scored, one in the part of the log that was not read
+    yet, one lost.
+    """
     monkeypatch.setattr(orphans, "GRACE_S", 0.2)
     monkeypatch.setattr(orphans, "LOOK_EVERY_S", 0.1)
     ledger = a_ledger()
@@ -58,13 +64,17 @@ async def test_only_what_is_in_no_stream_is_closed(bus: Bus, monkeypatch: pytest
         await bus.delete(TICKETS, number)  # as an acknowledgement does
     watching = asyncio.create_task(OrphanReaper(bus, ledger, 1).serve())
     await asyncio.sleep(1.0)
-    assert await bus.last_seq(SAMPLES) == 1, "closed a ticket although its group may be in a reward queue"
+    assert await bus.last_seq(SAMPLES) == 1, (
+        "closed a ticket although its group may be in a reward queue"
+    )
     ledger.apply(TicketEnd(3, "late"), 1)
     await bus.publish(SAMPLES, group, ticket=2)
     assert scored is not None
     await bus.delete(EPISODES, scored)
     await asyncio.sleep(1.0)
-    assert await bus.last_seq(SAMPLES) == 2, "closed a ticket although its record may not have been read"
+    assert await bus.last_seq(SAMPLES) == 2, (
+        "closed a ticket although its record may not have been read"
+    )
     ledger.apply(TicketEnd(2, "late"), 2)
     await until(lambda: _holds(bus, 3))
     await asyncio.sleep(0.5)
@@ -78,7 +88,9 @@ async def test_only_what_is_in_no_stream_is_closed(bus: Bus, monkeypatch: pytest
 
 
 async def test_groups_of_a_closed_ticket_leave_the_reward_queues(bus: Bus) -> None:
-    tickets = [action.ticket for action in a_ledger().open_credit() if isinstance(action, IssueTicket)]
+    tickets = [
+        action.ticket for action in a_ledger().open_credit() if isinstance(action, IssueTicket)
+    ]
     for pool, ticket in (("default", tickets[0]), ("default", tickets[1]), ("judge", tickets[0])):
         await bus.publish(EPISODES, fleet.group(ticket, 0), key=pool, ticket=ticket.number)
     evaluated = msgspec.structs.replace(fleet.group(tickets[0], 0), eval_step=3)
@@ -120,7 +132,16 @@ async def test_a_learner_replaces_a_ticket_that_was_acknowledged_without_a_recor
     config = fleet.config(str(tmp_path), run_name, train={"steps": 1, "ticket_timeout_s": 1800.0})
     async with fleet.Hub(bus, answer) as hub, asyncio.timeout(240):
         await serve(config, broker_url, Stop(), connect_deadline_s=60)
-    assert [(ticket.number, ticket.task_index) for ticket in hub.tickets] == [(1, 0), (2, 1), (3, 2)]
-    _, dead = ledger_file.final_counts(ledger_segments.read_newest(tmp_path / run_name / ledger_segments.FOLDER)[0])
+    assert [(ticket.number, ticket.task_index) for ticket in hub.tickets] == [
+        (1, 0),
+        (2, 1),
+        (3, 2),
+    ]
+    _, dead = ledger_file.final_counts(
+        ledger_segments.read_newest(tmp_path / run_name / ledger_segments.FOLDER)[0]
+    )
     assert dead == {"timeout": 1}
-    assert f"ticket 2 (lake) closed by learner: timeout, the 1. so far: {orphans.DETAIL}" in caplog.text
+    assert (
+        f"ticket 2 (lake) closed by learner: timeout, the 1. so far: {orphans.DETAIL}"
+        in caplog.text
+    )

@@ -28,7 +28,9 @@ WINDOW_S = 5.0
 
 
 def freeze_marks(bus: Bus, *, frozen: bool) -> None:
-    """Let the thread of the marks see an event loop that stands still, as that of a suspended process."""
+    """Let the thread of the marks see an event loop that stands still, as that of a suspended
+    process.
+    """
     bus._marks._hang_after_s = lambda: -1.0 if frozen else 30.0
 
 
@@ -47,8 +49,13 @@ async def test_redelivery_to_same_hub_leaves_no_mark(bus: Bus, broker_url: str) 
     assert (lapsed.seq, lapsed.num_delivered, newest.seq, newest.num_delivered) == (1, 1, 1, 2)
     await newest.nak()
     assert bus._marks.num_held == 0
-    second, third = [await Bus.connect(broker_url, bus.run, name=name, deadline_s=LONG_S) for name in ("b", "c")]
-    assert [one.num_delivered for one in await (await second.work_queue(TICKETS, "lake")).fetch(1, LONG_S)] == [3]
+    second, third = [
+        await Bus.connect(broker_url, bus.run, name=name, deadline_s=LONG_S) for name in ("b", "c")
+    ]
+    assert [
+        one.num_delivered
+        for one in await (await second.work_queue(TICKETS, "lake")).fetch(1, LONG_S)
+    ] == [3]
     await second.close()  # as if it were killed: nothing is handed back
     (last,) = await (await third.work_queue(TICKETS, "lake")).fetch(1, LONG_S)
     assert last.num_delivered == 4
@@ -83,7 +90,9 @@ async def test_unfetched_redelivery_is_fetched_once(bus: Bus) -> None:
 async def test_marks_of_many_tickets_are_few(bus: Bus) -> None:
     await bus.ensure_consumers(TICKETS, ["lake"], ack_wait_s(IN_HAND))
     ticket = EXAMPLES[wire.Ticket]
-    await asyncio.gather(*(bus.publish(TICKETS, ticket, key="lake", ticket=n + 1) for n in range(IN_HAND)))
+    await asyncio.gather(
+        *(bus.publish(TICKETS, ticket, key="lake", ticket=n + 1) for n in range(IN_HAND))
+    )
     queue, count, marks = await bus.work_queue(TICKETS, "lake"), 0, 0
     while count < IN_HAND:
         count += len(await queue.fetch(IN_HAND - count, LONG_S))
@@ -99,7 +108,8 @@ async def test_marks_of_many_tickets_are_few(bus: Bus) -> None:
 
 
 @pytest.mark.parametrize(
-    ("open_tickets", "wait_s"), [(0, ACK_WAIT_S), (180, ACK_WAIT_S), (900, 22.0), (10**6, LONGEST_ACK_WAIT_S)]
+    ("open_tickets", "wait_s"),
+    [(0, ACK_WAIT_S), (180, ACK_WAIT_S), (900, 22.0), (10**6, LONGEST_ACK_WAIT_S)],
 )
 def test_ack_wait_follows_open_tickets(open_tickets: int, wait_s: float) -> None:
     assert ack_wait_s(open_tickets) == pytest.approx(wait_s)

@@ -1,5 +1,5 @@
-"""What only the backend megatron has: families of models, low precision, checkpointed blocks, divided vocabularies,
-layouts.
+"""What only the backend megatron has: families of models, low precision, checkpointed blocks,
+divided vocabularies, layouts.
 """
 
 import json
@@ -45,7 +45,9 @@ def family(folder, name, *, tied):
     }
     torch.manual_seed(1)
     if name == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**sizes, rope_parameters={"rope_type": "default", "rope_theta": 1e6}))
+        model = Qwen2ForCausalLM(
+            Qwen2Config(**sizes, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+        )
     else:
         rope = {
             "rope_type": "llama3",
@@ -55,7 +57,9 @@ def family(folder, name, *, tied):
             "rope_theta": 5e5,
         }
         rope["original_max_position_embeddings"] = 16  # so that a short sequence feels the scaling
-        model = LlamaForCausalLM(LlamaConfig(**sizes, rms_norm_eps=1e-3, head_dim=16, rope_parameters=rope))
+        model = LlamaForCausalLM(
+            LlamaConfig(**sizes, rms_norm_eps=1e-3, head_dim=16, rope_parameters=rope)
+        )
     for parameter_name, parameter in model.named_parameters():  # biases, too, which begin as zeros
         torch.nn.init.normal_(parameter, 1.0 if "norm" in parameter_name else 0.0, 0.15)
     model.save_pretrained(folder, max_shard_size="20KB")  # several files
@@ -65,12 +69,14 @@ def family(folder, name, *, tied):
 
 def close(found, expected, tolerance=1e-5):
     for one, other in zip(found, expected, strict=True):
-        assert [one[key] for key in KEYS] == pytest.approx([other[key] for key in KEYS], rel=tolerance, abs=tolerance)
+        assert [one[key] for key in KEYS] == pytest.approx(
+            [other[key] for key in KEYS], rel=tolerance, abs=tolerance
+        )
 
 
 def agree(state, expected):
-    """On moments, that is on gradients of a norm of at most 1: AdamW's updates are of like size even where a gradient
-    is but noise.
+    """On moments, that is on gradients of a norm of at most 1: AdamW's updates are of like size
+    even where a gradient is but noise.
     """
     assert state.keys() == expected.keys()
     for key in (key for key in expected if key.startswith("optimizer.exp_avg")):
@@ -91,8 +97,13 @@ def test_families(tmp_path, name, tied, variant, ranks):
     reference, backend = make("torch", path), make(variant, path, ranks=ranks)
     try:
         assert list(backend.weights()) == list(reference.weights())
-        assert all(torch.equal(tensor, backend.weights()[key]) for key, tensor in reference.weights().items())
-        torch.testing.assert_close(backend.logprobs(IDS), reference.logprobs(IDS), rtol=0, atol=1e-5)
+        assert all(
+            torch.equal(tensor, backend.weights()[key])
+            for key, tensor in reference.weights().items()
+        )
+        torch.testing.assert_close(
+            backend.logprobs(IDS), reference.logprobs(IDS), rtol=0, atol=1e-5
+        )
         close(run(backend, range(3)), run(reference, range(3)))
         agree(state_of(backend), state_of(reference))
         backend.save(tmp_path / "saved")
@@ -108,7 +119,9 @@ def test_families(tmp_path, name, tied, variant, ranks):
 
 def test_four_ranks_that_divide_both_ways(path):
     expected = run(make("torch", path), range(3))
-    backend = make("megatron", path, ranks=4, megatron={"tensor_parallel": 2, "pipeline_parallel": 2})
+    backend = make(
+        "megatron", path, ranks=4, megatron={"tensor_parallel": 2, "pipeline_parallel": 2}
+    )
     try:
         close(run(backend, range(3)), expected)
         state = state_of(backend)
@@ -119,10 +132,15 @@ def test_four_ranks_that_divide_both_ways(path):
     agree(state, state_of(reference))
 
 
-@pytest.mark.parametrize(("variant", "ranks"), [("megatron", 1), ("megatron-pp2", 2), ("megatron-tp2", 2)])
-def test_checkpointed_blocks_padded_rows_and_logits_in_pieces_change_nothing(path, monkeypatch, variant, ranks):
+@pytest.mark.parametrize(
+    ("variant", "ranks"), [("megatron", 1), ("megatron-pp2", 2), ("megatron-tp2", 2)]
+)
+def test_checkpointed_blocks_padded_rows_and_logits_in_pieces_change_nothing(
+    path, monkeypatch, variant, ranks
+):
     expected = run(make("torch", path), range(2))
-    # as with a real vocabulary; ranks that share one must do the same, and the others would not know of it
+    # as with a real vocabulary; ranks that share one must do the same, and the others would not
+    # know of it
     if ranks == 1:
         monkeypatch.setattr(policy, "_LOGIT_BUDGET", 8 * kit.VOCAB)
     for options in ({"gradient_checkpointing": True, "packing": "packed"}, {"packing": "padded"}):
@@ -133,7 +151,9 @@ def test_checkpointed_blocks_padded_rows_and_logits_in_pieces_change_nothing(pat
             backend.close()
 
 
-@pytest.mark.parametrize(("variant", "ranks"), [("megatron", 1), ("megatron-tp2", 2), ("megatron-pp2", 2)])
+@pytest.mark.parametrize(
+    ("variant", "ranks"), [("megatron", 1), ("megatron-tp2", 2), ("megatron-pp2", 2)]
+)
 def test_a_reference_an_entropy_bonus_and_temperatures(path, tmp_path, variant, ranks):
     other = kit.save_model(tmp_path / "other", seed=5, kv_heads=2)
     algorithm = AlgorithmSection(kl_coef=0.2, entropy_coef=0.1)
@@ -155,8 +175,12 @@ def test_a_reference_an_entropy_bonus_and_temperatures(path, tmp_path, variant, 
 
 def test_a_divergence_in_the_reward_and_several_updates(path, tmp_path):
     other = kit.save_model(tmp_path / "other", seed=5, kv_heads=2)
-    algorithm = AlgorithmSection(kl_coef=0.2, kl_placement="reward", num_minibatches=2, num_epochs=2)
-    pair = [make(name, path, algorithm=algorithm, ref_path=other) for name in ("torch", "megatron-pp2")]
+    algorithm = AlgorithmSection(
+        kl_coef=0.2, kl_placement="reward", num_minibatches=2, num_epochs=2
+    )
+    pair = [
+        make(name, path, algorithm=algorithm, ref_path=other) for name in ("torch", "megatron-pp2")
+    ]
     try:
         rows = kit.samples(4, 12)
         for one, wanted in zip(pair[1].score(rows), pair[0].score(rows), strict=True):
@@ -167,9 +191,14 @@ def test_a_divergence_in_the_reward_and_several_updates(path, tmp_path):
         pair[1].close()
 
 
-@pytest.mark.parametrize(("variant", "ranks"), [("megatron", 1), ("megatron-tp2", 2), ("megatron-pp2", 2)])
+@pytest.mark.parametrize(
+    ("variant", "ranks"), [("megatron", 1), ("megatron-tp2", 2), ("megatron-pp2", 2)]
+)
 def test_bfloat16_over_float32_weights_resumes_bit_for_bit(tmp_path, variant, ranks):
-    path, model = kit.save_model(tmp_path / "model", dtype=torch.bfloat16, kv_heads=2), ModelSection(dtype="bfloat16")
+    path, model = (
+        kit.save_model(tmp_path / "model", dtype=torch.bfloat16, kv_heads=2),
+        ModelSection(dtype="bfloat16"),
+    )
     reference = make("torch", path, model=model, lr=1e-4)
     expected = run(reference, range(3))
     first = make(variant, path, model=model, lr=1e-4, ranks=ranks)
@@ -178,7 +207,11 @@ def test_bfloat16_over_float32_weights_resumes_bit_for_bit(tmp_path, variant, ra
         parts = keep(first, tmp_path / "saved")
         metrics += run(first, [2])
         weights = {name: tensor.clone() for name, tensor in first.weights().items()}
-        masters = {name: tensor for name, tensor in state_of(first).items() if name.startswith("optimizer.master.")}
+        masters = {
+            name: tensor
+            for name, tensor in state_of(first).items()
+            if name.startswith("optimizer.master.")
+        }
     finally:
         first.close()
     assert [one["actor/pg_loss"] for one in metrics] == pytest.approx(
@@ -186,8 +219,8 @@ def test_bfloat16_over_float32_weights_resumes_bit_for_bit(tmp_path, variant, ra
     )
     assert tensors_of(parts).keys() == state_of(reference).keys()
     masters_of_reference = state_of(reference)
-    # Torch's norm rounds otherwise than transformers', and AdamW's updates are of like size whatever the gradient's,
-    # 3e-4 in all.
+    # Torch's norm rounds otherwise than transformers', and AdamW's updates are of like size
+    # whatever the gradient's, 3e-4 in all.
     for name, tensor in masters.items():
         assert tensor.dtype == torch.float32
         assert (tensor - masters_of_reference[name]).abs().mean() < 6e-5, name
@@ -220,7 +253,8 @@ def test_what_is_wrong_with_a_model_is_said_before_any_rank_starts(path, tmp_pat
     ):
         make("megatron", path, ranks=4, megatron={"tensor_parallel": 4})
     with pytest.raises(
-        ConfigError, match=r"^train.megatron.pipeline_parallel: 3 is not allowed; a divisor of the model's 2 layers"
+        ConfigError,
+        match=r"^train.megatron.pipeline_parallel: 3 is not allowed; a divisor of the model's 2 layers",
     ):
         make("megatron", path, ranks=3, megatron={"pipeline_parallel": 3})
     torn = tmp_path / "torn"
@@ -228,14 +262,16 @@ def test_what_is_wrong_with_a_model_is_said_before_any_rank_starts(path, tmp_pat
     config = json.loads((torn / "config.json").read_text())
     (torn / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     with pytest.raises(
-        ConfigError, match=r"transformers cannot read its configuration: .*`num_hidden_layers` \(3\) must be equal to"
+        ConfigError,
+        match=r"transformers cannot read its configuration: .*`num_hidden_layers` \(3\) must be equal to",
     ):
         make("megatron", str(torn))
     (torn / "config.json").write_text(
         json.dumps({**config, "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3})
     )
     with pytest.raises(
-        ConfigError, match=r"11 of its weights are missing, the first is model.layers.2.input_layernorm.weight$"
+        ConfigError,
+        match=r"11 of its weights are missing, the first is model.layers.2.input_layernorm.weight$",
     ):
         make("megatron", str(torn))
     (torn / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))

@@ -1,4 +1,6 @@
-"""Checkpoints of Megatron's layouts: each rank writes what it holds, and any layout and any backend reads it."""
+"""Checkpoints of Megatron's layouts: each rank writes what it holds, and any layout and any backend
+reads it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ from rlearner_text.config import ModelSection
 pytest.importorskip("megatron.core", reason="megatron is not installed: make test-megatron")
 pytestmark = pytest.mark.timeout(600)
 LOSSES = ("actor/pg_loss", "actor/entropy", "actor/grad_norm")
-FOUR = {"tp2-dp2": {"tensor_parallel": 2}, "tp2-pp2": {"tensor_parallel": 2, "pipeline_parallel": 2}}
+FOUR = {
+    "tp2-dp2": {"tensor_parallel": 2},
+    "tp2-pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
+}
 OTHERS = [("torch", 1), ("megatron", 1), ("megatron-tp2", 2), ("megatron-pp2", 2), ("fsdp2", 3)]
 
 
@@ -44,9 +49,13 @@ def weights(backend: TorchBackend) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in backend.weights().items()}
 
 
-def agree(backend: TorchBackend, made: checkpoint.Checkpoint, expected: list[list[float]], what: str) -> None:
+def agree(
+    backend: TorchBackend, made: checkpoint.Checkpoint, expected: list[list[float]], what: str
+) -> None:
     checkpoint.load_state(made, backend)
-    np.testing.assert_allclose(losses(run(backend, range(2, 5))), expected, rtol=1e-5, atol=1e-5, err_msg=what)
+    np.testing.assert_allclose(
+        losses(run(backend, range(2, 5))), expected, rtol=1e-5, atol=1e-5, err_msg=what
+    )
 
 
 @pytest.mark.parametrize("layout", FOUR)
@@ -61,7 +70,9 @@ def test_any_layout_and_any_backend_continues(path: str, tmp_path: Path, layout:
     finally:
         first.close()
     made = checkpoint.read_checkpoint(written)
-    assert [Path(part.path).name for part in made.parts] == [part_name(rank, 4) for rank in range(4)]
+    assert [Path(part.path).name for part in made.parts] == [
+        part_name(rank, 4) for rank in range(4)
+    ]
     assert not list(written.glob("*.safetensors"))
 
     again = four(layout, str(written))
@@ -90,7 +101,9 @@ def test_any_layout_and_any_backend_continues(path: str, tmp_path: Path, layout:
 def test_torchs_checkpoint_continues(path: str, tmp_path: Path, layout: str) -> None:
     alone = make("torch", path)
     run(alone, range(2))
-    made = checkpoint.read_checkpoint(checkpoint.write(tmp_path, alone, {"version": 2}, 1, hf_max_gib=0))
+    made = checkpoint.read_checkpoint(
+        checkpoint.write(tmp_path, alone, {"version": 2}, 1, hf_max_gib=0)
+    )
     expected = losses(run(alone, range(2, 5)))
     backend = four(layout, str(made.path))
     try:
@@ -104,7 +117,9 @@ def test_torchs_checkpoint_continues(path: str, tmp_path: Path, layout: str) -> 
 
 
 @pytest.mark.parametrize("layout", FOUR)
-def test_each_rank_writes_what_it_holds_and_nothing_twice(path: str, tmp_path: Path, layout: str) -> None:
+def test_each_rank_writes_what_it_holds_and_nothing_twice(
+    path: str, tmp_path: Path, layout: str
+) -> None:
     backend = four(layout, path)
     try:
         run(backend, range(1))
@@ -119,7 +134,8 @@ def test_each_rank_writes_what_it_holds_and_nothing_twice(path: str, tmp_path: P
             held[int(piece.file.name.split("-")[1]) - 1] += piece.box.numel
     assert max(held) <= 1.02 * sum(held) / 4
     down = stored.entries["model.layers.1.mlp.down_proj.weight"]
-    assert {(piece.box.left, piece.box.right) for piece in down.pieces} == {(0, 24), (24, 48)}  # of 48 columns
+    # of 48 columns
+    assert {(piece.box.left, piece.box.right) for piece in down.pieces} == {(0, 24), (24, 48)}
 
 
 def test_a_damaged_part_is_named(path: str, tmp_path: Path) -> None:
@@ -159,7 +175,9 @@ def test_adapters_continue_in_another_backend_and_bit_for_bit(path: str, tmp_pat
     first = four("tp2-pp2", path, lora=lora)
     try:
         run(first, range(2))
-        made = checkpoint.read_checkpoint(checkpoint.write(tmp_path, first, {"version": 2}, 1, hf_max_gib=0))
+        made = checkpoint.read_checkpoint(
+            checkpoint.write(tmp_path, first, {"version": 2}, 1, hf_max_gib=0)
+        )
         expected = losses(run(first, range(2, 5)))
         after = weights(first)
     finally:
@@ -177,7 +195,12 @@ def test_adapters_continue_in_another_backend_and_bit_for_bit(path: str, tmp_pat
 @pytest.mark.parametrize("offload", [False, True])
 def test_bfloat16_with_an_output_layer_of_its_own(tmp_path: Path, offload: bool) -> None:
     torch.manual_seed(1)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     sizes |= {"num_hidden_layers": 2, "vocab_size": kit.VOCAB, "max_position_embeddings": 128}
     config = LlamaConfig(**sizes, tie_word_embeddings=False, bos_token_id=None, eos_token_id=0)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
@@ -186,7 +209,9 @@ def test_bfloat16_with_an_output_layer_of_its_own(tmp_path: Path, offload: bool)
     first = four("tp2-pp2", str(tmp_path / "model"), **named)
     try:
         run(first, range(2))
-        made = checkpoint.read_checkpoint(checkpoint.write(tmp_path, first, {"version": 2}, 1, hf_max_gib=0))
+        made = checkpoint.read_checkpoint(
+            checkpoint.write(tmp_path, first, {"version": 2}, 1, hf_max_gib=0)
+        )
         expected = run(first, [2])
         after = weights(first)
     finally:

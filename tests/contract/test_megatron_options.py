@@ -1,5 +1,5 @@
-"""A critic, compiled layers and offload with the backend megatron: in every layout of two ranks as one process of torch
-has them.
+"""A critic, compiled layers and offload with the backend megatron: in every layout of two ranks as
+one process of torch has them.
 """
 
 import os
@@ -39,7 +39,9 @@ def with_critic(path):
 
 def close(found, expected):
     for one, wanted in zip(found, expected, strict=True):
-        assert [one[name] for name in CLOSE] == pytest.approx([wanted[name] for name in CLOSE], rel=1e-5, abs=1e-5)
+        assert [one[name] for name in CLOSE] == pytest.approx(
+            [wanted[name] for name in CLOSE], rel=1e-5, abs=1e-5
+        )
 
 
 def same(found, expected):
@@ -48,7 +50,9 @@ def same(found, expected):
 
 
 @pytest.mark.parametrize("variant", LAYOUTS)
-def test_a_critic_and_an_offloaded_optimizer_learn_and_resume_as_in_one_process(path, with_critic, tmp_path, variant):
+def test_a_critic_and_an_offloaded_optimizer_learn_and_resume_as_in_one_process(
+    path, with_critic, tmp_path, variant
+):
     held = make(variant, path, algorithm=PPO)
     try:
         found = steps(held, range(5))
@@ -88,8 +92,12 @@ def test_a_critic_and_an_offloaded_optimizer_learn_and_resume_as_in_one_process(
 def test_a_critic_beside_adapters_on_two_copies_of_two_ranks(path, monkeypatch):
     expected = steps(make("torch", path, algorithm=PPO, lora={"rank": 4}), range(3))
     lines, seen = [], threading.Event()
-    monkeypatch.setattr(children_module, "exit_at_once", lambda line: (lines.append(line), seen.set()))
-    backend = make("megatron-tp2", path, ranks=4, algorithm=PPO, lora={"rank": 4}, optimizer_offload=True)
+    monkeypatch.setattr(
+        children_module, "exit_at_once", lambda line: (lines.append(line), seen.set())
+    )
+    backend = make(
+        "megatron-tp2", path, ranks=4, algorithm=PPO, lora={"rank": 4}, optimizer_offload=True
+    )
     try:
         agree(steps(backend, range(3)), expected)
         os.kill(backend._ranks.leader.others.processes[1].pid, signal.SIGKILL)
@@ -105,7 +113,10 @@ def test_a_critic_beside_adapters_on_two_copies_of_two_ranks(path, monkeypatch):
 
 @pytest.mark.parametrize("variant", ["megatron-tp2", "megatron-pp2"])
 def test_bfloat16_with_an_offloaded_optimizer_makes_the_same_steps(tmp_path, variant):
-    path, model = kit.save_model(tmp_path / "model", dtype=torch.bfloat16, kv_heads=2), ModelSection(dtype="bfloat16")
+    path, model = (
+        kit.save_model(tmp_path / "model", dtype=torch.bfloat16, kv_heads=2),
+        ModelSection(dtype="bfloat16"),
+    )
     ends = []
     for wanted in (False, True):
         backend = make(variant, path, model=model, optimizer_offload=wanted)
@@ -128,12 +139,17 @@ def test_bfloat16_with_an_offloaded_optimizer_makes_the_same_steps(tmp_path, var
         ("megatron-pp2", 2, {"gradient_checkpointing": True}),
     ],
 )
-def test_offloaded_activations_make_the_same_steps_and_weights_stay(path, monkeypatch, variant, ranks, more):
+def test_offloaded_activations_make_the_same_steps_and_weights_stay(
+    path, monkeypatch, variant, ranks, more
+):
     """Of a pipeline this process has the first stage, which keeps several slices."""
     expected = run(make("torch", path, **more), range(2))
     backend = make(variant, path, ranks=ranks, activation_offload=True, **more)
     trained, _ = backend.policy.trained_parameters()
-    weights = {one.untyped_storage().data_ptr() for one in (*backend.policy.model.parameters(), *trained.values())}
+    weights = {
+        one.untyped_storage().data_ptr()
+        for one in (*backend.policy.model.parameters(), *trained.values())
+    }
     leaves, moved = activation_offload._leaves, []
 
     def as_on_a_gpu(tensor):
@@ -164,14 +180,21 @@ def test_offloaded_activations_make_the_same_steps_and_weights_stay(path, monkey
     [
         ("megatron", 1, {"activation_offload": True}),
         ("megatron-tp2", 2, {"optimizer_offload": True}),
-        ("megatron-tp2", 2, {"packing": "padded", "lora": {"rank": 4}, "gradient_checkpointing": True}),
+        (
+            "megatron-tp2",
+            2,
+            {"packing": "padded", "lora": {"rank": 4}, "gradient_checkpointing": True},
+        ),
         ("megatron-pp2", 2, {"gradient_checkpointing": True}),
     ],
 )
 def test_compiled_layers_make_the_same_steps(path, variant, ranks, more):
     algorithm = AlgorithmSection(kl_coef=0.2)
     expected = run(
-        make("torch", path, algorithm=algorithm, **({"lora": more["lora"]} if "lora" in more else {})), range(5)
+        make(
+            "torch", path, algorithm=algorithm, **({"lora": more["lora"]} if "lora" in more else {})
+        ),
+        range(5),
     )
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -182,7 +205,8 @@ def test_compiled_layers_make_the_same_steps(path, variant, ranks, more):
         backend.close()
         torch._dynamo.reset()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert 0 < graphs < 60  # ten pieces of a layer, with and without gradient and adapters; nothing anew for each batch
+    # ten pieces of a layer, with and without gradient and adapters; nothing anew for each batch
+    assert 0 < graphs < 60
 
 
 @pytest.mark.filterwarnings("default")

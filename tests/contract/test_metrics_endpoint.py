@@ -50,20 +50,30 @@ def identity(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def endpoint(identity: None) -> Iterator[tuple[MetricsEndpoint, Health, ProcessFigures]]:
     health, figures = Health(), ProcessFigures()
-    made = MetricsEndpoint("127.0.0.1", 0, health, ProcessCollector(figures, health, LoopLag()), turns_within_s=0.5)
+    made = MetricsEndpoint(
+        "127.0.0.1", 0, health, ProcessCollector(figures, health, LoopLag()), turns_within_s=0.5
+    )
     yield made, health, figures
     made.close()
 
 
-async def test_a_blocked_event_loop_is_reported(endpoint: tuple[MetricsEndpoint, Health, ProcessFigures]) -> None:
+async def test_a_blocked_event_loop_is_reported(
+    endpoint: tuple[MetricsEndpoint, Health, ProcessFigures],
+) -> None:
     made, health, _ = endpoint
     health.beat_every_s = 0.1
     beating = asyncio.create_task(health.keep_beating())
     await asyncio.sleep(0.3)
     assert (await asyncio.to_thread(get, f"{made.url}/healthz"))[::2] == (200, "ok\n")
-    assert (await asyncio.to_thread(get, f"{made.url}/readyz"))[::2] == (503, "starting: starting\n")
+    assert (await asyncio.to_thread(get, f"{made.url}/readyz"))[::2] == (
+        503,
+        "starting: starting\n",
+    )
     health.set("ready", "run quick: 3 of 8 episodes")
-    assert (await asyncio.to_thread(get, f"{made.url}/readyz"))[::2] == (200, "ready: run quick: 3 of 8 episodes\n")
+    assert (await asyncio.to_thread(get, f"{made.url}/readyz"))[::2] == (
+        200,
+        "ready: run quick: 3 of 8 episodes\n",
+    )
     time.sleep(1.2)  # noqa: ASYNC251 - the event loop stands still while the thread answers
     status, _, text = get(f"{made.url}/healthz")
     assert (status, text) == (503, "the event loop has not turned for 1 s\n")
@@ -80,8 +90,16 @@ async def test_figures_of_a_process_and_its_streams(
     made, health, figures = endpoint
     health.set("ready", "")
     figures.bus, figures.depths = bus, {("tickets", f"rl.{bus.run}.tickets.lake"): 2.0}
-    figures.report(wire.Metrics(role="envhub", id="e", time=1.0, values={"eval/step": 2.0, "eval/success_rate": 0.75}))
-    figures.report(wire.Metrics(role="envhub", id="e", time=1.0, values={"envhub/groups": 3.0, "time/generate": 0.5}))
+    figures.report(
+        wire.Metrics(
+            role="envhub", id="e", time=1.0, values={"eval/step": 2.0, "eval/success_rate": 0.75}
+        )
+    )
+    figures.report(
+        wire.Metrics(
+            role="envhub", id="e", time=1.0, values={"envhub/groups": 3.0, "time/generate": 0.5}
+        )
+    )
     ticket = wire.Ticket(
         number=1, domain="lake", task_index=0, seed=1, min_version=0, max_staleness=1, group_size=2,
         min_group_size=1, deadline_s=10.0,
@@ -99,8 +117,16 @@ async def test_figures_of_a_process_and_its_streams(
     found = {(one.name, one.labels.get("stream") or one.labels.get("state")): one for family in parse_text(text)
              for one in family.samples}  # fmt: skip
     values = {key: one.value for key, one in found.items()}
-    expected = {"published": 2, "consumed": 3, "redelivered": 1, "acknowledged": 2, "handed_back": 1}
-    assert {what: values[f"rlearner_stream_messages_{what}_total", "tickets"] for what in expected} == expected
+    expected = {
+        "published": 2,
+        "consumed": 3,
+        "redelivered": 1,
+        "acknowledged": 2,
+        "handed_back": 1,
+    }
+    assert {
+        what: values[f"rlearner_stream_messages_{what}_total", "tickets"] for what in expected
+    } == expected
     assert found["rlearner_stream_messages_published_total", "tickets"].labels == {
         "run": "quick", "role": "envhub", "id": "envhub-1", "stream": "tickets",
     }  # fmt: skip
@@ -111,14 +137,19 @@ async def test_figures_of_a_process_and_its_streams(
     assert found["rlearner_queue_depth", "tickets"].labels == {
         "run": "quick", "stream": "tickets", "subject": f"rl.{bus.run}.tickets.lake",
     }  # fmt: skip
-    states = {state: values["rlearner_process_state", state] for state in ("starting", "ready", "draining", "failed")}
+    states = {
+        state: values["rlearner_process_state", state]
+        for state in ("starting", "ready", "draining", "failed")
+    }
     assert states == {"starting": 0, "ready": 1, "draining": 0, "failed": 0}
     assert values["process_resident_memory_bytes", None] > 1 << 20
     assert values["process_open_fds", None] >= 3
     assert values["process_cpu_seconds_total", None] > 0
 
 
-async def test_openmetrics_is_negotiated(endpoint: tuple[MetricsEndpoint, Health, ProcessFigures]) -> None:
+async def test_openmetrics_is_negotiated(
+    endpoint: tuple[MetricsEndpoint, Health, ProcessFigures],
+) -> None:
     made, _, figures = endpoint
     figures.report(wire.Metrics(role="envhub", id="e", time=1.0, values={"envhub/groups": 3.0}))
     accept = "application/openmetrics-text; version=1.0.0"
@@ -137,7 +168,11 @@ async def test_lag_is_counted_by_how_late_the_loop_is() -> None:
     time.sleep(0.9)  # noqa: ASYNC251 - what is measured
     await asyncio.sleep(0.3)
     measuring.cancel()
-    samples = {one.labels.get("le"): one.value for one in lag.family({"run": "r"}).samples if "bucket" in one.name}
+    samples = {
+        one.labels.get("le"): one.value
+        for one in lag.family({"run": "r"}).samples
+        if "bucket" in one.name
+    }
     assert samples["0.1"] < samples["2.0"] == samples["+Inf"]
     (total,) = [one.value for one in lag.family({"run": "r"}).samples if one.name.endswith("_sum")]
     assert 0.6 < total < 2.0
@@ -168,15 +203,23 @@ def test_what_cannot_be_listened_on_is_one_line() -> None:
         with pytest.raises(UserError, match=f"^{text}$"):
             MetricsEndpoint("127.0.0.1", number, Health())
     with pytest.raises(
-        UserError, match=r"^--metrics-bind: cannot listen on 203\.0\.113\.7: .*; use an address of this host"
+        UserError,
+        match=r"^--metrics-bind: cannot listen on 203\.0\.113\.7: .*; use an address of this host",
     ):
         MetricsEndpoint("203.0.113.7", 0, Health())
-    with pytest.raises(UserError, match=r"^--metrics-bind: 'localhost' is not an IP address, such as"):
+    with pytest.raises(
+        UserError, match=r"^--metrics-bind: 'localhost' is not an IP address, such as"
+    ):
         MetricsEndpoint("localhost", 0, Health())
 
 
 def test_values_of_an_evaluation_stay_until_the_next() -> None:
-    before = {"eval/step": 4.0, "eval/success_rate": 0.5, "eval/random/success_rate": 0.1, "reward/mean": 0.1}
+    before = {
+        "eval/step": 4.0,
+        "eval/success_rate": 0.5,
+        "eval/random/success_rate": 0.1,
+        "reward/mean": 0.1,
+    }
     assert newest_values(before, {"reward/mean": 0.2}) == before | {"reward/mean": 0.2}
     after = {"eval/step": 8.0, "eval/success_rate": 0.5, "eval/random/success_rate": 0.1}
     assert newest_values(before, {"eval/step": 8.0}) == after
@@ -193,20 +236,29 @@ COMMANDS = {
 
 def test_every_process_serves_while_it_waits(tmp_path: Path) -> None:
     """Without a run to join, a process is alive but not ready; a taken port ends it with 2."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RL_BROKER": "nats://127.0.0.1:9", "RL_RUN": "none"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "RL_BROKER": "nats://127.0.0.1:9",
+        "RL_RUN": "none",
+    }
 
     def start(role: str, number: str) -> subprocess.Popen[str]:
         (folder := tmp_path / f"{role}-{number}").mkdir()
         command = [sys.executable, "-m", *COMMANDS[role], "--metrics-port", number]
         nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
-        return subprocess.Popen(command, cwd=folder, env=environment, stdout=nothing, stderr=pipe, text=True)
+        return subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=nothing, stderr=pipe, text=True
+        )
 
     serving = {role: start(role, "0") for role in COMMANDS}
     try:
         bases = {}
         for role, process in serving.items():
             assert process.stderr is not None
-            url = next(line.split(" at ")[1].strip() for line in process.stderr if "metrics at " in line)
+            url = next(
+                line.split(" at ")[1].strip() for line in process.stderr if "metrics at " in line
+            )
             bases[role] = base = url.removesuffix("/metrics")
             assert get(f"{base}/healthz")[::2] == (200, "ok\n")
             assert f'role="{role}"' in get(url)[2]
@@ -225,7 +277,9 @@ def test_every_process_serves_while_it_waits(tmp_path: Path) -> None:
         stopping = {role: process for role, process in serving.items() if role != "learner"}
         for process in stopping.values():
             process.terminate()
-        assert {role: process.wait(60) for role, process in stopping.items()} == dict.fromkeys(stopping, 0)
+        assert {role: process.wait(60) for role, process in stopping.items()} == dict.fromkeys(
+            stopping, 0
+        )
     finally:
         for process in serving.values():
             process.kill()

@@ -32,13 +32,20 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ran(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=3 * LONG_S
+        [sys.executable, *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=3 * LONG_S,
     )
 
 
 def test_its_files_name_it_and_its_own_tests_pass(project: Path) -> None:
     assert {path.name for path in project.iterdir() if path.is_file()} == FILES
-    assert not [path for path in project.iterdir() if path.is_file() and "@name@" in path.read_text()]
+    assert not [
+        path for path in project.iterdir() if path.is_file() and "@name@" in path.read_text()
+    ]
     assert "rlearner up digits.yaml" in (project / "README.md").read_text()
     done = ran(project, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     assert done.returncode == 0, done.stdout
@@ -56,8 +63,15 @@ def test_a_broken_reward_fails_its_tests(project: Path, tmp_path: Path) -> None:
 
 
 def test_it_trains_from_any_folder(project: Path) -> None:
-    quick = ["run.name=first", "warm_start.steps=2", "eval.every_steps=0", "train.groups_per_step=2"]
-    done = ran(project.parent, "-m", "rlearner.cli", "up", "digits/digits.yaml", "train.steps=2", *quick)
+    quick = [
+        "run.name=first",
+        "warm_start.steps=2",
+        "eval.every_steps=0",
+        "train.groups_per_step=2",
+    ]
+    done = ran(
+        project.parent, "-m", "rlearner.cli", "up", "digits/digits.yaml", "train.steps=2", *quick
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = read_lines(project.parent / "runs" / "first" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2]
@@ -70,7 +84,10 @@ def test_names_with_other_characters_are_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["new", name]) == 2
-    assert capsys.readouterr().err == f"error: NAME: {name!r} is not allowed; use 1-64 letters, digits, '_' or '-'\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: NAME: {name!r} is not allowed; use 1-64 letters, digits, '_' or '-'\n"
+    )
     assert list(tmp_path.iterdir()) == []
 
 

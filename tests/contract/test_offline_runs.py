@@ -1,5 +1,5 @@
-"""The commands sft, dpo and distill on a tiny model: they learn, survive kill -9 with the same bits, and refuse bad
-input in a line.
+"""The commands sft, dpo and distill on a tiny model: they learn, survive kill -9 with the same
+bits, and refuse bad input in a line.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from rlearner import cli
 from rlearner_text.config import TinyModel
 from rlearner_text.tiny import build_tiny
 
-SIZES = TinyModel(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=64)
+SIZES = TinyModel(
+    hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=64
+)
 RULE = {"a": "U", "b": "D", "c": "L", "d": "R"}
 PIPELINES = ("sft", "dpo", "distill")
 TIMES = ("time", "time/step", "perf/tokens_per_s")
 PATIENCE_S = 250.0
 
 
-# One child for each pipeline, which are killed as they enter their 7th step, two beyond a checkpoint.
+# One child for each pipeline, which are killed as they enter their 7th step, two beyond a
+# checkpoint.
 NURSERY = """
 import json, os, pathlib, signal, sys, time
 from rlearner.cli import main
@@ -74,7 +77,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prompts = [(letter, letter * n) for n in (1, 2, 3) for letter in RULE]
     wrong = dict(zip(RULE, [*list(RULE.values())[1:], RULE["a"]], strict=True))
     conversations = [{"prompt": prompt, "response": RULE[letter]} for letter, prompt in prompts]
-    pairs = [{"prompt": prompt, "chosen": RULE[letter], "rejected": wrong[letter]} for letter, prompt in prompts]
+    pairs = [
+        {"prompt": prompt, "chosen": RULE[letter], "rejected": wrong[letter]}
+        for letter, prompt in prompts
+    ]
     for name, rows in (("sft", conversations), ("dpo", pairs), ("distill", conversations)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -89,18 +95,27 @@ def words(place: Path, pipeline: str, name: str, *overrides: str) -> list[str]:
     }  # fmt: skip
     if pipeline == "distill":
         settings["distill.teacher"] = place / "teacher"
-    return [pipeline, f"configs/{pipeline}.yaml", *(f"{key}={value}" for key, value in settings.items()), *overrides]
+    return [
+        pipeline,
+        f"configs/{pipeline}.yaml",
+        *(f"{key}={value}" for key, value in settings.items()),
+        *overrides,
+    ]
 
 
 def lines(place: Path, name: str) -> list[dict[str, Any]]:
     text = (place / "runs" / name / "metrics.jsonl").read_text()
-    return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in text.splitlines()]
+    return [
+        {key: value for key, value in json.loads(line).items() if key not in TIMES}
+        for line in text.splitlines()
+    ]
 
 
 def state(place: Path, name: str, step: int) -> dict[str, bytes]:
     folder = place / "runs" / name / "checkpoints" / f"step-{step:06d}"
     return {
-        file: (folder / file).read_bytes() for file in ("model.safetensors", "learner/part-00001-of-00001.safetensors")
+        file: (folder / file).read_bytes()
+        for file in ("model.safetensors", "learner/part-00001-of-00001.safetensors")
     }
 
 
@@ -113,7 +128,9 @@ def test_killed_and_started_again_the_bits_are_the_same(place: Path) -> None:
         str(place),
         json.dumps({name: words(place, name, f"{name}-killed") for name in PIPELINES}),
     ]
-    nursery = subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    nursery = subprocess.Popen(
+        command, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     for name in PIPELINES:  # meanwhile, undisturbed
         assert cli.main(words(place, name, f"{name}-whole")) == 0
     _, errors = nursery.communicate(timeout=PATIENCE_S)
@@ -123,7 +140,9 @@ def test_killed_and_started_again_the_bits_are_the_same(place: Path) -> None:
         assert cli.main(words(place, name, f"{name}-killed")) == 0
         assert lines(place, f"{name}-killed") == lines(place, f"{name}-whole")
         assert state(place, f"{name}-killed", 12) == state(place, f"{name}-whole", 12)
-        assert sorted(path.name for path in (place / "runs" / f"{name}-killed" / "checkpoints").iterdir()) == [
+        assert sorted(
+            path.name for path in (place / "runs" / f"{name}-killed" / "checkpoints").iterdir()
+        ) == [
             "step-000008",
             "step-000012",
         ]
@@ -133,7 +152,14 @@ def test_killed_and_started_again_the_bits_are_the_same(place: Path) -> None:
 def test_sft_learns_the_rule(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         cli.main(
-            words(place, "sft", "sft", "train.steps=60", "data.eval_share=0", "data.eval=" + str(place / "sft.jsonl"))
+            words(
+                place,
+                "sft",
+                "sft",
+                "train.steps=60",
+                "data.eval_share=0",
+                "data.eval=" + str(place / "sft.jsonl"),
+            )
         )
         == 0
     )
@@ -142,21 +168,29 @@ def test_sft_learns_the_rule(place: Path, capsys: pytest.CaptureFixture[str]) ->
     assert last["eval/loss"] < 0.05
     path = place / "runs" / "sft" / "checkpoints" / "step-000060"
     assert capsys.readouterr().out.startswith(f"wrote {path} after 60 steps")
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(path),
+        AutoTokenizer.from_pretrained(path),
+    )
     for letter, answer in RULE.items():
         prompt = tokenizer.apply_chat_template(
             [{"role": "user", "content": letter}], add_generation_prompt=True, return_tensors="pt"
         )
-        output = model.generate(**prompt, do_sample=False, max_new_tokens=4)[0, prompt["input_ids"].shape[1] :]
+        output = model.generate(**prompt, do_sample=False, max_new_tokens=4)[
+            0, prompt["input_ids"].shape[1] :
+        ]
         assert tokenizer.decode(output) == answer + "<|im_end|>"
 
 
 @pytest.mark.parametrize("loss", ["dpo", "ipo"])
 def test_preferences_are_learned(place: Path, loss: str) -> None:
-    assert cli.main(words(place, "dpo", loss, f"dpo.loss={loss}", "train.steps=30", "train.lr=3e-3")) == 0
+    assert (
+        cli.main(words(place, "dpo", loss, f"dpo.loss={loss}", "train.steps=30", "train.lr=3e-3"))
+        == 0
+    )
     first, last = lines(place, loss)[0], lines(place, loss)[-1]
-    # At the reference: log 2, or (0 - 1 / (2 * 0.1))^2 = 25. The beginning shows no preference, the end the right one,
-    # held out too.
+    # At the reference: log 2, or (0 - 1 / (2 * 0.1))^2 = 25. The beginning shows no preference, the
+    # end the right one, held out too.
     assert first["eval/loss"] == pytest.approx({"dpo": 0.6931, "ipo": 25.0}[loss], abs=1e-3)
     assert first["eval/reward_margin"] == pytest.approx(0.0, abs=1e-4)
     assert last["train/accuracy"] == last["eval/accuracy"] == 1.0
@@ -168,11 +202,24 @@ def test_the_student_becomes_its_teacher(place: Path, settings: list[str]) -> No
     teacher = place / "runs" / "sft" / "checkpoints" / "step-000060"  # of the test above
     name, settings = (
         settings[0],
-        [f"distill.kl={settings[0]}", f"distill.teacher={teacher}", "train.lr_schedule=constant", *settings[1:]],
+        [
+            f"distill.kl={settings[0]}",
+            f"distill.teacher={teacher}",
+            "train.lr_schedule=constant",
+            *settings[1:],
+        ],
     )
     assert (
         cli.main(
-            words(place, "distill", name, *settings, "train.steps=100", "train.batch_size=9", "eval.every_steps=0")
+            words(
+                place,
+                "distill",
+                name,
+                *settings,
+                "train.steps=100",
+                "train.batch_size=9",
+                "eval.every_steps=0",
+            )
         )
         == 0
     )
@@ -187,9 +234,15 @@ REFUSED = {
         ["train.steps_=3"],
         "error: train.steps_: 3 is not allowed; unknown key, did you mean 'train.steps'?",
     ),
-    "a missing file": (["data.train=nowhere.jsonl"], "error: data.train: 'nowhere.jsonl' is not allowed; no such file"),
+    "a missing file": (
+        ["data.train=nowhere.jsonl"],
+        "error: data.train: 'nowhere.jsonl' is not allowed; no such file",
+    ),
     "a malformed row": (["data.train={place}/bad.jsonl"], "error: {place}/bad.jsonl:2: not JSON"),
-    "no model": (["model.path=/nowhere"], "error: model.path: '/nowhere' is not allowed; no such folder"),
+    "no model": (
+        ["model.path=/nowhere"],
+        "error: model.path: '/nowhere' is not allowed; no such folder",
+    ),
     "a warm-up without end": (
         ["train.warmup_steps=12"],
         "error: train.warmup_steps: 12 is not allowed; below train.steps, which is 12",
@@ -198,8 +251,14 @@ REFUSED = {
         ["data.max_tokens=5000"],
         "error: data.max_tokens: 5000 is not allowed; at most 4096, which the model takes",
     ),
-    "nothing to train on": (["data.eval_share=0.99"], "error: data.eval_share: 0.99 is not allowed; a smaller share"),
-    "an unknown backend": (["train.backend=jax"], "error: train.backend: 'jax' is not allowed; known: "),
+    "nothing to train on": (
+        ["data.eval_share=0.99"],
+        "error: data.eval_share: 0.99 is not allowed; a smaller share",
+    ),
+    "an unknown backend": (
+        ["train.backend=jax"],
+        "error: train.backend: 'jax' is not allowed; known: ",
+    ),
 }
 
 
@@ -233,10 +292,15 @@ def test_a_full_disk_is_one_line(
     refused(words(place, "sft", "full"), line, capsys)
 
 
-def test_a_teacher_must_speak_the_same_tokens(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_teacher_must_speak_the_same_tokens(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     corpus = place / "corpus.txt"
     corpus.write_text("other words " * 50)
-    build_tiny(place / "other", SIZES.model_copy(update={"vocab": "bpe", "vocab_size": 300, "corpus": str(corpus)}))
+    build_tiny(
+        place / "other",
+        SIZES.model_copy(update={"vocab": "bpe", "vocab_size": 300, "corpus": str(corpus)}),
+    )
     line = f"error: distill.teacher: '{place / 'other'}' is not allowed; its vocabulary must be the student's: token '"
     refused(words(place, "distill", "refused", f"distill.teacher={place / 'other'}"), line, capsys)
     refused(
@@ -254,9 +318,7 @@ def test_a_teacher_must_speak_the_same_tokens(place: Path, capsys: pytest.Captur
 def test_two_processes_never_train_one_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = place / "runs" / "shared"
     folder.mkdir(parents=True)
-    line = (
-        f"error: run.name: another process trains run shared in {folder}; wait for its end, or choose another run.name"
-    )
+    line = f"error: run.name: another process trains run shared in {folder}; wait for its end, or choose another run.name"
     with lock(folder / "lock", "free"):
         refused(words(place, "dpo", "shared", "train.steps=3"), line, capsys)
         refused(words(place, "sft", "shared", "train.steps=3"), line, capsys)

@@ -1,4 +1,6 @@
-"""Training with everything moved off the device between steps is the same bit for bit, and the memory is free there."""
+"""Training with everything moved off the device between steps is the same bit for bit, and the
+memory is free there.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def state(backend: Any) -> dict[str, torch.Tensor]:
-    return {**{name: tensor.clone() for name, tensor in backend.weights().items()}, **state_of(backend)}
+    return {
+        **{name: tensor.clone() for name, tensor in backend.weights().items()},
+        **state_of(backend),
+    }
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -46,7 +51,9 @@ def held_bytes(backend: Any) -> int:
 
     worker = backend.worker
     held = held_tensors(worker.models.modules(), [worker.optimizer], worker.device)
-    return sum({one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in held}.values())
+    return sum(
+        {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in held}.values()
+    )
 
 
 @pytest.mark.timeout(240)
@@ -65,7 +72,8 @@ def test_steps_with_turns_are_the_same_bit_for_bit(path: str, tmp_path: Path, na
         snapshot = backend.snapshot()
         backend.offload(tmp_path)
         assert held_bytes(backend) == 0
-        parts = keep(backend, tmp_path / f"step_{step}", snapshot)  # a checkpoint, while others use the device
+        # a checkpoint, while others use the device
+        parts = keep(backend, tmp_path / f"step_{step}", snapshot)
         backend.reload()
         assert held_bytes(backend) == awake
         found += run(backend, [step])
@@ -76,8 +84,17 @@ def test_steps_with_turns_are_the_same_bit_for_bit(path: str, tmp_path: Path, na
     assert_same(state(backend), expected_state)
     backend.close()
 
-    again = make(variant, str(tmp_path / "step_2"), **options, **({"ref_path": path} if name == "lora" else {}))
-    written = {name: tensor for name, tensor in tensors_of(parts).items() if name.startswith(("model.", "adapter."))}
+    again = make(
+        variant,
+        str(tmp_path / "step_2"),
+        **options,
+        **({"ref_path": path} if name == "lora" else {}),
+    )
+    written = {
+        name: tensor
+        for name, tensor in tensors_of(parts).items()
+        if name.startswith(("model.", "adapter."))
+    }
     found_again = state_of(again)
     assert_same({name: found_again[name] for name in written}, written)
     again.close()

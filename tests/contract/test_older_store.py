@@ -1,4 +1,6 @@
-"""A broker that comes back with an older store, as after a power loss, and grows beyond what was read."""
+"""A broker that comes back with an older store, as after a power loss, and grows beyond what was
+read.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +65,12 @@ def closed(ticket: int) -> wire.Closed:
     return wire.Closed(ticket=ticket, domain="lake", reason="deadline", detail="", by="hub")
 
 
-async def test_reader_notices_another_record_at_its_place(broker: Restarts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hubs are back before the reader, and store more records than were lost: the same closings, in fact."""
+async def test_reader_notices_another_record_at_its_place(
+    broker: Restarts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hubs are back before the reader, and store more records than were lost: the same closings, in
+    fact.
+    """
     reader, hub = await connected(broker, "learner"), await connected(broker, "hub")
     may_attach, seen = asyncio.Event(), list[int]()
     may_attach.set()
@@ -95,7 +101,9 @@ async def test_reader_notices_another_record_at_its_place(broker: Restarts, monk
     for ticket in range(6, 11):  # records 6 to 10 again
         await hub.publish(SAMPLES, closed(ticket), ticket=ticket)
     may_attach.set()
-    with pytest.raises(LostState, match="holds another record 8 than the one that was read; the broker's store was"):
+    with pytest.raises(
+        LostState, match="holds another record 8 than the one that was read; the broker's store was"
+    ):
         async with asyncio.timeout(LONG_S):
             await reading
     assert seen == list(range(1, 9))
@@ -116,8 +124,12 @@ async def test_restarted_reader_goes_on_with_its_own_store(broker: Restarts) -> 
     await bus.close()
 
 
-async def test_last_value_of_an_older_store_is_seen(broker: Restarts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its sequence is that of a lost one; the offers and the desired state are put before the watchers are back."""
+async def test_last_value_of_an_older_store_is_seen(
+    broker: Restarts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sequence is that of a lost one; the offers and the desired state are put before the
+    watchers are back.
+    """
     learner, server = await connected(broker, "learner"), await connected(broker, "server")
     may_look = asyncio.Event()
     may_look.set()

@@ -73,11 +73,19 @@ def chat(text: str, reason: str = "stop", **extra: Any) -> tuple[int, Any]:
 
 
 async def ask(
-    model_path: str, url: str, prompt: list[int], *, deadline_s: float = 20.0, args: Any = None, **sampling: Any
+    model_path: str,
+    url: str,
+    prompt: list[int],
+    *,
+    deadline_s: float = 20.0,
+    args: Any = None,
+    **sampling: Any,
 ) -> GenerationOutput:
     """One request through an engine of its own."""
     settings = {"base_url": url, "backoff_s": 0.01, **(args or {})}
-    section = RolloutSection(engine="openai", policy="judge", max_context_tokens=256, engine_args=settings)
+    section = RolloutSection(
+        engine="openai", policy="judge", max_context_tokens=256, engine_args=settings
+    )
     engine = OpenAIEngine(EngineConfig(model_path, section))
     await engine.start()
     try:
@@ -91,7 +99,9 @@ async def ask(
         await engine.close()
 
 
-async def test_a_chat_endpoint_gets_messages_and_its_text_becomes_tokens(model_path: str, scripted: Any) -> None:
+async def test_a_chat_endpoint_gets_messages_and_its_text_becomes_tokens(
+    model_path: str, scripted: Any
+) -> None:
     tokenizer, script = Tokenizer.load(model_path), await scripted(chat("go left"))
     output = await ask(model_path, script.url, tokenizer.encode_chat(CHAT), temperature=0.5, seed=3,
         stop_token_ids=[1], args={
@@ -115,7 +125,9 @@ async def test_waiting_requests_are_forwarded_by_step_and_priority_one_after_ano
 ) -> None:
     script = await scripted(chat("yes"))
     settings = {"base_url": script.url, "api": "chat", "max_concurrency": 1}
-    section = RolloutSection(engine="openai", policy="judge", max_context_tokens=256, engine_args=settings)
+    section = RolloutSection(
+        engine="openai", policy="judge", max_context_tokens=256, engine_args=settings
+    )
     engine = OpenAIEngine(EngineConfig(model_path, section))
     prompt = Tokenizer.load(model_path).encode_chat(CHAT)
     await engine.start()
@@ -139,7 +151,10 @@ async def test_waiting_requests_are_forwarded_by_step_and_priority_one_after_ano
 
 
 async def test_text_that_is_longer_here_is_cut(model_path: str, scripted: Any) -> None:
-    tokenizer, script = Tokenizer.load(model_path), await scripted(chat("a rather long answer to that", "length"))
+    tokenizer, script = (
+        Tokenizer.load(model_path),
+        await scripted(chat("a rather long answer to that", "length")),
+    )
     output = await ask(model_path, script.url, tokenizer.encode_chat(CHAT), max_tokens=4)
     assert (list(output.token_ids), output.finish_reason) == (
         tokenizer.encode("a rather long answer to that")[:4],
@@ -151,7 +166,11 @@ async def test_completions_get_the_whole_prompt_as_text(model_path: str, scripte
     tokenizer = Tokenizer.load(model_path)
     script = await scripted((200, {"choices": [{"text": "up", "finish_reason": "length"}]}))
     output = await ask(
-        model_path, script.url, tokenizer.encode_chat(CHAT), args={"api": "completions", "model": "mine"}, stop=["x"]
+        model_path,
+        script.url,
+        tokenizer.encode_chat(CHAT),
+        args={"api": "completions", "model": "mine"},
+        stop=["x"],
     )
     assert list(output.token_ids) == tokenizer.encode("up")
     ((path, body),) = script.asked
@@ -176,7 +195,9 @@ async def test_our_own_server_gives_the_same_by_every_way(
     served: Api, model_path: str, kind: str, token_ids: bool
 ) -> None:
     args = {"api": kind, "token_ids": token_ids, "api_key": {"env": "MY_KEY"}}
-    output = await ask(model_path, served.address, served.tokenizer.encode_chat(CHAT), seed=4, args=args)
+    output = await ask(
+        model_path, served.address, served.tokenizer.encode_chat(CHAT), seed=4, args=args
+    )
     direct = await served.engine.generate(
         wire.GenerateRequest(request_id="d", conversation_id="d",
             token_ids=wire.column(served.tokenizer.encode_chat(CHAT), "<i4"),
@@ -188,8 +209,12 @@ async def test_our_own_server_gives_the_same_by_every_way(
     )
 
 
-async def test_throttled_and_broken_answers_are_asked_for_again(model_path: str, scripted: Any) -> None:
-    script = await scripted((429, {}, {"Retry-After": "0.3"}), (503, {"error": "busy"}), (200, []), chat("ok"))
+async def test_throttled_and_broken_answers_are_asked_for_again(
+    model_path: str, scripted: Any
+) -> None:
+    script = await scripted(
+        (429, {}, {"Retry-After": "0.3"}), (503, {"error": "busy"}), (200, []), chat("ok")
+    )
     began = asyncio.get_running_loop().time()
     output = await ask(model_path, script.url, Tokenizer.load(model_path).encode_chat(CHAT))
     assert (output.finish_reason, len(script.asked)) == ("stop", 4)
@@ -209,19 +234,28 @@ async def test_what_cannot_be_mended_by_asking_again(model_path: str, scripted: 
     ).error == "the endpoint ended the output with finish_reason 'content_filter'"
     with pytest.raises(RuntimeError, match="the endpoint answered 402: pay first"):
         await ask(model_path, (await scripted((402, {"message": "pay first"}))).url, prompt)
-    with pytest.raises(RuntimeError, match=r"chat/completions gave no answer in 3 tries: 500: down"):
-        await ask(model_path, (await scripted((500, {"error": "down"}))).url, prompt, args={"retries": 2})
-    with pytest.raises(RuntimeError, match=r"returns no token_ids; set rollout\.engine_args\.token_ids=false"):
+    with pytest.raises(
+        RuntimeError, match=r"chat/completions gave no answer in 3 tries: 500: down"
+    ):
+        await ask(
+            model_path, (await scripted((500, {"error": "down"}))).url, prompt, args={"retries": 2}
+        )
+    with pytest.raises(
+        RuntimeError, match=r"returns no token_ids; set rollout\.engine_args\.token_ids=false"
+    ):
         await ask(model_path, (await scripted(chat("x"))).url, prompt, args={"token_ids": True})
     text = await ask(model_path, filtered.url, [5, 6, 7])
     assert (
-        text.error == "the context is not a conversation of the model's chat template; use engine_args.api=completions"
+        text.error
+        == "the context is not a conversation of the model's chat template; use engine_args.api=completions"
     )
 
 
 async def test_waiting_to_ask_again_ends_at_the_deadline(model_path: str, scripted: Any) -> None:
     script = await scripted((429, {}, {"Retry-After": "60"}))
-    output = await ask(model_path, script.url, Tokenizer.load(model_path).encode_chat(CHAT), deadline_s=0.2)
+    output = await ask(
+        model_path, script.url, Tokenizer.load(model_path).encode_chat(CHAT), deadline_s=0.2
+    )
     assert output == GenerationOutput(finish_reason="deadline")
 
 
@@ -235,11 +269,13 @@ async def test_the_wrong_key_no_endpoint_and_no_model_are_one_line(
     ):
         await ask(model_path, served.address, [5])
     with pytest.raises(
-        UserError, match=r"^http://127\.0\.0\.1:1/v1/models gave no answer in 2 tries: Cannot connect to host"
+        UserError,
+        match=r"^http://127\.0\.0\.1:1/v1/models gave no answer in 2 tries: Cannot connect to host",
     ):
         await ask(model_path, "http://127.0.0.1:1/v1", [5], args={"retries": 1})
     with pytest.raises(
-        ConfigError, match=r"^rollout\.engine_args\.model: None is not allowed; .* lists no models; name one"
+        ConfigError,
+        match=r"^rollout\.engine_args\.model: None is not allowed; .* lists no models; name one",
     ):
         await ask(model_path, served.address + "/nothing", [5], args={"api_key": {"env": "MY_KEY"}})
 
@@ -255,7 +291,9 @@ def test_it_never_is_the_policy_that_is_trained(model_path: str) -> None:
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://me:secret@host/v1"])
 def test_a_base_url_that_is_none(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"^rollout\.engine_args\.base_url: .* expected http://host:port/v1"):
+    with pytest.raises(
+        ConfigError, match=r"^rollout\.engine_args\.base_url: .* expected http://host:port/v1"
+    ):
         check_engine(RolloutSection(engine="openai", engine_args={"base_url": url}))
 
 
@@ -266,12 +304,33 @@ def test_a_base_url_that_is_none(url: str) -> None:
         (3, {}, 0.5, 1.5),
         (20, {}, 0.0, 15.0),
         (1, {"Retry-After": "7"}, 0.0, 7.0),
-        (1, {"Retry-After": "Thu, 01 Jan 1970 00:01:40 GMT", "Date": "Thu, 01 Jan 1970 00:00:10 GMT"}, 0.0, 90.0),
-        (1, {"Retry-After": "Thu, 01 Jan 1970 00:00:01 GMT", "Date": "Thu, 01 Jan 1970 00:00:10 GMT"}, 0.0, 0.25),
+        (
+            1,
+            {
+                "Retry-After": "Thu, 01 Jan 1970 00:01:40 GMT",
+                "Date": "Thu, 01 Jan 1970 00:00:10 GMT",
+            },
+            0.0,
+            90.0,
+        ),
+        (
+            1,
+            {
+                "Retry-After": "Thu, 01 Jan 1970 00:00:01 GMT",
+                "Date": "Thu, 01 Jan 1970 00:00:10 GMT",
+            },
+            0.0,
+            0.25,
+        ),
         # counted from nothing: our clock is not theirs
         (1, {"Retry-After": "Fri, 01 Jan 2123 00:00:01 GMT"}, 0.0, 0.25),
         (1, {"Retry-After": "Fri, 01 Jan 2123 00:00:01 GMT", "Date": "now"}, 0.0, 0.25),
-        (1, {"Retry-After": "Thu, 01 Jan 1970 00:01:40 GMT", "Date": "Thu, 01 Jan 1970 00:00:10"}, 0.0, 90.0),
+        (
+            1,
+            {"Retry-After": "Thu, 01 Jan 1970 00:01:40 GMT", "Date": "Thu, 01 Jan 1970 00:00:10"},
+            0.0,
+            90.0,
+        ),
         (1, {"Retry-After": "soon"}, 0.0, 0.25),
         (1, {"Retry-After": "nan"}, 0.0, 0.25),
         (1, {"Retry-After": "-5"}, 0.0, 0.25),

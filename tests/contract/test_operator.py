@@ -1,4 +1,6 @@
-"""The operator's commands over a real short run: the learner, nats-server, a tap, and a made-up fleet."""
+"""The operator's commands over a real short run: the learner, nats-server, a tap, and a made-up
+fleet.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,20 @@ def eventful(ticket: wire.Ticket) -> list[wire.Message | bytes]:
         case 2:
             return [good, good]
         case 3:
-            return [wire.Closed(ticket=3, domain="lake", reason="env_error", detail="it broke", by="made-up")]
+            return [
+                wire.Closed(
+                    ticket=3, domain="lake", reason="env_error", detail="it broke", by="made-up"
+                )
+            ]
         case _:
             return [good]
 
 
 async def command(*arguments: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of ``rlearner …``."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("RL_BROKER", "RL_RUN")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RL_BROKER", "RL_RUN")
+    }
     pipe = asyncio.subprocess.PIPE
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "rlearner.cli", *arguments, stdout=pipe, stderr=pipe, env=environment
@@ -59,7 +67,9 @@ async def command(*arguments: str) -> tuple[int, str, str]:
 async def tapped(url: str, run: str, out: Path) -> AsyncIterator[None]:
     """A tap in a process of its own, ready to see everything."""
     arguments = ["-m", "rlearner.audit.tap", "--broker", url, "--run", run, "--out", str(out)]
-    child = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, cwd=ROOT)
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, cwd=ROOT
+    )
     assert child.stdout is not None
     assert await asyncio.wait_for(child.stdout.readline(), LONG_S) == b"ready\n"
     try:
@@ -69,7 +79,9 @@ async def tapped(url: str, run: str, out: Path) -> AsyncIterator[None]:
         assert await asyncio.wait_for(child.wait(), LONG_S) == 0
 
 
-async def a_run(bus: Bus, url: str, config: dict[str, Any], tap_file: Path, stop_at: int = 5) -> None:
+async def a_run(
+    bus: Bus, url: str, config: dict[str, Any], tap_file: Path, stop_at: int = 5
+) -> None:
     """To its end, with a stop in the middle."""
     stop = Stop()
 
@@ -85,7 +97,9 @@ async def a_run(bus: Bus, url: str, config: dict[str, Any], tap_file: Path, stop
 
 
 @pytest.mark.parametrize("keep", [True, False])
-async def test_audit_of_a_real_run(bus: Bus, broker_url: str, run_name: str, tmp_path: Path, keep: bool) -> None:
+async def test_audit_of_a_real_run(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path, keep: bool
+) -> None:
     # with checkpoints, the one that the second life resumed from is deleted on the way
     steps, every = (6, 1) if keep else (3, 0)
     config = fleet.config(
@@ -98,7 +112,8 @@ async def test_audit_of_a_real_run(bus: Bus, broker_url: str, run_name: str, tmp
     tap_file = tmp_path / "tap.jsonl"
     await a_run(bus, broker_url, config, tap_file)
     where = (run_name, "--dir", str(tmp_path))
-    code, out, err = await command("audit", *where, "--json", "--tap", str(tap_file))  # the folder names the broker
+    # the folder names the broker
+    code, out, err = await command("audit", *where, "--json", "--tap", str(tap_file))
     assert (code, err) == (0, ""), out
     report = json.loads(out)
     expected = {
@@ -114,16 +129,21 @@ async def test_audit_of_a_real_run(bus: Bus, broker_url: str, run_name: str, tmp
     }
     assert {name: report[name] for name in expected} == expected
     assert report["problems"] == []
-    assert f"tap: {2 * steps + 2} tickets and {2 * steps + 6} records seen" in report["notes"], report["notes"]
+    assert f"tap: {2 * steps + 2} tickets and {2 * steps + 6} records seen" in report["notes"], (
+        report["notes"]
+    )
     assert any(note.startswith("the broker's log: ") for note in report["notes"])
     assert any(note.startswith("the archive: ") for note in report["notes"]) == keep
     if not keep:  # one record less in the broker's log: a gap
         # the first life trimmed what its checkpoint holds
         first, last = await bus.first_seq(SAMPLES), await bus.last_seq(SAMPLES)
         assert last - first > 1
-        with suppress(ApiError):  # a busy broker that answers late is asked again, and has no such message then
+        # a busy broker that answers late is asked again, and has no such message then
+        with suppress(ApiError):
             await ask(
-                bus.link, f"STREAM.MSG.DELETE.{SAMPLES.stream_name(run_name)}", {"seq": first + 1, "no_erase": True}
+                bus.link,
+                f"STREAM.MSG.DELETE.{SAMPLES.stream_name(run_name)}",
+                {"seq": first + 1, "no_erase": True},
             )
         code, out, _ = await command("audit", *where)
         assert code == 1
@@ -139,15 +159,26 @@ async def test_audit_of_a_real_run(bus: Bus, broker_url: str, run_name: str, tmp
 
 
 async def test_trace_and_status(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
-    config = fleet.config(str(tmp_path), run_name, train={"steps": 2, "max_staleness": 1}, samples={"keep": True})
+    config = fleet.config(
+        str(tmp_path), run_name, train={"steps": 2, "max_staleness": 1}, samples={"keep": True}
+    )
     await a_run(bus, broker_url, config, tmp_path / "tap.jsonl", stop_at=3)
     where = ("--dir", str(tmp_path))
     code, out, err = await command("trace", run_name, "2", *where, "--json")
     assert (code, err) == (0, "")
     found = json.loads(out)
-    assert (found["ticket"], found["state"], found["step"], found["task_index"]) == (2, "trained", 1, 1)
+    assert (found["ticket"], found["state"], found["step"], found["task_index"]) == (
+        2,
+        "trained",
+        1,
+        1,
+    )
     assert (found["hub"], found["deliveries"], found["reward_hubs"]) == ("made-up", 1, [])
-    assert (found["record"]["seq"], found["record"]["source"], found["duplicates"]) == (4, "the broker's log", [5])
+    assert (found["record"]["seq"], found["record"]["source"], found["duplicates"]) == (
+        4,
+        "the broker's log",
+        [5],
+    )
     assert found["record"]["stored_at"].startswith("20")
     assert found["step_time"].endswith("+00:00")
     span = {
@@ -171,14 +202,26 @@ async def test_trace_and_status(bus: Bus, broker_url: str, run_name: str, tmp_pa
     code, out, _ = await command("trace", str(tmp_path / run_name), "2", *where)
     assert "record      4, the archive" in out
     here = wire.Presence(
-        role="envhub", id="hub-7", host="here", pid=1, state="serving", slots=4, running=1, serves=["lake"]
+        role="envhub",
+        id="hub-7",
+        host="here",
+        pid=1,
+        state="serving",
+        slots=4,
+        running=1,
+        serves=["lake"],
     )
     announcer = Announcer(bus, lambda: here)
     await announcer.start()
     code, out, err = await command("status", run_name, *where, "--json")
     assert (code, err) == (0, "")
     status = json.loads(out)
-    assert (status["step"], status["steps"], status["epoch"], status["desired"]) == (2, 2, 2, "stopped")
+    assert (status["step"], status["steps"], status["epoch"], status["desired"]) == (
+        2,
+        2,
+        2,
+        "stopped",
+    )
     assert status["tickets"] == {
         "issued": 6,
         "trained": 4,
@@ -188,9 +231,9 @@ async def test_trace_and_status(bus: Bus, broker_url: str, run_name: str, tmp_pa
         "open": 0,
         "duplicate": 2,
     }
-    assert [(one["role"], one["id"], one["running"], one["slots"]) for one in status["processes"]] == [
-        ("envhub", "hub-7", 1, 4)
-    ]
+    assert [
+        (one["role"], one["id"], one["running"], one["slots"]) for one in status["processes"]
+    ] == [("envhub", "hub-7", 1, 4)]
     assert (status["weights"]["epoch"], status["weights"]["version"]) == (2, 2)
     assert status["queues"]["samples"]["kept"] == 0
     code, out, _ = await command("status", run_name, *where)
@@ -211,8 +254,12 @@ async def test_trace_and_status(bus: Bus, broker_url: str, run_name: str, tmp_pa
 async def test_a_closed_pipe_ends_a_command_without_a_word(
     bus: Bus, broker_url: str, run_name: str, tmp_path: Path
 ) -> None:
-    """Into `head`, which has left: with output written as it comes, and with output written at the end."""
-    config = fleet.config(str(tmp_path), run_name, train={"steps": 1, "max_staleness": 0}, samples={"keep": True})
+    """Into `head`, which has left: with output written as it comes, and with output written at the
+    end.
+    """
+    config = fleet.config(
+        str(tmp_path), run_name, train={"steps": 1, "max_staleness": 0}, samples={"keep": True}
+    )
     async with fleet.Hub(bus, eventful), asyncio.timeout(120):
         await serve(config, broker_url, Stop(), connect_deadline_s=60)
     run = (run_name, "--dir", str(tmp_path))
@@ -246,7 +293,9 @@ async def test_a_closed_pipe_ends_a_command_without_a_word(
         assert child.returncode == 141, (arguments, err)
 
 
-async def test_pause_resume_drain_stop(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+async def test_pause_resume_drain_stop(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
     config = fleet.config(str(tmp_path), run_name)
     pausing = asyncio.Event()
 
@@ -263,14 +312,19 @@ async def test_pause_resume_drain_stop(bus: Bus, broker_url: str, run_name: str,
         learning = asyncio.create_task(serve(config, broker_url, Stop(), connect_deadline_s=60))
         await pausing.wait()
         where = (run_name, "--dir", str(tmp_path))
-        assert await command("pause", *where, "--reason", "look at it") == (0, f"{run_name}: paused\n", "")
+        assert await command("pause", *where, "--reason", "look at it") == (
+            0,
+            f"{run_name}: paused\n",
+            "",
+        )
         assert await desired() == wire.DesiredState(state="paused", reason="look at it")
         code, out, _ = await command("resume", *where, "--broker", broker_url)
         assert (code, out) == (0, f"{run_name}: running\n")
         assert not learning.done()
         assert (await command("stop", *where))[:2] == (0, f"{run_name}: stopped\n")
         await learning
-    code, _, err = await command("drain", run_name, "--broker", broker_url)  # from a machine without the folder
+    # from a machine without the folder
+    code, _, err = await command("drain", run_name, "--broker", broker_url)
     assert code == 2
     assert f"run {run_name} is stopped, so it cannot be draining" in err
     assert (await command("stop", run_name, "--broker", broker_url))[0] == 0
@@ -320,7 +374,10 @@ async def test_status_says_first_that_no_learner_is_running_and_how_to_start_it(
         await learning
     code, out, _ = await command("status", *where)
     assert code == 0
-    assert out.splitlines()[0] == f"no learner is running; start it again: rlearner start {file} --broker {broker_url}"
+    assert (
+        out.splitlines()[0]
+        == f"no learner is running; start it again: rlearner start {file} --broker {broker_url}"
+    )
     (tmp_path / run_name / "broker.url").write_text("nats://127.0.0.1:1\n")
     code, out, _ = await command("status", *where, "--connect-deadline", "0.5")
     assert code == 0
@@ -337,11 +394,14 @@ async def test_status_of_a_run_that_its_broker_does_not_have(
     file.write_text(to_yaml(fleet.config(str(tmp_path), run_name)))
     relative = os.path.relpath(file)  # noqa: ASYNC240
     where = (run_name, "--dir", str(tmp_path), "--broker", broker_url)
-    async with announced(bus, wire.Presence(role="learner", id="learner", host="h", pid=1, state="starting")):
+    async with announced(
+        bus, wire.Presence(role="learner", id="learner", host="h", pid=1, state="starting")
+    ):
         _, out, _ = await command("status", *where)
     assert out.splitlines()[0] == f"run {run_name}: step 0 of 3"
     assert (
-        f"the learner is starting: the broker at {broker_url} sees its learner, which has not taken the run yet" in out
+        f"the learner is starting: the broker at {broker_url} sees its learner, which has not taken the run yet"
+        in out
     )
     _, out, _ = await command("status", *where)
     again = f"`rlearner start {relative} --broker URL`"
@@ -354,7 +414,9 @@ async def test_status_of_a_run_that_its_broker_does_not_have(
 async def test_drain_says_who_ends_and_who_stays_and_why(
     bus: Bus, broker_url: str, run_name: str, tmp_path: Path
 ) -> None:
-    spec = wire.RunSpec(run=run_name, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="")
+    spec = wire.RunSpec(
+        run=run_name, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path=""
+    )
     await bus.key_value(RUNS).put(run_name, spec)
     there = [
         wire.Presence(role="envhub", id="e1", host="h", pid=1, state="serving", slots=8, running=3),
@@ -384,13 +446,22 @@ async def test_drain_says_who_ends_and_who_stays_and_why(
 async def test_logs_of_a_fleet_tell_its_last_warnings_and_where_the_logs_are(
     bus: Bus, broker_url: str, run_name: str, tmp_path: Path
 ) -> None:
-    spec = wire.RunSpec(run=run_name, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="")
+    spec = wire.RunSpec(
+        run=run_name, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path=""
+    )
     await bus.key_value(RUNS).put(run_name, spec)
     (tmp_path / run_name).mkdir()
     (tmp_path / run_name / "config.yaml").write_text(to_yaml({"run": {"name": run_name}}))
     here = socket.gethostname()
     there = [
-        wire.Presence(role="envhub", id="e1", host="gen1", pid=4711, state="serving", said="12:00 WARNING slow disk"),
+        wire.Presence(
+            role="envhub",
+            id="e1",
+            host="gen1",
+            pid=4711,
+            state="serving",
+            said="12:00 WARNING slow disk",
+        ),
         wire.Presence(role="rollout", id="r1", host=here, pid=os.getpid(), state="serving"),
     ]
     where = ("logs", run_name, "--dir", str(tmp_path), "--broker", broker_url)
@@ -404,10 +475,14 @@ async def test_logs_of_a_fleet_tell_its_last_warnings_and_where_the_logs_are(
         "envhub e1 on gen1 (pid 4711), serving: 12:00 WARNING slow disk",
         "  its log: on gen1: journalctl _PID=4711 -f; under Slurm the file of the job's --output",
     ]
-    assert lines[2] == f"rollout r1 on {here} (pid {os.getpid()}), serving: no warning in the last 10 minutes"
+    assert (
+        lines[2]
+        == f"rollout r1 on {here} (pid {os.getpid()}), serving: no warning in the last 10 minutes"
+    )
     behind = os.readlink("/proc/self/fd/2")
     found = json.loads(plain)
     assert (found["id"], found["said"]) == ("r1", "")
-    assert not behind.startswith("/tmp") or found["log"] == behind  # pytest's own file, unless it does not capture
+    # pytest's own file, unless it does not capture
+    assert not behind.startswith("/tmp") or found["log"] == behind
     assert missing == 2
     assert f"run {run_name} has no process rewardhub on the broker" in err

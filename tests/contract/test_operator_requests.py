@@ -1,4 +1,6 @@
-"""A checkpoint and an evaluation at the operator's request, from a real learner over a real nats-server."""
+"""A checkpoint and an evaluation at the operator's request, from a real learner over a real
+nats-server.
+"""
 
 from __future__ import annotations
 
@@ -97,18 +99,24 @@ async def test_checkpoint_between_two_steps_and_at_the_end_of_one(
     async with learner(bus, broker_url, config) as hub:
         hub.allow(2)
         await until(lambda: len(lines(folder)) == 1)
-        # nothing of step 2 was trained on: the state is that after step 1, without waiting for a group
+        # nothing of step 2 was trained on: the state is that after step 1, without waiting for a
+        # group
         first = await first_reply(bus, "checkpoint")
         assert (first.state, first.step) == ("waiting", 1)
         await until(lambda: steps_on_disk(folder) == [1])
         again = await ask_learner(bus, "checkpoint")
         assert (again.state, again.step) == ("done", 1)
         assert (await ask_learner(bus, "checkpoint", 1)).state == "done"
-        # one of the two groups of step 3 was trained on: the checkpoint must wait for the end of the step
+        # one of the two groups of step 3 was trained on: the checkpoint must wait for the end of
+        # the step
         hub.allow(3)
         await until(lambda: half_a_step(bus, version=2))
         reply = await ask_learner(bus, "checkpoint")
-        assert (reply.state, reply.step, reply.detail) == ("waiting", 3, "it is taken when step 3 ends")
+        assert (reply.state, reply.step, reply.detail) == (
+            "waiting",
+            3,
+            "it is taken when step 3 ends",
+        )
         assert (await ask_learner(bus, "checkpoint")) == reply
         await asyncio.sleep(0.5)
         assert steps_on_disk(folder) == [1]
@@ -126,7 +134,9 @@ async def test_command_waits_for_the_checkpoint_that_a_stop_need_not_write_again
     async with learner(bus, broker_url, config) as hub:
         hub.allow(2)
         await until(lambda: len(lines(folder)) == 1)
-        code, out, err = await command("checkpoint-now", run_name, "--dir", str(tmp_path), "--timeout", "60")
+        code, out, err = await command(
+            "checkpoint-now", run_name, "--dir", str(tmp_path), "--timeout", "60"
+        )
         assert code == 0, err
         assert out.splitlines()[-1] == "checkpoint of step 1: done, step 1 is on disk"
         asked = read_checkpoint(list_checkpoints(folder / "checkpoints")[-1])
@@ -158,7 +168,9 @@ async def test_evaluation_is_begun_once_and_enters_the_metrics(
             await ask_learner(bus, "evaluate", 7)
 
 
-async def test_refusals_are_one_line(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+async def test_refusals_are_one_line(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
     config = settings(tmp_path, run_name)
     async with learner(bus, broker_url, config):
         await first_reply(bus, "checkpoint")
@@ -174,7 +186,9 @@ def test_only_the_operator_may_ask() -> None:
     subject = REQUESTS.subject("demo", "learner")
     for role in ("learner", "rollout", "envhub", "rewardhub"):
         allowed = permissions(role, "demo").publish
-        assert not [one for one in allowed if one.startswith(("rl.demo.requests", "rl.demo.>", ">"))], role
+        assert not [
+            one for one in allowed if one.startswith(("rl.demo.requests", "rl.demo.>", ">"))
+        ], role
     assert REQUESTS.all_subjects("demo") in permissions("learner", "demo").subscribe
     assert REQUESTS.all_subjects("demo") not in permissions("envhub", "demo").subscribe
     assert subject == "rl.demo.requests.learner"

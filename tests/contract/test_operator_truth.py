@@ -1,5 +1,5 @@
-"""What an operator sees on a bad evening, command by command: nine things that once misled, each as a real process on
-one run.
+"""What an operator sees on a bad evening, command by command: nine things that once misled, each as
+a real process on one run.
 """
 
 from __future__ import annotations
@@ -31,12 +31,16 @@ OTHER = fleet.TINY | {"hidden_size": 32}
 
 
 class Command:
-    """``rlearner …`` in a process of its own, which writes to files: a pipe that nobody reads would stop it."""
+    """``rlearner …`` in a process of its own, which writes to files: a pipe that nobody reads would
+    stop it.
+    """
 
     def __init__(self, *arguments: str, stdout: int | None = None) -> None:
         self._out, self._err = TemporaryFile("w+"), TemporaryFile("w+")  # noqa: SIM115  # closed when they are read
         command = [sys.executable, "-m", "rlearner.cli", *arguments]
-        self.process = Popen(command, stdout=self._out if stdout is None else stdout, stderr=self._err, env=ENV)
+        self.process = Popen(
+            command, stdout=self._out if stdout is None else stdout, stderr=self._err, env=ENV
+        )
 
     async def ended(self) -> tuple[int, str, str]:
         """Exit code, stdout and stderr."""
@@ -58,7 +62,11 @@ async def run(*arguments: str) -> tuple[int, str, str]:
 
 async def test_nothing_misleads(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
     settings = fleet.config(
-        str(tmp_path), run_name, train={"steps": 1000}, checkpoint={"every_steps": 1, "keep": 2}, samples={"keep": True}
+        str(tmp_path),
+        run_name,
+        train={"steps": 1000},
+        checkpoint={"every_steps": 1, "keep": 2},
+        samples={"keep": True},
     )
     file, folder = tmp_path / "run.yaml", tmp_path / run_name
     file.write_text(to_yaml(settings))
@@ -77,10 +85,14 @@ async def test_nothing_misleads(bus: Bus, broker_url: str, run_name: str, tmp_pa
             )
             url = (folder / "broker.url").read_bytes()
 
-            # A second `start` does not take over a healthy run, and `up` beside one says where it is and writes
-            # nothing.
+            # A second `start` does not take over a healthy run, and `up` beside one says where it
+            # is and writes nothing.
             code, _, err = await run(*start)
-            assert (code, "is being trained by a learner on" in err, "--take-over takes it over" in err) == (
+            assert (
+                code,
+                "is being trained by a learner on" in err,
+                "--take-over takes it over" in err,
+            ) == (
                 2,
                 True,
                 True,
@@ -96,12 +108,14 @@ async def test_nothing_misleads(bus: Bus, broker_url: str, run_name: str, tmp_pa
         code, _, _ = await first.ended()
         assert code == 130
 
-        # Other groups per step and no archive any more: the audit judges each record by the settings in force when it
-        # came.
+        # Other groups per step and no archive any more: the audit judges each record by the
+        # settings in force when it came.
         steps = (
             checkpoint.read_checkpoint(checkpoint.list_checkpoints(held)[-1]).step + 4
         )  # the log may hold two steps that count by the old rules
-        code, _, err = await run(*start, f"train.steps={steps}", "train.groups_per_step=3", "samples.keep=false")
+        code, _, err = await run(
+            *start, f"train.steps={steps}", "train.groups_per_step=3", "samples.keep=false"
+        )
         assert code == 0, err
     code, out, err = await run("audit", *where, "--json")
     report = json.loads(out)
@@ -130,8 +144,14 @@ async def test_nothing_misleads(bus: Bus, broker_url: str, run_name: str, tmp_pa
     (tmp_path / "pond.yaml").write_text(to_yaml(pond))
     more = f"train.steps={steps + 4}"
     for arguments, said in (
-        ((*start, more, "model.tiny.hidden_size=32"), "error: model.tiny.hidden_size: 32 is not allowed"),
-        (("start", str(tmp_path / "pond.yaml"), "--broker", broker_url, more), "error: domains: 'pond' is not allowed"),
+        (
+            (*start, more, "model.tiny.hidden_size=32"),
+            "error: model.tiny.hidden_size: 32 is not allowed",
+        ),
+        (
+            ("start", str(tmp_path / "pond.yaml"), "--broker", broker_url, more),
+            "error: domains: 'pond' is not allowed",
+        ),
     ):
         code, _, err = await run(*arguments)
         assert (code, err.splitlines()[-1].startswith(said)) == (2, True), err
@@ -139,7 +159,9 @@ async def test_nothing_misleads(bus: Bus, broker_url: str, run_name: str, tmp_pa
     code, _, err = await run("up", str(file), more, f"model.path={other}")
     assert (
         code,
-        err.splitlines()[-1].startswith(f"error: model.path: '{other}' is not allowed; its hidden_size is 32"),
+        err.splitlines()[-1].startswith(
+            f"error: model.path: '{other}' is not allowed; its hidden_size is 32"
+        ),
     ) == (2, True), err
     assert await newest_epoch(bus, run_name) == 2
 
@@ -149,7 +171,9 @@ async def test_nothing_misleads(bus: Bus, broker_url: str, run_name: str, tmp_pa
 
 
 @pytest.mark.parametrize("given", [None, 4])
-async def test_eval_tasks_are_lowered_unless_somebody_set_them(tmp_path: Path, given: int | None) -> None:
+async def test_eval_tasks_are_lowered_unless_somebody_set_them(
+    tmp_path: Path, given: int | None
+) -> None:
     """To the held-out tasks that there are: three."""
     (tmp_path / "rows.jsonl").write_text(
         "".join(json.dumps({"question": f"{n}?", "answer": str(n)}) + "\n" for n in range(6))
@@ -166,4 +190,7 @@ async def test_eval_tasks_are_lowered_unless_somebody_set_them(tmp_path: Path, g
         assert code == 0, err
         assert yaml.safe_load(out)["eval"]["tasks"] == 3
     else:
-        assert (code, err) == (2, "error: eval.tasks: 4 is not allowed; at most 3, the held-out tasks of domain few\n")
+        assert (code, err) == (
+            2,
+            "error: eval.tasks: 4 is not allowed; at most 3, the held-out tasks of domain few\n",
+        )

@@ -1,4 +1,6 @@
-"""Programs of users on the streams: the code of docs/streams.md, and the example that learns CartPole."""
+"""Programs of users on the streams: the code of docs/streams.md, and the example that learns
+CartPole.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from examples.cartpole.streams import ASSIGNMENTS, EPISODES, QUEUE, Assignment, 
 
 ROOT: Final = Path(__file__).parents[2]
 ENV: Final = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-PROGRAM: Final = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "streams.md").read_text(), re.DOTALL)
+PROGRAM: Final = re.search(
+    r"```python\n(.*?)```", (ROOT / "docs" / "streams.md").read_text(), re.DOTALL
+)
 
 
 class Reading(wire.Message, frozen=True):
@@ -56,7 +60,9 @@ def running(*command: str, cwd: Path = ROOT, **env: str) -> Iterator[subprocess.
             process.kill()
 
 
-def test_the_page_s_program_factors_numbers_though_a_worker_dies(tmp_path: Path, broker_url: str) -> None:
+def test_the_page_s_program_factors_numbers_though_a_worker_dies(
+    tmp_path: Path, broker_url: str
+) -> None:
     assert PROGRAM is not None
     (tmp_path / "factor.py").write_text(PROGRAM[1])
     with (
@@ -70,7 +76,9 @@ def test_the_page_s_program_factors_numbers_though_a_worker_dies(tmp_path: Path,
 
 
 def test_learner_and_actors_go_on_when_an_actor_is_killed() -> None:
-    with running("-m", "examples.cartpole.actors", "--actors", "2", "--solved", "100", "--max-steps", "6000") as run:
+    with running(
+        "-m", "examples.cartpole.actors", "--actors", "2", "--solved", "100", "--max-steps", "6000"
+    ) as run:
         assert run.stdout is not None
         lines: list[str] = []
         for line in run.stdout:
@@ -96,13 +104,20 @@ def test_learner_and_actors_go_on_when_an_actor_is_killed() -> None:
     ("victim", "number", "code", "says"),
     [
         ("learner", signal.SIGTERM, 130, "INFO - learner - stopping: SIGTERM\n"),
-        ("nats-server", signal.SIGKILL, 1, "error: the private broker ended by itself, and so does the run\n"),
+        (
+            "nats-server",
+            signal.SIGKILL,
+            1,
+            "error: the private broker ended by itself, and so does the run\n",
+        ),
     ],
 )
 def test_a_run_that_is_stopped_leaves_nothing(
     victim: str, number: signal.Signals, code: int, says: str, tmp_path: Path
 ) -> None:
-    with running("-m", "examples.cartpole.actors", "--actors", "1", "--solved", "501", TMPDIR=str(tmp_path)) as run:
+    with running(
+        "-m", "examples.cartpole.actors", "--actors", "1", "--solved", "501", TMPDIR=str(tmp_path)
+    ) as run:
         assert run.stdout is not None
         while not run.stdout.readline().startswith("episode 1 "):
             assert run.poll() is None
@@ -121,12 +136,23 @@ def test_a_run_that_is_stopped_leaves_nothing(
 
 TRAINING: Final = [
     (["--seed", "-1"], "argument --seed: '-1' is not allowed; a whole number of at least 0"),
-    (["--seed", "4294967296"], "argument --seed: '4294967296' is not allowed; a whole number from 0 to 4294967295"),
+    (
+        ["--seed", "4294967296"],
+        "argument --seed: '4294967296' is not allowed; a whole number from 0 to 4294967295",
+    ),
     (["--solved", "nan"], "argument --solved: 'nan' is not allowed; a number above 0"),
-    (["--max-steps", "0"], "argument --max-steps: '0' is not allowed; a whole number of at least 1"),
-    (["--max-steps", "-5"], "argument --max-steps: '-5' is not allowed; a whole number of at least 1"),
+    (
+        ["--max-steps", "0"],
+        "argument --max-steps: '0' is not allowed; a whole number of at least 1",
+    ),
+    (
+        ["--max-steps", "-5"],
+        "argument --max-steps: '-5' is not allowed; a whole number of at least 1",
+    ),
 ]
-ADDRESS: Final = "is not a broker address; expected nats://host:port, or several separated by commas"
+ADDRESS: Final = (
+    "is not a broker address; expected nats://host:port, or several separated by commas"
+)
 DISTRIBUTED: Final = [
     (["--actors", "0"], "argument --actors: '0' is not allowed; a whole number of at least 1"),
     (["--actors", "-1"], "argument --actors: '-1' is not allowed; a whole number of at least 1"),
@@ -173,7 +199,10 @@ async def test_messages_of_other_programs_are_checked_on_both_sides(bus: Bus) ->
     ("message", "why"),
     [
         (Reading(sensor="a", value=float("inf")), r"Reading\.value: inf; must be finite"),
-        (Reading(sensor="a", value=0.0, nested={"x": [1.0, float("nan")]}), r"Reading\.nested: nan; must be finite"),
+        (
+            Reading(sensor="a", value=0.0, nested={"x": [1.0, float("nan")]}),
+            r"Reading\.nested: nan; must be finite",
+        ),
         (
             Reading(sensor="a", value=0.0, samples=wire.column([1.0, np.nan], "<f4")),
             r"Reading\.samples: holds NaN or infinity; must be finite",
@@ -195,7 +224,9 @@ def test_only_messages_with_bytes_may_be_large() -> None:
     with pytest.raises(TooLarge, match="Small is 200022 bytes, the limit is 196608"):
         codec.encode(Small(text="x" * 200_000))
     with pytest.raises(TooLarge, match="the limit is 8388608"):
-        codec.encode(Reading(sensor="a", value=0.0, samples=wire.column(np.zeros(2_200_000), "<f4")))
+        codec.encode(
+            Reading(sensor="a", value=0.0, samples=wire.column(np.zeros(2_200_000), "<f4"))
+        )
 
 
 def test_a_user_s_rule_holds_for_what_is_received() -> None:
@@ -207,7 +238,9 @@ def test_a_user_s_rule_holds_for_what_is_received() -> None:
     for column, dtype in (("observations", "<i4"), ("actions", "<f4")):
         wrong = {"observations": right.observations, "actions": right.actions}
         wrong[column] = wire.Column(dtype, wrong[column].data)
-        with pytest.raises(ValueError, match=r"observations and actions must be <f4 and \|u1, not .*" + dtype):
+        with pytest.raises(
+            ValueError, match=r"observations and actions must be <f4 and \|u1, not .*" + dtype
+        ):
             Played(assignment=1, actor="a", version=0, terminated=True, **wrong)
     data = codec.encode(right)
     assert codec.decode(data, Played) == right
@@ -219,6 +252,8 @@ async def test_a_stream_does_not_take_the_name_of_another(bus: Bus) -> None:
     with pytest.raises(ConfigError, match="tickets"):
         await bus.ensure_streams((Stream("tickets", LOG, (Small,)),))
     with pytest.raises(ConfigError, match="mine"):
-        await bus.ensure_streams((Stream("mine", LOG, (Small,)), Stream("mine", WORK_QUEUE, (Small,), key="k")))
+        await bus.ensure_streams(
+            (Stream("mine", LOG, (Small,)), Stream("mine", WORK_QUEUE, (Small,), key="k"))
+        )
     with pytest.raises(ConfigError, match="two words"):
         Stream("two words", LOG, (Small,))

@@ -56,7 +56,10 @@ async def parted(bus: Bus, seq: int = 1) -> wire.Parted:
 async def tamper(bus: Bus, of: wire.Parted, number: int, data: bytes | None) -> None:
     """Replace one part, or delete it."""
     client = await nats.connect(bus.link.url, **client_options(bus.link.url))
-    stream, subject = client.jetstream(), PARTS.subject(bus.run, f"t.{of.ticket}.{of.upload}.{number}")
+    stream, subject = (
+        client.jetstream(),
+        PARTS.subject(bus.run, f"t.{of.ticket}.{of.upload}.{number}"),
+    )
     await stream.purge_stream(PARTS.stream_name(bus.run), subject=subject)
     if data is not None:
         await stream.publish(subject, data)
@@ -104,7 +107,9 @@ async def _empty(bus: Bus) -> bool:
 async def test_it_is_stored_once(bus: Bus) -> None:
     """Two hubs end the same ticket: the second record is dropped; its parts stay for the trimming."""
     sent = group(7, SIZE, pools=[])
-    assert [await bus.publish(SAMPLES, sent, ticket=7, message_id="tickets-7") for _ in range(2)] == [1, 1]
+    assert [
+        await bus.publish(SAMPLES, sent, ticket=7, message_id="tickets-7") for _ in range(2)
+    ] == [1, 1]
     assert await num_parts(bus) == 2 * COUNT
     assert await bus.trim_parts(SAMPLES, keep=lambda ticket: ticket != 7) == 1
     assert await num_parts(bus) == 0
@@ -118,10 +123,14 @@ async def test_it_is_stored_once(bus: Bus) -> None:
         (2, bytes(PART_BYTES), "its bytes are damaged: digest"),
     ],
 )
-async def test_parts_that_are_missing_or_damaged_are_said(bus: Bus, number: int, data: bytes | None, why: str) -> None:
+async def test_parts_that_are_missing_or_damaged_are_said(
+    bus: Bus, number: int, data: bytes | None, why: str
+) -> None:
     await bus.publish(SAMPLES, group(7, SIZE, pools=[]), ticket=7)
     await tamper(bus, await parted(bus), number, data)
-    await bus.publish(SAMPLES, wire.Closed(ticket=8, domain="lake", reason="late", detail="", by="x"), ticket=8)
+    await bus.publish(
+        SAMPLES, wire.Closed(ticket=8, domain="lake", reason="late", detail="", by="x"), ticket=8
+    )
     broken, after = await read(bus, 2)
     assert (broken.message, broken.ticket) == (None, 7)
     assert broken.error.startswith("Group in parts, ticket 7, upload ")
@@ -153,7 +162,10 @@ async def test_what_is_not_wanted_is_not_fetched(bus: Bus) -> None:
         asked.append(ticket)
         return ticket in live
 
-    async with asyncio.timeout(LONG_S), aclosing(bus.read_log(SAMPLES, 1, wanted=wanted)) as records:
+    async with (
+        asyncio.timeout(LONG_S),
+        aclosing(bus.read_log(SAMPLES, 1, wanted=wanted)) as records,
+    ):
         first = await anext(records)
         assert isinstance(first.message, wire.Group)
         live.clear()  # it has ended: its parts may go
@@ -164,10 +176,14 @@ async def test_what_is_not_wanted_is_not_fetched(bus: Bus) -> None:
 
 
 async def test_log_read_ahead_gives_the_records_of_one_read_by_one(bus: Bus) -> None:
-    """Groups in parts, small ones, closings, duplicates, a lost part; and a reader that ends a ticket at its record."""
+    """Groups in parts, small ones, closings, duplicates, a lost part; and a reader that ends a
+    ticket at its record.
+    """
     for number in range(1, 13):
         ticket = number if number % 4 else number - 1  # the fourth is a duplicate
-        await bus.publish(SAMPLES, group(ticket, SIZE if number % 3 else 5000, pools=[]), ticket=ticket)
+        await bus.publish(
+            SAMPLES, group(ticket, SIZE if number % 3 else 5000, pools=[]), ticket=ticket
+        )
         closed = wire.Closed(ticket=100 + number, domain="lake", reason="late", detail="", by="x")
         await bus.publish(SAMPLES, closed, ticket=100 + number)
     await tamper(bus, await parted(bus, 9), 3, None)
@@ -182,7 +198,12 @@ async def test_log_read_ahead_gives_the_records_of_one_read_by_one(bus: Bus) -> 
         return found
 
     expected = await read_as_learner(0)
-    assert {type(record.message) for record in expected} == {wire.Group, wire.Parted, wire.Closed, type(None)}
+    assert {type(record.message) for record in expected} == {
+        wire.Group,
+        wire.Parted,
+        wire.Closed,
+        type(None),
+    }
     for window_bytes in (SIZE // 2, 3 * SIZE, 100 * SIZE):
         assert await read_as_learner(window_bytes) == expected
 
@@ -215,9 +236,18 @@ asyncio.run(publish())
 
 
 async def test_what_a_killed_publisher_left_behind_is_trimmed(bus: Bus, broker_url: str) -> None:
-    """It dies between two parts; the ticket is delivered again, and another process publishes the group."""
+    """It dies between two parts; the ticket is delivered again, and another process publishes the
+    group.
+    """
     async with slow_link(broker_url, up=2 * MB) as link:
-        arguments = [sys.executable, "-c", _PUBLISH, link.url, bus.run, str(Path(__file__).parents[1] / "kit")]
+        arguments = [
+            sys.executable,
+            "-c",
+            _PUBLISH,
+            link.url,
+            bus.run,
+            str(Path(__file__).parents[1] / "kit"),
+        ]
         victim = await asyncio.create_subprocess_exec(*arguments)
         await until(lambda: _some(bus))
         victim.kill()
@@ -243,7 +273,9 @@ def test_which_tickets_have_ended() -> None:
     assert ended_tickets([], lambda _: False) == []
 
 
-async def test_many_subjects_are_listed_page_by_page(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_subjects_are_listed_page_by_page(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The broker lists so many subjects at a time, 100,000 of them."""
     for ticket in range(1, 31):
         subject = PARTS.subject(bus.run, f"t.{ticket}.up.0")
@@ -251,7 +283,9 @@ async def test_many_subjects_are_listed_page_by_page(bus: Bus, monkeypatch: pyte
     pages = []
     ask = jetstream.ask
 
-    async def small_pages(link: object, request: str, body: dict[str, object] | None = None) -> dict[str, object]:
+    async def small_pages(
+        link: object, request: str, body: dict[str, object] | None = None
+    ) -> dict[str, object]:
         answer = await ask(link, request, body)  # type: ignore[arg-type]
         if body and "offset" in body:
             pages.append(body["offset"])
@@ -282,13 +316,21 @@ async def test_a_broker_of_small_messages_takes_any_group(tmp_path: Path) -> Non
         await bus.close()
 
 
-async def test_the_event_loop_goes_on_while_large_groups_are_read(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """8 MB take 10 ms and more to decode and check; records come in the order of the log all the same."""
+async def test_the_event_loop_goes_on_while_large_groups_are_read(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 MB take 10 ms and more to decode and check; records come in the order of the log all the
+    same.
+    """
     count = 6
     for ticket in range(1, count + 1):
-        await bus.publish(SAMPLES, group(ticket, 8 * MB if ticket % 2 else MB, pools=[]), ticket=ticket)
         await bus.publish(
-            SAMPLES, wire.Closed(ticket=ticket, domain="lake", reason="late", detail="", by="x"), ticket=ticket
+            SAMPLES, group(ticket, 8 * MB if ticket % 2 else MB, pools=[]), ticket=ticket
+        )
+        await bus.publish(
+            SAMPLES,
+            wire.Closed(ticket=ticket, domain="lake", reason="late", detail="", by="x"),
+            ticket=ticket,
         )
     decode, in_loop, aside = codec.decode, list[int](), list[int]()
 
@@ -312,7 +354,9 @@ async def test_the_event_loop_goes_on_while_large_groups_are_read(bus: Bus, monk
     records = await read(bus, 2 * count)
     going = False
     await beating
-    assert [record.ticket for record in records] == [ticket for ticket in range(1, count + 1) for _ in range(2)]
+    assert [record.ticket for record in records] == [
+        ticket for ticket in range(1, count + 1) for _ in range(2)
+    ]
     assert [type(record.message) for record in records] == [wire.Group, wire.Closed] * count
     assert len(aside) == count
     assert max(in_loop) < 1000

@@ -1,4 +1,6 @@
-"""A ticket that kills the hubs that play it costs three of them and itself; its neighbours are played."""
+"""A ticket that kills the hubs that play it costs three of them and itself; its neighbours are
+played.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ async def world(bus: Bus, broker_url: str, tmp_path: Path) -> AsyncIterator[Worl
 
 
 async def test_a_ticket_that_kills_hubs_is_played_alone_and_then_closed(world: World) -> None:
-    await world.publish_spec({"lake": {"env": DEADLY, "env_args": {"task": 1}, "max_turns": 1, "group_size": 1}})
+    await world.publish_spec(
+        {"lake": {"env": DEADLY, "env_args": {"task": 1}, "max_turns": 1, "group_size": 1}}
+    )
     playing: dict[str, set[str]] = defaultdict(set)  # hub -> tickets
     seen: list[tuple[str, frozenset[str]]] = []  # a hub, and what it played at the same time
 
@@ -56,7 +60,11 @@ async def test_a_ticket_that_kills_hubs_is_played_alone_and_then_closed(world: W
         hub, ticket = request.conversation_id.split(".")[:2]
         playing[hub].add(ticket)
         if hub in ("hub1", "hub2"):
-            await (until(lambda: len(playing[hub]) == 4) if ticket == "tickets-2" else asyncio.Event().wait())
+            await (
+                until(lambda: len(playing[hub]) == 4)
+                if ticket == "tickets-2"
+                else asyncio.Event().wait()
+            )
         else:
             await asyncio.sleep(0.3)  # time for another one to come, which must not
         seen.append((hub, frozenset(playing[hub])))
@@ -78,10 +86,15 @@ async def test_a_ticket_that_kills_hubs_is_played_alone_and_then_closed(world: W
     assert await asyncio.to_thread(last.wait, 100) == 0
     assert sorted(records) == numbers
     assert (records[2].reason, records[2].by) == ("poisonous", "hub4")
-    assert records[2].detail == "3 hubs died while playing this ticket, the last one while playing nothing else"
+    assert (
+        records[2].detail
+        == "3 hubs died while playing this ticket, the last one while playing nothing else"
+    )
     assert {type(records[number]) for number in (1, 3, 4)} == {wire.Group}
     assert {records[number].hub for number in (1, 3, 4)} <= {"hub3", "hub4"}
-    assert {len(together) for hub, together in seen if hub in ("hub3", "hub4")} == {1}, "a suspect was not played alone"
+    assert {len(together) for hub, together in seen if hub in ("hub3", "hub4")} == {1}, (
+        "a suspect was not played alone"
+    )
     assert [together for hub, together in seen if hub == "hub3"][-1] == {"tickets-2"}
     assert codec.decode(letter.data, wire.Ticket).number == 2
     assert await world.bus.last_seq(SAMPLES) == 4
@@ -96,7 +109,9 @@ async def test_a_hub_that_hands_back_is_not_counted_as_dead(bus: Bus) -> None:
     assert await attempts.judge(asked, 1) == TicketJudgement(0)
     await attempts.hand_back(asked, 0)
     assert await attempts.judge(asked, 2) == TicketJudgement(0)
-    await bus.key_value(ATTEMPTS).put(f"{bus.run}.tickets.7", wire.Attempt(deaths=1, hub="hub2", process=GONE))
+    await bus.key_value(ATTEMPTS).put(
+        f"{bus.run}.tickets.7", wire.Attempt(deaths=1, hub="hub2", process=GONE)
+    )
     assert await attempts.judge(asked, 3) == TicketJudgement(2)
     await attempts.end(asked)
     assert await attempts.judge(asked, 4) == TicketJudgement(1)
@@ -105,7 +120,9 @@ async def test_a_hub_that_hands_back_is_not_counted_as_dead(bus: Bus) -> None:
 async def test_a_suspect_that_a_living_hub_plays_is_left_to_it(bus: Bus) -> None:
     """Cut off from the broker for a while, its ticket was delivered to another hub."""
     asked, mine, others = assignment(TICKET), AttemptNotes(bus, "hub1"), AttemptNotes(bus, "hub2")
-    here = wire.Presence(role="envhub", id="hub2", host="h", pid=os.getpid(), state="serving", process=this_process())
+    here = wire.Presence(
+        role="envhub", id="hub2", host="h", pid=os.getpid(), state="serving", process=this_process()
+    )
     announcer = Announcer(bus, lambda: here, every_s=0.2)
     await announcer.start()
     await others.begin(asked, TicketJudgement(2))
@@ -113,7 +130,9 @@ async def test_a_suspect_that_a_living_hub_plays_is_left_to_it(bus: Bus) -> None
     await others.hand_back(asked, 2)
     assert await mine.judge(asked, 4) == TicketJudgement(2)
     await others.begin(asked, TicketJudgement(1))
-    assert await mine.judge(asked, 5) == TicketJudgement(1), "a ticket that is not suspect waits for nobody"
+    assert await mine.judge(asked, 5) == TicketJudgement(1), (
+        "a ticket that is not suspect waits for nobody"
+    )
     await announcer.close()
 
 

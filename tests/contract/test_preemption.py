@@ -1,4 +1,6 @@
-"""A real server process whose request of a later step makes way, and the hub's part that continues it."""
+"""A real server process whose request of a later step makes way, and the hub's part that continues
+it.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,11 @@ async def test_a_later_steps_answer_makes_way_twice_at_most_and_loses_no_token(
     def turn(name: str, step: int, max_tokens: int) -> asyncio.Task[Any]:
         sampling = wire.SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=4)
         return asyncio.create_task(
-            hub.turn(TurnRequest(name, PROMPT, sampling, policy="frozen", step=step, expected_tokens=max_tokens))
+            hub.turn(
+                TurnRequest(
+                    name, PROMPT, sampling, policy="frozen", step=step, expected_tokens=max_tokens
+                )
+            )
         )
 
     later = turn("later", 5, LONG)

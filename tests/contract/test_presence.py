@@ -1,5 +1,5 @@
-"""Presence against a real server: who comes, changes, says farewell, expires, and who is not to blame for our own
-stall.
+"""Presence against a real server: who comes, changes, says farewell, expires, and who is not to
+blame for our own stall.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ async def beat(bus: Bus, presence: wire.Presence) -> None:
     """As an Announcer does each second."""
     await bus.last_seq(SAMPLES)  # a round trip: subscriptions made before are there
     await bus.link.send(
-        PRESENCE.subject(bus.run, f"{presence.role}.{presence.id}"), codec.encode(PresenceSigner(bus).signed(presence))
+        PRESENCE.subject(bus.run, f"{presence.role}.{presence.id}"),
+        codec.encode(PresenceSigner(bus).signed(presence)),
     )
 
 
@@ -67,7 +68,8 @@ async def test_processes_come_change_and_say_farewell(bus: Bus) -> None:
     await roster.start()
     first, second = Process("rollout", "r2"), Process("rollout", "r1")
     announcers = [
-        Announcer(bus, process.describe, every_s=2 * LONG_S) for process in (first, second, Process("envhub", "e1"))
+        Announcer(bus, process.describe, every_s=2 * LONG_S)
+        for process in (first, second, Process("envhub", "e1"))
     ]
     for announcer in announcers:
         await announcer.start()
@@ -115,7 +117,8 @@ async def test_our_own_stall_kills_nobody(bus: Bus, roster: Roster) -> None:
 
 async def test_other_runs_are_not_seen(bus: Bus, roster: Roster) -> None:
     await bus.link.send(
-        PRESENCE.subject(f"{bus.run}x", "rollout.stranger"), codec.encode(Process("rollout", "stranger").presence)
+        PRESENCE.subject(f"{bus.run}x", "rollout.stranger"),
+        codec.encode(Process("rollout", "stranger").presence),
     )
     await beat(bus, Process("rollout", "r1").presence)
     await until_alive(roster, "rollout", ["r1"])
@@ -125,14 +128,17 @@ async def test_other_runs_are_not_seen(bus: Bus, roster: Roster) -> None:
 async def test_a_role_that_is_not_asked_for_costs_no_message(bus: Bus) -> None:
     roster = Roster(bus, beats=("rollout",), members=("envhub",))
     await roster.start()
-    processes = [Process(role, f"{role}-1") for role in ("rollout", "envhub", "rewardhub", "learner")]
+    processes = [
+        Process(role, f"{role}-1") for role in ("rollout", "envhub", "rewardhub", "learner")
+    ]
     announcers = [Announcer(bus, process.describe, every_s=0.1) for process in processes]
     for announcer in announcers:
         await announcer.start()
     await until_alive(roster, "rollout", ["rollout-1"])
     await until_alive(roster, "envhub", ["envhub-1"])
     assert (roster.alive("rewardhub"), roster.alive("learner")) == ([], [])
-    processes[1].change(running=5)  # nobody decides on that, so it is not told to those who follow members only
+    # nobody decides on that, so it is not told to those who follow members only
+    processes[1].change(running=5)
     processes[0].change(running=5)
     async with asyncio.timeout(LONG_S):
         while (found := roster.get("rollout-1")) is None or found.running != 5:
@@ -151,7 +157,9 @@ async def test_a_role_that_is_not_asked_for_costs_no_message(bus: Bus) -> None:
 
 
 async def test_members_are_known_to_who_comes_later(bus: Bus) -> None:
-    announcers = [Announcer(bus, Process("envhub", f"e{n}").describe, every_s=LONG_S) for n in range(300)]
+    announcers = [
+        Announcer(bus, Process("envhub", f"e{n}").describe, every_s=LONG_S) for n in range(300)
+    ]
     await asyncio.gather(*(announcer.start() for announcer in announcers))
     await announcers[0].close()
     roster = Roster(bus, beats=(), members=("envhub",))
@@ -165,7 +173,9 @@ async def test_members_are_known_to_who_comes_later(bus: Bus) -> None:
 async def test_single_processes_can_be_followed(bus: Bus) -> None:
     roster = Roster(bus, beats=())
     await roster.start()
-    announcers = [Announcer(bus, Process("rollout", f"r{n}").describe, every_s=0.1) for n in range(4)]
+    announcers = [
+        Announcer(bus, Process("rollout", f"r{n}").describe, every_s=0.1) for n in range(4)
+    ]
     for announcer in announcers:
         await announcer.start()
     await roster.follow("rollout", {"r1", "r3"})
@@ -184,7 +194,9 @@ async def test_the_entry_is_put_again_before_it_expires(bus: Bus) -> None:
     found = await bucket.get(f"{bus.run}.rollout.r1")
     assert found is not None
     async with asyncio.timeout(LONG_S):
-        while (newer := await bucket.get(f"{bus.run}.rollout.r1")) is None or newer[1] <= found[1] + 1:  # noqa: ASYNC110
+        while (newer := await bucket.get(f"{bus.run}.rollout.r1")) is None or newer[1] <= found[  # noqa: ASYNC110
+            1
+        ] + 1:
             await asyncio.sleep(0.05)
     await announcer.close()
     assert await bucket.get(f"{bus.run}.rollout.r1") is None
@@ -211,7 +223,9 @@ async def test_what_does_not_change_is_beaten_half_as_often(bus: Bus) -> None:
 
 
 async def test_a_census_counts_who_is_heard_and_waits_no_longer_than_needed(bus: Bus) -> None:
-    announcers = [Announcer(bus, Process(role, f"{role}-1").describe) for role in ("rollout", "envhub")]
+    announcers = [
+        Announcer(bus, Process(role, f"{role}-1").describe) for role in ("rollout", "envhub")
+    ]
     for announcer in announcers:
         await announcer.start()
     assert [one.id for one in await census(bus, bus.run, LONG_S)] == ["envhub-1", "rollout-1"]
@@ -236,7 +250,10 @@ async def test_members_come_back_after_a_broker_that_is_restarted(tmp_path: Path
     server.start()
     port = int(server.url.rpartition(":")[2])
     bus = await Bus.connect(server.url, "demo", name="x", deadline_s=60)
-    announcer, roster = Announcer(bus, Process("envhub", "e1").describe), Roster(bus, beats=(), members=("envhub",))
+    announcer, roster = (
+        Announcer(bus, Process("envhub", "e1").describe),
+        Roster(bus, beats=(), members=("envhub",)),
+    )
     await announcer.start()
     await roster.start()
     await until_alive(roster, "envhub", ["e1"])
@@ -249,7 +266,8 @@ async def test_members_come_back_after_a_broker_that_is_restarted(tmp_path: Path
     await late.start()
     started = time.monotonic()
     await until_alive(late, "envhub", ["e1"])
-    assert time.monotonic() - started < 15.0  # and not only when the entry would have been put again
+    # and not only when the entry would have been put again
+    assert time.monotonic() - started < 15.0
     for one in (late, roster, announcer):
         await one.close()
     await other.close()
@@ -262,7 +280,10 @@ async def test_nobody_dies_of_a_broker_that_is_restarted(tmp_path: Path) -> None
     server.start()
     port = int(server.url.rpartition(":")[2])
     bus = await Bus.connect(server.url, "demo", name="x", deadline_s=60)
-    announcer, roster = Announcer(bus, Process("rollout", "r1").describe, every_s=0.5), Roster(bus, ttl_s=2.0)
+    announcer, roster = (
+        Announcer(bus, Process("rollout", "r1").describe, every_s=0.5),
+        Roster(bus, ttl_s=2.0),
+    )
     await announcer.start()
     await roster.start()
     await until_alive(roster, "rollout", ["r1"])
@@ -285,7 +306,9 @@ async def test_nobody_dies_of_a_broker_that_is_restarted(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-def test_leaving_while_the_broker_is_away_takes_no_time(number: signal.Signals, tmp_path: Path) -> None:
+def test_leaving_while_the_broker_is_away_takes_no_time(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     """On uvloop, as every process runs; its sockets fail in ways of their own."""
 
     async def leave(server: BrokerServer) -> float:

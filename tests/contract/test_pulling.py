@@ -47,7 +47,9 @@ async def test_a_message_ends_it(bus: Bus) -> None:
     await delivery.ack()
 
 
-async def test_a_reason_ends_it_at_once_and_leaves_the_queue_to_others(bus: Bus, other: Bus) -> None:
+async def test_a_reason_ends_it_at_once_and_leaves_the_queue_to_others(
+    bus: Bus, other: Bus
+) -> None:
     queue, theirs = await bus.work_queue(TICKETS, "lake"), await other.work_queue(TICKETS, "lake")
     reason = asyncio.Event()
     pull = asyncio.create_task(fetch_unless(queue, 4, reason.wait()))

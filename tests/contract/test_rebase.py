@@ -1,5 +1,5 @@
-"""The broker loses its store between two lives of the learner: a real nats-server whose folder, or one of whose
-streams, is deleted.
+"""The broker loses its store between two lives of the learner: a real nats-server whose folder, or
+one of whose streams, is deleted.
 """
 
 from __future__ import annotations
@@ -76,14 +76,16 @@ async def broker(tmp_path: Path) -> AsyncIterator[Broker]:
 
 def settings(tmp_path: Path, *, keep: bool) -> dict[str, Any]:
     train = {"steps": STEPS, "max_staleness": 1, "on_late": "wait"}
-    return fleet.config(str(tmp_path), RUN, train=train, checkpoint={"every_steps": 2}, samples={"keep": keep})
+    return fleet.config(
+        str(tmp_path), RUN, train=train, checkpoint={"every_steps": 2}, samples={"keep": keep}
+    )
 
 
 class Stragglers:
     """Tickets 3 and 4 are due before 5 and 6, but answered after them; from 7 on nothing is.
 
-    So checkpoint 2 stands behind record 6, at ticket 8, and holds the groups of 5 and 6. Step 3 is made of them without
-    another record, and grants 9 and 10: the learner dies there.
+    So checkpoint 2 stands behind record 6, at ticket 8, and holds the groups of 5 and 6. Step 3 is
+    made of them without another record, and grants 9 and 10: the learner dies there.
     """
 
     def __init__(self) -> None:
@@ -97,7 +99,9 @@ class Stragglers:
         if ticket.number == 10:
             self.granted = True
         own = [fleet.group(ticket, ticket.min_version)] if ticket.number < 7 else []
-        return [*own, *(fleet.group(one, 0) for one in self.held)] if ticket.number == 6 else list(own)
+        return (
+            [*own, *(fleet.group(one, 0) for one in self.held)] if ticket.number == 6 else list(own)
+        )
 
 
 async def die_when(life: asyncio.Task[None], what: Callable[[], bool]) -> None:
@@ -120,14 +124,22 @@ async def first_life(broker: Broker, config: dict[str, Any]) -> None:
             life = asyncio.create_task(serve(config, broker.url, Stop(), connect_deadline_s=60))
             await die_when(
                 life,
-                lambda: answer.granted and bool(checkpoint.list_checkpoints(folder / "checkpoints") or every > STEPS),
+                lambda: (
+                    answer.granted
+                    and bool(checkpoint.list_checkpoints(folder / "checkpoints") or every > STEPS)
+                ),
             )
     if every > STEPS:
         return
     found = checkpoint.newest_checkpoint(folder / "checkpoints")
     assert found is not None
     state = found.ledger
-    assert (found.step, state["position"], state["issued"], [one["number"] for one in state["taken"]]) == (
+    assert (
+        found.step,
+        state["position"],
+        state["issued"],
+        [one["number"] for one in state["taken"]],
+    ) == (
         2,
         7,
         8,
@@ -159,13 +171,18 @@ def ticket(number: int, version: int) -> wire.Ticket:
 
 def tickets(folder: Path) -> tuple[int, ...]:
     line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-    numbers = [line[f"ticket/{name}"] for name in ("issued", "trained", "filtered", "dropped", "dead", "open")]
+    numbers = [
+        line[f"ticket/{name}"]
+        for name in ("issued", "trained", "filtered", "dropped", "dead", "open")
+    ]
     assert numbers[0] == sum(numbers[1:])
     assert line["step"] == STEPS
     return tuple(numbers)
 
 
-async def audited(broker: Broker, folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+async def audited(
+    broker: Broker, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> dict[str, Any]:
     arguments = [
         "audit",
         RUN,
@@ -205,8 +222,8 @@ async def test_the_whole_store_is_lost(
         "it lost its store; `rlearner start … --rebase` continues with the open tickets counted dead"
     )
     numbers = await last_life(broker, config, rebase=True)
-    # 9 and 10 were granted behind the checkpoint, 7 and 8 were open; without an archive the groups of 5 and 6 are gone,
-    # too
+    # 9 and 10 were granted behind the checkpoint, 7 and 8 were open; without an archive the groups
+    # of 5 and 6 are gone, too
     dead = 4 if keep else 6
     assert numbers == list(range(11, 11 + 12 - 4 - (2 if keep else 0)))
     assert tickets(folder) == (12 + dead, 12, 0, 0, dead, 0)
@@ -218,10 +235,23 @@ async def test_the_whole_store_is_lost(
     assert found[0].epoch == 2  # although the broker had forgotten the first
     report = await audited(broker, folder, capsys)
     assert report["problems"] == []
-    counted = {name: report[name] for name in ("tickets", "trained", "dead", "open", "lost", "trained_twice")}
-    assert counted == {"tickets": 12 + dead, "trained": 12, "dead": dead, "open": 0, "lost": 0, "trained_twice": 0}
+    counted = {
+        name: report[name]
+        for name in ("tickets", "trained", "dead", "open", "lost", "trained_twice")
+    }
+    assert counted == {
+        "tickets": 12 + dead,
+        "trained": 12,
+        "dead": dead,
+        "open": 0,
+        "lost": 0,
+        "trained_twice": 0,
+    }
     names = "7-10" if keep else "5-10"
-    assert f"rebase: the broker had lost its store; tickets {names} were counted dead" in report["notes"]
+    assert (
+        f"rebase: the broker had lost its store; tickets {names} were counted dead"
+        in report["notes"]
+    )
     if keep:  # the archive goes on behind what was lost, and tells the whole story
         code = await asyncio.to_thread(_replay, folder)
         assert code == 0, capsys.readouterr().out
@@ -233,18 +263,25 @@ def _replay(folder: Path) -> int:
     from rlearner.ops.replaying import replay_run
 
     return asyncio.run(
-        replay_run(_parse(["replay", RUN, "--dir", str(folder.parent), "--from", "0", "--to", str(STEPS)]))
+        replay_run(
+            _parse(["replay", RUN, "--dir", str(folder.parent), "--from", "0", "--to", str(STEPS)])
+        )
     )
 
 
-async def test_only_the_tickets_are_lost(broker: Broker, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_only_the_tickets_are_lost(
+    broker: Broker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What the log still holds is trained; only tickets without a record are dead."""
     config = settings(tmp_path, keep=False)
     await first_life(broker, config)
     async with broker.bus() as bus:  # a straggler that the learner never saw
         await bus.publish(SAMPLES, fleet.group(ticket(7, 2), 2), ticket=7)
     await broker.lose(TICKETS)
-    with pytest.raises(UserError, match=r"the broker's tickets end at number 0, but 8 were issued; it lost its store"):
+    with pytest.raises(
+        UserError,
+        match=r"the broker's tickets end at number 0, but 8 were issued; it lost its store",
+    ):
         await last_life(broker, config, rebase=False)
     assert await last_life(broker, config, rebase=True) == [11, 12, 13, 14, 15]
     assert tickets(tmp_path / RUN) == (15, 12, 0, 0, 3, 0)  # 8, 9 and 10
@@ -273,14 +310,17 @@ async def test_samples_of_an_older_store_that_has_grown(
         assert await bus.first_seq(SAMPLES) > 7
 
 
-async def test_before_the_first_checkpoint(broker: Broker, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_before_the_first_checkpoint(
+    broker: Broker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Only the ledger file knows that there was a life before."""
     config = settings(tmp_path, keep=False)
     config["checkpoint"]["every_steps"] = 100
     await first_life(broker, config)
     await broker.lose_everything()
     with pytest.raises(
-        UserError, match=r"the broker's samples end at record 0, but 7 were consumed; it lost its store"
+        UserError,
+        match=r"the broker's samples end at record 0, but 7 were consumed; it lost its store",
     ):
         await last_life(broker, config, rebase=False)
     assert await last_life(broker, config, rebase=True) == list(range(11, 23))
@@ -288,12 +328,15 @@ async def test_before_the_first_checkpoint(broker: Broker, tmp_path: Path, capsy
     assert (await audited(broker, tmp_path / RUN, capsys))["problems"] == []
 
 
-async def test_only_the_samples_are_lost(broker: Broker, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_only_the_samples_are_lost(
+    broker: Broker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = settings(tmp_path, keep=False)
     await first_life(broker, config)
     await broker.lose(SAMPLES)
     with pytest.raises(
-        UserError, match=r"the broker's samples end at record 0, but 7 were consumed; it lost its store"
+        UserError,
+        match=r"the broker's samples end at record 0, but 7 were consumed; it lost its store",
     ):
         await last_life(broker, config, rebase=False)
     assert await last_life(broker, config, rebase=True) == list(range(11, 19))
@@ -301,13 +344,17 @@ async def test_only_the_samples_are_lost(broker: Broker, tmp_path: Path, capsys:
     assert (await audited(broker, tmp_path / RUN, capsys))["problems"] == []
 
 
-async def test_killed_after_a_rebase_the_next_life_needs_no_flag(broker: Broker, tmp_path: Path) -> None:
+async def test_killed_after_a_rebase_the_next_life_needs_no_flag(
+    broker: Broker, tmp_path: Path
+) -> None:
     """The checkpoint still holds groups that are gone; the log says that they are lost."""
     config, folder = settings(tmp_path, keep=False), tmp_path / RUN
     await first_life(broker, config)
     await broker.lose_everything()
     async with asyncio.timeout(120):
-        life = asyncio.create_task(serve(config, broker.url, Stop(), connect_deadline_s=60, rebase=True))
+        life = asyncio.create_task(
+            serve(config, broker.url, Stop(), connect_deadline_s=60, rebase=True)
+        )
         await die_when(
             life,
             lambda: (
@@ -333,13 +380,18 @@ async def test_without_a_loss_it_changes_nothing(broker: Broker, tmp_path: Path)
 
     async with broker.bus() as bus:
         await answer_what_is_held(bus)
-    assert set(await last_life(broker, config, rebase=True)) <= {7, 8, 9, 10, 11, 12}  # the queue may deliver again
+    # the queue may deliver again
+    assert set(await last_life(broker, config, rebase=True)) <= {7, 8, 9, 10, 11, 12}
     assert tickets(tmp_path / RUN) == (12, 12, 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("rebase", [False, True])
-async def test_a_folder_without_its_checkpoints_is_left_as_it_is(broker: Broker, tmp_path: Path, rebase: bool) -> None:
-    """For example on a disk that is not mounted: the log was trimmed behind them, so nothing can begin again."""
+async def test_a_folder_without_its_checkpoints_is_left_as_it_is(
+    broker: Broker, tmp_path: Path, rebase: bool
+) -> None:
+    """For example on a disk that is not mounted: the log was trimmed behind them, so nothing can
+    begin again.
+    """
     config, folder = settings(tmp_path, keep=True), tmp_path / RUN
     await last_life(broker, config, rebase=False)
     (folder / "checkpoints").rename(tmp_path / "elsewhere")

@@ -16,13 +16,17 @@ from broker.server.refusal_log import RefusalLog
 from broker.server.server_supervisor import ServerSupervisor
 
 KEY = "U" + "A" * 55
-LINE = f'[1] 2026/11/26 10:00:00.0 [ERR] 127.0.0.1:1 - cid:7 - "x" - "RLEARNER_q_envhub/nkey:{KEY}" - '
+LINE = (
+    f'[1] 2026/11/26 10:00:00.0 [ERR] 127.0.0.1:1 - cid:7 - "x" - "RLEARNER_q_envhub/nkey:{KEY}" - '
+)
 
 
 async def test_a_refused_publish_is_named_with_its_identity(tmp_path: Path) -> None:
     with BrokerServer(str(tmp_path / "store"), store_max_gib=64) as server:
         supervisor = ServerSupervisor(server)
-        tokens.invite(keys_of(server.url), server.url, "envhub", "quick", name="host-2", expires_s=600)
+        tokens.invite(
+            keys_of(server.url), server.url, "envhub", "quick", name="host-2", expires_s=600
+        )
         async with stranger(server.url, "rewardhub", "quick") as one:
             for _ in range(3):
                 await one.publish("rl.other.samples")
@@ -52,9 +56,12 @@ def test_a_token_is_named(tmp_path: Path) -> None:
     with server_log.open("a") as file:
         file.write(f'{LINE}Publish Violation - Subject "RLJS.STREAM.NAMES"\n' * 2 + LINE)
     news = refusals.news(lambda: [user])
-    assert news == ["refused: envhub host-2 of run q may not publish to $JS.API.STREAM.NAMES (2 times)"]
+    assert news == [
+        "refused: envhub host-2 of run q may not publish to $JS.API.STREAM.NAMES (2 times)"
+    ]
     with server_log.open("a") as file:
-        file.write('Publish Violation - Subject "a\x1b[2Jb"\n')  # the end of the line that was half written
+        # the end of the line that was half written
+        file.write('Publish Violation - Subject "a\x1b[2Jb"\n')
     assert refusals.news(lambda: []) == [rf"refused: key {KEY} may not publish to a\x1b[2Jb"]
 
 
@@ -63,7 +70,9 @@ def test_a_rotated_log_and_the_form_of_older_servers(tmp_path: Path) -> None:
     server_log.write_text("x" * 500)
     refusals = RefusalLog(server_log)
     server_log.rename(tmp_path / "log.1")
-    server_log.write_text(f'[1] [ERR] 127.0.0.1:1 - cid:7 - Publish Violation - Nkey "{KEY}", Subject "a"\n')
+    server_log.write_text(
+        f'[1] [ERR] 127.0.0.1:1 - cid:7 - Publish Violation - Nkey "{KEY}", Subject "a"\n'
+    )
     assert refusals.news(lambda: []) == [f"refused: key {KEY} may not publish to a"]
     assert refusals.news(lambda: []) == []
 
@@ -74,5 +83,7 @@ def test_a_flood_is_told_in_few_lines(tmp_path: Path, monkeypatch: pytest.Monkey
     refusals = RefusalLog(server_log)
     for expected in (20, 10, 0):
         with server_log.open("a") as file:
-            file.writelines(f'{LINE}Publish Violation - Subject "{expected}.{n}"\n' for n in range(1000))
+            file.writelines(
+                f'{LINE}Publish Violation - Subject "{expected}.{n}"\n' for n in range(1000)
+            )
         assert len(refusals.news(lambda: [])) == expected

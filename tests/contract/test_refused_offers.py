@@ -1,4 +1,6 @@
-"""Offers that servers refuse: a wrong one ends the run, a wrong server costs only itself. Real learners and servers."""
+"""Offers that servers refuse: a wrong one ends the run, a wrong server costs only itself. Real
+learners and servers.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Process:
     def __init__(self, log: Path, module: str, *arguments: str) -> None:
         self.log = log
         with log.open("w") as file:
-            self.process = Popen([sys.executable, "-m", module, *arguments], stdout=file, stderr=file, env=ENV)
+            self.process = Popen(
+                [sys.executable, "-m", module, *arguments], stdout=file, stderr=file, env=ENV
+            )
 
     @property
     def said(self) -> str:
@@ -77,9 +81,14 @@ class Scene:
     async def fake(self, name: str, *, epoch: int = 1, version: int = 0) -> Announcer:
         """A server that only says that it refuses an offer."""
         refusal = wire.OfferRefusal(
-            epoch=epoch, version=version, kind="layout", difference="x float32[1] is in the offer but not here"
+            epoch=epoch,
+            version=version,
+            kind="layout",
+            difference="x float32[1] is in the offer but not here",
         )
-        presence = wire.Presence(role="rollout", id=name, host="h", pid=1, state="failed", refusal=refusal)
+        presence = wire.Presence(
+            role="rollout", id=name, host="h", pid=1, state="failed", refusal=refusal
+        )
         announcer = Announcer(self.bus, lambda: presence)
         await announcer.start()
         return announcer
@@ -156,7 +165,9 @@ async def test_learner_that_trains_other_logprobs_ends_with_the_first_token(
         assert server.said.count("loaded in vain") <= 3  # not one line for each try
 
 
-async def test_servers_at_fault_cost_only_themselves_and_say_so(bus: Bus, broker_url: str, tmp_path: Path) -> None:
+async def test_servers_at_fault_cost_only_themselves_and_say_so(
+    bus: Bus, broker_url: str, tmp_path: Path
+) -> None:
     async with opened(bus, broker_url, tmp_path) as scene:
         learner = scene.learner(train={"steps": 2})
         forgetful = scene.server("forgetful", "--engine", "wrong_weights:ForgetfulEngine")
@@ -180,7 +191,9 @@ async def test_servers_at_fault_cost_only_themselves_and_say_so(bus: Bus, broker
         await stranger.close()
 
 
-async def test_word_of_one_identity_never_ends_a_run_and_of_two_does(bus: Bus, broker_url: str, tmp_path: Path) -> None:
+async def test_word_of_one_identity_never_ends_a_run_and_of_two_does(
+    bus: Bus, broker_url: str, tmp_path: Path
+) -> None:
     async with opened(bus, broker_url, tmp_path) as scene:
         learner = scene.learner()
         liars, elder = [await scene.fake("liar")], await scene.fake("elder", epoch=7)
@@ -199,7 +212,9 @@ async def test_word_of_one_identity_never_ends_a_run_and_of_two_does(bus: Bus, b
         assert [checkpoint.read_checkpoint(path).step for path in kept] == [0]
 
 
-async def test_weight_that_becomes_nan_is_named_and_not_saved(bus: Bus, broker_url: str, tmp_path: Path) -> None:
+async def test_weight_that_becomes_nan_is_named_and_not_saved(
+    bus: Bus, broker_url: str, tmp_path: Path
+) -> None:
     async with opened(bus, broker_url, tmp_path) as scene:
         saved = {"every_steps": 1}
         learner = scene.learner(train={"backend": "wrong_weights:BrokenBackend"}, checkpoint=saved)
@@ -214,7 +229,9 @@ async def test_weight_that_becomes_nan_is_named_and_not_saved(bus: Bus, broker_u
         assert checkpoint.list_checkpoints(tmp_path / bus.run / "checkpoints") == []
 
 
-async def test_run_whose_gradients_are_never_finite_ends(bus: Bus, broker_url: str, tmp_path: Path) -> None:
+async def test_run_whose_gradients_are_never_finite_ends(
+    bus: Bus, broker_url: str, tmp_path: Path
+) -> None:
     async with opened(bus, broker_url, tmp_path) as scene:
         train: dict[str, object] = {"backend": "wrong_weights:SkippingBackend", "steps": 20}
         learner = scene.learner(train=train)
@@ -228,7 +245,9 @@ async def test_run_whose_gradients_are_never_finite_ends(bus: Bus, broker_url: s
 
 
 @pytest.mark.parametrize("role", ["learner", "server"])
-async def test_model_with_nan_is_refused_with_its_file(bus: Bus, broker_url: str, tmp_path: Path, role: str) -> None:
+async def test_model_with_nan_is_refused_with_its_file(
+    bus: Bus, broker_url: str, tmp_path: Path, role: str
+) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -243,7 +262,10 @@ async def test_model_with_nan_is_refused_with_its_file(bus: Bus, broker_url: str
         if role == "learner":
             learner = scene.learner(model={"path": str(broken), "tiny": fleet.TINY})
             assert await learner.ended() == 2
-            assert f"error: model.path: '{broken}' is not allowed; a model of finite weights: {named}" in learner.said
+            assert (
+                f"error: model.path: '{broken}' is not allowed; a model of finite weights: {named}"
+                in learner.said
+            )
             return
         scene.learner(model={"path": str(path), "tiny": fleet.TINY})
         server = scene.server("s", "--policy", "baseline", "--model", str(broken))

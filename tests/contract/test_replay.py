@@ -49,7 +49,14 @@ def test_the_same_numbers_and_tensors_as_a_run_that_was_killed(
     code, out, err = replay(capsys, killed, "--from", "0", "--to", str(STEPS), "--json")
     found = json.loads(out)
     assert (code, err) == (0, "")
-    expected = {"run": "resume", "from": 0, "to": STEPS, "steps": STEPS, "identical": True, "identical_steps": STEPS}
+    expected = {
+        "run": "resume",
+        "from": 0,
+        "to": STEPS,
+        "steps": STEPS,
+        "identical": True,
+        "identical_steps": STEPS,
+    }
     assert {name: found[name] for name in expected} == expected
     assert found["first_difference"] is None
     assert sorted(found["digests"]) == ["6", "7"]
@@ -69,11 +76,21 @@ def test_from_the_checkpoint_before(killed: Path, capsys: pytest.CaptureFixture[
     assert out.splitlines()[0].endswith("model (step 0) to step 1")
 
 
-def test_from_a_checkpoint_that_was_pruned(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Refused, with what exists; the beginning is named only while the run can be replayed from there."""
-    pruned = "error: --from 4: no checkpoint of step 4 is kept; there are checkpoints of steps 6, 7; "
+def test_from_a_checkpoint_that_was_pruned(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused, with what exists; the beginning is named only while the run can be replayed from
+    there.
+    """
+    pruned = (
+        "error: --from 4: no checkpoint of step 4 is kept; there are checkpoints of steps 6, 7; "
+    )
     code, out, err = replay(capsys, copied, "--from", "4", "--to", "7")
-    assert (code, out, err) == (2, "", pruned + "the run can be replayed from its beginning (--from 0)\n")
+    assert (code, out, err) == (
+        2,
+        "",
+        pruned + "the run can be replayed from its beginning (--from 0)\n",
+    )
     shutil.rmtree(copied / "model")
     code, _, err = replay(capsys, copied, "--from", "4", "--to", "7", "--json")
     gone = f"{copied / 'model'}: the initial weights of the run are missing"
@@ -114,9 +131,14 @@ def test_other_records_make_a_difference(copied: Path, capsys: pytest.CaptureFix
     assert json.loads(out)["first_difference"]["differences"][0].startswith("made of tickets [")
 
 
-def test_what_is_not_there_is_said_in_one_line(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_there_is_said_in_one_line(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, _, err = replay(capsys, copied, "--from", "3", "--to", "9")
-    assert (code, err) == (2, f"error: --from 3 --to 9: expected 0 <= from < to <= {STEPS}, as run resume has made\n")
+    assert (code, err) == (
+        2,
+        f"error: --from 3 --to 9: expected 0 <= from < to <= {STEPS}, as run resume has made\n",
+    )
     archive.truncate_after(copied / archive.FOLDER, 13)
     code, _, err = replay(capsys, copied, "--from", "0", "--to", "4")
     assert (code, err.count("\n")) == (2, 1)
@@ -130,8 +152,8 @@ def test_what_is_not_there_is_said_in_one_line(copied: Path, capsys: pytest.Capt
 def test_a_counterfactual_trains_otherwise_on_the_same_groups(
     killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Another learning rate shows from the second step on; in the first, all but the rate itself is the run's own, bit
-    for bit.
+    """Another learning rate shows from the second step on; in the first, all but the rate itself is
+    the run's own, bit for bit.
     """
     out = tmp_path / "faster"
     code, printed, err = replay(
@@ -153,21 +175,38 @@ def test_a_counterfactual_trains_otherwise_on_the_same_groups(
     assert not differs[0]
     assert {"actor/pg_loss", "actor/entropy", "actor/grad_norm"} <= differs[1]
     config = yaml.safe_load((out / "config.yaml").read_text())
-    assert (config["run"]["name"], config["run"]["dir"], config["train"]["lr"]) == ("faster", str(tmp_path), 0.01)
-    assert [path.name for path in checkpoint.list_checkpoints(out / "checkpoints")] == ["step-000003"]
-    code, _, err = replay(capsys, killed, "--from", "0", "--to", "3", "--out", str(out), "train.lr=0.01")
-    assert (code, err) == (2, f"error: --out {out}: already exists; name an empty or a new folder\n")
+    assert (config["run"]["name"], config["run"]["dir"], config["train"]["lr"]) == (
+        "faster",
+        str(tmp_path),
+        0.01,
+    )
+    assert [path.name for path in checkpoint.list_checkpoints(out / "checkpoints")] == [
+        "step-000003"
+    ]
+    code, _, err = replay(
+        capsys, killed, "--from", "0", "--to", "3", "--out", str(out), "train.lr=0.01"
+    )
+    assert (code, err) == (
+        2,
+        f"error: --out {out}: already exists; name an empty or a new folder\n",
+    )
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.groups_per_step=2", "train.groups_per_step: 2 is not allowed; a replay trains on the same data"),
+        (
+            "train.groups_per_step=2",
+            "train.groups_per_step: 2 is not allowed; a replay trains on the same data",
+        ),
         (
             "algorithm.filter_zero_variance=true",
             "algorithm.filter_zero_variance: True is not allowed; a replay trains on the same data",
         ),
-        ("domains.lake.group_size=8", "domains.lake.group_size: 8 is not allowed; a replay trains on the same data"),
+        (
+            "domains.lake.group_size=8",
+            "domains.lake.group_size: 8 is not allowed; a replay trains on the same data",
+        ),
         (
             "algorithm.adv_estimator=remax",
             "algorithm.adv_estimator: 'remax' is not allowed; remax needs greedy episodes",

@@ -1,4 +1,6 @@
-"""Real reward hubs on a real broker: scored once, passed on, closed with a reason, never lost, never a made-up zero."""
+"""Real reward hubs on a real broker: scored once, passed on, closed with a reason, never lost,
+never a made-up zero.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,13 @@ CONFIG: dict[str, Any] = {
         "trap": {"env": "qa", "rewards": [{"name": f"{FUNCTIONS}:hangs_on_x"}]},
         "lake": {"env": "frozenlake"},
     },
-    "rewardhub": {"workers": 2, "timeout_s": 1.0, "max_retries": 1, "max_groups": 4, "drain_timeout_s": 20.0},
+    "rewardhub": {
+        "workers": 2,
+        "timeout_s": 1.0,
+        "max_retries": 1,
+        "max_groups": 4,
+        "drain_timeout_s": 20.0,
+    },
 }
 
 
@@ -50,7 +58,9 @@ def trajectory(episode: int, response: str) -> wire.Trajectory:
         loss_mask=wire.column([0, 1, 1], "|u1"),
         logprobs=wire.column([0, -1, -2], "<f4"),
         version_runs=wire.column([4, 2], "<i4"),
-        turns=[wire.Turn(start=1, end=3, reward=0.0, valid=True, finish_reason="stop", server="r1")],
+        turns=[
+            wire.Turn(start=1, end=3, reward=0.0, valid=True, finish_reason="stop", server="r1")
+        ],
         reward=0.0,
         reward_parts={},
         success=False,
@@ -60,7 +70,11 @@ def trajectory(episode: int, response: str) -> wire.Trajectory:
 
 
 def group(
-    ticket: int, *responses: str, domain: str = "qa", pools: tuple[str, ...] = ("default", "style"), eval_step: int = -1
+    ticket: int,
+    *responses: str,
+    domain: str = "qa",
+    pools: tuple[str, ...] = ("default", "style"),
+    eval_step: int = -1,
 ) -> wire.Group:
     return wire.Group(
         ticket=ticket, domain=domain, task_index=0, min_version=0, hub="e1", deliveries=1, pools=list(pools),
@@ -90,7 +104,12 @@ class HubProcess:
 
 @asynccontextmanager
 async def hub(
-    url: str, run: str, name: str, *words: str, program: tuple[str, ...] = ("-m", "rewardhub.cli"), **variables: str
+    url: str,
+    run: str,
+    name: str,
+    *words: str,
+    program: tuple[str, ...] = ("-m", "rewardhub.cli"),
+    **variables: str,
 ) -> AsyncIterator[HubProcess]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, *program, "--broker", url, "--run", run, "--id", name, *words,
@@ -107,7 +126,9 @@ async def hub(
 
 
 async def publish_spec(bus: Bus, config: dict[str, Any] = CONFIG) -> None:
-    spec = wire.RunSpec(run=bus.run, wire_version=wire.WIRE_VERSION, epoch=1, config=config, model_path="none")
+    spec = wire.RunSpec(
+        run=bus.run, wire_version=wire.WIRE_VERSION, epoch=1, config=config, model_path="none"
+    )
     await runspec.publish_runspec(bus, spec)
 
 
@@ -119,10 +140,18 @@ async def put_bytes(bus: Bus, pool: str, data: bytes, ticket: int, eval_step: in
     headers = {wire.TICKET_HEADER: str(ticket)} if ticket else {}
     if eval_step >= 0:
         headers[wire.EVAL_HEADER] = str(eval_step)
-    await store(bus.link, EPISODES.stream_name(bus.run), EPISODES.subject(bus.run, f"{pool}.tickets-9"), data, headers)
+    await store(
+        bus.link,
+        EPISODES.stream_name(bus.run),
+        EPISODES.subject(bus.run, f"{pool}.tickets-9"),
+        data,
+        headers,
+    )
 
 
-async def records(bus: Bus, stream: Stream, count: int, within_s: float = LONG_S) -> list[LogRecord]:
+async def records(
+    bus: Bus, stream: Stream, count: int, within_s: float = LONG_S
+) -> list[LogRecord]:
     """The first ``count`` records of a log."""
     found: list[LogRecord] = []
     async with asyncio.timeout(within_s):
@@ -160,7 +189,11 @@ async def test_groups_visit_their_pools_and_end_in_their_log(bus: Bus, broker_ur
             {"math_answer": 1.0, "length": 7.0},
             True,
         )
-        assert (wrong.reward, wrong.reward_parts, wrong.success) == (-7 / 8, {"math_answer": 0.0, "length": 7.0}, False)
+        assert (wrong.reward, wrong.reward_parts, wrong.success) == (
+            -7 / 8,
+            {"math_answer": 0.0, "length": 7.0},
+            False,
+        )
         assert done.reward_s > 0
         assert done.reference == "6 * 7 = 42\n#### 42"
     assert isinstance(measured.message, wire.Group)
@@ -168,9 +201,13 @@ async def test_groups_visit_their_pools_and_end_in_their_log(bus: Bus, broker_ur
     assert await bus.last_seq(DEAD) == 0
 
 
-async def test_a_costly_answer_scores_the_lowest_and_its_group_goes_on(bus: Bus, broker_url: str) -> None:
+async def test_a_costly_answer_scores_the_lowest_and_its_group_goes_on(
+    bus: Bus, broker_url: str
+) -> None:
     await publish_spec(bus, {**CONFIG, "rewardhub": {**CONFIG["rewardhub"], "timeout_s": 60.0}})
-    await put(bus, group(1, r"\boxed{\binom{10^9}{5\cdot 10^8}}", "#### 42", r"\boxed{10^{10^{10}}}"))
+    await put(
+        bus, group(1, r"\boxed{\binom{10^9}{5\cdot 10^8}}", "#### 42", r"\boxed{10^{10^{10}}}")
+    )
     async with hub(broker_url, bus.run, "both"):
         (record,) = await records(bus, SAMPLES, 1)
     assert isinstance(record.message, wire.Group)
@@ -183,9 +220,13 @@ async def test_a_costly_answer_scores_the_lowest_and_its_group_goes_on(bus: Bus,
     assert await bus.last_seq(DEAD) == 0
 
 
-async def test_a_group_in_parts_is_scored_and_its_learner_keeps_one_upload(bus: Bus, broker_url: str) -> None:
+async def test_a_group_in_parts_is_scored_and_its_learner_keeps_one_upload(
+    bus: Bus, broker_url: str
+) -> None:
     await publish_spec(bus)
-    one = large_groups.group(1, 5 * large_groups.MB, domain="qa", pools=["default", "style"], reference="#### 42")
+    one = large_groups.group(
+        1, 5 * large_groups.MB, domain="qa", pools=["default", "style"], reference="#### 42"
+    )
     await put(bus, one)
     async with (
         hub(broker_url, bus.run, "math", "--pools", "default"),
@@ -196,7 +237,8 @@ async def test_a_group_in_parts_is_scored_and_its_learner_keeps_one_upload(bus: 
         assert isinstance(record.message, wire.Group)
         assert (record.message.pools, record.message.reward_hubs) == ([], ["math", "style"])
         assert record.message.trajectories[0].token_ids == one.trajectories[0].token_ids
-    assert (await bus.depth(PARTS))[""] == 15  # of the environment hub and of both pools; hubs may delete none
+    # of the environment hub and of both pools; hubs may delete none
+    assert (await bus.depth(PARTS))[""] == 15
     assert record.parted is not None
     bus.drop_other_parts(record.parted)
 
@@ -207,7 +249,9 @@ async def test_a_group_in_parts_is_scored_and_its_learner_keeps_one_upload(bus: 
     assert (await records(bus, SAMPLES, 1))[0].message == record.message
 
 
-async def test_a_reward_that_hangs_closes_its_ticket_and_nothing_else(bus: Bus, broker_url: str) -> None:
+async def test_a_reward_that_hangs_closes_its_ticket_and_nothing_else(
+    bus: Bus, broker_url: str
+) -> None:
     await publish_spec(bus)
     bad = group(1, "fine", "x", domain="trap", pools=("default",))
     await put(bus, bad)
@@ -220,20 +264,33 @@ async def test_a_reward_that_hangs_closes_its_ticket_and_nothing_else(bus: Bus, 
     by_ticket = {record.ticket: record.message for record in found}
     closed = by_ticket.pop(1)
     assert isinstance(closed, wire.Closed)
-    assert (closed.reason, closed.domain, closed.by, closed.eval_step) == ("reward_error", "trap", "h", -1)
+    assert (closed.reason, closed.domain, closed.by, closed.eval_step) == (
+        "reward_error",
+        "trap",
+        "h",
+        -1,
+    )
     assert closed.detail.startswith("episode 1: ")
     assert closed.detail.endswith("hangs_on_x: no score within 1 s (after 2 tries)")
     assert sorted(by_ticket) == [2, 3, 4, 5, 6, 7]
     assert all(
-        isinstance(m, wire.Group) and [t.reward for t in m.trajectories] == [1.0, 1.0] for m in by_ticket.values()
+        isinstance(m, wire.Group) and [t.reward for t in m.trajectories] == [1.0, 1.0]
+        for m in by_ticket.values()
     )
     letter = dead.message
     assert isinstance(letter, wire.DeadLetter)
-    assert (letter.stream, letter.ticket, letter.by, letter.data) == ("episodes", 1, "h", codec.encode(bad))
+    assert (letter.stream, letter.ticket, letter.by, letter.data) == (
+        "episodes",
+        1,
+        "h",
+        codec.encode(bad),
+    )
     assert letter.reason.startswith("reward_error: episode 1: ")
 
 
-async def test_malformed_messages_close_their_ticket_by_the_header_and_work_goes_on(bus: Bus, broker_url: str) -> None:
+async def test_malformed_messages_close_their_ticket_by_the_header_and_work_goes_on(
+    bus: Bus, broker_url: str
+) -> None:
     await publish_spec(bus)
     unknown_field = msgspec.msgpack.encode(
         {**msgspec.msgpack.decode(codec.encode(group(12, "a", eval_step=5))), "extra": 1}
@@ -249,7 +306,9 @@ async def test_malformed_messages_close_their_ticket_by_the_header_and_work_goes
         (of_evaluation,) = await records(bus, EVALS, 1)
         letters = await records(bus, DEAD, 5)
         await until(lambda: empty(bus))
-    closed = {r.ticket: r.message for r in [*found, of_evaluation] if isinstance(r.message, wire.Closed)}
+    closed = {
+        r.ticket: r.message for r in [*found, of_evaluation] if isinstance(r.message, wire.Closed)
+    }
     assert {ticket: message.reason for ticket, message in closed.items()} == dict.fromkeys(
         (11, 12, 13, 14), "malformed"
     )
@@ -257,7 +316,13 @@ async def test_malformed_messages_close_their_ticket_by_the_header_and_work_goes
     assert closed[13].detail == "in the queue of pool default, but its pools are ['style']"
     assert closed[14].detail == "domain 'elsewhere' is not a domain of the run: qa, trap, lake"
     assert [r.ticket for r in found if isinstance(r.message, wire.Group)] == [15]
-    assert sorted(r.message.ticket for r in letters if isinstance(r.message, wire.DeadLetter)) == [0, 11, 12, 13, 14]
+    assert sorted(r.message.ticket for r in letters if isinstance(r.message, wire.DeadLetter)) == [
+        0,
+        11,
+        12,
+        13,
+        14,
+    ]
     assert {r.message.data for r in letters if isinstance(r.message, wire.DeadLetter)} >= {
         b"\xc1 not MessagePack",
         unknown_field,
@@ -280,7 +345,11 @@ async def test_a_hub_that_is_killed_loses_nothing(bus: Bus, broker_url: str) -> 
         await until(lambda: empty(bus))
     assert isinstance(found[0].message, wire.Group)
     assert isinstance(found[1].message, wire.Closed)
-    assert (found[1].message.ticket, found[1].message.reason, found[1].message.by) == (1, "reward_error", "second")
+    assert (found[1].message.ticket, found[1].message.reason, found[1].message.by) == (
+        1,
+        "reward_error",
+        "second",
+    )
 
 
 async def test_draining_finishes_what_it_has_and_leaves_the_rest(bus: Bus, broker_url: str) -> None:
@@ -321,20 +390,28 @@ async def test_metrics_tell_what_it_does(bus: Bus, broker_url: str) -> None:
     await asyncio.gather(watching, return_exceptions=True)
     scored = next(m for m in seen if "reward/mean" in m.values)
     assert (scored.role, scored.id) == ("rewardhub", "h")
-    assert (scored.values["reward/mean"], scored.values["reward_parts/math_answer/mean"]) == (1.0, 0.5)
+    assert (scored.values["reward/mean"], scored.values["reward_parts/math_answer/mean"]) == (
+        1.0,
+        0.5,
+    )
     assert scored.values["time/reward"] > 0
     assert seen[-1].values["process/cpu_s"] > 0.1
 
 
-async def test_a_run_without_rewards_keeps_the_hub_idle_until_it_ends(bus: Bus, broker_url: str) -> None:
+async def test_a_run_without_rewards_keeps_the_hub_idle_until_it_ends(
+    bus: Bus, broker_url: str
+) -> None:
     await publish_spec(bus, {"domains": {"lake": {"env": "frozenlake"}}})
     roster = Roster(bus)
     await roster.start()
     async with hub(broker_url, bus.run, "h") as one, asyncio.timeout(LONG_S):
-        while not roster.alive("rewardhub"):  # who joins a run that is stopped already waits for it to begin again
+        # who joins a run that is stopped already waits for it to begin again
+        while not roster.alive("rewardhub"):
             await roster.changed(0.5)
         await roster.close()
-        await bus.key_value(CONTROL).put(bus.run, wire.DesiredState(state="stopped", reason="all steps done"))
+        await bus.key_value(CONTROL).put(
+            bus.run, wire.DesiredState(state="stopped", reason="all steps done")
+        )
         code, error = await one.wait()
     assert code == 0, error
     assert "no domain of this run has a reward for a hub" in error
@@ -343,7 +420,11 @@ async def test_a_run_without_rewards_keeps_the_hub_idle_until_it_ends(bus: Bus, 
 @pytest.mark.parametrize(
     ("words", "change", "line"),
     [
-        (("--pools", "styel"), {}, "error: --pools: 'styel' is not allowed; the pools of this run are default, style"),
+        (
+            ("--pools", "styel"),
+            {},
+            "error: --pools: 'styel' is not allowed; the pools of this run are default, style",
+        ),
         (
             (),
             {"name": "/nowhere/f.py:score"},
@@ -375,7 +456,9 @@ async def test_dedicated_hubs_for_each_kind_of_reward(bus: Bus, broker_url: str)
         if "nonsense" in asked[-1]:
             return web.json_response({"error": {"message": "the policy of this house"}}, status=400)
         usage = {"prompt_tokens": 30, "completion_tokens": 10}
-        return web.json_response({"choices": [{"message": {"content": "Score: 8"}}], "usage": usage})
+        return web.json_response(
+            {"choices": [{"message": {"content": "Score: 8"}}], "usage": usage}
+        )
 
     app = web.Application()
     app.router.add_route("*", "/v1/{rest:.*}", answer)
@@ -401,7 +484,10 @@ async def test_dedicated_hubs_for_each_kind_of_reward(bus: Bus, broker_url: str)
         "error: --rewards format: pool default also holds length (domains.qa.rewards.2); give one of them a "
         "separate pool"
     )
-    assert (code, [text for text in error.splitlines() if text.startswith("error: ")]) == (2, [line])
+    assert (code, [text for text in error.splitlines() if text.startswith("error: ")]) == (
+        2,
+        [line],
+    )
     async with (
         hub(broker_url, bus.run, "judging", "--rewards", "judge"),
         hub(broker_url, bus.run, "rules", "--rewards", "format,length"),
@@ -421,7 +507,8 @@ async def test_dedicated_hubs_for_each_kind_of_reward(bus: Bus, broker_url: str)
         "judge/asked": 1.0,
         "judge/truncated": 0.0,
     }
-    assert good.reward_parts == {"judge": 0.8, **notes, "format": 1.0, "length": -0.5}  # 2 of 4 tokens
+    # 2 of 4 tokens
+    assert good.reward_parts == {"judge": 0.8, **notes, "format": 1.0, "length": -0.5}
     assert (good.reward, good.success) == (pytest.approx(0.8 + 0.5 - 0.5), False)
     assert bad.reward == pytest.approx(0.8 - 0.5)
     assert isinstance(closed, wire.Closed)
@@ -435,7 +522,14 @@ async def test_dedicated_hubs_for_each_kind_of_reward(bus: Bus, broker_url: str)
 
 async def served_by(bus: Bus, name: str) -> list[str] | None:
     """The pools that a hub says it serves, None before it has said anything."""
-    return next((one.serves for one in await census(bus, bus.run) if one.id == name and one.state == "serving"), None)
+    return next(
+        (
+            one.serves
+            for one in await census(bus, bus.run)
+            if one.id == name and one.state == "serving"
+        ),
+        None,
+    )
 
 
 async def test_a_running_hub_follows_the_pools_of_a_new_epoch(bus: Bus, broker_url: str) -> None:
@@ -452,7 +546,13 @@ async def test_a_running_hub_follows_the_pools_of_a_new_epoch(bus: Bus, broker_u
     async with hub(broker_url, bus.run, "h1"):
         await serves()
         await publish_spec(
-            bus, {**CONFIG, "domains": {"qa": {"env": "qa", "rewards": [{"name": "math_answer", "pool": "late"}]}}}
+            bus,
+            {
+                **CONFIG,
+                "domains": {
+                    "qa": {"env": "qa", "rewards": [{"name": "math_answer", "pool": "late"}]}
+                },
+            },
         )
         await serves("late")
         await put(bus, group(1, "#### 42", "#### 41", pools=("late",)))

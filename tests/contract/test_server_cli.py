@@ -32,7 +32,12 @@ def command(*arguments: str) -> list[str]:
 def broker(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RL_")}
     return subprocess.run(
-        command(*arguments), capture_output=True, text=True, timeout=120, env=clean | env, check=False
+        command(*arguments),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=clean | env,
+        check=False,
     )
 
 
@@ -54,7 +59,8 @@ def fails(result: subprocess.CompletedProcess[str], pattern: str) -> None:
     assert "Traceback" not in result.stderr
 
 
-# -------------------------------------------------------------------------------------------------------- serve
+# --------------------------------------------------------------------------------------------------------
+# serve
 
 
 def test_serve_runs_until_it_is_stopped(tmp_path: Path) -> None:
@@ -104,7 +110,9 @@ def test_serve_says_when_the_server_ends_by_itself(tmp_path: Path) -> None:
         child.kill()
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 1  # so that a service manager starts it again
-    assert re.search(r"^error: nats-server exited unexpectedly, see .*nats-server\.log$", errors, re.MULTILINE)
+    assert re.search(
+        r"^error: nats-server exited unexpectedly, see .*nats-server\.log$", errors, re.MULTILINE
+    )
 
 
 def test_serve_refuses_a_taken_port_and_other_addresses(tmp_path: Path) -> None:
@@ -112,7 +120,10 @@ def test_serve_refuses_a_taken_port_and_other_addresses(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        fails(broker("serve", "--port", port, "--store", str(tmp_path)), f"port {port} on 127.0.0.1 is already in use")
+        fails(
+            broker("serve", "--port", port, "--store", str(tmp_path)),
+            f"port {port} on 127.0.0.1 is already in use",
+        )
     fails(
         broker("serve", "--bind", "0.0.0.0", "--store", str(tmp_path)),
         r"--bind: '0\.0\.0\.0' is not allowed; one address of this host",
@@ -122,12 +133,14 @@ def test_serve_refuses_a_taken_port_and_other_addresses(tmp_path: Path) -> None:
     assert "'70000' is not a port; use 0 to 65535" in result.stderr
 
 
-# ----------------------------------------------------------------------------------------------- status, control
+# -----------------------------------------------------------------------------------------------
+# status, control
 
 
 async def test_status_shows_runs_processes_and_depths(run: Bus, broker_url: str) -> None:
     there = [
-        wire.Presence(role=role, id=f"{role}-1", host="h", pid=1, state="serving") for role in ("rollout", "envhub")
+        wire.Presence(role=role, id=f"{role}-1", host="h", pid=1, state="serving")
+        for role in ("rollout", "envhub")
     ]
     announcers = [Announcer(run, lambda one=one: one) for one in there]  # type: ignore[misc]
     for announcer in announcers:
@@ -146,7 +159,12 @@ async def test_status_shows_runs_processes_and_depths(run: Bus, broker_url: str)
     assert result.returncode == 0, result.stderr
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert lines[1] == f"{run.run}: running; 1 envhub, 1 rollout"
-    assert {"tickets lake 3", "episodes judge 1", "samples 2 kept, 4 written", "dead 0 kept, 0 written"} <= set(lines)
+    assert {
+        "tickets lake 3",
+        "episodes judge 1",
+        "samples 2 kept, 4 written",
+        "dead 0 kept, 0 written",
+    } <= set(lines)
     (found,) = plain["runs"]
     assert (found["run"], found["state"]) == (run.run, "running")
     assert found["processes"] == {"envhub": 1, "rollout": 1}
@@ -155,7 +173,9 @@ async def test_status_shows_runs_processes_and_depths(run: Bus, broker_url: str)
 
 
 async def test_control_tells_the_run(run: Bus, broker_url: str) -> None:
-    result = broker("control", "paused", "--reason", "new disk", "--broker", broker_url, "--run", run.run)
+    result = broker(
+        "control", "paused", "--reason", "new disk", "--broker", broker_url, "--run", run.run
+    )
     assert (result.returncode, result.stdout) == (0, f"{run.run}: paused\n")
     found = await run.key_value(CONTROL).get(run.run)
     assert found is not None
@@ -166,17 +186,24 @@ async def test_control_tells_the_run(run: Bus, broker_url: str) -> None:
 
 
 async def test_runs_that_cannot_be_told(run: Bus, broker_url: str) -> None:
-    fails(broker("dead", "list", "--broker", broker_url, "--run", "nope"), "no run 'nope' on the broker; there is .*")
+    fails(
+        broker("dead", "list", "--broker", broker_url, "--run", "nope"),
+        "no run 'nope' on the broker; there is .*",
+    )
     gone = broker("status", "--broker", "nats://127.0.0.1:9", "--connect-deadline", "0.5")
     fails(gone, r"no broker answered at nats://127\.0\.0\.1:9")
     assert gone.stderr.count("\n") == 1
 
 
-# ------------------------------------------------------------------------------------------------- dead letters
+# -------------------------------------------------------------------------------------------------
+# dead letters
 
 
 async def test_dead_letters_are_listed_shown_and_purged(
-    run: Bus, broker_url: str, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+    run: Bus,
+    broker_url: str,
+    capfdbinary: pytest.CaptureFixture[bytes],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RL_BROKER", broker_url)
     monkeypatch.setenv("RL_RUN", run.run)
@@ -186,7 +213,9 @@ async def test_dead_letters_are_listed_shown_and_purged(
         return capfdbinary.readouterr().out.decode()
 
     assert await dead("list") == ""
-    await run.dead_letter(SAMPLES, seq=17, ticket=4, reason="Group: unknown field `x`", data=b"\x81\xa1x\x01")
+    await run.dead_letter(
+        SAMPLES, seq=17, ticket=4, reason="Group: unknown field `x`", data=b"\x81\xa1x\x01"
+    )
     await run.dead_letter(EPISODES, seq=0, ticket=0, reason="bad\x1b[2J", data=b"\xc1\x00")
     whole = codec.encode(EXAMPLES[wire.Ticket])
     await run.dead_letter(TICKETS, seq=1, ticket=9, reason="odd", data=whole)
@@ -206,11 +235,22 @@ async def test_dead_letters_are_listed_shown_and_purged(
         await dead("show", "8")
     listed = json.loads(await dead("list", "--json"))
     assert (listed["run"], [one["number"] for one in listed["letters"]]) == (run.run, [1, 2, 3])
-    second = {"number": 2, "stream": "episodes", "sequence": 0, "ticket": 0, "by": run.name, "bytes": 2}
+    second = {
+        "number": 2,
+        "stream": "episodes",
+        "sequence": 0,
+        "ticket": 0,
+        "by": run.name,
+        "bytes": 2,
+    }
     assert listed["letters"][1] == {**second, "reason": "bad\x1b[2J"}
     assert json.loads(await dead("show", "2", "--json"))["data"] == b64encode(b"\xc1\x00").decode()
     third = json.loads(await dead("show", "3", "--json"))
-    assert (third["type"], third["message"]["number"], third["message"]["domain"]) == ("Ticket", 417, "lake")
+    assert (third["type"], third["message"]["number"], third["message"]["domain"]) == (
+        "Ticket",
+        417,
+        "lake",
+    )
     assert await dead("purge", "--through", "1") == f"1 dead letters deleted from run {run.run}\n"
     assert [line[0] for line in (await dead("list")).splitlines()] == ["2", "3"]
     assert json.loads(await dead("purge", "--json")) == {"run": run.run, "deleted": 2}
@@ -220,11 +260,16 @@ async def test_dead_letters_are_listed_shown_and_purged(
 async def test_the_command_lists_dead_letters(run: Bus, broker_url: str) -> None:
     await run.dead_letter(SAMPLES, seq=17, ticket=4, reason="odd", data=b"x")
     result = broker("dead", "list", "--broker", broker_url, "--run", run.run)
-    assert (result.returncode, result.stdout) == (0, f"1  samples 17, ticket 4, 1 bytes, by {run.name}: odd\n")
+    assert (result.returncode, result.stdout) == (
+        0,
+        f"1  samples 17, ticket 4, 1 bytes, by {run.name}: odd\n",
+    )
     assert result.stderr.endswith(f"1 dead letter in run {run.run}\n")
 
 
-async def test_a_stopped_run_stays_stopped_until_its_learner_starts_again(run: Bus, broker_url: str) -> None:
+async def test_a_stopped_run_stays_stopped_until_its_learner_starts_again(
+    run: Bus, broker_url: str
+) -> None:
     where = ("--broker", broker_url, "--run", run.run)
     assert broker("control", "stopped", "--reason", "all steps are done", *where).returncode == 0
     for state in ("paused", "running", "draining"):

@@ -27,7 +27,8 @@ from rollout.engines.sglang.engine import SGLangEngine
 
 
 @pytest.mark.parametrize(
-    "shape", [{"temperature": 0.0}, {"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.1}, {"temperature": 0.6}]
+    "shape",
+    [{"temperature": 0.0}, {"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.1}, {"temperature": 0.6}],
 )
 async def test_logprobs_are_those_of_the_distribution_drawn_from(
     shape: dict[str, float], engine: SGLangEngine, trained: SlotModel
@@ -36,14 +37,16 @@ async def test_logprobs_are_those_of_the_distribution_drawn_from(
     if shape.get("temperature") == 0.0:
         assert list(output.logprobs) == [0.0] * 12
         return
-    logits = torch.log_softmax(full_logits(trained, [*PROMPT, *output.token_ids]) / shape.get("temperature", 1.0), -1)
+    logits = torch.log_softmax(
+        full_logits(trained, [*PROMPT, *output.token_ids]) / shape.get("temperature", 1.0), -1
+    )
     kept = logits[len(PROMPT) - 1 : -1]
     if "top_k" in shape:
         kept = kept.masked_fill(kept < kept.topk(5).values[:, -1:], float("-inf")).log_softmax(-1)
     elif "min_p" in shape:
-        kept = kept.masked_fill(kept.exp() < 0.1 * kept.exp().max(-1, keepdim=True).values, float("-inf")).log_softmax(
-            -1
-        )
+        kept = kept.masked_fill(
+            kept.exp() < 0.1 * kept.exp().max(-1, keepdim=True).values, float("-inf")
+        ).log_softmax(-1)
     elif "top_p" in shape:
         order = kept.sort(descending=True)
         before = order.values.exp().cumsum(-1) - order.values.exp()
@@ -75,13 +78,16 @@ async def test_the_likeliest_tokens_of_a_context(engine: SGLangEngine, trained: 
     assert np.abs(output.top_logprobs - logprobs).max() < 1e-5
 
 
-async def test_a_stop_string_that_an_update_cuts_in_two_is_found(model_path: str, trained: SlotModel) -> None:
+async def test_a_stop_string_that_an_update_cuts_in_two_is_found(
+    model_path: str, trained: SlotModel
+) -> None:
     tokenizer = Tokenizer.load(model_path)
     async with double() as server:
         engine = SGLangEngine(config(model_path, server.command))
         await engine.start()
         free = list((await engine.generate(ask("free", max_tokens=120))).token_ids)
-        stop = tokenizer.decode(free[:90], skip_special_tokens=False)  # so long that the update comes before its end
+        # so long that the update comes before its end
+        stop = tokenizer.decode(free[:90], skip_special_tokens=False)
         running = asyncio.create_task(engine.generate(ask("long", max_tokens=120, stop=[stop])))
         await server.stand(20)
         await engine.update_weights(scaled(trained, 1.0), 1, "recompute", None)
@@ -93,7 +99,9 @@ async def test_a_stop_string_that_an_update_cuts_in_two_is_found(model_path: str
     assert sum(count for _, count in output.version_runs) == len(output.logprobs) == 90
 
 
-async def test_an_abort_that_comes_too_early_is_said_again(engine: SGLangEngine, server: Double) -> None:
+async def test_an_abort_that_comes_too_early_is_said_again(
+    engine: SGLangEngine, server: Double
+) -> None:
     server.deaf = 2
     running = asyncio.create_task(engine.generate(ask("x", max_tokens=120)))
     await server.stand(1)
@@ -118,12 +126,17 @@ async def test_an_answer_of_another_shape_costs_its_request_alone(
     with monkeypatch.context() as patch:
         patch.setattr(request_queue, "read_leg", lambda *_: 1 // 0)
         output = await asyncio.wait_for(engine.generate(ask("x")), LONG_S)
-    assert output.error == "SGLang's answer cannot be read: ZeroDivisionError: integer division or modulo by zero"
+    assert (
+        output.error
+        == "SGLang's answer cannot be read: ZeroDivisionError: integer division or modulo by zero"
+    )
     assert len((await engine.generate(ask("y"))).token_ids) == 12
     assert engine.stats().running == 0
 
 
-async def test_the_longest_go_first_and_no_more_than_fit(engine: SGLangEngine, server: Double) -> None:
+async def test_the_longest_go_first_and_no_more_than_fit(
+    engine: SGLangEngine, server: Double
+) -> None:
     lengths = [10, 20, 5, 15, 30, 25, 35, 40]
     await asyncio.gather(*(engine.generate(ask(f"r{n}", seed=n, max_tokens=n)) for n in lengths))
     sent = [body["sampling_params"]["max_new_tokens"] for body in server.asked("/generate")[1:]]

@@ -1,4 +1,6 @@
-"""The engine sglang takes new weights: versions of tokens, requests in flight, what fails on the way."""
+"""The engine sglang takes new weights: versions of tokens, requests in flight, what fails on the
+way.
+"""
 
 # ruff: noqa: F811 - fixtures come by import
 
@@ -32,7 +34,9 @@ from rollout.engines.sglang.weight_senders import BroadcastSender, meta_tensors
 
 
 @pytest.mark.parametrize(
-    ("mode", "spans"), [("keep", True), ("recompute", True), ("keep", False)], ids=["keep", "recompute", "old server"]
+    ("mode", "spans"),
+    [("keep", True), ("recompute", True), ("keep", False)],
+    ids=["keep", "recompute", "old server"],
 )
 async def test_each_token_has_the_version_and_the_logprob_of_the_weights_that_sampled_it(
     mode: Any, spans: bool, model_path: str, trained: SlotModel
@@ -56,15 +60,24 @@ async def test_each_token_has_the_version_and_the_logprob_of_the_weights_that_sa
     assert np.abs(old[:before] - output.logprobs[:before]).max() < 1e-4
     # kept KV is of the old weights, so only rebuilt KV gives the new ones' own logprobs
     if mode == "recompute" or not spans:
-        assert np.abs(logprobs_under(trained, new, tokens)[start + before :] - output.logprobs[before:]).max() < 1e-4
+        assert (
+            np.abs(
+                logprobs_under(trained, new, tokens)[start + before :] - output.logprobs[before:]
+            ).max()
+            < 1e-4
+        )
     else:
         assert np.abs(old[before:] - output.logprobs[before:]).max() > 1e-2
     paths = [path for path, _ in server.calls]
     assert ("/pause_generation" in paths) == (mode == "keep" and spans)
-    assert server.asked("/update_weights_from_disk")[0]["flush_cache"] == (not (mode == "keep" and spans))
+    assert server.asked("/update_weights_from_disk")[0]["flush_cache"] == (
+        not (mode == "keep" and spans)
+    )
 
 
-async def test_every_token_counts_for_the_weights_that_sampled_it(model_path: str, trained: SlotModel) -> None:
+async def test_every_token_counts_for_the_weights_that_sampled_it(
+    model_path: str, trained: SlotModel
+) -> None:
     """SGLang notes the last token of the old weights as the new weights' first."""
     async with double() as server:
         engine = SGLangEngine(config(model_path, server.command))
@@ -80,7 +93,9 @@ async def test_every_token_counts_for_the_weights_that_sampled_it(model_path: st
     assert list(output.version_runs) == server.true_runs[-1]
 
 
-async def test_abort_returns_what_there_was(engine: SGLangEngine, server: Double, trained: SlotModel) -> None:
+async def test_abort_returns_what_there_was(
+    engine: SGLangEngine, server: Double, trained: SlotModel
+) -> None:
     running = asyncio.create_task(engine.generate(ask("long", max_tokens=120)))
     await server.stand(30)
     await engine.update_weights(scaled(trained, 1.5), 1, "abort", None)
@@ -93,7 +108,9 @@ async def test_abort_returns_what_there_was(engine: SGLangEngine, server: Double
 async def test_no_later_request_finds_what_was_read_by_older_weights(
     engine: SGLangEngine, server: Double, trained: SlotModel
 ) -> None:
-    """The double keeps the old KV through an update in place, as SGLang does: only another name space hides it."""
+    """The double keeps the old KV through an update in place, as SGLang does: only another name
+    space hides it.
+    """
     prompt = [5 + i % 20 for i in range(100)]
     await engine.generate(ask("first", prompt))
     again = await engine.generate(ask("again", prompt))
@@ -104,7 +121,11 @@ async def test_no_later_request_finds_what_was_read_by_older_weights(
     assert after.prefix_hit_tokens == 0
     expected = logprobs_under(trained, new, [*prompt, *after.token_ids])[99:]
     assert np.abs(expected - after.logprobs).max() < 1e-4
-    assert {body["extra_key"] for body in server.asked("/generate")} == {"first", "weights-0", "weights-1"}
+    assert {body["extra_key"] for body in server.asked("/generate")} == {
+        "first",
+        "weights-0",
+        "weights-1",
+    }
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
@@ -135,16 +156,21 @@ async def test_a_refused_update_is_told_and_the_next_one_serves(
     engine: SGLangEngine, server: Double, trained: SlotModel
 ) -> None:
     server.refuse = "/update_weights_from_disk"
-    with pytest.raises(TransferFailed, match="SGLang answered /update_weights_from_disk with 400: as told refused"):
+    with pytest.raises(
+        TransferFailed, match="SGLang answered /update_weights_from_disk with 400: as told refused"
+    ):
         await engine.update_weights(scaled(trained, 1.5), 1, "keep", None)
     assert engine.policy_version == NO_VERSION
     server.refuse = ""
     await engine.update_weights(scaled(trained, 1.5), 1, "keep", None)
     assert list((await engine.generate(ask("x"))).version_runs) == [(1, 12)]
-    assert not any(os.path.exists(body["model_path"]) for body in server.asked("/update_weights_from_disk"))  # noqa: ASYNC240
+    folders = [body["model_path"] for body in server.asked("/update_weights_from_disk")]
+    assert not any(os.path.exists(folder) for folder in folders)  # noqa: ASYNC240
 
 
-async def test_a_pause_that_is_refused_does_not_last(engine: SGLangEngine, server: Double, trained: SlotModel) -> None:
+async def test_a_pause_that_is_refused_does_not_last(
+    engine: SGLangEngine, server: Double, trained: SlotModel
+) -> None:
     server.refuse = "/pause_generation"
     with pytest.raises(TransferFailed, match="/pause_generation"):
         await engine.update_weights(scaled(trained, 1.5), 1, "keep", None)
@@ -152,7 +178,9 @@ async def test_a_pause_that_is_refused_does_not_last(engine: SGLangEngine, serve
     assert engine.policy_version == NO_VERSION
 
 
-async def test_a_version_that_is_not_adopted_is_a_failed_transfer(engine: SGLangEngine, server: Double) -> None:
+async def test_a_version_that_is_not_adopted_is_a_failed_transfer(
+    engine: SGLangEngine, server: Double
+) -> None:
     server.refuse = "/update_weight_version"
     with pytest.raises(TransferFailed, match="/update_weight_version"):
         await engine.adopt(1)
@@ -182,7 +210,10 @@ async def test_an_update_that_is_cancelled_leaves_no_version_served(
 
 @pytest.mark.parametrize(
     "error",
-    [OSError(28, "No space left on device"), SafetensorError("I/O error: No space left on device (os error 28)")],
+    [
+        OSError(28, "No space left on device"),
+        SafetensorError("I/O error: No space left on device (os error 28)"),
+    ],
 )
 async def test_a_full_disk_is_a_failed_transfer_and_the_old_weights_serve(
     error: Exception, engine: SGLangEngine, trained: SlotModel, monkeypatch: pytest.MonkeyPatch
@@ -192,21 +223,32 @@ async def test_a_full_disk_is_a_failed_transfer_and_the_old_weights_serve(
 
     with monkeypatch.context() as patch:
         patch.setattr(weight_senders, "save_file", full)
-        with pytest.raises(TransferFailed, match=r"cannot be written for SGLang to read: .*No space left"):
+        with pytest.raises(
+            TransferFailed, match=r"cannot be written for SGLang to read: .*No space left"
+        ):
             await engine.update_weights(scaled(trained, 1.5), 1, "keep", None)
     assert not glob(f"/dev/shm/rlearner-weights-{os.getpid()}-*")
     assert list((await engine.generate(ask("x"))).version_runs) == [(0, 12)]
 
 
-async def test_an_update_that_does_not_fit_changes_nothing(engine: SGLangEngine, trained: SlotModel) -> None:
+async def test_an_update_that_does_not_fit_changes_nothing(
+    engine: SGLangEngine, trained: SlotModel
+) -> None:
     good = scaled(trained, 1.0)
-    with pytest.raises(TransferFailed, match=r"the update lacks 1 of \d+ tensors, the first is model.norm.weight"):
+    with pytest.raises(
+        TransferFailed, match=r"the update lacks 1 of \d+ tensors, the first is model.norm.weight"
+    ):
         await engine.update_weights(
-            {name: one for name, one in good.items() if name != "model.norm.weight"}, 1, "keep", None
+            {name: one for name, one in good.items() if name != "model.norm.weight"},
+            1,
+            "keep",
+            None,
         )
     with pytest.raises(TransferFailed, match="has 1 unknown tensors, the first is extra"):
         await engine.update_weights(good | {"extra": torch.zeros(1)}, 1, "keep", None)
-    with pytest.raises(TransferFailed, match=r"model.norm.weight has shape \(3,\), the model expects \(32,\)"):
+    with pytest.raises(
+        TransferFailed, match=r"model.norm.weight has shape \(3,\), the model expects \(32,\)"
+    ):
         await engine.update_weights(good | {"model.norm.weight": torch.zeros(3)}, 1, "keep", None)
     assert engine.policy_version == 0
 
@@ -217,7 +259,10 @@ async def test_the_server_is_given_the_model_that_factors_make_of_the_base(
     base = {name: tensor.clone() for name, tensor in trained.weights().items()}
     shapes = factor_shapes(base, ["q_proj", "up_proj"], 2)
     merged = MergedModel(
-        base, {name: torch.randn(shape.shape) for name, shape in shapes.items()}, ["q_proj", "up_proj"], 0.5
+        base,
+        {name: torch.randn(shape.shape) for name, shape in shapes.items()},
+        ["q_proj", "up_proj"],
+        0.5,
     )
     expected = logprobs_under(trained, merged.made(), PROMPT)
     assert np.abs(expected - logprobs_under(trained, base, PROMPT)).max() > 1e-2
@@ -234,7 +279,8 @@ async def test_weights_over_a_group_that_a_server_in_another_process_joins(
     try:
         for version, factor in ((1, 1.5), (2, 0.5)):
             new = scaled(trained, factor)
-            if version == 2:  # one that ends halfway leaves no half of itself to the next, which makes another group
+            # one that ends halfway leaves no half of itself to the next, which makes another group
+            if version == 2:
                 monkeypatch.setattr(BroadcastSender, "_broadcast", lambda *_: time.sleep(1.0))
                 with pytest.raises(TimeoutError):
                     async with asyncio.timeout(0.5):
@@ -242,7 +288,10 @@ async def test_weights_over_a_group_that_a_server_in_another_process_joins(
                 monkeypatch.undo()
                 assert engine.policy_version == NO_VERSION
             await engine.update_weights(
-                new, version, "keep", make_probe(PROMPT, logprobs_under(trained, new, PROMPT), tolerance=1e-4)
+                new,
+                version,
+                "keep",
+                make_probe(PROMPT, logprobs_under(trained, new, PROMPT), tolerance=1e-4),
             )
             output = await engine.generate(ask("x"))
             assert list(output.version_runs) == [(version, 12)]
@@ -257,7 +306,9 @@ def test_names_and_shapes_are_those_of_the_trainer(model_path: str, trained: Slo
     own = trained.weights()
     assert list(held) == list(own)
     assert all(
-        held[name].is_meta and held[name].shape == own[name].shape and held[name].dtype == own[name].dtype
+        held[name].is_meta
+        and held[name].shape == own[name].shape
+        and held[name].dtype == own[name].dtype
         for name in own
     )
     assert model.config.num_attention_heads == 2

@@ -1,4 +1,6 @@
-"""SGLang's workers join the learner's transfer by the plugin that they load: bytes, versions in flight, failures."""
+"""SGLang's workers join the learner's transfer by the plugin that they load: bytes, versions in
+flight, failures.
+"""
 
 # ruff: noqa: F811 - fixtures come by import
 
@@ -37,7 +39,9 @@ from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.worker_transfer import num_workers
 
 
-def settings(model_path: str, server: Double, mode: str = "keep", into: str = "workers") -> EngineConfig:
+def settings(
+    model_path: str, server: Double, mode: str = "keep", into: str = "workers"
+) -> EngineConfig:
     made = config(model_path, server.command)
     section = made.section.model_copy(update={"update_mode": mode, "weights_into": into})
     return dataclasses.replace(made, section=section)
@@ -64,7 +68,9 @@ async def channel(
     bus: Bus, engine: SGLangEngine, mode: Any, carriers: tuple[wire.Carrier, ...] = ("gloo",)
 ) -> AsyncIterator[tuple[WeightSender, WeightReceiver]]:
     held = engine.weights()
-    sender = WeightSender(bus, plan_of(held, 1), epoch=1, settings=TransferSettings(carriers), gather_s=0.0)
+    sender = WeightSender(
+        bus, plan_of(held, 1), epoch=1, settings=TransferSettings(carriers), gather_s=0.0
+    )
     workers = await engine_workers(engine, mode, lambda _: None)
     assert workers is not None
     assert list(workers.carriers.items()) == [("shared", 1), ("gloo", 1)]
@@ -81,7 +87,12 @@ async def channel(
 @pytest.mark.usefixtures("with_plugin")
 @pytest.mark.parametrize(
     ("mode", "carriers"),
-    [("keep", ("gloo",)), ("recompute", ("gloo",)), ("abort", ("gloo",)), ("recompute", ("shared", "gloo"))],
+    [
+        ("keep", ("gloo",)),
+        ("recompute", ("gloo",)),
+        ("abort", ("gloo",)),
+        ("recompute", ("shared", "gloo")),
+    ],
 )
 async def test_each_token_has_the_weights_of_its_version_and_no_byte_goes_through_the_server(
     mode: Any, carriers: Any, bus: Bus, model_path: str, trained: SlotModel, server: Double
@@ -147,7 +158,8 @@ async def test_workers_without_the_plugin_are_refused_or_the_server_receives(
 ) -> None:
     engine = SGLangEngine(settings(model_path, server))
     with pytest.raises(
-        UserError, match=r"rollout\.weights_into: workers is not possible; .*install rlearner in its env"
+        UserError,
+        match=r"rollout\.weights_into: workers is not possible; .*install rlearner in its env",
     ):
         await engine.start()
     engine = SGLangEngine(settings(model_path, server, into="auto"))
@@ -159,15 +171,23 @@ async def test_workers_without_the_plugin_are_refused_or_the_server_receives(
 @pytest.mark.usefixtures("with_plugin")
 def test_another_group_is_sglangs_own() -> None:
     updater = sglang_updater.WeightUpdater(dict)
-    assert updater.destroy_weights_update_group("other") == (False, "The group to be destroyed does not exist.")
+    assert updater.destroy_weights_update_group("other") == (
+        False,
+        "The group to be destroyed does not exist.",
+    )
     assert updater.destroy_weights_update_group("rlearner") == (True, plugin.HERE)
-    assert updater.load_weights_from_distributed([]) == (True, "Succeeded to update parameter online.")
+    assert updater.load_weights_from_distributed([]) == (
+        True,
+        "Succeeded to update parameter online.",
+    )
 
 
 @pytest.mark.usefixtures("with_plugin")
 def test_a_transfer_that_was_not_begun_or_cannot_be_read_says_so() -> None:
     updater = sglang_updater.WeightUpdater(dict)
-    weights = updater.receive_weights_from_distributed(names=[], dtypes=[], shapes=[], group_name="rlearner")
+    weights = updater.receive_weights_from_distributed(
+        names=[], dtypes=[], shapes=[], group_name="rlearner"
+    )
     assert updater.load_weights_from_distributed(weights) == (False, "no transfer was begun")
     done, message = updater.init_weights_update_group("/no/such/file", 0, 0, 1, "rlearner", "gloo")
     assert (done, "No such file" in message) == (False, True)
@@ -187,9 +207,14 @@ def test_one_worker_that_fails_fails_all(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     updater = sglang_updater.WeightUpdater(dict)
-    weights = updater.receive_weights_from_distributed(names=[], dtypes=[], shapes=[], group_name="rlearner")
+    weights = updater.receive_weights_from_distributed(
+        names=[], dtypes=[], shapes=[], group_name="rlearner"
+    )
     done, message = updater.load_weights_from_distributed(weights)
-    assert (done, message) == (False, "another worker could not load the weights, see the server's log")
+    assert (done, message) == (
+        False,
+        "another worker could not load the weights, see the server's log",
+    )
     assert heard == [1]
 
 
@@ -206,7 +231,12 @@ class Loaded:
         ({"flags": {"pp-size": 2}}, 1, "auto", 0),
         ({"flags": {"pp-size": 1}}, 1, "workers", 1),
         ({}, 2, "workers", "auto or server with 2 copies of the model"),
-        ({"flags": {"pp-size": 2}}, 1, "workers", r"auto or server with engine_args\.flags\.pp-size"),
+        (
+            {"flags": {"pp-size": 2}},
+            1,
+            "workers",
+            r"auto or server with engine_args\.flags\.pp-size",
+        ),
     ],
 )
 def test_workers_receive_if_one_group_holds_them_all(

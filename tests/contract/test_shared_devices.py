@@ -1,4 +1,6 @@
-"""Turns on a device against a real broker, and a whole run whose learner and server share one host's memory."""
+"""Turns on a device against a real broker, and a whole run whose learner and server share one
+host's memory.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,28 @@ QUICKSTART = str(Path("rlearner/configs/quickstart.yaml").absolute())
 COMMAND = [sys.executable, "-m", "rlearner.cli"]
 TINY = "model.tiny={hidden_size: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, head_dim: 16, intermediate_size: 48}"
 SMALL = (
-    *("train.groups_per_step=2", "warm_start.steps=4", "warm_start.episodes=16", "domains.lake.group_size=4"),
-    *("eval.every_steps=0", "envhub.n=16", "rollout.max_running=16", "checkpoint.every_steps=2", TINY),
+    *(
+        "train.groups_per_step=2",
+        "warm_start.steps=4",
+        "warm_start.episodes=16",
+        "domains.lake.group_size=4",
+    ),
+    *(
+        "eval.every_steps=0",
+        "envhub.n=16",
+        "rollout.max_running=16",
+        "checkpoint.every_steps=2",
+        TINY,
+    ),
 )
 
 
 class Party:
     """One process on devices."""
 
-    def __init__(self, bus: Bus, name: str, *, exclusive: bool, devices: tuple[str, ...] = ("gpu",)) -> None:
+    def __init__(
+        self, bus: Bus, name: str, *, exclusive: bool, devices: tuple[str, ...] = ("gpu",)
+    ) -> None:
         self.shared = SharedDevices(bus, devices, name, exclusive=exclusive, ttl_s=4.0)
         self.waiting: asyncio.Task[None] | None = None
 
@@ -58,7 +73,10 @@ class Party:
 @pytest.fixture
 async def parties(bus: Bus) -> AsyncIterator[list[Party]]:
     """A learner and two servers on one GPU."""
-    made = [Party(bus, "learner", exclusive=True), *(Party(bus, f"s{n}", exclusive=False) for n in (1, 2))]
+    made = [
+        Party(bus, "learner", exclusive=True),
+        *(Party(bus, f"s{n}", exclusive=False) for n in (1, 2)),
+    ]
     for one in made:
         await one.shared.start()
     yield made
@@ -103,7 +121,10 @@ async def test_a_dead_holder_frees_the_device(parties: list[Party]) -> None:
 
 async def test_processes_on_several_devices_do_not_wait_for_each_other(bus: Bus) -> None:
     wanted = {"l1": ("gpu1", "gpu2"), "l2": ("gpu2", "gpu1"), "s1": ("gpu1",), "s2": ("gpu2",)}
-    made = [Party(bus, name, exclusive=name[0] == "l", devices=devices) for name, devices in wanted.items()]
+    made = [
+        Party(bus, name, exclusive=name[0] == "l", devices=devices)
+        for name, devices in wanted.items()
+    ]
     for party in made:
         await party.shared.start()
 
@@ -164,7 +185,10 @@ async def test_a_run_takes_turns_and_loses_nothing_when_a_holder_is_killed(tmp_p
     try:
         await until(lambda: len(steps_of(folder)) > 1)
         bus = await Bus.connect(noted_address(folder), "shared", name="test", deadline_s=LONG_S)
-        for role, module, first in (("learner", "rlearner.cli", "start"), ("rollout", "rollout.cli", "--id")):
+        for role, module, first in (
+            ("learner", "rlearner.cli", "start"),
+            ("rollout", "rollout.cli", "--id"),
+        ):
 
             async def has_it(role: str = role) -> bool:
                 return (await holder(bus)).startswith(role)
@@ -191,7 +215,9 @@ async def test_a_run_takes_turns_and_loses_nothing_when_a_holder_is_killed(tmp_p
     logs = {file.name: file.read_text() for file in (folder / "logs").iterdir()}
     assert "asleep after" in logs["rollout-server.log"]
     assert [name for name, text in logs.items() if "Traceback" in text] == []
-    audit = await asyncio.create_subprocess_exec(*COMMAND, "audit", str(folder), stdout=asyncio.subprocess.PIPE)
+    audit = await asyncio.create_subprocess_exec(
+        *COMMAND, "audit", str(folder), stdout=asyncio.subprocess.PIPE
+    )
     said = (await audit.communicate())[0].decode().split()
     assert audit.returncode == 0
     assert said[said.index("lost") + 1] == said[said.index("trained_twice") + 1] == "0"

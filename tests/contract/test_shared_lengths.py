@@ -1,4 +1,6 @@
-"""What hubs learn about lengths outlives them, is shared between them, and costs nothing when the broker has none."""
+"""What hubs learn about lengths outlives them, is shared between them, and costs nothing when the
+broker has none.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Hub:
     """A hub's predictor of the domain ``lake`` and its exchange with the broker."""
 
     def __init__(self, bus: Bus, estimator: str = "history") -> None:
-        self.predictor = LengthPredictor("lake", load_estimator("lake", estimator, {})(), LengthCalibration())
+        self.predictor = LengthPredictor(
+            "lake", load_estimator("lake", estimator, {})(), LengthCalibration()
+        )
         self.store = LengthStore(bus, lambda: {"lake": (estimator, self.predictor)})
 
     def play(self, task: int, *lengths: int) -> None:
@@ -76,10 +80,12 @@ async def test_a_hub_that_starts_again_knows_what_its_predecessor_learnt(world: 
     assert server.asked[0].expected_tokens == 0
     async with world.hub("--id", "hub2"):
         await until(lambda: _is_heard(world, "hub2"))
-        await asyncio.sleep(0.5)  # the exchange begins with the hub, and waits for nothing but the broker
+        # the exchange begins with the hub, and waits for nothing but the broker
+        await asyncio.sleep(0.5)
         await world.ticket()
         await world.groups(5)
-    assert [one.expected_tokens for one in server.asked[turns : turns + 2]] == [2, 2]  # "R" and the end of the turn
+    # "R" and the end of the turn
+    assert [one.expected_tokens for one in server.asked[turns : turns + 2]] == [2, 2]
     assert all(2 <= one.expected_high <= 4 for one in server.asked[turns:])
     assert (await stored(world.bus)).turns == len(server.asked)
 
@@ -106,11 +112,14 @@ async def test_what_old_tickets_play_after_new_settings_teaches_the_new_estimato
         go.set()
         await world.groups(1)
     record = await stored(world.bus)
-    assert (record.estimator, record.turns) == ("mean", 1)  # the second episode's, which began after the new settings
+    # the second episode's, which began after the new settings
+    assert (record.estimator, record.turns) == ("mean", 1)
 
 
 async def _is_heard(world: World, hub: str) -> bool:
-    return f"{world.bus.run}.envhub.{hub}" in await world.bus.key_value(MEMBERS).values(world.bus.run)
+    return f"{world.bus.run}.envhub.{hub}" in await world.bus.key_value(MEMBERS).values(
+        world.bus.run
+    )
 
 
 async def test_two_hubs_learn_from_each_other(bus: Bus) -> None:
@@ -145,11 +154,15 @@ async def test_one_hub_alone_writes_what_it_knows_and_learns_nothing_twice(
     assert not caplog.records
     alone = Hub(bus, "mean")
     alone.play(1, 100, 100, 300, 300)
-    assert hub.predictor.estimator.predict(upcoming(1)) == pytest.approx(alone.predictor.estimator.predict(upcoming(1)))
+    assert hub.predictor.estimator.predict(upcoming(1)) == pytest.approx(
+        alone.predictor.estimator.predict(upcoming(1))
+    )
     assert (await stored(bus)).turns == 4
 
 
-async def test_the_hub_that_writes_second_tries_again(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_hub_that_writes_second_tries_again(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow, fast = Hub(bus), Hub(bus)
     slow.play(1, *[100] * 10)
     fast.play(1, *[100] * 20)

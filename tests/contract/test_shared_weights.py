@@ -1,5 +1,5 @@
-"""Weights by shared memory between real processes: who can read the learner's does, the others get them by gloo,
-anybody is killed.
+"""Weights by shared memory between real processes: who can read the learner's does, the others get
+them by gloo, anybody is killed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ OTHER_PROCESSES = [
 
 def sender_of(bus: Bus, epoch: int = 1, delta_full_every: int | None = None) -> WeightSender:
     return WeightSender(
-        bus, plan_of(make_tensors(0), 1), epoch=epoch, settings=SHARED, delta_full_every=delta_full_every
+        bus,
+        plan_of(make_tensors(0), 1),
+        epoch=epoch,
+        settings=SHARED,
+        delta_full_every=delta_full_every,
     )
 
 
@@ -52,27 +56,38 @@ async def sender(bus: Bus) -> AsyncIterator[WeightSender]:
 
 
 async def loaded(version: int, *children: Child) -> set[str]:
-    loads = await asyncio.gather(*(child.hears(event="loaded", version=version) for child in children))
+    loads = await asyncio.gather(
+        *(child.hears(event="loaded", version=version) for child in children)
+    )
     return {load["content"] for load in loads}
 
 
 def mapped(child: Child) -> list[str]:
     """What it has mapped of a learner's memory."""
-    return [line for line in Path(f"/proc/{child.pid}/maps").read_text().splitlines() if "rlearner-weights" in line]
+    return [
+        line
+        for line in Path(f"/proc/{child.pid}/maps").read_text().splitlines()
+        if "rlearner-weights" in line
+    ]
 
 
 async def apart() -> dict[str, Any]:
-    """How a server is started that cannot read the learner's memory: where it sees no process of the learner's, or told
-    so.
+    """How a server is started that cannot read the learner's memory: where it sees no process of
+    the learner's, or told so.
     """
     try:
-        await asyncio.to_thread(subprocess.run, [*OTHER_PROCESSES, "true"], check=True, capture_output=True, timeout=60)
+        await asyncio.to_thread(
+            subprocess.run, [*OTHER_PROCESSES, "true"], check=True, capture_output=True, timeout=60
+        )
     except (OSError, subprocess.SubprocessError):
         return {"apart": True}
     return {"within": OTHER_PROCESSES}
 
 
-async def test_who_can_reads_and_the_others_are_sent_the_same_version(bus: Bus, spawn: Spawn) -> None:  # noqa: F811
+async def test_who_can_reads_and_the_others_are_sent_the_same_version(
+    bus: Bus,
+    spawn: Spawn,  # noqa: F811
+) -> None:
     near, far = [await spawn("r1"), await spawn("r3")], await spawn("r2", **await apart())
     await ready(*near, far)
     sender = sender_of(bus, delta_full_every=100)
@@ -90,20 +105,31 @@ async def test_who_can_reads_and_the_others_are_sent_the_same_version(bus: Bus, 
 
     try:
         shares = [
-            (await change(version, *near, far))["weights/sent_bytes"] / sender.plan.size_bytes for version in range(3)
+            (await change(version, *near, far))["weights/sent_bytes"] / sender.plan.size_bytes
+            for version in range(3)
         ]
         assert shares[0] == 1.0
         assert max(shares[1:]) < 1 / 8  # who is sent them is sent the changes
         metrics = sender.metrics()
         assert (metrics["weights/receivers"], metrics["weights/shared"]) == (3, 2)
-        assert (metrics["weights/communicators"], metrics["weights/deltas"], metrics["weights/failures"]) == (1, 2, 0)
+        assert (
+            metrics["weights/communicators"],
+            metrics["weights/deltas"],
+            metrics["weights/failures"],
+        ) == (1, 2, 0)
         assert [len(mapped(child)) for child in near] == [1, 1]
         assert all(
-            " r--s " in line and line.endswith(" (deleted)") for child in near for line in mapped(child)
+            " r--s " in line and line.endswith(" (deleted)")
+            for child in near
+            for line in mapped(child)
         )  # read only; no file has it
         os.kill(far.pid, signal.SIGKILL)
         metrics = await change(3, *near)
-        assert (metrics["weights/receivers"], metrics["weights/shared"], metrics["weights/failures"]) == (2, 2, 0)
+        assert (
+            metrics["weights/receivers"],
+            metrics["weights/shared"],
+            metrics["weights/failures"],
+        ) == (2, 2, 0)
     finally:
         await sender.close()
 
@@ -112,13 +138,17 @@ async def test_readers_killed_or_asleep_in_the_middle_cost_the_others_nothing_an
     sender: WeightSender,
     spawn: Spawn,  # noqa: F811
 ) -> None:
-    killed, asleep = await spawn("r1", at_bucket=6, do="kill"), await spawn("r2", at_bucket=6, do="stop")
+    killed, asleep = (
+        await spawn("r1", at_bucket=6, do="kill"),
+        await spawn("r2", at_bucket=6, do="stop"),
+    )
     near, far = await spawn("r3"), await spawn("r4", apart=True)
     await ready(killed, asleep, near, far)
     expected = offer(sender, 0)
     await asyncio.gather(killed.hears(event="kill"), asleep.hears(event="stop"))
     assert await loaded(0, near, far) == {expected}
-    await until(lambda: sender.metrics()["weights/failures"] == 1)  # by the timeout alone, for nobody says who is there
+    # by the timeout alone, for nobody says who is there
+    await until(lambda: sender.metrics()["weights/failures"] == 1)
     for version in (1, 2, 3):  # both buffers are written again
         expected = offer(sender, version)
         assert await loaded(version, near, far) == {expected}
@@ -133,12 +163,16 @@ async def test_readers_killed_or_asleep_in_the_middle_cost_the_others_nothing_an
     assert [said for child in (near, far) for said in child.said if said["event"] == "error"] == []
 
 
-async def test_a_learner_that_is_killed_in_the_middle_leaves_nothing_and_is_succeeded(bus: Bus, spawn: Spawn) -> None:  # noqa: F811
+async def test_a_learner_that_is_killed_in_the_middle_leaves_nothing_and_is_succeeded(
+    bus: Bus,
+    spawn: Spawn,  # noqa: F811
+) -> None:
     children = [await spawn("r1"), await spawn("r2")]
     learner = await spawn("learner", script="weights_learner.py", at_byte=5 << 20, do="kill")
     await asyncio.gather(*(child.hears(event="loaded", version=0) for child in children))
     await learner.hears(event="kill")
-    await until(lambda: not any(mapped(child) for child in children))  # what it had is let go of when it is gone
+    # what it had is let go of when it is gone
+    await until(lambda: not any(mapped(child) for child in children))
     successor = sender_of(bus, epoch=2)
     await successor.start()
     try:

@@ -29,7 +29,9 @@ async def test_equal_rewards(
     async with fleet.Hub(bus, equal), asyncio.timeout(120):
         await serve(config, broker_url, Stop(), connect_deadline_s=60)
     said = [record for record in caplog.records if record.message.startswith(EQUAL)]
-    assert [(record.levelno, record.name) for record in said] == [(logging.WARNING, "learner.reporting.metrics_writer")]
+    assert [(record.levelno, record.name) for record in said] == [
+        (logging.WARNING, "learner.reporting.metrics_writer")
+    ]
     where = (run_name, "--dir", str(tmp_path))
     code, out, _ = await command("status", *where, "--json")
     assert code == 0

@@ -1,4 +1,6 @@
-"""Engines that leave their device to another process: memory, requests in flight, weights afterwards."""
+"""Engines that leave their device to another process: memory, requests in flight, weights
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -49,12 +51,16 @@ async def server() -> AsyncIterator[Double]:
 
 
 @pytest.fixture(params=["hf", "sglang"])
-async def engine(request: pytest.FixtureRequest, model_path: str, server: Double) -> AsyncIterator[Sleeper]:
+async def engine(
+    request: pytest.FixtureRequest, model_path: str, server: Double
+) -> AsyncIterator[Sleeper]:
     made: Sleeper
     if request.param == "hf":
         made = HFEngine(config(model_path))
     else:
-        made = SGLangEngine(config(model_path, engine="sglang", engine_args={"command": server.command}))
+        made = SGLangEngine(
+            config(model_path, engine="sglang", engine_args={"command": server.command})
+        )
     await made.start()
     yield made
     await made.close()
@@ -63,12 +69,19 @@ async def engine(request: pytest.FixtureRequest, model_path: str, server: Double
 async def started(engine: Sleeper) -> None:
     """Wait until requests have tokens."""
     before = engine.stats().generated_tokens
-    await until(lambda: engine.stats().running and (engine.stats().generated_tokens > before or before == 0))
+    await until(
+        lambda: engine.stats().running and (engine.stats().generated_tokens > before or before == 0)
+    )
 
 
-async def test_requests_in_flight_go_on_with_the_tokens_that_they_would_have_had(engine: Sleeper) -> None:
+async def test_requests_in_flight_go_on_with_the_tokens_that_they_would_have_had(
+    engine: Sleeper,
+) -> None:
     expected = await engine.generate(ask("alone", max_tokens=LENGTH, temperature=0))
-    running = [asyncio.create_task(engine.generate(ask(f"r{i}", max_tokens=LENGTH, temperature=0))) for i in range(6)]
+    running = [
+        asyncio.create_task(engine.generate(ask(f"r{i}", max_tokens=LENGTH, temperature=0)))
+        for i in range(6)
+    ]
     await started(engine)
     for first in (True, False):
         await engine.sleep()
@@ -77,7 +90,8 @@ async def test_requests_in_flight_go_on_with_the_tokens_that_they_would_have_had
         await asyncio.sleep(0.2)
         assert engine.stats().generated_tokens == sampled
         assert not late.done()
-        # those that waited wait on; between the two they start, and may end before a busy machine sleeps again
+        # those that waited wait on; between the two they start, and may end before a busy machine
+        # sleeps again
         assert not first or not any(task.done() for task in running[4:])
         await engine.wake()
         assert (await asyncio.wait_for(late, LONG_S)).error == ""
@@ -89,7 +103,9 @@ async def test_requests_in_flight_go_on_with_the_tokens_that_they_would_have_had
 
 async def test_aborts_and_deadlines_end_requests_of_an_engine_that_sleeps(engine: Sleeper) -> None:
     aborted = asyncio.create_task(engine.generate(ask("aborted", max_tokens=LENGTH)))
-    expired = asyncio.create_task(engine.generate(ask("expired", max_tokens=LENGTH, deadline_s=1.0)))
+    expired = asyncio.create_task(
+        engine.generate(ask("expired", max_tokens=LENGTH, deadline_s=1.0))
+    )
     await started(engine)
     await engine.sleep()
     waits = asyncio.create_task(engine.generate(ask("waits", deadline_s=0.2)))
@@ -103,7 +119,10 @@ async def test_aborts_and_deadlines_end_requests_of_an_engine_that_sleeps(engine
 
 async def test_new_weights_go_in_after_waking(engine: Sleeper, model_path: str) -> None:
     before = await engine.logprobs([10, 11, 12, 13])
-    new = {name: tensor * 1.5 for name, tensor in load_file(Path(model_path) / "model.safetensors").items()}
+    new = {
+        name: tensor * 1.5
+        for name, tensor in load_file(Path(model_path) / "model.safetensors").items()
+    }
     held = {name: new[name] for name in engine.weights()}
     for version in (1, 2):
         await engine.sleep()
@@ -140,9 +159,17 @@ def _score(name: str, **more: Any) -> wire.GenerateRequest:
 
 
 async def test_the_memory_of_weights_and_slots_is_the_systems_meanwhile(tmp_path: Path) -> None:
-    size = TinyModel(hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=8, head_dim=64, intermediate_size=2048)
+    size = TinyModel(
+        hidden_size=512,
+        num_layers=8,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=64,
+        intermediate_size=2048,
+    )
     path = str(build_tiny(tmp_path / "model", size))
-    first = HFEngine(config(path))  # what its start loads into the process for good is not of the weights
+    # what its start loads into the process for good is not of the weights
+    first = HFEngine(config(path))
     await first.start()
     await asyncio.gather(*(first.generate(ask(f"first-{i}", max_tokens=100)) for i in range(4)))
     await first.close()
@@ -158,7 +185,8 @@ async def test_the_memory_of_weights_and_slots_is_the_systems_meanwhile(tmp_path
     awake = anonymous() - empty
     assert awake > 100 << 20
     await engine.sleep()
-    assert anonymous() - empty < 0.35 * awake  # weights are nine tenths; freed memory between used pieces stays
+    # weights are nine tenths; freed memory between used pieces stays
+    assert anonymous() - empty < 0.35 * awake
     await engine.wake()
     assert (await engine.generate(ask("after"))).error == ""
     await engine.close()

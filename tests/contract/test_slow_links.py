@@ -46,7 +46,9 @@ async def test_groups_cross_a_slow_link_once(bus: Bus, broker_url: str) -> None:
 
 
 @pytest.mark.timeout(240)
-async def test_sixteen_groups_of_8_mb_neither_disconnect_nor_come_twice(bus: Bus, broker_url: str) -> None:
+async def test_sixteen_groups_of_8_mb_neither_disconnect_nor_come_twice(
+    bus: Bus, broker_url: str
+) -> None:
     count, size = 16, 8 * MB
     for ticket in range(1, count + 1):
         await bus.publish(EPISODES, group(ticket, size), key="p", ticket=ticket)
@@ -63,11 +65,16 @@ async def test_sixteen_groups_of_8_mb_neither_disconnect_nor_come_twice(bus: Bus
 
 @pytest.mark.timeout(240)
 async def test_a_large_publish_over_a_slow_link_is_sent_once(bus: Bus, broker_url: str) -> None:
-    """8 MB over 1 MB/s take 8 s, longer than any confirmation and than the connection's own pings may take."""
+    """8 MB over 1 MB/s take 8 s, longer than any confirmation and than the connection's own pings
+    may take.
+    """
     size = 8 * MB
     async with slow_link(broker_url, up=MB) as link:
         far = await Bus.connect(link.url, bus.run, name="far", deadline_s=60)
-        assert await far.publish(SAMPLES, group(1, size, pools=[]), ticket=1, message_id="tickets-1") == 1
+        assert (
+            await far.publish(SAMPLES, group(1, size, pools=[]), ticket=1, message_id="tickets-1")
+            == 1
+        )
         assert link.up < size * 1.1
         assert link.connections == 1
         await far.close()
@@ -107,7 +114,9 @@ async def test_a_large_record_is_read_over_a_slow_link(
 async def test_a_connection_whose_bytes_move_is_kept(
     bus: Bus, broker_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answers to its pings come behind all that is on the wire; the third one that is late ends a connection."""
+    """The answers to its pings come behind all that is on the wire; the third one that is late ends
+    a connection.
+    """
     monkeypatch.setattr("broker.nats.connection.PING_EVERY_S", 1)
     monkeypatch.setattr("broker.nats.connection.LOOK_EVERY_S", 0.4)
     async with slow_link(broker_url, up=0.3 * MB) as link:

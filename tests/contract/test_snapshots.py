@@ -1,5 +1,5 @@
-"""A rollout server whose learner is gone starts from a snapshot, over HTTP, and from nothing that is not right to the
-byte.
+"""A rollout server whose learner is gone starts from a snapshot, over HTTP, and from nothing that
+is not right to the byte.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ async def test_without_the_learner_it_serves_the_snapshot_and_follows_when_it_is
                 parameter.mul_(1.2)
         sender.offer(version, dict(model.named_parameters()), probe_of(model))
 
-    gone = WeightSender(fleet.bus, plan_of(dict(model.named_parameters()), 32.0), epoch=3, roster=fleet.roster)
+    gone = WeightSender(
+        fleet.bus, plan_of(dict(model.named_parameters()), 32.0), epoch=3, roster=fleet.roster
+    )
     gone.publisher = publisher = SnapshotPublisher(folder, fleet.bus.run, every=100)
     await gone.start()
     offer(gone, 7)
@@ -70,7 +72,9 @@ async def test_without_the_learner_it_serves_the_snapshot_and_follows_when_it_is
     data = weights.read_bytes()
     weights.write_bytes(data[:-100])
     server = await fleet.start("h1", "--snapshot", served.address)
-    await last_error(fleet, f"{len(data) - 100} bytes, its plan has {len(data)}; nothing was loaded")
+    await last_error(
+        fleet, f"{len(data) - 100} bytes, its plan has {len(data)}; nothing was loaded"
+    )
     weights.write_bytes(data[:5000] + bytes([data[5000] ^ 1]) + data[5001:])
     await last_error(fleet, "its offer says")
     presence = fleet.roster.get("h1")
@@ -127,5 +131,8 @@ async def test_bad_places_end_the_server_in_one_line(fleet: Fleet) -> None:  # n
     server = await fleet.start("h1", "--snapshot", "http://127.0.0.1:99999")
     code, said = await server.ended()
     assert code == 2
-    assert "error: snapshot 'http://127.0.0.1:99999' is not allowed; a folder, or http://host:port/path" in said
+    assert (
+        "error: snapshot 'http://127.0.0.1:99999' is not allowed; a folder, or http://host:port/path"
+        in said
+    )
     assert os.linesep.join(line for line in said.splitlines() if "Traceback" in line) == ""

@@ -1,4 +1,6 @@
-"""A broker whose store is full: what must be stored is, everything else waits, and each process says so once."""
+"""A broker whose store is full: what must be stored is, everything else waits, and each process
+says so once.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,17 @@ from waits import LONG_S, until
 
 from broker.contract import wire
 from broker.contract.examples import EXAMPLES
-from broker.contract.streams import CONTROL, DEAD, PARTS, RESERVE, RUNS, SAMPLES, TICKETS, WEIGHTS, Stream
+from broker.contract.streams import (
+    CONTROL,
+    DEAD,
+    PARTS,
+    RESERVE,
+    RUNS,
+    SAMPLES,
+    TICKETS,
+    WEIGHTS,
+    Stream,
+)
 from broker.errors import UserError
 from broker.jetstream import reserve
 from broker.jetstream.bus import Bus, LogRecord
@@ -44,7 +56,9 @@ class Small(BrokerServer):
     def _configuration(self) -> str:
         limits = f"{{ max_file: {LIMIT_MIB}MiB, max_mem: 64MiB }}"
         accounts = f"accounts {{ A {{ jetstream {limits}, users: [{{user: a, password: a}}] }} }}"
-        return super()._configuration() + (f"{accounts}\nno_auth_user: a\n" if self._account else "")
+        return super()._configuration() + (
+            f"{accounts}\nno_auth_user: a\n" if self._account else ""
+        )
 
 
 @pytest.fixture(params=["server", "account"])
@@ -65,7 +79,9 @@ def closed(number: int) -> wire.Closed:
 
 
 def spec(bus: Bus) -> wire.RunSpec:
-    return wire.RunSpec(run=bus.run, wire_version=wire.WIRE_VERSION, epoch=0, config={}, model_path="")
+    return wire.RunSpec(
+        run=bus.run, wire_version=wire.WIRE_VERSION, epoch=0, config={}, model_path=""
+    )
 
 
 async def held(bus: Bus) -> int:
@@ -96,7 +112,9 @@ async def test_what_a_restart_needs_is_stored_in_a_full_broker(bus: Bus, filler:
 async def test_full_store_stops_no_closing_for_a_dead_letter(
     bus: Bus, filler: Filler, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Letters are dropped, the learner's closings use the reserve, and a hub stores its closing before the letter."""
+    """Letters are dropped, the learner's closings use the reserve, and a hub stores its closing
+    before the letter.
+    """
     await reserve.fill(bus.link, bus.run, 0)
     await bus.publish(TICKETS, EXAMPLES[wire.Ticket], key="lake", ticket=1)
     (delivery,) = await (await bus.work_queue(TICKETS, "lake")).fetch(1, LONG_S)
@@ -120,13 +138,19 @@ async def test_full_store_stops_no_closing_for_a_dead_letter(
     assert (await bus.last_seq(DEAD), await bus.depth(TICKETS)) == (1, {})
 
 
-async def test_store_fills_in_the_middle_of_parts(bus: Bus, filler: Filler, caplog: pytest.LogCaptureFixture) -> None:
-    """Two hubs hold half of their groups' parts each, and no record refers to them: both end once there is room."""
+async def test_store_fills_in_the_middle_of_parts(
+    bus: Bus, filler: Filler, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two hubs hold half of their groups' parts each, and no record refers to them: both end once
+    there is room.
+    """
     ledger = opened_ledger(groups_per_step=3)
     sent = [scored_group(ledger.ticket(number), 20_000_000) for number in (1, 2)]
     await filler.leave(24)
     async with running_loop(bus, ledger) as loop:
-        storing = [asyncio.create_task(bus.publish(SAMPLES, one, ticket=one.ticket)) for one in sent]
+        storing = [
+            asyncio.create_task(bus.publish(SAMPLES, one, ticket=one.ticket)) for one in sent
+        ]
         await until(lambda: "cannot store" in caplog.text)
         assert (await bus.last_seq(SAMPLES), loop.done()) == (0, False)
         assert (await bus.depth(PARTS))[""] > 0
@@ -143,12 +167,15 @@ async def _records(bus: Bus, stream: Stream, count: int) -> AsyncIterator[LogRec
             yield await anext(records)
 
 
-async def test_a_store_too_small_for_any_run_is_refused_with_the_size_it_needs(tmp_path: Path) -> None:
+async def test_a_store_too_small_for_any_run_is_refused_with_the_size_it_needs(
+    tmp_path: Path,
+) -> None:
     with BrokerServer(str(tmp_path / "small"), store_max_gib=0.2) as server:
         other = await Bus.connect(server.url, "r", name="learner", deadline_s=60)
         try:
             with pytest.raises(
-                UserError, match=r"no room for rl_r_evals: .*; each run reserves 320 MiB, so let the broker store more"
+                UserError,
+                match=r"no room for rl_r_evals: .*; each run reserves 320 MiB, so let the broker store more",
             ):
                 await other.ensure_streams()
         finally:
@@ -157,19 +184,26 @@ async def test_a_store_too_small_for_any_run_is_refused_with_the_size_it_needs(t
 
 def big_group(ticket: wire.Ticket) -> wire.Group:
     """2 MiB on the wire, next to nothing to train on."""
-    return msgspec.structs.replace(fleet.group(ticket, ticket.min_version), frames=["x" * (1 << 21)])
+    return msgspec.structs.replace(
+        fleet.group(ticket, ticket.min_version), frames=["x" * (1 << 21)]
+    )
 
 
 async def test_it_is_said_once_and_once_more_when_it_is_over(
     bus: Bus, filler: Filler, caplog: pytest.LogCaptureFixture
 ) -> None:
     await filler.fill()
-    publishes = [asyncio.create_task(bus.publish(SAMPLES, closed(number), ticket=number)) for number in range(1, 41)]
+    publishes = [
+        asyncio.create_task(bus.publish(SAMPLES, closed(number), ticket=number))
+        for number in range(1, 41)
+    ]
     await asyncio.sleep(4.0)  # of the old and the new pauses many have passed
     assert not any(publish.done() for publish in publishes)
     said = [record.getMessage() for record in caplog.records if "store" in record.getMessage()]
     assert len(said) == 1
-    assert said[0].startswith(f"rl.{bus.run}.samples: the broker at {bus.link.where} cannot store: ")
+    assert said[0].startswith(
+        f"rl.{bus.run}.samples: the broker at {bus.link.where} cannot store: "
+    )
     assert bus.link.refusals.full
     await filler.free()
     async with asyncio.timeout(20):
@@ -190,13 +224,18 @@ async def test_who_stops_waiting_is_not_waited_for(bus: Bus, filler: Filler) -> 
     assert not bus.link.refusals.full
 
 
-# --------------------------------------------------------------------------------------- the learner holds tickets back
+# --------------------------------------------------------------------------------------- the
+# learner holds tickets back
 
 
 def open_ledger() -> Ledger:
     """Of which six tickets are open."""
     lake = DomainRule("lake", 1.0, 2, 2, 9.0)
-    made = Ledger(TicketRules(steps=9, groups_per_step=2, max_staleness=2, on_late="wait", seed=7, domains=(lake,)))
+    made = Ledger(
+        TicketRules(
+            steps=9, groups_per_step=2, max_staleness=2, on_late="wait", seed=7, domains=(lake,)
+        )
+    )
     made.open_credit()
     return made
 
@@ -204,7 +243,9 @@ def open_ledger() -> Ledger:
 async def tickets(bus: Bus, ledger: Ledger, count: int) -> None:
     for number in range(1, count + 1):
         ticket = ledger.ticket(number)
-        await bus.publish(TICKETS, ticket, key=ticket.domain, ticket=number, expected_last_seq=number - 1)
+        await bus.publish(
+            TICKETS, ticket, key=ticket.domain, ticket=number, expected_last_seq=number - 1
+        )
 
 
 async def test_tickets_wait_until_the_log_is_trimmed(
@@ -218,7 +259,8 @@ async def test_tickets_wait_until_the_log_is_trimmed(
 
     gate = StoreGate(bus, ledger, LIMIT_MIB / 1024, 8.0, said.append, relieve)
     await gate.look()
-    assert await held(bus) == reserve.PIECES  # 8 MiB of the 48, so the run may fill 40, and tickets wait above 32
+    # 8 MiB of the 48, so the run may fill 40, and tickets wait above 32
+    assert await held(bus) == reserve.PIECES
     await tickets(bus, ledger, 2)
     for _ in range(11):
         await bus.publish(SAMPLES, big_group(ledger.ticket(1)), ticket=1)  # 2 MiB each
@@ -265,8 +307,8 @@ async def test_a_run_of_many_times_the_store_gets_through_it(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """No schedule asks for a checkpoint; without one nothing is trimmed, and after two dozen groups the store would be
-    full.
+    """No schedule asks for a checkpoint; without one nothing is trimmed, and after two dozen groups
+    the store would be full.
     """
     monkeypatch.setattr(gate_module, "LOOK_EVERY_S", 0.3)
     await filler.leave(64)
@@ -283,7 +325,10 @@ async def test_a_run_of_many_times_the_store_gets_through_it(
         await learner
     lines = read_lines(tmp_path / run_name / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
-    ended = [lines[-1][f"ticket/{name}"] for name in ("issued", "trained", "filtered", "dropped", "dead", "open")]
+    ended = [
+        lines[-1][f"ticket/{name}"]
+        for name in ("issued", "trained", "filtered", "dropped", "dead", "open")
+    ]
     assert ended == [steps * groups, steps * groups, 0, 0, 0, 0]
     assert "cannot store" not in caplog.text
     assert await bus.first_seq(SAMPLES) > (steps - 8) * groups
@@ -299,7 +344,10 @@ async def test_a_learner_takes_a_run_over_in_a_full_store_and_trims_it(
     def steps() -> list[int]:
         return [line["step"] for line in read_lines(folder / "metrics.jsonl")]
 
-    async with fleet.Hub(bus, lambda ticket: [fleet.group(ticket, ticket.min_version)]), asyncio.timeout(2 * LONG_S):
+    async with (
+        fleet.Hub(bus, lambda ticket: [fleet.group(ticket, ticket.min_version)]),
+        asyncio.timeout(2 * LONG_S),
+    ):
         stop = Stop()
         learner = asyncio.create_task(serve(config, broker_url, stop, connect_deadline_s=60))
         await until(lambda: len(checkpoint.list_checkpoints(folder / "checkpoints")) == 2)

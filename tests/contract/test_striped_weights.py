@@ -1,4 +1,6 @@
-"""A learner of three ranks whose ranks all send; receivers are real processes, the ranks threads of this one."""
+"""A learner of three ranks whose ranks all send; receivers are real processes, the ranks threads of
+this one.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,10 @@ class Ranks:
     def stage(self, version: int) -> str:
         sums = torch.zeros(1, dtype=torch.int64)
         for rank, runs in zip(self.ranks, self.runs, strict=True):
-            parts = {run.key: self.tensors[run.name].flatten()[run.first : run.first + run.count] for run in runs}
+            parts = {
+                run.key: self.tensors[run.name].flatten()[run.first : run.first + run.count]
+                for run in runs
+            }
             sums = sums + rank.stage(version, parts)
         return digest_of_parts(PLAN, sums)
 
@@ -65,7 +70,9 @@ class Ranks:
 
 
 @pytest.fixture(params=["rows", "even"])
-async def learner(bus: Bus, request: pytest.FixtureRequest) -> AsyncIterator[tuple[WeightSender, Ranks]]:
+async def learner(
+    bus: Bus, request: pytest.FixtureRequest
+) -> AsyncIterator[tuple[WeightSender, Ranks]]:
     ranks = Ranks(request.param == "rows")
     sender = WeightSender(bus, PLAN, epoch=1, settings=SETTINGS, stripes=ranks)
     await sender.start()
@@ -105,7 +112,10 @@ async def test_all_ranks_send_and_receivers_know_nothing_of_how_they_divide(
     assert sender.metrics()["weights/failures"] <= 1
 
 
-async def test_the_digest_is_that_of_the_whole_model(learner: tuple[WeightSender, Ranks], spawn: Spawn) -> None:  # noqa: F811
+async def test_the_digest_is_that_of_the_whole_model(
+    learner: tuple[WeightSender, Ranks],
+    spawn: Spawn,  # noqa: F811
+) -> None:
     _, ranks = learner
     child = await spawn("r1", seed=5)  # it holds what is offered
     await ready(child)

@@ -1,5 +1,5 @@
-"""A connection whose reader has ended, or whose broker stood still for longer than the client waits: it is used
-again.
+"""A connection whose reader has ended, or whose broker stood still for longer than the client
+waits: it is used again.
 """
 
 from __future__ import annotations

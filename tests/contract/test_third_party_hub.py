@@ -1,5 +1,5 @@
-"""The hub of docs/third_party_hub.py, which shares no code with this project, under a real learner and a real rollout
-server.
+"""The hub of docs/third_party_hub.py, which shares no code with this project, under a real learner
+and a real rollout server.
 """
 
 from __future__ import annotations
@@ -33,16 +33,31 @@ def test_it_imports_nothing_of_this_project() -> None:
     assert imported - set(sys.stdlib_module_names) == {"msgpack", "nats", "nkeys", "zmq"}
 
 
-async def test_its_groups_are_trained(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+async def test_its_groups_are_trained(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
     # every ticket allows version 0, the only one of engine random
     train = {"steps": 2, "groups_per_step": 2, "max_staleness": 1}
     config = fleet.config(str(tmp_path), run_name, train=train)
     token = tmp_path / "hub.token"
-    tokens.write(tokens.invite(keys_of(broker_url), broker_url, "envhub", run_name, expires_s=600), token)
+    tokens.write(
+        tokens.invite(keys_of(broker_url), broker_url, "envhub", run_name, expires_s=600), token
+    )
     children = [
         subprocess.Popen([sys.executable, *arguments], stderr=subprocess.PIPE, text=True)  # noqa: ASYNC220
         for arguments in (
-            ["-m", "rollout.cli", "--broker", broker_url, "--run", run_name, "--engine", "random", "--id", "r1"],
+            [
+                "-m",
+                "rollout.cli",
+                "--broker",
+                broker_url,
+                "--run",
+                run_name,
+                "--engine",
+                "random",
+                "--id",
+                "r1",
+            ],
             [str(HUB), broker_url, run_name, "lake", str(token)],
         )
     ]

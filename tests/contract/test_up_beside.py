@@ -33,8 +33,14 @@ async def up(file: Path) -> tuple[int | None, str, str]:
     return process.returncode, out.decode(), err.decode()
 
 
-async def test_a_run_that_is_live_is_left_alone(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
-    config, folder, working = fleet.config(str(tmp_path), run_name), tmp_path / run_name, asyncio.Event()
+async def test_a_run_that_is_live_is_left_alone(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
+    config, folder, working = (
+        fleet.config(str(tmp_path), run_name),
+        tmp_path / run_name,
+        asyncio.Event(),
+    )
     (tmp_path / "run.yaml").write_text(to_yaml(config))
 
     def answer(ticket: wire.Ticket) -> list[wire.Message | bytes]:
@@ -46,7 +52,10 @@ async def test_a_run_that_is_live_is_left_alone(bus: Bus, broker_url: str, run_n
         learning = asyncio.create_task(serve(config, broker_url, stop, connect_deadline_s=60))
         await working.wait()
         here = next(one for one in await census(bus, run_name) if one.role == "learner")
-        left = {path: path.read_bytes() for path in (folder / "config.yaml", folder / "broker.url", folder / "epoch")}
+        left = {
+            path: path.read_bytes()
+            for path in (folder / "config.yaml", folder / "broker.url", folder / "epoch")
+        }
         code, out, err = await up(tmp_path / "run.yaml")
         assert (code, out) == (2, "")
         assert err == (
@@ -70,18 +79,33 @@ async def test_a_run_that_is_live_is_left_alone(bus: Bus, broker_url: str, run_n
 async def test_a_learner_notes_its_broker_once_it_holds_the_run(
     bus: Bus, broker_url: str, run_name: str, tmp_path: Path
 ) -> None:
-    """Where it may not have the run it leaves the address; and it does not take another broker's run for a lost one."""
+    """Where it may not have the run it leaves the address; and it does not take another broker's
+    run for a lost one.
+    """
     folder, other = tmp_path / run_name, "nats://127.0.0.1:9"
     train = {"steps": 2}
-    async with fleet.Hub(bus, lambda ticket: [fleet.group(ticket, ticket.min_version)]), asyncio.timeout(4 * LONG_S):
-        await serve(fleet.config(str(tmp_path), run_name, train=train), broker_url, Stop(), connect_deadline_s=60)
+    async with (
+        fleet.Hub(bus, lambda ticket: [fleet.group(ticket, ticket.min_version)]),
+        asyncio.timeout(4 * LONG_S),
+    ):
+        await serve(
+            fleet.config(str(tmp_path), run_name, train=train),
+            broker_url,
+            Stop(),
+            connect_deadline_s=60,
+        )
         assert noted_address(folder) == broker_url
         await bus.delete_streams()
         await bus.ensure_streams()
         note_broker(folder, other)
-        with pytest.raises(UserError, match=r"tickets end at number 0, but 4 were issued") as refused:
+        with pytest.raises(
+            UserError, match=r"tickets end at number 0, but 4 were issued"
+        ) as refused:
             await serve(
-                fleet.config(str(tmp_path), run_name, train={"steps": 3}), broker_url, Stop(), connect_deadline_s=60
+                fleet.config(str(tmp_path), run_name, train={"steps": 3}),
+                broker_url,
+                Stop(),
+                connect_deadline_s=60,
             )
     assert str(refused.value).endswith(
         f"the run was last trained with the broker at {other}: `rlearner start {folder} --broker {other}` continues "

@@ -1,4 +1,6 @@
-"""The weight channel between real processes: one sender here, receivers that are killed, stopped, late or wrong."""
+"""The weight channel between real processes: one sender here, receivers that are killed, stopped,
+late or wrong.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ async def spawn(broker_url: str, run_name: str, bus: Bus) -> AsyncIterator[Spawn
         server: str, *, script: str = "weights_child.py", within: Sequence[str] = (), **options: Any
     ) -> Child:
         if not within:
-            children.append(Child(await NURSERY.bear(script, broker_url, run_name, server, json.dumps(options))))
+            children.append(
+                Child(await NURSERY.bear(script, broker_url, run_name, server, json.dumps(options)))
+            )
             return children[-1]
         process = await asyncio.create_subprocess_exec(
             *within,
@@ -80,7 +84,11 @@ async def spawn(broker_url: str, run_name: str, bus: Bus) -> AsyncIterator[Spawn
             server,
             json.dumps(options),
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(KIT), str(KIT.parents[1])])},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join([str(KIT), str(KIT.parents[1])]),
+            },
         )
         children.append(Child(process))
         return children[-1]
@@ -112,12 +120,16 @@ async def ready(*children: Child) -> None:
     await asyncio.gather(*(child.hears(event="ready") for child in children))
 
 
-async def test_two_receivers_get_identical_bytes_over_one_communicator(sender: WeightSender, spawn: Spawn) -> None:
+async def test_two_receivers_get_identical_bytes_over_one_communicator(
+    sender: WeightSender, spawn: Spawn
+) -> None:
     children = [await spawn("r1"), await spawn("r2")]
     await ready(*children)
     for version in range(4):
         expected = offer(sender, version)
-        loads = await asyncio.gather(*(child.hears(event="loaded", version=version) for child in children))
+        loads = await asyncio.gather(
+            *(child.hears(event="loaded", version=version) for child in children)
+        )
         assert [load["content"] for load in loads] == [expected, expected]
     assert sender.metrics()["weights/failures"] == 0
     assert sender.metrics()["weights/communicators"] == 1
@@ -126,7 +138,9 @@ async def test_two_receivers_get_identical_bytes_over_one_communicator(sender: W
     assert sender.metrics()["weights/gbytes_per_s"] > 0
 
 
-async def test_late_joiner_gets_the_newest_version_at_any_time(sender: WeightSender, spawn: Spawn) -> None:
+async def test_late_joiner_gets_the_newest_version_at_any_time(
+    sender: WeightSender, spawn: Spawn
+) -> None:
     first = await spawn("r1")
     await ready(first)
     offer(sender, 0)
@@ -135,12 +149,16 @@ async def test_late_joiner_gets_the_newest_version_at_any_time(sender: WeightSen
     late = await spawn("r2")
     assert (await late.hears(event="loaded"))["content"] == expected
     expected = offer(sender, 2)
-    loads = await asyncio.gather(*(child.hears(event="loaded", version=2) for child in (first, late)))
+    loads = await asyncio.gather(
+        *(child.hears(event="loaded", version=2) for child in (first, late))
+    )
     assert [load["content"] for load in loads] == [expected, expected]
     assert sender.metrics()["weights/failures"] == 0
 
 
-async def test_killed_in_the_middle_costs_the_others_little(sender: WeightSender, spawn: Spawn) -> None:
+async def test_killed_in_the_middle_costs_the_others_little(
+    sender: WeightSender, spawn: Spawn
+) -> None:
     victim, survivor = await spawn("r1", at_bucket=6, do="kill"), await spawn("r2")
     await ready(victim, survivor)
     expected = offer(sender, 0)
@@ -151,7 +169,9 @@ async def test_killed_in_the_middle_costs_the_others_little(sender: WeightSender
     await until(lambda: sender.metrics()["weights/failures"] >= 1)
 
 
-async def test_stopped_in_the_middle_costs_its_timeout_at_most(sender: WeightSender, spawn: Spawn) -> None:
+async def test_stopped_in_the_middle_costs_its_timeout_at_most(
+    sender: WeightSender, spawn: Spawn
+) -> None:
     victim, survivor = await spawn("r1", at_bucket=6, do="stop"), await spawn("r2")
     await ready(victim, survivor)
     expected = offer(sender, 0)
@@ -180,7 +200,8 @@ class StubRoster(Roster):
     def alive(self, role: str) -> list[wire.Presence]:
         assert role == "rollout"
         return [
-            wire.Presence(role=role, id=server, host="h", pid=1, state="serving") for server in sorted(self.servers)
+            wire.Presence(role=role, id=server, host="h", pid=1, state="serving")
+            for server in sorted(self.servers)
         ]
 
 
@@ -211,17 +232,24 @@ async def test_a_version_is_sent_while_it_is_packed(sender: WeightSender, spawn:
         tensors = Held(sender, version, late_s)
         await asyncio.to_thread(sender.offer, version, tensors, probe_of(dict(tensors)))
         assert tensors.was_sending
-        assert (await child.hears(event="loaded", version=version))["content"] == content(dict(tensors))
+        assert (await child.hears(event="loaded", version=version))["content"] == content(
+            dict(tensors)
+        )
         # the transfer was given up, the packing was not, and the next try is right
         failures += late_s > SETTINGS.timeout_s
         assert sender.metrics()["weights/failures"] == failures
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, CURVE], ids=["gloo", "curve"])
-async def test_changes_are_sent_to_those_who_hold_the_rest(bus: Bus, spawn: Spawn, settings: TransferSettings) -> None:
-    first = await spawn("r1", at_bucket=60, do="corrupt")  # of 29 buckets each: in the third version
+async def test_changes_are_sent_to_those_who_hold_the_rest(
+    bus: Bus, spawn: Spawn, settings: TransferSettings
+) -> None:
+    # of 29 buckets each: in the third version
+    first = await spawn("r1", at_bucket=60, do="corrupt")
     await ready(first)
-    sender = WeightSender(bus, plan_of(make_tensors(0), 1), epoch=1, settings=settings, delta_full_every=100)
+    sender = WeightSender(
+        bus, plan_of(make_tensors(0), 1), epoch=1, settings=settings, delta_full_every=100
+    )
     await sender.start()
     tensors, generator = make_tensors(7), torch.Generator().manual_seed(0)
 
@@ -230,7 +258,9 @@ async def test_changes_are_sent_to_those_who_hold_the_rest(bus: Bus, spawn: Spaw
         for tensor in tensors.values():
             tensor[torch.rand(tensor.shape, generator=generator) < 0.03] += 0.5
         await asyncio.to_thread(sender.offer, version, tensors, probe_of(tensors))
-        loads = await asyncio.gather(*(child.hears(event="loaded", version=version) for child in children))
+        loads = await asyncio.gather(
+            *(child.hears(event="loaded", version=version) for child in children)
+        )
         assert {load["content"] for load in loads} == {content(tensors)}
         await until(lambda: not sender._membership.busy)
         return sender.metrics()["weights/sent_bytes"] / sender.plan.size_bytes
@@ -238,8 +268,13 @@ async def test_changes_are_sent_to_those_who_hold_the_rest(bus: Bus, spawn: Spaw
     try:
         assert await change(0, first) == 1.0
         assert await change(1, first) < 1 / 8
-        assert await change(2, first) == 1.0  # a bit was flipped on arrival: the digest says so, and everything is sent
-        assert ["digest of version 2" in said["reason"] for said in first.said if said["event"] == "error"] == [True]
+        # a bit was flipped on arrival: the digest says so, and everything is sent
+        assert await change(2, first) == 1.0
+        assert [
+            "digest of version 2" in said["reason"]
+            for said in first.said
+            if said["event"] == "error"
+        ] == [True]
         assert await change(3, first) < 1 / 8
         late = await spawn("r2")  # gets all of version 3 before it is ready for more
         await late.hears(event="loaded", version=3)
@@ -249,12 +284,18 @@ async def test_changes_are_sent_to_those_who_hold_the_rest(bus: Bus, spawn: Spaw
         await sender.close()
 
 
-async def test_member_that_lost_presence_ends_a_transfer_before_its_timeout(bus: Bus, spawn: Spawn) -> None:
+async def test_member_that_lost_presence_ends_a_transfer_before_its_timeout(
+    bus: Bus, spawn: Spawn
+) -> None:
     victim, survivor = await spawn("r1", at_bucket=6, do="stop"), await spawn("r2")
     await ready(victim, survivor)
     roster = StubRoster("r1", "r2")
     sender = WeightSender(
-        bus, plan_of(make_tensors(0), 1), epoch=1, settings=TransferSettings(timeout_s=60.0), roster=roster
+        bus,
+        plan_of(make_tensors(0), 1),
+        epoch=1,
+        settings=TransferSettings(timeout_s=60.0),
+        roster=roster,
     )
     await sender.start()
     try:
@@ -289,7 +330,9 @@ async def test_loaded_wrong_is_not_served(sender: WeightSender, spawn: Spawn) ->
     assert (await child.hears(event="loaded"))["content"] == expected
 
 
-async def test_matching_digest_is_adopted_without_a_transfer(sender: WeightSender, spawn: Spawn) -> None:
+async def test_matching_digest_is_adopted_without_a_transfer(
+    sender: WeightSender, spawn: Spawn
+) -> None:
     child = await spawn("r1", seed=100)
     await ready(child)
     expected = offer(sender, 0)
@@ -320,7 +363,9 @@ async def becomes_fenced(sender: WeightSender) -> bool:
     return False
 
 
-async def test_newer_learner_takes_over_and_the_older_is_fenced(bus: Bus, sender: WeightSender, spawn: Spawn) -> None:
+async def test_newer_learner_takes_over_and_the_older_is_fenced(
+    bus: Bus, sender: WeightSender, spawn: Spawn
+) -> None:
     child = await spawn("r1")
     await ready(child)
     offer(sender, 5)
@@ -344,7 +389,9 @@ async def test_newer_learner_takes_over_and_the_older_is_fenced(bus: Bus, sender
 
 
 @pytest.mark.parametrize("do", ["kill", "stop"])
-async def test_learner_that_dies_or_hangs_in_the_middle_is_succeeded(bus: Bus, spawn: Spawn, do: str) -> None:
+async def test_learner_that_dies_or_hangs_in_the_middle_is_succeeded(
+    bus: Bus, spawn: Spawn, do: str
+) -> None:
     children = [await spawn("r1"), await spawn("r2")]
     await ready(*children)
     learner = await spawn("learner", script="weights_learner.py", at_bucket=9, do=do)
@@ -369,7 +416,10 @@ async def test_what_ends_the_sender_is_raised_to_its_owner(
         raise LookupError("nobody foresaw this")
 
     monkeypatch.setattr(
-        "broker.weights.sender.send.lead" if what == "_send" else "broker.weights.sender.send.OfferStore.publish", fails
+        "broker.weights.sender.send.lead"
+        if what == "_send"
+        else "broker.weights.sender.send.OfferStore.publish",
+        fails,
     )
     sender = WeightSender(bus, plan_of(make_tensors(0), 1), epoch=1, settings=SETTINGS)
     await sender.start()

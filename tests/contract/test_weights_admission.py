@@ -1,4 +1,6 @@
-"""Who gets weights: servers that are present in the run and asked through the broker, as long as they are present."""
+"""Who gets weights: servers that are present in the run and asked through the broker, as long as
+they are present.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def present() -> PresentServers:
 
 @pytest.fixture
 async def sender(bus: Bus, present: PresentServers) -> AsyncIterator[WeightSender]:
-    made = WeightSender(bus, plan_of(make_tensors(0), 1), epoch=1, settings=SETTINGS, roster=present, gather_s=0.1)
+    made = WeightSender(
+        bus, plan_of(make_tensors(0), 1), epoch=1, settings=SETTINGS, roster=present, gather_s=0.1
+    )
     await made.start()
     yield made
     await made.close()
@@ -44,7 +48,12 @@ async def sender(bus: Bus, present: PresentServers) -> AsyncIterator[WeightSende
 
 async def ask(bus: Bus, sender: WeightSender, server: str, keys: KeyPair) -> wire.WeightsSession:
     join = wire.WeightsJoin(
-        server=server, epoch=1, version=0, plan=sender.plan.digest, key=keys.public, carriers={"gloo": 1}
+        server=server,
+        epoch=1,
+        version=0,
+        plan=sender.plan.digest,
+        key=keys.public,
+        carriers={"gloo": 1},
     )
     return await request(bus, WEIGHTSYNC, "1", join, timeout_s=10.0, reply=wire.WeightsSession)
 

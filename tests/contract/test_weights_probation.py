@@ -1,5 +1,5 @@
-"""Servers that join a transfer and never take part, as behind a firewall: the others lose at most one transfer to
-them.
+"""Servers that join a transfer and never take part, as behind a firewall: the others lose at most
+one transfer to them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ async def haunt(bus: Bus, sender: WeightSender, does: str, joined: list[str]) ->
     """Join whatever is on offer, as a server of which no data connection ever comes about.
 
     Args:
-        does: ``nothing`` at all; come to the store, say ``ready`` and then nothing; or ``tell`` then that a peer was
+        does: ``nothing`` at all; come to the store, say ``ready`` and then nothing; or ``tell``
+            then that a peer was
         lost.
     """
     keys = KeyPair.make()
@@ -48,7 +49,9 @@ async def haunt(bus: Bus, sender: WeightSender, does: str, joined: list[str]) ->
             carriers={"gloo": 1},
         )
         try:
-            answer = await request(bus, WEIGHTSYNC, "1", join, timeout_s=6.0, reply=wire.WeightsSession)
+            answer = await request(
+                bus, WEIGHTSYNC, "1", join, timeout_s=6.0, reply=wire.WeightsSession
+            )
         except (RlearnerError, NoResponders):
             continue
         if answer.error:
@@ -62,7 +65,10 @@ async def haunt(bus: Bus, sender: WeightSender, does: str, joined: list[str]) ->
                 lines.say(f"ready/{answer.rank}")
                 if does == "tell":
                     await asyncio.sleep(SETTINGS.connect_timeout_s)
-                    lines.say(f"done/{answer.rank}", f"{PEER}communicator of {answer.world_size}: timed out")
+                    lines.say(
+                        f"done/{answer.rank}",
+                        f"{PEER}communicator of {answer.world_size}: timed out",
+                    )
 
 
 @asynccontextmanager
@@ -84,16 +90,21 @@ async def test_a_server_that_joins_and_never_connects_costs_the_others_one_trans
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(membership, "FIRST_DELAY_S", 1.0)  # so that it is tried again within this test
+    # so that it is tried again within this test
+    monkeypatch.setattr(membership, "FIRST_DELAY_S", 1.0)
     children = [await spawn("r1"), await spawn("r2")]
     await ready(*children)
-    sender = WeightSender(bus, plan_of(make_tensors(0), 1), epoch=1, settings=SETTINGS, gather_s=1.5)
+    sender = WeightSender(
+        bus, plan_of(make_tensors(0), 1), epoch=1, settings=SETTINGS, gather_s=1.5
+    )
     await sender.start()
     try:
         async with ghost(bus, sender, does) as joined:
             for version in range(NUM_VERSIONS):
                 expected = offer(sender, version)
-                loads = await asyncio.gather(*(child.hears(event="loaded", version=version) for child in children))
+                loads = await asyncio.gather(
+                    *(child.hears(event="loaded", version=version) for child in children)
+                )
                 assert [load["content"] for load in loads] == [expected, expected]
                 await asyncio.sleep(1.0)
             sessions = len(joined)
@@ -105,5 +116,7 @@ async def test_a_server_that_joins_and_never_connects_costs_the_others_one_trans
         if "weights: sending version" in record.getMessage()
     ]
     assert sessions >= 2, "it was tried again"
-    assert [line for line in lost if "r1" in line or "r2" in line] == ["weights: sending version 0 to ghost, r1, r2"]
+    assert [line for line in lost if "r1" in line or "r2" in line] == [
+        "weights: sending version 0 to ghost, r1, r2"
+    ]
     assert len([line for line in lost if line.endswith("to ghost")]) >= 1

@@ -1,4 +1,6 @@
-"""An engine's two workers as members of a transfer, each in a thread of this process with a receiver of its own."""
+"""An engine's two workers as members of a transfer, each in a thread of this process with a
+receiver of its own.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class Workers:
         for worker in self.workers:
             worker.begin(text)
         await go()
-        digests = await asyncio.gather(*(asyncio.to_thread(self.load, number) for number in range(2)))
+        digests = await asyncio.gather(
+            *(asyncio.to_thread(self.load, number) for number in range(2))
+        )
         for model in self.models:
             check_probe(offer.probe, probe_logprobs(model))
         return digests[0]
@@ -67,7 +71,9 @@ async def unused(tensors: Mapping[str, Tensor], offer: wire.WeightsOffer) -> Non
 
 
 @pytest.fixture(params=["whole", "stripes"])
-async def sender(bus: Bus, request: pytest.FixtureRequest) -> AsyncIterator[tuple[WeightSender, Ranks | None]]:
+async def sender(
+    bus: Bus, request: pytest.FixtureRequest
+) -> AsyncIterator[tuple[WeightSender, Ranks | None]]:
     ranks = Ranks() if request.param == "stripes" else None
     made = WeightSender(bus, PLAN, epoch=1, settings=SETTINGS, stripes=ranks)
     await made.start()
@@ -122,7 +128,9 @@ async def test_workers_are_ranks_next_to_other_servers(
 
 
 async def test_workers_read_the_memory_of_a_learner_on_their_host(bus: Bus, spawn: Spawn) -> None:  # noqa: F811
-    made = WeightSender(bus, PLAN, epoch=1, settings=dataclasses.replace(SETTINGS, carriers=("shared", "gloo")))
+    made = WeightSender(
+        bus, PLAN, epoch=1, settings=dataclasses.replace(SETTINGS, carriers=("shared", "gloo"))
+    )
     await made.start()
     engine, other = Workers("shared", "gloo"), await spawn("r2")
     await ready(other)
@@ -156,7 +164,14 @@ def test_a_worker_without_a_transfer_says_so_and_keys_are_not_shown() -> None:
     with pytest.raises(TransferFailed, match="no transfer was begun"):
         WorkerReceiver(0, CPU).load(lambda tensors: None)
     session = wire.WeightsSession(
-        session="1-1.0", rank=1, world_size=3, host="h", port=1, key="k" * 40, version=0, timeout_s=1.0
+        session="1-1.0",
+        rank=1,
+        world_size=3,
+        host="h",
+        port=1,
+        key="k" * 40,
+        version=0,
+        timeout_s=1.0,
     )
     transfer = WorkerTransfer(session, "", PLAN.text, "", "p" * 40, "s3cret", 1.0)
     assert "s3cret" not in f"{transfer} {transfer!r} {[transfer]}"

@@ -1,4 +1,6 @@
-"""The wheel in an environment of its own: it trains the quickstart from an empty folder, by ``make test-dist``."""
+"""The wheel in an environment of its own: it trains the quickstart from an empty folder, by ``make
+test-dist``.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ pytestmark = [
 
 
 def ran(folder: Path, *words: str, code: int = 0) -> str:
-    """Return what a command of the environment prints, run in a folder, with nothing of this clone."""
+    """Return what a command of the environment prints, run in a folder, with nothing of this clone.
+    """
     environment = {"PATH": f"{BIN}:/usr/bin:/bin", "HOME": str(folder.parent), "OMP_NUM_THREADS": "1"}
     program, *rest = words
     done = subprocess.run(

@@ -1,5 +1,5 @@
-"""Agents written on other libraries, unmodified and with their defaults: each plays and trains five steps. By ``make
-test-frameworks``.
+"""Agents written on other libraries, unmodified and with their defaults: each plays and trains five
+steps. By ``make test-frameworks``.
 """
 
 from __future__ import annotations
@@ -27,12 +27,16 @@ PYTHON, MODULES = os.environ.get("RL_FRAMEWORKS_PYTHON"), os.environ.get("RL_FRA
 STEPS = 5
 TOKENS = 16384  # smolagents' own prompts have 7,000 of this model's small tokens
 AGENTS = sorted(
-    path.name for path in (HERE / "agents").iterdir() if path.suffix in (".py", ".mjs") and path.stem != "common"
+    path.name
+    for path in (HERE / "agents").iterdir()
+    if path.suffix in (".py", ".mjs") and path.stem != "common"
 )
 
 pytestmark = [
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not (PYTHON and MODULES), reason="needs other frameworks: make test-frameworks"),
+    pytest.mark.skipif(
+        not (PYTHON and MODULES), reason="needs other frameworks: make test-frameworks"
+    ),
 ]
 
 
@@ -57,7 +61,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def up(command: list[str], model: Path, folder: Path, **sections: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+def up(
+    command: list[str], model: Path, folder: Path, **sections: dict[str, Any]
+) -> subprocess.CompletedProcess[str]:
     """A whole run ``r`` in ``folder / "runs"`` whose agent is ``command``."""
     config: dict[str, Any] = {
         "run": {"dir": str(folder / "runs"), "name": "r"},
@@ -83,7 +89,13 @@ def up(command: list[str], model: Path, folder: Path, **sections: dict[str, Any]
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     start = [sys.executable, "-m", "rlearner.cli", "up", str(folder / "config.yaml")]
     return subprocess.run(
-        start, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=800, check=False
+        start,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=800,
+        check=False,
     )
 
 
@@ -95,13 +107,18 @@ def test_an_agent_plays_and_trains(name: str, model: Path, tmp_path: Path) -> No
     (tmp_path / "node_modules").symlink_to(MODULES)
     ended = up([PYTHON if name.endswith(".py") else "node", str(agents / name)], model, tmp_path)
     assert ended.returncode == 0, ended.stdout[-4000:]
-    rows = [json.loads(line) for line in (tmp_path / "runs" / "r" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "runs" / "r" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert len(rows) == STEPS
     assert all(row["response_length/mean"] > 0 for row in rows)  # of tokens that are trained on
     assert rows[-1]["ticket/trained"] == STEPS
 
 
-def test_an_agent_whose_requests_are_always_refused_ends_the_run(model: Path, tmp_path: Path) -> None:
+def test_an_agent_whose_requests_are_always_refused_ends_the_run(
+    model: Path, tmp_path: Path
+) -> None:
     assert PYTHON is not None
     agent = (
         "from openai import OpenAI; OpenAI().chat.completions.create(model='m', messages=[{'role': 'user', "
@@ -114,4 +131,7 @@ def test_an_agent_whose_requests_are_always_refused_ends_the_run(model: Path, tm
         "error: learner: for 20 s every hub of domain d was broken and no group was trained: envhub-1: domain d: "
     )
     refusal = "n: 0 is not allowed; input should be greater than or equal to 1"
-    assert f"the agent ended with exit code 1: openai.BadRequestError: Error code: 400 - {refusal}; fix that" in last
+    assert (
+        f"the agent ended with exit code 1: openai.BadRequestError: Error code: 400 - {refusal}; fix that"
+        in last
+    )

@@ -1,4 +1,6 @@
-"""A run of three hosts that is joined with tokens: processes are killed, hosts cut off, a token revoked."""
+"""A run of three hosts that is joined with tokens: processes are killed, hosts cut off, a token
+revoked.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,13 @@ from bench.support.fleet import RunProcess
 from bench.support.hosts.host_fleet import HostFleet, hosts_of_a_fleet
 from bench.support.hosts.network_namespaces import HostNetwork, why_not
 
-CUT_S = float(os.environ.get("RL_HOSTS_CUT_S", "6"))  # longer than the TTL of presence; `make hosts` has 30
+# longer than the TTL of presence; `make hosts` has 30
+CUT_S = float(os.environ.get("RL_HOSTS_CUT_S", "6"))
 REFUSED_WITHIN_S = 20.0  # a hub does not wait for episodes whose groups nobody would take
 LAYOUT = {"rollout": [1], "envhub": [2], "rewardhub": [2]}
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "there can be network namespaces")
+pytestmark = pytest.mark.skipif(
+    bool(why_not()), reason=why_not() or "there can be network namespaces"
+)
 
 
 @pytest.fixture
@@ -30,7 +35,9 @@ def network() -> Iterator[HostNetwork]:
 def make(network: HostNetwork, folder: Path, run: str) -> HostFleet:
     """Two servers on the second host, two environment hubs and two reward hubs on the third."""
     hidden = [folder.parent / "runs"]
-    return HostFleet(folder, run, bind=network.addresses[0], network=network, layout=LAYOUT, hidden=hidden)
+    return HostFleet(
+        folder, run, bind=network.addresses[0], network=network, layout=LAYOUT, hidden=hidden
+    )
 
 
 async def cut_off(w: World, network: HostNetwork, host: int) -> None:

@@ -1,4 +1,6 @@
-"""Four ranks on two hosts send stripes to a server on a third, and one sender the same; every digest is checked."""
+"""Four ranks on two hosts send stripes to a server on a third, and one sender the same; every
+digest is checked.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ import pytest
 from bench.support.hosts.network_namespaces import host_network, why_not
 from bench.support.hosts.striped_ends import limit_links, measure_stripes, shapes_of
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "there can be network namespaces")
+pytestmark = pytest.mark.skipif(
+    bool(why_not()), reason=why_not() or "there can be network namespaces"
+)
 
 
 def test_both_ways_bring_the_same_bytes() -> None:

@@ -1,4 +1,6 @@
-"""The weight channel between network namespaces: servers of other hosts get the weights, and nothing is on loopback."""
+"""The weight channel between network namespaces: servers of other hosts get the weights, and
+nothing is on loopback.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from broker.server.private_server import find_binary
 
 KIT: Final = Path(__file__).parents[1] / "kit"
 BROKER_PORT: Final = 4222
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "there can be network namespaces")
+pytestmark = pytest.mark.skipif(
+    bool(why_not()), reason=why_not() or "there can be network namespaces"
+)
 
 
 class HostProcess:
@@ -120,20 +124,30 @@ async def test_servers_of_other_hosts_get_every_version(hosts: Hosts, backend: s
     servers = [await hosts.start(host, "weights_child.py", f"r{host}") for host in (1, 2)]
     for version in range(2):
         content = (await learner.ask(version=version))["content"]
-        loads = await asyncio.gather(*(server.hears(event="loaded", version=version) for server in servers))
+        loads = await asyncio.gather(
+            *(server.hears(event="loaded", version=version) for server in servers)
+        )
         assert [(load["content"], load["transferred"]) for load in loads] == [(content, True)] * 2
     for host, process in enumerate((learner, *servers)):
         allowed = {hosts.network.addresses[host]}
         assert listening(hosts.network, host, process) <= allowed, "only the host's own interface"
     metrics = (await learner.ask(metrics=True))["metrics"]
-    assert (metrics["weights/failures"], metrics["weights/receivers"], metrics["weights/shared"]) == (0, 2, 0)
+    assert (
+        metrics["weights/failures"],
+        metrics["weights/receivers"],
+        metrics["weights/shared"],
+    ) == (0, 2, 0)
 
 
 async def test_a_host_that_is_cut_off_costs_only_itself(hosts: Hosts) -> None:
-    learner = await hosts.start(0, "weights_host_learner.py", "learner", backend="curve", timeout_s=2.0)
+    learner = await hosts.start(
+        0, "weights_host_learner.py", "learner", backend="curve", timeout_s=2.0
+    )
     stays, leaves = [await hosts.start(host, "weights_child.py", f"r{host}") for host in (1, 2)]
     await learner.ask(version=0)
-    await asyncio.gather(stays.hears(event="loaded", version=0), leaves.hears(event="loaded", version=0))
+    await asyncio.gather(
+        stays.hears(event="loaded", version=0), leaves.hears(event="loaded", version=0)
+    )
     hosts.network.set_link(2, up=False)
     try:
         content = (await learner.ask(version=1))["content"]
@@ -145,7 +159,9 @@ async def test_a_host_that_is_cut_off_costs_only_itself(hosts: Hosts) -> None:
 
 
 async def test_a_learner_on_loopback_says_what_to_set(hosts: Hosts) -> None:
-    learner = await hosts.start(0, "weights_host_learner.py", "learner", backend="gloo", interface="lo")
+    learner = await hosts.start(
+        0, "weights_host_learner.py", "learner", backend="gloo", interface="lo"
+    )
     server = await hosts.start(1, "weights_child.py", "r1")
     await learner.ask(version=0)
     reason = (await server.hears(event="error"))["reason"]

@@ -17,7 +17,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if here in item.path.parents:
             item.add_marker(pytest.mark.timeout(3600))
             if not os.environ.get("RL_IMAGE"):
-                item.add_marker(pytest.mark.skip(reason="builds and runs container images; make test-image"))
+                item.add_marker(
+                    pytest.mark.skip(reason="builds and runs container images; make test-image")
+                )
 
 
 @pytest.fixture(scope="session")

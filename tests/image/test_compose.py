@@ -1,4 +1,6 @@
-"""compose.yaml as it stands: a run in six containers on a network of their own, and a hub that is killed."""
+"""compose.yaml as it stands: a run in six containers on a network of their own, and a hub that is
+killed.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ envhub: {n: 32}
 
 
 class Compose:
-    """podman-compose. It starts services in the order that it is told, because podman 4 cannot wait for health."""
+    """podman-compose. It starts services in the order that it is told, because podman 4 cannot wait
+    for health.
+    """
 
     def __init__(self, containers: Containers, image: str, config: Path) -> None:
         self.containers = containers
@@ -59,16 +63,22 @@ def compose(containers: Containers, cpu: str, tmp_path: Path) -> Iterator[Compos
         made.call("down", "--volumes")
 
 
-def test_a_run_trains_and_a_killed_hub_comes_back(compose: Compose, containers: Containers, cpu: str) -> None:
+def test_a_run_trains_and_a_killed_hub_comes_back(
+    compose: Compose, containers: Containers, cpu: str
+) -> None:
     broker = compose.up("broker")
     healthy = ("podman", "exec", broker, "rlearner-healthy", "readyz")
-    containers.until(lambda: containers.call(*healthy, check=False).returncode == 0, "the broker is ready")
+    containers.until(
+        lambda: containers.call(*healthy, check=False).returncode == 0, "the broker is ready"
+    )
     invite = compose.up("invite")
     assert containers.ended(invite) == 0, containers.logs(invite)
     containers.podman("start", invite)  # it finds the tokens of the first time, and keeps them
     assert containers.ended(invite) == 0, containers.logs(invite)
     assert len(re.findall(r"^/join/\w+/token: ", containers.logs(invite), re.MULTILINE)) == 3
-    server, hub, rewards, learner = (compose.up(one) for one in ("server", "hub", "rewards", "learner"))
+    server, hub, rewards, learner = (
+        compose.up(one) for one in ("server", "hub", "rewards", "learner")
+    )
     containers.until(lambda: "step 2 of 6" in containers.logs(learner), "two steps", 200)
     os.kill(compose.pid(hub, "envhub"), signal.SIGKILL)
     assert containers.ended(learner) == 0, containers.logs(learner)
@@ -83,14 +93,27 @@ def test_a_run_trains_and_a_killed_hub_comes_back(compose: Compose, containers: 
     assert said.splitlines()[-1] == "ok"
     assert "6 steps compared" in said
     seen = containers.podman(
-        "run", "--rm", "-v", "rlearner_envhub-token:/join/envhub:ro", cpu, "ls", "-l", "/join/envhub"
+        "run",
+        "--rm",
+        "-v",
+        "rlearner_envhub-token:/join/envhub:ro",
+        cpu,
+        "ls",
+        "-l",
+        "/join/envhub",
     )
     assert re.search(r"^-rw------- 1 rlearner rlearner .* token$", seen, re.MULTILINE)
-    assert not re.search(r"S[UOA][A-Z2-7]{56}", containers.logs(hub) + containers.logs(invite)), "no seed in a log"
+    assert not re.search(r"S[UOA][A-Z2-7]{56}", containers.logs(hub) + containers.logs(invite)), (
+        "no seed in a log"
+    )
 
 
 def test_compose_follows_the_published_schema() -> None:
-    check = [str(Path(os.environ["RL_DEPLOY"]) / "check-jsonschema"), "--builtin-schema", "vendor.compose-spec"]
+    check = [
+        str(Path(os.environ["RL_DEPLOY"]) / "check-jsonschema"),
+        "--builtin-schema",
+        "vendor.compose-spec",
+    ]
     files = [str(ROOT / "compose.yaml"), str(ROOT / "compose.sandbox.yaml")]
     ended = subprocess.run([*check, *files], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout
@@ -99,5 +122,9 @@ def test_compose_follows_the_published_schema() -> None:
 def test_a_wrong_compose_file_is_found(tmp_path: Path) -> None:
     wrong = tmp_path / "compose.yaml"
     wrong.write_text((ROOT / "compose.yaml").read_text().replace("read_only: true", "read_only: 3"))
-    check = [str(Path(os.environ["RL_DEPLOY"]) / "check-jsonschema"), "--builtin-schema", "vendor.compose-spec"]
+    check = [
+        str(Path(os.environ["RL_DEPLOY"]) / "check-jsonschema"),
+        "--builtin-schema",
+        "vendor.compose-spec",
+    ]
     assert subprocess.run([*check, str(wrong)], capture_output=True, check=False).returncode == 1

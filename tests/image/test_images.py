@@ -46,10 +46,14 @@ def test_an_image_is_small_and_runs_as_nobody_special(
     found = containers.inspect("image", image)
     config = found["Config"]
     assert (config["User"], config["Entrypoint"]) == ("10001:10001", ["/usr/bin/tini", "--"])
-    health = config.get("Healthcheck") or found.get("Healthcheck") or found.get("HealthCheck")  # podman 5 or 4
+    # podman 5 or 4
+    health = config.get("Healthcheck") or found.get("Healthcheck") or found.get("HealthCheck")
     assert health["Test"] == ["CMD", "rlearner-healthy"]
     assert config["Labels"]["org.opencontainers.image.version"] == "0.1.0"
-    layers = [int(one["size"]) for one in json.loads(containers.podman("history", "--format", "json", image))]
+    layers = [
+        int(one["size"])
+        for one in json.loads(containers.podman("history", "--format", "json", image))
+    ]
     print(f"\n{target}: {found['Size'] / MIB:.0f} MiB, layers {[round(one / MIB, 1) for one in layers if one]}, "
           f"built in {containers.seconds[target]:.0f} s")  # fmt: skip
     assert found["Size"] < most_mib * MIB
@@ -75,21 +79,31 @@ def test_an_image_holds_no_secret_cache_or_tool_of_its_build(
         "-path",
         "/usr/share/python-wheels/*",
     )
-    files = containers.podman("run", "--rm", "--user", "0:0", "--entrypoint", find[0], image, *find[1:]).splitlines()
+    files = containers.podman(
+        "run", "--rm", "--user", "0:0", "--entrypoint", find[0], image, *find[1:]
+    ).splitlines()
     assert "/opt/rlearner/bin/envhub" in files
-    own = [one for one in files if re.search(r"/(tests|bench|runs|\.git|\.venv[^/]*|Makefile)(/|$)", one)]
+    own = [
+        one
+        for one in files
+        if re.search(r"/(tests|bench|runs|\.git|\.venv[^/]*|Makefile)(/|$)", one)
+    ]
     assert [one for one in own if re.match(r"/(opt/rlearner/[^l]|src|var/lib/rlearner)", one)] == []
     forbidden = r"^/(pip|wheels|src|dist|build|root/\.cache|run/secrets/.+|var/lib/apt/lists/.+|var/cache/apt/.+)$|"
     forbidden += r"^/(tmp|var/tmp)/.+|\.(key|token|whl)$|/ca\.pem$|/\.env"
     assert [one for one in files if re.search(forbidden, one)] == []
-    assert not any(re.fullmatch(r"/opt/rlearner/lib/python3\.\d+/site-packages/pip", one) for one in files)
+    assert not any(
+        re.fullmatch(r"/opt/rlearner/lib/python3\.\d+/site-packages/pip", one) for one in files
+    )
     settings = containers.podman(
         "run", "--rm", "--entrypoint", "sh", image, "-c", "cat /etc/pip.conf 2>&1", check=False
     )
     assert settings == "" or "No such file" in settings
 
 
-def test_a_run_trains_without_root_in_a_read_only_container(containers: Containers, cpu: str, home: Path) -> None:
+def test_a_run_trains_without_root_in_a_read_only_container(
+    containers: Containers, cpu: str, home: Path
+) -> None:
     up = ("rlearner", "up", "configs/frozenlake.yaml", *LAKE, "train.steps=2", "eval.every_steps=2")
     started = time.monotonic()
     container = containers.start(cpu, *up, options=("-v", f"{home}:/var/lib/rlearner"))
@@ -104,11 +118,22 @@ def test_a_run_trains_without_root_in_a_read_only_container(containers: Containe
     assert {one.lstat().st_uid for one in home.rglob("*")} == {10001}
 
 
-def test_sigterm_drains_a_run_and_its_exit_code_comes_through(containers: Containers, cpu: str, home: Path) -> None:
-    up = ("rlearner", "up", "configs/frozenlake.yaml", *LAKE, "train.steps=1000", "eval.every_steps=1000")
+def test_sigterm_drains_a_run_and_its_exit_code_comes_through(
+    containers: Containers, cpu: str, home: Path
+) -> None:
+    up = (
+        "rlearner",
+        "up",
+        "configs/frozenlake.yaml",
+        *LAKE,
+        "train.steps=1000",
+        "eval.every_steps=1000",
+    )
     container = containers.start(cpu, *up, options=("-v", f"{home}:/var/lib/rlearner"))
     metrics = home / "runs" / "lake" / "metrics.jsonl"
-    containers.until(lambda: metrics.is_file() and metrics.read_text().count("\n") >= 1, "the first step")
+    containers.until(
+        lambda: metrics.is_file() and metrics.read_text().count("\n") >= 1, "the first step"
+    )
     containers.podman("kill", "--signal", "TERM", container)
     assert containers.ended(container) == 130
     steps = metrics.read_text().count("\n")
@@ -117,10 +142,15 @@ def test_sigterm_drains_a_run_and_its_exit_code_comes_through(containers: Contai
 
 
 def test_a_signal_ends_a_process_that_has_not_begun(containers: Containers, cpu: str) -> None:
-    container, started = containers.start(cpu, "rlearner", "start", "configs/quickstart.yaml"), time.monotonic()
+    container, started = (
+        containers.start(cpu, "rlearner", "start", "configs/quickstart.yaml"),
+        time.monotonic(),
+    )
     containers.podman("kill", "--signal", "TERM", container)
     assert containers.ended(container) in (128 + signal.SIGTERM, 130)
-    assert time.monotonic() - started < 8, "process 1 without a handler would ignore it until Docker kills it"
+    assert time.monotonic() - started < 8, (
+        "process 1 without a handler would ignore it until Docker kills it"
+    )
 
 
 def test_an_error_of_the_user_is_one_line_and_exit_code_2(containers: Containers, hub: str) -> None:
@@ -131,15 +161,26 @@ def test_an_error_of_the_user_is_one_line_and_exit_code_2(containers: Containers
     lines = [line for line in ended.stderr.splitlines() if line.startswith("error")]
     assert lines == ["error: --join /join/envhub/token: No such file or directory"]
     compose = ("--entrypoint", '["/usr/bin/tini", "-e", "2", "-e", "130", "--"]')
-    containers.podman("run", "--rm", *LOCKED, *compose, hub, "envhub", "--join", "/join/envhub/token")  # exit code 0
+    # exit code 0
+    containers.podman(
+        "run", "--rm", *LOCKED, *compose, hub, "envhub", "--join", "/join/envhub/token"
+    )
 
 
-def test_secrets_as_kubernetes_mounts_them_are_used(containers: Containers, hub: str, tmp_path: Path) -> None:
-    """Files of root that the pod's group may read: a token as it is, keys after the init container has copied them."""
+def test_secrets_as_kubernetes_mounts_them_are_used(
+    containers: Containers, hub: str, tmp_path: Path
+) -> None:
+    """Files of root that the pod's group may read: a token as it is, keys after the init container
+    has copied them.
+    """
     keys, secret = tmp_path / "keys", tmp_path / "secret"
-    show_permissions(broker_parser().parse_args(["permissions", "--run", "main", "--keys", str(keys)]))
+    show_permissions(
+        broker_parser().parse_args(["permissions", "--run", "main", "--keys", str(keys)])
+    )
     secret.mkdir()
-    made = tokens.invite(KeyFolder(keys), "nats://10.255.255.1:4222", "envhub", "main", expires_s=600)
+    made = tokens.invite(
+        KeyFolder(keys), "nats://10.255.255.1:4222", "envhub", "main", expires_s=600
+    )
     tokens.write(made, secret / "token")
     for key in (keys / "operator.key", keys / "main" / "learner.key", keys / "main" / "owner.key"):
         (secret / key.name).write_bytes(key.read_bytes())
@@ -153,7 +194,9 @@ def test_secrets_as_kubernetes_mounts_them_are_used(containers: Containers, hub:
     script = f"{init['args'][-1]}; cd /; exec rlearner invited --broker nats://10.255.255.1:4222"
     options = ("-v", f"{secret}:/secret:ro", "-v", f"{secret}:/join:ro", "-v", "/keys")
     told = ("-e", "RL_RUN=main", "-e", "RL_BROKER_KEYS=/keys/folder")
-    listed = containers.call("podman", "run", "--rm", *LOCKED, *options, *told, hub, *init["args"][:-1], script)
+    listed = containers.call(
+        "podman", "run", "--rm", *LOCKED, *options, *told, hub, *init["args"][:-1], script
+    )
     assert "0 tokens" in listed.stderr, "it knows the folder, where no token is noted"
     join = ("envhub", "--join", "/join/token", "--insecure", "--connect-deadline", "3")
     joined = containers.call("podman", "run", "--rm", *LOCKED, *options, hub, *join, check=False)
@@ -161,33 +204,56 @@ def test_secrets_as_kubernetes_mounts_them_are_used(containers: Containers, hub:
 
 
 def test_the_health_check_sees_a_process_that_hangs(containers: Containers, cpu: str) -> None:
-    container = containers.start(cpu, "broker", "serve", "--metrics-port", "9464", options=("-v", "/var/lib/rlearner"))
+    container = containers.start(
+        cpu, "broker", "serve", "--metrics-port", "9464", options=("-v", "/var/lib/rlearner")
+    )
     asked = ("podman", "exec", container, "rlearner-healthy")
-    containers.until(lambda: containers.call(*asked, "readyz", check=False).returncode == 0, "the broker is ready")
+    containers.until(
+        lambda: containers.call(*asked, "readyz", check=False).returncode == 0,
+        "the broker is ready",
+    )
     assert containers.call(*asked).stdout.strip() == "ok"
     pids = containers.podman("top", container, "hpid", "args").splitlines()
-    (pid,) = [int(line.split()[0]) for line in pids if "broker serve" in line and "tini" not in line]
+    (pid,) = [
+        int(line.split()[0]) for line in pids if "broker serve" in line and "tini" not in line
+    ]
     os.kill(pid, signal.SIGSTOP)
     hung = containers.call(*asked, check=False)
     assert hung.returncode == 1
     assert "http://127.0.0.1:9464/healthz" in hung.stderr
     os.kill(pid, signal.SIGCONT)
-    containers.until(lambda: containers.call(*asked, check=False).returncode == 0, "it is healthy again")
+    containers.until(
+        lambda: containers.call(*asked, check=False).returncode == 0, "it is healthy again"
+    )
     containers.podman("kill", "--signal", "TERM", container)
     assert containers.ended(container) == 0
 
 
 def test_hubs_need_no_torch(containers: Containers, hub: str) -> None:
-    code = "import sys, envhub.service, rewardhub.service, rlearner.cli; print('torch' in sys.modules)"
+    code = (
+        "import sys, envhub.service, rewardhub.service, rlearner.cli; print('torch' in sys.modules)"
+    )
     assert containers.podman("run", "--rm", *LOCKED, hub, "python", "-c", code).strip() == "False"
-    missing = containers.call("podman", "run", "--rm", *LOCKED, hub, "python", "-c", "import torch", check=False)
+    missing = containers.call(
+        "podman", "run", "--rm", *LOCKED, hub, "python", "-c", "import torch", check=False
+    )
     assert "No module named 'torch'" in missing.stderr
 
 
-def test_the_sandbox_works_with_the_profile_and_an_unmasked_proc_alone(containers: Containers, hub: str) -> None:
+def test_the_sandbox_works_with_the_profile_and_an_unmasked_proc_alone(
+    containers: Containers, hub: str
+) -> None:
     run = ("podman", "run", "--rm", *LOCKED)
     allowed = containers.call(
-        *run, "--security-opt", PROFILE, "--security-opt", "unmask=ALL", hub, "python", "-c", IN_SANDBOX
+        *run,
+        "--security-opt",
+        PROFILE,
+        "--security-opt",
+        "unmask=ALL",
+        hub,
+        "python",
+        "-c",
+        IN_SANDBOX,
     )
     assert "42 10001" in allowed.stdout
     for options in ((), ("--security-opt", PROFILE), ("--security-opt", "unmask=ALL")):

@@ -1,4 +1,6 @@
-"""deploy/kubernetes and deploy/skypilot against published schemas, rendered by kubectl's own kustomize."""
+"""deploy/kubernetes and deploy/skypilot against published schemas, rendered by kubectl's own
+kustomize.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ CUSTOM = ("keda.sh/v1alpha1", "monitoring.coreos.com/v1", "cert-manager.io/v1")
 
 def tool(name: str, *words: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
     command = [str(Path(os.environ["RL_DEPLOY"]) / name), *words]
-    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, input=text, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def rendered(folder: str) -> list[dict[str, Any]]:
@@ -59,7 +63,9 @@ def test_everything_kustomize_renders_is_valid(folder: str, tmp_path: Path) -> N
 def test_the_certificates_of_nats_are_valid() -> None:
     objects = list(yaml.safe_load_all((KUBERNETES / "nats" / "certificate.yaml").read_text()))
     found = validate_custom(objects)
-    assert found.stdout.splitlines() == [f"{one['kind']} {one['metadata']['name']}: ok" for one in objects]
+    assert found.stdout.splitlines() == [
+        f"{one['kind']} {one['metadata']['name']}: ok" for one in objects
+    ]
 
 
 def test_a_wrong_object_is_found(tmp_path: Path) -> None:
@@ -74,22 +80,42 @@ def test_a_wrong_object_is_found(tmp_path: Path) -> None:
 def test_the_components_change_what_they_say() -> None:
     objects = {(one["kind"], one["metadata"]["name"]): one for one in rendered("example")}
     kinds = ("Job", "Deployment")
-    pods = {name: one["spec"]["template"]["spec"] for (kind, name), one in objects.items() if kind in kinds}
+    pods = {
+        name: one["spec"]["template"]["spec"]
+        for (kind, name), one in objects.items()
+        if kind in kinds
+    }
     gpus = {
-        name for name, pod in pods.items() if pod["containers"][0]["resources"]["limits"].get("nvidia.com/gpu") == 1
+        name
+        for name, pod in pods.items()
+        if pod["containers"][0]["resources"]["limits"].get("nvidia.com/gpu") == 1
     }
     assert gpus == {"learner", "rollout"}
-    sandboxed = {name for name, pod in pods.items() if pod["containers"][0]["securityContext"].get("procMount")}
-    assert sandboxed == {"envhub", "rewardhub"} == {name for name, pod in pods.items() if pod.get("hostUsers") is False}
+    sandboxed = {
+        name
+        for name, pod in pods.items()
+        if pod["containers"][0]["securityContext"].get("procMount")
+    }
+    assert (
+        sandboxed
+        == {"envhub", "rewardhub"}
+        == {name for name, pod in pods.items() if pod.get("hostUsers") is False}
+    )
     assert "--engine=vllm" in pods["rollout"]["containers"][0]["args"]
-    assert {pod["containers"][0]["image"].split(":")[0] for pod in pods.values()} == {"registry.example.com/rlearner"}
+    assert {pod["containers"][0]["image"].split(":")[0] for pod in pods.values()} == {
+        "registry.example.com/rlearner"
+    }
     assert "configs/frozenlake.yaml" in objects["ConfigMap", "run"]["data"]["run.yaml"]
 
 
 def test_skypilot_takes_its_example(tmp_path: Path) -> None:
     code = "import sys, sky; task = sky.Task.from_yaml(sys.argv[1])\n"
     code += "print(task.name, [*task.resources][0].job_recovery)"
-    environment = os.environ | {"HOME": str(tmp_path), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1", "HF_TOKEN": "x"}
+    environment = os.environ | {
+        "HOME": str(tmp_path),
+        "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
+        "HF_TOKEN": "x",
+    }
     python = os.environ["RL_SKYPILOT_PYTHON"]
     file = ROOT / "deploy" / "skypilot" / "run.yaml"
     ended = subprocess.run(
@@ -98,7 +124,9 @@ def test_skypilot_takes_its_example(tmp_path: Path) -> None:
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert ended.stdout.startswith("rlearner {")
-    assert "'max_restarts_on_errors': 0, 'recover_on_exit_codes': [1, 134, 137, 139]" in ended.stdout
+    assert (
+        "'max_restarts_on_errors': 0, 'recover_on_exit_codes': [1, 134, 137, 139]" in ended.stdout
+    )
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(file.read_text().replace("use_spot", "use_spots"))
     refused = subprocess.run(

@@ -1,5 +1,5 @@
-"""Agents of the tests, on the standard library alone: what they do is their first argument. Also functions that are
-agents.
+"""Agents of the tests, on the standard library alone: what they do is their first argument. Also
+functions that are agents.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ def post(path: str, body: dict[str, Any]) -> Any:
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"] + path,
         json.dumps(body).encode(),
-        {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"},
+        {
+            "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
+            "Content-Type": "application/json",
+        },
     )
     with urllib.request.urlopen(request, timeout=30) as response:
         return json.load(response)
@@ -33,7 +36,9 @@ def post(path: str, body: dict[str, Any]) -> Any:
 def say(chat: Chat, text: str, **body: Any) -> str:
     """Append a question and the answer to it."""
     chat.append({"role": "user", "content": text})
-    answer = post("/chat/completions", {"messages": chat, "model": "any", **body})["choices"][0]["message"]["content"]
+    answer = post("/chat/completions", {"messages": chat, "model": "any", **body})["choices"][0][
+        "message"
+    ]["content"]
     chat.append({"role": "assistant", "content": answer})
     return str(answer)
 
@@ -68,12 +73,18 @@ def at_once(task: dict[str, Any]) -> Any:
 
 ADD = {
     "type": "function",
-    "function": {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}},
+    "function": {
+        "name": "add",
+        "description": "adds",
+        "parameters": {"type": "object", "properties": {}},
+    },
 }
 
 
 def calls_tools(task: dict[str, Any]) -> Any:
-    """As agents do: offers a tool, runs what is called, sends the message with the calls back as it came."""
+    """As agents do: offers a tool, runs what is called, sends the message with the calls back as it
+    came.
+    """
     chat: list[dict[str, Any]] = [{"role": "user", "content": "what is 2 + 3?"}]
     for _ in range(3):
         choice = post("/chat/completions", {"messages": chat, "tools": [ADD]})["choices"][0]
@@ -97,27 +108,47 @@ ADD_TOOL = {
 
 
 def responds(task: dict[str, Any]) -> Any:
-    """As agents do on the Responses API: sends all items back, as they came or, with ``refers``, by their ids."""
+    """As agents do on the Responses API: sends all items back, as they came or, with ``refers``, by
+    their ids.
+    """
     items: list[dict[str, Any]] = [{"role": "user", "content": "what is 2 + 3?"}]
     while True:
         answer = post(
             "/responses",
-            {"model": "any", "instructions": "be brief", "input": items, "tools": [ADD_TOOL], "store": True},
+            {
+                "model": "any",
+                "instructions": "be brief",
+                "input": items,
+                "tools": [ADD_TOOL],
+                "store": True,
+            },
         )
         output = answer["output"]
-        items += [{"type": "item_reference", "id": one["id"]} for one in output] if os.environ.get("REFERS") else output
+        items += (
+            [{"type": "item_reference", "id": one["id"]} for one in output]
+            if os.environ.get("REFERS")
+            else output
+        )
         calls = [one for one in output if one["type"] == "function_call"]
         if not calls:
-            return {"reward": float(output[-1]["content"][0]["text"] == "5"), "metrics": {"items": len(items)}}
+            return {
+                "reward": float(output[-1]["content"][0]["text"] == "5"),
+                "metrics": {"items": len(items)},
+            }
         for call in calls:
             total = sum(json.loads(call["arguments"])["of"])
-            items.append({"type": "function_call_output", "call_id": call["call_id"], "output": str(total)})
+            items.append(
+                {"type": "function_call_output", "call_id": call["call_id"], "output": str(total)}
+            )
 
 
 def wants_forms(task: dict[str, Any]) -> Any:
     """Every way in which an agent may reshape what is drawn from, and the likeliest tokens."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": schema, "strict": True},
+    }
     chat: list[dict[str, Any]] = [{"role": "user", "content": "what is 2 + 3?"}]
     asked = {
         "messages": chat,
@@ -126,9 +157,10 @@ def wants_forms(task: dict[str, Any]) -> Any:
         "presence_penalty": -0.5,
         "logit_bias": {"7": -100},
     }
-    choice = post("/chat/completions", asked | {"logprobs": True, "top_logprobs": 2, "reasoning_effort": "low"})[
-        "choices"
-    ][0]
+    choice = post(
+        "/chat/completions",
+        asked | {"logprobs": True, "top_logprobs": 2, "reasoning_effort": "low"},
+    )["choices"][0]
     called = {
         "input": "add",
         "tools": [ADD_TOOL],
@@ -136,14 +168,20 @@ def wants_forms(task: dict[str, Any]) -> Any:
         "parallel_tool_calls": False,
     }
     post("/responses", called | {"reasoning": {"effort": "low"}})
-    return {"reward": 1, "metrics": {"tops": sum(len(one["top_logprobs"]) for one in choice["logprobs"]["content"])}}
+    return {
+        "reward": 1,
+        "metrics": {"tops": sum(len(one["top_logprobs"]) for one in choice["logprobs"]["content"])},
+    }
 
 
 def wants_no_form(task: dict[str, Any]) -> Any:
     """A schema that no grammar supports."""
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "thing"}}}
     try:
-        post("/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "response_format": form})
+        post(
+            "/chat/completions",
+            {"messages": [{"role": "user", "content": "hello"}], "response_format": form},
+        )
     except urllib.error.HTTPError as error:
         print(json.load(error)["error"]["message"], file=sys.stderr)
         raise SystemExit(3) from None
@@ -159,7 +197,10 @@ def changes_calls(task: dict[str, Any]) -> Any:
     chat: list[dict[str, Any]] = [{"role": "user", "content": "what is 2 + 3?"}]
     message = post("/chat/completions", {"messages": chat, "tools": [ADD]})["choices"][0]["message"]
     message["tool_calls"][0]["function"]["arguments"] = '{"of": [1]}'
-    chat += [message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "1"}]
+    chat += [
+        message,
+        {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "1"},
+    ]
     post("/chat/completions", {"messages": chat, "tools": [ADD]})
     return 1.0
 
@@ -187,7 +228,9 @@ def too_many_but_knows(task: dict[str, Any]) -> Any:
 
 def wants_whole_answers(task: dict[str, Any]) -> Any:
     """As some libraries do: an answer that was cut is an error."""
-    choice = post("/chat/completions", {"messages": [{"role": "user", "content": "hello"}]})["choices"][0]
+    choice = post("/chat/completions", {"messages": [{"role": "user", "content": "hello"}]})[
+        "choices"
+    ][0]
     if choice["finish_reason"] == "length":
         raise RuntimeError("the answer is not complete")
     raise KeyError("no such thing")

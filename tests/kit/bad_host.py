@@ -1,4 +1,6 @@
-"""Environments and a reward that fail on a host where the file named by the environment variable BAD_HOST exists."""
+"""Environments and a reward that fail on a host where the file named by the environment variable
+BAD_HOST exists.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Three brokers of one cluster on loopback, each of which may be killed and started again on its own store."""
+"""Three brokers of one cluster on loopback, each of which may be killed and started again on its
+own store.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +43,24 @@ class ClusterNodes:
     @property
     def url(self) -> str:
         """Of all of them."""
-        return ",".join(f"{'nats' if is_loopback(self._bind) else 'tls'}://{self._bind}:{port}" for port in self.ports)
+        return ",".join(
+            f"{'nats' if is_loopback(self._bind) else 'tls'}://{self._bind}:{port}"
+            for port in self.ports
+        )
 
     def start(self, number: int) -> None:
         """Start one, on the ports and the store that are its own."""
-        routes = tuple(f"{self._bind}:{port}" for other, port in enumerate(self._cluster_ports) if other != number)
+        routes = tuple(
+            f"{self._bind}:{port}"
+            for other, port in enumerate(self._cluster_ports)
+            if other != number
+        )
         cluster = ClusterConfig(
-            "test", f"n{number}", self._cluster_ports[number], routes, monitor=self._monitor_ports[number]
+            "test",
+            f"n{number}",
+            self._cluster_ports[number],
+            routes,
+            monitor=self._monitor_ports[number],
         )
         server = BrokerServer(
             str(self._folder / f"n{number}"),
@@ -87,11 +100,11 @@ class ClusterNodes:
 
 
 async def settled(bus: Bus, monitors: list[str], within_s: float = 60.0) -> None:
-    """Until every stream and bucket of the bus's run has all its replicas up to date, so that another server may be
-    lost.
+    """Until every stream and bucket of the bus's run has all its replicas up to date, so that
+    another server may be lost.
 
-    The leader of a stream counts what a replica has of the Raft log; only the replica itself knows whether it still
-    copies records behind a snapshot of that, and says so by its health.
+    The leader of a stream counts what a replica has of the Raft log; only the replica itself knows
+    whether it still copies records behind a snapshot of that, and says so by its health.
 
     Args:
         monitors: ``host:port`` of each server's monitoring pages.
@@ -105,7 +118,9 @@ async def settled(bus: Bus, monitors: list[str], within_s: float = 60.0) -> None
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{monitor}: {why}")
             await asyncio.sleep(0.2)
-    for name in [str(config["name"]) for stream in STREAMS if (config := stream_config(stream, bus.run))]:
+    for name in [
+        str(config["name"]) for stream in STREAMS if (config := stream_config(stream, bus.run))
+    ]:
         while not _complete((await ask(bus.link, f"STREAM.INFO.{name}"))["cluster"]):
             if time.monotonic() > deadline:
                 raise TimeoutError(name)

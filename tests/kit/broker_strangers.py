@@ -1,4 +1,6 @@
-"""Clients that try what their identity does not allow, on the wire of NATS, without the project's own client."""
+"""Clients that try what their identity does not allow, on the wire of NATS, without the project's
+own client.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,22 @@ class Stranger:
     def __init__(self, client: Client, inbox: str) -> None:
         self.client, self.inbox, self.refused = client, inbox, list[str]()
 
-    async def publish(self, subject: str, data: bytes = b"x", reply: str = "", **headers: str) -> None:
+    async def publish(
+        self, subject: str, data: bytes = b"x", reply: str = "", **headers: str
+    ) -> None:
         """Publish and wait until the broker has processed it."""
         await self.client.publish(subject, data, reply, headers=headers or None)
         await self.client.flush()
-        await asyncio.sleep(0.05)  # its refusal arrives before the reply to the flush, and is reported in a task
+        # its refusal arrives before the reply to the flush, and is reported in a task
+        await asyncio.sleep(0.05)
 
     async def ask(self, subject: str, body: Any = None) -> dict[str, Any] | None:
         """Return the reply to a request, None without one."""
         try:
             data = json.dumps(body).encode() if body is not None else b""
-            return dict(json.loads((await self.client.request(subject, data, timeout=ANSWER_S)).data))
+            return dict(
+                json.loads((await self.client.request(subject, data, timeout=ANSWER_S)).data)
+            )
         except (nats.errors.TimeoutError, nats.errors.NoRespondersError):
             return None
 
@@ -59,7 +66,9 @@ async def is_refused(url: str, **options: Any) -> bool:
         """The caller learns of it by the exception."""
 
     try:
-        await client.connect(url, allow_reconnect=False, connect_timeout=3, error_cb=ignore, **options)
+        await client.connect(
+            url, allow_reconnect=False, connect_timeout=3, error_cb=ignore, **options
+        )
     except (nats.errors.Error, OSError) as error:
         return "Authorization Violation" in str(error) or isinstance(error, OSError)
     finally:
@@ -78,7 +87,11 @@ async def stranger(url: str, role: str, run: str) -> AsyncIterator[Stranger]:
         one.refused.append(str(error))
 
     await one.client.connect(
-        url, nkeys_seed_str=login.key.seed, inbox_prefix=one.inbox, error_cb=note, allow_reconnect=False
+        url,
+        nkeys_seed_str=login.key.seed,
+        inbox_prefix=one.inbox,
+        error_cb=note,
+        allow_reconnect=False,
     )
     try:
         yield one

@@ -1,6 +1,8 @@
-"""Busy loops that take the processor from what is tested; they end with their parent, or after an hour.
+"""Busy loops that take the processor from what is tested; they end with their parent, or after an
+hour.
 
-Usage: python tests/kit/burners.py COUNT COMMAND ... runs a command next to so many; its exit code is the command's.
+Usage: python tests/kit/burners.py COUNT COMMAND ... runs a command next to so many; its exit code
+is the command's.
 """
 
 from __future__ import annotations

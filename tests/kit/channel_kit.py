@@ -67,7 +67,9 @@ class NetworkServer:
 
 
 @asynccontextmanager
-async def network_server(bus: Bus, name: str = "s1", bind: str = "127.0.0.1") -> AsyncIterator[NetworkServer]:
+async def network_server(
+    bus: Bus, name: str = "s1", bind: str = "127.0.0.1"
+) -> AsyncIterator[NetworkServer]:
     server = ZmqServer(bus, name, bind)
     made = NetworkServer(server)
     await server.start(made.handle, lambda request_id: None)
@@ -82,7 +84,9 @@ class HubClient(ZmqClient):
 
     def __init__(self, bus: Bus, name: str = "hub", role: str = "envhub") -> None:
         super().__init__(bus)
-        self.presence = wire.Presence(role=role, id=name, host="h", pid=1, state="serving", key=self.key)
+        self.presence = wire.Presence(
+            role=role, id=name, host="h", pid=1, state="serving", key=self.key
+        )
         self.announcer = Announcer(bus, lambda: self.presence)
         self.announce = self.announcer.poke
 
@@ -95,7 +99,9 @@ class HubClient(ZmqClient):
 
 
 @asynccontextmanager
-async def hub_client(bus: Bus, name: str = "hub", *, present: bool = True) -> AsyncIterator[HubClient]:
+async def hub_client(
+    bus: Bus, name: str = "hub", *, present: bool = True
+) -> AsyncIterator[HubClient]:
     client = HubClient(bus, name)
     if present:
         await client.start()

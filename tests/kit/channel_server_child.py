@@ -1,4 +1,5 @@
-"""A server of the request channel as a process of its own: ``python channel_server_child.py URL RUN``.
+"""A server of the request channel as a process of its own: ``python channel_server_child.py URL
+RUN``.
 
 Prints its address. Answers at once, with as many tokens as were asked for.
 """

@@ -1,4 +1,6 @@
-"""A console in a process of its own, a browser's cookies without a browser, and a run full of markup."""
+"""A console in a process of its own, a browser's cookies without a browser, and a run full of
+markup.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,14 @@ PASSWORD = "correct horse battery"
 
 def hostile(ticket: wire.Ticket) -> list[wire.Message | bytes]:
     """A group whose texts are all markup."""
-    texts: dict[str, Any] = {"response": f"answer {MARKUP}", "reward_parts": {"env": 0.25, "<b>bold</b>": 1.0}}
-    pair = [kit.trajectory(number, reward, [ticket.min_version, 3]) for number, reward in enumerate((0.25, 1.0))]
+    texts: dict[str, Any] = {
+        "response": f"answer {MARKUP}",
+        "reward_parts": {"env": 0.25, "<b>bold</b>": 1.0},
+    }
+    pair = [
+        kit.trajectory(number, reward, [ticket.min_version, 3])
+        for number, reward in enumerate((0.25, 1.0))
+    ]
     marked = [msgspec.structs.replace(one, **texts) for one in pair]
     return [kit.group(ticket, prompt=f"question {MARKUP} {{{{7*7}}}}", trajectories=marked)]
 
@@ -39,7 +47,11 @@ async def hostile_run(root: Path, name: str = "hostile", **settings: Any) -> Pat
     folder = root / name
     await kit.World(folder, hostile).learn()
     config = yaml.safe_load((folder / "config.yaml").read_text())
-    config |= {"domains": {"lake": {}}, "samples": {"keep": True}, "model": {"path": f"model{MARKUP}"}} | settings
+    config |= {
+        "domains": {"lake": {}},
+        "samples": {"keep": True},
+        "model": {"path": f"model{MARKUP}"},
+    } | settings
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     (folder / "logs").mkdir()
     (folder / "logs" / "learner.log").write_text(f"INFO {MARKUP}\n\x1b[31mred\n")
@@ -64,7 +76,9 @@ class Console:
             self.address, cookie_jar=jar, headers=headers, connector=local_connector()
         ) as session:
             if logged_in:
-                async with session.get(self.link.removeprefix(self.address), allow_redirects=False) as answer:
+                async with session.get(
+                    self.link.removeprefix(self.address), allow_redirects=False
+                ) as answer:
                     assert answer.status == 303, await answer.text()
             yield session
 
@@ -72,7 +86,9 @@ class Console:
 @asynccontextmanager
 async def console(root: Path, cache: Path, *arguments: str) -> AsyncIterator[Console]:
     """A running ``rlearner console``; ends with a stop, which must be clean."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("RL_BROKER", "RL_RUN")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RL_BROKER", "RL_RUN")
+    }
     environment |= {"XDG_RUNTIME_DIR": str(cache), "PYTHONUNBUFFERED": "1"}
     words = ["-m", "rlearner.cli", "console", "--dir", str(root), "--port", "0", *arguments]
     child = await asyncio.create_subprocess_exec(
@@ -129,7 +145,13 @@ def elements(page: str) -> list[dict[str, Any]]:
     found = re.search(r"parseElements\(String\.raw`(.*?)`\)", page, re.S)
     assert found, page[:2000]
     text = found[1]
-    for coded, plain in (("&#36;", "$"), ("&#96;", "`"), ("&gt;", ">"), ("&lt;", "<"), ("&amp;", "&")):
+    for coded, plain in (
+        ("&#36;", "$"),
+        ("&#96;", "`"),
+        ("&gt;", ">"),
+        ("&lt;", "<"),
+        ("&amp;", "&"),
+    ):
         text = text.replace(coded, plain)
     return list(json.loads(text).values())
 

@@ -19,7 +19,12 @@ NAMES = (
     "critic/vf_explained_var",
 )
 PPO = AlgorithmSection.model_validate(
-    {"adv_estimator": "gae", "critic": {"enabled": True, "lr": 1e-2}, "num_minibatches": 2, "kl_coef": 0.2}
+    {
+        "adv_estimator": "gae",
+        "critic": {"enabled": True, "lr": 1e-2},
+        "num_minibatches": 2,
+        "kl_coef": 0.2,
+    }
 )
 
 
@@ -32,15 +37,22 @@ def steps(backend, seeds):
         columns = [np.zeros(len(row.token_ids), np.float32) for row in rows]
         for row, column, value in zip(rows, columns, values, strict=True):
             column[row.positions] = value
-        returns = [np.where(row.loss_mask, np.sin(row.token_ids), 0).astype(np.float32) for row in rows]
-        samples = [replace(row, values=v, returns=r) for row, v, r in zip(rows, columns, returns, strict=True)]
+        returns = [
+            np.where(row.loss_mask, np.sin(row.token_ids), 0).astype(np.float32) for row in rows
+        ]
+        samples = [
+            replace(row, values=v, returns=r)
+            for row, v, r in zip(rows, columns, returns, strict=True)
+        ]
         found.append(backend.update(samples))
     return found
 
 
 def whole(backend):
     """Copies of weights, moments, and the critic's."""
-    return {name: tensor for name, tensor in state_of(backend).items() if not name.startswith("rng.")}
+    return {
+        name: tensor for name, tensor in state_of(backend).items() if not name.startswith("rng.")
+    }
 
 
 def agree(found, expected):

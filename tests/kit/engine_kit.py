@@ -10,11 +10,18 @@ from broker.contract import wire
 from rlearner_text.config import TinyModel
 
 PROMPT = [10, 11, 12, 13]
-TINY = TinyModel(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48)
+TINY = TinyModel(
+    hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48
+)
 
 
 def ask(
-    name: str, prompt: list[int] | None = None, *, min_version: int = 0, deadline_s: float = LONG_S, **sampling: Any
+    name: str,
+    prompt: list[int] | None = None,
+    *,
+    min_version: int = 0,
+    deadline_s: float = LONG_S,
+    **sampling: Any,
 ) -> wire.GenerateRequest:
     """For 12 tokens unless told otherwise, end tokens ignored."""
     return wire.GenerateRequest(

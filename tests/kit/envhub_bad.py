@@ -54,15 +54,23 @@ class Bad(Environment):
         if done is not None:
             return done  # type: ignore[no-any-return]
         return StepResult(
-            Observation(str(self._at), anchor=str(self._at)), 0.5, self._at >= 2, bool(text), self._at >= 2
+            Observation(str(self._at), anchor=str(self._at)),
+            0.5,
+            self._at >= 2,
+            bool(text),
+            self._at >= 2,
         )
 
     def _fault(self) -> tuple[str, str, str]:
-        return (self.args.does[self._task] if self._task < len(self.args.does) else "").partition(" in ")
+        return (self.args.does[self._task] if self._task < len(self.args.does) else "").partition(
+            " in "
+        )
 
     def _misbehave(self, fault: str) -> Any:
         if self.args.folder:
-            with open(os.path.join(self.args.folder, f"{fault}.{os.getpid()}"), "w", encoding="ascii"):
+            with open(
+                os.path.join(self.args.folder, f"{fault}.{os.getpid()}"), "w", encoding="ascii"
+            ):
                 pass
         return getattr(self, f"_{fault}")()
 
@@ -132,7 +140,9 @@ class Bad(Environment):
         _kept.extend(bytearray(b"x" * (1 << 20)) for _ in range(120))
 
     def _leaks_through_children(self) -> None:
-        code = "import time; kept = [bytearray(b'x' * (1 << 20)) for _ in range(150)]; time.sleep(600)"
+        code = (
+            "import time; kept = [bytearray(b'x' * (1 << 20)) for _ in range(150)]; time.sleep(600)"
+        )
         children = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4)]
         children[0].wait()
 
@@ -165,7 +175,9 @@ class Bad(Environment):
 
     def _returns_numpy(self) -> Any:
         done: Any = np.bool_(True)
-        return StepResult(Observation("2"), np.float32(0.5), done, True, done, metrics={"at": np.int64(2)})  # type: ignore[arg-type,dict-item]
+        return StepResult(
+            Observation("2"), np.float32(0.5), done, True, done, metrics={"at": np.int64(2)}
+        )  # type: ignore[arg-type,dict-item]
 
     def _returns_text_done(self) -> Any:
         return StepResult(Observation("x"), 0.0, "False")  # type: ignore[arg-type]
@@ -199,10 +211,16 @@ class Straggler(Bad):
 
     def step(self, text: str) -> StepResult:
         try:
-            os.close(os.open(os.path.join(self.args.folder, f"task.{self._task}"), os.O_CREAT | os.O_EXCL))
+            os.close(
+                os.open(
+                    os.path.join(self.args.folder, f"task.{self._task}"), os.O_CREAT | os.O_EXCL
+                )
+            )
         except FileExistsError:
             return super().step(text)
-        with open(os.path.join(self.args.folder, f"straggler.{os.getpid()}"), "w", encoding="ascii"):
+        with open(
+            os.path.join(self.args.folder, f"straggler.{os.getpid()}"), "w", encoding="ascii"
+        ):
             pass
         time.sleep(600)
         raise AssertionError

@@ -1,5 +1,5 @@
-"""What the environment hub's tests share: a character tokenizer, a policy that answers from a script, odd
-environments.
+"""What the environment hub's tests share: a character tokenizer, a policy that answers from a
+script, odd environments.
 """
 
 from __future__ import annotations
@@ -30,10 +30,17 @@ def domain(env: str, name: str = "d", **section: object) -> Domain:
 
 
 class Scripted:
-    """Samples each turn's text from a function of the conversation so far; end-of-turn token included."""
+    """Samples each turn's text from a function of the conversation so far; end-of-turn token
+    included.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, script: Callable[[str], str], *, version: int = 3, close: bool = True
+        self,
+        tokenizer: Tokenizer,
+        script: Callable[[str], str],
+        *,
+        version: int = 3,
+        close: bool = True,
     ) -> None:
         self.tokenizer, self.script, self.version, self.close = tokenizer, script, version, close
         self.asks: list[TurnRequest] = []
@@ -43,7 +50,9 @@ class Scripted:
         context = self.tokenizer.decode(ask.token_ids, skip_special_tokens=False)
         end = self.tokenizer.token_id("<|im_end|>")
         assert end is not None
-        ids = (self.tokenizer.encode(self.script(context)) + [end] * self.close)[: ask.sampling.max_tokens]
+        ids = (self.tokenizer.encode(self.script(context)) + [end] * self.close)[
+            : ask.sampling.max_tokens
+        ]
         reason = "stop" if ids and ids[-1] == end else "length"
         return SampledTurn.of(ids, [-0.5] * len(ids), [self.version, len(ids)], reason, "server-1")  # type: ignore[arg-type]
 
@@ -85,7 +94,12 @@ class Count(Environment):
         done = self._at >= self.args.until
         anchor = str(self._at) if self.args.trouble != "large" else "x" * 3_000_000
         return StepResult(
-            Observation(str(self._at), anchor=anchor), reward, done, bool(text), done, metrics={"at": self._at}
+            Observation(str(self._at), anchor=anchor),
+            reward,
+            done,
+            bool(text),
+            done,
+            metrics={"at": self._at},
         )
 
     def close(self) -> None:

@@ -28,7 +28,12 @@ from rlearner_text.tiny import _write_tokenizer
 from rlearner_text.tokenizer import Tokenizer
 
 KIT = str(Path(__file__).with_name("envhub_kit.py"))
-LAKE: dict[str, Any] = {"env": "frozenlake", "max_turns": 8, "group_size": 2, "sampling": {"max_tokens": 4}}
+LAKE: dict[str, Any] = {
+    "env": "frozenlake",
+    "max_turns": 8,
+    "group_size": 2,
+    "sampling": {"max_tokens": 4},
+}
 
 Script = Callable[[wire.GenerateRequest, str], str | Awaitable[str]]
 
@@ -36,8 +41,16 @@ Script = Callable[[wire.GenerateRequest, str], str | Awaitable[str]]
 class Server:
     """A rollout server whose text comes from a script of (request, context)."""
 
-    def __init__(self, world: World, name: str, script: Script, *, policy: str = "actor", version: int = 0) -> None:
-        self.world, self.name, self.script, self.policy, self.version = world, name, script, policy, version
+    def __init__(
+        self, world: World, name: str, script: Script, *, policy: str = "actor", version: int = 0
+    ) -> None:
+        self.world, self.name, self.script, self.policy, self.version = (
+            world,
+            name,
+            script,
+            policy,
+            version,
+        )
         self.asked: list[wire.GenerateRequest] = []
         self.aborted: list[str] = []
         self.channel = carriers.serve("zmq", world.bus, name)
@@ -69,7 +82,9 @@ class Server:
     async def answer(self, request: wire.GenerateRequest) -> wire.GenerateReply:
         self.asked.append(request)
         tokenizer = self.world.tokenizer
-        text = self.script(request, tokenizer.decode(request.token_ids.array().tolist(), skip_special_tokens=False))
+        text = self.script(
+            request, tokenizer.decode(request.token_ids.array().tolist(), skip_special_tokens=False)
+        )
         text = text if isinstance(text, str) else await text
         end = tokenizer.token_id("<|im_end|>")
         assert end is not None
@@ -97,9 +112,19 @@ class World:
         self._issued = {TICKETS: 0, EVALTICKETS: 0}
 
     async def publish_spec(self, domains: dict[str, Any], **fields: Any) -> None:
-        sections = {"broker": {}, "model": {}, "train": {}, "eval": {}, "envhub": {"drain_timeout_s": 10}}
+        sections = {
+            "broker": {},
+            "model": {},
+            "train": {},
+            "eval": {},
+            "envhub": {"drain_timeout_s": 10},
+        }
         config = {**sections, "domains": domains, **fields.pop("sections", {})}
-        config["envhub"] = {"episode_timeout_s": 300.0, "generate_timeout_s": 120.0, **config["envhub"]}
+        config["envhub"] = {
+            "episode_timeout_s": 300.0,
+            "generate_timeout_s": 120.0,
+            **config["envhub"],
+        }
         spec = wire.RunSpec(
             run=self.bus.run,
             wire_version=wire.WIRE_VERSION,
@@ -110,7 +135,9 @@ class World:
         )
         await runspec.publish_runspec(self.bus, spec)
 
-    async def server(self, name: str = "s1", script: Script = lambda *_: "R", **kwargs: Any) -> Server:
+    async def server(
+        self, name: str = "s1", script: Script = lambda *_: "R", **kwargs: Any
+    ) -> Server:
         server = Server(self, name, script, **kwargs)
         self.servers.append(server)
         await server.start()
@@ -128,7 +155,9 @@ class World:
             "min_group_size": size,
             "deadline_s": 60.0,
         }
-        ticket = wire.Ticket(number=number, domain=domain, task_index=number - 1, seed=number, **{**values, **fields})
+        ticket = wire.Ticket(
+            number=number, domain=domain, task_index=number - 1, seed=number, **{**values, **fields}
+        )
         assert await self.bus.publish(TICKETS, ticket, key=domain, ticket=number) == number
         return number
 
@@ -153,12 +182,21 @@ class World:
     async def raw(self, stream: Stream, data: bytes, domain: str = "lake", ticket: int = 0) -> None:
         """Publish bytes as they are."""
         self._issued[stream] += 1
-        headers = {MESSAGE_ID: f"raw-{self._issued[stream]}", **({wire.TICKET_HEADER: str(ticket)} if ticket else {})}
+        headers = {
+            MESSAGE_ID: f"raw-{self._issued[stream]}",
+            **({wire.TICKET_HEADER: str(ticket)} if ticket else {}),
+        }
         await store(
-            self.bus.link, stream.stream_name(self.bus.run), stream.subject(self.bus.run, domain), data, headers
+            self.bus.link,
+            stream.stream_name(self.bus.run),
+            stream.subject(self.bus.run, domain),
+            data,
+            headers,
         )
 
-    async def records(self, count: int, stream: Stream = SAMPLES, within_s: float = LONG_S) -> list[Any]:
+    async def records(
+        self, count: int, stream: Stream = SAMPLES, within_s: float = LONG_S
+    ) -> list[Any]:
         """The first messages of a log, once there are so many."""
         found: list[Any] = []
         async with asyncio.timeout(within_s):

@@ -1,4 +1,6 @@
-"""Small random models of the families that people train, with windows, chunks and rope switches of a few tokens."""
+"""Small random models of the families that people train, with windows, chunks and rope switches of
+a few tokens.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,10 @@ _LINEAR: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention"],
 }
-_WINDOWS: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_WINDOWS: dict[str, Any] = {
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 _FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 4.0, 6.0, 8.0]}
 _LONGROPE = {
     "max_position_embeddings": 128,
@@ -168,9 +173,13 @@ def family_config(name: str) -> Any:
 
 
 def family_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a random model of one of FAMILIES, in evaluation mode; its weights are large enough for errors to show."""
+    """Return a random model of one of FAMILIES, in evaluation mode; its weights are large enough
+    for errors to show.
+    """
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(family_config(name), attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(
+        family_config(name), attn_implementation="eager"
+    )
     for key, parameter in model.named_parameters():
         if parameter.ndim == 1 and "norm" in key:
             torch.nn.init.normal_(parameter, 1.0 if "gemma" not in name else 0.0, 0.15)
@@ -179,7 +188,9 @@ def family_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
     return model.to(dtype).eval()
 
 
-def save_family(folder: Path, name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> str:
+def save_family(
+    folder: Path, name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> str:
     """Write a model of one of FAMILIES."""
     family_model(name, seed=seed, dtype=dtype).save_pretrained(folder)
     return str(folder)

@@ -1,4 +1,6 @@
-"""A broker as it was configured before joining roles had accounts: one account, replies wherever a message says."""
+"""A broker as it was configured before joining roles had accounts: one account, replies wherever a
+message says.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from broker.server import private_server
 from broker.server.private_server import BrokerServer
 
 READ = (StreamKind.LOG, StreamKind.LAST_VALUE, StreamKind.KV)
-CONSUMER = ("CONSUMER.CREATE.{}", "CONSUMER.MSG.NEXT.{}.*", "CONSUMER.DELETE.{}.*", "DIRECT.GET.{}.>")
+CONSUMER = (
+    "CONSUMER.CREATE.{}",
+    "CONSUMER.MSG.NEXT.{}.*",
+    "CONSUMER.DELETE.{}.*",
+    "DIRECT.GET.{}.>",
+)
 
 
 def former_authorization(users: Iterable[ServerUser]) -> str:
@@ -27,13 +34,21 @@ def former_authorization(users: Iterable[ServerUser]) -> str:
         allowed = permissions(user.role, user.run, user.name)
         publish = list(allowed.publish)
         if user.role not in (OPERATOR, LEARNER, OBSERVER):
-            names = [one.stream_name(user.run) for one in STREAMS if one.kind in READ and one.reads(user.role)]
+            names = [
+                one.stream_name(user.run)
+                for one in STREAMS
+                if one.kind in READ and one.reads(user.role)
+            ]
             publish += [f"$JS.API.{request.format(name)}" for name in names for request in CONSUMER]
             publish.remove("_R_.>")
         subscribe = json.dumps(list(allowed.subscribe))
-        replies = user.role == OPERATOR or any(one.kind is REQUEST and one.reads(user.role) for one in STREAMS)
+        replies = user.role == OPERATOR or any(
+            one.kind is REQUEST and one.reads(user.role) for one in STREAMS
+        )
         lines.append(f"    {{ {user.shows}, permissions: {{")
-        lines.append(f"      publish: {{ allow: {json.dumps(publish)} }}, subscribe: {{ allow: {subscribe} }}")
+        lines.append(
+            f"      publish: {{ allow: {json.dumps(publish)} }}, subscribe: {{ allow: {subscribe} }}"
+        )
         lines += ["      allow_responses: { max: 1, expires: 600s }"] * replies
         lines.append("    } }")
     return "\n".join([*lines, "  ]", "}"]) + "\n"

@@ -1,5 +1,5 @@
-"""Inputs that nobody would send: bits flipped, bytes cut, repeated and spliced, lengths that lie, values of every kind
-in every place.
+"""Inputs that nobody would send: bits flipped, bytes cut, repeated and spliced, lengths that lie,
+values of every kind in every place.
 
 All of it follows from a seed.
 """
@@ -15,7 +15,23 @@ from typing import Any
 import msgpack
 
 # What a length or a number may claim to be.
-LIES = [0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 2**24, 2**27, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1]
+LIES = [
+    0,
+    1,
+    0x7F,
+    0x80,
+    0xFF,
+    0x7FFF,
+    0xFFFF,
+    2**24,
+    2**27,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+]
 HEADS = [  # of MessagePack: claims of what follows, that is not there
     *(bytes([kind]) + struct.pack(">I", lie & 0xFFFFFFFF) for kind in (0xC6, 0xC9, 0xDB, 0xDD,
         0xDF) for lie in LIES[7:12]),
@@ -34,7 +50,19 @@ VALUES: list[Any] = [
 
 def mutations(seeds: Sequence[bytes], rng: random.Random) -> Iterator[bytes]:
     """Without end."""
-    ways = (_flip, _flip, _cut, _splice, _overwrite, _insert, _repeat, _noise, _field, _field, _nested)
+    ways = (
+        _flip,
+        _flip,
+        _cut,
+        _splice,
+        _overwrite,
+        _insert,
+        _repeat,
+        _noise,
+        _field,
+        _field,
+        _nested,
+    )
     while True:
         yield rng.choice(ways)(rng.choice(seeds), seeds, rng)
 
@@ -61,7 +89,9 @@ def _lie(rng: random.Random) -> bytes:
     lie = rng.choice(LIES)
     shape = rng.choice(("<I", ">I", "<Q", ">Q", "<H", "B"))
     return (
-        rng.choice(HEADS) if rng.random() < 0.5 else struct.pack(shape, lie & (2 ** (8 * struct.calcsize(shape)) - 1))
+        rng.choice(HEADS)
+        if rng.random() < 0.5
+        else struct.pack(shape, lie & (2 ** (8 * struct.calcsize(shape)) - 1))
     )
 
 

@@ -1,8 +1,10 @@
-"""Pytest plugin: a test that outlives its time limit takes its process along, with the stacks of all threads.
+"""Pytest plugin: a test that outlives its time limit takes its process along, with the stacks of
+all threads.
 
-pytest-timeout raises in the main thread, once. Where that is a callback or a task in the background, the event loop
-notes the exception and goes on, the test waits for ever, and the session with it. pytest-xdist reports the test whose
-worker ended as failed, and starts another worker for the rest.
+pytest-timeout raises in the main thread, once. Where that is a callback or a task in the
+background, the event loop notes the exception and goes on, the test waits for ever, and the session
+with it. pytest-xdist reports the test whose worker ended as failed, and starts another worker for
+the rest.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Generator[None, Any, Any]:
-    faulthandler.dump_traceback_later(settings.timeout + GRACE_S, exit=True, file=item.config.stash[_STDERR])
+    faulthandler.dump_traceback_later(
+        settings.timeout + GRACE_S, exit=True, file=item.config.stash[_STDERR]
+    )
     return (yield)
 
 

@@ -1,4 +1,6 @@
-"""Small random models of several architectures, and plain transformers forwards to compare an engine with."""
+"""Small random models of several architectures, and plain transformers forwards to compare an
+engine with.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,26 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 0,
     "max_position_embeddings": 256,
 }
-_SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 def _llama() -> Any:
     return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**_COMMON, **_SIZES, num_key_value_heads=2, tie_word_embeddings=False)
+        transformers.LlamaConfig(
+            **_COMMON, **_SIZES, num_key_value_heads=2, tie_word_embeddings=False
+        )
     )
 
 
 def _qwen3() -> Any:
-    config = transformers.Qwen3Config(**_COMMON, **_SIZES, num_key_value_heads=2, head_dim=24, tie_word_embeddings=True)
+    config = transformers.Qwen3Config(
+        **_COMMON, **_SIZES, num_key_value_heads=2, head_dim=24, tie_word_embeddings=True
+    )
     return transformers.Qwen3ForCausalLM(config)
 
 
@@ -57,7 +68,12 @@ def _mistral() -> Any:
 def _gemma2() -> Any:
     """Soft-capped attention logits, sliding windows in every other layer."""
     config = transformers.Gemma2Config(
-        **_COMMON, **_SIZES, num_key_value_heads=2, head_dim=16, sliding_window=9, attn_logit_softcapping=5.0
+        **_COMMON,
+        **_SIZES,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=9,
+        attn_logit_softcapping=5.0,
     )
     return transformers.Gemma2ForCausalLM._from_config(config, attn_implementation="eager")
 
@@ -109,11 +125,16 @@ def load(folder: Path) -> Any:
 def changed(model: Any, seed: int) -> dict[str, torch.Tensor]:
     """Other weights for the same model, by name, tied ones once."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: p.detach() + 0.1 * torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
+    return {
+        name: p.detach() + 0.1 * torch.randn(p.shape, generator=generator)
+        for name, p in model.named_parameters()
+    }
 
 
 @torch.no_grad()
-def logprobs(model: Any, prompt: list[int], output: list[int], temperature: float = 1.0) -> torch.Tensor:
+def logprobs(
+    model: Any, prompt: list[int], output: list[int], temperature: float = 1.0
+) -> torch.Tensor:
     """log p of each output token given all before it, from one plain forward."""
     ids = torch.tensor([prompt + output])
     table = (model(input_ids=ids, use_cache=False).logits[0].float() / temperature).log_softmax(-1)

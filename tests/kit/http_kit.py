@@ -1,4 +1,6 @@
-"""A rollout server's HTTP API in this process: the real service, an engine in this process, no broker."""
+"""A rollout server's HTTP API in this process: the real service, an engine in this process, no
+broker.
+"""
 
 from __future__ import annotations
 
@@ -62,14 +64,27 @@ async def api(
     **engine_args: Any,
 ) -> AsyncIterator[Api]:
     section = RolloutSection(
-        engine=engine, max_running=4, max_context_tokens=max_context_tokens, engine_args=engine_args, num_threads=1
+        engine=engine,
+        max_running=4,
+        max_context_tokens=max_context_tokens,
+        engine_args=engine_args,
+        num_threads=1,
     )
-    spec = wire.RunSpec(run="r", wire_version=wire.WIRE_VERSION, epoch=0, config={}, model_path=model_path)
-    running = resolve("engines", engine, ENGINES)(EngineConfig(model_path, section, device="cpu", policy_version=0))
-    member = cast(Member, SimpleNamespace(spec=spec, bus=None, id="s1", poke=lambda: None, spans=SpanRecorder()))
+    spec = wire.RunSpec(
+        run="r", wire_version=wire.WIRE_VERSION, epoch=0, config={}, model_path=model_path
+    )
+    running = resolve("engines", engine, ENGINES)(
+        EngineConfig(model_path, section, device="cpu", policy_version=0)
+    )
+    member = cast(
+        Member,
+        SimpleNamespace(spec=spec, bus=None, id="s1", poke=lambda: None, spans=SpanRecorder()),
+    )
     service, tokenizer = RolloutService(member, spec, section, running), Tokenizer.load(model_path)
     served = served_model(running, section, model_path, lambda: state)
-    server = HttpServer.with_key(service.handle, tokenizer, served, KEY, tls.server() if tls else None, named)
+    server = HttpServer.with_key(
+        service.handle, tokenizer, served, KEY, tls.server() if tls else None, named
+    )
     await running.start()
     await server.start("127.0.0.1", 0)
     try:

@@ -31,7 +31,9 @@ class Issued:
         return ssl.create_default_context(cafile=self.authority)
 
 
-def issue(folder: Path, address: str = "127.0.0.1", *, begin_days: float = -1, end_days: float = 2) -> Issued:
+def issue(
+    folder: Path, address: str = "127.0.0.1", *, begin_days: float = -1, end_days: float = 2
+) -> Issued:
     """Make an authority and a certificate for an IP address, valid between two times from now."""
     folder.mkdir(exist_ok=True)
     root_key, root_name = ec.generate_private_key(ec.SECP256R1()), _name("authority of the tests")

@@ -20,7 +20,15 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).parents[2]
 BUILD_S, RUN_S = 2400.0, 300.0
 DEBIAN: Final = "bookworm"
-LOCKED: Final = ("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--tmpfs", "/tmp")
+LOCKED: Final = (
+    "--read-only",
+    "--cap-drop",
+    "ALL",
+    "--security-opt",
+    "no-new-privileges",
+    "--tmpfs",
+    "/tmp",
+)
 
 
 class Containers:
@@ -33,7 +41,9 @@ class Containers:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.seconds: dict[str, float] = {}  # of each build
-        files, processes = (resource.getrlimit(one)[1] for one in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+        files, processes = (
+            resource.getrlimit(one)[1] for one in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)
+        )
         limits = [f"{name}={min(most, value if value >= 0 else most)}" for name, value, most in
                   (("nofile", files, 4096), ("nproc", processes, 4096))]  # fmt: skip
         (folder / "storage.conf").write_text(
@@ -50,10 +60,18 @@ class Containers:
             "CONTAINERS_CONF": str(folder / "containers.conf"),
         }
 
-    def call(self, *command: str, check: bool = True, timeout_s: float = RUN_S, **options: Any) -> Any:
+    def call(
+        self, *command: str, check: bool = True, timeout_s: float = RUN_S, **options: Any
+    ) -> Any:
         """Run a command; return what it printed, exit code included."""
         ended = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=timeout_s, check=False, **options
+            command,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            **options,
         )
         assert ended.returncode == 0 or not check, (
             f"{' '.join(command)}\n{ended.stdout[-4000:]}\n{ended.stderr[-4000:]}"
@@ -138,7 +156,9 @@ def _of_pip() -> list[str]:
     authority = os.environ.get("PIP_CERT") or os.environ.get("SSL_CERT_FILE")
     if authority and Path(authority).is_file():
         options += ["--secret", f"id=ca.pem,src={authority}"]
-    links = subprocess.run([*pip, "global.find-links"], capture_output=True, text=True, check=False).stdout.split()
+    links = subprocess.run(
+        [*pip, "global.find-links"], capture_output=True, text=True, check=False
+    ).stdout.split()
     if wheels := next((one for one in links if Path(one).is_dir()), ""):
         options += ["--build-context", f"wheels={wheels}"]
         if list(Path(wheels).glob("torch-*+cpu-*.whl")):

@@ -30,7 +30,12 @@ class NoUse(Environment):
 
     @classmethod
     def tools(cls, args: Any) -> list[dict[str, Any]]:
-        return [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+        return [
+            {
+                "type": "function",
+                "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+            }
+        ]
 
 
 class Whole(NoUse):

@@ -1,4 +1,6 @@
-"""Run folders that change under the console's index, and what an index holds, apart from its own numbering."""
+"""Run folders that change under the console's index, and what an index holds, apart from its own
+numbering.
+"""
 
 from __future__ import annotations
 

@@ -14,11 +14,19 @@ import nkeys
 
 from broker.contract.permissions import API, OPERATOR, permissions
 from broker.contract.streams import ROLES
-from broker.identity.accounts import ACCOUNT, MAPPED_API, SERVICE, Account, account_of, accounts_of, mapped
+from broker.identity.accounts import (
+    ACCOUNT,
+    MAPPED_API,
+    SERVICE,
+    Account,
+    account_of,
+    accounts_of,
+    mapped,
+)
 
-UNLIMITED = {name: -1 for name in ("subs", "data", "payload", "imports", "exports", "conn", "leaf")} | {
-    "wildcards": True
-}
+UNLIMITED = {
+    name: -1 for name in ("subs", "data", "payload", "imports", "exports", "conn", "leaf")
+} | {"wildcards": True}
 STORAGE = {name: -1 for name in ("mem_storage", "disk_storage", "streams", "consumer")}
 
 
@@ -34,8 +42,15 @@ class Issuer:
         body = {"iss": self.public, "sub": subject, "iat": int(time.time()), "name": "test"}
         body |= {"exp": int(expires_at)} if expires_at else {}
         body |= {"nats": {**claims, "version": 2}}
-        body["jti"] = base64.b32encode(hashlib.sha256(json.dumps(body).encode()).digest()).decode().rstrip("=")
-        words = [_encode(json.dumps(one).encode()) for one in ({"typ": "JWT", "alg": "ed25519-nkey"}, body)]
+        body["jti"] = (
+            base64.b32encode(hashlib.sha256(json.dumps(body).encode()).digest())
+            .decode()
+            .rstrip("=")
+        )
+        words = [
+            _encode(json.dumps(one).encode())
+            for one in ({"typ": "JWT", "alg": "ed25519-nkey"}, body)
+        ]
         signature = nkeys.from_seed(bytearray(self.seed)).sign(".".join(words).encode())
         return ".".join([*words, _encode(bytes(signature))])
 
@@ -43,15 +58,18 @@ class Issuer:
 class JwtAccounts:
     """An operator with the accounts of one run, and the credentials files of its users.
 
-    The permissions of a role are in a signing key of its account, as `nsc edit signing-key` writes them: in the JWT of
-    a user they would be longer than a server's max_control_line.
+    The permissions of a role are in a signing key of its account, as `nsc edit signing-key` writes
+    them: in the JWT of a user they would be longer than a server's max_control_line.
     """
 
     def __init__(self, run: str) -> None:
         self._run = run
         roles = (*ROLES, OPERATOR)
         self._accounts = {one.name: one for one in accounts_of((role, run) for role in roles)}
-        self._operator, self._system = Issuer(nkeys.PREFIX_BYTE_OPERATOR), Issuer(nkeys.PREFIX_BYTE_ACCOUNT)
+        self._operator, self._system = (
+            Issuer(nkeys.PREFIX_BYTE_OPERATOR),
+            Issuer(nkeys.PREFIX_BYTE_ACCOUNT),
+        )
         self._keys = {name: Issuer(nkeys.PREFIX_BYTE_ACCOUNT) for name in self._accounts}
         self._signing = {role: Issuer(nkeys.PREFIX_BYTE_ACCOUNT) for role in roles}
 
@@ -63,14 +81,21 @@ class JwtAccounts:
             f"system_account: {self._system.public}",
             "resolver: MEMORY",
             "resolver_preload: {",
-            *(f"  {self._keys[name].public}: {self._account(account)}" for name, account in self._accounts.items()),
+            *(
+                f"  {self._keys[name].public}: {self._account(account)}"
+                for name, account in self._accounts.items()
+            ),
             f"  {self._system.public}: {issue(self._system.public, system)}",
             "}",
         ]
         return "\n".join(lines)
 
     def _account(self, account: Account) -> str:
-        scopes = [self._scope(role) for role in self._signing if account_of(role, self._run) == account.name]
+        scopes = [
+            self._scope(role)
+            for role in self._signing
+            if account_of(role, self._run) == account.name
+        ]
         claims: dict[str, Any] = {"type": "account", "limits": UNLIMITED, "signing_keys": scopes}
         if account.name == ACCOUNT:
             claims["limits"] = UNLIMITED | STORAGE
@@ -78,11 +103,20 @@ class JwtAccounts:
             claims["mappings"] = {f"{API}.>": [{"subject": f"{MAPPED_API}.>", "weight": 100}]}
         claims["exports"] = [
             {"name": one.subject, "subject": one.subject, "type": one.kind}
-            | ({"response_type": "Stream" if one.has_many_replies else "Singleton"} if one.kind == SERVICE else {})
+            | (
+                {"response_type": "Stream" if one.has_many_replies else "Singleton"}
+                if one.kind == SERVICE
+                else {}
+            )
             for one in account.exports
         ]
         claims["imports"] = [
-            {"name": one.subject, "subject": one.subject, "account": self._keys[one.exporter].public, "type": one.kind}
+            {
+                "name": one.subject,
+                "subject": one.subject,
+                "account": self._keys[one.exporter].public,
+                "type": one.kind,
+            }
             | ({"local_subject": one.local_subject} if one.local_subject != one.subject else {})
             for one in account.imports
         ]
@@ -90,12 +124,23 @@ class JwtAccounts:
 
     def _scope(self, role: str) -> dict[str, Any]:
         allowed = permissions(role, self._run)
-        publish = map(mapped, allowed.publish) if account_of(role, self._run) != ACCOUNT else allowed.publish
+        publish = (
+            map(mapped, allowed.publish)
+            if account_of(role, self._run) != ACCOUNT
+            else allowed.publish
+        )
         template: dict[str, Any] = {"subs": -1, "data": -1, "payload": -1}
         template |= {"pub": {"allow": list(publish)}, "sub": {"allow": list(allowed.subscribe)}}
-        return {"kind": "user_scope", "key": self._signing[role].public, "role": role, "template": template}
+        return {
+            "kind": "user_scope",
+            "key": self._signing[role].public,
+            "role": role,
+            "template": template,
+        }
 
-    def credentials(self, file: Path, role: str, *, expires_at: float = 0, own_permissions: bool = False) -> Path:
+    def credentials(
+        self, file: Path, role: str, *, expires_at: float = 0, own_permissions: bool = False
+    ) -> Path:
         """Write the credentials of a user with the permissions of a role.
 
         Args:

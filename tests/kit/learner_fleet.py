@@ -1,4 +1,6 @@
-"""A made-up fleet for tests of the learner: answers tickets with groups that a real model never sampled."""
+"""A made-up fleet for tests of the learner: answers tickets with groups that a real model never
+sampled.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from broker.jetstream.bus import Bus, Delivery
 from broker.settings.runspec import validate
 
 PROMPT, RESPONSE = 5, 3
-TINY = {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 32}
+TINY = {
+    "hidden_size": 16,
+    "num_layers": 1,
+    "num_heads": 1,
+    "num_kv_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 32,
+}
 
 
 def config(folder: str, name: str, **sections: dict[str, Any]) -> dict[str, Any]:
@@ -51,7 +60,14 @@ def trajectory(episode: int, reward: float, version: int, seed: int) -> wire.Tra
     """Five tokens of prompt, three sampled ones in one turn."""
     rng = np.random.default_rng([seed, episode])
     n = PROMPT + RESPONSE
-    turn = wire.Turn(start=PROMPT, end=n, reward=reward, valid=episode == 0, finish_reason="stop", server="made-up")
+    turn = wire.Turn(
+        start=PROMPT,
+        end=n,
+        reward=reward,
+        valid=episode == 0,
+        finish_reason="stop",
+        server="made-up",
+    )
     return made_up_hub.trajectory(
         episode, rng.integers(6, 60, n).tolist(), [-2.0] * RESPONSE, version=version, reward=reward, turns=[turn],
         metrics={"moves": 2.0 + episode},
@@ -60,7 +76,9 @@ def trajectory(episode: int, reward: float, version: int, seed: int) -> wire.Tra
 
 def group(ticket: wire.Ticket, version: int, rewards: tuple[float, ...] = (0.0, 1.0)) -> wire.Group:
     """The group of a ticket, all its tokens of one version."""
-    trajectories = [trajectory(i, reward, version, ticket.number) for i, reward in enumerate(rewards)]
+    trajectories = [
+        trajectory(i, reward, version, ticket.number) for i, reward in enumerate(rewards)
+    ]
     return made_up_hub.group(ticket, trajectories, generate_s=0.5, env_step_s=0.25)
 
 
@@ -108,7 +126,9 @@ class Hub:
     async def store(self, delivery: Delivery, one: wire.Message | bytes) -> None:
         if isinstance(one, bytes):
             await self.bus.link.send(
-                SAMPLES.subject(self.bus.run), one, headers={wire.TICKET_HEADER: str(delivery.ticket)}
+                SAMPLES.subject(self.bus.run),
+                one,
+                headers={wire.TICKET_HEADER: str(delivery.ticket)},
             )
         else:
             await self.bus.publish(SAMPLES, one, ticket=getattr(one, "ticket", 0))
@@ -122,6 +142,8 @@ class Hub:
                 self.eval_tickets.append(ticket)
                 # every other held-out task succeeds
                 own = trajectory(0, float(ticket.task_index % 2), ticket.min_version, ticket.number)
-                answer = made_up_hub.group(ticket, [own], eval_step=ticket.eval_step, policy=ticket.policy)
+                answer = made_up_hub.group(
+                    ticket, [own], eval_step=ticket.eval_step, policy=ticket.policy
+                )
                 await self.bus.publish(EVALS, answer, ticket=ticket.number)
                 await delivery.ack()

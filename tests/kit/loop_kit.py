@@ -1,4 +1,6 @@
-"""The learner's loop with a real broker and ledger, and nothing that trains: what it reads, counts and deletes."""
+"""The learner's loop with a real broker and ledger, and nothing that trains: what it reads, counts
+and deletes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from learner.credit.recovery import RecoveryResult
 from learner.credit.ticket_rules import DomainRule, TicketRules
 from learner.loop import TrainingLoop
 
-RULES = TicketRules(10, 2, 1, "drop", 0, (DomainRule("lake", 1.0, 1, 1, 600.0),))  # one episode in a group
+# one episode in a group
+RULES = TicketRules(10, 2, 1, "drop", 0, (DomainRule("lake", 1.0, 1, 1, 600.0),))
 
 
 def opened_ledger(**changes: object) -> Ledger:
@@ -32,17 +35,29 @@ def opened_ledger(**changes: object) -> Ledger:
 
 def scored_group(ticket: wire.Ticket, size: int) -> wire.Group:
     """A group of ``size`` bytes that the learner takes."""
-    made = group(ticket.number, size, domain=ticket.domain, task_index=ticket.task_index, min_version=0, pools=[])
+    made = group(
+        ticket.number,
+        size,
+        domain=ticket.domain,
+        task_index=ticket.task_index,
+        min_version=0,
+        pools=[],
+    )
     (sampled,) = made.trajectories
     runs = wire.column([0, len(sampled.loss_mask.array())], "<i4")
-    return msgspec.structs.replace(made, trajectories=[msgspec.structs.replace(sampled, episode=0, version_runs=runs)])
+    return msgspec.structs.replace(
+        made, trajectories=[msgspec.structs.replace(sampled, episode=0, version_runs=runs)]
+    )
 
 
 @asynccontextmanager
 async def running_loop(bus: Bus, ledger: Ledger) -> AsyncIterator[asyncio.Task[bool]]:
     """The loop of a learner that has this ledger; it ends without a word, as if killed."""
     training = MagicMock(
-        on_device=False, call=AsyncMock(return_value=0.0), has_room=AsyncMock(), failed=asyncio.Future()
+        on_device=False,
+        call=AsyncMock(return_value=0.0),
+        has_room=AsyncMock(),
+        failed=asyncio.Future(),
     )
     training.backend.vocab_size = 1 << 30
     training.spans.traces = None

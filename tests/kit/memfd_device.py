@@ -1,5 +1,6 @@
-"""A device whose memory is host memory, with the manners of a GPU's: units that a process may not see, handles that
-open in other processes alone, copies that are there only once they were waited for."""
+"""A device whose memory is host memory, with the manners of a GPU's: units that a process may not
+see, handles that open in other processes alone, copies that are there only once they were waited
+for."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ class Memfd(SharedDevice):
 
     kind = "memfd"
 
-    def __init__(self, unit: str = "left", visible: Collection[str] = tuple(UNITS), *, own: bool = False) -> None:
+    def __init__(
+        self, unit: str = "left", visible: Collection[str] = tuple(UNITS), *, own: bool = False
+    ) -> None:
         self._unit, self._visible = UNITS[unit], {UNITS[name] for name in visible}
         self._queue = ThreadPoolExecutor(1, "device")
         self._reading, self._own = False, own
@@ -50,7 +53,9 @@ class Memfd(SharedDevice):
             raise OSError(errno.EINVAL, "a handle opens in another process")
         file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY)
         try:  # private: what the owner writes is seen, and nobody can write it here
-            memory = mmap.mmap(file, card.size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            memory = mmap.mmap(
+                file, card.size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+            )
         finally:
             os.close(file)
         return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,4 +1,6 @@
-"""Small random models of many families, each with the switches of its real configuration, at lengths of a test."""
+"""Small random models of many families, each with the switches of its real configuration, at
+lengths of a test.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ _DELTA: dict[str, Any] = {
     "full_attention"],
 }  # fmt: skip
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
-_FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0 + i for i in range(8)], "rope_theta": 1e4}
+_FACTORS = {
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0 + i for i in range(8)],
+    "rope_theta": 1e4,
+}
 
 
 def _configs() -> dict[str, Callable[[], Any]]:
@@ -210,7 +216,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }  # fmt: skip
 
 
-def make_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 3.0) -> Any:
+def make_model(
+    name: str, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 3.0
+) -> Any:
     """Return a model whose weights are large enough that a wrong mask changes its output."""
     torch.manual_seed(seed)
     config = FAMILIES[name]() if name in FAMILIES else REFUSED[name][0]()

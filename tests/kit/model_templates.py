@@ -1,4 +1,6 @@
-"""Tokenizer folders in the style of published model families: their turns, special tokens and end tokens."""
+"""Tokenizer folders in the style of published model families: their turns, special tokens and end
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-CORPUS = "What is 17 + 25? The answer is 42. Be brief, think first, then say it: user, assistant, system, final.\n" * 3
+CORPUS = (
+    "What is 17 + 25? The answer is 42. Be brief, think first, then say it: user, assistant, system, final.\n"
+    * 3
+)
 
 
 @dataclass(frozen=True)
@@ -238,7 +243,8 @@ _PHI3 = """
 {%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- else %}{{- eos_token }}{%- endif %}
 """
 
-# A turn names its channel before the message; the last turn ends with another token than earlier ones.
+# A turn names its channel before the message; the last turn ends with another token than earlier
+# ones.
 _HARMONY = """
 {{- '<|start|>system<|message|>You are ChatGPT.\\n\\nReasoning: medium\\n\\n# Valid channels: analysis, final.' }}
 {{- '<|end|>' }}
@@ -382,10 +388,33 @@ _COMMAND = """
 _TURNS = ("<|User|>", "<|Assistant|>")
 _HEADERS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 _INST = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]")
-_V3 = (*_INST, "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]")
-_CHANNELS = ("<|endoftext|>", "<|return|>", "<|call|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>")
-_DEEPSEEK = ("<|tool_call_begin|>", "<|tool_sep|>", "<|tool_call_end|>", "<|tool_output_begin|>", "<|tool_output_end|>")
-_TURN_TOKENS = tuple(f"<|{name}_TOKEN|>" for name in ("START_OF_TURN", "END_OF_TURN", "SYSTEM", "USER", "CHATBOT"))
+_V3 = (
+    *_INST,
+    "[TOOL_CALLS]",
+    "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+)
+_CHANNELS = (
+    "<|endoftext|>",
+    "<|return|>",
+    "<|call|>",
+    "<|start|>",
+    "<|end|>",
+    "<|message|>",
+    "<|channel|>",
+)
+_DEEPSEEK = (
+    "<|tool_call_begin|>",
+    "<|tool_sep|>",
+    "<|tool_call_end|>",
+    "<|tool_output_begin|>",
+    "<|tool_output_end|>",
+)
+_TURN_TOKENS = tuple(
+    f"<|{name}_TOKEN|>" for name in ("START_OF_TURN", "END_OF_TURN", "SYSTEM", "USER", "CHATBOT")
+)
 
 STYLES = {
     "qwen3": ModelStyle(_QWEN3, CHATML, "<|im_end|>", (*THINK, *TOOL_TAGS), ends=("<|im_end|>", "<|endoftext|>")),
@@ -434,9 +463,13 @@ def make_style_folder(folder: Path, style: ModelStyle, template: str | None = No
         vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator([CORPUS], trainer)
-    tokenizer.add_tokens([tokenizers.AddedToken(text, normalized=False, special=False) for text in style.plain])
+    tokenizer.add_tokens(
+        [tokenizers.AddedToken(text, normalized=False, special=False) for text in style.plain]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
-    named = {"eos_token": style.eos, "pad_token": style.special[0]} | ({"bos_token": style.bos} if style.bos else {})
+    named = {"eos_token": style.eos, "pad_token": style.special[0]} | (
+        {"bos_token": style.bos} if style.bos else {}
+    )
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **named, **style.config}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").write_text(style.template if template is None else template)

@@ -1,8 +1,8 @@
-"""Brokers in network namespaces of their own, so that single links to them can be cut without a word: packets vanish,
-nothing is reset.
+"""Brokers in network namespaces of their own, so that single links to them can be cut without a
+word: packets vanish, nothing is reset.
 
-Everything else, loopback included, lives in one more namespace that the calling thread enters; what it starts is born
-there. Needs root, ``ip`` and ``nft``.
+Everything else, loopback included, lives in one more namespace that the calling thread enters; what
+it starts is born there. Needs root, ``ip`` and ``nft``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Final
 
 from bench.support.hosts.network_namespaces import entered
 
-NETWORK: Final = "10.77"  # node n has the addresses 10.77.n.1 and up, the namespace of all the others 10.77.255.254
+# node n has the addresses 10.77.n.1 and up, the namespace of all the others 10.77.255.254
+NETWORK: Final = "10.77"
 MONITOR_PORT: Final = 8222
 TABLE: Final = (
     "table inet cut { chain in { type filter hook input priority 0; policy accept; }; "
@@ -65,7 +66,21 @@ class NamespaceNetwork:
         _run("ip", "-n", self.home, "link", "set", "br0", "up")
         for number, name in enumerate(self.nodes):
             port = f"node{number}"
-            _run("ip", "-n", self.home, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
+            _run(
+                "ip",
+                "-n",
+                self.home,
+                "link",
+                "add",
+                port,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                name,
+            )
             _run("ip", "-n", self.home, "link", "set", port, "master", "br0")
             _run("ip", "-n", self.home, "link", "set", port, "up")
             _run("ip", "-n", name, "link", "set", "eth0", "up")
@@ -76,7 +91,9 @@ class NamespaceNetwork:
             _run("ip", "netns", "del", name)
 
     def address(self, node: int = 0) -> str:
-        """One more address of that node, for one client alone: cutting it cuts that client from the node."""
+        """One more address of that node, for one client alone: cutting it cuts that client from the
+        node.
+        """
         self._used[node] += 1
         address = f"{NETWORK}.{node}.{self._used[node]}"
         _run("ip", "-n", self.nodes[node], "addr", "add", f"{address}/16", "dev", "eth0")
@@ -89,17 +106,26 @@ class NamespaceNetwork:
     def cut(self, address: str) -> None:
         """Whatever goes to or comes from this address of a node vanishes."""
         node = self.nodes[int(address.split(".")[2])]
-        self._nft(node, f"add rule inet cut in ip daddr {address} drop; add rule inet cut out ip saddr {address} drop")
+        self._nft(
+            node,
+            f"add rule inet cut in ip daddr {address} drop; add rule inet cut out ip saddr {address} drop",
+        )
 
     def isolate(self, node: int, others: list[int]) -> None:
         """Whatever this node sends to the others, or they to it, vanishes; clients still reach it."""
         for other in others:
             name, net = self.nodes[node], f"{NETWORK}.{other}.0/24"
-            self._nft(name, f"add rule inet cut in ip saddr {net} drop; add rule inet cut out ip daddr {net} drop")
+            self._nft(
+                name,
+                f"add rule inet cut in ip saddr {net} drop; add rule inet cut out ip daddr {net} drop",
+            )
 
     def cut_port(self, port: int) -> None:
         """Whatever goes to or comes from this TCP port on loopback vanishes."""
-        self._nft(self.home, f"add rule inet cut in tcp dport {port} drop; add rule inet cut in tcp sport {port} drop")
+        self._nft(
+            self.home,
+            f"add rule inet cut in tcp dport {port} drop; add rule inet cut in tcp sport {port} drop",
+        )
 
     def heal(self) -> None:
         """Everything passes again."""
@@ -112,7 +138,9 @@ class NamespaceNetwork:
 
 @contextlib.contextmanager
 def network(num_nodes: int) -> Iterator[NamespaceNetwork]:
-    """A network, with the calling thread, and what it starts from now on, in the namespace that reaches all nodes."""
+    """A network, with the calling thread, and what it starts from now on, in the namespace that
+    reaches all nodes.
+    """
     made = NamespaceNetwork(num_nodes)
     os.environ["RL_INSECURE"] = "1"  # the brokers have neither TLS nor logins
     try:

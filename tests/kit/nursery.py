@@ -1,9 +1,9 @@
-"""Processes of the weight channel's tests, forked from one that has imported torch and the channel already, which takes
-seconds.
+"""Processes of the weight channel's tests, forked from one that has imported torch and the channel
+already, which takes seconds.
 
-Run as a program it is that one: for each request on the socket that it is given the number of, a JSON list of a script
-and its arguments with a file for the standard output, it forks a process that runs the script, and answers with its
-number.
+Run as a program it is that one: for each request on the socket that it is given the number of, a
+JSON list of a script and its arguments with a file for the standard output, it forks a process that
+runs the script, and answers with its number.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ HERE = Path(__file__).parent
 class Born:
     """A process that was forked, as ``asyncio.subprocess.Process`` is spoken to."""
 
-    def __init__(self, pid: int, stdout: asyncio.StreamReader, transport: asyncio.ReadTransport) -> None:
+    def __init__(
+        self, pid: int, stdout: asyncio.StreamReader, transport: asyncio.ReadTransport
+    ) -> None:
         self.pid, self.stdout, self._transport = pid, stdout, transport
 
     @property
@@ -54,7 +56,9 @@ class Nursery:
 
     async def bear(self, script: str, *arguments: str) -> Born:
         """A process that runs a script of this folder."""
-        theirs, ours = await asyncio.to_thread(self._bear, json.dumps([str(HERE / script), *arguments]))
+        theirs, ours = await asyncio.to_thread(
+            self._bear, json.dumps([str(HERE / script), *arguments])
+        )
         reader = asyncio.StreamReader()
         pipe = os.fdopen(ours, "rb")
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(

@@ -39,7 +39,10 @@ class OtlpReceiver:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 if self.headers.get("Content-Encoding") == "gzip":
                     body = gzip.decompress(body)
-                assert (self.path, self.headers["Content-Type"]) == ("/v1/traces", "application/x-protobuf")
+                assert (self.path, self.headers["Content-Type"]) == (
+                    "/v1/traces",
+                    "application/x-protobuf",
+                )
                 receiver._take(ExportTraceServiceRequest.FromString(body))
                 self.send_response(200)
                 self.send_header("Content-Length", "0")
@@ -57,7 +60,10 @@ class OtlpReceiver:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._server.shutdown()
         self._thread.join()
@@ -71,7 +77,9 @@ class OtlpReceiver:
                     given = {pair.key: _value(pair.value) for pair in one.attributes}
                     ids = one.trace_id.hex(), one.span_id.hex(), one.parent_span_id.hex()
                     times = one.start_time_unix_nano / 1e9, one.end_time_unix_nano / 1e9
-                    self.spans.append(ReceivedSpan(one.name, about["service.name"], *ids, *times, given))
+                    self.spans.append(
+                        ReceivedSpan(one.name, about["service.name"], *ids, *times, given)
+                    )
 
     def traces(self) -> dict[str, list[ReceivedSpan]]:
         """Return the spans of each trace."""

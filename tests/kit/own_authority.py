@@ -20,19 +20,25 @@ class OwnAuthority:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self._key = folder, generate_private_key(SECP256R1())
-        self._name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"authority of {folder.name}")])
+        self._name = x509.Name(
+            [x509.NameAttribute(x509.NameOID.COMMON_NAME, f"authority of {folder.name}")]
+        )
         made = self._builder(self._name, self._key.public_key(), days=10)
         made = made.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         self.file = folder / "ca.pem"
         self.file.write_bytes(made.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM))
 
     def certificate(self, name: str, *, days: int = 10) -> tuple[Path, Path]:
-        """Return the files of a certificate with a common name, valid for 127.0.0.1, and of its key."""
+        """Return the files of a certificate with a common name, valid for 127.0.0.1, and of its
+        key.
+        """
         key = generate_private_key(SECP256R1())
         subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
         made = self._builder(subject, key.public_key(), days=days)
         if name == "server":
-            address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+            address = x509.SubjectAlternativeName(
+                [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+            )
             made = made.add_extension(address, critical=False)
         made = made.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())

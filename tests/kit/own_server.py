@@ -14,14 +14,18 @@ from pathlib import Path
 
 from bench.support.fleet import free_port
 
-BINARY = os.environ.get("RL_TEST_NATS_SERVER", str(Path(sysconfig.get_path("scripts")) / "nats-server"))
+BINARY = os.environ.get(
+    "RL_TEST_NATS_SERVER", str(Path(sysconfig.get_path("scripts")) / "nats-server")
+)
 
 
 @contextlib.contextmanager
 def own_server(
     folder: Path, *, include: str = "", more: str = "", env: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """Yield the address of a nats-server that includes one file and has some more lines of configuration."""
+    """Yield the address of a nats-server that includes one file and has some more lines of
+    configuration.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "included.conf").write_text(include)
     port = free_port()
@@ -51,14 +55,20 @@ def reload(folder: Path, include: str) -> None:
     log, deadline = folder / "server.log", time.monotonic() + 20
     before = log.read_text().count("Reloaded server configuration")
     os.kill(int((folder / "pid").read_text()), signal.SIGHUP)
-    while log.read_text().count("Reloaded server configuration") == before and time.monotonic() < deadline:
+    while (
+        log.read_text().count("Reloaded server configuration") == before
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.02)
 
 
 def _wait_until_open(child: subprocess.Popen[bytes], port: int, log: Path) -> None:
     deadline = time.monotonic() + 20
     while child.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1) as open_:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", port), timeout=1) as open_,
+        ):
             if open_.recv(16):
                 return
         time.sleep(0.02)

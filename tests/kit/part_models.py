@@ -1,4 +1,6 @@
-"""Small random models with stacked experts, towers or shared layers: the configuration classes that people train."""
+"""Small random models with stacked experts, towers or shared layers: the configuration classes that
+people train.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def save_parts(name: str, folder: Path, *, dtype: torch.dtype = torch.float32) -
         config = transformers.AutoConfig.for_model(name, **WITH_VISION[name])
         model = transformers.AutoModelForImageTextToText.from_config(config)
     else:
-        config = transformers.AutoConfig.for_model(name, **{**_SIZES, "tie_word_embeddings": False, **SETTINGS[name]})
+        config = transformers.AutoConfig.for_model(
+            name, **{**_SIZES, "tie_word_embeddings": False, **SETTINGS[name]}
+        )
         model = transformers.AutoModelForCausalLM.from_config(config)
     for key, parameter in model.named_parameters():
         if parameter.ndim > 1 and "conv" not in key:

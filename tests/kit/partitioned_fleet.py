@@ -1,5 +1,5 @@
-"""A fleet whose brokers sit in network namespaces: every process reaches them by addresses of its own, which can be
-cut.
+"""A fleet whose brokers sit in network namespaces: every process reaches them by addresses of its
+own, which can be cut.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class PartitionedFleet(RunFleet):
             _wait_listening(address)
 
     def add(self, role: str, name: str, *arguments: str) -> RunProcess:
-        self.addresses[name] = self._current = [self.network.address(node) for node in range(len(self.network.nodes))]
+        self.addresses[name] = self._current = [
+            self.network.address(node) for node in range(len(self.network.nodes))
+        ]
         try:
             return super().add(role, name, *arguments)
         finally:
@@ -85,9 +87,13 @@ class PartitionedFleet(RunFleet):
         store.mkdir(exist_ok=True)
         configuration = store / "nats-server.conf"
         configuration.write_text(
-            broker_configuration(store, wire.MAX_PAYLOAD_BYTES + HEADROOM_BYTES, self._cluster(node))
+            broker_configuration(
+                store, wire.MAX_PAYLOAD_BYTES + HEADROOM_BYTES, self._cluster(node)
+            )
         )
-        binary = find_binary(clustered=len(self._own) > 1, binary=os.environ.get("RL_TEST_NATS_SERVER"))
+        binary = find_binary(
+            clustered=len(self._own) > 1, binary=os.environ.get("RL_TEST_NATS_SERVER")
+        )
         with Path(store / "nats-server.out").open("ab") as log:
             return spawn([*self.network.inside(node), binary, "-c", str(configuration)], log)
 

@@ -37,7 +37,10 @@ def demands(*overrides: str, model: ModelFacts = MODEL) -> Demands:
 
 
 def workload(*overrides: str, rewards: Memory | None = None) -> Workload:
-    dtype = next((one.partition("=")[2] for one in reversed(overrides) if one.startswith("model.dtype=")), "bfloat16")
+    dtype = next(
+        (one.partition("=")[2] for one in reversed(overrides) if one.startswith("model.dtype=")),
+        "bfloat16",
+    )
     model = replace(MODEL, itemsize=4 if dtype == "float32" else 2)
     return Workload(model, demands(*overrides, model=model), rewards)
 

@@ -1,7 +1,9 @@
-"""Evaluates the part of PromQL that our alerts and dashboards use, on scrapes; Prometheus itself need not be there.
+"""Evaluates the part of PromQL that our alerts and dashboards use, on scrapes; Prometheus itself
+need not be there.
 
-It has selectors with ``=``, ``=~``, ``!=``; ``increase``, ``delta``, ``rate``, ``changes`` and ``min_over_time``;
-``sum``, ``max`` and ``min by``; ``+ - * /``, comparisons and ``and on``. Ranges are not extrapolated.
+It has selectors with ``=``, ``=~``, ``!=``; ``increase``, ``delta``, ``rate``, ``changes`` and
+``min_over_time``; ``sum``, ``max`` and ``min by``; ``+ - * /``, comparisons and ``and on``. Ranges
+are not extrapolated.
 """
 
 from __future__ import annotations
@@ -205,7 +207,11 @@ class _Parser:
             "delta": lambda values: values[-1] - values[0],
             "changes": lambda values: float(sum(a != b for a, b in itertools.pairwise(values))),
         }[function]
-        return {labels: work(values) for labels, values in found.items() if len(values) > 1 and matchers(dict(labels))}
+        return {
+            labels: work(values)
+            for labels, values in found.items()
+            if len(values) > 1 and matchers(dict(labels))
+        }
 
     def _labels(self) -> list[str]:
         self._take("(")

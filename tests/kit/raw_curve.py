@@ -1,4 +1,6 @@
-"""A client of CurveZMQ on a plain socket, which can send what no ZeroMQ library would: see RFC 26 and ZMTP 3.0."""
+"""A client of CurveZMQ on a plain socket, which can send what no ZeroMQ library would: see RFC 26
+and ZMTP 3.0.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,17 @@ class RawCurve:
         opened = Box(brief, server).decrypt(welcome[16:], b"WELCOME-" + welcome[:16])
         theirs, cookie = PublicKey(opened[:32]), opened[32:]
         vouch = bytes(16)
-        sealed = Box(mine, theirs).encrypt(bytes(brief.public_key) + bytes(server), b"VOUCH---" + vouch).ciphertext
+        sealed = (
+            Box(mine, theirs)
+            .encrypt(bytes(brief.public_key) + bytes(server), b"VOUCH---" + vouch)
+            .ciphertext
+        )
         metadata = b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
         self._session = Box(brief, theirs)
         inside = z85.decode(public) + vouch + sealed + metadata
-        self._command(b"\x08INITIATE" + cookie + self._box(self._session, b"CurveZMQINITIATE", inside))
+        self._command(
+            b"\x08INITIATE" + cookie + self._box(self._session, b"CurveZMQINITIATE", inside)
+        )
         ready = self._receive()
         assert ready.startswith(b"\x05READY"), ready[:10]
 

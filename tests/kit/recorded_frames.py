@@ -28,6 +28,8 @@ def read_frames(frames: Sequence[str]) -> RecordedEpisode:
     """
     try:
         start, *rest = (json.loads(one) for one in frames)
-        return RecordedEpisode(start["task_index"], start["split"], start["seed"], [one["action"] for one in rest])
+        return RecordedEpisode(
+            start["task_index"], start["split"], start["seed"], [one["action"] for one in rest]
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"these are no recorded frames: {type(error).__name__}: {error}") from None

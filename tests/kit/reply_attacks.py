@@ -1,6 +1,8 @@
-"""Attempts to make the broker, or a process, publish where an identity may not: each kind of reply, from each role.
+"""Attempts to make the broker, or a process, publish where an identity may not: each kind of reply,
+from each role.
 
-Every attempt names a forbidden subject as the place of a reply. ``changes`` tells whether one of them got there.
+Every attempt names a forbidden subject as the place of a reply. ``changes`` tells whether one of
+them got there.
 """
 
 from __future__ import annotations
@@ -45,9 +47,22 @@ Attack = Callable[[Stranger, Bus, str, str], Awaitable[None]]
 
 def targets(role: str, run: str, *, is_own: bool) -> list[str]:
     """Return the subjects that would do harm, of the attacker's run or another."""
-    forged = [f"rl.{run}.tickets.lake", f"rl.{run}.weights", f"$KV.rl_{run}_runs.{run}", f"$KV.rl_{run}_control.{run}"]
-    forged += [] if is_own and role in ("envhub", "rewardhub") else [f"rl.{run}.samples", f"rl.{run}.episodes.default"]
-    api = [f"STREAM.PURGE.rl_{run}_samples", f"STREAM.DELETE.rl_{run}_evals", f"STREAM.PURGE.rl_{run}_tickets"]
+    forged = [
+        f"rl.{run}.tickets.lake",
+        f"rl.{run}.weights",
+        f"$KV.rl_{run}_runs.{run}",
+        f"$KV.rl_{run}_control.{run}",
+    ]
+    forged += (
+        []
+        if is_own and role in ("envhub", "rewardhub")
+        else [f"rl.{run}.samples", f"rl.{run}.episodes.default"]
+    )
+    api = [
+        f"STREAM.PURGE.rl_{run}_samples",
+        f"STREAM.DELETE.rl_{run}_evals",
+        f"STREAM.PURGE.rl_{run}_tickets",
+    ]
     return [*forged, *(f"$JS.API.{one}" for one in api), *(f"RLJS.{one}" for one in api)]
 
 
@@ -59,13 +74,16 @@ async def empty_pull(one: Stranger, bus: Bus, role: str, target: str) -> None:
     """A pull that finds nothing ends with an empty reply."""
     name, _, key = QUEUES.get(role, "").partition(".")
     stream = f"rl_{bus.run}_{name}" if name else BUCKETS[role].format(run=bus.run)
-    await one.client.publish(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{key or 'x'}", b'{"batch":9,"no_wait":true}', target)
+    await one.client.publish(
+        f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{key or 'x'}", b'{"batch":9,"no_wait":true}', target
+    )
 
 
 async def ack_next(one: Stranger, bus: Bus, role: str, target: str) -> None:
     """An acknowledgement that asks for the next message."""
     name, _, key = QUEUES.get(role, "tickets.lake").partition(".")
-    place = f"$JS.ACK.rl_{bus.run}_{name}.{key}.1.999.999.1700000000000000000.0"  # a message that it does not hold
+    # a message that it does not hold
+    place = f"$JS.ACK.rl_{bus.run}_{name}.{key}.1.999.999.1700000000000000000.0"
     await one.client.publish(place, b'+NXT {"batch":9,"no_wait":true}', target)
 
 
@@ -74,17 +92,28 @@ async def pull(one: Stranger, bus: Bus, role: str, target: str) -> None:
     await _store(one, role, bus.run, codec.encode(EXAMPLES[wire.Closed]))
     stream = BUCKETS[role].format(run=bus.run)
     config = {"ack_policy": "none", "deliver_policy": "all", "mem_storage": True, "num_replicas": 1}
-    made = await one.ask(f"$JS.API.CONSUMER.CREATE.{stream}", {"stream_name": stream, "config": config})
+    made = await one.ask(
+        f"$JS.API.CONSUMER.CREATE.{stream}", {"stream_name": stream, "config": config}
+    )
     name = (made or {}).get("name", "x")
-    await one.client.publish(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}", b'{"batch":9,"no_wait":true}', target)
+    await one.client.publish(
+        f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}", b'{"batch":9,"no_wait":true}', target
+    )
 
 
 async def push(one: Stranger, bus: Bus, role: str, target: str, **more: Any) -> None:
     """A consumer that pushes its messages to the target."""
     await _store(one, role, bus.run, codec.encode(EXAMPLES[wire.Closed]))
     stream = BUCKETS[role].format(run=bus.run)
-    config = {"deliver_subject": target, "ack_policy": "none", "deliver_policy": "all", "mem_storage": True}
-    await one.ask(f"$JS.API.CONSUMER.CREATE.{stream}", {"stream_name": stream, "config": config | more})
+    config = {
+        "deliver_subject": target,
+        "ack_policy": "none",
+        "deliver_policy": "all",
+        "mem_storage": True,
+    }
+    await one.ask(
+        f"$JS.API.CONSUMER.CREATE.{stream}", {"stream_name": stream, "config": config | more}
+    )
 
 
 async def flow_control(one: Stranger, bus: Bus, role: str, target: str) -> None:
@@ -101,7 +130,9 @@ async def direct_get(one: Stranger, bus: Bus, role: str, target: str) -> None:
 
 async def empty_direct_get(one: Stranger, bus: Bus, role: str, target: str) -> None:
     """A message that is not stored has an empty reply."""
-    await one.client.publish(f"$JS.API.DIRECT.GET.{BUCKETS[role].format(run=bus.run)}.nothing", b"", target)
+    await one.client.publish(
+        f"$JS.API.DIRECT.GET.{BUCKETS[role].format(run=bus.run)}.nothing", b"", target
+    )
 
 
 async def json_reply(one: Stranger, bus: Bus, role: str, target: str) -> None:
@@ -132,13 +163,17 @@ async def self_grant(one: Stranger, bus: Bus, role: str, target: str) -> None:
     async with asyncio.timeout(10):
         await arrived.wait()
     await subscribed.unsubscribe()
-    await one.client.publish(target, codec.encode(EXAMPLES[wire.Closed]) if target.startswith(("rl", "$KV")) else b"")
+    await one.client.publish(
+        target, codec.encode(EXAMPLES[wire.Closed]) if target.startswith(("rl", "$KV")) else b""
+    )
 
 
 async def answered(one: Stranger, bus: Bus, role: str, target: str) -> None:
     """The reply of an honest process to a request."""
     stream, key, _ = ANSWERED[role]
-    question = next(message for message in stream.messages if not message.__name__.endswith("Reply"))
+    question = next(
+        message for message in stream.messages if not message.__name__.endswith("Reply")
+    )
     await one.client.publish(stream.subject(bus.run, key), codec.encode(EXAMPLES[question]), target)
 
 
@@ -155,14 +190,19 @@ async def state_of(bus: Bus, streams: tuple[Stream, ...] = WATCHED) -> dict[str,
     for stream in streams:
         try:
             state = (await bus.info(stream))["state"]
-            found[stream.name] = tuple(state[name] for name in ("messages", "first_seq", "last_seq"))
+            found[stream.name] = tuple(
+                state[name] for name in ("messages", "first_seq", "last_seq")
+            )
         except NoStream:
             found[stream.name] = "gone"
     return found
 
 
-async def harm_done(url: str, role: str, kind: str, own: Bus, victim: Bus, responder: Bus | None = None) -> set[str]:
-    """Try one kind of reply from one role of ``own``'s run with every target of ``victim``'s; return what changed.
+async def harm_done(
+    url: str, role: str, kind: str, own: Bus, victim: Bus, responder: Bus | None = None
+) -> set[str]:
+    """Try one kind of reply from one role of ``own``'s run with every target of ``victim``'s;
+    return what changed.
 
     Args:
         own, victim: operators of both runs, which may be the same.

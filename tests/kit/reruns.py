@@ -1,8 +1,9 @@
-"""Pytest plugin for ``--reruns``, as .ci/run gives it: a test that fails and then passes is shown with its failure, and
-is a fault to find.
+"""Pytest plugin for ``--reruns``, as .ci/run gives it: a test that fails and then passes is shown
+with its failure, and is a fault to find.
 
-Tests that kill real processes on a busy machine find races rarely. One such race in thousands of tests does not stop a
-session, but it never goes unseen, and more than ``MAX_UNSTABLE`` of them fail it.
+Tests that kill real processes on a busy machine find races rarely. One such race in thousands of
+tests does not stop a session, but it never goes unseen, and more than ``MAX_UNSTABLE`` of them fail
+it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ def unstable(reporter: TerminalReporter) -> list[pytest.TestReport]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     reporter = reporter_of(session.config)
-    if reporter and len(unstable(reporter)) > MAX_UNSTABLE and session.exitstatus == pytest.ExitCode.OK:
+    if (
+        reporter
+        and len(unstable(reporter)) > MAX_UNSTABLE
+        and session.exitstatus == pytest.ExitCode.OK
+    ):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -36,4 +41,6 @@ def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
         terminalreporter.line(report.nodeid, yellow=True)
         report.toterminal(terminalreporter._tw)
     if len(found) > MAX_UNSTABLE:
-        terminalreporter.line(f"{len(found)} unstable tests, more than {MAX_UNSTABLE}: the session fails", red=True)
+        terminalreporter.line(
+            f"{len(found)} unstable tests, more than {MAX_UNSTABLE}: the session fails", red=True
+        )

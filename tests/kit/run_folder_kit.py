@@ -1,5 +1,5 @@
-"""A learner without a model and a broker without a network: writes run folders as real ones do, byte for byte the same
-records.
+"""A learner without a model and a broker without a network: writes run folders as real ones do,
+byte for byte the same records.
 """
 
 from __future__ import annotations
@@ -36,17 +36,30 @@ class Killed(Exception):
 
 
 def rules(**more: Any) -> TicketRules:
-    given: dict[str, Any] = {"steps": STEPS, "groups_per_step": 2, "max_staleness": 1, "on_late": "drop", "seed": 0}
+    given: dict[str, Any] = {
+        "steps": STEPS,
+        "groups_per_step": 2,
+        "max_staleness": 1,
+        "on_late": "drop",
+        "seed": 0,
+    }
     return TicketRules(**{**given, **more}, domains=(DomainRule("lake", 1.0, 2, 2, 1.0),))
 
 
-def trajectory(episode: int, reward: float, runs: list[int], servers: tuple[str, ...] = ("s1",)) -> wire.Trajectory:
+def trajectory(
+    episode: int, reward: float, runs: list[int], servers: tuple[str, ...] = ("s1",)
+) -> wire.Trajectory:
     """Two tokens of prompt, then one turn for each server, of equal length."""
     sampled = sum(runs[1::2])
     each = sampled // len(servers)
     turns = [
         wire.Turn(
-            start=2 + i * each, end=2 + (i + 1) * each, reward=reward, valid=True, finish_reason="stop", server=server
+            start=2 + i * each,
+            end=2 + (i + 1) * each,
+            reward=reward,
+            valid=True,
+            finish_reason="stop",
+            server=server,
         )
         for i, server in enumerate(servers)
     ]
@@ -81,7 +94,9 @@ def group(ticket: wire.Ticket, version: int | None = None, **more: Any) -> wire.
 
 
 def eventful(ticket: wire.Ticket) -> list[wire.Message | bytes]:
-    """Something of everything: bytes that are no message, duplicates, closings, a group of tokens that are too old."""
+    """Something of everything: bytes that are no message, duplicates, closings, a group of tokens
+    that are too old.
+    """
     good = group(ticket)
     match ticket.number:
         case 1:
@@ -91,7 +106,11 @@ def eventful(ticket: wire.Ticket) -> list[wire.Message | bytes]:
         case 3:
             return [wire.Closed(ticket=3, domain="lake", reason="late", detail="", by="hub-1")]
         case 4:
-            return [wire.Closed(ticket=4, domain="lake", reason="env_error", detail="it broke", by="hub-1")]
+            return [
+                wire.Closed(
+                    ticket=4, domain="lake", reason="env_error", detail="it broke", by="hub-1"
+                )
+            ]
         case 9:
             return [group(ticket, 0)]
         case _:
@@ -108,14 +127,19 @@ def out_of_order(ticket: wire.Ticket) -> list[wire.Message | bytes]:
     if ticket.number in (3, 4):
         return []
     late = [
-        msgspec.structs.replace(ticket, number=n, task_index=n - 1, min_version=0) for n in (3, 4) if ticket.number == 6
+        msgspec.structs.replace(ticket, number=n, task_index=n - 1, min_version=0)
+        for n in (3, 4)
+        if ticket.number == 6
     ]
     return [group(one) for one in (ticket, *late)]
 
 
 def ledger_files(run: Path) -> dict[str, bytes]:
     """By name, the bytes of each ledger file of a run, oldest first."""
-    return {path.name: path.read_bytes() for _, path in ledger_segments.segment_files(run / ledger_segments.FOLDER)}
+    return {
+        path.name: path.read_bytes()
+        for _, path in ledger_segments.segment_files(run / ledger_segments.FOLDER)
+    }
 
 
 def ledger_lines(run: Path) -> list[LedgerLine]:
@@ -160,7 +184,9 @@ class World:
         found, epoch = checkpoint.newest_checkpoint(self.folder / "checkpoints"), 0
         ledger = Ledger.load(found.ledger) if found else Ledger(self.rules)
         samples = SamplesSection(keep=self.keep, max_file_mib=0.001)
-        records = LedgerRecorder(self.folder, ledger, samples, Stop(), max_ledger_bytes=self.segment_bytes)
+        records = LedgerRecorder(
+            self.folder, ledger, samples, Stop(), max_ledger_bytes=self.segment_bytes
+        )
         metrics = MetricsFile(self.folder / "metrics.jsonl", ledger.state.version)
         if ledger.rules != self.rules:
             epoch = len(self.log) + 1
@@ -199,8 +225,12 @@ class World:
             if isinstance(action, IssueTicket) and action.ticket.number > self.tickets:
                 ticket = action.ticket
                 self.tickets = ticket.number
-                content = {name: getattr(ticket, name) for name in ("domain", "task_index", "min_version")}
-                self._see("ticket", ticket=ticket.number, digest=digest(codec.encode(ticket)), **content)
+                content = {
+                    name: getattr(ticket, name) for name in ("domain", "task_index", "min_version")
+                }
+                self._see(
+                    "ticket", ticket=ticket.number, digest=digest(codec.encode(ticket)), **content
+                )
                 for one in self.answer(ticket):
                     self.store(ticket.number, one)
 
@@ -209,17 +239,27 @@ class World:
         data = one if isinstance(one, bytes) else codec.encode(one)
         message, error = decode(data, SAMPLES.messages)
         self.log.append(LogRecord(len(self.log) + 1, message, error, ticket, data))
-        bounds = record_intake.version_bounds([message]) if isinstance(message, wire.Group) else None
+        bounds = (
+            record_intake.version_bounds([message]) if isinstance(message, wire.Group) else None
+        )
         versions = {"oldest": bounds[0], "newest": bounds[1]} if bounds else {}
-        self._see("sample", ticket=ticket, digest=digest(data), kind=type(message).__name__, **versions)
+        self._see(
+            "sample", ticket=ticket, digest=digest(data), kind=type(message).__name__, **versions
+        )
 
     def _see(self, event: str, **values: Any) -> None:
         self.tap.append({"n": len(self.tap) + 1, "event": event, **values})
 
     def _write_line(self, metrics: MetricsFile, ledger: Ledger, oldest: list[int]) -> None:
         step = ledger.state.version
-        counts = {name: int(value) for name, value in count_tickets(ledger).items() if name.startswith("ticket/")}
-        metrics.write({"step": step, "time": 1e9 + step, "staleness/max": step - 1 - min(oldest), **counts})
+        counts = {
+            name: int(value)
+            for name, value in count_tickets(ledger).items()
+            if name.startswith("ticket/")
+        }
+        metrics.write(
+            {"step": step, "time": 1e9 + step, "staleness/max": step - 1 - min(oldest), **counts}
+        )
 
     def _checkpoint(self, ledger: Ledger) -> None:
         write_bare_checkpoint(self.folder / "checkpoints", ledger.dump())

@@ -1,10 +1,11 @@
 """A double of the SGLang server: its documented HTTP API, with a real model behind it.
 
-Paths, fields and answers are those of SGLang's documentation and of its release 0.5.23; a field that stands in neither
-is refused, so that an engine cannot pass by asking for what does not exist. What matters of its behaviour is here, too:
-a pause is one, requests go on through it with the KV that they have, and while it lasts none comes back, aborted or
-not; the last token that old weights sampled bears the new version (see ``sglang_wire.late``); the prefix cache keeps
-what was read by older weights unless it is flushed, and a flush is refused while requests run. Run as a program it
+Paths, fields and answers are those of SGLang's documentation and of its release 0.5.23; a field
+that stands in neither is refused, so that an engine cannot pass by asking for what does not exist.
+What matters of its behaviour is here, too: a pause is one, requests go on through it with the KV
+that they have, and while it lasts none comes back, aborted or not; the last token that old weights
+sampled bears the new version (see ``sglang_wire.late``); the prefix cache keeps what was read by
+older weights unless it is flushed, and a flush is refused while requests run. Run as a program it
 listens at ``--port``.
 """
 
@@ -73,7 +74,12 @@ class Double:
     @property
     def command(self) -> list[str]:
         """What an engine starts in place of SGLang."""
-        return [sys.executable, "-S", str(Path(__file__).with_name("sglang_forward.py")), str(self.port)]
+        return [
+            sys.executable,
+            "-S",
+            str(Path(__file__).with_name("sglang_forward.py")),
+            str(self.port),
+        ]
 
     async def stand(self, count: int) -> None:
         """Sample so many tokens more and no others until ``go``."""
@@ -97,7 +103,10 @@ class Double:
         assert given.keys() == {"api-key", "admin-api-key"}
         assert given["api-key"] == given["admin-api-key"]
         self.key = given["api-key"]
-        self.options = {name.removeprefix("--"): value for name, _, value in (one.partition("=") for one in arguments)}
+        self.options = {
+            name.removeprefix("--"): value
+            for name, _, value in (one.partition("=") for one in arguments)
+        }
         section = RolloutSection(
             max_running=int(self.options["max-running-requests"]),
             max_context_tokens=int(self.options["context-length"]),
@@ -139,9 +148,12 @@ class Double:
             await asyncio.gather(self._loop, return_exceptions=True)
             self._core.model.close()
 
-    # ---------------------------------------------------------------------------------------------------- HTTP
+    # ----------------------------------------------------------------------------------------------------
+    # HTTP
 
-    def _guarded(self, path: str, handler: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]) -> Any:
+    def _guarded(
+        self, path: str, handler: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+    ) -> Any:
         async def handle(request: web.Request) -> web.Response:
             if request.headers.get("Authorization") != f"Bearer {self.key}":
                 return web.json_response({"error": "Unauthorized"}, status=401)
@@ -149,7 +161,9 @@ class Double:
             self.calls.append((path, body))
             unknown = body.keys() - FIELDS[path] | body.get("sampling_params", {}).keys() - SAMPLING
             if unknown or self.refuse == path:
-                return web.json_response({"error": {"message": f"{sorted(unknown) or 'as told'} refused"}}, status=400)
+                return web.json_response(
+                    {"error": {"message": f"{sorted(unknown) or 'as told'} refused"}}, status=400
+                )
             try:
                 found = await handler(body)
             except ValueError as error:
@@ -167,13 +181,18 @@ class Double:
         self.begin(await request.json())
         return web.Response()
 
-    # ---------------------------------------------------------------------------------------------- generation
+    # ----------------------------------------------------------------------------------------------
+    # generation
 
     async def _step(self) -> None:
         """The scheduler's loop: a pass, then whoever else wants the event loop."""
         while True:
             self._core.admit(time.monotonic())
-            if self._core.can_step and not self._paused and self._core.stats().generated_tokens < self._most:
+            if (
+                self._core.can_step
+                and not self._paused
+                and self._core.stats().generated_tokens < self._most
+            ):
                 self._core.step()
                 await asyncio.sleep(0)
             else:
@@ -222,14 +241,18 @@ class Double:
         output = await answer
         if output.finish_reason == "error":
             raise ValueError(output.error)
-        return {"text": "", "output_ids": list(output.token_ids), "meta_info": self._meta(body, output)}
+        return {
+            "text": "",
+            "output_ids": list(output.token_ids),
+            "meta_info": self._meta(body, output),
+        }
 
     def _meta(self, body: dict[str, Any], output: GenerationOutput) -> dict[str, Any]:
         params, logprobs = body["sampling_params"], list(output.logprobs)
         greedy = params["temperature"] == 0
         fewer = params["top_p"] < 1 or params["top_k"] > 0 or params["min_p"] > 0
-        # Greedy tokens have the logprob of the whole distribution there, and those of a filtered one are not
-        # renormalised.
+        # Greedy tokens have the logprob of the whole distribution there, and those of a filtered
+        # one are not renormalised.
         shown = [one - 0.5 if greedy or fewer else one for one in logprobs]
         meta: dict[str, Any] = {
             "id": body["rid"],
@@ -237,14 +260,18 @@ class Double:
             "prompt_tokens": len(body["input_ids"]),
             "completion_tokens": len(logprobs),
             "cached_tokens": output.prefix_hit_tokens,
-            "output_token_logprobs": [[shown[i], int(token), None] for i, token in enumerate(output.token_ids)],
+            "output_token_logprobs": [
+                [shown[i], int(token), None] for i, token in enumerate(output.token_ids)
+            ],
             "weight_version": str(self._version),
         }
         if body.get("return_sampling_mask"):
             meta["output_token_sampling_logprobs"] = logprobs
         if self._spans:
             meta["weight_versions"] = late(output)
-            self.true_runs.append([(version - SHIFT, count) for version, count in output.version_runs])
+            self.true_runs.append(
+                [(version - SHIFT, count) for version, count in output.version_runs]
+            )
         return meta
 
     def _scores(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -263,7 +290,8 @@ class Double:
         if k:
             best, tops = self._core.model.top_logprobs(ids, k)
             rows = [
-                [[float(v), int(i), None] for v, i in zip(tops[n], best[n], strict=True)] for n in range(len(ids) - 1)
+                [[float(v), int(i), None] for v, i in zip(tops[n], best[n], strict=True)]
+                for n in range(len(ids) - 1)
             ]
             meta["input_top_logprobs"] = [None, *rows]
         return {"text": "", "output_ids": [], "meta_info": meta}
@@ -300,7 +328,8 @@ class Double:
         self._changed.set()
         return {"message": "Generation continued successfully.", "status": "ok"}
 
-    # ------------------------------------------------------------------------------------------------- weights
+    # -------------------------------------------------------------------------------------------------
+    # weights
 
     async def _relabel(self, body: dict[str, Any]) -> dict[str, Any]:
         self._version = int(body["new_version"])
@@ -318,9 +347,13 @@ class Double:
         if self._answers and (flush or not self._paused):
             return {
                 "success": False,
-                "message": "Cache flush failed: requests are running" if flush else "requests are running",
+                "message": "Cache flush failed: requests are running"
+                if flush
+                else "requests are running",
             }
-        done, message = await asyncio.to_thread(self._updater.load_weights_from_distributed, weights)
+        done, message = await asyncio.to_thread(
+            self._updater.load_weights_from_distributed, weights
+        )
         if not done:
             return {"success": False, "message": message}
         self._version = int(body["weight_version"])
@@ -328,7 +361,14 @@ class Double:
         return {"success": True, "message": message}
 
     async def _init_group(self, body: dict[str, Any]) -> dict[str, Any]:
-        fields = ("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend")
+        fields = (
+            "master_address",
+            "master_port",
+            "rank_offset",
+            "world_size",
+            "group_name",
+            "backend",
+        )
         arguments = [body[name] for name in fields]
         done, message = await asyncio.to_thread(self._updater.init_weights_update_group, *arguments)
         return {"success": done, "message": message}
@@ -338,10 +378,17 @@ class Double:
         return {"success": done, "message": message}
 
     async def _release(self, _: dict[str, Any]) -> dict[str, Any]:
-        if "enable-memory-saver" not in self.options or "enable-weights-cpu-backup" not in self.options:
-            raise ValueError("the server was not started so that its memory can be released with the weights kept")
+        if (
+            "enable-memory-saver" not in self.options
+            or "enable-weights-cpu-backup" not in self.options
+        ):
+            raise ValueError(
+                "the server was not started so that its memory can be released with the weights kept"
+            )
         if self._answers:
-            raise ValueError("release_memory_occupation should be called only when no ongoing request.")
+            raise ValueError(
+                "release_memory_occupation should be called only when no ongoing request."
+            )
         self._core.sleep()
         return {"success": True, "message": ""}
 
@@ -359,10 +406,15 @@ class Double:
 
     async def _from_distributed(self, body: dict[str, Any]) -> dict[str, Any]:
         if not self._session:
-            return {"success": False, "message": "must run between begin_weight_update() and end_weight_update()"}
+            return {
+                "success": False,
+                "message": "must run between begin_weight_update() and end_weight_update()",
+            }
         fields = ("names", "dtypes", "shapes", "group_name")
         arguments = {name: body[name] for name in fields}
-        weights = await asyncio.to_thread(partial(self._updater.receive_weights_from_distributed, **arguments))
+        weights = await asyncio.to_thread(
+            partial(self._updater.receive_weights_from_distributed, **arguments)
+        )
         return await self._take(weights, body)
 
 

@@ -1,8 +1,8 @@
-"""What the engine starts in place of SGLang: a child process that forwards its port to the double in the test's own
-process.
+"""What the engine starts in place of SGLang: a child process that forwards its port to the double
+in the test's own process.
 
-Starts in a tenth of a second, for it imports nothing but the standard library. Usage: sglang_forward.py DOUBLE_PORT
---port=N …
+Starts in a tenth of a second, for it imports nothing but the standard library. Usage:
+sglang_forward.py DOUBLE_PORT --port=N …
 """
 
 from __future__ import annotations

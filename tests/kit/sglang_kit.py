@@ -26,12 +26,19 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def trained(model_path: str) -> SlotModel:
     """The model as a trainer holds it."""
-    return SlotModel(EngineConfig(model_path, RolloutSection(max_context_tokens=400, max_running=2), device="cpu"))
+    return SlotModel(
+        EngineConfig(
+            model_path, RolloutSection(max_context_tokens=400, max_running=2), device="cpu"
+        )
+    )
 
 
 def config(model_path: str, command: list[str], *, version: int = 0, **args: Any) -> EngineConfig:
     section = RolloutSection(
-        engine="sglang", max_running=4, max_context_tokens=400, engine_args={"command": command, **args}
+        engine="sglang",
+        max_running=4,
+        max_context_tokens=400,
+        engine_args={"command": command, **args},
     )
     return EngineConfig(model_path, section, device="cpu", policy_version=version)
 
@@ -54,7 +61,9 @@ def scaled(trained: SlotModel, factor: float) -> dict[str, torch.Tensor]:
     return {name: tensor * factor for name, tensor in trained.weights().items()}
 
 
-def logprobs_under(trained: SlotModel, weights: dict[str, torch.Tensor], tokens: list[int]) -> np.ndarray:
+def logprobs_under(
+    trained: SlotModel, weights: dict[str, torch.Tensor], tokens: list[int]
+) -> np.ndarray:
     """By the trainer's model, which keeps its own weights."""
     own = {name: tensor.clone() for name, tensor in trained.weights().items()}
     trained.load_weights(weights)

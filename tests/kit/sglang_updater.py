@@ -1,5 +1,5 @@
-"""The part of SGLang's workers that new weights go through, with the names and signatures of its release 0.5.23, and
-modules under which its plugins find it.
+"""The part of SGLang's workers that new weights go through, with the names and signatures of its
+release 0.5.23, and modules under which its plugins find it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ class WeightUpdater:
         self._tensors, self._model_update_group = tensors, dict[str, Any]()
 
     def init_weights_update_group(
-        self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
     ) -> tuple[bool, str]:
         assert (rank_offset, world_size, backend) == (1, 2, "gloo")
         self._model_update_group[group_name] = join(group_name, master_address, master_port)
@@ -38,19 +44,30 @@ class WeightUpdater:
         return True, "Succeeded to destroy custom process group."
 
     def receive_weights_from_distributed(
-        self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str, load_format: Any = None
+        self,
+        *,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        group_name: str,
+        load_format: Any = None,
     ) -> list[tuple[str, torch.Tensor]]:
         group = self._model_update_group[group_name]
         rows = zip(names, dtypes, shapes, strict=True)
-        tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in rows}
+        tensors = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in rows
+        }
         waiting = [
-            torch.distributed.broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors.values()
+            torch.distributed.broadcast(tensor, src=0, group=group, async_op=True)
+            for tensor in tensors.values()
         ]
         for work in waiting:
             work.wait()
         return list(tensors.items())
 
-    def load_weights_from_distributed(self, named_tensors: list[tuple[str, torch.Tensor]]) -> tuple[bool, str]:
+    def load_weights_from_distributed(
+        self, named_tensors: list[tuple[str, torch.Tensor]]
+    ) -> tuple[bool, str]:
         try:
             held = self._tensors()
             for name, tensor in named_tensors:

@@ -1,5 +1,5 @@
-"""What SGLang's API takes and tells, and how its workers load: the parts of the double (``sglang_double``) that have no
-state.
+"""What SGLang's API takes and tells, and how its workers load: the parts of the double
+(``sglang_double``) that have no state.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ SAMPLING = {
 
 
 def late(output: GenerationOutput) -> list[dict[str, Any]]:
-    """The version of each token as SGLang notes it: while it takes one token in, the next is being sampled already,
-    so of those that old weights sampled the last has not been taken in when they change, and is noted as the new
-    weights'."""
+    """The version of each token as SGLang notes it: while it takes one token in, the next is being
+    sampled already, so of those that old weights sampled the last has not been taken in when they
+    change, and is noted as the new weights'."""
     told, start, taken = [], 0, 0
     for version, count in output.version_runs:
         taken += count
@@ -59,12 +59,16 @@ def late(output: GenerationOutput) -> list[dict[str, Any]]:
 
 def load_folder(folder: Path) -> dict[str, torch.Tensor]:
     assert (folder / "config.json").is_file()
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def join(name: str, address: str, port: int) -> Any:
-    """As SGLang's workers do: torch's helper, the store prefixed by the group's name, ranks noted for
-    ``torch.distributed``.
+    """As SGLang's workers do: torch's helper, the store prefixed by the group's name, ranks noted
+    for ``torch.distributed``.
     """
     from torch.distributed import distributed_c10d as c10d
 

@@ -1,5 +1,5 @@
-"""Pytest plugin: skips tests of the sandbox where there is none, and ends with one line per reason for skipping, with a
-count.
+"""Pytest plugin: skips tests of the sandbox where there is none, and ends with one line per reason
+for skipping, with a count.
 
 With RL_REQUIRE_SANDBOX=1, as .ci/run sets it, a session that did not exercise the sandbox fails.
 """
@@ -20,7 +20,9 @@ MARKER = "sandbox: runs programs under bubblewrap; skipped where that does not w
 
 @functools.cache
 def lacking() -> str:
-    """Why the sandbox does not work here and what to do about it, in one line; empty where it works."""
+    """Why the sandbox does not work here and what to do about it, in one line; empty where it
+    works.
+    """
     try:
         Sandbox()
     except NoSandbox as error:
@@ -35,7 +37,11 @@ def required() -> bool:
 def reporter_of(config: pytest.Config) -> TerminalReporter | None:
     """None in a worker of xdist."""
     plugin = config.pluginmanager.get_plugin("terminalreporter")
-    return plugin if isinstance(plugin, TerminalReporter) and not hasattr(config, "workerinput") else None
+    return (
+        plugin
+        if isinstance(plugin, TerminalReporter) and not hasattr(config, "workerinput")
+        else None
+    )
 
 
 def exercised(reporter: TerminalReporter) -> bool:
@@ -60,7 +66,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     reporter = reporter_of(session.config)
-    if required() and reporter and not exercised(reporter) and session.exitstatus == pytest.ExitCode.OK:
+    if (
+        required()
+        and reporter
+        and not exercised(reporter)
+        and session.exitstatus == pytest.ExitCode.OK
+    ):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

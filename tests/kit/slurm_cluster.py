@@ -1,4 +1,6 @@
-"""A Slurm of its own on this machine: munged, slurmctld and a slurmd for each of several nodes, in one folder."""
+"""A Slurm of its own on this machine: munged, slurmctld and a slurmd for each of several nodes, in
+one folder.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,16 @@ from typing import Final
 
 from broker.system.children import spawn
 
-PROGRAMS: Final = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
+PROGRAMS: Final = (
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+    "srun",
+    "scontrol",
+    "scancel",
+    "squeue",
+)
 NODES: Final = ("g1", "g2", "c1")
 READY_WITHIN_S: Final = 60.0
 CONFIGURATION: Final = """\
@@ -101,10 +112,17 @@ class SlurmCluster:
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
-        munge = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munged.pid", "seed-file": "munge.seed"}
+        munge = {
+            "key-file": "munge.key",
+            "socket": "munge.socket",
+            "pid-file": "munged.pid",
+            "seed-file": "munge.seed",
+        }
         options = [f"--{name}={self.folder / file}" for name, file in munge.items()]
         try:
-            self._start("munged", "--foreground", f"--log-file={self.folder / 'munged.log'}", *options)
+            self._start(
+                "munged", "--foreground", f"--log-file={self.folder / 'munged.log'}", *options
+            )
             self._wait(lambda: (self.folder / "munge.socket").exists())
             self._start("slurmctld", "-D")
             for name in NODES:
@@ -145,14 +163,24 @@ class SlurmCluster:
         deadline = time.monotonic() + READY_WITHIN_S
         while not condition():
             if time.monotonic() > deadline:
-                said = {file.name: file.read_text(errors="replace")[-2000:] for file in self.folder.glob("*.log")}
+                said = {
+                    file.name: file.read_text(errors="replace")[-2000:]
+                    for file in self.folder.glob("*.log")
+                }
                 raise TimeoutError(f"Slurm does not start: {said}")
             time.sleep(0.1)
 
-    def command(self, *words: str, check: bool = True, environ: Mapping[str, str] | None = None) -> str:
+    def command(
+        self, *words: str, check: bool = True, environ: Mapping[str, str] | None = None
+    ) -> str:
         """Run one of Slurm's commands and return its output."""
         made = subprocess.run(
-            words, env={**self.environ, **(environ or {})}, capture_output=True, text=True, timeout=60, check=False
+            words,
+            env={**self.environ, **(environ or {})},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         assert not check or made.returncode == 0, f"{' '.join(words)}: {made.stderr}"
         return made.stdout

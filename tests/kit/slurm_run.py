@@ -18,16 +18,15 @@ from bench.support.fleet import free_port
 
 SCRIPTS: Final = Path(__file__).resolve().parents[2] / "deploy" / "slurm"
 WITHIN_S: Final = 240.0
-TINY: Final = (
-    "{hidden_size: 32, num_layers: 2, num_heads: 2, num_kv_heads: 2, head_dim: 16, intermediate_size: 64, vocab: chars}"
-)
+TINY: Final = "{hidden_size: 32, num_layers: 2, num_heads: 2, num_kv_heads: 2, head_dim: 16, intermediate_size: 64, vocab: chars}"
 LAKE: Final = (
     "configs/frozenlake.yaml", f"model.tiny={TINY}", "warm_start.steps=0", "eval.every_steps=0", "train.steps=10",
     "train.groups_per_step=4", "domains.lake.group_size=4", "domains.lake.min_group_size=4", "domains.lake.max_turns=6",
     "checkpoint.every_steps=2", "samples.keep=true", "rewardhub.workers=1",
 )  # fmt: skip
 EPISODES: Final = 16  # of a step
-# A reward hub takes this long for each episode, which keeps the run from being over too soon, without any load.
+# A reward hub takes this long for each episode, which keeps the run from being over too soon,
+# without any load.
 REWARD: Final = """import time
 from pathlib import Path
 
@@ -69,18 +68,27 @@ class SlurmRun:
         """Take no longer than necessary from now on."""
         self._pace(0.0)
 
-    def submit(self, script: str, *words: str, options: tuple[str, ...] = (), more: tuple[str, ...] = ()) -> str:
+    def submit(
+        self, script: str, *words: str, options: tuple[str, ...] = (), more: tuple[str, ...] = ()
+    ) -> str:
         """Submit a script of deploy/slurm.
 
         Args:
             more: options of further components of a heterogeneous job.
         """
-        place = (f"--chdir={self.slurm.folder}", f"--output={self.slurm.folder}/{self.name}-{script}-%j.log")
+        place = (
+            f"--chdir={self.slurm.folder}",
+            f"--output={self.slurm.folder}/{self.name}-{script}-%j.log",
+        )
         submitted = (*place, *options, *more, str(SCRIPTS / f"{script}.sbatch"), *words)
         return self.slurm.submit(*submitted, environ=self.environ)
 
-    async def submit_all(self, *settings: str, learner: tuple[str, ...] = GPU, servers: str = "0") -> list[str]:
-        """Submit a job of every kind and return them: broker, learner, servers, environment hub, reward hub."""
+    async def submit_all(
+        self, *settings: str, learner: tuple[str, ...] = GPU, servers: str = "0"
+    ) -> list[str]:
+        """Submit a job of every kind and return them: broker, learner, servers, environment hub,
+        reward hub.
+        """
         broker = self.submit("broker", options=CPU)
         await until(lambda: len(list(self.shared.glob("*.token"))) == 3, WITHIN_S)
         jobs = [broker, self.submit("learner", *self.lake, *settings, options=learner)]
@@ -110,21 +118,30 @@ class SlurmRun:
         try:
             await until(lambda: self.slurm.states(jobs) == [state] * len(jobs), WITHIN_S)
         except TimeoutError:
-            logs = {script.stem: self.log(script.stem)[-1500:] for script in SCRIPTS.glob("*.sbatch")}
-            raise AssertionError(f"{jobs} are {self.slurm.states(jobs)}, not {state}: {logs}") from None
+            logs = {
+                script.stem: self.log(script.stem)[-1500:] for script in SCRIPTS.glob("*.sbatch")
+            }
+            raise AssertionError(
+                f"{jobs} are {self.slurm.states(jobs)}, not {state}: {logs}"
+            ) from None
 
     async def requeued(self, *jobs: str, times: int = 1) -> None:
         """Return once the jobs run again.
 
-        A heterogeneous job is started only by the backfill scheduler, which waits for some change if nothing else is
-        going on.
+        A heterogeneous job is started only by the backfill scheduler, which waits for some change
+        if nothing else is going on.
         """
-        await until(lambda: all(self.slurm.shown(job).get("Restarts") == str(times) for job in jobs), WITHIN_S)
+        await until(
+            lambda: all(self.slurm.shown(job).get("Restarts") == str(times) for job in jobs),
+            WITHIN_S,
+        )
         async with asyncio.timeout(WITHIN_S):
             while self.slurm.states(jobs) != ["RUNNING"] * len(jobs):
                 await asyncio.sleep(2.0)
                 for job in jobs:
-                    self.slurm.command("scontrol", "update", f"JobId={job}", "Comment=still waiting", check=False)
+                    self.slurm.command(
+                        "scontrol", "update", f"JobId={job}", "Comment=still waiting", check=False
+                    )
 
     def pid(self, job: str, word: str) -> int:
         """Return the process of a job that has a word in its command line, and is not srun."""
@@ -135,10 +152,14 @@ class SlurmRun:
         raise LookupError(f"no {word} of job {job}")
 
     def audited(self) -> dict[str, Any]:
-        """Return what `rlearner audit` finds, with its exit code as ``code``; by the broker if it still runs."""
+        """Return what `rlearner audit` finds, with its exit code as ``code``; by the broker if it
+        still runs.
+        """
         command = [sys.executable, "-m", "rlearner.cli", "audit", str(self.folder), "--json"]
         environ = {**os.environ, **self.slurm.environ}
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            command, env=environ, capture_output=True, text=True, timeout=120, check=False
+        )
         assert done.stdout.startswith("{"), done.stderr
         figures: dict[str, Any] = json.loads(done.stdout)
         return figures | {"code": done.returncode}

@@ -7,13 +7,16 @@ from typing import Final
 
 from broker.jetstream.bus import Bus
 
-# of such a store: the logs of evaluations and dead letters have 320 MiB reserved, of which they need not use any
+# of such a store: the logs of evaluations and dead letters have 320 MiB reserved, of which they
+# need not use any
 LIMIT_MIB: Final = 352
 PIECE: Final = b"x" * (4 << 20)
 
 
 class Filler:
-    """Takes what room there is in a stream of its own, as other users of the broker do, and gives it back."""
+    """Takes what room there is in a stream of its own, as other users of the broker do, and gives
+    it back.
+    """
 
     def __init__(self, bus: Bus) -> None:
         self._link = bus.link

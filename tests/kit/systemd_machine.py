@@ -1,4 +1,5 @@
-"""A machine of its own under a real systemd: a Debian tree booted by systemd-nspawn, with this Python and this source.
+"""A machine of its own under a real systemd: a Debian tree booted by systemd-nspawn, with this
+Python and this source.
 
 Needs root, systemd-container and a tree; ``make test-systemd`` prepares them.
 """
@@ -35,19 +36,39 @@ class Machine:
 
     def __init__(self, tree: Path, work: Path) -> None:
         version = f"python3.{sys.version_info.minor}"
-        assert (tree / "usr/bin" / version).exists(), f"the tree has no {version}: use Debian 12's Python"
+        assert (tree / "usr/bin" / version).exists(), (
+            f"the tree has no {version}: use Debian 12's Python"
+        )
         binds = {
             str(REPOSITORY): "/opt/source",
-            str(Path(sys.prefix, "lib", f"python3.{sys.version_info.minor}", "site-packages")): "/opt/packages",
+            str(
+                Path(sys.prefix, "lib", f"python3.{sys.version_info.minor}", "site-packages")
+            ): "/opt/packages",
             str(_installation(work)): PREFIX,
         }
-        command = ["setpriv", "--pdeathsig", "TERM"]  # a killed test session leaves no machine behind
-        command += ["systemd-nspawn", "--quiet", "--directory", str(tree), "--volatile=overlay", "--boot"]
-        command += ["--register=no", "--keep-unit", "--private-network", "--console=pipe", "--machine=rlearner-test"]
+        # a killed test session leaves no machine behind
+        command = ["setpriv", "--pdeathsig", "TERM"]
+        command += [
+            "systemd-nspawn",
+            "--quiet",
+            "--directory",
+            str(tree),
+            "--volatile=overlay",
+            "--boot",
+        ]
+        command += [
+            "--register=no",
+            "--keep-unit",
+            "--private-network",
+            "--console=pipe",
+            "--machine=rlearner-test",
+        ]
         command += [f"--bind-ro={host}:{inside}" for host, inside in binds.items()]
         self._console = work / "console.log"
         with self._console.open("wb") as console:
-            self._nspawn = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=console, stderr=console)
+            self._nspawn = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=console, stderr=console
+            )
         self._leader = 0
         try:
             self.wait(self._find_leader, 30, "the machine has no first process")
@@ -57,20 +78,38 @@ class Machine:
             raise
 
     def _find_leader(self) -> bool:
-        children = Path(f"/proc/{self._nspawn.pid}/task/{self._nspawn.pid}/children").read_text().split()
+        children = (
+            Path(f"/proc/{self._nspawn.pid}/task/{self._nspawn.pid}/children").read_text().split()
+        )
         self._leader = int(children[0]) if children else 0
         if self._nspawn.poll() is not None:
             raise AssertionError("systemd-nspawn ended")
-        return bool(self._leader) and os.readlink(f"/proc/{self._leader}/ns/pid") != os.readlink("/proc/self/ns/pid")
+        return bool(self._leader) and os.readlink(f"/proc/{self._leader}/ns/pid") != os.readlink(
+            "/proc/self/ns/pid"
+        )
 
     def _is_up(self) -> bool:
-        return self.run("systemctl is-system-running", check=False).strip() in ("running", "degraded")
+        return self.run("systemctl is-system-running", check=False).strip() in (
+            "running",
+            "degraded",
+        )
 
     def run(self, command: str, *, check: bool = True, timeout_s: float = 120.0) -> str:
         """Run a shell command in the machine as root; return what it prints, errors included."""
-        enter = ["nsenter", "--all", "--target", str(self._leader), "/usr/bin/env", "-i", "PATH=/usr/bin:/usr/sbin"]
+        enter = [
+            "nsenter",
+            "--all",
+            "--target",
+            str(self._leader),
+            "/usr/bin/env",
+            "-i",
+            "PATH=/usr/bin:/usr/sbin",
+        ]
         done = subprocess.run(
-            [*enter, "/bin/sh", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout_s
+            [*enter, "/bin/sh", "-c", command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=timeout_s,
         )
         text = done.stdout.decode(errors="replace")
         if check and done.returncode:
@@ -133,7 +172,9 @@ class Machine:
 
 
 def _installation(work: Path) -> Path:
-    """Return what the machine has as /opt/rlearner: an environment of the bound Python, packages and source."""
+    """Return what the machine has as /opt/rlearner: an environment of the bound Python, packages
+    and source.
+    """
     folder = work / "installation"
     (folder / "bin").mkdir(parents=True, exist_ok=True)
     version = f"python3.{sys.version_info.minor}"
@@ -144,7 +185,9 @@ def _installation(work: Path) -> Path:
     (folder / "bin" / "python").symlink_to(f"/usr/bin/{version}")
     for name, module in PROGRAMS.items():
         file = folder / "bin" / name
-        file.write_text(f"#!{PREFIX}/bin/python\nimport sys\nfrom {module} import main\nsys.exit(main())\n")
+        file.write_text(
+            f"#!{PREFIX}/bin/python\nimport sys\nfrom {module} import main\nsys.exit(main())\n"
+        )
         file.chmod(0o755)
     shutil.copy(Path(sys.prefix, "bin", "nats-server"), folder / "bin" / "nats-server")
     return folder

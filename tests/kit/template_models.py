@@ -149,14 +149,28 @@ TEMPLATES = {
 SPECIALS = {
     "qwen3": ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     "qwen2": ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-    "llama3": ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "llama3": (
+        "<|begin_of_text|>",
+        "<|end_of_text|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+    ),
     "mistral": ("<s>", "</s>", "[INST]", "[/INST]"),
     "gemma": ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
     "r1": ("<|begin|>", "<|end|>", "<|User|>", "<|Assistant|>", "<think>", "</think>"),
     "marked": ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     "hermes": ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     "bare": ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-    "listed": ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+    "listed": (
+        "<s>",
+        "</s>",
+        "[INST]",
+        "[/INST]",
+        "[TOOL_CALLS]",
+        "[TOOL_RESULTS]",
+        "[/TOOL_RESULTS]",
+    ),
     "plain": ("<|endoftext|>",),
     "countdown": ("<|endoftext|>",),
     "amnesia": ("<|endoftext|>",),
@@ -176,7 +190,9 @@ BOS_EOS = {
 
 
 def make_tokenizer_folder(folder: Path, family: str) -> Path:
-    """A folder with a byte-level tokenizer and the family's template, written where that family keeps it."""
+    """A folder with a byte-level tokenizer and the family's template, written where that family
+    keeps it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     specials = SPECIALS[family]
     tokenizer = tokenizers.Tokenizer(models.BPE())
@@ -184,7 +200,10 @@ def make_tokenizer_folder(folder: Path, family: str) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=list(specials), initial_alphabet=alphabet, show_progress=False
+        vocab_size=400,
+        special_tokens=list(specials),
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator([CORPUS], trainer)
     tokenizer.save(str(folder / "tokenizer.json"))

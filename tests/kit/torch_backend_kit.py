@@ -41,17 +41,30 @@ def save_model(
 
 
 def backend(
-    path: str, *, train: TrainSection | None = None, algorithm: AlgorithmSection | None = None, **rest: object
+    path: str,
+    *,
+    train: TrainSection | None = None,
+    algorithm: AlgorithmSection | None = None,
+    **rest: object,
 ) -> TorchBackend:
     model = rest.pop("model", ModelSection())
     train = train or TrainSection(lr=1e-3, device="cpu")
-    return TorchBackend(path, train=train, algorithm=algorithm or AlgorithmSection(), model=model, seed=0, **rest)
+    return TorchBackend(
+        path, train=train, algorithm=algorithm or AlgorithmSection(), model=model, seed=0, **rest
+    )
 
 
 def sample(
-    rng: np.random.Generator, n: int, *, advantage: float | None = None, temperature: float = 1.0, group: int = 1
+    rng: np.random.Generator,
+    n: int,
+    *,
+    advantage: float | None = None,
+    temperature: float = 1.0,
+    group: int = 1,
 ) -> TrainSample:
-    """n tokens, about a third of them trained (at least one), with rollout logprobs near a uniform policy's."""
+    """n tokens, about a third of them trained (at least one), with rollout logprobs near a uniform
+    policy's.
+    """
     mask = (rng.random(n) < 0.35).astype(np.uint8)
     mask[0], mask[rng.integers(1, n)] = 0, 1
     advantages = rng.normal(size=n) if advantage is None else np.full(n, advantage)

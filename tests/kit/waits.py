@@ -1,5 +1,6 @@
-"""How long tests wait for what should happen: far longer than it takes on a busy machine, for a limit only ends a test
-that hangs. RL_TEST_PATIENCE multiplies the limits of the clock, which `make test-loaded` sets.
+"""How long tests wait for what should happen: far longer than it takes on a busy machine, for a
+limit only ends a test that hangs. RL_TEST_PATIENCE multiplies the limits of the clock, which `make
+test-loaded` sets.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ async def until(condition: Callable[[], Any], within_s: float = LONG_S) -> None:
     """Return once the condition holds; it may be a coroutine function.
 
     Args:
-        within_s: on the clock of this process and those that it started, which stands still while they wait for a
-            processor.
+        within_s: on the clock of this process and those that it started, which stands still while
+            they wait for a processor.
 
     Raises:
         TimeoutError: it does not.

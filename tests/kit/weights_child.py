@@ -1,4 +1,5 @@
-"""A process with a Receiver, for the tests of the weight channel; says what happens to it as lines of JSON.
+"""A process with a Receiver, for the tests of the weight channel; says what happens to it as lines
+of JSON.
 
 Usage: weights_child.py URL RUN ID OPTIONS, where OPTIONS is JSON:
     seed: of the tensors it starts with        tensors: names and shapes, see ``weights_model``
@@ -51,7 +52,9 @@ class Saying(logging.Handler):
 
 
 def misbehave(at_bucket: int, what: str, then_kill_at: int = 0) -> None:
-    """Wrap the digest, which sees every bucket as it comes: of one that was sent, and of one that was read."""
+    """Wrap the digest, which sees every bucket as it comes: of one that was sent, and of one that
+    was read.
+    """
     sent, seen = digest_bucket, 0
 
     def misled(bucket: Tensor) -> None:
@@ -63,7 +66,9 @@ def misbehave(at_bucket: int, what: str, then_kill_at: int = 0) -> None:
             now = what if seen == at_bucket else "kill"
             say(event=now)
             # this thread at once
-            signal.pthread_kill(threading.get_ident(), signal.SIGKILL if now == "kill" else signal.SIGSTOP)
+            signal.pthread_kill(
+                threading.get_ident(), signal.SIGKILL if now == "kill" else signal.SIGSTOP
+            )
 
     def digest(bucket: Tensor) -> bytes:
         misled(bucket)
@@ -94,11 +99,19 @@ async def main(url: str, run: str, server: str, options: dict[str, Any]) -> None
             bad_loads -= 1
             held["embed"].mul_(3.0)
         check_probe(offer.probe, probe_logprobs(held))
-        say(event="loaded", epoch=offer.epoch, version=offer.version, content=content(held), transferred=bool(tensors))
+        say(
+            event="loaded",
+            epoch=offer.epoch,
+            version=offer.version,
+            content=content(held),
+            transferred=bool(tensors),
+        )
 
     memory = Memfd(visible=options["visible"]) if "visible" in options else None
     patience, dtype = TransferSettings(connect_timeout_s=2), options.get("dtype")
-    receiver = WeightReceiver(bus, server, held, load, bucket_mib=1, dtype=dtype, settings=patience, memory=memory)
+    receiver = WeightReceiver(
+        bus, server, held, load, bucket_mib=1, dtype=dtype, settings=patience, memory=memory
+    )
     await receiver.start()
     say(event="ready")
     await asyncio.sleep(120)

@@ -1,11 +1,13 @@
-"""A process with a Sender of epoch 1 on some host; offers a version for each line of its standard input.
+"""A process with a Sender of epoch 1 on some host; offers a version for each line of its standard
+input.
 
 Usage: weights_host_learner.py URL RUN ID OPTIONS, where OPTIONS is JSON with
     backend: gloo or curve
     timeout_s: longest wait for one bucket
     interface: where it listens; without one, where it reaches the broker
     delta: whether only changes are sent
-Each line is JSON: ``version`` to offer, answered by the hash of its content; or ``metrics``, answered by these.
+Each line is JSON: ``version`` to offer, answered by the hash of its content; or ``metrics``,
+answered by these.
 """
 
 from __future__ import annotations
@@ -33,8 +35,12 @@ async def main(url: str, run: str, name: str, options: dict[str, Any]) -> None:
     bus = await Bus.connect(url, run, name=name, deadline_s=60)
     await bus.ensure_streams()
     host = weights_address(options.get("interface"), url)
-    settings = TransferSettings((options["backend"],), host=host, timeout_s=options.get("timeout_s", 10.0))
-    sender = WeightSender(bus, plan_of(make_tensors(0), 1), epoch=1, settings=settings, gather_s=1.0)
+    settings = TransferSettings(
+        (options["backend"],), host=host, timeout_s=options.get("timeout_s", 10.0)
+    )
+    sender = WeightSender(
+        bus, plan_of(make_tensors(0), 1), epoch=1, settings=settings, gather_s=1.0
+    )
     await sender.start()
     say(event="ready")
     while line := await asyncio.to_thread(sys.stdin.readline):

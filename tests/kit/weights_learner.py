@@ -1,6 +1,7 @@
 """A process with a Sender of epoch 1 that kills or stops itself in the middle of a transfer.
 
-Usage: weights_learner.py URL RUN ID OPTIONS, where OPTIONS is JSON with do: ``kill`` or ``stop``, and one of
+Usage: weights_learner.py URL RUN ID OPTIONS, where OPTIONS is JSON with do: ``kill`` or ``stop``,
+and one of
     at_bucket: of its first broadcast
     at_byte: of its second version in shared memory, which is read as far as that; with ``on_device`` that of a device,
     see ``memfd_device``

@@ -1,4 +1,6 @@
-"""The model that the tests of the weight channel send: a few tensors and a stand-in for its logprobs."""
+"""The model that the tests of the weight channel send: a few tensors and a stand-in for its
+logprobs.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ SHAPES = {
 def make_tensors(seed: int, shapes: dict[str, list[int]] | None = None) -> dict[str, Tensor]:
     """28 MiB of seeded fp32 tensors."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.rand(shape, generator=generator) for name, shape in (shapes or SHAPES).items()}
+    return {
+        name: torch.rand(shape, generator=generator) for name, shape in (shapes or SHAPES).items()
+    }
 
 
 def content(tensors: dict[str, Tensor]) -> str:

@@ -28,7 +28,10 @@ class RenamingBackend(TorchBackend):
 
 
 def _renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.replace(NORM, "model.base_layer.norm.weight"): tensor for name, tensor in tensors.items()}
+    return {
+        name.replace(NORM, "model.base_layer.norm.weight"): tensor
+        for name, tensor in tensors.items()
+    }
 
 
 class ShiftedBackend(TorchBackend):
@@ -64,7 +67,9 @@ class ForgetfulEngine(HFEngine):
         return await super().logprobs(token_ids) - np.float32(0.5)
 
     async def update_weights(self, *arguments: Any) -> float:
-        raise OfferRefused("probe: after loading, token 1 has logprob -9.000000, the learner's is -4.000000")
+        raise OfferRefused(
+            "probe: after loading, token 1 has logprob -9.000000, the learner's is -4.000000"
+        )
 
 
 class StrangeEngine(HFEngine):

@@ -1,4 +1,6 @@
-"""A learner over nodes that are network namespaces: the losses of one process, and back after any death."""
+"""A learner over nodes that are network namespaces: the losses of one process, and back after any
+death.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeCluster]:
 
 @pytest.fixture(autouse=True)
 def _nothing_left(cluster: NodeCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # as a rank in this process leaves it; nodes choose for themselves
+    # as a rank in this process leaves it; nodes choose for themselves
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     yield
     cluster.network.set_link(1, up=True)
     cluster.clear()
@@ -68,7 +71,9 @@ async def one_process(cluster: NodeCluster) -> list[dict[str, Any]]:
     return steps_of(cluster.folder, "one")
 
 
-async def end(processes: list[NodeProcess], codes: tuple[int, ...], within_s: float = WITHIN_S) -> None:
+async def end(
+    processes: list[NodeProcess], codes: tuple[int, ...], within_s: float = WITHIN_S
+) -> None:
     found = await asyncio.gather(*(one.exit_code(within_s) for one in processes))
     assert tuple(found) == codes, "\n\n".join(one.log for one in processes)
 
@@ -82,7 +87,11 @@ async def finish(cluster: NodeCluster, processes: list[NodeProcess], run: str) -
     assert largest_difference(await one_process(cluster), steps) <= AS_ONE
     command = [sys.executable, "-m", "rlearner.cli", "audit", str(cluster.folder / run), "--json"]
     audit = await asyncio.create_subprocess_exec(
-        *command, "--broker", cluster.url, stdout=asyncio.subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        *command,
+        "--broker",
+        cluster.url,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     report = json.loads((await audit.communicate())[0])
     assert audit.returncode == 0, report
@@ -140,7 +149,14 @@ async def test_losses_of_one_process_although_a_part_dies(
 @only_all
 async def test_under_torchrun(cluster: NodeCluster) -> None:
     config = cluster.write(small_run(cluster.folder, "torchrun", backend="ddp", ranks=4))
-    options = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", cluster.network.addresses[0]]
+    options = [
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "2",
+        "--master-addr",
+        cluster.network.addresses[0],
+    ]
     async with hub(cluster.url, "torchrun"):
         nodes = []
         for node in range(2):
@@ -165,15 +181,26 @@ async def test_under_srun(cluster: NodeCluster, tasks: int) -> None:
         started = []
         for number in range(2 * tasks):
             node, local = divmod(number, tasks)
-            place = {"SLURM_PROCID": str(number), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local)}
-            started.append(await cluster.start(node, config, *cluster.key_options, env={**common, **place}))
+            place = {
+                "SLURM_PROCID": str(number),
+                "SLURM_NODEID": str(node),
+                "SLURM_LOCALID": str(local),
+            }
+            started.append(
+                await cluster.start(node, config, *cluster.key_options, env={**common, **place})
+            )
         await finish(cluster, started, run)
 
 
 @only_all
 async def test_stopped_nodes_come_back_as_one(cluster: NodeCluster) -> None:
-    """A signal to all processes, as Slurm and systemd send it, ends them with 130; then one node goes on."""
-    config, gate = cluster.write(small_run(cluster.folder, "fewer", backend="fsdp2", ranks=4)), Gate(2)
+    """A signal to all processes, as Slurm and systemd send it, ends them with 130; then one node
+    goes on.
+    """
+    config, gate = (
+        cluster.write(small_run(cluster.folder, "fewer", backend="fsdp2", ranks=4)),
+        Gate(2),
+    )
     async with hub(cluster.url, "fewer", gate):
         nodes = await cluster.start_all(config)
         await reach(cluster.folder, "fewer", 2)
@@ -201,7 +228,9 @@ async def test_killed_node_comes_back_as_two(cluster: NodeCluster, backend: str)
         await finish(cluster, await cluster.start_all(wider), run)
 
 
-async def test_a_node_with_another_configuration_ends_both_in_one_line(cluster: NodeCluster) -> None:
+async def test_a_node_with_another_configuration_ends_both_in_one_line(
+    cluster: NodeCluster,
+) -> None:
     config = cluster.write(small_run(cluster.folder, "differs", backend="ddp", ranks=2))
     nodes = [
         await cluster.start(node, config, *changed, *cluster.node_options(node, 2))

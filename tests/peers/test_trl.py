@@ -1,5 +1,5 @@
-"""Losses against those of TRL 1.16.0 on the same random tensors; run by `make test-peers`, which installs it beside the
-environment.
+"""Losses against those of TRL 1.16.0 on the same random tensors; run by `make test-peers`, which
+installs it beside the environment.
 """
 
 import warnings
@@ -21,13 +21,17 @@ from learner.config import AlgorithmSection
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("trl", reason="make test-peers installs it")
-    grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="make test-peers installs what it needs")
+    grpo_trainer = pytest.importorskip(
+        "trl.trainer.grpo_trainer", reason="make test-peers installs what it needs"
+    )
 
 ROWS, LENGTH, MAX_LENGTH = 6, 11, 16
 
 
 class Batch:
-    """Random padded rows; in the first nothing has moved, in the others the policy has, by 0.3 nats a token."""
+    """Random padded rows; in the first nothing has moved, in the others the policy has, by 0.3 nats
+    a token.
+    """
 
     def __init__(self, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -38,7 +42,9 @@ class Batch:
         lengths = torch.randint(1, LENGTH + 1, (ROWS,), generator=generator)
         self.mask = (torch.arange(LENGTH) < lengths[:, None]).double()
         self.old = -normal(ROWS, LENGTH).abs()
-        self.new = (self.old + 0.3 * normal(ROWS, LENGTH) * (torch.arange(ROWS) > 0)[:, None]).requires_grad_()
+        self.new = (
+            self.old + 0.3 * normal(ROWS, LENGTH) * (torch.arange(ROWS) > 0)[:, None]
+        ).requires_grad_()
         self.ref, self.advantages = -normal(ROWS, LENGTH).abs(), normal(ROWS)
 
 
@@ -84,18 +90,28 @@ def ours(batch, algorithm):
     if algorithm.kl_coef:
         losses = losses + algorithm.kl_coef * kl_penalty(new, batch.ref[kept], "k3")
     weights = token_weights(algorithm.loss_agg_mode, sequence, ROWS)
-    return (weights * losses).sum() / denominator(algorithm.loss_agg_mode, BatchCounts(len(new), ROWS), MAX_LENGTH)
+    return (weights * losses).sum() / denominator(
+        algorithm.loss_agg_mode, BatchCounts(len(new), ROWS), MAX_LENGTH
+    )
 
 
 CASES = {
-    "grpo": ({"loss_type": "grpo", "beta": 0.04}, {"loss_agg_mode": "seq-mean-token-mean", "kl_coef": 0.04}),
+    "grpo": (
+        {"loss_type": "grpo", "beta": 0.04},
+        {"loss_agg_mode": "seq-mean-token-mean", "kl_coef": 0.04},
+    ),
     "bnpo": ({"loss_type": "bnpo"}, {"loss_agg_mode": "token-mean"}),
     "dapo": ({"loss_type": "dapo"}, {"loss_agg_mode": "token-mean"}),
     "dr_grpo": ({"loss_type": "dr_grpo"}, {"loss_agg_mode": "seq-mean-token-sum-norm"}),
     "dual clip": ({"loss_type": "bnpo", "delta": 1.5}, {"dual_clip": 1.5}),
     "gspo": (
         {"loss_type": "grpo", "level": "sequence", "low": 0.03, "high": 0.04},
-        {"pg_variant": "gspo", "clip_low": 0.03, "clip_high": 0.04, "loss_agg_mode": "seq-mean-token-mean"},
+        {
+            "pg_variant": "gspo",
+            "clip_low": 0.03,
+            "clip_high": 0.04,
+            "loss_agg_mode": "seq-mean-token-mean",
+        },
     ),
     # TRL's bound is the weight itself, ours the distance from 1.
     "cispo": ({"loss_type": "cispo", "high": 1.28}, {"pg_variant": "cispo", "clip_low": 1.0}),

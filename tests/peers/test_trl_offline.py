@@ -1,7 +1,8 @@
 """Preference losses and distillation against TRL on the same random tensors, values and gradients.
 
-TRL's DPO loss is no function of its own: it stands inside ``DPOTrainer._compute_loss``, which runs here on a stand-in
-for the trainer and a model that knows the logprobs already. Its KL is a static method of the GKD trainer.
+TRL's DPO loss is no function of its own: it stands inside ``DPOTrainer._compute_loss``, which runs
+here on a stand-in for the trainer and a model that knows the logprobs already. Its KL is a static
+method of the GKD trainer.
 """
 
 from __future__ import annotations
@@ -30,9 +31,13 @@ PAIRS, LENGTH, VOCABULARY = 6, 11, 17
 
 
 def theirs(loss_type, beta, logps, ref, mask):
-    """TRL's loss; logps (2 P, L) with gradient, the chosen ones first, ref (2 P,), mask (2 P, L + 1)."""
+    """TRL's loss; logps (2 P, L) with gradient, the chosen ones first, ref (2 P,), mask (2 P, L +
+    1).
+    """
     zeros = torch.zeros_like(logps)
-    outputs = SimpleNamespace(log_probs=logps, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool())
+    outputs = SimpleNamespace(
+        log_probs=logps, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool()
+    )
     same = lambda value: value  # noqa: E731
     trainer = SimpleNamespace(
         model=SimpleNamespace(training=False), accelerator=SimpleNamespace(device="cpu", gather=same,
@@ -44,7 +49,12 @@ def theirs(loss_type, beta, logps, ref, mask):
     )  # fmt: skip
     chosen, rejected = ref.chunk(2)
     ids = torch.zeros_like(mask)
-    inputs = {"input_ids": ids, "completion_mask": mask, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+    inputs = {
+        "input_ids": ids,
+        "completion_mask": mask,
+        "ref_chosen_logps": chosen,
+        "ref_rejected_logps": rejected,
+    }
     return DPOTrainer._compute_loss(trainer, lambda **_: outputs, inputs, return_outputs=False)
 
 
@@ -53,9 +63,15 @@ def theirs(loss_type, beta, logps, ref, mask):
 def test_preference_losses(ours, their_name, seed):
     random = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, LENGTH + 1, (2 * PAIRS,), generator=random)
-    mask = torch.cat([torch.zeros(2 * PAIRS, 1), (torch.arange(LENGTH) < lengths[:, None]).double()], 1).long()
-    logps = (-torch.rand(2 * PAIRS, LENGTH, generator=random, dtype=torch.float64) * 4 * mask[:, 1:]).requires_grad_()
-    ref = (-torch.rand(2 * PAIRS, LENGTH, generator=random, dtype=torch.float64) * 4 * mask[:, 1:]).sum(1)
+    mask = torch.cat(
+        [torch.zeros(2 * PAIRS, 1), (torch.arange(LENGTH) < lengths[:, None]).double()], 1
+    ).long()
+    logps = (
+        -torch.rand(2 * PAIRS, LENGTH, generator=random, dtype=torch.float64) * 4 * mask[:, 1:]
+    ).requires_grad_()
+    ref = (
+        -torch.rand(2 * PAIRS, LENGTH, generator=random, dtype=torch.float64) * 4 * mask[:, 1:]
+    ).sum(1)
     expected = theirs(their_name, 0.1, logps, ref, mask)
     sums = logps.sum(1)
     batch = PairLogprobs(*sums.chunk(2), *ref.chunk(2), *lengths.double().chunk(2))
@@ -70,13 +86,19 @@ def test_preference_losses(ours, their_name, seed):
 @pytest.mark.parametrize(("direction", "beta"), [("forward", 0.0), ("reverse", 1.0)])
 def test_divergences(direction, beta, seed):
     random = torch.Generator().manual_seed(seed)
-    student = torch.randn(PAIRS, LENGTH, VOCABULARY, generator=random, dtype=torch.float64).mul(2).requires_grad_()
+    student = (
+        torch.randn(PAIRS, LENGTH, VOCABULARY, generator=random, dtype=torch.float64)
+        .mul(2)
+        .requires_grad_()
+    )
     teacher = torch.randn(PAIRS, LENGTH, VOCABULARY, generator=random, dtype=torch.float64) * 2
     labels = torch.where(torch.rand(PAIRS, LENGTH, generator=random) < 0.6, 1, -100)
     expected = GKDTrainer.generalized_jsd_loss(student, teacher, labels=labels, beta=beta)
     kept = labels != -100
     found = kl(student[kept].log_softmax(-1), teacher[kept].log_softmax(-1), direction).mean()
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
-    (a,), (b,) = (torch.autograd.grad(loss, student, retain_graph=True) for loss in (found, expected))
+    (a,), (b,) = (
+        torch.autograd.grad(loss, student, retain_graph=True) for loss in (found, expected)
+    )
     assert b.any()
     torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)

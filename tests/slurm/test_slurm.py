@@ -1,4 +1,6 @@
-"""A run on a real Slurm: jobs that are cancelled, preempted, killed and out of time, and come back; nothing is lost."""
+"""A run on a real Slurm: jobs that are cancelled, preempted, killed and out of time, and come back;
+nothing is lost.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ async def test_every_job_of_a_run_is_cancelled_and_requeued_once(slurm: SlurmClu
     slurm.command("scancel", broker)
 
 
-async def test_preemption_the_time_limit_a_rival_and_a_kill_in_a_checkpoint(slurm: SlurmCluster) -> None:
+async def test_preemption_the_time_limit_a_rival_and_a_kill_in_a_checkpoint(
+    slurm: SlurmCluster,
+) -> None:
     """The learner has two nodes, and a rank on each."""
     run = SlurmRun(slurm, "wide")
     ranks = (
@@ -87,16 +91,21 @@ async def test_preemption_the_time_limit_a_rival_and_a_kill_in_a_checkpoint(slur
     assert f"(Slurm job {learner}); --take-over takes it over" in run.log("learner")
 
     hours, minutes, _ = slurm.shown(learner)["RunTime"].split(":")
-    slurm.command("scontrol", "update", f"JobId={learner}", f"TimeLimit={int(hours) * 60 + int(minutes) + 2}")
+    slurm.command(
+        "scontrol", "update", f"JobId={learner}", f"TimeLimit={int(hours) * 60 + int(minutes) + 2}"
+    )
     await run.requeued(learner)  # Slurm sent USR1 before its time was over
     slurm.command("scontrol", "update", f"JobId={learner}", "TimeLimit=60")
     assert "the time limit is near: this job drains, and is requeued" in run.log("learner")
     assert "exit code 130; requeued" in run.log("learner")
-    assert "is gone" not in run.log("learner")  # the signal to all processes ends no rank before its time
+    # the signal to all processes ends no rank before its time
+    assert "is gone" not in run.log("learner")
 
     steps = run.steps
     await run.past(steps + 1)
-    urgent = slurm.submit("--partition=urgent", "--nodelist=c1", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    urgent = slurm.submit(
+        "--partition=urgent", "--nodelist=c1", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
+    )
     await run.requeued(broker, *others[1:])  # they were on c1
     assert slurm.states([urgent]) == ["COMPLETED"]
 
@@ -127,7 +136,9 @@ async def kill_in_checkpoint(run: SlurmRun, learner: str) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "heterogeneous"])
 async def test_a_whole_run_in_one_allocation_is_requeued(slurm: SlurmCluster, kind: str) -> None:
-    """By its script when the time limit is near, and then by an operator, who lets Slurm signal the broker, too."""
+    """By its script when the time limit is near, and then by an operator, who lets Slurm signal the
+    broker, too.
+    """
     run = SlurmRun(slurm, kind)
     del run.environ["RL_BROKER"]
     run.environ |= {f"RL_{role}_OPTIONS": TRUST for role in ("SERVER", "ENVHUB", "REWARDHUB")}
@@ -153,7 +164,10 @@ async def test_a_whole_run_ends_where_the_user_must_act(slurm: SlurmCluster) -> 
     job = run.submit("run", *run.lake, options=GPU)
     await run.in_state("FAILED", job)
     said = "\n".join(file.read_text() for file in (run.shared / "logs").iterdir())
-    assert "run refused runs code of its own or weakens isolation (domains.lake.rewards.0.name)" in said
+    assert (
+        "run refused runs code of its own or weakens isolation (domains.lake.rewards.0.name)"
+        in said
+    )
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -161,14 +175,19 @@ async def test_a_whole_run_ends_where_the_user_must_act(slurm: SlurmCluster) -> 
         again = run.submit("run", *run.lake, options=GPU)
         await run.in_state("FAILED", again)
     assert f"port {run.environ['RL_PORT']} on 127.0.0.1 is already in use" in run.log("run")
-    assert [(slurm.shown(one)["ExitCode"], slurm.shown(one)["Restarts"]) for one in (job, again)] == [("2:0", "0")] * 2
+    assert [
+        (slurm.shown(one)["ExitCode"], slurm.shown(one)["Restarts"]) for one in (job, again)
+    ] == [("2:0", "0")] * 2
 
 
 @pytest.mark.parametrize("script", ["servers", "envhubs", "rewardhubs"])
 async def test_a_job_without_its_token_fails_at_once(slurm: SlurmCluster, script: str) -> None:
     run = SlurmRun(slurm, f"none-{script}")
     role = {"servers": "rollout", "envhubs": "envhub", "rewardhubs": "rewardhub"}[script]
-    missing, exposed = run.shared / f"{role}.token", "other users can read this join token; run chmod 600"
+    missing, exposed = (
+        run.shared / f"{role}.token",
+        "other users can read this join token; run chmod 600",
+    )
     job = run.submit(script, options=CPU)
     await run.in_state("FAILED", job)
     said = run.log(script).splitlines()

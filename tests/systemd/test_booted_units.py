@@ -1,7 +1,8 @@
-"""The units of deploy/systemd under a real systemd, as the first process of a machine of its own: a run that trains.
+"""The units of deploy/systemd under a real systemd, as the first process of a machine of its own: a
+run that trains.
 
-Every process is killed and frozen once, stopped and started again; at the end the audit finds nothing lost. The tests
-share the machine and its run, in this order.
+Every process is killed and frozen once, stopped and started again; at the end the audit finds
+nothing lost. The tests share the machine and its run, in this order.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ pytestmark = [
     pytest.mark.skipif(not TREE, reason="needs a Debian tree to boot, and root: make test-systemd"),
 ]
 
-BROKER, LEARNER, SERVER = "rlearner-broker.service", "rlearner@lake.service", "rollout-server@cpu.service"
+BROKER, LEARNER, SERVER = (
+    "rlearner-broker.service",
+    "rlearner@lake.service",
+    "rollout-server@cpu.service",
+)
 HUB, REWARDS = "envhub@1.service", "rewardhub@1.service"
 OTHERS = [BROKER, SERVER, HUB, REWARDS]
 ALL = [*OTHERS, LEARNER]
@@ -80,8 +85,12 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         made.put("/etc/rlearner/programs.jsonl", (json.dumps(TASK) + "\n") * 40)
         made.put("/etc/rlearner/rlearner.env", "RL_RUN=lake\n")
         for name in ALL:
-            made.put(f"/run/systemd/system/{name}.d/test.conf", f"[Service]\nWatchdogSec={WATCHDOG_S}\n")
-        made.run(f"systemd-sysusers && systemctl daemon-reload && systemctl enable rlearner.target {' '.join(ALL)}")
+            made.put(
+                f"/run/systemd/system/{name}.d/test.conf", f"[Service]\nWatchdogSec={WATCHDOG_S}\n"
+            )
+        made.run(
+            f"systemd-sysusers && systemctl daemon-reload && systemctl enable rlearner.target {' '.join(ALL)}"
+        )
         yield made
         print(f"\n{made.console()}")
     finally:
@@ -104,7 +113,9 @@ def trains(machine: Machine, within_s: float = 240.0) -> None:
         return bool(first) and now >= first[0] + 3
 
     machine.wait(
-        reached, within_s, f"no steps: {machine.run('systemctl status --no-pager rlearner@lake', check=False)}"
+        reached,
+        within_s,
+        f"no steps: {machine.run('systemctl status --no-pager rlearner@lake', check=False)}",
     )
 
 
@@ -116,7 +127,9 @@ def test_systemd_finds_no_fault_and_little_exposure(machine: Machine) -> None:
     names = sorted(name for name in static_files() if name.endswith((".service", ".target")))
     assert machine.run(f"cd /etc/systemd/system && systemd-analyze verify {' '.join(names)}") == ""
     files = " ".join(name for name in names if name.endswith(".service"))
-    shown = machine.run(f"cd /etc/systemd/system && systemd-analyze security --offline=true --no-pager {files}")
+    shown = machine.run(
+        f"cd /etc/systemd/system && systemd-analyze security --offline=true --no-pager {files}"
+    )
     overall = re.findall(r"Overall exposure level for (\S+): ([\d.]+)", shown)
     found = {unit: float(exposure) for unit, exposure in overall}
     print(f"exposure: {found}")
@@ -127,8 +140,11 @@ def test_systemd_finds_no_fault_and_little_exposure(machine: Machine) -> None:
 def test_all_but_the_learner_start_and_wait_for_it(machine: Machine) -> None:
     began = time.monotonic()
     machine.run(f"systemctl start {SERVER} {HUB} {REWARDS} --no-block")
-    machine.wait(lambda: machine.show(HUB, "StatusText")["StatusText"] == "waiting for a broker", 60)
-    assert machine.show(HUB, "ActiveState")["ActiveState"] == "activating"  # it does not count as started without one
+    machine.wait(
+        lambda: machine.show(HUB, "StatusText")["StatusText"] == "waiting for a broker", 60
+    )
+    # it does not count as started without one
+    assert machine.show(HUB, "ActiveState")["ActiveState"] == "activating"
     machine.run(f"systemctl start {BROKER}")
     for unit in OTHERS:
         machine.wait_state(unit, "active")
@@ -162,7 +178,9 @@ def test_a_killed_process_starts_again_and_the_run_goes_on(machine: Machine, uni
     before, pid = restarts(machine, unit), machine.show(unit, "MainPID")
     machine.run(f"systemctl kill --signal=KILL --kill-whom=main {unit}")
     began = time.monotonic()
-    machine.wait(lambda: machine.show(unit, "MainPID") != pid and restarts(machine, unit) > before, 60)
+    machine.wait(
+        lambda: machine.show(unit, "MainPID") != pid and restarts(machine, unit) > before, 60
+    )
     machine.wait_state(unit, "active")
     print(f"{unit}: active {time.monotonic() - began:.1f} s after kill -9")
     trains(machine)
@@ -187,12 +205,19 @@ def test_an_error_of_the_users_is_one_line_and_no_restart(machine: Machine) -> N
     assert "failed" in machine.run("systemctl start rlearner@broken", check=False)
     time.sleep(7)  # beyond RestartSec
     names = ("ActiveState", "NRestarts", "ExecMainStatus", "Result")
-    expected = {"ActiveState": "failed", "NRestarts": "0", "ExecMainStatus": "2", "Result": "exit-code"}
+    expected = {
+        "ActiveState": "failed",
+        "NRestarts": "0",
+        "ExecMainStatus": "2",
+        "Result": "exit-code",
+    }
     assert machine.show("rlearner@broken", *names) == expected
     errors = machine.journal("-u rlearner@broken -p err _TRANSPORT=stdout").splitlines()
     assert len(errors) == 1
     assert errors[0].startswith("error: train.steps: 'many' is not allowed")
-    assert machine.show("rlearner@broken", "StatusText")["StatusText"].endswith(errors[0].removeprefix("error: "))
+    assert machine.show("rlearner@broken", "StatusText")["StatusText"].endswith(
+        errors[0].removeprefix("error: ")
+    )
 
 
 def test_a_second_learner_is_told_whose_run_it_is(machine: Machine) -> None:
@@ -218,11 +243,18 @@ def test_a_unit_without_its_token_says_which_file_and_with_it_joins(machine: Mac
     assert f"Assertion failed on job for {unit}." in said
     line = f"Assertion failed for {unit} - rlearner envhub joined, which joins with /etc/rlearner/envhub.token."
     assert machine.journal(f"-u {unit}").splitlines()[-1] == line
-    assert machine.show(unit, "ActiveState", "NRestarts") == {"ActiveState": "inactive", "NRestarts": "0"}
+    assert machine.show(unit, "ActiveState", "NRestarts") == {
+        "ActiveState": "inactive",
+        "NRestarts": "0",
+    }
 
     operator = "runuser -u rlearner -- env -C /var/lib/rlearner HOME=/var/lib/rlearner /opt/rlearner/bin/rlearner"
-    machine.run(f"{operator} invite envhub --run lake --name joined --out /var/lib/rlearner/envhub.token")
-    machine.run("install -o root -g root -m 600 /var/lib/rlearner/envhub.token /etc/rlearner/envhub.token")
+    machine.run(
+        f"{operator} invite envhub --run lake --name joined --out /var/lib/rlearner/envhub.token"
+    )
+    machine.run(
+        "install -o root -g root -m 600 /var/lib/rlearner/envhub.token /etc/rlearner/envhub.token"
+    )
     machine.run(f"systemctl start {unit}")
     machine.wait(lambda: "lake" in machine.show(unit, "StatusText")["StatusText"], 60)
     pid = machine.show(unit, "MainPID")["MainPID"]
@@ -232,12 +264,17 @@ def test_a_unit_without_its_token_says_which_file_and_with_it_joins(machine: Mac
     machine.run(f"{operator} revoke joined")
     machine.wait_state(unit, "failed")
     time.sleep(7)
-    assert machine.show(unit, "NRestarts", "ExecMainStatus") == {"NRestarts": "0", "ExecMainStatus": "2"}
+    assert machine.show(unit, "NRestarts", "ExecMainStatus") == {
+        "NRestarts": "0",
+        "ExecMainStatus": "2",
+    }
     assert "revoked or has expired" in machine.journal(f"-u {unit} -p err _TRANSPORT=stdout")
 
 
 @pytest.mark.parametrize("template", ["rlearner", "envhub", "rewardhub"])
-def test_sandboxed_programs_run_inside_and_little_else_does(machine: Machine, template: str) -> None:
+def test_sandboxed_programs_run_inside_and_little_else_does(
+    machine: Machine, template: str
+) -> None:
     unit = f"{template}@probe.service"
     machine.put("/opt/probe.py", PROBE)
     once = "[Service]\nType=oneshot\nWatchdogSec=0\nRestart=no\nExecStart=\n"
@@ -256,7 +293,9 @@ def test_a_stop_drains_everything_within_its_time(machine: Machine) -> None:
     for unit in ALL:
         shown = machine.show(unit, "ActiveState", "Result", "ExecMainStatus")
         code = "130" if unit == LEARNER else "0"
-        assert shown == {"ActiveState": "inactive", "Result": "success", "ExecMainStatus": code}, unit
+        assert shown == {"ActiveState": "inactive", "Result": "success", "ExecMainStatus": code}, (
+            unit
+        )
     last = machine.journal(f"-u {LEARNER} RL_ROLE=learner").splitlines()
     assert any("stopping: SIGTERM" in line for line in last[-20:])
     steps = [int(found[1]) for line in last if (found := re.match(r"step (\d+) of", line))]
@@ -277,16 +316,23 @@ def test_a_broker_whose_port_is_taken_says_so_and_stays_down(machine: Machine) -
 
 
 def test_the_target_starts_again_ends_with_its_run_and_nothing_is_lost(machine: Machine) -> None:
-    done = int(re.findall(r"step-(\d+)", machine.run("ls /var/lib/rlearner/runs/lake/checkpoints"))[-1])
+    done = int(
+        re.findall(r"step-(\d+)", machine.run("ls /var/lib/rlearner/runs/lake/checkpoints"))[-1]
+    )
     machine.put("/etc/rlearner/lake.yaml", CONFIG.replace("STEPS", str(done + 6)))
     machine.run("systemctl start rlearner.target")
     for unit in (LEARNER, SERVER, HUB, REWARDS):
         machine.wait_state(unit, "inactive", 180)
-        assert machine.show(unit, "Result", "ExecMainStatus") == {"Result": "success", "ExecMainStatus": "0"}
+        assert machine.show(unit, "Result", "ExecMainStatus") == {
+            "Result": "success",
+            "ExecMainStatus": "0",
+        }
     operator = "runuser -u rlearner -- env -C /var/lib/rlearner HOME=/var/lib/rlearner /opt/rlearner/bin/rlearner"
     audit = machine.run(f"{operator} audit lake")
     print(audit)
-    counts = {name: int(number) for name, number in re.findall(r"^  (\w+) +(\d+)$", audit, re.MULTILINE)}
+    counts = {
+        name: int(number) for name, number in re.findall(r"^  (\w+) +(\d+)$", audit, re.MULTILINE)
+    }
     ends = ("trained", "filtered", "dropped", "dead", "open")
     assert counts["tickets"] == sum(counts[name] for name in ends)
     assert counts["open"] == counts["dead"] == counts["lost"] == counts["trained_twice"] == 0
@@ -294,4 +340,6 @@ def test_the_target_starts_again_ends_with_its_run_and_nothing_is_lost(machine: 
 
 
 def test_the_folder_is_what_was_tested() -> None:
-    assert {file.name: file.read_text() for file in (Path(__file__).parents[2] / FOLDER).iterdir()} == static_files()
+    assert {
+        file.name: file.read_text() for file in (Path(__file__).parents[2] / FOLDER).iterdir()
+    } == static_files()

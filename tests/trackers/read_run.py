@@ -1,7 +1,8 @@
-"""Reads back what ``write_run.py`` wrote, with each package's own reader where it has one. Prints one JSON object:
+"""Reads back what ``write_run.py`` wrote, with each package's own reader where it has one. Prints
+one JSON object:
 
-the runs by id, each with ``config``, ``values`` (pairs of step and value by name), ``texts``, ``tables`` (columns and
-rows) and ``pictures`` (sha256 of the bytes) by step.
+the runs by id, each with ``config``, ``values`` (pairs of step and value by name), ``texts``,
+``tables`` (columns and rows) and ``pictures`` (sha256 of the bytes) by step.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Any
 import yaml
 
 FOLDER = Path(sys.argv[2])
-BLOCK, HEADER, START = 32768, 7, 7  # of a W&B file: blocks of records, each with crc, length and kind
+# of a W&B file: blocks of records, each with crc, length and kind
+BLOCK, HEADER, START = 32768, 7, 7
 TEXT, TABLE, PICTURE = "samples/lake", "trajectories/eval", "episodes/lake"
 
 
@@ -46,7 +48,9 @@ def wandb() -> dict[str, Any]:
             if record.HasField("run"):
                 run = record.run.run_id
                 found = {item.key: json.loads(item.value_json) for item in record.run.config.update}
-                runs[run]["config"] |= {key: value for key, value in found.items() if key != "_wandb"}
+                runs[run]["config"] |= {
+                    key: value for key, value in found.items() if key != "_wandb"
+                }
             row: dict[str, Any] = {}
             for item in record.history.item:
                 *outer, last = item.nested_key or [item.key]
@@ -94,7 +98,9 @@ def swanlab() -> dict[str, Any]:
         place = FOLDER / "swanlab" / life
         settings = yaml.safe_load((place / "files" / "config.yaml").read_text())
         run["config"] |= {name: entry["value"] for name, entry in settings.items()}
-        tags = database.execute("select name, folder, type from tag where experiment_id = ?", (number,)).fetchall()
+        tags = database.execute(
+            "select name, folder, type from tag where experiment_id = ?", (number,)
+        ).fetchall()
         for name, folder, kind in tags:
             for line in (place / "logs" / (folder or name)).glob("*.log"):
                 for entry in map(json.loads, line.read_text().splitlines()):
@@ -104,8 +110,11 @@ def swanlab() -> dict[str, Any]:
                     elif name == TEXT:
                         run["texts"][step] = value[0]
                     elif name == PICTURE:
-                        run["pictures"][step] = sha((place / "media" / kind / value[0]).read_bytes())
-        for file in (place / "media" / "echarts").glob("*.json"):  # which its local page does not show
+                        run["pictures"][step] = sha(
+                            (place / "media" / kind / value[0]).read_bytes()
+                        )
+        # which its local page does not show
+        for file in (place / "media" / "echarts").glob("*.json"):
             table = json.loads(file.read_text())
             columns = [column["field"] for column in table["colDefs"]]
             rows = [[row[column] for column in columns] for row in table["rowData"]]
@@ -131,9 +140,14 @@ def trackio() -> dict[str, Any]:
                     run["texts"][step] = value["_value"]
                 elif name == TABLE:
                     columns = list(value["_value"][0])
-                    run["tables"][step] = [columns, [list(line.values()) for line in value["_value"]]]
+                    run["tables"][step] = [
+                        columns,
+                        [list(line.values()) for line in value["_value"]],
+                    ]
                 elif name == PICTURE:
-                    run["pictures"][step] = sha((FOLDER / "trackio" / "media" / value["file_path"]).read_bytes())
+                    run["pictures"][step] = sha(
+                        (FOLDER / "trackio" / "media" / value["file_path"]).read_bytes()
+                    )
     return runs
 
 
@@ -153,7 +167,9 @@ def mlflow() -> dict[str, Any]:
         run["config"] = json.loads(read("config.json"))
         run["params"], run["status"] = found.data.params, found.info.status
         for name in found.data.metrics:
-            run["values"][name] = [(one.step, one.value) for one in client.get_metric_history(identity, name)]
+            run["values"][name] = [
+                (one.step, one.value) for one in client.get_metric_history(identity, name)
+            ]
         for place, kind in ((TEXT, "texts"), (TABLE, "tables"), (PICTURE, "pictures")):
             for file in client.list_artifacts(identity, place):
                 step, data = int(Path(file.path).stem.rpartition("-")[2]), read(file.path)
@@ -161,10 +177,18 @@ def mlflow() -> dict[str, Any]:
                 shown = {"texts": data.decode("utf-8", "replace"), "pictures": sha(data)}
                 run[kind][step] = [table["columns"], table["data"]] if table else shown[kind]
         listed = json.loads(found.data.tags["mlflow.loggedArtifacts"])
-        assert {entry["path"] for entry in listed} == {file.path for file in client.list_artifacts(identity, TABLE)}
+        assert {entry["path"] for entry in listed} == {
+            file.path for file in client.list_artifacts(identity, TABLE)
+        }
         runs[identity] = run
     return runs
 
 
 if __name__ == "__main__":
-    print(json.dumps({"wandb": wandb, "swanlab": swanlab, "trackio": trackio, "mlflow": mlflow}[sys.argv[1]]()))
+    print(
+        json.dumps(
+            {"wandb": wandb, "swanlab": swanlab, "trackio": trackio, "mlflow": mlflow}[
+                sys.argv[1]
+            ]()
+        )
+    )

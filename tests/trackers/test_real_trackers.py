@@ -1,5 +1,5 @@
-"""The trackers against the real packages, without a network: two lives of a run are one run, and all of it is there.
-By ``make test-trackers``.
+"""The trackers against the real packages, without a network: two lives of a run are one run, and
+all of it is there. By ``make test-trackers``.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ LATER = {**CONFIG, "train": {"lr": 0.01, "steps": 4}, "eval": {"tasks": 8}}
 COLUMNS = ["step", "domain", "reward", "success", "text"]
 NAMES = {"mlflow": "eval/avg_8"}  # of eval/avg@8, where its own is not allowed
 
-pytestmark = pytest.mark.skipif(not PYTHON, reason="needs the trackers' packages: make test-trackers")
+pytestmark = pytest.mark.skipif(
+    not PYTHON, reason="needs the trackers' packages: make test-trackers"
+)
 
 
 def ran(*words: str) -> str:
-    """Return what a program in the trackers' environment prints, in a network namespace without a way out."""
+    """Return what a program in the trackers' environment prints, in a network namespace without a
+    way out.
+    """
     environment = {
         "PATH": os.environ["PATH"],
         "HOME": str(Path(words[2])),  # nothing of this user
@@ -37,7 +41,12 @@ def ran(*words: str) -> str:
     }
     alone = ["unshare", "--net"] if os.geteuid() == 0 else []
     done = subprocess.run(
-        [*alone, str(PYTHON), *words], env=environment, capture_output=True, text=True, timeout=240, check=False
+        [*alone, str(PYTHON), *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "is disabled" not in done.stderr  # what TrackerGroup says of one that failed
@@ -52,10 +61,14 @@ def test_two_lives_are_one_run_with_everything(name: str, tmp_path: Path) -> Non
     ids = []
     for first, config in ((1, CONFIG), (3, LATER)):
         out = ran(str(HERE / "write_run.py"), name, str(folder), str(first), json.dumps(config))
-        ids.append(next(line for line in out.splitlines() if line.startswith("id ")).removeprefix("id "))
+        ids.append(
+            next(line for line in out.splitlines() if line.startswith("id ")).removeprefix("id ")
+        )
     assert ids[0] == ids[1]
     assert name in ("trackio", "mlflow") or ids[0] == "demo"
-    found: dict[str, Any] = json.loads(ran(str(HERE / "read_run.py"), name, str(folder)).splitlines()[-1])
+    found: dict[str, Any] = json.loads(
+        ran(str(HERE / "read_run.py"), name, str(folder)).splitlines()[-1]
+    )
     assert list(found) == [ids[0]]
     run = found[ids[0]]
     assert run["values"] == {
@@ -73,7 +86,12 @@ def test_two_lives_are_one_run_with_everything(name: str, tmp_path: Path) -> Non
     assert run["config"]["domains"] == CONFIG["domains"]
     assert run["config"]["train"]["lr"] == 0.01  # as it is now
     if name == "mlflow":
-        params = {"train.lr": "0.001", "train.steps": "4", "model.path": "None", "domains.lake.max_turns": "3"}
+        params = {
+            "train.lr": "0.001",
+            "train.steps": "4",
+            "model.path": "None",
+            "domains.lake.max_turns": "3",
+        }
         assert run["params"] == {**params, "domains.lake.rewards": "['a', 'b']", "eval.tasks": "8"}
         assert run["status"] == "FINISHED"
 

@@ -1,4 +1,5 @@
-"""One life of a run, as a learner logs it: two steps, a text, a table and a picture, from a thread. Prints its id.
+"""One life of a run, as a learner logs it: two steps, a text, a table and a picture, from a thread.
+Prints its id.
 
 Arguments: the tracker's name, the run's folder, the first step, the configuration as JSON.
 """
@@ -19,7 +20,12 @@ GIF = Path(__file__).with_name("two_frames.gif")
 
 def main() -> None:
     """Log the life."""
-    name, folder, first, config = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
+    name, folder, first, config = (
+        sys.argv[1],
+        Path(sys.argv[2]),
+        int(sys.argv[3]),
+        json.loads(sys.argv[4]),
+    )
     folder.mkdir(exist_ok=True)
     section = TrackersSection(use=[name], project="lakes", args={name: ARGS.get(name, {})})
     group = TrackerGroup(section, folder, "demo", config)

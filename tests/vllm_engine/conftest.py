@@ -1,5 +1,5 @@
-"""One vLLM for all tests of the folder, since it takes half a minute to start; each test has an engine of its own in
-front of it.
+"""One vLLM for all tests of the folder, since it takes half a minute to start; each test has an
+engine of its own in front of it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class Shared(RunningVLLM):
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Attention on the CPU wants heads of 32 or more."""
-    tiny = TinyModel(hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, intermediate_size=96)
+    tiny = TinyModel(
+        hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, intermediate_size=96
+    )
     folder = build_tiny(tmp_path_factory.mktemp("vllm") / "model", tiny)
     return str(folder)
 

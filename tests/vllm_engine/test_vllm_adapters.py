@@ -33,19 +33,29 @@ def held(trainer: Any, folder: Path) -> Any:
 
 async def test_factors_make_the_engine_compute_as_the_trainer(make: Any, folder: Path) -> None:
     engine, context = await make(), prompt(12)
-    settings = {"lr": 1e-2, "device": "cpu", "micro_batch_tokens": 64, "lora": {"rank": 4, "alpha": 8}}
+    settings = {
+        "lr": 1e-2,
+        "device": "cpu",
+        "micro_batch_tokens": 64,
+        "lora": {"rank": 4, "alpha": 8},
+    }
     trainer = backend(str(folder), train=TrainSection.model_validate(settings))
     adapter = trainer.adapter()
     assert adapter is not None
-    foundation = AdapterBase(plan_of(engine.weights(), 1), 1, engine.weights(), lambda: (engine.weights(), False))
+    foundation = AdapterBase(
+        plan_of(engine.weights(), 1), 1, engine.weights(), lambda: (engine.weights(), False)
+    )
     assert foundation.lay(adapter) == ""
     before = held(trainer, folder)
     ids = prompt(30, seed=5)
     for version in (1, 2):
         trainer.update(samples(version))
         task = await in_flight(engine, context, name=f"r{version}")
-        probe = make_probe(ids, trainer.logprobs(ids), tolerance=1e-5)  # kept: the update would fail
-        await engine.update_weights(foundation.merged(trainer.factors()), version, "recompute", probe)
+        # kept: the update would fail
+        probe = make_probe(ids, trainer.logprobs(ids), tolerance=1e-5)
+        await engine.update_weights(
+            foundation.merged(trainer.factors()), version, "recompute", probe
+        )
         merged = trainer.weights()
         assert all(torch.equal(tensor, merged[name]) for name, tensor in engine.weights().items())
         found = torch.from_numpy(await engine.logprobs(ids))
@@ -61,9 +71,12 @@ async def test_factors_make_the_engine_compute_as_the_trainer(make: Any, folder:
 async def test_factors_keep_what_runs(make: Any, folder: Path) -> None:
     engine, context = await make(), prompt(12)
     trainer = backend(
-        str(folder), train=TrainSection.model_validate({"lr": 1e-2, "device": "cpu", "lora": {"rank": 4}})
+        str(folder),
+        train=TrainSection.model_validate({"lr": 1e-2, "device": "cpu", "lora": {"rank": 4}}),
     )
-    foundation = AdapterBase(plan_of(engine.weights(), 1), 1, engine.weights(), lambda: (engine.weights(), False))
+    foundation = AdapterBase(
+        plan_of(engine.weights(), 1), 1, engine.weights(), lambda: (engine.weights(), False)
+    )
     adapter = trainer.adapter()
     assert adapter is not None
     assert foundation.lay(adapter) == ""

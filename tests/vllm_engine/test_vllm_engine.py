@@ -68,7 +68,9 @@ async def test_top_k_and_greedy_logprobs(make: Any, folder: Path) -> None:
 async def test_logprobs_and_the_likeliest_tokens_of_a_context(make: Any, folder: Path) -> None:
     engine, model, ids = await make(), models.load(folder), prompt(30)
     found = await engine.logprobs(ids)
-    torch.testing.assert_close(torch.tensor(found), models.logprobs(model, ids[:1], ids[1:]), atol=CLOSE, rtol=0)
+    torch.testing.assert_close(
+        torch.tensor(found), models.logprobs(model, ids[:1], ids[1:]), atol=CLOSE, rtol=0
+    )
     asked = models.request("s", ids)
     output = await engine.generate(
         type(asked)(**{f: getattr(asked, f) for f in asked.__struct_fields__} | {"prompt_top_k": 5})
@@ -82,7 +84,9 @@ async def test_logprobs_and_the_likeliest_tokens_of_a_context(make: Any, folder:
     np.testing.assert_allclose(output.top_logprobs, best.values.numpy(), atol=CLOSE)
 
 
-async def test_recompute_goes_on_as_if_the_new_weights_had_read_everything(make: Any, folder: Path) -> None:
+async def test_recompute_goes_on_as_if_the_new_weights_had_read_everything(
+    make: Any, folder: Path
+) -> None:
     engine, old, context = await make(), models.load(folder), prompt(11)
     new, tensors = renewed(folder)
     task = await in_flight(engine, context)
@@ -100,7 +104,9 @@ async def test_keep_goes_on_with_the_old_keys_and_values(make: Any, folder: Path
     before, sampled = split(output, (0, 1)), list(output.token_ids)
     with torch.no_grad():
         cache = old(torch.tensor([context + sampled[: before - 1]]), use_cache=True).past_key_values
-        logits = new(torch.tensor([sampled[before - 1 : -1]]), past_key_values=cache, use_cache=True).logits[0]
+        logits = new(
+            torch.tensor([sampled[before - 1 : -1]]), past_key_values=cache, use_cache=True
+        ).logits[0]
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(sampled[before:])[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(output.logprobs[before:]), expected, atol=CLOSE, rtol=0)
     again = await engine.generate(models.request("y", context + sampled, conversation="x"))
@@ -108,7 +114,9 @@ async def test_keep_goes_on_with_the_old_keys_and_values(make: Any, folder: Path
     assert_logprobs(new, context + sampled, again)
 
 
-async def test_abort_returns_the_partial_output_and_the_queue_goes_on(make: Any, folder: Path) -> None:
+async def test_abort_returns_the_partial_output_and_the_queue_goes_on(
+    make: Any, folder: Path
+) -> None:
     engine, old, context = await make(max_running=1), models.load(folder), prompt(11)
     new, tensors = renewed(folder)
     task = await in_flight(engine, context)
@@ -134,7 +142,9 @@ async def test_prefixes_are_never_stale(mode: UpdateMode, make: Any, folder: Pat
     hit = await engine.generate(models.request("1b", [*context, 5], conversation="c"))
     assert hit.prefix_hit_tokens > 0
     during = [
-        asyncio.create_task(engine.generate(models.request(f"d{i}", [*context, 9 + i], max_tokens=2, seed=i)))
+        asyncio.create_task(
+            engine.generate(models.request(f"d{i}", [*context, 9 + i], max_tokens=2, seed=i))
+        )
         for i in range(12)
     ]
     await asyncio.sleep(0.005)
@@ -142,7 +152,8 @@ async def test_prefixes_are_never_stale(mode: UpdateMode, make: Any, folder: Pat
     output = await engine.generate(models.request("2", context, conversation="c", temperature=0.7))
     assert_logprobs(new, context, output, 0.7)
     for i, each in enumerate(await asyncio.gather(*during)):
-        if each.version_runs == [(1, 2)]:  # wholly of the new weights, so no old key or value may be in it
+        # wholly of the new weights, so no old key or value may be in it
+        if each.version_runs == [(1, 2)]:
             assert_logprobs(new, [*context, 9 + i], each)
 
 
@@ -173,7 +184,9 @@ async def test_nothing_sampled_from_wrong_weights_is_given_out(make: Any, folder
 async def test_nothing_sampled_after_a_load_that_broke_is_given_out(
     make: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The workers may hold half of the new weights then, and those in flight are sampled from them until they end."""
+    """The workers may hold half of the new weights then, and those in flight are sampled from them
+    until they end.
+    """
     engine, old, context = await make(), models.load(folder), prompt(11)
     new, tensors = renewed(folder)
 
@@ -209,7 +222,10 @@ async def test_an_update_that_does_not_fit_changes_nothing(make: Any, folder: Pa
     good = models.changed(model, seed=1)
     name = "model.layers.0.mlp.up_proj.weight"
     for bad, why in (
-        ({k: v for k, v in good.items() if k != name}, rf"lacks 1 of \d+ tensors, the first is {name}"),
+        (
+            {k: v for k, v in good.items() if k != name},
+            rf"lacks 1 of \d+ tensors, the first is {name}",
+        ),
         ({**good, "extra": torch.zeros(1)}, "has 1 unknown tensors, the first is extra"),
         ({**good, name: torch.zeros(2, 3)}, rf"{name} has shape \(2, 3\)"),
     ):
@@ -219,33 +235,47 @@ async def test_an_update_that_does_not_fit_changes_nothing(make: Any, folder: Pa
     assert_logprobs(model, context, await engine.generate(models.request("x", context)))
 
 
-async def test_an_older_version_of_a_new_learner_ends_what_may_not_go_on(make: Any, folder: Path) -> None:
+async def test_an_older_version_of_a_new_learner_ends_what_may_not_go_on(
+    make: Any, folder: Path
+) -> None:
     engine = await make(5)
     _, tensors = renewed(folder)
-    new = asyncio.create_task(engine.generate(models.request("new", prompt(5), min_version=5, max_tokens=110)))
+    new = asyncio.create_task(
+        engine.generate(models.request("new", prompt(5), min_version=5, max_tokens=110))
+    )
     old = await in_flight(engine, prompt(5), tokens=110)
     await engine.update_weights(tensors, 3, "keep", None)
     assert (await new).finish_reason == "abort"
     assert [version for version, _ in (await old).version_runs] == [5, 3]
 
 
-async def test_logits_that_are_not_finite_end_the_request_with_an_error(make: Any, folder: Path) -> None:
+async def test_logits_that_are_not_finite_end_the_request_with_an_error(
+    make: Any, folder: Path
+) -> None:
     engine, model = await make(), models.load(folder)
     good = {name: tensor.clone() for name, tensor in engine.weights().items()}
     await engine.update_weights(
-        {name: torch.full_like(tensor, float("nan")) for name, tensor in good.items()}, 1, "keep", None
+        {name: torch.full_like(tensor, float("nan")) for name, tensor in good.items()},
+        1,
+        "keep",
+        None,
     )
     for i in range(4):
         assert (
             await engine.generate(models.request(f"x{i}", prompt(40, i)))
         ).error == "the model's logits are not finite"
     await engine.update_weights(good, 2, "keep", None)
-    asked = {length: engine.generate(models.request(str(length), prompt(length))) for length in (9, 30, 41)}
+    asked = {
+        length: engine.generate(models.request(str(length), prompt(length)))
+        for length in (9, 30, 41)
+    }
     for length, output in zip(asked, await asyncio.gather(*asked.values()), strict=True):
         assert_logprobs(model, prompt(length), output)
 
 
-async def test_names_of_the_weights_are_the_models_own_with_tied_ones_once(make: Any, folder: Path) -> None:
+async def test_names_of_the_weights_are_the_models_own_with_tied_ones_once(
+    make: Any, folder: Path
+) -> None:
     found = (await make()).weights()
     expected = dict(models.load(folder).named_parameters())
     assert found.keys() == expected.keys()

@@ -1,4 +1,6 @@
-"""vLLM that sleeps: requests wait and go on, new weights go in afterwards. Its CPU build frees no memory."""
+"""vLLM that sleeps: requests wait and go on, new weights go in afterwards. Its CPU build frees no
+memory.
+"""
 
 from __future__ import annotations
 
@@ -49,5 +51,7 @@ async def test_requests_wait_and_go_on_with_kv_that_is_read_again(make: Any, fol
 
 async def test_the_cpu_build_takes_no_turns(folder: Path) -> None:
     config = EngineConfig(str(folder), device="cpu", shares_device=True)
-    with pytest.raises(UserError, match=r"^--share-gpus: vLLM does not free its memory on a CPU; use engine hf$"):
+    with pytest.raises(
+        UserError, match=r"^--share-gpus: vLLM does not free its memory on a CPU; use engine hf$"
+    ):
         uses_cpu(config, VLLMArgs())

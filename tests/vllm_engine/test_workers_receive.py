@@ -1,4 +1,6 @@
-"""vLLM's two workers join the learner's transfer, each as a rank: bytes, versions of tokens in flight, failures."""
+"""vLLM's two workers join the learner's transfer, each as a rank: bytes, versions of tokens in
+flight, failures.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ from rollout.engines.base import GenerationOutput
 from rollout.engines.vllm.engine import VLLMEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-TINY = TinyModel(hidden_size=512, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64, intermediate_size=2048)
+TINY = TinyModel(
+    hidden_size=512, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64, intermediate_size=2048
+)
 
 
 async def no_load(tensors: Mapping[str, torch.Tensor], offer: wire.WeightsOffer) -> None:
@@ -63,11 +67,17 @@ async def spanning(engine: VLLMEngine, context: list[int]) -> GenerationOutput:
         assert engine.policy_version < 1, "the update fell between two requests"
 
 
-@pytest.mark.parametrize("carriers", [("gloo",), ("shared", "gloo")], ids=["gloo", "the learner's memory"])
-async def test_each_worker_receives_and_loads_its_shard(channel: Bus, tmp_path: Path, carriers: Any) -> None:
+@pytest.mark.parametrize(
+    "carriers", [("gloo",), ("shared", "gloo")], ids=["gloo", "the learner's memory"]
+)
+async def test_each_worker_receives_and_loads_its_shard(
+    channel: Bus, tmp_path: Path, carriers: Any
+) -> None:
     folder = build_tiny(tmp_path / "model", TINY)
     args = {"tensor_parallel": 2, "kv_cache_gib": 0.1}
-    engine = VLLMEngine(config_of(str(folder), weights_into="workers", update_mode="recompute", engine_args=args))
+    engine = VLLMEngine(
+        config_of(str(folder), weights_into="workers", update_mode="recompute", engine_args=args)
+    )
     await engine.start()
     held = engine.weights()
     settings = TransferSettings(carriers)
@@ -88,8 +98,13 @@ async def test_each_worker_receives_and_loads_its_shard(channel: Bus, tmp_path: 
         await receiver.wait_for(1)
         assert_reread(old, new, context, await task)
         expected = models.logprobs(new, ids[:1], ids[1:])
-        torch.testing.assert_close(torch.tensor(await engine.logprobs(ids)), expected, atol=CLOSE, rtol=0)
-        assert (sender.metrics()["weights/receivers"], sender.metrics()["weights/shared"]) == (1, "shared" in carriers)
+        torch.testing.assert_close(
+            torch.tensor(await engine.logprobs(ids)), expected, atol=CLOSE, rtol=0
+        )
+        assert (sender.metrics()["weights/receivers"], sender.metrics()["weights/shared"]) == (
+            1,
+            "shared" in carriers,
+        )
         assert len(pauses) == 1
 
         newest, others = renewed(folder, seed=2)
@@ -97,9 +112,12 @@ async def test_each_worker_receives_and_loads_its_shard(channel: Bus, tmp_path: 
         await receiver.wait_for(2)
         assert sender.metrics()["weights/communicators"] == ("shared" not in carriers)
         expected = models.logprobs(newest, ids[:1], ids[1:])
-        torch.testing.assert_close(torch.tensor(await engine.logprobs(ids)), expected, atol=CLOSE, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(await engine.logprobs(ids)), expected, atol=CLOSE, rtol=0
+        )
 
-        sender.offer(3, tensors, probe_of(newest))  # the probe is of other weights: nothing is served
+        # the probe is of other weights: nothing is served
+        sender.offer(3, tensors, probe_of(newest))
         await until(lambda: "probe" in receiver.last_error)
         assert engine.policy_version == -1
         sender.offer(4, others, probe_of(newest))

@@ -1,5 +1,5 @@
-"""What tests of the engine ``vllm`` have in common: contexts, other weights, a request in flight, and plain forwards to
-compare with.
+"""What tests of the engine ``vllm`` have in common: contexts, other weights, a request in flight,
+and plain forwards to compare with.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ async def in_flight(
     return task
 
 
-def assert_logprobs(model: Any, context: list[int], output: GenerationOutput, temperature: float = 1.0) -> None:
+def assert_logprobs(
+    model: Any, context: list[int], output: GenerationOutput, temperature: float = 1.0
+) -> None:
     expected = models.logprobs(model, context, list(output.token_ids), temperature)
     torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=CLOSE, rtol=0)
 
@@ -58,9 +60,15 @@ def split(output: GenerationOutput, versions: tuple[int, int], tokens: int = 90)
 
 
 def assert_reread(
-    old: Any, new: Any, context: list[int], output: GenerationOutput, versions: tuple[int, int] = (0, 1)
+    old: Any,
+    new: Any,
+    context: list[int],
+    output: GenerationOutput,
+    versions: tuple[int, int] = (0, 1),
 ) -> None:
-    """Each token has its version, and logprobs as if the new weights had read everything before their first token."""
+    """Each token has its version, and logprobs as if the new weights had read everything before
+    their first token.
+    """
     before, sampled = split(output, versions), list(output.token_ids)
     expected = torch.cat(
         [

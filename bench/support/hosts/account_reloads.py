@@ -1,4 +1,6 @@
-"""What accounts cost a broker of many runs: the size of its configuration, and a reload while processes work."""
+"""What accounts cost a broker of many runs: the size of its configuration, and a reload while
+processes work.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ WORKING: Final = 3  # runs with a hub that takes tickets during the reloads
 RELOADS: Final = 11
 FETCH_S: Final = 2.0
 LIMIT_S: Final = 120.0
-_LINE: Final = re.compile(r"\] (\S+ \S+) \[INF\] (Trapped \"hangup\"|Reloaded server configuration)")
+_LINE: Final = re.compile(
+    r"\] (\S+ \S+) \[INF\] (Trapped \"hangup\"|Reloaded server configuration)"
+)
 
 
 def measure_accounts(folder: Path) -> dict[str, Any]:
@@ -39,7 +43,11 @@ def measure_accounts(folder: Path) -> dict[str, Any]:
         dropped = asyncio.run(_work_through_reloads(server, keys))
         took = _reload_ms(server.log_path.read_text())
     size = (keys.path / AUTHORIZATION).stat().st_size
-    figures = {"runs": RUNS, "config_kib": round(size / 1024), "reload_ms": round(statistics.median(took), 1)}
+    figures = {
+        "runs": RUNS,
+        "config_kib": round(size / 1024),
+        "reload_ms": round(statistics.median(took), 1),
+    }
     return figures | {"dropped": dropped}
 
 
@@ -48,13 +56,18 @@ def _run(number: int) -> str:
 
 
 async def _work_through_reloads(server: BrokerServer, keys: KeyFolder) -> int:
-    """Let hubs take tickets while tokens are added; return lost connections, and tickets that did not arrive once."""
+    """Let hubs take tickets while tokens are added; return lost connections, and tickets that did
+    not arrive once.
+    """
     lost: list[str] = []
-    learners, hubs = list[Bus](), list[Bus]()
+    learners = list[Bus]()
+    hubs = list[Bus]()
     for number in range(WORKING):
         for role, buses in ((LEARNER, learners), ("envhub", hubs)):
             login = find_login(server.url, role, _run(number))
-            bus = await Bus.connect(server.url, _run(number), name=role, role=role, login=login, deadline_s=60)
+            bus = await Bus.connect(
+                server.url, _run(number), name=role, role=role, login=login, deadline_s=60
+            )
             bus.link.on_disconnect.add(lambda name=f"{role} {number}": lost.append(name))  # type: ignore[misc]
             buses.append(bus)
         await learners[-1].ensure_streams()
@@ -63,7 +76,9 @@ async def _work_through_reloads(server: BrokerServer, keys: KeyFolder) -> int:
     taking = [asyncio.create_task(_take(number, hub, arrived)) for number, hub in enumerate(hubs)]
     sent = 0
     for number in range(RELOADS):
-        user = BrokerUser(Key.generate().public, "envhub", _run(number), name=f"host-{number}", expires_at=0)
+        user = BrokerUser(
+            Key.generate().public, "envhub", _run(number), name=f"host-{number}", expires_at=0
+        )
         admitting = asyncio.create_task(asyncio.to_thread(keys.admit, user))
         while True:
             for learner in learners:
@@ -95,7 +110,8 @@ async def _take(number: int, hub: Bus, arrived: list[tuple[int, int]]) -> None:
 
 def _reload_ms(log: str) -> list[float]:
     """Return the milliseconds from each signal to the end of its reload."""
-    took, since = list[float](), None
+    took = list[float]()
+    since = None
     for when, what in _LINE.findall(log):
         at = datetime.strptime(when, "%Y/%m/%d %H:%M:%S.%f")
         if what.startswith("Trapped"):

@@ -1,4 +1,6 @@
-"""The processes of one run on several hosts: broker and learner on the first, which the others join with tokens."""
+"""The processes of one run on several hosts: broker and learner on the first, which the others join
+with tokens.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,18 @@ from broker.identity import tokens
 from broker.identity.login import keys_of
 
 HOURS: Final = 3600.0
-REFUSED: Final = "it was revoked or has expired"  # what a process says that ends with 2 because its token was revoked
-ON_A_HOST: Final = (
-    'hostname "$1"; shift; until [ "$1" = -- ]; do mount -t tmpfs tmpfs "$1"; shift; done; shift; exec "$@"'
-)
+# what a process says that ends with 2 because its token was revoked
+REFUSED: Final = "it was revoked or has expired"
+ON_A_HOST: Final = 'hostname "$1"; shift; until [ "$1" = -- ]; do mount -t tmpfs tmpfs "$1"; shift; done; shift; exec "$@"'
 
 
 @dataclass
 class HostFleet(RunFleet):
-    """A fleet whose first host has the broker and the learner; the caller is on that host, see ``hosts_of_a_fleet``.
+    """A fleet whose first host has the broker and the learner; the caller is on that host, see
+    ``hosts_of_a_fleet``.
 
-    The other hosts see none of ``hidden`` (each is an empty folder there), have names and a state of their own, and
-    know of the run only what their tokens say.
+    The other hosts see none of ``hidden`` (each is an empty folder there), have names and a state
+    of their own, and know of the run only what their tokens say.
 
     Attributes:
         layout: by role, the hosts of its processes, in turn.
@@ -47,7 +49,9 @@ class HostFleet(RunFleet):
         self._turns = {role: cycle(hosts) for role, hosts in self.layout.items()}
 
     def add(self, role: str, name: str, *arguments: str) -> RunProcess:
-        """Start a process on the host whose turn it is; all but a learner have a token of their own and trust code."""
+        """Start a process on the host whose turn it is; all but a learner have a token of their own
+        and trust code.
+        """
         if role == "learner":
             return super().add(role, name, *arguments)
         host = self.hosts[name] = next(self._turns[role])
@@ -58,10 +62,32 @@ class HostFleet(RunFleet):
             own / f"{name}.token",
         )
         hide = [str(folder) for folder in (self.folder, *self.hidden)]
-        command = [*self.network.inside(host), "unshare", "--mount", "--uts", "sh", "-c", ON_A_HOST, "sh"]
-        command += [f"host-{host}", *hide, "--", sys.executable, "-m", MODULES[role], *arguments, "--id", name]
+        command = [
+            *self.network.inside(host),
+            "unshare",
+            "--mount",
+            "--uts",
+            "sh",
+            "-c",
+            ON_A_HOST,
+            "sh",
+        ]
+        command += [
+            f"host-{host}",
+            *hide,
+            "--",
+            sys.executable,
+            "-m",
+            MODULES[role],
+            *arguments,
+            "--id",
+            name,
+        ]
         command += ["--join", str(own / f"{name}.token"), "--trust-run-code"]
-        state = {f"XDG_{kind}": str(own / kind.lower()) for kind in ("STATE_HOME", "CACHE_HOME", "RUNTIME_DIR")}
+        state = {
+            f"XDG_{kind}": str(own / kind.lower())
+            for kind in ("STATE_HOME", "CACHE_HOME", "RUNTIME_DIR")
+        }
         (own / "runtime_dir").mkdir(mode=0o700, exist_ok=True)
         return self.start(RunProcess(name, role, command, self.folder / f"{name}.log", env=state))
 

@@ -1,4 +1,6 @@
-"""What logins cost: processor time of the same run with a broker that has them, and with one that has none."""
+"""What logins cost: processor time of the same run with a broker that has them, and with one that
+has none.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class OpenFleet(RunFleet):
 
 
 def measure_cost(folder: Path, num_pairs: int) -> dict[str, Any]:
-    """Return the extra processor seconds of logins, median of interleaved pairs, as a share of the quickstart's."""
+    """Return the extra processor seconds of logins, median of interleaved pairs, as a share of the
+    quickstart's.
+    """
     extra = list[float]()
     kinds: list[type[RunFleet]] = [RunFleet, OpenFleet]
     for pair in range(num_pairs):
@@ -53,9 +57,19 @@ def measure_cost(folder: Path, num_pairs: int) -> dict[str, Any]:
         for kind in kinds if pair % 2 == 0 else reversed(kinds):
             took[kind] = _cpu_s(kind, folder / f"{kind.__name__}-{pair}")
         extra.append(took[RunFleet] - took[OpenFleet])
-        print(f"pair {pair}: {took[RunFleet]:.2f} s with logins, {took[OpenFleet]:.2f} s without", flush=True)
+        print(
+            f"pair {pair}: {took[RunFleet]:.2f} s with logins, {took[OpenFleet]:.2f} s without",
+            flush=True,
+        )
     before = _spent_s()
-    command = [sys.executable, "-m", "rlearner.cli", "up", "configs/quickstart.yaml", f"run.dir={folder}"]
+    command = [
+        sys.executable,
+        "-m",
+        "rlearner.cli",
+        "up",
+        "configs/quickstart.yaml",
+        f"run.dir={folder}",
+    ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     quickstart_s = _spent_s() - before
     return {
@@ -75,10 +89,21 @@ def _cpu_s(kind: type[RunFleet], folder: Path) -> float:
 async def _play(fleet: RunFleet, folder: Path) -> None:
     lake = {"env": "frozenlake", "env_args": {"observe": "cell"}, "group_size": 8, "max_turns": 10}
     lake |= {"max_context_tokens": 256, "sampling": {"max_tokens": 4}}
-    train: dict[str, Any] = {"backend": f"{null.__file__}:NullBackend", "steps": STEPS, "groups_per_step": GROUPS}
+    train: dict[str, Any] = {
+        "backend": f"{null.__file__}:NullBackend",
+        "steps": STEPS,
+        "groups_per_step": GROUPS,
+    }
     train["max_staleness"] = STEPS  # the engine random keeps version 0
-    config: dict[str, Any] = {"run": {"name": "cost", "dir": str(folder / "runs")}, "model": {"path": None}}
-    config |= {"domains": {"lake": lake}, "train": train | {"num_threads": 1}, "trackers": {"use": []}}
+    config: dict[str, Any] = {
+        "run": {"name": "cost", "dir": str(folder / "runs")},
+        "model": {"path": None},
+    }
+    config |= {
+        "domains": {"lake": lake},
+        "train": train | {"num_threads": 1},
+        "trackers": {"use": []},
+    }
     config |= {"rollout": {"engine": "random", "max_context_tokens": 256}, "envhub": {"n": 64}}
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(config))

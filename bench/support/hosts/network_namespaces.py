@@ -1,4 +1,6 @@
-"""Creates and removes network namespaces that stand for hosts, each with an address on one bridge. Needs root."""
+"""Creates and removes network namespaces that stand for hosts, each with an address on one bridge.
+Needs root.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ NETWORK: Final = "10.78.0"  # host n has the address 10.78.0.(n + 1)
 
 
 class HostNetwork:
-    """Hosts on a bridge that is in a namespace of its own, so that nothing of the machine's network is touched.
+    """Hosts on a bridge that is in a namespace of its own, so that nothing of the machine's network
+    is touched.
 
     Attributes:
         hosts: names of the namespaces.
@@ -28,14 +31,16 @@ class HostNetwork:
 
     def __init__(self, num_hosts: int) -> None:
         stem = f"rlh-{os.getpid()}-{next(_serial)}"
-        self.bridge, self.hosts = f"{stem}-bridge", [f"{stem}-{number}" for number in range(num_hosts)]
+        self.bridge = f"{stem}-bridge"
+        self.hosts = [f"{stem}-{number}" for number in range(num_hosts)]
         self.addresses = [f"{NETWORK}.{number + 1}" for number in range(num_hosts)]
 
     def create(self) -> None:
         """Create the namespaces, the bridge and the links.
 
         Raises:
-            subprocess.CalledProcessError: if this is not permitted; what was created is removed again.
+            subprocess.CalledProcessError: if this is not permitted; what was created is removed
+                again.
         """
         try:
             for name in (self.bridge, *self.hosts):
@@ -45,7 +50,20 @@ class HostNetwork:
             ip("-n", self.bridge, "link", "set", "br0", "up")
             for number, (name, address) in enumerate(zip(self.hosts, self.addresses, strict=True)):
                 port = f"host{number}"
-                ip("-n", self.bridge, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
+                ip(
+                    "-n",
+                    self.bridge,
+                    "link",
+                    "add",
+                    port,
+                    "type",
+                    "veth",
+                    "peer",
+                    "name",
+                    "eth0",
+                    "netns",
+                    name,
+                )
                 ip("-n", self.bridge, "link", "set", port, "master", "br0")
                 ip("-n", self.bridge, "link", "set", port, "up")
                 ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")

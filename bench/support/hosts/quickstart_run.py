@@ -31,14 +31,22 @@ def measure_run(folder: Path, cut_s: float, steps: int) -> dict[str, Any]:
     """
     with hosts_of_a_fleet(NUM_HOSTS) as network:
         fleet = HostFleet(
-            folder / "fleet", RUN, bind=network.addresses[0], network=network, layout=LAYOUT, hidden=[folder / "runs"]
+            folder / "fleet",
+            RUN,
+            bind=network.addresses[0],
+            network=network,
+            layout=LAYOUT,
+            hidden=[folder / "runs"],
         )
         return asyncio.run(_Quickstart(fleet, folder, cut_s, steps).measure())
 
 
 class _Quickstart:
     def __init__(self, fleet: HostFleet, folder: Path, cut_s: float, steps: int) -> None:
-        self._fleet, self._folder, self._cut_s, self._steps = fleet, folder, cut_s, steps
+        self._fleet = fleet
+        self._folder = folder
+        self._cut_s = cut_s
+        self._steps = steps
         self._bus: Bus
         self._watch: FleetWatch
 
@@ -59,7 +67,9 @@ class _Quickstart:
         if fleet.crashes or audit["problems"]:
             raise RuntimeError("\n".join([*fleet.crashes, *map(str, audit["problems"])]))
         rates = [
-            (int(line["eval/step"]), line["eval/success_rate"]) for line in self._watch.lines() if "eval/step" in line
+            (int(line["eval/step"]), line["eval/success_rate"])
+            for line in self._watch.lines()
+            if "eval/step" in line
         ]
         return {
             "hosts": NUM_HOSTS,
@@ -74,8 +84,11 @@ class _Quickstart:
         }
 
     async def _start(self) -> float:
-        """Start all processes; return the seconds from the first hub's command to the first episode on the broker."""
-        fleet, settings = self._fleet, [f"run.name={RUN}", f"run.dir={self._folder / 'runs'}"]
+        """Start all processes; return the seconds from the first hub's command to the first episode
+        on the broker.
+        """
+        fleet = self._fleet
+        settings = [f"run.name={RUN}", f"run.dir={self._folder / 'runs'}"]
         settings += [f"train.steps={self._steps}", "trackers.use=[]"]
         fleet.add("learner", "learner", "start", "configs/quickstart.yaml", *settings)
         for number in range(2):
@@ -85,7 +98,8 @@ class _Quickstart:
             if await self._is_waiting():
                 break
             await asyncio.sleep(LOOK_EVERY_S)
-        before, began = await self._num_ended(), time.monotonic()
+        before = await self._num_ended()
+        began = time.monotonic()
         fleet.add("envhub", "envhub-0")
         while True:
             if await self._num_ended() > before:
@@ -106,12 +120,15 @@ class _Quickstart:
 
     async def _disturb(self) -> dict[str, float]:
         """Return the seconds of each recovery; a cut-off host counts from its return."""
-        fleet, took = self._fleet, dict[str, float]()
+        fleet = self._fleet
+        took = dict[str, float]()
         for role in ("rollout", "envhub", "rewardhub", "learner"):
             took[role] = await self._recover(role, self._killer(fleet.of(role)[0]))
         took["broker"] = await self._recover("broker", fleet.restart_broker)
         for host in sorted(set(fleet.hosts.values())):
-            took[f"host_{host}"] = await self._recover(f"host {host}", partial(self._cut, host)) - self._cut_s
+            took[f"host_{host}"] = (
+                await self._recover(f"host {host}", partial(self._cut, host)) - self._cut_s
+            )
         revoked = fleet.of("envhub")[1]
         fleet.revoke(revoked)
         took["revoked"] = await self._watch.until(lambda: revoked.has_ended, LIMIT_S)
@@ -120,7 +137,8 @@ class _Quickstart:
 
     async def _recover(self, role: str, strike: Callable[[], Awaitable[None]]) -> float:
         step = self._watch.step()
-        await self._watch.until(lambda: self._watch.step() > step, LIMIT_S)  # back at work after the last one
+        # back at work after the last one
+        await self._watch.until(lambda: self._watch.step() > step, LIMIT_S)
         took = await self._watch.recovery_s(role, strike, LIMIT_S)
         print(f"step {self._watch.step()}: {role}, recovered after {took:.1f} s", flush=True)
         return took

@@ -1,10 +1,12 @@
-"""A slow link between two network namespaces: a process that delays and limits the packets of two TUN devices.
+"""A slow link between two network namespaces: a process that delays and limits the packets of two
+TUN devices.
 
     python -m bench.support.hosts.slow_tunnel NAMESPACE_A NAMESPACE_B DELAY_MS MBIT_PER_S MTU
 
-It does what netem does, which not every kernel has: each direction has a rate, a delay and a queue of limited length
-whose overflow is dropped. The ends are 10.79.0.1 and 10.79.0.2 on the interface ``slow``. It prints a line when the
-link is up, and ends with its parent, or when its standard input is closed.
+It does what netem does, which not every kernel has: each direction has a rate, a delay and a queue
+of limited length whose overflow is dropped. The ends are 10.79.0.1 and 10.79.0.2 on the interface
+``slow``. It prints a line when the link is up, and ends with its parent, or when its standard input
+is closed.
 """
 
 from __future__ import annotations
@@ -30,15 +32,21 @@ TUNSETIFF: Final = 0x400454CA
 IFF_TUN: Final = 0x0001
 IFF_NO_PI: Final = 0x1000
 ETHERNET_MTU: Final = 1500
-LARGEST_MTU: Final = 65_535  # of loopback: few packets, so that a fast link costs this process little
+# of loopback: few packets, so that a fast link costs this process little
+LARGEST_MTU: Final = 65_535
 QUEUE_S: Final = 0.2  # packets that would wait longer for the link are dropped
 
 
 class Direction:
     """Packets of at most ``mtu`` bytes from one device to the other."""
 
-    def __init__(self, source: int, target: int, delay_s: float, bytes_per_s: float, mtu: int) -> None:
-        self.source, self.target, self._delay_s, self._rate = source, target, delay_s, bytes_per_s
+    def __init__(
+        self, source: int, target: int, delay_s: float, bytes_per_s: float, mtu: int
+    ) -> None:
+        self.source = source
+        self.target = target
+        self._delay_s = delay_s
+        self._rate = bytes_per_s
         self._mtu = mtu
         self._free_at = 0.0  # when the link has sent all that is queued
         self._queue: deque[tuple[float, bytes]] = deque()
@@ -76,7 +84,15 @@ def slow_tunnel(
         mbit_per_s: of each direction.
         mtu: bytes of the largest packet.
     """
-    command = [sys.executable, "-m", __name__, *network.hosts[:2], str(delay_ms), str(mbit_per_s), str(mtu)]
+    command = [
+        sys.executable,
+        "-m",
+        __name__,
+        *network.hosts[:2],
+        str(delay_ms),
+        str(mbit_per_s),
+        str(mtu),
+    ]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None, "a pipe was asked for"
     assert process.stdout is not None, "a pipe was asked for"
@@ -110,8 +126,10 @@ def _enter(descriptor: int) -> None:
 def main() -> None:
     """Carry packets until the standard input is closed."""
     first, second, delay_ms, mbit_per_s, mtu = sys.argv[1:]
-    here, far = _device(first, ENDS[0], mtu), _device(second, ENDS[1], mtu)
-    delay_s, rate = float(delay_ms) / 1000, float(mbit_per_s) * 1e6 / 8
+    here = _device(first, ENDS[0], mtu)
+    far = _device(second, ENDS[1], mtu)
+    delay_s = float(delay_ms) / 1000
+    rate = float(mbit_per_s) * 1e6 / 8
     there = Direction(here, far, delay_s, rate, int(mtu))
     back = Direction(far, here, delay_s, rate, int(mtu))
     poller = select.epoll()

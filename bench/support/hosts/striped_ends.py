@@ -1,8 +1,10 @@
-"""Two learner hosts of two ranks each and a server's host, all with limited links: stripes against one sender.
+"""Two learner hosts of two ranks each and a server's host, all with limited links: stripes against
+one sender.
 
-Both ways begin when every rank holds its rows of the new weights and end when the server has confirmed the digest. The
-first stages and sends each rank's rows (broker.weights.stripes). The second gathers the rows on rank 0 tensor by
-tensor, while rank 0 packs, digests and broadcasts what has come, as a learner does that does not send in stripes.
+Both ways begin when every rank holds its rows of the new weights and end when the server has
+confirmed the digest. The first stages and sends each rank's rows (broker.weights.stripes). The
+second gathers the rows on rank 0 tensor by tensor, while rank 0 packs, digests and broadcasts what
+has come, as a learner does that does not send in stripes.
 """
 
 from __future__ import annotations
@@ -46,9 +48,15 @@ WAYS: Final = ("striped", "gathered")
 
 
 def shapes_of(layers: int) -> dict[str, Tensor]:
-    """Return a model of 9 * 2**20 parameters a layer, on the meta device; rows divide by the number of ranks."""
+    """Return a model of 9 * 2**20 parameters a layer, on the meta device; rows divide by the number
+    of ranks.
+    """
     sizes = {"attention": WIDTH, "up": 4 * WIDTH, "down": 4 * WIDTH}
-    names = {f"layers.{layer:02d}.{name}": rows for layer in range(layers) for name, rows in sizes.items()}
+    names = {
+        f"layers.{layer:02d}.{name}": rows
+        for layer in range(layers)
+        for name, rows in sizes.items()
+    }
     return {name: torch.empty(rows, WIDTH, device="meta") for name, rows in names.items()}
 
 
@@ -66,7 +74,9 @@ class Settings:
     keys: list[list[str]] | None = None  # public and secret of ranks 1 … 3 and the server
 
     def transfer(self, host: int) -> TransferSettings:
-        return TransferSettings(host=self.hosts[host], timeout_s=TIMEOUT_S, connect_timeout_s=TIMEOUT_S)
+        return TransferSettings(
+            host=self.hosts[host], timeout_s=TIMEOUT_S, connect_timeout_s=TIMEOUT_S
+        )
 
     def client(self, number: int) -> BoardClient:
         """Return the connection of a rank above 0, or of the server, which is number ``RANKS``."""
@@ -77,7 +87,9 @@ class Settings:
 
 
 class GatheredRows(Mapping[str, Tensor]):
-    """The whole tensors on rank 0, gathered from the ranks' rows as they are read in order of their names."""
+    """The whole tensors on rank 0, gathered from the ranks' rows as they are read in order of their
+    names.
+    """
 
     def __init__(self, rows: Mapping[str, Tensor]) -> None:
         self._rows = rows
@@ -99,17 +111,25 @@ class Rank:
     """One rank of the learner."""
 
     def __init__(self, rank: int, settings: Settings) -> None:
-        self.rank, self.settings = rank, settings
+        self.rank = rank
+        self.settings = settings
         shapes = shapes_of(settings.layers)
         self.model = plan_of(shapes, settings.bucket_mib)
         each = {name: len(tensor) // RANKS for name, tensor in shapes.items()}
-        self.runs = {name: row_run(name, shapes[name].shape, rank * rows, rows) for name, rows in each.items()}
+        self.runs = {
+            name: row_run(name, shapes[name].shape, rank * rows, rows)
+            for name, rows in each.items()
+        }
         generator = torch.Generator().manual_seed(rank)
-        self.rows = {name: torch.rand(rows, WIDTH, generator=generator) for name, rows in each.items()}
+        self.rows = {
+            name: torch.rand(rows, WIDTH, generator=generator) for name, rows in each.items()
+        }
         self.stripe = StripeRank(rank, self.model, stripe_plan(self.model, self.runs.values()))
 
     def stage(self, version: int) -> Tensor:
-        sums = self.stripe.stage(version, {run.key: self.rows[name].view(-1) for name, run in self.runs.items()})
+        sums = self.stripe.stage(
+            version, {run.key: self.rows[name].view(-1) for name, run in self.runs.items()}
+        )
         dist.reduce(sums, 0)
         return sums
 
@@ -141,31 +161,42 @@ class Leader(Rank):
         self.group: Group | None = None
 
     def start(self, way: str, version: int) -> StartTransfer:
-        uses, self.uses[way] = self.uses[way], self.uses[way] + 1
-        return StartTransfer(session_name(1, 1 + WAYS.index(way), uses), version, ("server",), fresh=uses == 0)
+        uses = self.uses[way]
+        self.uses[way] = self.uses[way] + 1
+        return StartTransfer(
+            session_name(1, 1 + WAYS.index(way), uses), version, ("server",), fresh=uses == 0
+        )
 
     def striped(self, version: int) -> None:
-        start, number = self.start("striped", version), self.uses["striped"] - 1
+        start = self.start("striped", version)
+        number = self.uses["striped"] - 1
         digest = digest_of_parts(self.model, self.stage(version))
         transfer = self.settings.transfer(0)
         lead_stripes(self.store, start, self, number, digest, transfer, WaitMonitor())  # type: ignore[arg-type]
 
     def gathered(self, version: int) -> None:
-        start, begun = self.start("gathered", version), threading.Event()
-        write = threading.Thread(target=self.staging.write, args=(version, GatheredRows(self.rows), begun.set))
+        start = self.start("gathered", version)
+        begun = threading.Event()
+        write = threading.Thread(
+            target=self.staging.write, args=(version, GatheredRows(self.rows), begun.set)
+        )
         write.start()
         begun.wait()
         digest = threading.Thread(target=self.staging.digest, args=(version,))
         digest.start()
         with self.staging.sending(version) as staged:
-            sent = lead(self.store, start, staged, self.group, self.settings.transfer(0), WaitMonitor())
+            sent = lead(
+                self.store, start, staged, self.group, self.settings.transfer(0), WaitMonitor()
+            )
         self.group = sent.communicator
         write.join()
         digest.join()
 
 
 def run_rank(rank: int, settings: Settings) -> None:
-    """Run one rank; rank 0 prints where the rendezvous is, and then the seconds of each way, pair by pair."""
+    """Run one rank; rank 0 prints where the rendezvous is, and then the seconds of each way, pair
+    by pair.
+    """
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     server: BoardServer | None = None
     if rank == 0:
@@ -174,7 +205,9 @@ def run_rank(rank: int, settings: Settings) -> None:
         for number, pair in enumerate(keys, 1):
             server.admit(f"end-{number}", pair.public)
         settings.keys = [[pair.public, pair.secret.decode()] for pair in keys]
-        print(json.dumps({"port": server.port, "key": server.key, "keys": settings.keys}), flush=True)
+        print(
+            json.dumps({"port": server.port, "key": server.key, "keys": settings.keys}), flush=True
+        )
     meeting = dist.TCPStore(  # type: ignore[attr-defined]
         settings.hosts[0], settings.meeting_port, RANKS, rank == 0, timedelta(seconds=TIMEOUT_S)
     )
@@ -183,7 +216,8 @@ def run_rank(rank: int, settings: Settings) -> None:
         follow_leader(Rank(rank, settings))
         return
     assert server is not None
-    leader, seconds = Leader(settings, server), dict[str, list[float]]()
+    leader = Leader(settings, server)
+    seconds = dict[str, list[float]]()
     for version in range(2 * (settings.pairs + 1)):  # the first pair is not counted: it connects
         way = way_of(version)
         dist.barrier()
@@ -200,7 +234,9 @@ def run_rank(rank: int, settings: Settings) -> None:
 
 
 def way_of(version: int) -> str:
-    """Return which way a version takes: the ways alternate, and so does which of them is first in a pair."""
+    """Return which way a version takes: the ways alternate, and so does which of them is first in a
+    pair.
+    """
     return WAYS[(version + version // 2) % 2]
 
 
@@ -219,8 +255,11 @@ def follow_leader(rank: Rank) -> None:
 
 def run_server(settings: Settings) -> None:
     """Receive every version; the digest of each is compared with the learner's."""
-    store, plan = settings.client(RANKS), plan_of(shapes_of(settings.layers), settings.bucket_mib)
-    buffers, groups, uses = ReceiveBuffers(kept=False), dict[str, Group | None](), dict.fromkeys(WAYS, 0)
+    store = settings.client(RANKS)
+    plan = plan_of(shapes_of(settings.layers), settings.bucket_mib)
+    buffers = ReceiveBuffers(kept=False)
+    groups = dict[str, Group | None]()
+    uses = dict.fromkeys(WAYS, 0)
     for version in range(2 * (settings.pairs + 1)):
         way = way_of(version)
         session = wire.WeightsSession(
@@ -229,14 +268,19 @@ def run_server(settings: Settings) -> None:
         )  # fmt: skip
         uses[way] += 1
         arrival = buffers.take(plan, torch.device("cpu"))
-        received = follow(store, session, "", arrival, groups.get(way), settings.transfer(2), WaitMonitor())
+        received = follow(
+            store, session, "", arrival, groups.get(way), settings.transfer(2), WaitMonitor()
+        )
         groups[way] = received.communicator
         assert arrival.flat.digest() == received.digest, "the bytes are the learner's"
         buffers.arrived(arrival, received.digest)
 
 
-def measure_stripes(network: HostNetwork, *, layers: int, pairs: int, bucket_mib: float = 8.0) -> dict[str, Any]:
-    """Run all ends on the first three hosts of a network; return the pairs of seconds and the model's size.
+def measure_stripes(
+    network: HostNetwork, *, layers: int, pairs: int, bucket_mib: float = 8.0
+) -> dict[str, Any]:
+    """Run all ends on the first three hosts of a network; return the pairs of seconds and the
+    model's size.
 
     Raises:
         RuntimeError: if an end fails.
@@ -246,7 +290,9 @@ def measure_stripes(network: HostNetwork, *, layers: int, pairs: int, bucket_mib
     told = json.loads(leader.stdout.readline() or "{}")
     if not told:
         raise RuntimeError(f"rank 0 exited with {leader.wait(30)}")
-    settings.port, settings.key, settings.keys = told["port"], told["key"], told["keys"]
+    settings.port = told["port"]
+    settings.key = told["key"]
+    settings.keys = told["keys"]
     ends = [_start(network, HOST_OF[rank], str(rank), settings) for rank in range(1, RANKS)]
     ends.append(_start(network, 2, "server", settings))
     measured, _ = leader.communicate(timeout=900)
@@ -262,15 +308,20 @@ def limit_links(network: HostNetwork, mbit_per_s: list[int]) -> None:
     for host, rate in enumerate(mbit_per_s):
         queue = ["root", "tbf", "rate", f"{rate}mbit", "burst", "256kb", "latency", "50ms"]
         tc = ["tc", "qdisc", "replace", "dev"]
-        subprocess.run([*network.inside(host), *tc, "eth0", *queue], check=True, capture_output=True)
+        subprocess.run(
+            [*network.inside(host), *tc, "eth0", *queue], check=True, capture_output=True
+        )
         bridge = ["nsenter", f"--net=/run/netns/{network.bridge}"]
         subprocess.run([*bridge, *tc, f"host{host}", *queue], check=True, capture_output=True)
 
 
 def _start(network: HostNetwork, host: int, which: str, settings: Settings) -> Any:
     command = [*network.inside(host), sys.executable, "-m", __name__, which]
-    environment, output = {**os.environ, "OMP_NUM_THREADS": "1"}, subprocess.PIPE if which == "0" else None
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, text=True, env=environment)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    output = subprocess.PIPE if which == "0" else None
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=output, text=True, env=environment
+    )
     assert process.stdin is not None, "a pipe was asked for"
     process.stdin.write(msgspec.json.encode(settings).decode() + "\n")
     process.stdin.close()

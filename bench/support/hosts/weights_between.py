@@ -1,9 +1,10 @@
-"""A learner's and a server's end of the weight channel on two hosts, which measure rounds in lockstep.
+"""A learner's and a server's end of the weight channel on two hosts, which measure rounds in
+lockstep.
 
     python -m bench.support.hosts.weights_between RANK < OPTIONS
 
-RANK 0 is the learner, 1 the server. OPTIONS is one line of JSON. The learner prints where it serves the rendezvous,
-then what it measured.
+RANK 0 is the learner, 1 the server. OPTIONS is one line of JSON. The learner prints where it serves
+the rendezvous, then what it measured.
 """
 
 from __future__ import annotations
@@ -43,13 +44,19 @@ def measure_carriers(end: EndProcess) -> dict[str, Any]:
         channel.whole(0)
         exact = exact and _holds(channel, model)
         calls.append(lambda pair, channel=channel: channel.transfer(0))  # type: ignore[misc]
-    return {"pairs": end.pairs(*calls), "size_bytes": buffer.numel(), "exact": end.agreed("carriers", exact)}
+    return {
+        "pairs": end.pairs(*calls),
+        "size_bytes": buffer.numel(),
+        "exact": end.agreed("carriers", exact),
+    }
 
 
 def measure_slow(end: EndProcess) -> dict[str, Any]:
     """Measure transfers of a bfloat16 model: all of it, what has changed, and all of it as FP8."""
     truth = {name: tensor.bfloat16() for name, tensor in large_model(end.options.layers).items()}
-    generator, backend, exact = torch.Generator().manual_seed(1), end.options.backend, True
+    generator = torch.Generator().manual_seed(1)
+    backend = end.options.backend
+    exact = True
     full = end.channel(truth, shared=False, kept=False, backend=backend)
     changes = end.channel(truth, shared=False, kept=False, delta=True, backend=backend)
     quantized = end.channel(truth, shared=False, kept=False, dtype=fp8.NAME, backend=backend)
@@ -60,14 +67,17 @@ def measure_slow(end: EndProcess) -> dict[str, Any]:
 
     _stage(changes, 0, truth)
     changes.transfer(0)
-    rounds, sent = [], []
+    rounds = []
+    sent = []
     for version in range(1, end.options.slow_pairs + 1):
         for tensor in truth.values():
             bits = tensor.view(torch.int16)
             bits[torch.rand(tensor.shape, generator=generator) < CHANGED] ^= 0x155
         for channel in (full, changes, quantized):
             _stage(channel, version, truth)
-        rounds.append([end.timed(partial(send, channel, version)) for channel in (full, changes, quantized)])
+        rounds.append(
+            [end.timed(partial(send, channel, version)) for channel in (full, changes, quantized)]
+        )
         sent.append([full.sent_bytes, changes.sent_bytes, quantized.sent_bytes])
         exact = exact and _holds(full, truth) and _holds(changes, truth)
     return {"rounds": rounds, "sent_bytes": sent, "exact": end.agreed("slow", exact)}
@@ -84,7 +94,8 @@ def _holds(channel: ChannelEnd, model: dict[str, torch.Tensor]) -> bool:
     """Return whether the server's end received the model bit by bit; true at the learner's."""
     bits = torch.uint8
     return channel.rank == 0 or all(
-        torch.equal(channel.flat.tensors[name].view(bits), tensor.view(bits)) for name, tensor in model.items()
+        torch.equal(channel.flat.tensors[name].view(bits), tensor.view(bits))
+        for name, tensor in model.items()
     )
 
 
@@ -105,7 +116,9 @@ def measure_between(
     common = {**options, "what": what, "public": keys.public, "learner": addresses[0]}
     learner = _start(network, 0, {**common, "host": addresses[0]})
     place = json.loads(learner.stdout.readline() or "{}")
-    server = _start(network, 1, {**common, **place, "host": addresses[1], "secret": keys.secret.decode()})
+    server = _start(
+        network, 1, {**common, **place, "host": addresses[1], "secret": keys.secret.decode()}
+    )
     measured, _ = learner.communicate(timeout=600)
     server.wait(60)
     server.stdout.close()
@@ -127,13 +140,18 @@ def _start(network: HostNetwork, host: int, options: dict[str, Any]) -> Any:
 
 def main() -> None:
     """Run one end."""
-    rank, options = int(sys.argv[1]), argparse.Namespace(**json.loads(sys.stdin.readline()))
-    settings = SETTINGS.__class__(host=options.host, timeout_s=TIMEOUT_S, connect_timeout_s=TIMEOUT_S)
+    rank = int(sys.argv[1])
+    options = argparse.Namespace(**json.loads(sys.stdin.readline()))
+    settings = SETTINGS.__class__(
+        host=options.host, timeout_s=TIMEOUT_S, connect_timeout_s=TIMEOUT_S
+    )
     store = None
     if rank == 0:
         server = BoardServer(options.host)
         server.admit(NAME, options.public)
-        options.port, options.key, options.secret = server.port, server.key, ""
+        options.port = server.port
+        options.key = server.key
+        options.secret = ""
         print(json.dumps({"port": server.port, "key": server.key}), flush=True)
         store = server.store(TIMEOUT_S)
     address = RendezvousAddress(options.learner, options.port, options.key)

@@ -1,4 +1,6 @@
-"""Chooses the environment variables of processes that run users' code: none that may hold a secret unless named."""
+"""Chooses the environment variables of processes that run users' code: none that may hold a secret
+unless named.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,17 @@ _PASSED: Final = re.compile(
 )
 
 
-def worker_environment(named: Iterable[str] = (), environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables of this process that a worker gets: those of a list that hold no secret, and those named.
+def worker_environment(
+    named: Iterable[str] = (), environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return the variables of this process that a worker gets: those of a list that hold no secret,
+    and those named.
 
     Args:
-        named: variables that the user passes on, secret or not; those that do not exist are left out.
+        named: variables that the user passes on, secret or not; those that do not exist are left
+            out.
     """
-    passed = {name: value for name, value in without_secrets(environ).items() if _PASSED.fullmatch(name)}
+    passed = {
+        name: value for name, value in without_secrets(environ).items() if _PASSED.fullmatch(name)
+    }
     return passed | {name: environ[name] for name in named if name in environ}

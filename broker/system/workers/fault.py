@@ -1,4 +1,5 @@
-"""Describes errors of users' code as text: the error, the line of the user's file, and the traceback for the log.
+"""Describes errors of users' code as text: the error, the line of the user's file, and the
+traceback for the log.
 
 An exception never leaves its process; its description does.
 """
@@ -24,26 +25,39 @@ _PACKAGES: Final = ("broker", "envhub", "learner", "rewardhub", "rlearner_text",
 _OURS: Final = tuple(f"{_ROOT / name}{os.sep}" for name in _PACKAGES)
 # packages of ours that run where a user's could
 _SUPPLIED: Final = tuple(f"{_ROOT / name}{os.sep}" for name in ("envhub/envs", "rewardhub/rewards"))
-_CALLERS: Final = (str(_ROOT / "rewardhub/rewards/loading.py"), str(_ROOT / "rewardhub/rewards/base.py"))
+_CALLERS: Final = (
+    str(_ROOT / "rewardhub/rewards/loading.py"),
+    str(_ROOT / "rewardhub/rewards/base.py"),
+)
 _INSTALLED: Final = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib"))
-_LIBRARIES: Final = (*(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib")), *_INSTALLED)
+_LIBRARIES: Final = (
+    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib")),
+    *_INSTALLED,
+)
 
 
 def told(error: BaseException) -> str:
     """Return ``KeyError: 'no such column' (bad_rewards.py:7 in raises)``, one line."""
-    name, words, where = type(error).__name__, said(error), place(error)
+    name = type(error).__name__
+    words = said(error)
+    where = place(error)
     return redact(f"{name}{f': {words}' if words else ''}{f' ({where})' if where else ''}")
 
 
 def place(error: BaseException) -> str:
-    """Return ``bad_rewards.py:7 in raises``: the innermost frame in the user's code; empty if there is none.
+    """Return ``bad_rewards.py:7 in raises``: the innermost frame in the user's code; empty if there
+    is none.
 
-    The error is often raised by a library that the user's code called. User code begins at the first frame that is
-    neither ours nor Python's own; an installed package may be user code.
+    The error is often raised by a library that the user's code called. User code begins at the
+    first frame that is neither ours nor Python's own; an installed package may be user code.
     """
     stack = traceback.walk_tb(error.__traceback__)
     frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in stack]
-    users = (index for index, (file, _, _) in enumerate(frames) if not _is_ours(file) and not _is_pythons(file))
+    users = (
+        index
+        for index, (file, _, _) in enumerate(frames)
+        if not _is_ours(file) and not _is_pythons(file)
+    )
     first = next(users, None)
     if first is None:
         return ""
@@ -58,9 +72,13 @@ def place(error: BaseException) -> str:
 
 
 def trace(error: BaseException) -> str:
-    """Return the traceback, shortened in the middle if it is very long; empty if it cannot be formatted."""
+    """Return the traceback, shortened in the middle if it is very long; empty if it cannot be
+    formatted.
+    """
     try:
-        text = redact("".join(traceback.format_exception(error)).rstrip().encode("utf-8", "replace").decode())
+        text = redact(
+            "".join(traceback.format_exception(error)).rstrip().encode("utf-8", "replace").decode()
+        )
     except Exception:  # noqa: BLE001 - it formats the user's objects, and memory may be exhausted
         return ""
     half = MAX_TRACE_CHARS // 2
@@ -76,7 +94,9 @@ class TracebackLog:
         self._seen: set[str] = set()
 
     def say(self, log: logging.Logger, message: str, text: str) -> None:
-        """Log a warning, with a traceback as ``trace`` returned it unless it is empty or already logged."""
+        """Log a warning, with a traceback as ``trace`` returned it unless it is empty or already
+        logged.
+        """
         extra = {TRACEBACK: text} if text and self._is_new(text) else {}
         log.warning("%s", message, extra=extra)
 

@@ -12,7 +12,8 @@ from typing import Final
 
 MIB: Final = 1 << 20
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
-_FIRST_TO_GO: Final = "500"  # of 1000: out of memory, the kernel kills a worker before the hub or the learner
+# of 1000: out of memory, the kernel kills a worker before the hub or the learner
+_FIRST_TO_GO: Final = "500"
 
 
 def be_expendable() -> None:
@@ -26,12 +27,14 @@ class ResourceLimits:
     """In a worker: limits the memory of this process, and tells when to replace it.
 
     Args:
-        memory_mib: allowed beyond the present use, None: no limit. Each child process may use as much; the hub watches
-            the sum over all of them.
+        memory_mib: allowed beyond the present use, None: no limit. Each child process may use as
+            much; the hub watches the sum over all of them.
     """
 
     def __init__(self, memory_mib: int | None) -> None:
-        self._half_mib = float("inf") if memory_mib is None else resident_mib([os.getpid()]) + memory_mib / 2
+        self._half_mib = (
+            float("inf") if memory_mib is None else resident_mib([os.getpid()]) + memory_mib / 2
+        )
         if memory_mib is not None:
             most = _data_bytes() + memory_mib * MIB
             hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
@@ -39,13 +42,17 @@ class ResourceLimits:
             resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
     def spent(self) -> bool:
-        """Return whether more than half is used: a fresh process avoids failures caused by earlier calls."""
+        """Return whether more than half is used: a fresh process avoids failures caused by earlier
+        calls.
+        """
         return resident_mib([os.getpid()]) > self._half_mib
 
 
 def _data_bytes() -> int:
     """Return the memory that counts towards RLIMIT_DATA, which is private and writable."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+    for line in (
+        Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    ):
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024
     return 0
@@ -65,12 +72,16 @@ def tree(pid: int) -> list[int]:
     found = [pid]
     for one in found:
         with contextlib.suppress(OSError):
-            found += map(int, Path(f"/proc/{one}/task/{one}/children").read_text(encoding="ascii").split())
+            found += map(
+                int, Path(f"/proc/{one}/task/{one}/children").read_text(encoding="ascii").split()
+            )
     return found
 
 
 def kill_tree(pid: int) -> None:
-    """Send SIGKILL to the process, to the session that it leads, and to its descendants in other sessions."""
+    """Send SIGKILL to the process, to the session that it leads, and to its descendants in other
+    sessions.
+    """
     doomed = tree(pid)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
@@ -81,7 +92,11 @@ def kill_tree(pid: int) -> None:
 
 def how_ended(status: int) -> str:
     """Describe an exit code of ``subprocess``."""
-    return f"died by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+    return (
+        f"died by {signal.Signals(-status).name}"
+        if status < 0
+        else f"ended with exit code {status}"
+    )
 
 
 def too_much(used_mib: float, memory_mib: int) -> str:

@@ -1,7 +1,7 @@
 """Frames between a process and its worker processes over a socket pair.
 
-A frame is a length, four bytes little-endian, and that many bytes of a MessagePack message, never a pickle. Long frames
-of a worker are refused unread, because it runs users' code.
+A frame is a length, four bytes little-endian, and that many bytes of a MessagePack message, never a
+pickle. Long frames of a worker are refused unread, because it runs users' code.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def read(stream: BufferedReader) -> bytes | None:
 
 
 def write(connection: socket.socket, data: bytes) -> bool:
-    """In a worker: send a response; return False once the hub has closed the socket, for example after a timeout."""
+    """In a worker: send a response; return False once the hub has closed the socket, for example
+    after a timeout.
+    """
     try:
         connection.sendall(frame(data))
     except (BrokenPipeError, ConnectionResetError):
@@ -66,7 +68,8 @@ class WorkerSocket:
     """The hub's side of the socket to one worker."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+        self._reader = reader
+        self._writer = writer
 
     @classmethod
     async def open(cls, ours: socket.socket) -> WorkerSocket:

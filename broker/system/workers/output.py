@@ -31,7 +31,8 @@ class WorkerOutput:
         self._end, theirs = os.pipe()
         self.file: IO[bytes] = os.fdopen(theirs, "wb", buffering=0)
         self.dropped = 0
-        self._left, self._full_again = BUDGET_BYTES, time.monotonic() + REFILL_S
+        self._left = BUDGET_BYTES
+        self._full_again = time.monotonic() + REFILL_S
         threading.Thread(target=self._read, name="worker-output", daemon=True).start()
 
     def close(self) -> None:
@@ -49,7 +50,8 @@ class WorkerOutput:
     def _spent(self) -> bool:
         now = time.monotonic()
         if now >= self._full_again:
-            self._left, self._full_again = BUDGET_BYTES, now + REFILL_S
+            self._left = BUDGET_BYTES
+            self._full_again = now + REFILL_S
         return self._left <= 0
 
     def _log(self) -> int:

@@ -13,8 +13,8 @@ from typing import IO, Final
 from broker.system.children import spawn
 from broker.system.workers.environment import worker_environment
 
-# The child gets our sys.path: ``-m`` would put the working folder first, so that a user's folder named ``broker`` would
-# shadow ours.
+# The child gets our sys.path: ``-m`` would put the working folder first, so that a user's folder
+# named ``broker`` would shadow ours.
 BOOT: Final = """import os, runpy, sys; sys.path[:] = sys.argv.pop().split('\\n')
 module, uid = sys.argv.pop(1).split(':')
 if uid: os.setgroups([]); os.setresgid(*[int(uid)] * 3); os.setresuid(*[int(uid)] * 3)
@@ -34,7 +34,8 @@ def start(
     uid: int = 0,
     files: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """Run ``module`` as ``__main__`` with the number of its socket and ``arguments`` in ``sys.argv[1:]``.
+    """Run ``module`` as ``__main__`` with the number of its socket and ``arguments`` in
+    ``sys.argv[1:]``.
 
     It gets ``death_signal`` when this process dies; users' code may handle any signal but SIGKILL.
 
@@ -61,4 +62,6 @@ def start(
         path,
     )
     whole = {**worker_environment(passed), "OMP_NUM_THREADS": "1", **(env or {})}
-    return spawn(command, output, pass_fds=(theirs.fileno(), *files), env=whole, death_signal=death_signal)
+    return spawn(
+        command, output, pass_fds=(theirs.fileno(), *files), env=whole, death_signal=death_signal
+    )

@@ -1,8 +1,10 @@
-"""Limits how long a process may take on its own clock, which stands still while the machine keeps it waiting.
+"""Limits how long a process may take on its own clock, which stands still while the machine keeps
+it waiting.
 
-A process that is ready to run while others have the processors, or that waits for a disk, is not slow: its machine is.
-Limits on the wall clock end starts and scores on a loaded machine that would have ended well. On this clock a process
-that sleeps or computes reaches its limit as on the wall clock of an idle machine.
+A process that is ready to run while others have the processors, or that waits for a disk, is not
+slow: its machine is. Limits on the wall clock end starts and scores on a loaded machine that would
+have ended well. On this clock a process that sleeps or computes reaches its limit as on the wall
+clock of an idle machine.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class WorkClock:
     """
 
     def __init__(self, pid: int, states: str = READY_OR_DISK) -> None:
-        self._pid, self._states = pid, states
+        self._pid = pid
+        self._states = states
         self._looked_at = time.monotonic()
         self._cpu_s = _look(pid, states)[0]
         self.own_s = self.wall_s = self.cpu_s = 0.0
@@ -64,21 +67,27 @@ class WorkClock:
             most_s: of a longer time only so much counts, because this process did not run either.
         """
         now = time.monotonic()
-        wall_s, self._looked_at = now - self._looked_at, now
+        wall_s = now - self._looked_at
+        self._looked_at = now
         cpu_s, waits = _look(self._pid, self._states)
         used_s = sum(seconds - self._cpu_s.get(pid, 0.0) for pid, seconds in cpu_s.items())
         self._cpu_s = cpu_s
         own_s = min(used_s if waits else wall_s, wall_s, most_s)
-        self.own_s, self.wall_s, self.cpu_s = self.own_s + own_s, self.wall_s + wall_s, self.cpu_s + used_s
+        self.own_s = self.own_s + own_s
+        self.wall_s = self.wall_s + wall_s
+        self.cpu_s = self.cpu_s + used_s
         return wall_s - own_s
 
     def __str__(self) -> str:
-        load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+        load = os.getloadavg()[0]
+        cores = len(os.sched_getaffinity(0))
         used = f"{self.wall_s:.0f} s, in which it used {self.cpu_s:.1f} s of processor time"
         return f"{used} (the load is {load:.0f} on {cores} processors)"
 
 
-async def answer_within(work: Coroutine[Any, Any, A], pid: int, limit_s: float, name: str = "") -> A:
+async def answer_within(
+    work: Coroutine[Any, Any, A], pid: int, limit_s: float, name: str = ""
+) -> A:
     """Return what ``work`` returns, an answer of a process, or cancel it.
 
     Args:
@@ -105,7 +114,9 @@ def wait_for_bytes(connection: socket.socket, pid: int, limit_s: float, name: st
     Raises:
         OutOfTime: if the limit is reached.
     """
-    watch, poll = _Watch(pid, limit_s, name), select.poll()  # select takes no descriptor above 1,023
+    # select takes no descriptor above 1,023
+    watch = _Watch(pid, limit_s, name)
+    poll = select.poll()
     poll.register(connection, select.POLLIN)
     while not poll.poll(1000.0 * watch.every_s):
         watch.look()
@@ -131,10 +142,14 @@ def output_within(child: subprocess.Popen[str], limit_s: float, name: str = "") 
 
 
 class _Watch:
-    """Looks at a process until its limit, and says that it is slow. The time to the first look counts as its own."""
+    """Looks at a process until its limit, and says that it is slow. The time to the first look
+    counts as its own.
+    """
 
     def __init__(self, pid: int, limit_s: float, name: str) -> None:
-        self._pid, self._limit_s, self._name = pid, limit_s, name
+        self._pid = pid
+        self._limit_s = limit_s
+        self._name = name
         self._clock: WorkClock | None = None  # most answers come before the first look
         self._reminders = Reminders()
         self.every_s = min(limit_s / LOOKS, LONGEST_LOOK_S)
@@ -153,13 +168,17 @@ class _Watch:
 
 
 def _look(pid: int, states: str) -> tuple[dict[int, float], bool]:
-    """Return the processor time of a process and its descendants, and whether a thread but this is in such a state."""
+    """Return the processor time of a process and its descendants, and whether a thread but this is
+    in such a state.
+    """
     cpu_s: dict[int, float] = {}
     waits = False
     for one in limits.tree(pid):
         try:
             for thread in os.listdir(f"/proc/{one}/task"):
-                text = Path(f"/proc/{one}/task/{thread}/stat").read_text(encoding="ascii", errors="replace")
+                text = Path(f"/proc/{one}/task/{thread}/stat").read_text(
+                    encoding="ascii", errors="replace"
+                )
                 fields = text.rpartition(")")[2].split()
                 waits = waits or (fields[0] in states and int(thread) != threading.get_native_id())
                 cpu_s[one] = cpu_s.get(one, 0.0) + (int(fields[11]) + int(fields[12])) * _TICK_S

@@ -1,3 +1,3 @@
-"""Where weights lie between the model and the wire: staging buffers, host memory and device memory that others may
-read.
+"""Where weights lie between the model and the wire: staging buffers, host memory and device memory
+that others may read.
 """

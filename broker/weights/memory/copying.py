@@ -21,8 +21,8 @@ MAX_THREADS: Final = 8  # more do not help: memory is the limit
 def copy_into(target: Tensor, source: Tensor, *, non_blocking: bool = False) -> None:
     """Do ``target.copy_(source)``, with a cast if the dtypes differ.
 
-    Plain bytes within host memory are copied by the C library, which bypasses the caches, unlike torch's loop (14
-    against 9 GB/s on the machine of docs/performance.md).
+    Plain bytes within host memory are copied by the C library, which bypasses the caches, unlike
+    torch's loop (14 against 9 GB/s on the machine of docs/performance.md).
     """
     if is_plain(target, source):
         np.copyto(_bytes(target), _bytes(source))
@@ -31,7 +31,8 @@ def copy_into(target: Tensor, source: Tensor, *, non_blocking: bool = False) -> 
 
 
 def copy_all(pairs: Iterable[tuple[Tensor, Tensor]], num_threads: int | None = None) -> None:
-    """Apply ``copy_into`` to (target, source) pairs that do not overlap, in several threads; return once all is copied.
+    """Apply ``copy_into`` to (target, source) pairs that do not overlap, in several threads; return
+    once all is copied.
 
     Args:
         num_threads: None: one per available processor, at most 8.
@@ -40,8 +41,11 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]], num_threads: int | None = N
     pieces: list[tuple[Bytes, Bytes]] = []
     for target, source in pairs:
         if threads > 1 and is_plain(target, source):
-            into, out_of = _bytes(target), _bytes(source)
-            parts = [slice(start, start + PIECE_BYTES) for start in range(0, len(into), PIECE_BYTES)]
+            into = _bytes(target)
+            out_of = _bytes(source)
+            parts = [
+                slice(start, start + PIECE_BYTES) for start in range(0, len(into), PIECE_BYTES)
+            ]
             pieces += ((into[part], out_of[part]) for part in parts)
         else:
             copy_into(target, source)
@@ -53,8 +57,15 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]], num_threads: int | None = N
 
 def is_plain(target: Tensor, source: Tensor) -> bool:
     """Return whether it is a copy of many bytes, without a cast, within host memory."""
-    same = target.dtype == source.dtype and target.shape == source.shape and target.is_cpu and source.is_cpu
-    return same and target.nbytes >= LARGE_BYTES and target.is_contiguous() and source.is_contiguous()
+    same = (
+        target.dtype == source.dtype
+        and target.shape == source.shape
+        and target.is_cpu
+        and source.is_cpu
+    )
+    return (
+        same and target.nbytes >= LARGE_BYTES and target.is_contiguous() and source.is_contiguous()
+    )
 
 
 def _copy(pieces: list[tuple[Bytes, Bytes]]) -> None:

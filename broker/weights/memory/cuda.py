@@ -1,12 +1,13 @@
 """GPU memory that other processes of this host can open (CUDA IPC).
 
-The memory comes from the driver, not from torch's allocator: the handle then refers to the start of an allocation that
-is neither split nor moved (expandable segments cannot be exported this way), without the reference counts that torch
-keeps in shared files, which a killed process leaves behind. It is not freed before the process ends, because a mapping
-of freed memory is undefined in CUDA. Facts from the reference of the CUDA driver API ("memory management", "primary
-context management", "device management"): a handle opens only in other processes; each must be closed; one context per
-device may open it; opening it again only counts. From the CUDA programming guide, "interprocess communication": only
-allocations of whole blocks of 2 MiB should be shared.
+The memory comes from the driver, not from torch's allocator: the handle then refers to the start of
+an allocation that is neither split nor moved (expandable segments cannot be exported this way),
+without the reference counts that torch keeps in shared files, which a killed process leaves behind.
+It is not freed before the process ends, because a mapping of freed memory is undefined in CUDA.
+Facts from the reference of the CUDA driver API ("memory management", "primary context management",
+"device management"): a handle opens only in other processes; each must be closed; one context per
+device may open it; opening it again only counts. From the CUDA programming guide, "interprocess
+communication": only allocations of whole blocks of 2 MiB should be shared.
 """
 
 from __future__ import annotations
@@ -75,8 +76,11 @@ class CudaDriver:
         self._library = ctypes.CDLL(LIBRARY) if library is None else library
         for name, types in FUNCTIONS.items():
             if (function := getattr(self._library, name, None)) is None:
-                raise OSError(errno.ENOSYS, f"{LIBRARY} has no function {name}: the driver is too old")
-            function.argtypes, function.restype = types, ctypes.c_int
+                raise OSError(
+                    errno.ENOSYS, f"{LIBRARY} has no function {name}: the driver is too old"
+                )
+            function.argtypes = types
+            function.restype = ctypes.c_int
         self._call("cuInit", 0)
         self._contexts: dict[int, Any] = {}
 
@@ -162,23 +166,28 @@ class CudaDevice(SharedDevice):
     """A GPU as this process uses it. Nothing is loaded before it is used.
 
     Args:
-        device: ``cuda`` or ``cuda:N`` by this process's numbers: of a learner that lends, or a server that receives.
+        device: ``cuda`` or ``cuda:N`` by this process's numbers: of a learner that lends, or a
+            server that receives.
         driver: None: the real one.
     """
 
     kind = "cuda"
 
     def __init__(self, device: str | torch.device, driver: CudaDriver | None = None) -> None:
-        self._given, self._made = torch.device(device), driver
+        self._given = torch.device(device)
+        self._made = driver
         self._stream: torch.cuda.Stream | None = None
 
     def lend(self, size_bytes: int) -> tuple[Tensor, MemoryCard]:
         with _torch_tells():
             torch.cuda.empty_cache()  # other code cannot use what torch keeps of freed memory
-            driver, index = self._driver, self._index
+            driver = self._driver
+            index = self._index
             pointer = driver.allocate(index, -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES)
             try:
-                card = MemoryCard(self.kind, driver.unit(index), size_bytes, driver.export(index, pointer))
+                card = MemoryCard(
+                    self.kind, driver.unit(index), size_bytes, driver.export(index, pointer)
+                )
             except OSError:
                 driver.free(index, pointer)
                 raise
@@ -189,15 +198,20 @@ class CudaDevice(SharedDevice):
 
     def open(self, card: MemoryCard) -> Tensor:
         if len(card.handle) != HANDLE_BYTES:
-            raise OSError(errno.EINVAL, f"a handle of {len(card.handle)} bytes is not a CUDA handle")
+            raise OSError(
+                errno.EINVAL, f"a handle of {len(card.handle)} bytes is not a CUDA handle"
+            )
         with _torch_tells():
             units = [self._driver.unit(index) for index in range(torch.cuda.device_count())]
             if card.unit not in units:
                 why = f"{name_of(card.unit)} is hidden from this process, see CUDA_VISIBLE_DEVICES"
                 raise OSError(errno.ENODEV, why)
-            # in that GPU's own context, so that copies to another GPU work with and without peer access
+            # in that GPU's own context, so that copies to another GPU work with and without peer
+            # access
             index = units.index(card.unit)
-            return self._tensor(self._driver.open(index, card.handle), card.size_bytes, index, opened=True)
+            return self._tensor(
+                self._driver.open(index, card.handle), card.size_bytes, index, opened=True
+            )
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -262,7 +276,9 @@ def numbered(device: str | torch.device) -> torch.device:
 
 
 def device_of(device: torch.device) -> SharedDevice | None:
-    """Return the device that opens a learner's GPU memory for a server whose weights arrive there; None for a CPU."""
+    """Return the device that opens a learner's GPU memory for a server whose weights arrive there;
+    None for a CPU.
+    """
     return CudaDevice(device) if device.type == "cuda" else None
 
 

@@ -1,9 +1,10 @@
-"""Device memory that another process of this host can open; a learner's staging buffers may lie in it.
+"""Device memory that another process of this host can open; a learner's staging buffers may lie in
+it.
 
-The packing progress and the version stay in host memory (broker.weights.memory.shared), together with a card that
-describes the device memory: plain text in a fixed form, so that nothing is unpickled, readable only by processes of the
-same user and host. The protocol is the same for all devices; ``broker.weights.memory.cuda`` is the real one, and the
-tests have one over host memory.
+The packing progress and the version stay in host memory (broker.weights.memory.shared), together
+with a card that describes the device memory: plain text in a fixed form, so that nothing is
+unpickled, readable only by processes of the same user and host. The protocol is the same for all
+devices; ``broker.weights.memory.cuda`` is the real one, and the tests have one over host memory.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class SharedDevice(Protocol):
     def lend(self, size_bytes: int) -> tuple[Tensor, MemoryCard]:
         """Allocate memory, uint8, shape (size_bytes,), zero, and return it with its card.
 
-        It stays until this process ends, whatever happens to the tensor, because others may be reading it.
+        It stays until this process ends, whatever happens to the tensor, because others may be
+        reading it.
 
         Raises:
             OSError: if there is too little memory, or none that can be shared.
@@ -70,17 +72,20 @@ class SharedDevice(Protocol):
         ...
 
     def open(self, card: MemoryCard) -> Tensor:
-        """Open the memory of another process for reading, uint8, shape (card.size_bytes,); freed with the tensor.
+        """Open the memory of another process for reading, uint8, shape (card.size_bytes,); freed
+        with the tensor.
 
         Raises:
-            OSError: if it cannot be opened here, for example because the device is hidden from this process.
+            OSError: if it cannot be opened here, for example because the device is hidden from this
+                process.
         """
         ...
 
     def reading(self) -> AbstractContextManager[None]:
         """Enclose ``copy`` and computations on the copies, in one thread.
 
-        Work that this process began on the device before is done, and later work of others is not awaited.
+        Work that this process began on the device before is done, and later work of others is not
+        awaited.
         """
         ...
 

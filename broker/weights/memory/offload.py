@@ -1,7 +1,8 @@
 """Moves tensors off their device and back in place, while another process uses the device.
 
-Storages are emptied and filled again, so tensors that share memory still do, and everything that refers to a tensor
-stays valid; only addresses change. From a GPU the bytes go to host memory, from the CPU to a file.
+Storages are emptied and filled again, so tensors that share memory still do, and everything that
+refers to a tensor stays valid; only addresses change. From a GPU the bytes go to host memory, from
+the CPU to a file.
 """
 
 from __future__ import annotations
@@ -24,27 +25,32 @@ class OffloadedMemory:
     """The memory of some tensors, off the device between ``release`` and ``restore``.
 
     Args:
-        folder: where the file is created, which has no name and ends with the process; None: the folder for
-            temporary files.
+        folder: where the file is created, which has no name and ends with the process; None: the
+            folder for temporary files.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self._folder = folder
         self._storages: list[UntypedStorage] = []
-        self._saved: list[tuple[int, Tensor | None]] = []  # size and copy of each; None: the next bytes of the file
+        # size and copy of each; None: the next bytes of the file
+        self._saved: list[tuple[int, Tensor | None]] = []
         self._file: IO[bytes] | None = None
-        self._spare: dict[int, list[Tensor]] = {}  # pinned memory of the last time, by size: allocating it takes long
+        # pinned memory of the last time, by size: allocating it takes long
+        self._spare: dict[int, list[Tensor]] = {}
 
     def release(self, tensors: Iterable[Tensor]) -> int:
-        """Empty the tensors and return the bytes that this freed; until ``restore`` none of them may be read.
+        """Empty the tensors and return the bytes that this freed; until ``restore`` none of them
+        may be read.
 
         Args:
-            tensors: all that share their memory, as some memory has to be replaced, see ``_emptied``.
+            tensors: all that share their memory, as some memory has to be replaced, see
+                ``_emptied``.
 
         Raises:
             OSError: if the file cannot be written; the tensors are as before then.
         """
-        found, freed = _by_memory(tensors), 0
+        found = _by_memory(tensors)
+        freed = 0
         try:
             for shared in found:
                 self._save(shared[0].untyped_storage())
@@ -99,7 +105,8 @@ class OffloadedMemory:
             view = view[count:]
 
     def _forget(self) -> None:
-        self._storages, self._saved = [], []
+        self._storages = []
+        self._saved = []
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -127,7 +134,8 @@ def _by_memory(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 def _emptied(shared: list[Tensor]) -> UntypedStorage:
     """Free the memory that tensors share and return their empty storage.
 
-    Torch does not resize a storage that is mapped from a file or was shown as a numpy array: the tensors get another.
+    Torch does not resize a storage that is mapped from a file or was shown as a numpy array: the
+    tensors get another.
     """
     storage = shared[0].untyped_storage()
     if not storage.resizable():
@@ -145,6 +153,8 @@ def _bytes(storage: UntypedStorage) -> Tensor:
 
 
 def _view(storage: UntypedStorage) -> memoryview:
-    """Return the memory of a storage on the CPU; torch never empties one that was once shown as a numpy array."""
+    """Return the memory of a storage on the CPU; torch never empties one that was once shown as a
+    numpy array.
+    """
     size = storage.nbytes()
     return memoryview((ctypes.c_ubyte * size).from_address(storage.data_ptr())).cast("B")

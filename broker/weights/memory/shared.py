@@ -1,4 +1,5 @@
-"""Weights for servers of the learner's host: they read the staging buffers, and no byte goes through a socket.
+"""Weights for servers of the learner's host: they read the staging buffers, and no byte goes
+through a socket.
 
     learner                                                     server of the same host and user
     Segment: a memfd of one page of words and the two           offer.segment says where: process, file, name
@@ -11,19 +12,22 @@
                                                                 is the digest of its own copy the learner's? Else
                                                                 nothing is loaded.
 
-The two buffers may lie on a device instead, so that servers of the same GPU or a peer of it copy from there (CUDA IPC):
-the memfd is then only the page of words, followed by the card with which others open the device memory
-(broker.weights.memory.devices). All else is the same; bytes count as packed once the device has them.
+The two buffers may lie on a device instead, so that servers of the same GPU or a peer of it copy
+from there (CUDA IPC): the memfd is then only the page of words, followed by the card with which
+others open the device memory (broker.weights.memory.devices). All else is the same; bytes count as
+packed once the device has them.
 
-The receiving buffer and what follows (digest, probe, double buffers) are the same as after a broadcast; ready, go, done
-and stop travel through the store (broker.weights.sender.transfer). The side being sent is not written while its
-receivers are awaited. One that was given up may read on while it is overwritten: it sees the other version in the words
-or, should memory order ever hide that, another digest of its copy.
+The receiving buffer and what follows (digest, probe, double buffers) are the same as after a
+broadcast; ready, go, done and stop travel through the store (broker.weights.sender.transfer). The
+side being sent is not written while its receivers are awaited. One that was given up may read on
+while it is overwritten: it sees the other version in the words or, should memory order ever hide
+that, another digest of its copy.
 
-Why a memfd: it has no name in a file system, so the kernel frees it with the last process that has it open; it is not
-limited by the size of /dev/shm (64 MiB in many containers); and ``/proc/PID/fd`` is accessible only to the same user
-(and root) in the same PID namespace. It cannot be truncated under a reader (F_SEAL_SHRINK), and only the learner can
-write it (F_SEAL_FUTURE_WRITE, Linux 5.1). A server releases it when the learner's process ends.
+Why a memfd: it has no name in a file system, so the kernel frees it with the last process that has
+it open; it is not limited by the size of /dev/shm (64 MiB in many containers); and ``/proc/PID/fd``
+is accessible only to the same user (and root) in the same PID namespace. It cannot be truncated
+under a reader (F_SEAL_SHRINK), and only the learner can write it (F_SEAL_FUTURE_WRITE, Linux 5.1).
+A server releases it when the learner's process ends.
 """
 
 from __future__ import annotations
@@ -86,7 +90,8 @@ class SharedSegment:
         self._lent, card = lent
         self.device = torch.device("cpu") if self._lent is None else self._lent.device
         self.on_device = self._lent is not None
-        name, size = f"rlearner-weights-{secrets.token_hex(8)}", size_of(plan) if device is None else PAGE_BYTES
+        name = f"rlearner-weights-{secrets.token_hex(8)}"
+        size = size_of(plan) if device is None else PAGE_BYTES
         file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         finalize(self, os.close, file)
         os.ftruncate(file, size)
@@ -102,7 +107,9 @@ class SharedSegment:
         """uint8, shape (plan.size_bytes,), zero."""
         if self._lent is not None:
             return _part(self._lent, self._plan, side)
-        return torch.from_numpy(np.frombuffer(self._memory, np.uint8, self._plan.size_bytes, _offset(self._plan, side)))
+        return torch.from_numpy(
+            np.frombuffer(self._memory, np.uint8, self._plan.size_bytes, _offset(self._plan, side))
+        )
 
     def words(self, side: int) -> Words:
         """int64: [version + 1 or 0 for none, bytes packed]."""
@@ -126,7 +133,9 @@ class SegmentReader:
         found = ADDRESS.fullmatch(address)
         if found is None:
             raise ValueError("it is not the address of a segment")
-        pid, path, name = int(found[1]), f"/proc/{found[1]}/fd/{found[2]}", f"/memfd:{found[3]} (deleted)"
+        pid = int(found[1])
+        path = f"/proc/{found[1]}/fd/{found[2]}"
+        name = f"/memfd:{found[3]} (deleted)"
         self.address = address
         self.process = os.pidfd_open(pid)  # readable once it has ended
         finalize(self, os.close, self.process)
@@ -135,12 +144,16 @@ class SegmentReader:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             size = os.fstat(file).st_size
-            if os.readlink(f"/proc/self/fd/{file}") != name or size not in (size_of(plan), PAGE_BYTES):
+            if os.readlink(f"/proc/self/fd/{file}") != name or size not in (
+                size_of(plan),
+                PAGE_BYTES,
+            ):
                 raise ValueError(f"what lies there is another one, of {size} bytes")
             self._memory: mmap.mmap | None = mmap.mmap(file, size, prot=mmap.PROT_READ)
         finally:
             os.close(file)
-        self._plan, self._device = plan, device
+        self._plan = plan
+        self._device = device
         self.on_device = size == PAGE_BYTES
         self._lent = _opened(self._memory, plan, device) if self.on_device else None
 
@@ -154,7 +167,8 @@ class SegmentReader:
         done: Callable[[int], None],
         peek: Callable[[], None],
     ) -> list[bytes]:
-        """Copy a version bucket by bucket as it is packed; return the digests of the copied buckets.
+        """Copy a version bucket by bucket as it is packed; return the digests of the copied
+        buckets.
 
         Args:
             bucket: returns the memory for a bucket, by its index.
@@ -163,8 +177,8 @@ class SegmentReader:
             peek: called now and then; raises TransferFailed to end the copy.
 
         Raises:
-            TransferFailed: if the version is gone, no more bytes came, or the wait was cancelled; what was copied is
-                invalid then.
+            TransferFailed: if the version is gone, no more bytes came, or the wait was cancelled;
+                what was copied is invalid then.
         """
         try:
             return self._take(version, bucket, watch, timeout_s, done, peek)
@@ -182,24 +196,42 @@ class SegmentReader:
         done: Callable[[int], None],
         peek: Callable[[], None],
     ) -> list[bytes]:
-        memory, lent, device = self._memory, self._lent, self._device
-        sides = [side for side in range(SIDES) if memory is not None and _words(memory, side)[0] == version + 1]
+        memory = self._memory
+        lent = self._lent
+        device = self._device
+        sides = [
+            side
+            for side in range(SIDES)
+            if memory is not None and _words(memory, side)[0] == version + 1
+        ]
         if memory is None or not sides or (lent is None and self.on_device):
             raise TransferFailed(f"version {version} is no longer in the learner's memory")
         if lent is not None and device is not None:
             words = _words(memory, sides[0])
-            reading = MemoryRead(words, version, watch, timeout_s, peek, self._fetch, DEVICE_PIECE_BYTES)
+            reading = MemoryRead(
+                words, version, watch, timeout_s, peek, self._fetch, DEVICE_PIECE_BYTES
+            )
             try:
                 with device.reading():
                     return self._buckets(reading, _part(lent, self._plan, sides[0]), bucket, done)
             except RuntimeError as error:  # torch's, about the device
-                raise TransferFailed(f"the learner's memory cannot be read: {first_line(error)}") from None
-        reading = MemoryRead(_words(memory, sides[0]), version, watch, timeout_s, peek, np.copyto, PIECE_BYTES)
-        source = np.frombuffer(memory, np.uint8, self._plan.size_bytes, _offset(self._plan, sides[0]))
+                raise TransferFailed(
+                    f"the learner's memory cannot be read: {first_line(error)}"
+                ) from None
+        reading = MemoryRead(
+            _words(memory, sides[0]), version, watch, timeout_s, peek, np.copyto, PIECE_BYTES
+        )
+        source = np.frombuffer(
+            memory, np.uint8, self._plan.size_bytes, _offset(self._plan, sides[0])
+        )
         return self._buckets(reading, source, bucket, done)
 
     def _buckets(
-        self, reading: MemoryRead, source: Any, bucket: Callable[[int], Tensor], done: Callable[[int], None]
+        self,
+        reading: MemoryRead,
+        source: Any,
+        bucket: Callable[[int], Tensor],
+        done: Callable[[int], None],
     ) -> list[bytes]:
         digests = []
         for index, (start, stop) in enumerate(self._plan.buckets):
@@ -210,7 +242,9 @@ class SegmentReader:
         return digests
 
     def _fetch(self, target: Tensor, source: Tensor) -> None:
-        """Copy a piece on the device unless its owner has ended, after which its content is undefined."""
+        """Copy a piece on the device unless its owner has ended, after which its content is
+        undefined.
+        """
         assert self._device is not None, "the segment is in host memory"
         ended = select.poll()
         ended.register(self.process, select.POLLIN)
@@ -227,13 +261,17 @@ def is_here(address: str) -> bool:
     """Return whether a segment's memory is on this host and of this user."""
     found = ADDRESS.fullmatch(address)
     try:
-        return found is not None and os.readlink(f"/proc/{found[1]}/fd/{found[2]}") == f"/memfd:{found[3]} (deleted)"
+        return (
+            found is not None
+            and os.readlink(f"/proc/{found[1]}/fd/{found[2]}") == f"/memfd:{found[3]} (deleted)"
+        )
     except OSError:
         return False
 
 
 class LocalLearner:
-    """A receiver's view of its host's learner: the window, until that process ends or another one is reached.
+    """A receiver's view of its host's learner: the window, until that process ends or another one
+    is reached.
 
     Args:
         device: opens device memory, see ``SegmentReader``.
@@ -246,15 +284,22 @@ class LocalLearner:
         self._tried = ""
 
     def reach(self, address: str, plan: LayoutPlan) -> SegmentReader | None:
-        """Return the window on a segment, None if it cannot be opened here. Call it in the event loop."""
+        """Return the window on a segment, None if it cannot be opened here. Call it in the event
+        loop.
+        """
         if self.window is not None and self.window.address != address:
             self.leave()
         if self.window is None and address and address != self._tried:
-            self._tried, self.problem = address, ""
+            self._tried = address
+            self.problem = ""
             try:
                 self.window = SegmentReader(address, plan, self._device)
             except (OSError, ValueError) as error:
-                self.problem = error.strerror or type(error).__name__ if isinstance(error, OSError) else str(error)
+                self.problem = (
+                    error.strerror or type(error).__name__
+                    if isinstance(error, OSError)
+                    else str(error)
+                )
             else:
                 asyncio.get_running_loop().add_reader(self.window.process, self.leave)
         return self.window
@@ -265,21 +310,31 @@ class LocalLearner:
             self.window.close()
             with suppress(RuntimeError):  # the loop is closed
                 asyncio.get_running_loop().remove_reader(self.window.process)
-            self.window, self._tried = None, ""
+            self.window = None
+            self._tried = ""
 
 
 def segment_of(plan: LayoutPlan, device: SharedDevice | None = None) -> SharedSegment | None:
-    """Return memory that servers of this host can read, on the device if possible; None if there is none."""
+    """Return memory that servers of this host can read, on the device if possible; None if there is
+    none.
+    """
     if device is not None:
         try:
             return SharedSegment(plan, device)
         except OSError as error:
             why = "the device has none to share"
-            log.warning("weights: servers of this host read host memory, because %s: %s", why, error.strerror)
+            log.warning(
+                "weights: servers of this host read host memory, because %s: %s",
+                why,
+                error.strerror,
+            )
     try:
         return SharedSegment(plan)
     except OSError as error:
-        log.warning("weights: servers of this host use gloo, because there is no memory to share here: %s", error)
+        log.warning(
+            "weights: servers of this host use gloo, because there is no memory to share here: %s",
+            error,
+        )
         return None
 
 

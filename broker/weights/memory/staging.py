@@ -24,17 +24,26 @@ LOOK_AGAIN_S: Final = 0.1  # waiters are notified; this bounds the cost of a mis
 Words: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
-def plan_of(tensors: Mapping[str, Tensor], bucket_mib: float, *, dtype: str | None = None) -> LayoutPlan:
-    """Return the plan of a model's named tensors; tensors that share memory count once, under the first name.
+def plan_of(
+    tensors: Mapping[str, Tensor], bucket_mib: float, *, dtype: str | None = None
+) -> LayoutPlan:
+    """Return the plan of a model's named tensors; tensors that share memory count once, under the
+    first name.
 
     Args:
-        tensors: for example ``model.state_dict()`` or ``dict(model.named_parameters())``; may be meta tensors.
+        tensors: for example ``model.state_dict()`` or ``dict(model.named_parameters())``; may be
+            meta tensors.
         dtype: of floating-point tensors on the wire, torch's name or ``fp8``; None: their own.
     """
     specs: list[TensorSpec] = []
     seen: set[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = set()
     for name, tensor in tensors.items():
-        memory = (tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+        memory = (
+            tensor.untyped_storage()._cdata,
+            int(tensor.storage_offset()),
+            tuple(tensor.shape),
+            tensor.stride(),
+        )
         if memory in seen:
             continue
         seen.add(memory)
@@ -56,9 +65,15 @@ class FlatBuffer:
         tensors: the planned tensors by name, as views of the buffer.
     """
 
-    def __init__(self, plan: LayoutPlan, device: str | torch.device = "cpu", buffer: Tensor | None = None) -> None:
+    def __init__(
+        self, plan: LayoutPlan, device: str | torch.device = "cpu", buffer: Tensor | None = None
+    ) -> None:
         self.plan = plan
-        self.buffer = torch.zeros(plan.size_bytes, dtype=torch.uint8, device=device) if buffer is None else buffer
+        self.buffer = (
+            torch.zeros(plan.size_bytes, dtype=torch.uint8, device=device)
+            if buffer is None
+            else buffer
+        )
         self.tensors = {slot.spec.name: self._view(slot) for slot in plan.slots}
 
     def _view(self, slot: TensorSlot) -> Tensor:
@@ -70,26 +85,34 @@ class FlatBuffer:
         start, stop = self.plan.buckets[index]
         return self.buffer[start:stop]
 
-    def fill(self, tensors: Mapping[str, Tensor], reached: Callable[[int], None] = lambda offset: None) -> None:
-        """Copy (and cast or quantize) every planned tensor into the buffer; return once the copy is done.
+    def fill(
+        self, tensors: Mapping[str, Tensor], reached: Callable[[int], None] = lambda offset: None
+    ) -> None:
+        """Copy (and cast or quantize) every planned tensor into the buffer; return once the copy is
+        done.
 
         Args:
-            reached: called at least once per bucket with the offset below which all bytes are in place.
+            reached: called at least once per bucket with the offset below which all bytes are in
+                place.
 
         Raises:
             TransferFailed: if a tensor is missing or has another shape.
         """
-        told, gpu = 0, self.buffer.device if self.buffer.is_cuda else None
+        told = 0
+        gpu = self.buffer.device if self.buffer.is_cuda else None
         piece = min(PIECE_BYTES, self.plan.bucket_bytes)
         with torch.no_grad():
-            scaled: set[str] = set()  # scales that were written with their matrices, which precede them
-            for slot in self.plan.slots:  # in order and once: a sharded trainer gathers each on access
+            # scales that were written with their matrices, which precede them
+            scaled: set[str] = set()
+            # in order and once: a sharded trainer gathers each on access
+            for slot in self.plan.slots:
                 if slot.spec.name in scaled:
                     continue
                 source = self._source(tensors, slot)
                 gpu = source.device if gpu is None and source.is_cuda else gpu
                 step = piece if gpu is None else self.plan.bucket_bytes  # each step waits for a GPU
-                target, scale = self.tensors[slot.spec.name], slot.spec.name + fp8.SCALE
+                target = self.tensors[slot.spec.name]
+                scale = slot.spec.name + fp8.SCALE
                 steps = self._copy(slot, source, step)
                 if target.dtype == fp8.FLOAT8 != source.dtype and scale in self.tensors:
                     scaled.add(scale)
@@ -104,12 +127,15 @@ class FlatBuffer:
         reached(self.plan.size_bytes)
 
     def _source(self, tensors: Mapping[str, Tensor], slot: TensorSlot) -> Tensor:
-        name, shape = slot.spec.name, slot.spec.shape
+        name = slot.spec.name
+        shape = slot.spec.shape
         source = tensors.get(name)
         if source is None:
             raise TransferFailed(f"weights: {name} is planned but missing")
         if tuple(source.shape) != shape:
-            raise TransferFailed(f"weights: {name}: expected shape {list(shape)}, got {list(source.shape)}")
+            raise TransferFailed(
+                f"weights: {name}: expected shape {list(shape)}, got {list(source.shape)}"
+            )
         return source
 
     def _copy(self, slot: TensorSlot, source: Tensor, size: int) -> Iterator[int]:
@@ -119,8 +145,10 @@ class FlatBuffer:
             copy_into(target, source, non_blocking=True)
             yield slot.stop
             return
-        item, offset = target.itemsize, slot.offset
-        into, out_of = target.view(-1), source.view(-1)
+        item = target.itemsize
+        offset = slot.offset
+        into = target.view(-1)
+        out_of = source.view(-1)
         while offset < slot.stop:
             end = min((offset // size + 1) * size, slot.stop)
             span = slice((offset - slot.offset) // item, (end - slot.offset) // item)
@@ -130,7 +158,9 @@ class FlatBuffer:
 
     def digest(self) -> str:
         """Return the hex digest of all buckets."""
-        return combine([digest_bucket(self.bucket(index)) for index in range(len(self.plan.buckets))])
+        return combine(
+            [digest_bucket(self.bucket(index)) for index in range(len(self.plan.buckets))]
+        )
 
 
 def _settle(gpu: torch.device | None) -> None:
@@ -139,14 +169,17 @@ def _settle(gpu: torch.device | None) -> None:
 
 
 class StagedVersion:
-    """One side of the staging: a version being packed, or complete. It may be sent and digested while it is packed.
+    """One side of the staging: a version being packed, or complete. It may be sent and digested
+    while it is packed.
 
     Args:
-        words: int64, shape (2,), for readers in other processes: version + 1 or 0 for none, bytes packed.
+        words: int64, shape (2,), for readers in other processes: version + 1 or 0 for none, bytes
+            packed.
     """
 
     def __init__(self, flat: FlatBuffer, words: Words | None = None) -> None:
-        self.flat, self.plan = flat, flat.plan
+        self.flat = flat
+        self.plan = flat.plan
         self._words = words if words is not None else np.zeros(2, np.int64)
         self.version = -1  # -1: nothing
         self.digest: str | None = None  # hex, of all buckets, once known
@@ -166,7 +199,9 @@ class StagedVersion:
         """
         if self.version < 0:
             raise TransferFailed("the weights could not be packed")
-        return self.flat.bucket(index) if self._packed_bytes >= self.plan.buckets[index][1] else None
+        return (
+            self.flat.bucket(index) if self._packed_bytes >= self.plan.buckets[index][1] else None
+        )
 
     @property
     def packed_bytes(self) -> int:
@@ -178,7 +213,8 @@ class StagedVersion:
         with self.lock:
             self._words[:] = 0
             # first: a reader that sees the new version must not take the old one's bytes for packed
-            self._packed_bytes, self.digest = 0, None
+            self._packed_bytes = 0
+            self.digest = None
             self.version = version
             self._words[0] = version + 1
 
@@ -196,13 +232,18 @@ class StagedVersion:
             self._told.notify_all()
 
     def take_digest(self, version: int) -> str | None:
-        """Return the digest of a version, computed while it is packed; None if packing failed or it was overwritten."""
+        """Return the digest of a version, computed while it is packed; None if packing failed or it
+        was overwritten.
+        """
         digests: list[bytes] = []
         for index, (start, stop) in enumerate(self.plan.buckets):
-            digest, done = BucketDigest(self.flat.bucket(index)), start
+            digest = BucketDigest(self.flat.bucket(index))
+            done = start
             while done < stop:  # close behind the copy, while the bytes are in the cache
                 with self._told:
-                    while self.version == version and self._packed_bytes < min(done + PIECE_BYTES, stop):
+                    while self.version == version and self._packed_bytes < min(
+                        done + PIECE_BYTES, stop
+                    ):
                         self._told.wait(LOOK_AGAIN_S)
                     done = min(self._packed_bytes, done + PIECE_BYTES, stop)
                 with self.lock:
@@ -228,10 +269,12 @@ class StagingMemory(Protocol):
 
 
 class StagingBuffers:
-    """Two buffers: the newest version stays on offer in one while the next is copied into the other.
+    """Two buffers: the newest version stays on offer in one while the next is copied into the
+    other.
 
-    The one being sent is never written. If that is not the newest, the newest is overwritten, which no server needs any
-    more. So writing waits only for the copy, and at most for the digest of one bucket.
+    The one being sent is never written. If that is not the newest, the newest is overwritten, which
+    no server needs any more. So writing waits only for the copy, and at most for the digest of one
+    bucket.
 
     Args:
         memory: for the buffers; None: new memory on ``device``.
@@ -241,28 +284,39 @@ class StagingBuffers:
     """
 
     def __init__(
-        self, plan: LayoutPlan, device: str | torch.device = "cpu", memory: StagingMemory | None = None
+        self,
+        plan: LayoutPlan,
+        device: str | torch.device = "cpu",
+        memory: StagingMemory | None = None,
     ) -> None:
         self._memory = memory  # kept open while its buffers are in use
         if memory is None:
             self._sides = tuple(StagedVersion(FlatBuffer(plan, device)) for _ in range(2))
         else:
             buffers = [FlatBuffer(plan, buffer=memory.buffer(side)) for side in range(2)]
-            self._sides = tuple(StagedVersion(flat, memory.words(side)) for side, flat in enumerate(buffers))
+            self._sides = tuple(
+                StagedVersion(flat, memory.words(side)) for side, flat in enumerate(buffers)
+            )
         self._choose = threading.Lock()
-        self.plan, self.device = plan, self._sides[0].flat.buffer.device
+        self.plan = plan
+        self.device = self._sides[0].flat.buffer.device
 
-    def write(self, version: int, tensors: Mapping[str, Tensor], begun: Callable[[], None] = lambda: None) -> None:
+    def write(
+        self, version: int, tensors: Mapping[str, Tensor], begun: Callable[[], None] = lambda: None
+    ) -> None:
         """Copy a version in. Versions increase; one writer at a time.
 
         Args:
-            begun: called before the first byte is copied; from then on the version can be digested and sent.
+            begun: called before the first byte is copied; from then on the version can be digested
+                and sent.
 
         Raises:
             TransferFailed: if a tensor is missing or has another shape.
         """
         with self._choose:
-            side = min((side for side in self._sides if not side.sending), key=lambda side: side.version)
+            side = min(
+                (side for side in self._sides if not side.sending), key=lambda side: side.version
+            )
             side.open(version)
         try:
             begun()
@@ -272,12 +326,16 @@ class StagingBuffers:
             raise
 
     def digest(self, version: int) -> str | None:
-        """Return the hex digest of a version once it is packed; None if it was overwritten or could not be packed."""
+        """Return the hex digest of a version once it is packed; None if it was overwritten or could
+        not be packed.
+        """
         side = self._find(version)
         return side.take_digest(version) if side is not None else None
 
     def copy_out(self, version: int, into: FlatBuffer) -> bool:
-        """Copy a complete version into another buffer of its plan; return False if it was overwritten."""
+        """Copy a complete version into another buffer of its plan; return False if it was
+        overwritten.
+        """
         side = self._find(version)
         if side is None:
             return False

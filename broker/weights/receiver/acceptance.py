@@ -52,17 +52,21 @@ class OfferAcceptance:
     """State of the receiver.
 
     Args:
-        plan: digest of the server's bucket plan; those of other accepted plans are added to ``plans``.
+        plan: digest of the server's bucket plan; those of other accepted plans are added to
+            ``plans``.
         digest: of the weights that the server holds, None if unknown.
-        snapshots: ``fallback``: used while the learner cannot be reached; ``only``: the learner is never asked.
+        snapshots: ``fallback``: used while the learner cannot be reached; ``only``: the learner is
+            never asked.
     """
 
     def __init__(self, plan: str, digest: str | None, snapshots: Snapshots = "none") -> None:
-        self.plans, self.digest = {plan}, digest
+        self.plans = {plan}
+        self.digest = digest
         self.served = (0, -1)  # (epoch, version) loaded and checked
         self.newest: wire.WeightsOffer | None = None
         self.failures = 0  # since start
-        self.failed_loads = 0  # of the newest offer: its bytes came, and the engine does not serve them
+        # of the newest offer: its bytes came, and the engine does not serve them
+        self.failed_loads = 0
         self._refusal: wire.OfferRefusal | None = None
         self._is_loading = False
         self._delay_s = FIRST_RETRY_S
@@ -82,8 +86,10 @@ class OfferAcceptance:
             newer = f"epoch {newest.epoch} version {newest.version}"
             return f"epoch {offer.epoch} version {offer.version} is not newer than {newer}"
         self.newest = offer
-        self._delay_s, self._not_before = FIRST_RETRY_S, 0.0
-        self.failed_loads, self._refusal = 0, None
+        self._delay_s = FIRST_RETRY_S
+        self._not_before = 0.0
+        self.failed_loads = 0
+        self._refusal = None
         if offer.plan not in self.plans:
             return f"epoch {offer.epoch} version {offer.version} is another model"
         return ""
@@ -91,7 +97,11 @@ class OfferAcceptance:
     def next(self, now: float) -> Action:
         """Return what to do now."""
         offer = self.newest
-        wanted = offer is not None and offer.plan in self.plans and (offer.epoch, offer.version) > self.served
+        wanted = (
+            offer is not None
+            and offer.plan in self.plans
+            and (offer.epoch, offer.version) > self.served
+        )
         if wanted and offer is not None and now >= self._not_before:
             if offer.digest == self.digest:
                 return AdoptVersion(offer)
@@ -102,11 +112,17 @@ class OfferAcceptance:
         retry_at = self._not_before if wanted and now < self._not_before else None
         if not self._looks:
             return WaitForOffer(retry_at)
-        return CheckSnapshot() if now >= self._look_at else WaitForOffer(min(self._look_at, retry_at or self._look_at))
+        return (
+            CheckSnapshot()
+            if now >= self._look_at
+            else WaitForOffer(min(self._look_at, retry_at or self._look_at))
+        )
 
     @property
     def _looks(self) -> bool:
-        """Return whether to look for snapshots: the learner is not asked, did not answer, or has offered nothing."""
+        """Return whether to look for snapshots: the learner is not asked, did not answer, or has
+        offered nothing.
+        """
         alone = self.newest is None or self._delay_s > FIRST_RETRY_S
         return self._snapshots == "only" or (self._snapshots == "fallback" and alone)
 
@@ -115,7 +131,9 @@ class OfferAcceptance:
         self._look_at = now + LOOK_EVERY_S
 
     def useful(self, offer: wire.WeightsOffer) -> str:
-        """Return why a snapshot, by its offer, cannot be used here; empty if it can. The text is stable."""
+        """Return why a snapshot, by its offer, cannot be used here; empty if it can. The text is
+        stable.
+        """
         newest = self.newest
         if (offer.epoch, offer.version) <= self.served:
             return OLD
@@ -140,7 +158,9 @@ class OfferAcceptance:
     def refusal(self) -> wire.OfferRefusal | None:
         """Why the newest offer cannot be served here, once that is certain."""
         refusal = self._refusal
-        is_certain = refusal is not None and (refusal.kind != "logprobs" or refusal.loads > QUIET_LOADS)
+        is_certain = refusal is not None and (
+            refusal.kind != "logprobs" or refusal.loads > QUIET_LOADS
+        )
         return refusal if is_certain else None
 
     @property
@@ -150,12 +170,20 @@ class OfferAcceptance:
 
     def taken(self, offer: wire.WeightsOffer, digest: str) -> None:
         """Note that the offered version is loaded, checked and served."""
-        self.served, self.digest = (offer.epoch, offer.version), digest
+        self.served = (offer.epoch, offer.version)
+        self.digest = digest
         self._delay_s = FIRST_RETRY_S
-        self.failed_loads, self._refusal, self._is_loading = 0, None, False
+        self.failed_loads = 0
+        self._refusal = None
+        self._is_loading = False
 
     def failed(
-        self, now: float, *, counts: bool = True, offer: wire.WeightsOffer | None = None, difference: str = ""
+        self,
+        now: float,
+        *,
+        counts: bool = True,
+        offer: wire.WeightsOffer | None = None,
+        difference: str = "",
     ) -> float:
         """Note that an attempt failed; return the seconds until the next one.
 
@@ -165,14 +193,17 @@ class OfferAcceptance:
             difference: of the loaded weights from the offer's, empty if something else failed.
         """
         self.failures += counts
-        is_newest = offer is not None and self.newest is not None and _order(offer) == _order(self.newest)
+        is_newest = (
+            offer is not None and self.newest is not None and _order(offer) == _order(self.newest)
+        )
         if self._is_loading and is_newest:
             self.failed_loads += 1
             self._refusal = None
             if difference and offer is not None:
                 self._refusal = _refusal(offer, "logprobs", difference, self.failed_loads)
         self._is_loading = False
-        delay_s, self._delay_s = self._delay_s, min(2 * self._delay_s, LAST_RETRY_S)
+        delay_s = self._delay_s
+        self._delay_s = min(2 * self._delay_s, LAST_RETRY_S)
         self._not_before = now + delay_s
         return delay_s
 
@@ -181,7 +212,9 @@ def _order(offer: wire.WeightsOffer) -> tuple[int, int]:
     return offer.epoch, offer.version
 
 
-def _refusal(offer: wire.WeightsOffer, kind: wire.RefusalKind, difference: str, loads: int = 0) -> wire.OfferRefusal:
+def _refusal(
+    offer: wire.WeightsOffer, kind: wire.RefusalKind, difference: str, loads: int = 0
+) -> wire.OfferRefusal:
     return wire.OfferRefusal(
         epoch=offer.epoch,
         version=offer.version,

@@ -1,4 +1,6 @@
-"""Receives a version in passing: complete tensors are handed on, and only a few buckets are in memory at a time."""
+"""Receives a version in passing: complete tensors are handed on, and only a few buckets are in
+memory at a time.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from broker.weights.group import IN_FLIGHT, WaitMonitor
 from broker.weights.plan import LayoutPlan, TensorSlot
 from broker.weights.store_messages import StoreMessages
 
-MOST_BUCKETS: Final = 2 * IN_FLIGHT  # on the wire, and complete but not loaded; further ones wait at the sender
+# on the wire, and complete but not loaded; further ones wait at the sender
+MOST_BUCKETS: Final = 2 * IN_FLIGHT
 LOOK_S: Final = 0.05
 
 NamedTensors = list[tuple[str, Tensor]]
@@ -25,7 +28,8 @@ NamedTensors = list[tuple[str, Tensor]]
 class BucketStream:
     """What arrives of one version; the receiving thread writes it, the loading one reads it.
 
-    A tensor that lies in one bucket is a view of it. One that spans several is put together in memory of its own.
+    A tensor that lies in one bucket is a view of it. One that spans several is put together in
+    memory of its own.
 
     Args:
         plan: of the model.
@@ -38,9 +42,11 @@ class BucketStream:
     held: Final = ""
 
     def __init__(self, plan: LayoutPlan, device: torch.device) -> None:
-        self.plan, self.device = plan, device
+        self.plan = plan
+        self.device = device
         self._buckets: dict[int, Tensor] = {}  # on the wire
-        self._unfinished: dict[str, tuple[Tensor, int]] = {}  # bytes of a tensor, and how many have arrived
+        # bytes of a tensor, and how many have arrived
+        self._unfinished: dict[str, tuple[Tensor, int]] = {}
         self._ready: queue.SimpleQueue[NamedTensors | None] = queue.SimpleQueue()
         self._room = MOST_BUCKETS
         self._lock = threading.Lock()
@@ -52,7 +58,9 @@ class BucketStream:
             TransferFailed: if only changes are sent.
         """
         if not whole:
-            raise TransferFailed("the learner sends only changes, but nothing is held here that they refer to")
+            raise TransferFailed(
+                "the learner sends only changes, but nothing is held here that they refer to"
+            )
         return self
 
     def __len__(self) -> int:
@@ -65,7 +73,9 @@ class BucketStream:
                 return None
             self._room -= 1
         start, stop = self.plan.buckets[index]
-        bucket = self._buckets[index] = torch.empty(stop - start, dtype=torch.uint8, device=self.device)
+        bucket = self._buckets[index] = torch.empty(
+            stop - start, dtype=torch.uint8, device=self.device
+        )
         return bucket
 
     def arrived(self, index: int) -> Tensor:
@@ -77,7 +87,9 @@ class BucketStream:
         return bucket
 
     def put(self, offset: int, part: Tensor) -> None:
-        """Hand on the tensors that a part of the model's flat buffer completes; for several threads."""
+        """Hand on the tensors that a part of the model's flat buffer completes; for several
+        threads.
+        """
         with self._lock:
             complete = self._completed(offset, part)
         if complete:
@@ -86,7 +98,8 @@ class BucketStream:
     def _completed(self, start: int, data: Tensor) -> NamedTensors:
         complete: NamedTensors = []
         for slot in self.plan.slots_between(start, start + data.numel()):
-            first, last = max(slot.offset, start), min(slot.stop, start + data.numel())
+            first = max(slot.offset, start)
+            last = min(slot.stop, start + data.numel())
             part = data[first - start : last - start]
             if last - first < slot.spec.size_bytes:
                 if slot.spec.name not in self._unfinished:
@@ -97,7 +110,9 @@ class BucketStream:
                     self._unfinished[slot.spec.name] = whole, so_far + last - first
                     continue
                 part = whole
-            complete.append((slot.spec.name, part.view(getattr(torch, slot.spec.dtype)).view(slot.spec.shape)))
+            complete.append(
+                (slot.spec.name, part.view(getattr(torch, slot.spec.dtype)).view(slot.spec.shape))
+            )
         return complete
 
     def _fresh(self, slot: TensorSlot) -> Tensor:
@@ -108,7 +123,8 @@ class BucketStream:
         self._ready.put(None)
 
     def tensors(self, watch: WaitMonitor, timeout_s: float) -> Iterator[NamedTensors]:
-        """Yield the tensors of each bucket as they come, until the end; each list is loaded before the next is read.
+        """Yield the tensors of each bucket as they come, until the end; each list is loaded before
+        the next is read.
 
         Raises:
             TransferFailed: if nothing comes for ``timeout_s``, or the wait was cancelled.

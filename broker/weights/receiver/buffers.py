@@ -1,4 +1,6 @@
-"""Buffers in which a receiver's versions arrive: two if the engine computes from one while the next fills."""
+"""Buffers in which a receiver's versions arrive: two if the engine computes from one while the next
+fills.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ class ReceiveBuffers:
     """One buffer, or two that take turns for an engine that keeps what it is given.
 
     Args:
-        kept: whether the engine computes from the tensors of its last update; otherwise it copies them.
+        kept: whether the engine computes from the tensors of its last update; otherwise it copies
+            them.
     """
 
     def __init__(self, *, kept: bool) -> None:
@@ -60,9 +63,12 @@ class ReceiveBuffers:
         self._in_use = False  # whether the engine computes from it
         self._spare: FlatBuffer | None = None
 
-    def hold(self, plan: LayoutPlan, tensors: Mapping[str, torch.Tensor], device: torch.device) -> str:
+    def hold(
+        self, plan: LayoutPlan, tensors: Mapping[str, torch.Tensor], device: torch.device
+    ) -> str:
         """Copy what the engine starts with, and return its digest."""
-        self._flat, self._in_use = FlatBuffer(plan, device), False
+        self._flat = FlatBuffer(plan, device)
+        self._in_use = False
         self._flat.fill(tensors)
         self._held = self._flat.digest()
         return self._held
@@ -72,31 +78,41 @@ class ReceiveBuffers:
         return self._flat
 
     def take(self, plan: LayoutPlan, device: torch.device) -> IncomingVersion:
-        """Return the buffer for the next version; one of a failed transfer is not reused, as it may still be written.
+        """Return the buffer for the next version; one of a failed transfer is not reused, as it may
+        still be written.
 
         Args:
             plan: of what arrives.
             device: where it arrives.
         """
-        if self._flat is not None and (self._flat.plan != plan or self._flat.buffer.device.type != device.type):
+        if self._flat is not None and (
+            self._flat.plan != plan or self._flat.buffer.device.type != device.type
+        ):
             self._forget()
         if self._flat is None:
             fresh = FlatBuffer(plan, device)
             return IncomingVersion(fresh, fresh, "")
-        base, held = self._flat, self._held
+        base = self._flat
+        held = self._held
         if self._in_use:
-            target, self._spare = self._spare or FlatBuffer(plan, device), None
+            target = self._spare or FlatBuffer(plan, device)
+            self._spare = None
             return IncomingVersion(target, base, held)
-        self._flat, self._held = None, ""
+        self._flat = None
+        self._held = ""
         return IncomingVersion(base, base, held)
 
     def arrived(self, arrival: IncomingVersion, digest: str) -> None:
         """Note that a version is complete; the engine loads it next."""
         self._spare = self._flat if self._in_use else None
-        self._flat, self._held, self._in_use = arrival.flat, digest, self._kept
+        self._flat = arrival.flat
+        self._held = digest
+        self._in_use = self._kept
 
     def load_failed(self) -> None:
-        """Note that the engine may now compute from either buffer, so that neither is written again."""
+        """Note that the engine may now compute from either buffer, so that neither is written
+        again.
+        """
         if self._kept:
             self._forget()
 
@@ -105,4 +121,7 @@ class ReceiveBuffers:
         self._forget()
 
     def _forget(self) -> None:
-        self._flat, self._held, self._in_use, self._spare = None, "", False, None
+        self._flat = None
+        self._held = ""
+        self._in_use = False
+        self._spare = None

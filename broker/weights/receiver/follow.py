@@ -1,4 +1,6 @@
-"""A receiver's side of a transfer (see ``broker.weights.sender.transfer``). It blocks and belongs in a thread."""
+"""A receiver's side of a transfer (see ``broker.weights.sender.transfer``). It blocks and belongs
+in a thread.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ def follow(
         window: on the sender's memory, for a shared session.
 
     Raises:
-        TransferFailed: if it failed. The communicator is closed and ``arrival.flat`` may still be written: drop it.
+        TransferFailed: if it failed. The communicator is closed and ``arrival.flat`` may still be
+            written: drop it.
     """
     lines = StoreMessages(store, session.session, watch)
     try:
@@ -78,7 +81,9 @@ def follow(
         if go == STRIPES:
             assert isinstance(store, BoardClient), "a receiver is connected to the rendezvous"
             try:
-                group, problem = take_stripes(lines, store, session, arrival, group, settings, watch)
+                group, problem = take_stripes(
+                    lines, store, session, arrival, group, settings, watch
+                )
             except TransferFailed as error:
                 raise (TransferFailed if watch.reason else PeerLost)(str(error)) from error
             if problem:
@@ -93,7 +98,8 @@ def follow(
             except TransferFailed as error:
                 raise (TransferFailed if watch.reason else PeerLost)(str(error)) from error
         expected = digest or _wait_for_digest(lines, session.timeout_s)
-        received = expected if digests is None else combine(digests)  # each stripe was compared with its own digest
+        # each stripe was compared with its own digest
+        received = expected if digests is None else combine(digests)
         if received != expected:
             why = f"digest of version {session.version}: received {received}, offered {expected}; nothing was loaded"
             raise TransferFailed(why)
@@ -111,7 +117,9 @@ def follow(
     return ReceivedVersion(group, received)
 
 
-def _meet(store: BoardStore, session: wire.WeightsSession, name: str, settings: TransferSettings) -> Group:
+def _meet(
+    store: BoardStore, session: wire.WeightsSession, name: str, settings: TransferSettings
+) -> Group:
     if session.carrier == "curve":
         assert isinstance(store, BoardClient), "a receiver is connected to the rendezvous"
         return CurveReceiver(store, name, settings.timeout_s)
@@ -119,7 +127,12 @@ def _meet(store: BoardStore, session: wire.WeightsSession, name: str, settings: 
 
 
 def _take(
-    lines: StoreMessages, group: Group, arrival: IncomingVersion | BucketStream, watch: WaitMonitor, *, whole: bool
+    lines: StoreMessages,
+    group: Group,
+    arrival: IncomingVersion | BucketStream,
+    watch: WaitMonitor,
+    *,
+    whole: bool,
 ) -> list[bytes]:
     """Receive by broadcast; return the digest of each bucket."""
     incoming = arrival.incoming(lines, whole=whole)
@@ -161,12 +174,18 @@ def _read(
             lines.say(f"at/{session.rank}", str(index + 1))
 
     return window.take(
-        session.version, bucket, watch, timeout_s=session.timeout_s, done=done, peek=lambda: _stopped(lines)
+        session.version,
+        bucket,
+        watch,
+        timeout_s=session.timeout_s,
+        done=done,
+        peek=lambda: _stopped(lines),
     )
 
 
 def wait_for_go(lines: StoreMessages, timeout_s: float) -> str:
-    """Wait until the sender begins; return what it sends: empty for everything, ``changes`` or ``stripes``.
+    """Wait until the sender begins; return what it sends: empty for everything, ``changes`` or
+    ``stripes``.
 
     Raises:
         PeerLost: if it does not begin, or cancels.

@@ -1,4 +1,6 @@
-"""Reads one version from shared memory while the sender is still packing it; ends if it is overwritten."""
+"""Reads one version from shared memory while the sender is still packing it; ends if it is
+overwritten.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,18 @@ class MemoryRead:
         copy: Callable[[Any, Any], None],
         piece: int,
     ) -> None:
-        self._words, self._version, self._watch, self._timeout_s, self._peek = words, version, watch, timeout_s, peek
-        self._copy, self._piece = copy, piece
+        self._words = words
+        self._version = version
+        self._watch = watch
+        self._timeout_s = timeout_s
+        self._peek = peek
+        self._copy = copy
+        self._piece = piece
 
     def bucket(self, source: Any, target: Any, start: int, bucket: Tensor) -> bytes:
         """Copy a bucket; return the digest of the copy."""
-        digest, done = BucketDigest(bucket), 0
+        digest = BucketDigest(bucket)
+        done = 0
         while done < len(source):
             stop = min(done + self._piece, len(source))
             self._packed(start + stop)
@@ -49,7 +57,8 @@ class MemoryRead:
 
     def _packed(self, offset: int) -> None:
         """Wait until all bytes below are packed."""
-        progress_at, before = time.monotonic(), -1
+        progress_at = time.monotonic()
+        before = -1
         while True:
             self._watch.beat()
             if self._watch.due():
@@ -59,7 +68,8 @@ class MemoryRead:
             if packed >= offset:
                 return
             if packed != before:
-                progress_at, before = time.monotonic(), packed
+                progress_at = time.monotonic()
+                before = packed
             if time.monotonic() - progress_at > self._timeout_s:
                 why = f"was packed up to byte {packed}, then nothing came for {self._timeout_s:g} s"
                 raise TransferFailed(f"version {self._version} {why}")

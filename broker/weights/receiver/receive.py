@@ -1,4 +1,6 @@
-"""A rollout server's end of the weight channel: follows the offers and loads the newest version into the engine."""
+"""A rollout server's end of the weight channel: follows the offers and loads the newest version
+into the engine.
+"""
 
 from __future__ import annotations
 
@@ -58,16 +60,19 @@ class WeightReceiver:
 
     Args:
         server_id: as in presence.
-        tensors: the engine's weights by name, as they travel; meta tensors if the bytes cannot be read, so that the
-            first version needs a transfer.
+        tensors: the engine's weights by name, as they travel; meta tensors if the bytes cannot be
+            read, so that the first version needs a transfer.
         load: loads the given tensors into the engine at a safe point and checks the offer's probe
-            (``probe.check_probe``); raises TransferFailed if it does not match. The tensors are valid until it returns.
-            An empty mapping means that the engine holds the bytes and only the version is new. The version counts as
-            served when ``load`` returns.
+            (``probe.check_probe``); raises TransferFailed if it does not match. The tensors are
+            valid until it returns. An empty mapping means that the engine holds the bytes and only
+            the version is new. The version counts as served when ``load`` returns.
         bucket_mib: the sender's.
-        dtype: of floating-point tensors on the way, torch's name or ``fp8``, as at the sender; None: their own.
-        device: the GPU for buckets that come by nccl; None: where the tensors are. By gloo they arrive on the CPU.
-        kept: the tensors given to ``load`` are used until it returns the next time; else only until it returns.
+        dtype: of floating-point tensors on the way, torch's name or ``fp8``, as at the sender;
+            None: their own.
+        device: the GPU for buckets that come by nccl; None: where the tensors are. By gloo they
+            arrive on the CPU.
+        kept: the tensors given to ``load`` are used until it returns the next time; else only until
+            it returns.
         first: finds the base of adapters, see ``adapter.AdapterBase``.
         snapshots: where to look while the learner cannot be reached.
         only_snapshots: never ask the learner.
@@ -107,7 +112,9 @@ class WeightReceiver:
         self._settings = settings or TransferSettings()
         self._questions = WeightRequests(bus, server_id, self._settings.connect_timeout_s)
         self._lookout = SnapshotPoller(snapshots, bus.run) if snapshots is not None else None
-        looking: Snapshots = "none" if snapshots is None else "only" if only_snapshots else "fallback"
+        looking: Snapshots = (
+            "none" if snapshots is None else "only" if only_snapshots else "fallback"
+        )
         self._state = OfferAcceptance(self.plan.digest, None, looking)
         quantised = dtype == fp8.NAME
         self._landing = WeightLoader(
@@ -127,8 +134,10 @@ class WeightReceiver:
         )  # consecutive failed transfers from the learner of ``_lost_epoch``
         self._lost_epoch = 0
         self._communicator: Group | None = None
-        self._watch, self._receiving_epoch = WaitMonitor(), 0
-        self._changed, self._served = asyncio.Event(), asyncio.Condition()
+        self._watch = WaitMonitor()
+        self._receiving_epoch = 0
+        self._changed = asyncio.Event()
+        self._served = asyncio.Condition()
         self._tasks: ChannelTasks | None = None
         self._pace = pace or asyncio.Lock()
         self._waiting = Reminders()  # for an absent learner
@@ -159,12 +168,18 @@ class WeightReceiver:
     def metrics(self) -> dict[str, float]:
         """Return weights/{version,seconds,gbytes_per_s,shared,load_seconds,failures,failed_loads}.
 
-        These are of the served version, the last transfer and the last load. ``shared`` is 1 if the last transfer was
-        by shared memory. ``load_seconds`` is from the last byte until the engine serves; the engine itself reports its
-        pause. ``failures`` counts since the start, ``failed_loads`` how often the newest version was loaded in vain.
+        These are of the served version, the last transfer and the last load. ``shared`` is 1 if the
+        last transfer was by shared memory. ``load_seconds`` is from the last byte until the engine
+        serves; the engine itself reports its pause. ``failures`` counts since the start,
+        ``failed_loads`` how often the newest version was loaded in vain.
         """
-        counts = {"weights/failures": self._state.failures, "weights/failed_loads": self._state.failed_loads}
-        return {**self._values, **self._landing.values} | {name: float(count) for name, count in counts.items()}
+        counts = {
+            "weights/failures": self._state.failures,
+            "weights/failed_loads": self._state.failed_loads,
+        }
+        return {**self._values, **self._landing.values} | {
+            name: float(count) for name, count in counts.items()
+        }
 
     async def join(self) -> None:
         """Wait forever; raise the error that stopped the channel, if one does."""
@@ -178,23 +193,28 @@ class WeightReceiver:
         if self._tasks is not None:
             await self._tasks.cancel()
         if self._communicator is not None:
-            closing, self._communicator = self._communicator.close(), None
+            closing = self._communicator.close()
+            self._communicator = None
             await in_thread(lambda: closing.join(1.0), "weights-join")
         await in_thread(self._questions.disconnect, "weights-disconnect")
 
-    # ------------------------------------------------------------------------------------------ offers
+    # ------------------------------------------------------------------------------------------
+    # offers
 
     async def _follow_offers(self) -> None:
         async for offer in self._bus.watch_last(WEIGHTS):
             assert isinstance(offer, wire.WeightsOffer)
             if offer.epoch > self._receiving_epoch:
                 self._watch.cancel(f"the learner of epoch {offer.epoch} took over")
-            async with self._pace if offer.adapter is not None else nullcontext():  # it may read the engine's weights
+            # it may read the engine's weights
+            async with self._pace if offer.adapter is not None else nullcontext():
                 problem = await self._landing.found(offer)
             refused = self._state.offered(offer)
             self.refused = ""
             if offer.plan not in self._state.plans and self._state.newest is offer:
-                difference = problem or await self._questions.explain(offer, self._landing.plan(offer.adapter))
+                difference = problem or await self._questions.explain(
+                    offer, self._landing.plan(offer.adapter)
+                )
                 self._state.refuse(offer, "base" if problem else "layout", difference)
                 is_known = self._difference == difference
                 self._difference = difference
@@ -206,7 +226,8 @@ class WeightReceiver:
                 log.warning("weights: offer refused: %s", refused)
             self._changed.set()
 
-    # --------------------------------------------------------------------------------------- transfers
+    # ---------------------------------------------------------------------------------------
+    # transfers
 
     async def _pursue(self) -> None:
         while True:
@@ -221,19 +242,28 @@ class WeightReceiver:
             if isinstance(action, WaitForOffer):
                 try:
                     until = action.until
-                    async with asyncio.timeout(None if until is None else max(0.0, until - time.monotonic())):
+                    async with asyncio.timeout(
+                        None if until is None else max(0.0, until - time.monotonic())
+                    ):
                         await self._changed.wait()
                 except TimeoutError:
                     pass
                 self._changed.clear()
 
-    async def _attempt(self, offer: wire.WeightsOffer, step: Callable[[wire.WeightsOffer], Awaitable[str]]) -> None:
+    async def _attempt(
+        self, offer: wire.WeightsOffer, step: Callable[[wire.WeightsOffer], Awaitable[str]]
+    ) -> None:
         try:
             digest = await step(offer)
         except RequestFailed as error:
             self._state.failed(time.monotonic(), counts=False)
             if self._waiting.due(time.monotonic()):
-                log.info("weights: waiting for epoch %d version %d: %s", offer.epoch, offer.version, error)
+                log.info(
+                    "weights: waiting for epoch %d version %d: %s",
+                    offer.epoch,
+                    offer.version,
+                    error,
+                )
         except TransferFailed as error:
             self.last_error = str(error)
             difference = str(error) if isinstance(error, OfferRefused) else ""
@@ -254,7 +284,13 @@ class WeightReceiver:
         elif not self._repeating.due(time.monotonic()):
             return
         error = self.problem or self.last_error
-        log.warning("weights: epoch %d version %d: %s; again in %.1f s", offer.epoch, offer.version, error, delay_s)
+        log.warning(
+            "weights: epoch %d version %d: %s; again in %.1f s",
+            offer.epoch,
+            offer.version,
+            error,
+            delay_s,
+        )
 
     @property
     def problem(self) -> str:
@@ -287,14 +323,18 @@ class WeightReceiver:
         if self._workers is not None and answer.carrier in self._workers.takes(offer):
             return await self._receive_in_workers(self._workers, answer, offer)
         arrival = self._landing.take(plan, on_device=answer.carrier in ("ipc", "nccl"))
-        communicator, self._communicator = self._communicator, None
-        watch, self._receiving_epoch = WaitMonitor(), offer.epoch
+        communicator = self._communicator
+        self._communicator = None
+        watch = WaitMonitor()
+        self._receiving_epoch = offer.epoch
         self._watch = watch
         self._lost[answer.carrier] += 1  # until it has arrived
         started = time.monotonic()
         taking = partial(self._take, answer, offer, arrival, communicator, watch, window)
         with self._spans.work("weights"):
-            received = await patiently(in_thread(taking, "weights-receive"), watch, answer.timeout_s)
+            received = await patiently(
+                in_thread(taking, "weights-receive"), watch, answer.timeout_s
+            )
         self._communicator = received.communicator
         self._lost[answer.carrier] = 0
         self._values["weights/shared"] = float(answer.carrier in READ)
@@ -310,15 +350,22 @@ class WeightReceiver:
             TransferFailed: if one of them failed.
         """
         watch = self._watch = WaitMonitor()
-        self._receiving_epoch, started, keys = offer.epoch, time.monotonic(), self._questions.keys
+        self._receiving_epoch = offer.epoch
+        started = time.monotonic()
+        keys = self._questions.keys
         self._lost[answer.carrier] += 1
         self._state.loading()
         lines = StoreMessages(await in_thread(lambda: self._questions.connect(answer), "weights-connect"),
                               answer.session, watch)  # fmt: skip
 
         async def go() -> None:
-            if await in_thread(lambda: wait_for_go(lines, answer.timeout_s), "weights-go") == CHANGES:
-                raise TransferFailed("the learner sends only changes, which the engine's workers cannot use")
+            if (
+                await in_thread(lambda: wait_for_go(lines, answer.timeout_s), "weights-go")
+                == CHANGES
+            ):
+                raise TransferFailed(
+                    "the learner sends only changes, which the engine's workers cannot use"
+                )
 
         transfer = WorkerTransfer(
             session=answer,
@@ -340,7 +387,9 @@ class WeightReceiver:
         self._landing.note_transfer(self.plan.size_bytes, seconds)
         return digest
 
-    def _takes(self, offer: wire.WeightsOffer, window: SegmentReader | None) -> dict[wire.Carrier, int]:
+    def _takes(
+        self, offer: wire.WeightsOffer, window: SegmentReader | None
+    ) -> dict[wire.Carrier, int]:
         """Return how this server can take the offered version, best first."""
         device = self._landing.device
         if offer.epoch != self._lost_epoch:  # another learner, perhaps on another host
@@ -354,7 +403,9 @@ class WeightReceiver:
         )
 
     def carriers(self) -> list[str]:
-        """Return how this server can take weights, best first; ipc and shared only from a learner of this host."""
+        """Return how this server can take weights, best first; ipc and shared only from a learner
+        of this host.
+        """
         on_gpu = self._landing.device.type == "cuda"
         workers = self._workers.carriers if self._workers is not None else None
         found = list(takes(reads="ipc" if on_gpu else "shared", workers=workers, on_gpu=on_gpu))
@@ -368,7 +419,9 @@ class WeightReceiver:
         window = self._neighbour.reach(offer.segment, self._landing.plan(offer.adapter))
         if self._neighbour.problem not in ("", known):
             why = self._neighbour.problem
-            log.info("weights: the learner's memory cannot be read from here (%s), so it sends them", why)
+            log.info(
+                "weights: the learner's memory cannot be read from here (%s), so it sends them", why
+            )
         return window
 
     def _take(
@@ -385,7 +438,9 @@ class WeightReceiver:
         try:
             host = address_towards(answer.host, answer.port)
         except OSError as error:
-            raise TransferFailed(f"no route to the learner's {answer.host}: {error.strerror}") from None
+            raise TransferFailed(
+                f"no route to the learner's {answer.host}: {error.strerror}"
+            ) from None
         settings = replace(self._settings, host=host, timeout_s=answer.timeout_s)
         try:
             store = self._questions.connect(answer)
@@ -394,12 +449,15 @@ class WeightReceiver:
                 communicator.close()
             raise
         try:
-            return follow(store, answer, offer.digest, arrival, communicator, settings, watch, window)
+            return follow(
+                store, answer, offer.digest, arrival, communicator, settings, watch, window
+            )
         except TransferFailed:
             store.close()  # a new connection is made: this one may have lost a reply
             raise
 
-    # --------------------------------------------------------------------------------------- snapshots
+    # ---------------------------------------------------------------------------------------
+    # snapshots
 
     async def _look(self) -> None:
         """Take the existing snapshot if it helps."""
@@ -430,17 +488,22 @@ class WeightReceiver:
             raise TransferFailed(f"snapshot {where}: {reason}{': ' if first else ''}{first}")
         return not reason
 
-    async def _read(self, lookout: SnapshotPoller, manifest: SnapshotManifest, offer: wire.WeightsOffer) -> str:
+    async def _read(
+        self, lookout: SnapshotPoller, manifest: SnapshotManifest, offer: wire.WeightsOffer
+    ) -> str:
         """Read, check and load a snapshot; return the digest.
 
         Raises:
             TransferFailed: if it cannot be read, or its bytes are wrong.
         """
         newest = self._state.newest
-        self._watch, self._receiving_epoch = WaitMonitor(), max(offer.epoch, newest.epoch if newest is not None else 0)
+        self._watch = WaitMonitor()
+        self._receiving_epoch = max(offer.epoch, newest.epoch if newest is not None else 0)
         started = time.monotonic()
         arrival = self._landing.take(manifest.plan)  # in host memory
         await lookout.read(manifest, arrival, self._watch)
-        log.info("weights: epoch %d version %d read from %s", offer.epoch, offer.version, lookout.where)
+        log.info(
+            "weights: epoch %d version %d read from %s", offer.epoch, offer.version, lookout.where
+        )
         await self._landing.arrived(arrival, offer.digest, offer, time.monotonic() - started)
         return offer.digest

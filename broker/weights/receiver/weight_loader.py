@@ -42,12 +42,20 @@ class WeightLoader:
         first: First | None,
         quantised: bool,
     ) -> None:
-        self._state, self._plan, self._tensors, self._load = state, plan, tensors, load
-        self._device = torch.device(device) if device is not None else next(iter(tensors.values())).device
-        self._dtypes = {name: tensor.dtype for name, tensor in tensors.items()} if quantised else None
+        self._state = state
+        self._plan = plan
+        self._tensors = tensors
+        self._load = load
+        self._device = (
+            torch.device(device) if device is not None else next(iter(tensors.values())).device
+        )
+        self._dtypes = (
+            {name: tensor.dtype for name, tensor in tensors.items()} if quantised else None
+        )
         self._as_sent = not quantised  # the engine computes with the bytes that the digest covers
         self._foundation = AdapterBase(plan, bucket_mib, tensors, first)
-        self._buffers = ReceiveBuffers(kept=kept and not quantised)  # an engine gets copies of quantized ones
+        # an engine gets copies of quantized ones
+        self._buffers = ReceiveBuffers(kept=kept and not quantised)
         self.values: dict[str, float] = {}
 
     async def begin(self) -> None:
@@ -83,7 +91,9 @@ class WeightLoader:
         """Free the buffers, except what the engine computes from; the next version comes whole."""
         self._buffers.rest()
 
-    async def arrived(self, arrival: IncomingVersion, digest: str, offer: wire.WeightsOffer, seconds: float) -> None:
+    async def arrived(
+        self, arrival: IncomingVersion, digest: str, offer: wire.WeightsOffer, seconds: float
+    ) -> None:
         """Have the engine load a complete version.
 
         Args:
@@ -95,14 +105,21 @@ class WeightLoader:
         self._buffers.arrived(arrival, digest)
         self.note_transfer(arrival.flat.plan.size_bytes, seconds)
         tensors = arrival.flat.tensors
-        await self._bring_in(self._whole(tensors) if offer.adapter is None else self._foundation.merged(tensors), offer)
+        await self._bring_in(
+            self._whole(tensors) if offer.adapter is None else self._foundation.merged(tensors),
+            offer,
+        )
 
     def note_transfer(self, size_bytes: int, seconds: float) -> None:
         """Note the size and duration of a transfer in ``values``."""
-        self.values |= {"weights/seconds": seconds, "weights/gbytes_per_s": size_bytes / seconds / 1e9}
+        self.values |= {
+            "weights/seconds": seconds,
+            "weights/gbytes_per_s": size_bytes / seconds / 1e9,
+        }
 
     async def adopt(self, offer: wire.WeightsOffer) -> None:
-        """Have the engine serve the weights that it holds as the offer's version, whose digest matches.
+        """Have the engine serve the weights that it holds as the offer's version, whose digest
+        matches.
 
         Raises:
             TransferFailed: if loading fails, or the probe does not match.
@@ -110,7 +127,8 @@ class WeightLoader:
         if self._as_sent:
             await self._bring_in({}, offer)
             return
-        # the engine's first weights in the form in which they would have come; it holds unquantized ones
+        # the engine's first weights in the form in which they would have come; it holds unquantized
+        # ones
         held = self._buffers.whole()
         if held is None:
             self._state.loading()

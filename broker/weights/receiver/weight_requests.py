@@ -28,7 +28,9 @@ class WeightRequests:
     """
 
     def __init__(self, bus: Bus, server: str, connect_timeout_s: float) -> None:
-        self._bus, self._server, self._connect_timeout_s = bus, server, connect_timeout_s
+        self._bus = bus
+        self._server = server
+        self._connect_timeout_s = connect_timeout_s
         self._epoch, self._keys = -1, KeyPair.make()
         self._client: BoardClient | None = None
 
@@ -43,7 +45,9 @@ class WeightRequests:
         Raises:
             RequestFailed: if there is no response.
         """
-        epoch, version, waits_s = offer.epoch, offer.version, JOIN_TIMEOUT_S + MORE_S
+        epoch = offer.epoch
+        version = offer.version
+        waits_s = JOIN_TIMEOUT_S + MORE_S
         if epoch != self._epoch:
             self.disconnect()
             self._epoch, self._keys = epoch, KeyPair.make()
@@ -55,10 +59,14 @@ class WeightRequests:
             key=self._keys.public,
             carriers=dict(carriers),
         )
-        return await request(self._bus, WEIGHTSYNC, str(epoch), join, timeout_s=waits_s, reply=wire.WeightsSession)
+        return await request(
+            self._bus, WEIGHTSYNC, str(epoch), join, timeout_s=waits_s, reply=wire.WeightsSession
+        )
 
     async def explain(self, offer: wire.WeightsOffer, mine: LayoutPlan) -> str:
-        """Describe how the offer differs from the model here: the first tensor, if the learner can be reached."""
+        """Describe how the offer differs from the model here: the first tensor, if the learner can
+        be reached.
+        """
         try:
             answer = await self.join(offer, mine, {carrier: 1 for carrier in offer.carriers})
             text = await in_thread(lambda: self._fetch_plan(answer), "weights-plan")
@@ -77,7 +85,8 @@ class WeightRequests:
         return self._keys
 
     def connect(self, answer: wire.WeightsSession) -> BoardClient:
-        """Return a connection to the learner's rendezvous, the existing one if it is still good; blocks.
+        """Return a connection to the learner's rendezvous, the existing one if it is still good;
+        blocks.
 
         Raises:
             TransferFailed: if there is no answer.

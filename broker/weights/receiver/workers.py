@@ -1,4 +1,5 @@
-"""Transfers that an engine's own worker processes receive: each is a rank of the communicator and loads its part.
+"""Transfers that an engine's own worker processes receive: each is a rank of the communicator and
+loads its part.
 
     server                                                   each worker
     join, with the number of workers
@@ -8,9 +9,9 @@
                                                              digest of all that this worker received is the learner's?
     resumes; probe                                     <---
 
-No copy goes through the server's process, and a worker holds a few buckets at a time, not a second model. The price:
-the engine pauses for the rest of the transfer, and a transfer that fails half-way leaves it without a version until
-the next one has succeeded.
+No copy goes through the server's process, and a worker holds a few buckets at a time, not a second
+model. The price: the engine pauses for the rest of the transfer, and a transfer that fails half-way
+leaves it without a version until the next one has succeeded.
 """
 
 from __future__ import annotations
@@ -65,23 +66,29 @@ class EngineWorkers:
     Attributes:
         carriers: by which they can, with the number of workers.
         devices: UUIDs of their GPUs; NCCL takes no two members on one.
-        receive: has the workers receive and load a version once the awaitable has returned, and checks the offer's
-            probe; returns the digest of what they received. Raises TransferFailed if one failed; what the engine holds
-            is then unknown.
+        receive: has the workers receive and load a version once the awaitable has returned, and
+            checks the offer's probe; returns the digest of what they received. Raises
+            TransferFailed if one failed; what the engine holds is then unknown.
     """
 
     carriers: Mapping[wire.Carrier, int]
-    receive: Callable[[WorkerTransfer, wire.WeightsOffer, Callable[[], Awaitable[None]]], Awaitable[str]]
+    receive: Callable[
+        [WorkerTransfer, wire.WeightsOffer, Callable[[], Awaitable[None]]], Awaitable[str]
+    ]
     devices: frozenset[str] = frozenset()
 
     def takes(self, offer: wire.WeightsOffer) -> dict[wire.Carrier, int]:
-        """Return how they can receive an offered version; adapters are merged by the server's process."""
+        """Return how they can receive an offered version; adapters are merged by the server's
+        process.
+        """
         if offer.adapter is not None:
             return {}
         impossible = set[wire.Carrier]() if is_here(offer.segment) else set(READ)
         if self.devices & set(offer.devices):
             impossible.add("nccl")
-        return {carrier: ranks for carrier, ranks in self.carriers.items() if carrier not in impossible}
+        return {
+            carrier: ranks for carrier, ranks in self.carriers.items() if carrier not in impossible
+        }
 
 
 class WorkerReceiver:
@@ -93,7 +100,8 @@ class WorkerReceiver:
     """
 
     def __init__(self, worker: int, device: torch.device) -> None:
-        self._worker, self._device = worker, device
+        self._worker = worker
+        self._device = device
         self._store: BoardClient | None = None
         self._group: Group | None = None
         self._running: _Running | None = None
@@ -102,9 +110,13 @@ class WorkerReceiver:
         """Start to receive in a thread; cancels a transfer that was begun before."""
         self.cancel("another transfer begins")
         transfer = msgspec.json.decode(text, type=WorkerTransfer)
-        session = msgspec.structs.replace(transfer.session, rank=transfer.session.rank + self._worker)
+        session = msgspec.structs.replace(
+            transfer.session, rank=transfer.session.rank + self._worker
+        )
         device = self._device if session.carrier in ("nccl", "ipc") else torch.device("cpu")
-        running = self._running = _Running(BucketStream(plans.from_text(transfer.plan), device), session.timeout_s)
+        running = self._running = _Running(
+            BucketStream(plans.from_text(transfer.plan), device), session.timeout_s
+        )
 
         def run() -> None:
             try:
@@ -120,7 +132,11 @@ class WorkerReceiver:
         running.thread.start()
 
     def _receive(
-        self, transfer: WorkerTransfer, session: wire.WeightsSession, running: _Running, device: torch.device
+        self,
+        transfer: WorkerTransfer,
+        session: wire.WeightsSession,
+        running: _Running,
+        device: torch.device,
     ) -> str:
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -133,15 +149,29 @@ class WorkerReceiver:
         try:
             host = address_towards(session.host, session.port)
         except OSError as error:
-            raise TransferFailed(f"no route to the learner's {session.host}: {error.strerror}") from None
+            raise TransferFailed(
+                f"no route to the learner's {session.host}: {error.strerror}"
+            ) from None
         settings = TransferSettings(
             host=host, timeout_s=session.timeout_s, connect_timeout_s=transfer.connect_timeout_s
         )
-        group, self._group = self._group, None
-        window = _window(transfer.segment, running.stream.plan, device) if session.carrier in READ else None
+        group = self._group
+        self._group = None
+        window = (
+            _window(transfer.segment, running.stream.plan, device)
+            if session.carrier in READ
+            else None
+        )
         try:
             received = follow(
-                self._store, session, transfer.digest, running.stream, group, settings, running.watch, window
+                self._store,
+                session,
+                transfer.digest,
+                running.stream,
+                group,
+                settings,
+                running.watch,
+                window,
             )
         except TransferFailed:
             self._store.close()
@@ -153,7 +183,8 @@ class WorkerReceiver:
         return received.digest
 
     def load(self, load: Callable[[NamedTensors], None]) -> str:
-        """Load the tensors of the transfer that was begun as they come; return the digest of all bytes.
+        """Load the tensors of the transfer that was begun as they come; return the digest of all
+        bytes.
 
         Raises:
             TransferFailed: if it failed; what was loaded so far is of the new version.
@@ -176,7 +207,8 @@ class WorkerReceiver:
 
     def cancel(self, reason: str) -> None:
         """Cancel the transfer that was begun, if any, and wait for its thread."""
-        running, self._running = self._running, None
+        running = self._running
+        self._running = None
         if running is not None and running.thread is not None:
             running.watch.cancel(reason)
             running.thread.join(1.0)

@@ -1,1 +1,3 @@
-"""Where the members of a weight transfer meet: a torch store over ZeroMQ CURVE, for admitted servers only."""
+"""Where the members of a weight transfer meet: a torch store over ZeroMQ CURVE, for admitted
+servers only.
+"""

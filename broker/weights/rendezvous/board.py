@@ -35,7 +35,9 @@ class Board:
         self._values: dict[str, bytes] = {}
         self._sealed: set[str] = set()
         self._waits: dict[Hashable, tuple[tuple[str, ...], float]] = {}
-        self._max_keys, self._max_bytes, self.size_bytes = max_keys, max_bytes, 0
+        self._max_keys = max_keys
+        self._max_bytes = max_bytes
+        self.size_bytes = 0
 
     def __len__(self) -> int:
         return len(self._values)
@@ -50,8 +52,12 @@ class Board:
             raise BoardFull(f"key {key[:80]!r} is read-only")
         before = self._values.get(key)
         more = len(value) - len(before) if before is not None else len(key) + len(value)
-        if (before is None and len(self._values) >= self._max_keys) or self.size_bytes + more > self._max_bytes:
-            raise BoardFull(f"the rendezvous is full: {len(self._values)} keys, {self.size_bytes} bytes")
+        if (
+            before is None and len(self._values) >= self._max_keys
+        ) or self.size_bytes + more > self._max_bytes:
+            raise BoardFull(
+                f"the rendezvous is full: {len(self._values)} keys, {self.size_bytes} bytes"
+            )
         self._values[key] = value
         self.size_bytes += more
 
@@ -82,7 +88,8 @@ class Board:
         return total
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Store ``desired`` if the value is ``expected``, or if it is missing and ``expected`` empty; as torch does.
+        """Store ``desired`` if the value is ``expected``, or if it is missing and ``expected``
+        empty; as torch does.
 
         Returns:
             The value afterwards; ``expected`` if it is missing.

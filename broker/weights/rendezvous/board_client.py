@@ -1,4 +1,6 @@
-"""A server's end of the rendezvous: a store on the learner's, encrypted and authenticated by both ends' keys."""
+"""A server's end of the rendezvous: a store on the learner's, encrypted and authenticated by both
+ends' keys.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class KeyPair:
 
 @dataclass(frozen=True)
 class RendezvousAddress:
-    """Where the learner's rendezvous is, and the public key (Z85) that proves that it is the learner's."""
+    """Where the learner's rendezvous is, and the public key (Z85) that proves that it is the
+    learner's.
+    """
 
     host: str
     port: int
@@ -52,7 +56,8 @@ class BoardClient(BoardStore):
     """A connection. Its methods may be called from any thread.
 
     Args:
-        timeout_s: longest wait for the connection, and for a reply beyond what the request itself waits for.
+        timeout_s: longest wait for the connection, and for a reply beyond what the request itself
+            waits for.
 
     Raises:
         TransferFailed: if there is no answer; it may be that this server was not admitted.
@@ -60,10 +65,15 @@ class BoardClient(BoardStore):
 
     def __init__(self, address: RendezvousAddress, keys: KeyPair, timeout_s: float) -> None:
         super().__init__(timeout_s)
-        self.address, self._keys, self.timeout_s = address, keys, timeout_s
-        self._lock, self._serial, self.lost = threading.Lock(), 0, ""
+        self.address = address
+        self._keys = keys
+        self.timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._serial = 0
+        self.lost = ""
         self._socket = self.connect()
-        self._monitor = self._socket.get_monitor_socket(zmq.Event.DISCONNECTED)  # a dead learner's host closes at once
+        # a dead learner's host closes at once
+        self._monitor = self._socket.get_monitor_socket(zmq.Event.DISCONNECTED)
         try:
             self.request(BoardRequest("check"))
         except RuntimeError:
@@ -77,11 +87,13 @@ class BoardClient(BoardStore):
         """Return one more connection to the learner; the caller owns it."""
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         socket.curve_serverkey = self.address.key.encode()
-        socket.curve_publickey, socket.curve_secretkey = self._keys.public.encode(), self._keys.secret
+        socket.curve_publickey = self._keys.public.encode()
+        socket.curve_secretkey = self._keys.secret
         socket.linger = 0
         socket.ipv6 = ":" in self.address.host
         socket.maxmsgsize = MAX_REPLY_BYTES
-        socket.heartbeat_ivl, socket.heartbeat_timeout = 5000, 30_000
+        socket.heartbeat_ivl = 5000
+        socket.heartbeat_timeout = 30_000
         socket.connect(f"tcp://{self.address.where}")
         return socket
 
@@ -89,7 +101,8 @@ class BoardClient(BoardStore):
         """Perform an operation.
 
         Raises:
-            RuntimeError: if it cannot be performed, or there is no reply; after that there is none to any request.
+            RuntimeError: if it cannot be performed, or there is no reply; after that there is none
+                to any request.
         """
         with self._lock:
             if self.lost:

@@ -15,7 +15,8 @@ MAX_KEY: Final = 1024  # characters
 MAX_KEYS: Final = 4096  # of one request
 MAX_VALUE_BYTES: Final = 1 << 20  # of a member's value
 MAX_WAIT_S: Final = 60.0
-SLICE_S: Final = 0.2  # a member's longest wait in one request, so that its other threads get their turn
+# a member's longest wait in one request, so that its other threads get their turn
+SLICE_S: Final = 0.2
 
 Key = Annotated[str, msgspec.Meta(max_length=MAX_KEY)]
 Value = Annotated[bytes, msgspec.Meta(max_length=MAX_VALUE_BYTES)]
@@ -34,7 +35,9 @@ class BoardRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         size: bytes to ``fetch``.
     """
 
-    op: Literal["set", "append", "peek", "wait", "check", "add", "compare_set", "delete", "count", "fetch"]
+    op: Literal[
+        "set", "append", "peek", "wait", "check", "add", "compare_set", "delete", "count", "fetch"
+    ]
     keys: Annotated[list[Key], msgspec.Meta(max_length=MAX_KEYS)] = []
     value: Value = b""
     expected: Value = b""
@@ -91,7 +94,9 @@ class BoardStore(Store):
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         """Store a value if the present one is as expected; return the one afterwards."""
-        request = BoardRequest("compare_set", [key], value=_bytes(desired), expected=_bytes(expected))
+        request = BoardRequest(
+            "compare_set", [key], value=_bytes(desired), expected=_bytes(expected)
+        )
         return _only(self.request(request))
 
     def delete_key(self, key: str) -> bool:
@@ -135,11 +140,15 @@ class BoardStore(Store):
         deadline = time.monotonic() + timeout_s
         while True:
             left_s = deadline - time.monotonic()
-            values = self.request(BoardRequest("wait", keys, timeout_s=max(0.0, min(left_s, SLICE_S))))
+            values = self.request(
+                BoardRequest("wait", keys, timeout_s=max(0.0, min(left_s, SLICE_S)))
+            )
             if values is not None:
                 return values
             if left_s <= 0:
-                raise RuntimeError(f"wait timeout after {timeout_s:g} s, keys: {', '.join(keys)[:200]}")
+                raise RuntimeError(
+                    f"wait timeout after {timeout_s:g} s, keys: {', '.join(keys)[:200]}"
+                )
 
 
 def _bytes(value: Any) -> bytes:

@@ -1,7 +1,9 @@
-"""The learner's end of the rendezvous: one ZeroMQ port, open only to servers that were admitted by their key.
+"""The learner's end of the rendezvous: one ZeroMQ port, open only to servers that were admitted by
+their key.
 
-A key pair of this object's own encrypts and authenticates it. ZeroMQ asks for every client's key (ZAP) when it
-connects; each later request is checked again, so that an expelled server gets nothing more on an open connection.
+A key pair of this object's own encrypts and authenticates it. ZeroMQ asks for every client's key
+(ZAP) when it connects; each later request is checked again, so that an expelled server gets nothing
+more on an open connection.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ MAX_REQUEST_BYTES: Final = 2 << 20
 MAX_UNSENT: Final = 64  # messages to one server that does not read them; further ones are dropped
 READ_AT_ONCE: Final = 1000  # messages
 REFUSALS_EVERY_S: Final = 10.0
-YES, NO, ERROR = b"+", b"-", b"!"
+YES = b"+"
+NO = b"-"
+ERROR = b"!"
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +64,13 @@ class BoardServer:
         OSError: if the address or port is not available.
     """
 
-    def __init__(self, host: str, port: int = 0, *, secret: bytes | None = None, name: str = "weights") -> None:
-        self._host, self._name = host, name
-        self._board, self.changed = Board(), threading.Condition()
+    def __init__(
+        self, host: str, port: int = 0, *, secret: bytes | None = None, name: str = "weights"
+    ) -> None:
+        self._host = host
+        self._name = name
+        self._board = Board()
+        self.changed = threading.Condition()
         self._admitted: dict[str, str] = {}  # key in Z85: server
         self._shelves: dict[str, Shelf] = {}
         self._refused_until = 0.0  # no further line about it in the log
@@ -78,7 +86,11 @@ class BoardServer:
             self._context.destroy(linger=0)
             raise
         self._failed = self._router.get_monitor_socket(zmq.Event.HANDSHAKE_FAILED_PROTOCOL)
-        sockets = {self._zap: self._on_client, self._router: self._on_request, self._failed: self._on_failed}
+        sockets = {
+            self._zap: self._on_client,
+            self._router: self._on_request,
+            self._failed: self._on_failed,
+        }
         self._thread = SocketThread(f"{name}-rendezvous", sockets, self._turn, self._context.term)
 
     def _bind(self, socket: zmq.Socket[bytes], port: int = 0) -> int:
@@ -90,8 +102,11 @@ class BoardServer:
             raise OSError(error.errno, error.strerror) from None
         return int(bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rpartition(b":")[2].rstrip(b"\0"))
 
-    def open_pair(self, prepare: Callable[[zmq.Socket[bytes]], None]) -> tuple[zmq.Socket[bytes], int]:
-        """Return a socket that one admitted client can connect to, and its port; close it before this object.
+    def open_pair(
+        self, prepare: Callable[[zmq.Socket[bytes]], None]
+    ) -> tuple[zmq.Socket[bytes], int]:
+        """Return a socket that one admitted client can connect to, and its port; close it before
+        this object.
 
         Args:
             prepare: sets options before the socket listens.
@@ -107,10 +122,13 @@ class BoardServer:
         """Return the learner's own store; its methods may be called from any thread."""
         return LearnerStore(self, timeout_s)
 
-    # --------------------------------------------------------------------------------------------- admission
+    # ---------------------------------------------------------------------------------------------
+    # admission
 
     def admit(self, server: str, key: str) -> bool:
-        """Let a server in by its public key (Z85), in exchange for the key that it had; False if it is another's."""
+        """Let a server in by its public key (Z85), in exchange for the key that it had; False if it
+        is another's.
+        """
         with self.changed:
             if self._admitted.get(key, server) != server:
                 return False
@@ -134,26 +152,37 @@ class BoardServer:
 
     def _on_client(self) -> None:
         """Answer ZeroMQ, which asks whether a client may connect (RFC 27)."""
-        version, request_id, _domain, address, _identity, mechanism, *credentials = self._zap.recv_multipart()
+        version, request_id, _domain, address, _identity, mechanism, *credentials = (
+            self._zap.recv_multipart()
+        )
         key = z85.encode(credentials[0]).decode() if mechanism == b"CURVE" and credentials else ""
         with self.changed:
             is_known = key in self._admitted
         if not is_known:
-            self._say_refused(f"{address.decode()} was refused at the rendezvous: its key was not admitted")
+            self._say_refused(
+                f"{address.decode()} was refused at the rendezvous: its key was not admitted"
+            )
         status, text = (b"200", b"OK") if is_known else (b"400", b"not admitted")
-        self._zap.send_multipart([version, request_id, status, text, key.encode() if is_known else b"", b""])
+        self._zap.send_multipart(
+            [version, request_id, status, text, key.encode() if is_known else b"", b""]
+        )
 
     def _on_failed(self) -> None:
-        """Read that a client expected another key here, or does not speak ZeroMQ; who it was is not known."""
+        """Read that a client expected another key here, or does not speak ZeroMQ; who it was is not
+        known.
+        """
         self._failed.recv_multipart()
-        self._say_refused("somebody was refused at the rendezvous, who expects another key here or is another program")
+        self._say_refused(
+            "somebody was refused at the rendezvous, who expects another key here or is another program"
+        )
 
     def _say_refused(self, text: str) -> None:
         if self._refused_until < time.monotonic():
             self._refused_until = time.monotonic() + REFUSALS_EVERY_S
             log.warning("%s: %s", self._name, text)
 
-    # ---------------------------------------------------------------------------------------------- requests
+    # ----------------------------------------------------------------------------------------------
+    # requests
 
     def share(self, name: str, shelf: Shelf) -> None:
         """Let servers fetch the buckets of a shelf."""
@@ -175,7 +204,8 @@ class BoardServer:
         Raises:
             ValueError: if it is not possible.
         """
-        board, op = self._board, request.op
+        board = self._board
+        op = request.op
         if op == "count":
             return [str(len(board)).encode()]
         if op == "check":
@@ -230,7 +260,9 @@ class BoardServer:
         try:
             request = _decoder.decode(body)
             if request.op == "wait":
-                self._board.wait((*token, server), request.keys, time.monotonic() + request.timeout_s)
+                self._board.wait(
+                    (*token, server), request.keys, time.monotonic() + request.timeout_s
+                )
             elif request.op == "fetch":
                 shelf = self._shelves.get(request.keys[0]) if request.keys else None
                 if shelf is None:
@@ -286,7 +318,9 @@ class LearnerStore(BoardStore):
             with server.changed:
                 if request.op == "wait":
                     keys = list(request.keys)
-                    return server.changed.wait_for(lambda: server.has(keys), request.timeout_s) or None
+                    return (
+                        server.changed.wait_for(lambda: server.has(keys), request.timeout_s) or None
+                    )
                 values = server.perform(request)
         except (BoardFull, ValueError) as error:
             raise RuntimeError(str(error)) from None
@@ -298,7 +332,9 @@ class LearnerStore(BoardStore):
 _decoder: Final = msgspec.msgpack.Decoder(BoardRequest)
 
 
-def listening(context: zmq.Context[zmq.Socket[bytes]], secret: bytes, kind: int = zmq.ROUTER) -> zmq.Socket[bytes]:
+def listening(
+    context: zmq.Context[zmq.Socket[bytes]], secret: bytes, kind: int = zmq.ROUTER
+) -> zmq.Socket[bytes]:
     """Return a socket that takes encrypted requests, with limits; it is not bound yet."""
     router = context.socket(kind)
     router.curve_server = True
@@ -307,8 +343,10 @@ def listening(context: zmq.Context[zmq.Socket[bytes]], secret: bytes, kind: int 
     router.linger = 0
     router.handshake_ivl = 5000
     router.maxmsgsize = MAX_REQUEST_BYTES
-    router.sndhwm, router.rcvhwm = MAX_UNSENT, READ_AT_ONCE
-    router.heartbeat_ivl, router.heartbeat_timeout = 5000, 30_000
+    router.sndhwm = MAX_UNSENT
+    router.rcvhwm = READ_AT_ONCE
+    router.heartbeat_ivl = 5000
+    router.heartbeat_timeout = 30_000
     router.tcp_keepalive = 1
     return router
 

@@ -23,7 +23,8 @@ class SocketThread:
     Args:
         name: of the thread.
         sockets: and what reads each of them; used only in this thread once it runs.
-        turn: called after each poll; returns the seconds after which it must be called again, None for any time.
+        turn: called after each poll; returns the seconds after which it must be called again, None
+            for any time.
         end: called last.
     """
 
@@ -34,9 +35,12 @@ class SocketThread:
         turn: Callable[[], float | None],
         end: Callable[[], None],
     ) -> None:
-        self._sockets, self._turn, self._end = dict(sockets), turn, end
+        self._sockets = dict(sockets)
+        self._turn = turn
+        self._end = end
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock, self._closing = threading.Lock(), False
+        self._lock = threading.Lock()
+        self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -63,7 +67,9 @@ class SocketThread:
         while not self._closing:
             try:
                 ready: dict[Any, int] = dict(
-                    poller.poll(int(1000 * min(LONGEST_S, LONGEST_S if wait_s is None else wait_s)) + 1)
+                    poller.poll(
+                        int(1000 * min(LONGEST_S, LONGEST_S if wait_s is None else wait_s)) + 1
+                    )
                 )
                 if self._wake in ready:
                     os.eventfd_read(self._wake)

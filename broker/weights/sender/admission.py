@@ -1,4 +1,6 @@
-"""Decides which servers may use the rendezvous: those that asked through the broker and are present in the run."""
+"""Decides which servers may use the rendezvous: those that asked through the broker and are present
+in the run.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ class Admission:
     """
 
     def __init__(self, server: BoardServer, roster: Roster | None) -> None:
-        self._server, self._roster = server, roster
+        self._server = server
+        self._roster = roster
         self._ranks: set[str] = set()
 
     def admit_rank(self, name: str, key: str) -> None:
@@ -33,7 +36,9 @@ class Admission:
         """Admit a server by the key of its request; return why not, empty if it is admitted."""
         if self._roster is not None:
             deadline = time.monotonic() + PRESENCE_S
-            while join.server not in self._present() and (left_s := deadline - time.monotonic()) > 0:
+            while (
+                join.server not in self._present() and (left_s := deadline - time.monotonic()) > 0
+            ):
                 await self._roster.changed(left_s)
             if join.server not in self._present():
                 return f"no presence of {join.server} is heard in this run, so it gets no weights"
@@ -50,4 +55,8 @@ class Admission:
                 self._server.expel(server)
 
     def _present(self) -> set[str]:
-        return {presence.id for presence in self._roster.alive("rollout")} if self._roster is not None else set()
+        return (
+            {presence.id for presence in self._roster.alive("rollout")}
+            if self._roster is not None
+            else set()
+        )

@@ -1,14 +1,14 @@
 """Decides which server is sent which version in which communicator; without clock and network.
 
-Events are calls, actions are returned as lists. One transfer runs at a time, by one carrier; servers that read the
-sender's memory take part in any. Servers of another carrier follow at once, in their own communicator. A started
-transfer is finished even when a newer version appears, so a slow link cannot starve; servers that wait for an outdated
-version are refused.
+Events are calls, actions are returned as lists. One transfer runs at a time, by one carrier;
+servers that read the sender's memory take part in any. Servers of another carrier follow at once,
+in their own communicator. A started transfer is finished even when a newer version appears, so a
+slow link cannot starve; servers that wait for an outdated version are refused.
 
-A server that failed in a transfer is on probation: it is served alone, in its own communicator, after a delay that
-doubles with each failure, and only while no other server waits. A successful transfer ends the probation. If a transfer
-failed and the culprit is unknown, all its members are served alone next, without a delay. So no server loses two
-transfers because of the same peer.
+A server that failed in a transfer is on probation: it is served alone, in its own communicator,
+after a delay that doubles with each failure, and only while no other server waits. A successful
+transfer ends the probation. If a transfer failed and the culprit is unknown, all its members are
+served alone next, without a delay. So no server loses two transfers because of the same peer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ MAX_DIGITS: Final = 18  # of a number, to fit into 64 bits
 
 @dataclass(frozen=True)
 class StartTransfer:
-    """Send ``version`` to ``members``, ordered by rank from 1; a server stands there as often as it brings ranks."""
+    """Send ``version`` to ``members``, ordered by rank from 1; a server stands there as often as it
+    brings ranks.
+    """
 
     session: str
     version: int
@@ -53,7 +55,9 @@ class StartTransfer:
 
     @property
     def independent(self) -> bool:
-        """Whether the transfer goes on without members that fail or leave, and the others have the version."""
+        """Whether the transfer goes on without members that fail or leave, and the others have the
+        version.
+        """
         return self.carrier == "curve" and not self.num_shared
 
 
@@ -79,7 +83,8 @@ Action = StartTransfer | RefuseJoin | CancelTransfer
 class _Running:
     start: StartTransfer
     seen: set[str]  # members known to be alive; a new one may not be known yet
-    # one of them asked for the same version again: it restarted and lost its end of the communicator
+    # one of them asked for the same version again: it restarted and lost its end of the
+    # communicator
     asked_again: bool = False
     gone: set[str] = field(default_factory=set)  # members that left
     gives_way: bool = False  # cancelled because others wait
@@ -111,13 +116,23 @@ class TransferMembership:
     """
 
     def __init__(
-        self, epoch: int, plan: str, *, gather_s: float, join_ttl_s: float, carriers: Sequence[wire.Carrier]
+        self,
+        epoch: int,
+        plan: str,
+        *,
+        gather_s: float,
+        join_ttl_s: float,
+        carriers: Sequence[wire.Carrier],
     ) -> None:
-        self.epoch, self.plan = epoch, plan
+        self.epoch = epoch
+        self.plan = plan
         self.version = -1  # newest on offer
-        self._gather_s, self._join_ttl_s, self._carriers = gather_s, join_ttl_s, tuple(carriers)
+        self._gather_s = gather_s
+        self._join_ttl_s = join_ttl_s
+        self._carriers = tuple(carriers)
         self._joins: dict[str, float] = {}  # server -> time of its join for the newest version
-        self._ways: dict[str, tuple[wire.Carrier, int]] = {}  # server -> carrier and ranks of its last join
+        # server -> carrier and ranks of its last join
+        self._ways: dict[str, tuple[wire.Carrier, int]] = {}
         self._gathering_since = 0.0
         self._gathered = False  # the joins that are left had to wait for another carrier's transfer
         self._running: _Running | None = None
@@ -137,23 +152,37 @@ class TransferMembership:
         self.version = version
         self._received.clear()
         self._gathered = False
-        refused: list[Action] = [RefuseJoin(server, f"superseded by version {version}") for server in self._joins]
+        refused: list[Action] = [
+            RefuseJoin(server, f"superseded by version {version}") for server in self._joins
+        ]
         self._joins.clear()
         return refused
 
     def joined(self, join: wire.WeightsJoin, now: float) -> list[Action]:
         """Note that a server asks for a version; a repeated join replaces the earlier one."""
         if join.epoch != self.epoch:
-            return [RefuseJoin(join.server, f"epoch {join.epoch} is over, this is epoch {self.epoch}")]
+            return [
+                RefuseJoin(join.server, f"epoch {join.epoch} is over, this is epoch {self.epoch}")
+            ]
         if join.plan != self.plan:
-            return [RefuseJoin(join.server, f"another model: bucket plan {join.plan} is not the offer's {self.plan}")]
+            return [
+                RefuseJoin(
+                    join.server,
+                    f"another model: bucket plan {join.plan} is not the offer's {self.plan}",
+                )
+            ]
         if join.version != self.version:
             return [RefuseJoin(join.server, f"superseded by version {self.version}")]
         if (carrier := choose(self._carriers, join.carriers)) is None:
             return [RefuseJoin(join.server, refusal(self._carriers, join.carriers))]
         if join.server in self._received:
-            self._drop_communicators(join.server)  # it lost what it received, perhaps its end of the communicator too
-        if self._running is not None and self._running.version == join.version and join.server in self._running.servers:
+            # it lost what it received, perhaps its end of the communicator too
+            self._drop_communicators(join.server)
+        if (
+            self._running is not None
+            and self._running.version == join.version
+            and join.server in self._running.servers
+        ):
             self._running.asked_again = True
         if not self._joins:
             self._gathering_since = now
@@ -162,10 +191,14 @@ class TransferMembership:
         return []
 
     def _drop_communicators(self, server: str) -> None:
-        for carrier in [carrier for carrier, (_, members, _) in self._communicators.items() if server in members]:
+        for carrier in [
+            carrier for carrier, (_, members, _) in self._communicators.items() if server in members
+        ]:
             del self._communicators[carrier]
 
-    def tick(self, now: float, expected: Collection[str] | None, alive: Collection[str] | None) -> list[Action]:
+    def tick(
+        self, now: float, expected: Collection[str] | None, alive: Collection[str] | None
+    ) -> list[Action]:
         """Advance the time.
 
         Args:
@@ -179,12 +212,18 @@ class TransferMembership:
             if alive is None:
                 return []
             self._running.seen.update(alive)
-            gone = [server for server in self._running.servers if server in self._running.seen and server not in alive]
+            gone = [
+                server
+                for server in self._running.servers
+                if server in self._running.seen and server not in alive
+            ]
             self._running.gone.update(gone)
             if self._running.start.independent and set(self._running.servers) - self._running.gone:
                 return []
             return [CancelTransfer(f"{', '.join(gone)} went away")] if gone else []
-        for server in [server for server, since in self._joins.items() if now - since > self._join_ttl_s]:
+        for server in [
+            server for server, since in self._joins.items() if now - since > self._join_ttl_s
+        ]:
             del self._joins[server]
         trusted = self._joins.keys() - self._probation.keys()
         if not trusted:
@@ -196,7 +235,9 @@ class TransferMembership:
             return []
         return [self._start(trusted, alive or ())]
 
-    def _start(self, servers: Collection[str], alive: Collection[str], *, alone: bool = False) -> StartTransfer:
+    def _start(
+        self, servers: Collection[str], alive: Collection[str], *, alone: bool = False
+    ) -> StartTransfer:
         wanted = {self._ways[server][0] for server in servers}
         carrier = next((one for one in self._carriers if one in wanted - READ), GLOO)
         sent = tuple(
@@ -221,12 +262,20 @@ class TransferMembership:
         serial, known, uses = self._communicators.get(carrier, (0, (), 0))
         if alone or not sent or known != sent:
             self._serial += 1
-            serial, uses = self._serial, 0
+            serial = self._serial
+            uses = 0
         if sent and not alone:  # otherwise an existing one waits for its members
             self._communicators[carrier] = (serial, sent, uses + 1)
-        name, fresh = session_name(self.epoch, serial, uses), bool(sent) and uses == 0
+        name = session_name(self.epoch, serial, uses)
+        fresh = bool(sent) and uses == 0
         return StartTransfer(
-            name, self.version, sent + shared, fresh=fresh, num_shared=len(shared), alone=alone, carrier=carrier
+            name,
+            self.version,
+            sent + shared,
+            fresh=fresh,
+            num_shared=len(shared),
+            alone=alone,
+            carrier=carrier,
         )
 
     def ended(self, now: float, failed: Collection[str] | None, *, ours: bool = False) -> None:
@@ -235,16 +284,22 @@ class TransferMembership:
         Args:
             now: seconds of any monotonic clock.
             failed: None if every member has its bytes; else the members known to be at fault.
-            ours: it failed through the sender, or was cancelled: only members that left are at fault.
+            ours: it failed through the sender, or was cancelled: only members that left are at
+                fault.
         """
         assert self._running is not None, "no transfer is running"
-        running, self._running = self._running, None
+        running = self._running
+        self._running = None
         if not running.start.alone and (failed is not None or running.asked_again):
             self._communicators.pop(running.start.carrier, None)
         if failed is None:
             self._served(running.servers, running.version)
         elif running.gone or not (ours or running.gives_way):
-            blamed = running.gone | set(failed) if running.start.independent else running.gone or set(failed)
+            blamed = (
+                running.gone | set(failed)
+                if running.start.independent
+                else running.gone or set(failed)
+            )
             self._suspect(running, blamed, now)
             if running.start.independent and failed:
                 self._served(set(running.servers) - blamed, running.version)
@@ -263,10 +318,14 @@ class TransferMembership:
         for server in blamed or running.servers:
             probation = self._probation.setdefault(server, _Probation(until=now))
             if blamed:
-                probation.until = now + min(FIRST_DELAY_S * 2.0 ** min(probation.failures, 30), LONGEST_DELAY_S)
+                probation.until = now + min(
+                    FIRST_DELAY_S * 2.0 ** min(probation.failures, 30), LONGEST_DELAY_S
+                )
                 probation.failures += 1
         while len(self._probation) > MAX_PROBATION:  # each start of a server has a new name
-            del self._probation[min(self._probation, key=lambda server: self._probation[server].until)]
+            del self._probation[
+                min(self._probation, key=lambda server: self._probation[server].until)
+            ]
 
 
 def session_name(epoch: int, serial: int, uses: int) -> str:

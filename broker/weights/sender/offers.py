@@ -22,7 +22,8 @@ class OfferStore:
     """
 
     def __init__(self, bus: Bus, epoch: int) -> None:
-        self._bus, self._epoch = bus, epoch
+        self._bus = bus
+        self._epoch = epoch
         self._last_seq = 0
 
     async def begin(self) -> None:
@@ -41,7 +42,9 @@ class OfferStore:
         Raises:
             Fenced: if a newer epoch has offered weights.
         """
-        while (sequence := await self._bus.publish(WEIGHTS, offer, expected_last_seq=self._last_seq)) is None:
+        while (
+            sequence := await self._bus.publish(WEIGHTS, offer, expected_last_seq=self._last_seq)
+        ) is None:
             self._last_seq = await self._bus.last_seq(WEIGHTS)
             await self._check_fence()
         self._last_seq = sequence
@@ -53,6 +56,10 @@ class OfferStore:
             async with asyncio.timeout(2.0), aclosing(self._bus.watch_last(WEIGHTS)) as offers:
                 newest = await anext(offers)  # nothing comes if it does not decode
         except TimeoutError:
-            log.warning("weights: the newest offer on the broker cannot be read; it will be replaced")
+            log.warning(
+                "weights: the newest offer on the broker cannot be read; it will be replaced"
+            )
         if isinstance(newest, wire.WeightsOffer) and newest.epoch > self._epoch:
-            raise Fenced(f"epoch {newest.epoch} offers weights, this learner is epoch {self._epoch}")
+            raise Fenced(
+                f"epoch {newest.epoch} offers weights, this learner is epoch {self._epoch}"
+            )

@@ -1,10 +1,11 @@
 """The learner's end of the weight channel. Training waits only for one copy.
 
-``offer`` copies the tensors into a staging buffer and returns. Digest, offer, joins, communicator and broadcast run in
-the background. The event loop decides (broker.weights.sender.membership), threads do what blocks. Once a server has
-received a version, versions are offered when their packing begins, without a digest, and again with it once it is
-known: a bucket is then on the wire while the next is packed. Before that the digest comes first, because a server may
-hold the bytes already.
+``offer`` copies the tensors into a staging buffer and returns. Digest, offer, joins, communicator
+and broadcast run in the background. The event loop decides (broker.weights.sender.membership),
+threads do what blocks. Once a server has received a version, versions are offered when their
+packing begins, without a digest, and again with it once it is known: a bucket is then on the wire
+while the next is packed. Before that the digest comes first, because a server may hold the bytes
+already.
 """
 
 from __future__ import annotations
@@ -40,9 +41,21 @@ from broker.weights.plan import LayoutPlan
 from broker.weights.rendezvous.board_client import KeyPair, RendezvousAddress
 from broker.weights.rendezvous.board_server import BoardServer
 from broker.weights.sender.admission import Admission
-from broker.weights.sender.membership import Action, CancelTransfer, RefuseJoin, StartTransfer, TransferMembership
+from broker.weights.sender.membership import (
+    Action,
+    CancelTransfer,
+    RefuseJoin,
+    StartTransfer,
+    TransferMembership,
+)
 from broker.weights.sender.offers import OfferStore
-from broker.weights.sender.transfer import SentVersion, SessionFailed, TransferSettings, call_off, lead
+from broker.weights.sender.transfer import (
+    SentVersion,
+    SessionFailed,
+    TransferSettings,
+    call_off,
+    lead,
+)
 from broker.weights.sender.weight_responses import JOIN_TIMEOUT_S, WeightResponses
 from broker.weights.snapshots.publish import SnapshotPublisher
 from broker.weights.stripes.lead import StripedWeights, lead_stripes
@@ -66,8 +79,8 @@ class WeightSender:
         roster: of the servers; None: each transfer waits ``gather_s`` for joins.
         device: of the weights; the GPU that nccl sends from.
         policy: the policy whose servers are awaited.
-        delta_full_every: send only changes if all receivers hold the version sent last, but everything in at least one
-            of this many transfers; None: always everything.
+        delta_full_every: send only changes if all receivers hold the version sent last, but
+            everything in at least one of this many transfers; None: always everything.
         adapter: what the plan's tensors are the factors of; None: they are the model.
         memory: the device of the staging buffers that servers can open.
         stripes: of a sharded learner, whose ranks all send; None: this process sends everything.
@@ -89,23 +102,34 @@ class WeightSender:
         memory: SharedDevice | None = None,
         stripes: StripedWeights | None = None,
     ) -> None:
-        self.plan, self.epoch, self._adapter = plan, epoch, adapter
+        self.plan = plan
+        self.epoch = epoch
+        self._adapter = adapter
         self._has_sent = False  # to any server
         self.fenced = False  # a newer learner offers weights; this one has stopped
-        self.publisher: SnapshotPublisher | None = None  # writes snapshots of offers; its owner closes it
-        self._bus, self._roster, self._policy = bus, roster, policy
+        # writes snapshots of offers; its owner closes it
+        self.publisher: SnapshotPublisher | None = None
+        self._bus = bus
+        self._roster = roster
+        self._policy = policy
         self._offers = OfferStore(bus, epoch)
         self.settings = settings or TransferSettings()
         self._gpu = numbered(device) if torch.device(device).type == "cuda" else None
         carriers = self.settings.carriers
-        self._stripes, self._num_orders = stripes, 0
+        self._stripes = stripes
+        self._num_orders = 0
         if stripes is not None:  # no process has whole versions in its memory
             carriers = tuple(carrier for carrier in carriers if carrier in ("nccl", "gloo"))
         self._segment = segment_of(plan, memory) if READ & set(carriers) else None
-        # next to other carriers nccl also sends from host memory, where the buffers take no room on the GPU
-        staged_on = self._gpu if self._gpu is not None and carriers == ("nccl",) else torch.device("cpu")
+        # next to other carriers nccl also sends from host memory, where the buffers take no room on
+        # the GPU
+        staged_on = (
+            self._gpu if self._gpu is not None and carriers == ("nccl",) else torch.device("cpu")
+        )
         self._staging = StagingBuffers(plan, staged_on, self._segment) if stripes is None else None
-        read_by: wire.Carrier = "ipc" if self._segment is not None and self._segment.on_device else "shared"
+        read_by: wire.Carrier = (
+            "ipc" if self._segment is not None and self._segment.on_device else "shared"
+        )
         readable = {read_by} if self._segment is not None else set()
         self._carriers = [
             carrier for carrier in dict.fromkeys(read_by if one in READ else one for one in carriers)
@@ -116,21 +140,29 @@ class WeightSender:
             for carrier in self._carriers if delta_full_every is not None and carrier not in READ
         }  # fmt: skip
         self._membership = TransferMembership(
-            epoch, plan.digest, gather_s=gather_s, join_ttl_s=JOIN_TIMEOUT_S, carriers=self._carriers
+            epoch,
+            plan.digest,
+            gather_s=gather_s,
+            join_ttl_s=JOIN_TIMEOUT_S,
+            carriers=self._carriers,
         )
         self._replies = WeightResponses(self.settings, read_by)
         self._communicators: dict[wire.Carrier, Group] = {}
         self._server: BoardServer | None = None
         self._watch = WaitMonitor()
-        self._written: tuple[int, wire.Probe, str] | None = None  # version, probe, digest if it is known
+        # version, probe, digest if it is known
+        self._written: tuple[int, wire.Probe, str] | None = None
         self._written_lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._new_version, self._poke = asyncio.Event(), asyncio.Event()
+        self._new_version = asyncio.Event()
+        self._poke = asyncio.Event()
         self._tasks: ChannelTasks | None = None
         self._subscribed: LinkSubscription | None = None
         self._digests: dict[int, str] = {}  # of the newest version
         self._values = {"weights/version": -1.0}
-        self._values |= dict.fromkeys(("weights/failures", "weights/communicators", "weights/deltas"), 0.0)
+        self._values |= dict.fromkeys(
+            ("weights/failures", "weights/communicators", "weights/deltas"), 0.0
+        )
 
     async def start(self) -> None:
         """Open the rendezvous and listen for joins.
@@ -148,17 +180,21 @@ class WeightSender:
             raise ConfigError("train.weights_port", self.settings.port, allowed) from None
         self._store = server.store(self.settings.connect_timeout_s)
         self._admission = Admission(server, self._roster)
-        self._replies.port, self._replies.key = server.port, server.key
+        self._replies.port = server.port
+        self._replies.key = server.key
         server.keep(PLAN_KEY, self.plan.text.encode())
         if self._stripes is not None:
-            server.keep(STRIPES_KEY, msgspec.json.encode([plan.text for plan in self._stripes.plans]))
+            server.keep(
+                STRIPES_KEY, msgspec.json.encode([plan.text for plan in self._stripes.plans])
+            )
         self._subscribed = await respond(self._bus, WEIGHTSYNC, str(self.epoch), self._on_join)
         self._tasks = ChannelTasks()
         self._tasks.spawn(self._publish_versions())
         self._tasks.spawn(self._decide())
 
     def offer(self, version: int, tensors: Mapping[str, Tensor], probe: wire.Probe) -> float:
-        """Put a newer version on offer and return the seconds that its copy took. Call it from one thread at a time.
+        """Put a newer version on offer and return the seconds that its copy took. Call it from one
+        thread at a time.
 
         Args:
             tensors: at least those of the plan, by name; may change after this returns.
@@ -178,7 +214,9 @@ class WeightSender:
         return seconds
 
     def admit_rank(self, rank: int) -> tuple[RendezvousAddress, KeyPair]:
-        """Return where another rank of this learner finds the rendezvous, and the keys that admit it."""
+        """Return where another rank of this learner finds the rendezvous, and the keys that admit
+        it.
+        """
         assert self._server is not None, "start the sender first"
         keys = KeyPair.make()
         self._admission.admit_rank(f"learner-rank-{rank}", keys.public)
@@ -191,11 +229,12 @@ class WeightSender:
         self._loop.call_soon_threadsafe(self._new_version.set)
 
     def metrics(self) -> dict[str, float]:
-        """Return weights/{version, seconds, gbytes_per_s, sent_bytes, receivers, shared, failures, communicators, ...}.
+        """Return weights/{version, seconds, gbytes_per_s, sent_bytes, receivers, shared, failures,
+        communicators, ...}.
 
-        These are the newest version; for the last transfer its seconds, the model's bytes per second, the bytes per
-        receiver, the receivers, and those by shared memory; for the last version the seconds of its copy and until its
-        digest; the rest are totals.
+        These are the newest version; for the last transfer its seconds, the model's bytes per
+        second, the bytes per receiver, the receivers, and those by shared memory; for the last
+        version the seconds of its copy and until its digest; the rest are totals.
         """
         return self._values | (self.publisher.metrics() if self.publisher is not None else {})
 
@@ -205,7 +244,9 @@ class WeightSender:
         return self._membership.version
 
     async def join(self) -> None:
-        """Wait forever; raise the error that stopped the channel, after which no server would get a version."""
+        """Wait forever; raise the error that stopped the channel, after which no server would get a
+        version.
+        """
         assert self._tasks is not None, "start the sender first"
         await self._tasks.join()
 
@@ -224,7 +265,8 @@ class WeightSender:
         if self._server is not None:
             await in_thread(self._server.close, "weights-close")
 
-    # ------------------------------------------------------------------------------------------ offers
+    # ------------------------------------------------------------------------------------------
+    # offers
 
     async def _publish_versions(self) -> None:
         while True:
@@ -246,7 +288,9 @@ class WeightSender:
                 probe=probe,
                 adapter=self._adapter,
                 segment=self._segment.address if self._segment is not None else "",
-                devices=[gpu_uuid(self._gpu)] if self._gpu is not None and "nccl" in self._carriers else [],
+                devices=[gpu_uuid(self._gpu)]
+                if self._gpu is not None and "nccl" in self._carriers
+                else [],
             )
             try:
                 if early := self._has_sent and not known:
@@ -275,7 +319,8 @@ class WeightSender:
     def _digest(self, version: int, known: str) -> str | None:
         return known or (self._staging.digest(version) if self._staging is not None else None)
 
-    # ------------------------------------------------------------------------------------------- joins
+    # -------------------------------------------------------------------------------------------
+    # joins
 
     async def _on_join(self, message: wire.Message) -> wire.Message | None:
         if not isinstance(message, wire.WeightsJoin):
@@ -287,7 +332,8 @@ class WeightSender:
         self._poke.set()
         return await self._replies.wait(message.server, reply)
 
-    # --------------------------------------------------------------------------------------- transfers
+    # ---------------------------------------------------------------------------------------
+    # transfers
 
     async def _decide(self) -> None:
         while True:
@@ -304,10 +350,16 @@ class WeightSender:
         """Return (servers without the newest version, all servers), None without a roster."""
         if self._roster is None:
             return None, None
-        servers = [presence for presence in self._roster.alive("rollout") if presence.policy == self._policy]
+        servers = [
+            presence
+            for presence in self._roster.alive("rollout")
+            if presence.policy == self._policy
+        ]
         newest = (self.epoch, self._membership.version)
         staying = [server for server in servers if server.state != "draining"]
-        expected = {server.id for server in staying if (server.epoch, server.policy_version) < newest}
+        expected = {
+            server.id for server in staying if (server.epoch, server.policy_version) < newest
+        }
         return expected, {server.id for server in servers}
 
     def _perform(self, actions: list[Action]) -> None:
@@ -330,7 +382,8 @@ class WeightSender:
     async def _transfer(self, start: StartTransfer) -> None:
         failed: set[str] | None = None
         ours = False
-        communicator, watch = None, self._watch
+        communicator = None
+        watch = self._watch
         if start.num_sent and not start.alone:
             communicator = self._communicators.pop(start.carrier, None)
         try:
@@ -345,27 +398,48 @@ class WeightSender:
             self._values["weights/sent_bytes"] = float(sent.size_bytes)
             self._values["weights/deltas"] += not sent.whole
             readers = float(len(set(start.members[start.num_sent :])))
-            self._values |= {"weights/receivers": float(len(start.servers)), "weights/shared": readers}
+            self._values |= {
+                "weights/receivers": float(len(start.servers)),
+                "weights/shared": readers,
+            }
             self._values["weights/communicators"] += start.fresh
         except TransferFailed as error:
-            failed, ours = (set(error.servers), error.ours) if isinstance(error, SessionFailed) else (set(), True)
+            failed, ours = (
+                (set(error.servers), error.ours)
+                if isinstance(error, SessionFailed)
+                else (set(), True)
+            )
             self._values["weights/failures"] += 1
-            log.warning("weights: sending version %d to %s failed: %s", start.version, ", ".join(start.servers), error)
+            log.warning(
+                "weights: sending version %d to %s failed: %s",
+                start.version,
+                ", ".join(start.servers),
+                error,
+            )
         self._membership.ended(time.monotonic(), failed, ours=ours)
         self._poke.set()
 
-    def _send(self, start: StartTransfer, communicator: Group | None, watch: WaitMonitor) -> SentVersion:
+    def _send(
+        self, start: StartTransfer, communicator: Group | None, watch: WaitMonitor
+    ) -> SentVersion:
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)
         try:
             if self._stripes is not None:
                 self._num_orders += 1
-                digest, order = self._digests.get(start.version, ""), self._num_orders - 1
-                return lead_stripes(self._store, start, self._stripes, order, digest, self.settings, watch)
+                digest = self._digests.get(start.version, "")
+                order = self._num_orders - 1
+                return lead_stripes(
+                    self._store, start, self._stripes, order, digest, self.settings, watch
+                )
             assert self._staging is not None, "a sender stages whole versions or stripes"
             with self._staging.sending(start.version) as staged:
                 # which tracks what the others hold
-                base = None if start.alone and start.carrier in self._communicators else self._bases.get(start.carrier)
+                base = (
+                    None
+                    if start.alone and start.carrier in self._communicators
+                    else self._bases.get(start.carrier)
+                )
                 return lead(self._store, start, staged, communicator, self.settings, watch, base)
         except SessionFailed:
             raise

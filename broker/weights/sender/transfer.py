@@ -15,11 +15,11 @@
     done/r  = "" or a reason   --->                                 bytes right, or why not; "peer: ": by another
                                <---   stop = reason                 at any time: leave, ask again
 
-By CURVE no member needs another: the sender leaves behind those that fail and finishes with the rest. By gloo and NCCL
-it ends a transfer that lacks a member, and knows whom to blame: members that report their own fault, else those that
-are silent while others report a lost peer. A failing member ends the others' wait; only a peer that hangs during the
-broadcast costs its timeout. All functions block and belong in a thread. The receiver's side is
-``broker.weights.receiver.follow``.
+By CURVE no member needs another: the sender leaves behind those that fail and finishes with the
+rest. By gloo and NCCL it ends a transfer that lacks a member, and knows whom to blame: members that
+report their own fault, else those that are silent while others report a lost peer. A failing member
+ends the others' wait; only a peer that hangs during the broadcast costs its timeout. All functions
+block and belong in a thread. The receiver's side is ``broker.weights.receiver.follow``.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class SessionFailed(TransferFailed):
 
     def __init__(self, reason: str, servers: dict[str, str], *, ours: bool = False) -> None:
         super().__init__(reason)
-        self.servers, self.ours = servers, ours
+        self.servers = servers
+        self.ours = ours
 
 
 @dataclass(frozen=True)
@@ -111,18 +112,23 @@ def lead(
     """Run the sender's side. The version may still be packed and digested while it is sent.
 
     Args:
-        base: what the members may hold; if all hold it, only changes are sent. It follows what is sent.
+        base: what the members may hold; if all hold it, only changes are sent. It follows what is
+            sent.
 
     Raises:
-        SessionFailed: names the servers at fault; the communicator is closed. By CURVE all others have the version.
+        SessionFailed: names the servers at fault; the communicator is closed. By CURVE all others
+            have the version.
     """
     lines = StoreMessages(store, start.session, watch)
-    group, num_sent = communicator, start.num_sent
+    group = communicator
+    num_sent = start.num_sent
     base = base if num_sent else None  # it tracks what the communicator carries
     lost: dict[str, str] | None = {} if start.independent else None
     try:
         collect(lines, "ready", start, settings.connect_timeout_s, lost)
-        whole = base is None or not base.fits([lines.heard(f"held/{rank}") or "" for rank in range(1, num_sent + 1)])
+        whole = base is None or not base.fits(
+            [lines.heard(f"held/{rank}") or "" for rank in range(1, num_sent + 1)]
+        )
         if base is not None:
             base.begin()
         if lost is not None:
@@ -130,12 +136,15 @@ def lead(
             assert isinstance(group, CurveSender), "the settings have not changed"
             group.open(len(staged), lost)
         lines.say("go", "" if whole else CHANGES)
-        started, size_bytes = time.monotonic(), staged.plan.size_bytes
+        started = time.monotonic()
+        size_bytes = staged.plan.size_bytes
         if num_sent:
             if group is None:
                 group = meet(store, start, settings)
             outgoing = OutgoingBuckets(staged, base, lines, whole=whole)
-            group.broadcast(outgoing, watch, done=outgoing.sent, peek=lambda: blame(lines, start, lost))
+            group.broadcast(
+                outgoing, watch, done=outgoing.sent, peek=lambda: blame(lines, start, lost)
+            )
             size_bytes = outgoing.size_bytes
         digest = _own_digest(staged, watch, settings.timeout_s)
         lines.say("digest", digest)
@@ -164,22 +173,29 @@ def _own_digest(staged: StagedVersion, watch: WaitMonitor, timeout_s: float) -> 
     Raises:
         TransferFailed: if they could not be packed, or there was no progress for so long.
     """
-    deadline, before = time.monotonic() + timeout_s, -1
+    deadline = time.monotonic() + timeout_s
+    before = -1
     while (digest := staged.digest) is None:
         watch.beat()
-        packed, now = staged.packed_bytes, time.monotonic()
+        packed = staged.packed_bytes
+        now = time.monotonic()
         if staged.version < 0:
             raise TransferFailed("the weights could not be packed")
         if packed != before:
-            before, deadline = packed, now + timeout_s
+            before = packed
+            deadline = now + timeout_s
         if now > deadline:
             raise TransferFailed(f"the digest took longer than {timeout_s:g} s")
         time.sleep(STORE_POLL_S)
     return digest
 
 
-def call_off(store: BoardStore, start: StartTransfer, communicator: Group | None, reason: str) -> SessionFailed:
-    """Tell the members that the transfer is cancelled; close the communicator, as its members leave it too."""
+def call_off(
+    store: BoardStore, start: StartTransfer, communicator: Group | None, reason: str
+) -> SessionFailed:
+    """Tell the members that the transfer is cancelled; close the communicator, as its members leave
+    it too.
+    """
     StoreMessages(store, start.session, WaitMonitor()).say("go", reason)
     if communicator is not None:
         communicator.close()
@@ -212,12 +228,17 @@ def weight_group(
 
 
 def collect(
-    lines: StoreMessages, word: str, start: StartTransfer, timeout_s: float, lost: dict[str, str] | None = None
+    lines: StoreMessages,
+    word: str,
+    start: StartTransfer,
+    timeout_s: float,
+    lost: dict[str, str] | None = None,
 ) -> None:
     """Wait until every member has sent the word, while those that read report progress.
 
     Args:
-        lost: members to go on without; those that do not send it are added. None: one failure ends the transfer.
+        lost: members to go on without; those that do not send it are added. None: one failure ends
+            the transfer.
     """
     deadline = time.monotonic() + timeout_s
     wrong: dict[str, str] = {}
@@ -230,8 +251,10 @@ def collect(
         while answer is None and (left_s := deadline - time.monotonic()) > 0:
             answer = lines.wait(f"{word}/{rank}", min(left_s, SAY_EVERY_S))
             if rank in at and (now := lines.heard(f"at/{rank}")) != at[rank]:
-                at[rank], deadline = now, time.monotonic() + timeout_s
-        answer = lines.heard(f"{word}/{rank}") if answer is None else answer  # sent while others were awaited
+                at[rank] = now
+                deadline = time.monotonic() + timeout_s
+        # sent while others were awaited
+        answer = lines.heard(f"{word}/{rank}") if answer is None else answer
         if answer is None:
             wrong[server] = f"not {word} within {timeout_s:g} s"
         elif answer:
@@ -265,17 +288,23 @@ def to_blame(lines: StoreMessages, start: StartTransfer) -> dict[str, str]:
     if own := {server: answer for server, answer in said.items() if not answer.startswith(PEER)}:
         return own
     silent = [server for server in start.members if server not in said]
-    return {server: "it says nothing" for server in silent} if len(silent) < len(start.members) else {}
+    return (
+        {server: "it says nothing" for server in silent} if len(silent) < len(start.members) else {}
+    )
 
 
 def _said(lines: StoreMessages, start: StartTransfer, first: int | None = None) -> dict[str, str]:
     """Return which of the ``first`` members reported a failure, and why."""
-    answers = {server: lines.heard(f"done/{rank}") for rank, server in enumerate(start.members[:first], 1)}
+    answers = {
+        server: lines.heard(f"done/{rank}") for rank, server in enumerate(start.members[:first], 1)
+    }
     return {server: answer for server, answer in answers.items() if answer}
 
 
 def blame(lines: StoreMessages, start: StartTransfer, lost: dict[str, str] | None) -> None:
-    """End a broadcast that lacks a member, or go on without it; a member that reads does not need it."""
+    """End a broadcast that lacks a member, or go on without it; a member that reads does not need
+    it.
+    """
     said = _said(lines, start, start.num_sent)
     if lost is None:
         _fail(said)

@@ -9,7 +9,8 @@ from broker.contract import wire
 from broker.weights.sender.membership import StartTransfer
 from broker.weights.sender.transfer import TransferSettings
 
-JOIN_TIMEOUT_S: Final = 5.0  # a server waits this long for the response to its join, then asks again
+# a server waits this long for the response to its join, then asks again
+JOIN_TIMEOUT_S: Final = 5.0
 
 Reply: TypeAlias = "asyncio.Future[wire.WeightsSession]"
 
@@ -26,7 +27,10 @@ class WeightResponses:
     """
 
     def __init__(self, settings: TransferSettings, read_by: wire.Carrier = "shared") -> None:
-        self._settings, self._read_by, self.port, self.key = settings, read_by, 0, ""
+        self._settings = settings
+        self._read_by = read_by
+        self.port = 0
+        self.key = ""
         self._open: dict[str, Reply] = {}
 
     def expect(self, server: str) -> Reply:
@@ -52,7 +56,9 @@ class WeightResponses:
         for server in start.servers:
             rank = 1 + start.members.index(server)
             carrier = start.carrier if rank < world_size else self._read_by
-            session = self._session(start.session, start.version, rank=rank, world_size=world_size, carrier=carrier)
+            session = self._session(
+                start.session, start.version, rank=rank, world_size=world_size, carrier=carrier
+            )
             self._answer(server, session)
 
     def refuse(self, server: str, reason: str, version: int) -> None:
@@ -74,7 +80,14 @@ class WeightResponses:
             reply.set_result(session)
 
     def _session(
-        self, session: str, version: int, *, rank: int, world_size: int, carrier: wire.Carrier = "gloo", error: str = ""
+        self,
+        session: str,
+        version: int,
+        *,
+        rank: int,
+        world_size: int,
+        carrier: wire.Carrier = "gloo",
+        error: str = "",
     ) -> wire.WeightsSession:
         return wire.WeightsSession(
             session=session,

@@ -31,7 +31,9 @@ class SnapshotPublisher:
     """
 
     def __init__(self, folder: Path, run: str, every: int) -> None:
-        self._folder, self._run, self._every = folder, run, every
+        self._folder = folder
+        self._run = run
+        self._every = every
         self._copy: FlatBuffer | None = None
         self._owed = True  # write the next version whatever its number
         self._task: asyncio.Task[None] | None = None
@@ -42,7 +44,9 @@ class SnapshotPublisher:
     def offered(self, staging: StagingBuffers, offer: wire.WeightsOffer) -> None:
         """Note that a version with a known digest is on offer; return at once."""
         self._last = (staging, offer)
-        if (self._owed or offer.version % self._every == 0) and (self._task is None or self._task.done()):
+        if (self._owed or offer.version % self._every == 0) and (
+            self._task is None or self._task.done()
+        ):
             self._owed = False
             self._task = spawn(self._write(staging, offer))
 
@@ -58,10 +62,13 @@ class SnapshotPublisher:
             await asyncio.wait({asyncio.ensure_future(self._write(*self._last))}, timeout=CLOSE_S)
 
     async def _write(self, staging: StagingBuffers, offer: wire.WeightsOffer) -> None:
-        plan, started = staging.plan, time.monotonic()
+        plan = staging.plan
+        started = time.monotonic()
         into = self._copy = self._copy or FlatBuffer(plan)
         try:
-            if not await in_thread(lambda: staging.copy_out(offer.version, into), "weights-snapshot"):
+            if not await in_thread(
+                lambda: staging.copy_out(offer.version, into), "weights-snapshot"
+            ):
                 self._owed = True  # it was overwritten
                 return
             write = partial(snapshot.write, self._folder, self._run, offer, plan, into.buffer)
@@ -73,4 +80,6 @@ class SnapshotPublisher:
                 }
         except OSError as error:
             self._owed = True
-            log.error("weights: version %d could not be written as a snapshot: %s", offer.version, error)
+            log.error(
+                "weights: version %d could not be written as a snapshot: %s", offer.version, error
+            )

@@ -3,8 +3,8 @@
     newest.json        the run, the offer with digest and probe, and the plan of the other file
     1-000020.weights   epoch 1, version 20: the flat buffer as it travels
 
-A file has its name only once it is complete. The previous version stays until the next, for those still reading it. Any
-web server can serve the folder. Nothing is pickled.
+A file has its name only once it is complete. The previous version stays until the next, for those
+still reading it. Any web server can serve the folder. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -80,10 +80,16 @@ def decode(data: bytes) -> SnapshotManifest:
         if checksum != _checksum(body):
             raise WireError("damaged: its checksum is wrong")
         offer = codec.decode(base64.b64decode(body["offer"], validate=True), wire.WeightsOffer)
-        manifest = SnapshotManifest(str(body["run"]), offer, plans.from_text(body["plan"]), str(body["file"]))
+        manifest = SnapshotManifest(
+            str(body["run"]), offer, plans.from_text(body["plan"]), str(body["file"])
+        )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise WireError(f"it cannot be read: {' '.join(str(error).split())[:200]}") from None
-    if manifest.plan.digest != offer.plan or not offer.digest or NAME.fullmatch(manifest.file) is None:
+    if (
+        manifest.plan.digest != offer.plan
+        or not offer.digest
+        or NAME.fullmatch(manifest.file) is None
+    ):
         raise WireError("its plan, digest or file name does not match its offer")
     return manifest
 
@@ -93,8 +99,11 @@ def file_name(offer: wire.WeightsOffer) -> str:
     return f"{offer.epoch}-{offer.version:06d}.weights"
 
 
-def write(folder: Path, run: str, offer: wire.WeightsOffer, plan: LayoutPlan, buffer: Tensor) -> bool:
-    """Make a version the newest of a folder, atomically: a crash leaves the old or the new one complete.
+def write(
+    folder: Path, run: str, offer: wire.WeightsOffer, plan: LayoutPlan, buffer: Tensor
+) -> bool:
+    """Make a version the newest of a folder, atomically: a crash leaves the old or the new one
+    complete.
 
     Args:
         offer: with its digest.
@@ -127,10 +136,18 @@ def _epoch(path: Path, run: str) -> int:
 
 
 def _prune(folder: Path, newest: str) -> None:
-    """Delete all but the newest and the most recent other snapshots, and what a killed process left."""
-    others = [path for path in folder.iterdir() if NAME.fullmatch(path.name) and path.name != newest]
+    """Delete all but the newest and the most recent other snapshots, and what a killed process
+    left.
+    """
+    others = [
+        path for path in folder.iterdir() if NAME.fullmatch(path.name) and path.name != newest
+    ]
     others.sort(key=lambda path: path.stat().st_mtime_ns)
-    for path in [*others[: -(KEPT - 1)], *folder.glob(".*.weights.*"), *folder.glob(f".{NEWEST}.*")]:
+    for path in [
+        *others[: -(KEPT - 1)],
+        *folder.glob(".*.weights.*"),
+        *folder.glob(f".{NEWEST}.*"),
+    ]:
         path.unlink(missing_ok=True)
 
 

@@ -16,7 +16,8 @@ class SnapshotPoller:
     """One source, polled by a server of one run."""
 
     def __init__(self, source: SnapshotSource, run: str) -> None:
-        self._source, self._run = source, run
+        self._source = source
+        self._run = run
         self.where = source.where
 
     async def newest(self) -> SnapshotManifest | None:
@@ -27,10 +28,14 @@ class SnapshotPoller:
         """
         manifest = await in_thread(self._source.newest, "weights-look")
         if manifest is not None and manifest.run != self._run:
-            raise TransferFailed(f"snapshot {self.where}: expected run {self._run}, found run {manifest.run}")
+            raise TransferFailed(
+                f"snapshot {self.where}: expected run {self._run}, found run {manifest.run}"
+            )
         return manifest
 
-    async def read(self, manifest: SnapshotManifest, arrival: IncomingVersion, watch: WaitMonitor) -> None:
+    async def read(
+        self, manifest: SnapshotManifest, arrival: IncomingVersion, watch: WaitMonitor
+    ) -> None:
         """Read its bytes into host memory and check their digest.
 
         Raises:

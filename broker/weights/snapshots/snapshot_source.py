@@ -1,4 +1,6 @@
-"""Where a server finds snapshots: a folder or a web server. Everything blocks and belongs in a thread."""
+"""Where a server finds snapshots: a folder or a web server. Everything blocks and belongs in a
+thread.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class SnapshotSource:
     """
 
     def __init__(self, where: str, key: str = "", timeout_s: float = 10.0) -> None:
-        self.where, self._key, self.timeout_s = where.rstrip("/") or "/", key, timeout_s
+        self.where = where.rstrip("/") or "/"
+        self._key = key
+        self.timeout_s = timeout_s
         self._url = urlsplit(where) if is_url(where) else None
         if self._url is not None:
             try:
@@ -62,7 +66,9 @@ class SnapshotSource:
         try:
             with self._open(NEWEST) as (reader, size):
                 if size > MAX_MANIFEST_BYTES:
-                    raise TransferFailed(f"snapshot {self._name(NEWEST)}: {size} bytes are too many")
+                    raise TransferFailed(
+                        f"snapshot {self._name(NEWEST)}: {size} bytes are too many"
+                    )
                 return decode(_all(reader, size))
         except FileNotFoundError:
             return None
@@ -73,7 +79,8 @@ class SnapshotSource:
         """Read a snapshot's bytes into a buffer of its plan, in host memory.
 
         Raises:
-            TransferFailed: if they cannot be read, or their number or digest is wrong; ``flat`` is invalid then.
+            TransferFailed: if they cannot be read, or their number or digest is wrong; ``flat`` is
+                invalid then.
         """
         name = self._name(manifest.file)
         try:
@@ -89,9 +96,13 @@ class SnapshotSource:
             why = f"snapshot {name}: digest {found}, its offer says {manifest.offer.digest}; nothing was loaded"
             raise TransferFailed(why)
 
-    def _bucket(self, reader: _Reader, flat: FlatBuffer, index: int, name: str, watch: WaitMonitor) -> bytes:
+    def _bucket(
+        self, reader: _Reader, flat: FlatBuffer, index: int, name: str, watch: WaitMonitor
+    ) -> bytes:
         bucket = flat.bucket(index)
-        digest, view, done = BucketDigest(bucket), bucket.numpy().data, 0
+        digest = BucketDigest(bucket)
+        view = bucket.numpy().data
+        done = 0
         while done < len(view):
             watch.beat()
             taken = reader.readinto(view[done : done + CHUNK_BYTES])
@@ -126,7 +137,11 @@ class SnapshotSource:
     @contextmanager
     def _get(self, name: str) -> Iterator[tuple[_Reader, int]]:
         assert self._url is not None, "not a web server"
-        kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
+        kind = (
+            http.client.HTTPSConnection
+            if self._url.scheme == "https"
+            else http.client.HTTPConnection
+        )
         connection = kind(self._url.hostname or "", self._url.port, timeout=self.timeout_s)
         try:
             headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}

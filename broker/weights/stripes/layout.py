@@ -1,7 +1,8 @@
 """Which bytes of a model each learner rank sends; pure functions.
 
-A stripe is a layout plan of its own, whose tensors are runs of elements of the model's: ``layers.0.up@4096`` begins at
-element 4096 of the flattened ``layers.0.up``. Receivers put the runs where they belong, whatever divided the model.
+A stripe is a layout plan of its own, whose tensors are runs of elements of the model's:
+``layers.0.up@4096`` begins at element 4096 of the flattened ``layers.0.up``. Receivers put the runs
+where they belong, whatever divided the model.
 """
 
 from __future__ import annotations
@@ -62,7 +63,11 @@ def placed_runs(model: LayoutPlan, stripe: LayoutPlan) -> list[PlacedRun]:
     for slot in stripe.slots:
         name, _, first = slot.spec.name.rpartition(AT)
         whole = slots.get(name)
-        if whole is None or not (first.isascii() and first.isdigit()) or slot.spec.dtype != whole.spec.dtype:
+        if (
+            whole is None
+            or not (first.isascii() and first.isdigit())
+            or slot.spec.dtype != whole.spec.dtype
+        ):
             raise WireError(f"stripe: {slot.spec.name[:200]!r} is not a part of the model")
         offset = whole.offset + int(first) * ITEM_BYTES[whole.spec.dtype]
         if offset + slot.spec.size_bytes > whole.stop:
@@ -78,7 +83,9 @@ def check_cover(model: LayoutPlan, stripes: Sequence[LayoutPlan]) -> None:
         WireError: names the first tensor of which bytes are missing or sent twice.
     """
     pieces = sorted(
-        (run.offset, run.offset + run.stop - run.start) for stripe in stripes for run in placed_runs(model, stripe)
+        (run.offset, run.offset + run.stop - run.start)
+        for stripe in stripes
+        for run in placed_runs(model, stripe)
     )
     at = 0
     for slot in model.slots:
@@ -87,18 +94,24 @@ def check_cover(model: LayoutPlan, stripes: Sequence[LayoutPlan]) -> None:
             if pieces[at][0] != reached:
                 how = "sent twice" if pieces[at][0] < reached else "missing"
                 raise WireError(f"stripes: bytes of {slot.spec.name} are {how}")
-            reached, at = pieces[at][1], at + 1
+            reached = pieces[at][1]
+            at = at + 1
         if reached != slot.stop:
             raise WireError(f"stripes: bytes of {slot.spec.name} are missing")
 
 
 def even_runs(sizes: Mapping[str, int], rank: int, num_ranks: int) -> list[ElementRun]:
-    """Return a rank's even share of a model that every rank holds whole; sizes in elements, by name."""
+    """Return a rank's even share of a model that every rank holds whole; sizes in elements, by
+    name.
+    """
     total = sum(sizes.values())
-    low, high = total * rank // num_ranks, total * (rank + 1) // num_ranks
-    runs, at = [], 0
+    low = total * rank // num_ranks
+    high = total * (rank + 1) // num_ranks
+    runs = []
+    at = 0
     for name in sorted(sizes):
-        first, last = max(low - at, 0), min(high - at, sizes[name])
+        first = max(low - at, 0)
+        last = min(high - at, sizes[name])
         if first < last:
             runs.append(ElementRun(name, first, last - first))
         at += sizes[name]

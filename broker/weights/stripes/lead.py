@@ -62,9 +62,15 @@ def lead_stripes(
     Raises:
         SessionFailed: names the servers at fault; all communicators of the session are closed.
     """
-    lines, others = StoreMessages(store, start.session, watch), range(1, len(weights.plans))
+    lines = StoreMessages(store, start.session, watch)
+    others = range(1, len(weights.plans))
     order = StripeOrder(
-        start.session, start.version, start.num_sent + 1, start.carrier, fresh=start.fresh, alone=start.alone
+        start.session,
+        start.version,
+        start.num_sent + 1,
+        start.carrier,
+        fresh=start.fresh,
+        alone=start.alone,
     )
 
     def peek() -> None:
@@ -80,7 +86,8 @@ def lead_stripes(
         started = time.monotonic()
         size_bytes = weights.own.send(store, order, settings, watch, peek)
         for rank in others:
-            while lines.wait(f"sent/{rank}", PEEK_EVERY_S) is None:  # each bucket has a time limit there
+            # each bucket has a time limit there
+            while lines.wait(f"sent/{rank}", PEEK_EVERY_S) is None:
                 peek()
         peek()
         lines.say("digest", digest)

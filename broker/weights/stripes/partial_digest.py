@@ -13,7 +13,8 @@ from broker.weights.stripes.layout import PlacedRun
 
 
 def partial_sums(model: LayoutPlan, runs: Sequence[PlacedRun], stripe: Tensor) -> Tensor:
-    """Return one rank's share of the sums of all buckets, int64; the sum over ranks is for ``digest_of_parts``.
+    """Return one rank's share of the sums of all buckets, int64; the sum over ranks is for
+    ``digest_of_parts``.
 
     Args:
         runs: of the stripe, see ``layout.placed_runs``.
@@ -21,16 +22,24 @@ def partial_sums(model: LayoutPlan, runs: Sequence[PlacedRun], stripe: Tensor) -
     """
     ordered = sorted(runs, key=lambda run: run.offset)
     scratch = torch.zeros(model.bucket_bytes, dtype=torch.uint8, device=stripe.device)
-    found, following = [], 0
+    found = []
+    following = 0
     for start, stop in model.buckets:
-        while following < len(ordered) and ordered[following].offset + _size(ordered[following]) <= start:
+        while (
+            following < len(ordered)
+            and ordered[following].offset + _size(ordered[following]) <= start
+        ):
             following += 1
-        touched, at = [], following
+        touched = []
+        at = following
         while at < len(ordered) and ordered[at].offset < stop:
             run = ordered[at]
-            low, high = max(run.offset, start), min(run.offset + _size(run), stop)
+            low = max(run.offset, start)
+            high = min(run.offset + _size(run), stop)
             touched.append(slice(low - start, high - start))
-            scratch[touched[-1]] = stripe[run.start + low - run.offset : run.start + high - run.offset]
+            scratch[touched[-1]] = stripe[
+                run.start + low - run.offset : run.start + high - run.offset
+            ]
             at += 1
         if touched:
             found.append(BucketDigest(scratch[: stop - start]).sums())

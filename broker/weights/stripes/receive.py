@@ -1,4 +1,6 @@
-"""Receives a version in stripes, one communicator and thread for each rank of the learner. It blocks."""
+"""Receives a version in stripes, one communicator and thread for each rank of the learner. It
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from broker.weights.store_messages import StoreMessages
 from broker.weights.stripes.layout import check_cover, placed_runs
 from broker.weights.stripes.stripe import STRIPES_KEY, group_name
 
-AHEAD: Final = 8  # buckets that a stripe may be ahead of the slowest, so that few tensors are incomplete
+# buckets that a stripe may be ahead of the slowest, so that few tensors are incomplete
+AHEAD: Final = 8
 
 
 class Arrival(Protocol):
@@ -45,7 +48,8 @@ class StripeGroups:
     """The communicators of a session, one for each stripe; see ``broker.weights.group.Group``."""
 
     def __init__(self, name: str, groups: list[WeightGroup]) -> None:
-        self.name, self.groups = name, groups
+        self.name = name
+        self.groups = groups
         self.lost: dict[str, str] = {}
 
     def broadcast(self, buckets: BucketSequence, watch: WaitMonitor, **_: object) -> None:
@@ -73,19 +77,25 @@ def take_stripes(
     settings: TransferSettings,
     watch: WaitMonitor,
 ) -> tuple[StripeGroups, str]:
-    """Receive all stripes at the same time; return the communicators, and which stripe's digest differs, if one does.
+    """Receive all stripes at the same time; return the communicators, and which stripe's digest
+    differs, if one does.
 
     Raises:
-        TransferFailed: if a stripe failed, or the stripes are not the model; the communicators are closed.
+        TransferFailed: if a stripe failed, or the stripes are not the model; the communicators are
+            closed.
     """
     stripes = _plans(store, arrival.plan)
     name = parse_session(session.session)[0]
     known: list[WeightGroup] = []
     if isinstance(communicator, StripeGroups):
-        known, communicator.groups = communicator.groups, []
+        known = communicator.groups
+        communicator.groups = []
     wrong: dict[int, str] = {}
-    met: list[WeightGroup | None] = [*known] if len(known) == len(stripes) else [None] * len(stripes)
-    pace, stop = _Pace(stripes), threading.Event()
+    met: list[WeightGroup | None] = (
+        [*known] if len(known) == len(stripes) else [None] * len(stripes)
+    )
+    pace = _Pace(stripes)
+    stop = threading.Event()
 
     def peek() -> None:
         if stop.is_set():
@@ -96,7 +106,12 @@ def take_stripes(
     def receive(number: int) -> None:
         try:
             group = met[number] or weight_group(
-                store, group_name(name, number), session.rank, session.world_size, session.carrier, settings
+                store,
+                group_name(name, number),
+                session.rank,
+                session.world_size,
+                session.carrier,
+                settings,
             )
             met[number] = group
             incoming = _IncomingStripe(number, stripes[number], arrival, pace)
@@ -154,7 +169,10 @@ class _IncomingStripe:
     """The buckets of one stripe; their bytes go where they belong as they come."""
 
     def __init__(self, number: int, plan: LayoutPlan, arrival: Arrival, pace: _Pace) -> None:
-        self._number, self._plan, self._arrival, self._pace = number, plan, arrival, pace
+        self._number = number
+        self._plan = plan
+        self._arrival = arrival
+        self._pace = pace
         runs = placed_runs(arrival.plan, plan)
         self._runs = {slot.spec.name: run for slot, run in zip(plan.slots, runs, strict=True)}
         self._buckets: dict[int, Tensor] = {}
@@ -167,7 +185,9 @@ class _IncomingStripe:
         if not self._pace.allows(self._number, index):
             return None
         start, stop = self._plan.buckets[index]
-        bucket = self._buckets[index] = torch.empty(stop - start, dtype=torch.uint8, device=self._arrival.device)
+        bucket = self._buckets[index] = torch.empty(
+            stop - start, dtype=torch.uint8, device=self._arrival.device
+        )
         return bucket
 
     def arrived(self, index: int) -> None:
@@ -175,6 +195,7 @@ class _IncomingStripe:
         self.digests[index] = digest_bucket(bucket)  # which waits for a GPU
         for slot in self._plan.slots_between(start, stop):
             run = self._runs[slot.spec.name]
-            first, last = max(run.start, start), min(run.stop, stop)
+            first = max(run.start, start)
+            last = min(run.stop, stop)
             self._arrival.put(run.offset + first - run.start, bucket[first - start : last - start])
         self._pace.arrived(self._number)

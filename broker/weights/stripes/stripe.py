@@ -1,11 +1,12 @@
-"""One learner rank's end of transfers in stripes: it stages what it holds, and broadcasts it when rank 0 orders it.
+"""One learner rank's end of transfers in stripes: it stages what it holds, and broadcasts it when
+rank 0 orders it.
 
-rank 0 (lead)                                     rank r                           receivers
-order/n = session, version, world size, carrier   waits for it in the rendezvous
-go = stripes                                                                       learn who sends what
-stripe/0 = digest; broadcast in its communicator  stripe/r; the same in its own    receive all at the same time
-waits for sent/r  <-----------------------------  sent/r = "" or a reason
-collects done/…, as ever  <------------------------------------------------------  done/… = "" or a reason
+rank 0 (lead)                                     rank r                           receivers order/n
+= session, version, world size, carrier   waits for it in the rendezvous go = stripes
+learn who sends what stripe/0 = digest; broadcast in its communicator  stripe/r; the same in its own
+receive all at the same time waits for sent/r  <-----------------------------  sent/r = "" or a
+reason collects done/…, as ever  <------------------------------------------------------  done/… =
+"" or a reason
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from broker.weights.stripes.partial_digest import partial_sums
 
 log = logging.getLogger(__name__)
 
-STRIPES_KEY: Final = "stripes"  # the store's key for the plans of all stripes, in the order of the ranks
+# the store's key for the plans of all stripes, in the order of the ranks
+STRIPES_KEY: Final = "stripes"
 
 
 class StripeOrder(msgspec.Struct, frozen=True):
@@ -68,9 +70,13 @@ class StripeRank:
         gpu: that nccl sends from.
     """
 
-    def __init__(self, rank: int, model: LayoutPlan, stripe: LayoutPlan, gpu: torch.device | None = None) -> None:
-        self.rank, self.plan = rank, stripe
-        self._model, self._gpu = model, gpu
+    def __init__(
+        self, rank: int, model: LayoutPlan, stripe: LayoutPlan, gpu: torch.device | None = None
+    ) -> None:
+        self.rank = rank
+        self.plan = stripe
+        self._model = model
+        self._gpu = gpu
         self._runs = placed_runs(model, stripe)
         self._staging = StagingBuffers(stripe)
         self._groups: dict[Carrier, Group] = {}
@@ -78,7 +84,8 @@ class StripeRank:
         self._watch = WaitMonitor()
 
     def stage(self, version: int, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Copy a version; return this rank's share of the sums for the model's digest (``partial_digest``).
+        """Copy a version; return this rank's share of the sums for the model's digest
+        (``partial_digest``).
 
         Args:
             tensors: by the names of the stripe's plan.
@@ -101,13 +108,16 @@ class StripeRank:
         Raises:
             TransferFailed: if it failed; the communicator is closed.
         """
-        lines, name = StoreMessages(store, order.session, watch), parse_session(order.session)[0]
+        lines = StoreMessages(store, order.session, watch)
+        name = parse_session(order.session)[0]
         if order.fresh and not order.alone and order.carrier in self._groups:
             self._groups.pop(order.carrier).close()
         group = None if order.alone else self._groups.pop(order.carrier, None)
         try:
             if group is None and not order.fresh:
-                raise TransferFailed(f"communicator {name} is no longer known to rank {self.rank} of the learner")
+                raise TransferFailed(
+                    f"communicator {name} is no longer known to rank {self.rank} of the learner"
+                )
             if self._gpu is not None:
                 torch.cuda.set_device(self._gpu)
             with self._staging.sending(order.version) as staged:
@@ -131,15 +141,19 @@ class StripeRank:
         if (group := self._groups.pop(carrier, None)) is not None:
             group.close()
 
-    # ------------------------------------------------------------------------------------------- ranks above 0
+    # -------------------------------------------------------------------------------------------
+    # ranks above 0
 
     def serve(self, store: BoardClient, settings: TransferSettings) -> None:
         """Execute rank 0's orders in a thread until ``close``, or until the rendezvous is gone."""
-        self._serving = threading.Thread(target=self._serve, args=(store, settings), name="weights-stripe", daemon=True)
+        self._serving = threading.Thread(
+            target=self._serve, args=(store, settings), name="weights-stripe", daemon=True
+        )
         self._serving.start()
 
     def _serve(self, store: BoardClient, settings: TransferSettings) -> None:
-        orders, number = StoreMessages(store, "stripes", self._watch), 0
+        orders = StoreMessages(store, "stripes", self._watch)
+        number = 0
         with suppress(TransferFailed):  # rank 0 is gone, and so is this process soon
             while not self._watch.reason:
                 if (text := orders.wait(order_key(number), settings.timeout_s)) is None:
@@ -158,7 +172,9 @@ class StripeRank:
         try:
             self.send(store, order, settings, self._watch, peek)
         except (TransferFailed, RuntimeError) as error:
-            log.warning("weights: stripe %d of version %d: %s", self.rank, order.version, first_line(error))
+            log.warning(
+                "weights: stripe %d of version %d: %s", self.rank, order.version, first_line(error)
+            )
             self.drop(order.carrier)
             lines.say(f"sent/{self.rank}", first_line(error))
         else:

@@ -1,8 +1,8 @@
 """ALFWorld's household games in text (Shridhar et al. 2021, arXiv:2010.03768), run by TextWorld.
 
-The games (https://github.com/alfworld/alfworld) are the files that ``alfworld-download`` fetches, in the order of their
-paths; evaluation has its own files. A won game gives ``success_reward`` and ends. A command that is not admissible is
-answered by the game and counts as invalid.
+The games (https://github.com/alfworld/alfworld) are the files that ``alfworld-download`` fetches,
+in the order of their paths; evaluation has its own files. A won game gives ``success_reward`` and
+ends. A command that is not admissible is answered by the game and counts as invalid.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from envhub.envs.base import Environment, Observation, Split, StepResult
 from envhub.envs.text.answers import tagged
 
 INSTALL: Final = "pip install alfworld, then alfworld-download"
-PATHS: Final = {"data_path": "train", "eval_id_data_path": "valid_seen", "eval_ood_data_path": "valid_unseen"}
+PATHS: Final = {
+    "data_path": "train",
+    "eval_id_data_path": "valid_seen",
+    "eval_ood_data_path": "valid_unseen",
+}
 
 
 class AlfworldArgs(Section):
@@ -31,15 +35,21 @@ class AlfworldArgs(Section):
         "answer_tag",
     )  # fmt: skip
 
-    data: DataPath | None = None  # folder with json_2.1.1 in it; None: $ALFWORLD_DATA, else ~/.cache/alfworld
-    task_types: list[Annotated[int, Field(ge=1, le=6)]] = Field(default=[1, 2, 3, 4, 5, 6])  # as ALFWorld numbers them
+    # folder with json_2.1.1 in it; None: $ALFWORLD_DATA, else ~/.cache/alfworld
+    data: DataPath | None = None
+    # as ALFWorld numbers them
+    task_types: list[Annotated[int, Field(ge=1, le=6)]] = Field(default=[1, 2, 3, 4, 5, 6])
     # rooms seen in training, or not
-    eval_split: Literal["eval_in_distribution", "eval_out_of_distribution"] = "eval_out_of_distribution"
+    eval_split: Literal["eval_in_distribution", "eval_out_of_distribution"] = (
+        "eval_out_of_distribution"
+    )
     show_commands: bool = True  # list the admissible commands below each observation
     max_steps: PositiveInt = 50
     success_reward: NonNegativeFloat = 1.0
-    format_penalty: NonNegativeFloat = 0.0  # taken from the reward for a command that is not admissible
-    answer_tag: bool = False  # read the command from the last <answer>…</answer> instead of the whole text
+    # taken from the reward for a command that is not admissible
+    format_penalty: NonNegativeFloat = 0.0
+    # read the command from the last <answer>…</answer> instead of the whole text
+    answer_tag: bool = False
 
 
 class AlfworldEnv(Environment):
@@ -53,7 +63,8 @@ class AlfworldEnv(Environment):
         super().__init__(args)
         self._game: Any = None
         self._commands: list[str] = []
-        self._turns, self._shown = 0, ""
+        self._turns = 0
+        self._shown = ""
 
     @classmethod
     def check(cls, args: AlfworldArgs) -> None:
@@ -102,7 +113,9 @@ class AlfworldEnv(Environment):
     def _observe(self, state: Any) -> Observation:
         self._commands = list(state["admissible_commands"] or [])
         self._shown = str(state["feedback"]).strip()
-        listed = f"\nAdmissible commands: {', '.join(self._commands)}" if self.args.show_commands else ""
+        listed = (
+            f"\nAdmissible commands: {', '.join(self._commands)}" if self.args.show_commands else ""
+        )
         return Observation(self._shown + listed)
 
 
@@ -110,11 +123,15 @@ def _start(file: str) -> Any:
     textworld = library("alfworld", "textworld", INSTALL)
     wrappers = library("alfworld", "alfworld.agents.environment.alfred_tw_env", INSTALL)
     infos = textworld.EnvInfos(feedback=True, won=True, admissible_commands=True)
-    return textworld.start(file, request_infos=infos, wrappers=[wrappers.AlfredDemangler(shuffle=False)])
+    return textworld.start(
+        file, request_infos=infos, wrappers=[wrappers.AlfredDemangler(shuffle=False)]
+    )
 
 
 def _files(args: AlfworldArgs, split: Split) -> tuple[str, ...]:
-    return _game_files(args.data, tuple(args.task_types), "train" if split == "train" else args.eval_split)
+    return _game_files(
+        args.data, tuple(args.task_types), "train" if split == "train" else args.eval_split
+    )
 
 
 @lru_cache(maxsize=8)

@@ -1,8 +1,9 @@
 """AppWorld's tasks, solved by Python that calls apps' APIs (Trivedi et al. 2024, arXiv:2407.18901).
 
-Each turn's code is executed in the task's interpreter and its output is shown; ``apis.supervisor.complete_task()`` ends
-the episode. The reward is the share of AppWorld's unit tests that pass, or 1 only if all do. AppWorld
-(https://appworld.dev) keeps one world in a process, so environments run in worker processes, by default in a sandbox.
+Each turn's code is executed in the task's interpreter and its output is shown;
+``apis.supervisor.complete_task()`` ends the episode. The reward is the share of AppWorld's unit
+tests that pass, or 1 only if all do. AppWorld (https://appworld.dev) keeps one world in a process,
+so environments run in worker processes, by default in a sandbox.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class AppworldEnv(Environment):
     def __init__(self, args: AppworldArgs) -> None:
         super().__init__(args)
         self._world: Any = None
-        self._turns, self._shown = 0, ""
+        self._turns = 0
+        self._shown = ""
 
     @classmethod
     def check(cls, args: AppworldArgs) -> None:
@@ -78,10 +80,13 @@ class AppworldEnv(Environment):
         self.close()
         there = _tasks(self.args.train_tasks if split == "train" else self.args.eval_tasks)
         app = library("appworld", "appworld", INSTALL)
-        self._world = app.AppWorld(task_id=there[task_index % len(there)], experiment_name=self.args.experiment_name)
+        self._world = app.AppWorld(
+            task_id=there[task_index % len(there)], experiment_name=self.args.experiment_name
+        )
         self._turns = 0
         task = self._world.task
-        person, self.prompt = task.supervisor, str(task.instruction)
+        person = task.supervisor
+        self.prompt = str(task.instruction)
         contact = f"my e-mail is {person.email}, my phone number {person.phone_number}."
         self._shown = f"My name is {person.first_name} {person.last_name}, {contact}\nTask: {task.instruction}"
         return Observation(self._shown)
@@ -96,8 +101,11 @@ class AppworldEnv(Environment):
         cut = not done and self._turns >= self.args.max_interactions
         share, success = self._evaluate() if done or cut else (0.0, False)
         reward = share if self.args.reward == "share" else float(success)
-        seen, metrics = Observation(self._shown), {"tests_passed": share}
-        return StepResult(seen, reward, done or cut, bool(code), success and done, truncated=cut, metrics=metrics)
+        seen = Observation(self._shown)
+        metrics = {"tests_passed": share}
+        return StepResult(
+            seen, reward, done or cut, bool(code), success and done, truncated=cut, metrics=metrics
+        )
 
     def text_frame(self) -> str:
         return self._shown
@@ -110,7 +118,8 @@ class AppworldEnv(Environment):
     def _evaluate(self) -> tuple[float, bool]:
         """Return (share of the tests that pass, whether all do)."""
         tracker = self._world.evaluate()
-        passed, failed = len(tracker.passes), len(tracker.failures)
+        passed = len(tracker.passes)
+        failed = len(tracker.failures)
         return passed / max(passed + failed, 1), bool(tracker.success)
 
 

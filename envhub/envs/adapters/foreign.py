@@ -11,7 +11,8 @@ from envhub.envs.base import Split
 
 
 def library(env: str, module: str, install: str) -> Any:
-    """Import the module of the environment that the registry calls ``env``; ``install``: how to install it.
+    """Import the module of the environment that the registry calls ``env``; ``install``: how to
+    install it.
 
     Raises:
         NotInstalled: if the module, or something that it imports, is missing.
@@ -28,7 +29,9 @@ def one_line(error: Exception) -> str:
 
 
 def seed_of(task_index: int, split: Split, seed: int) -> int:
-    """Return a task's seed of 31 bits: odd in training; even, and independent of ``seed``, in evaluation."""
+    """Return a task's seed of 31 bits: odd in training; even, and independent of ``seed``, in
+    evaluation.
+    """
     told = f"{task_index}/{seed if split == 'train' else 'eval'}".encode()
     number = int.from_bytes(hashlib.blake2b(told, digest_size=4).digest(), "little") >> 1
     return number & ~1 | (split == "train")

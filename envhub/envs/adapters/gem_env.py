@@ -1,8 +1,8 @@
 """Any registered GEM environment by ``gem.make`` (Liu et al. 2025, arXiv:2510.01051).
 
-The task is the seed of ``reset``. A won game ends with reward 1; GEM sets the penalty for text that is not a move.
-gem-llm 0.1 (https://github.com/axon-rl/gem) pins msgspec 0.19 for its search tool, but this project needs a newer one:
-install it without dependencies.
+The task is the seed of ``reset``. A won game ends with reward 1; GEM sets the penalty for text that
+is not a move. gem-llm 0.1 (https://github.com/axon-rl/gem) pins msgspec 0.19 for its search tool,
+but this project needs a newer one: install it without dependencies.
 """
 
 from __future__ import annotations
@@ -58,14 +58,18 @@ class GemEnv(Environment):
         observation, reward, terminated, truncated, info = self._env.step(text)
         done = bool(terminated or truncated)
         solved = done and float(reward) >= self.args.success_reward
-        return StepResult(self._show(observation, info), float(reward), done, True, solved, bool(truncated))
+        return StepResult(
+            self._show(observation, info), float(reward), done, True, solved, bool(truncated)
+        )
 
     def text_frame(self) -> str:
         return self._shown
 
     def _show(self, observation: Any, info: dict[str, Any]) -> Observation:
         suffix = str(info.get("suffix") or "") if self.args.suffix else ""
-        self._shown = f"{observation}\n{suffix}" if suffix and isinstance(observation, str) else observation
+        self._shown = (
+            f"{observation}\n{suffix}" if suffix and isinstance(observation, str) else observation
+        )
         return Observation(self._shown)
 
 
@@ -78,4 +82,6 @@ def _make(args: GemArgs) -> Any:
     try:
         return _gem().make(args.id, **args.make_args)
     except (ImportError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError("id", args.id, f"an environment that gem.make makes: {one_line(error)}") from None
+        raise ConfigError(
+            "id", args.id, f"an environment that gem.make makes: {one_line(error)}"
+        ) from None

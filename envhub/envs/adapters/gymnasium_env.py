@@ -1,8 +1,9 @@
 """Any gymnasium environment with discrete actions or texts (https://gymnasium.farama.org/api/env).
 
-The model reads what your function ``observe`` makes of (observation, the gymnasium environment). Without it, texts are
-shown as they are, numbers and arrays with four digits. The task is the seed of ``reset``; an environment whose start
-does not depend on a seed has a single task, the same in training and evaluation.
+The model reads what your function ``observe`` makes of (observation, the gymnasium environment).
+Without it, texts are shown as they are, numbers and arrays with four digits. The task is the seed
+of ``reset``; an environment whose start does not depend on a seed has a single task, the same in
+training and evaluation.
 """
 
 from __future__ import annotations
@@ -29,12 +30,17 @@ class GymnasiumArgs(Section):
     # as gymnasium.make takes it; ``module:Name-v0`` imports the module that registers it first
     id: Annotated[str, PluginMark("gymnasium")]
     make_args: dict[str, Any] = Field(default={})  # passed on to gymnasium.make
-    observe: str = ""  # dotted path or file path to a function of (observation, environment) that returns text
-    actions: list[str] = Field(default=[])  # names of the discrete actions in their order; none: their numbers
+    # dotted path or file path to a function of (observation, environment) that returns text
+    observe: str = ""
+    # names of the discrete actions in their order; none: their numbers
+    actions: list[str] = Field(default=[])
     anchors: bool = False  # observations distinguish all states: compare steps by them (gigpo)
-    success_return: float | None = None  # an episode with at least this reward is a success; None: info's is_success
-    answer_tag: bool = False  # read the action from the last <answer>…</answer> instead of the whole text
-    format_penalty: NonNegativeFloat = 0.0  # minus the reward of text that is not an action and is not sent on
+    # an episode with at least this reward is a success; None: info's is_success
+    success_return: float | None = None
+    # read the action from the last <answer>…</answer> instead of the whole text
+    answer_tag: bool = False
+    # minus the reward of text that is not an action and is not sent on
+    format_penalty: NonNegativeFloat = 0.0
 
 
 class GymnasiumEnv(Environment):
@@ -49,7 +55,8 @@ class GymnasiumEnv(Environment):
         self._env = _make(args)
         self._observe = resolve("observe", args.observe, {}) if args.observe else plain
         self._actions = _actions(args, self._env.action_space)
-        self._return, self._shown = 0.0, ""
+        self._return = 0.0
+        self._shown = ""
 
     @classmethod
     def check(cls, args: GymnasiumArgs) -> None:
@@ -70,14 +77,22 @@ class GymnasiumEnv(Environment):
             valid = self._env.action_space.contains(action)
         else:
             named = one_of(text, self._actions, self.args.answer_tag)
-            valid, action = named is not None, named and int(named)
+            valid = named is not None
+            action = named and int(named)
         if not valid:
             return StepResult(self._seen(), -self.args.format_penalty, False, valid=False)
         observation, reward, terminated, truncated, info = self._env.step(action)
         self._return += float(reward)
         done = bool(terminated or truncated)
         limited = bool(truncated and not terminated)
-        return StepResult(self._show(observation), float(reward), done, True, done and self._succeeded(info), limited)
+        return StepResult(
+            self._show(observation),
+            float(reward),
+            done,
+            True,
+            done and self._succeeded(info),
+            limited,
+        )
 
     def text_frame(self) -> str:
         return self._shown
@@ -99,11 +114,15 @@ class GymnasiumEnv(Environment):
 
 
 def plain(observation: Any, environment: Any) -> str:
-    """Return a text as it is, numbers with four digits, a tuple or a mapping with one part per line."""
+    """Return a text as it is, numbers with four digits, a tuple or a mapping with one part per
+    line.
+    """
     if isinstance(observation, str):
         return observation
     if isinstance(observation, dict):
-        return "\n".join(f"{name}: {plain(part, environment)}" for name, part in observation.items())
+        return "\n".join(
+            f"{name}: {plain(part, environment)}" for name, part in observation.items()
+        )
     if isinstance(observation, tuple):
         return "\n".join(plain(part, environment) for part in observation)
     array = np.atleast_1d(np.asarray(observation))
@@ -116,22 +135,31 @@ def _make(args: GymnasiumArgs) -> Any:
     try:
         return gymnasium.make(args.id, **{"disable_env_checker": True, **args.make_args})
     except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
-        raise ConfigError("id", args.id, f"an environment that gymnasium.make makes: {one_line(error)}") from None
+        raise ConfigError(
+            "id", args.id, f"an environment that gymnasium.make makes: {one_line(error)}"
+        ) from None
 
 
 def _actions(args: GymnasiumArgs, space: Any) -> dict[str, str] | None:
     """Return the number of each action by its name in capitals; None if actions are texts.
 
     Raises:
-        ConfigError: if actions are neither discrete nor texts, or the names do not match their number.
+        ConfigError: if actions are neither discrete nor texts, or the names do not match their
+            number.
     """
     from gymnasium import spaces
 
     if isinstance(space, spaces.Text):
         return None
     if not isinstance(space, spaces.Discrete):
-        raise ConfigError("id", args.id, f"an environment whose actions are Discrete or Text, not {space}")
-    names = [name.strip().upper() for name in args.actions] or [str(space.start + number) for number in range(space.n)]
+        raise ConfigError(
+            "id", args.id, f"an environment whose actions are Discrete or Text, not {space}"
+        )
+    names = [name.strip().upper() for name in args.actions] or [
+        str(space.start + number) for number in range(space.n)
+    ]
     if len(set(names)) != space.n:
-        raise ConfigError("actions", args.actions, f"{space.n} different names, one for each action of {args.id}")
+        raise ConfigError(
+            "actions", args.actions, f"{space.n} different names, one for each action of {args.id}"
+        )
     return {name: str(space.start + number) for number, name in enumerate(names)}

@@ -1,11 +1,12 @@
 """Environments of an OpenEnv server, over its protocol (https://github.com/meta-pytorch/OpenEnv).
 
-A server keeps one environment per WebSocket connection to ``/ws``, so an instance here is one connection, used for one
-episode after another. A message is JSON: ``{"type": "reset" or "step" or "close", "data": …}``. The answer is
-``{"type": "observation", "data": {"observation": …, "reward": …, "done": …}}`` or ``{"type": "error", "data":
-{"message": …, "code": …}}``. ``GET /schema`` returns the form of actions. OpenEnv need not be installed. An action that
-the server rejects as malformed (``VALIDATION_ERROR``) counts as invalid; any other error fails the episode, which is
-then tried again.
+A server keeps one environment per WebSocket connection to ``/ws``, so an instance here is one
+connection, used for one episode after another. A message is JSON: ``{"type": "reset" or "step" or
+"close", "data": …}``. The answer is ``{"type": "observation", "data": {"observation": …, "reward":
+…, "done": …}}`` or ``{"type": "error", "data": {"message": …, "code": …}}``. ``GET /schema``
+returns the form of actions. OpenEnv need not be installed. An action that the server rejects as
+malformed (``VALIDATION_ERROR``) counts as invalid; any other error fails the episode, which is then
+tried again.
 """
 
 from __future__ import annotations
@@ -43,15 +44,18 @@ class OpenEnvArgs(Section):
     )  # fmt: skip
 
     url: Annotated[str, EndpointMark()]  # of the server, for example http://127.0.0.1:8000
-    action: Literal["field", "json"] = "field"  # the text is one field of the action, or the whole action in JSON
+    # the text is one field of the action, or the whole action in JSON
+    action: Literal["field", "json"] = "field"
     action_field: str = "message"  # that field
     action_args: dict[str, Any] = Field(default={})  # further fields of every action
     reset_args: dict[str, Any] = Field(default={})  # of every reset, in addition to the seed
     observation_field: str = ""  # the field of the observation to show; empty: all of them in JSON
-    observe: str = ""  # or a dotted path or file path to a function of (observation as a dict) that returns text
+    # or a dotted path or file path to a function of (observation as a dict) that returns text
+    observe: str = ""
     success_reward: float = 1.0  # an episode whose last step has at least this reward is a success
     format_penalty: NonNegativeFloat = 0.0  # taken from the reward for a malformed action
-    answer_tag: bool = False  # read the action from the last <answer>…</answer> instead of the whole text
+    # read the action from the last <answer>…</answer> instead of the whole text
+    answer_tag: bool = False
     connect_timeout_s: PositiveFloat = 10.0
 
 
@@ -94,7 +98,9 @@ class OpenEnv(Environment):
         if self._socket is None or self._socket.closed:
             await self.close()
             await self._connect()
-        data, _ = await self._ask("reset", {**self.args.reset_args, "seed": seed_of(task_index, split, seed)})
+        data, _ = await self._ask(
+            "reset", {**self.args.reset_args, "seed": seed_of(task_index, split, seed)}
+        )
         return self._show(data)
 
     async def step(self, text: str) -> StepResult:
@@ -106,18 +112,25 @@ class OpenEnv(Environment):
         if problem:
             self._shown = problem
             return StepResult(Observation(problem), malformed.reward, False, False)
-        done, reward = bool(data.get("done")), float(data.get("reward") or 0.0)
-        return StepResult(self._show(data), reward, done, True, done and reward >= self.args.success_reward)
+        done = bool(data.get("done"))
+        reward = float(data.get("reward") or 0.0)
+        return StepResult(
+            self._show(data), reward, done, True, done and reward >= self.args.success_reward
+        )
 
     def text_frame(self) -> str:
         return self._shown
 
     async def close(self) -> None:  # type: ignore[override]
         """End the session."""
-        socket, session, self._socket, self._session = self._socket, self._session, None, None
+        socket = self._socket
+        session = self._session
+        self._socket = None
+        self._session = None
         try:
             if socket is not None and not socket.closed:
-                with contextlib.suppress(aiohttp.ClientError, ConnectionError):  # the server may be gone
+                # the server may be gone
+                with contextlib.suppress(aiohttp.ClientError, ConnectionError):
                     await socket.send_str('{"type": "close"}')
                 await socket.close()
         finally:
@@ -140,7 +153,9 @@ class OpenEnv(Environment):
         await self._socket.send_str(json.dumps({"type": kind, "data": data}))
         message = await self._socket.receive()
         if message.type is not aiohttp.WSMsgType.TEXT:
-            raise ServerError(f"{kind}: the server closed the connection ({message.type.name.lower()})")
+            raise ServerError(
+                f"{kind}: the server closed the connection ({message.type.name.lower()})"
+            )
         try:
             answer = strict.loads(message.data)
             told = answer["data"]
@@ -150,10 +165,14 @@ class OpenEnv(Environment):
                     return {}, problem
                 raise ServerError(f"{kind}: the server answered: {problem}")
             if answer["type"] != "observation" or not isinstance(told["observation"], dict):
-                raise ServerError(f"{kind}: the server answered {answer['type']!r}, not an observation")
+                raise ServerError(
+                    f"{kind}: the server answered {answer['type']!r}, not an observation"
+                )
         except (ValueError, KeyError, TypeError, RecursionError):
             shown = f"{message.data[:200]!r}"
-            raise ServerError(f"{kind}: the server answered {shown}, which is not OpenEnv's protocol") from None
+            raise ServerError(
+                f"{kind}: the server answered {shown}, which is not OpenEnv's protocol"
+            ) from None
         return told, ""
 
     def _action(self, text: str) -> dict[str, Any] | None:
@@ -190,7 +209,8 @@ def _schema(url: str) -> dict[str, Any]:
     base = url.replace("ws", "http", 1) if url.startswith("ws") else url
     address = f"{base.rstrip('/')}/schema"
     try:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy, as for the episodes
+        # no proxy, as for the episodes
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(address, timeout=CHECK_S) as reply:
             found = json.loads(reply.read(MAX_MESSAGE_BYTES))
     except (urllib.error.URLError, OSError, ValueError) as error:

@@ -1,7 +1,7 @@
 """reasoning-gym's questions, one turn each (Stojanovski et al. 2025, arXiv:2505.24760).
 
-The data set scores the answers and serves both splits: its first ``size`` entries are for training, the next
-``eval_size`` for evaluation. Training skips questions that evaluation also has.
+The data set scores the answers and serves both splits: its first ``size`` entries are for training,
+the next ``eval_size`` for evaluation. Training skips questions that evaluation also has.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class ReasoningGymArgs(Section):
     size: PositiveInt = 100_000  # entries for training; a larger index wraps around
     eval_size: PositiveInt = 256
     dataset_seed: Annotated[int, Field(ge=0)] = 0
-    answer_tag: bool = False  # read the answer from the last <answer>…</answer> instead of the whole text
+    # read the answer from the last <answer>…</answer> instead of the whole text
+    answer_tag: bool = False
     success_score: float = 1.0  # an answer of at least this score is a success
 
 
@@ -67,20 +68,29 @@ class ReasoningGymEnv(Environment):
         return {"dataset": "chain_sum", "eval_size": 64}
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
-        """Show the question of the index; the seed has no effect, so that an epoch shows each question once."""
+        """Show the question of the index; the seed has no effect, so that an epoch shows each
+        question once.
+        """
         self._entry = self._find(task_index, split)
-        self.prompt, self.reference = self._entry["question"], str(self._entry["answer"])
+        self.prompt = self._entry["question"]
+        self.reference = str(self._entry["answer"])
         return Observation(self.prompt)
 
     def step(self, text: str) -> StepResult:
         answer = tagged(text, self.args.answer_tag)
         score = float(self._data.score_answer(answer, self._entry)) if answer else 0.0
-        return StepResult(Observation(""), score, True, bool(answer), score >= self.args.success_score)
+        return StepResult(
+            Observation(""), score, True, bool(answer), score >= self.args.success_score
+        )
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
         """Return the reference answer; with probability ``noise`` that of another question."""
         wrong = rng.random() < noise
-        answer = str(self._data[int(rng.integers(self.args.size))]["answer"]) if wrong else self.reference
+        answer = (
+            str(self._data[int(rng.integers(self.args.size))]["answer"])
+            if wrong
+            else self.reference
+        )
         return f"<answer>{answer}</answer>" if self.args.answer_tag else answer
 
     def _find(self, task_index: int, split: Split) -> dict[str, Any]:
@@ -95,7 +105,9 @@ class ReasoningGymEnv(Environment):
 
 
 def _dataset(args: ReasoningGymArgs) -> Any:
-    return _made(args.dataset, json.dumps(args.dataset_args), args.dataset_seed, args.size + args.eval_size)
+    return _made(
+        args.dataset, json.dumps(args.dataset_args), args.dataset_seed, args.size + args.eval_size
+    )
 
 
 @lru_cache(maxsize=8)
@@ -105,11 +117,15 @@ def _made(name: str, arguments: str, seed: int, size: int) -> Any:
         return module.create_dataset(name, **{**json.loads(arguments), "seed": seed, "size": size})
     except (TypeError, ValueError, AssertionError) as error:
         said = one_line(error) or type(error).__name__
-        raise ConfigError("dataset", name, f"a data set that reasoning_gym.create_dataset makes: {said}") from None
+        raise ConfigError(
+            "dataset", name, f"a data set that reasoning_gym.create_dataset makes: {said}"
+        ) from None
 
 
 def _held_out(args: ReasoningGymArgs) -> frozenset[str]:
-    return _questions(args.dataset, json.dumps(args.dataset_args), args.dataset_seed, args.size, args.eval_size)
+    return _questions(
+        args.dataset, json.dumps(args.dataset_args), args.dataset_seed, args.size, args.eval_size
+    )
 
 
 @lru_cache(maxsize=8)

@@ -1,9 +1,10 @@
 """TextArena's games by ``textarena.make`` (Guertler et al. 2025, arXiv:2504.11442).
 
-The model plays one seat. In games of several players your function ``opponent``, (observation, random generator) to
-text, plays the others. The reward is what the game (https://github.com/LeonGuertler/TextArena) gives the seat at its
-end. The model sees what is new since its last turn: the library's wrappers repeat the whole game, which the
-conversation already contains. The task is the seed of ``reset``.
+The model plays one seat. In games of several players your function ``opponent``, (observation,
+random generator) to text, plays the others. The reward is what the game
+(https://github.com/LeonGuertler/TextArena) gives the seat at its end. The model sees what is new
+since its last turn: the library's wrappers repeat the whole game, which the conversation already
+contains. The task is the seed of ``reset``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class TextArenaArgs(Section):
     make_args: dict[str, Any] = Field(default={})  # passed on to textarena.make
     num_players: PositiveInt = 1
     seat: Annotated[int, Field(ge=0)] = 0  # which player the model is
-    opponent: str = ""  # dotted path or file path to a function of (observation, random.Random) for the other seats
+    # dotted path or file path to a function of (observation, random.Random) for the other seats
+    opponent: str = ""
     success_reward: float = 1.0  # a game that ends with at least this reward is a success
 
 
@@ -57,7 +59,9 @@ class TextArenaEnv(Environment):
         if args.seat >= args.num_players:
             raise ConfigError("seat", args.seat, f"below num_players, which is {args.num_players}")
         if args.num_players > 1 and not args.opponent:
-            allowed = f"a function that plays the other seats, since num_players is {args.num_players}"
+            allowed = (
+                f"a function that plays the other seats, since num_players is {args.num_players}"
+            )
             raise ConfigError("opponent", args.opponent, allowed)
         cls(args)
         _make(args)
@@ -79,7 +83,8 @@ class TextArenaEnv(Environment):
 
     def step(self, text: str) -> StepResult:
         done, _ = self._env.step(action=text)
-        valid = not getattr(self._env.state, "error_count", 0)  # this player's texts in a row that were not a move
+        # this player's texts in a row that were not a move
+        valid = not getattr(self._env.state, "error_count", 0)
         done = bool(done) or self._others()
         if not done:
             role = self._env.state.role_mapping.get(self.args.seat, f"Player {self.args.seat}")
@@ -89,7 +94,9 @@ class TextArenaEnv(Environment):
         reward = float((rewards or {}).get(self.args.seat, 0.0))
         self._shown = str(own.get("reason", ""))
         valid = valid and not own.get("invalid_move", False)
-        return StepResult(Observation(self._shown), reward, True, valid, reward >= self.args.success_reward)
+        return StepResult(
+            Observation(self._shown), reward, True, valid, reward >= self.args.success_reward
+        )
 
     def text_frame(self) -> str:
         return self._shown
@@ -110,18 +117,31 @@ class TextArenaEnv(Environment):
         _, seen = self._env.get_observation()
         whole = _text(seen, self.args.seat)
         repeated = isinstance(seen, str) and whole.startswith(self._before)
-        self._shown = (whole[len(self._before) :] if repeated else whole).lstrip("\n").removeprefix(said).lstrip("\n")
+        self._shown = (
+            (whole[len(self._before) :] if repeated else whole)
+            .lstrip("\n")
+            .removeprefix(said)
+            .lstrip("\n")
+        )
         self._before = whole if isinstance(seen, str) else ""
         return Observation(self._shown)
 
 
 def _text(seen: Any, seat: int) -> str:
-    """Return what a player sees as text; a raw game gives a list of (from, text, kind), including its own words."""
-    return seen if isinstance(seen, str) else "\n".join(str(message[1]) for message in seen or [] if message[0] != seat)
+    """Return what a player sees as text; a raw game gives a list of (from, text, kind), including
+    its own words.
+    """
+    return (
+        seen
+        if isinstance(seen, str)
+        else "\n".join(str(message[1]) for message in seen or [] if message[0] != seat)
+    )
 
 
 def _make(args: TextArenaArgs) -> Any:
     try:
         return library("textarena", "textarena", INSTALL).make(args.id, **args.make_args)
     except (ImportError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError("id", args.id, f"a game that textarena.make makes: {one_line(error)}") from None
+        raise ConfigError(
+            "id", args.id, f"a game that textarena.make makes: {one_line(error)}"
+        ) from None

@@ -1,8 +1,9 @@
 """Blackjack of GymCards, which is gymnasium's, as text (Sutton and Barto, example 5.1).
 
-Cards are drawn from an endless deck; J, Q and K count 10, an ace 11 if that does not exceed 21. ``hit`` takes a card,
-``stand`` lets the dealer draw up to 17. The reward is 1 for a win, 0 for a draw, -1 for a loss or more than 21; with
-``natural`` a win with 21 in the first two cards gives 1.5. Text that is not an action only costs ``format_penalty``.
+Cards are drawn from an endless deck; J, Q and K count 10, an ace 11 if that does not exceed 21.
+``hit`` takes a card, ``stand`` lets the dealer draw up to 17. The reward is 1 for a win, 0 for a
+draw, -1 for a loss or more than 21; with ``natural`` a win with 21 in the first two cards gives
+1.5. Text that is not an action only costs ``format_penalty``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class BlackjackArgs(Section):
 
     natural: bool = False  # 1.5 for a win with 21 in the first two cards
     format_penalty: NonNegativeFloat = 0.0  # taken from the reward for text that is not an action
-    answer_tag: bool = False  # read the action from the last <answer>…</answer> instead of the whole text
+    # read the action from the last <answer>…</answer> instead of the whole text
+    answer_tag: bool = False
 
 
 def total(cards: list[int]) -> tuple[int, bool]:
@@ -59,8 +61,12 @@ class Blackjack(Environment):
         return NUM_EVAL if split == "eval" else None
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
-        """Deal; a hash of the cards that the player sees assigns a deal to training or to evaluation."""
-        self._rng = np.random.default_rng([seed, task_index, 0] if split == "train" else [task_index % NUM_EVAL, 1])
+        """Deal; a hash of the cards that the player sees assigns a deal to training or to
+        evaluation.
+        """
+        self._rng = np.random.default_rng(
+            [seed, task_index, 0] if split == "train" else [task_index % NUM_EVAL, 1]
+        )
         while True:
             self._dealer, self._own = [self._draw(), self._draw()], [self._draw(), self._draw()]
             if _is_held_out(self._own, self._dealer[0]) is (split == "eval"):
@@ -76,7 +82,8 @@ class Blackjack(Environment):
             return StepResult(self._observe(), -1.0 if bust else 0.0, bust)
         while total(self._dealer)[0] < DEALER_STANDS:
             self._dealer.append(self._draw())
-        own, dealer = total(self._own)[0], total(self._dealer)[0]
+        own = total(self._own)[0]
+        dealer = total(self._dealer)[0]
         won = dealer > 21 or own > dealer
         reward = 1.0 if won else 0.0 if own == dealer else -1.0
         if won and self.args.natural and len(self._own) == 2 and own == 21:
@@ -87,7 +94,9 @@ class Blackjack(Environment):
         return f"{self._observe().text}\nDealer's hand: {_shown(self._dealer)}"
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
-        """Play a simple strategy: stand on hard 17, soft 18, and on hard 12 if the dealer shows 2 to 6."""
+        """Play a simple strategy: stand on hard 17, soft 18, and on hard 12 if the dealer shows 2
+        to 6.
+        """
         if rng.random() < noise:
             return ("hit", "stand")[int(rng.integers(2))]
         count, soft = total(self._own)
@@ -99,7 +108,8 @@ class Blackjack(Environment):
 
     def _observe(self) -> Observation:
         count, soft = total(self._own)
-        own, dealer = _shown(self._own), _shown(self._dealer[:1])
+        own = _shown(self._own)
+        dealer = _shown(self._dealer[:1])
         text = f"Your hand: {own} ({'soft ' if soft else ''}{count})\nDealer shows: {dealer}"
         return Observation(text, anchor=text)
 
@@ -109,4 +119,7 @@ def _shown(cards: list[int]) -> str:
 
 
 def _is_held_out(own: list[int], dealer: int) -> bool:
-    return hashlib.blake2b(bytes([*sorted(own), dealer]), digest_size=1).digest()[0] % HELD_OUT_SHARE == 0
+    return (
+        hashlib.blake2b(bytes([*sorted(own), dealer]), digest_size=1).digest()[0] % HELD_OUT_SHARE
+        == 0
+    )

@@ -11,7 +11,12 @@ from typing import Any, Final
 
 Units = tuple[str, ...]  # numbers, operators and brackets, one each
 Tree = Any  # a number as text, or (tree, operator, tree)
-OPERATIONS: Final[dict[str, Callable[[float, float], float]]] = {"+": add, "-": sub, "*": mul, "/": truediv}
+OPERATIONS: Final[dict[str, Callable[[float, float], float]]] = {
+    "+": add,
+    "-": sub,
+    "*": mul,
+    "/": truediv,
+}
 
 
 class FormulaError(ValueError):
@@ -19,10 +24,12 @@ class FormulaError(ValueError):
 
 
 def evaluate(units: Sequence[str]) -> Fraction:
-    """Return the value of a formula of whole numbers, ``+ - * /`` and brackets, multiplication first.
+    """Return the value of a formula of whole numbers, ``+ - * /`` and brackets, multiplication
+    first.
 
     Raises:
-        FormulaError: if it is not a formula; adjacent numbers and signs before a number are not allowed.
+        FormulaError: if it is not a formula; adjacent numbers and signs before a number are not
+            allowed.
     """
     rest = list(reversed(units))
     value = _sum(rest)
@@ -41,7 +48,8 @@ def _sum(rest: list[str]) -> Fraction:
 def _product(rest: list[str]) -> Fraction:
     value = _number(rest)
     while rest and rest[-1] in ("*", "/"):
-        times, other = rest.pop() == "*", _number(rest)
+        times = rest.pop() == "*"
+        other = _number(rest)
         if not times and other == 0:
             raise FormulaError("division by zero")
         value = value * other if times else value / other
@@ -68,9 +76,12 @@ def reach(numbers: tuple[int, ...], target: int, operators: str) -> Units | None
         numbers: sorted, so that hands of the same cards share an answer.
         operators: those that may be used, for example ``+-*/``.
     """
-    for tree in _trees(tuple((float(number), str(number)) for number in numbers), target, operators):
+    for tree in _trees(
+        tuple((float(number), str(number)) for number in numbers), target, operators
+    ):
         units = _written(tree)
-        if evaluate(units) == target:  # the search uses floating-point numbers, which is much faster
+        # the search uses floating-point numbers, which is much faster
+        if evaluate(units) == target:
             return units
     return None
 
@@ -91,7 +102,9 @@ def _trees(parts: tuple[tuple[float, Tree], ...], target: int, operators: str) -
 
 
 def _written(tree: Tree) -> Units:
-    """Return the units of a formula with the necessary brackets only, as the length of a formula is limited."""
+    """Return the units of a formula with the necessary brackets only, as the length of a formula is
+    limited.
+    """
     if isinstance(tree, str):
         return (tree,)
     left, operator, right = tree

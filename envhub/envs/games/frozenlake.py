@@ -1,9 +1,10 @@
 """Gymnasium's FrozenLake-v1 on generated maps, as text.
 
-The observation is the whole map, one character per cell and one row per line, with ``P`` for the player. With
-``observe: cell`` the map is shown once, and every turn shows the player's place and neighbours: row and column from 0,
-then the neighbours in the order of the moves, ``#`` beyond the edge (``1 0 #FHS``); it costs half the tokens. The
-action is one letter of ``LDRU``. The reward is 1 on the goal, 0 in a hole, minus the optional penalties.
+The observation is the whole map, one character per cell and one row per line, with ``P`` for the
+player. With ``observe: cell`` the map is shown once, and every turn shows the player's place and
+neighbours: row and column from 0, then the neighbours in the order of the moves, ``#`` beyond the
+edge (``1 0 #FHS``); it costs half the tokens. The action is one letter of ``LDRU``. The reward is 1
+on the goal, 0 in a hole, minus the optional penalties.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from envhub.envs.base import Environment, Frame, Observation, Split, StepResult
 from envhub.envs.games import lakes
 from envhub.envs.text.answers import MOVES, one_of
 
-PLAYER: Final = {"S": "P", "F": "P", "H": "X", "G": "*"}  # the player on ice, fallen in, at the goal
+# the player on ice, fallen in, at the goal
+PLAYER: Final = {"S": "P", "F": "P", "H": "X", "G": "*"}
 
 
 class FrozenLakeArgs(Section):
@@ -35,16 +37,20 @@ class FrozenLakeArgs(Section):
     size: Annotated[int, Field(ge=2, le=16)] = 4
     hole_probability: Annotated[float, Field(ge=0, lt=1)] = 0.2
     is_slippery: bool = False
-    success_rate: Annotated[float, Field(gt=0, le=1)] = 1 / 3  # share of moves that succeed on slippery ice
+    # share of moves that succeed on slippery ice
+    success_rate: Annotated[float, Field(gt=0, le=1)] = 1 / 3
     step_penalty: NonNegativeFloat = 0.0  # taken from the reward at every turn
     format_penalty: NonNegativeFloat = 0.0  # taken from the reward for text that is not a move
     observe: Literal["map", "cell"] = "map"  # the whole map at every turn, or at the first one only
-    answer_tag: bool = False  # read the move from the last <answer>…</answer> instead of the whole text
+    # read the move from the last <answer>…</answer> instead of the whole text
+    answer_tag: bool = False
 
 
 @lru_cache(maxsize=1024)
 def _lake(lake: lakes.Map, is_slippery: bool, success_rate: float) -> Any:
-    """Return gymnasium's environment for a map. Its transition table is never written, so copies share it."""
+    """Return gymnasium's environment for a map. Its transition table is never written, so copies
+    share it.
+    """
     from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 
     return FrozenLakeEnv(desc=list(lake), is_slippery=is_slippery, success_rate=success_rate)
@@ -53,7 +59,8 @@ def _lake(lake: lakes.Map, is_slippery: bool, success_rate: float) -> Any:
 @lru_cache(maxsize=8192)  # the episodes of a group see the same cells many times
 def _frame(lake: lakes.Map, cell: int) -> str:
     """Return the map with the player on it."""
-    cells, size = "".join(lake), len(lake)
+    cells = "".join(lake)
+    size = len(lake)
     shown = cells[:cell] + PLAYER[cells[cell]] + cells[cell + 1 :]
     return "\n".join(shown[start : start + size] for start in range(0, size * size, size))
 
@@ -68,7 +75,9 @@ def _surroundings(lake: lakes.Map, cell: int) -> str:
 
 
 @lru_cache(maxsize=8192)
-def _seen(lake: lakes.Map, cell: int, observe: Literal["map", "cell"], is_first: bool) -> Observation:
+def _seen(
+    lake: lakes.Map, cell: int, observe: Literal["map", "cell"], is_first: bool
+) -> Observation:
     frame = _frame(lake, cell)
     if observe == "map":
         return Observation(frame, anchor=frame)
@@ -98,10 +107,13 @@ class FrozenLake(Environment):
 
     @classmethod
     def num_tasks(cls, args: FrozenLakeArgs, split: Split) -> int | None:
-        return len(lakes.held_out_maps(args.size, args.hole_probability)) if split == "eval" else None
+        return (
+            len(lakes.held_out_maps(args.size, args.hole_probability)) if split == "eval" else None
+        )
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
-        size, holes = self.args.size, self.args.hole_probability
+        size = self.args.size
+        holes = self.args.hole_probability
         if split == "eval":
             maps = lakes.held_out_maps(size, holes)
             self.map = maps[task_index % len(maps)]
@@ -119,7 +131,8 @@ class FrozenLake(Environment):
     def step(self, text: str) -> StepResult:
         letter = self.parse(text)
         self._turns += 1
-        reward, done = -self.args.step_penalty, False
+        reward = -self.args.step_penalty
+        done = False
         if letter is None:
             self._invalid += 1
             reward -= self.args.format_penalty
@@ -130,7 +143,9 @@ class FrozenLake(Environment):
         return StepResult(self._observe(), reward, bool(done), letter is not None, success)
 
     def _move(self, action: int) -> tuple[int, float, bool]:
-        """Return (cell, reward, done) from gymnasium's table; on firm ice without its sampling of the only outcome."""
+        """Return (cell, reward, done) from gymnasium's table; on firm ice without its sampling of
+        the only outcome.
+        """
         if self.args.is_slippery:
             cell, gained, done, _, _ = self._lake.step(action)
             return cell, gained, done
@@ -151,13 +166,15 @@ class FrozenLake(Environment):
             os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
             self._painter = copy.copy(self._lake)
             self._painter.render_mode = "rgb_array"
-        self._painter.s, self._painter.lastaction = self._cell, self._lake.lastaction
+        self._painter.s = self._cell
+        self._painter.lastaction = self._lake.lastaction
         return np.asarray(self._painter.render(), dtype=np.uint8)
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
         best = lakes.best_moves(self.map, self._cell)
         if best and rng.random() >= noise:
-            return best[0]  # always the same of several best moves: a consistent solver is easier to learn from
+            # always the same of several best moves: a consistent solver is easier to learn from
+            return best[0]
         return lakes.LETTERS[int(rng.integers(len(lakes.LETTERS)))]
 
     def _observe(self) -> Observation:

@@ -1,7 +1,7 @@
 """Generates maps for the frozen lake: solvable, seeded, and split into training and held-out maps.
 
-A hash of the map decides its split, so no seed can leak a held-out map into training. A map is a tuple of rows of ``S``
-start, ``F`` frozen, ``H`` hole, ``G`` goal, as gymnasium's ``desc``.
+A hash of the map decides its split, so no seed can leak a held-out map into training. A map is a
+tuple of rows of ``S`` start, ``F`` frozen, ``H`` hole, ``G`` goal, as gymnasium's ``desc``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def _hashes_to_held_out(cells: bytes) -> bool:
 
 @lru_cache(maxsize=4096)
 def distances(lake: Map) -> tuple[int, ...]:
-    """Return the fewest moves to the goal from each cell, row by row; -1 if there is no way (including holes)."""
+    """Return the fewest moves to the goal from each cell, row by row; -1 if there is no way
+    (including holes).
+    """
     size = len(lake)
     found = [-1] * (size * size)
     goal = "".join(lake).index("G")
@@ -47,7 +49,8 @@ def distances(lake: Map) -> tuple[int, ...]:
         cell = frontier.popleft()
         row, column = divmod(cell, size)
         for down, right in MOVES:
-            r, c = row + down, column + right
+            r = row + down
+            c = column + right
             if 0 <= r < size and 0 <= c < size and lake[r][c] != "H" and found[r * size + c] < 0:
                 found[r * size + c] = found[cell] + 1
                 frontier.append(r * size + c)
@@ -56,11 +59,13 @@ def distances(lake: Map) -> tuple[int, ...]:
 
 def best_moves(lake: Map, cell: int) -> list[str]:
     """Return the letters that start a shortest way to the goal on firm ice, if there is one."""
-    size, steps = len(lake), distances(lake)
+    size = len(lake)
+    steps = distances(lake)
     row, column = divmod(cell, size)
     letters = []
     for letter, (down, right) in zip(LETTERS, MOVES, strict=True):
-        r, c = row + down, column + right
+        r = row + down
+        c = column + right
         if 0 <= r < size and 0 <= c < size and 0 <= steps[r * size + c] < steps[cell]:
             letters.append(letter)
     return letters
@@ -100,7 +105,11 @@ def _draw(size: int, hole_probability: float, seed: list[int], *, held_out: bool
         drawn[:, 0, 0], drawn[:, -1, -1] = ord("S"), ord("G")
         for cells in map(bytes, drawn.reshape(DRAWS_AT_A_TIME, -1)):
             if _hashes_to_held_out(cells) is held_out:
-                lake = tuple(cells[start : start + size].decode() for start in range(0, size * size, size))
+                lake = tuple(
+                    cells[start : start + size].decode() for start in range(0, size * size, size)
+                )
                 if distances(lake)[0] > 0:
                     yield lake
-    raise ConfigError("hole_probability", hole_probability, f"too few solvable {size}x{size} maps at this value")
+    raise ConfigError(
+        "hole_probability", hole_probability, f"too few solvable {size}x{size} maps at this value"
+    )

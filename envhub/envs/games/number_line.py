@@ -1,7 +1,7 @@
 """NumberLine of GymCards as text: walk to a target (Zhai et al. 2024, RL4VLM, arXiv:2405.10292).
 
-Actions are ``+`` and ``-``. The reward is 1 at the target, which ends the episode, -1 for a turn that comes no nearer,
-else 0. After twice ``max_position`` turns the episode is cut off.
+Actions are ``+`` and ``-``. The reward is 1 at the target, which ends the episode, -1 for a turn
+that comes no nearer, else 0. After twice ``max_position`` turns the episode is cut off.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class NumberLineArgs(Section):
     harmless = ("max_position", "answer_tag")
 
     max_position: Annotated[int, Field(ge=2, le=1000)] = 5  # positions are 0 to this
-    answer_tag: bool = False  # read the action from the last <answer>…</answer> instead of the whole text
+    # read the action from the last <answer>…</answer> instead of the whole text
+    answer_tag: bool = False
 
 
 class NumberLine(Environment):
@@ -62,11 +63,20 @@ class NumberLine(Environment):
         self._turns += 1
         before = abs(self._position - self._target)
         if action is not None:
-            self._position = min(max(self._position + (1 if action == "+" else -1), 0), self.args.max_position)
+            self._position = min(
+                max(self._position + (1 if action == "+" else -1), 0), self.args.max_position
+            )
         after = abs(self._position - self._target)
         reward = 1.0 if after == 0 else 0.0 if after < before else -1.0
         cut = after > 0 and self._turns >= 2 * self.args.max_position
-        return StepResult(self._observe(), reward, after == 0 or cut, action is not None, after == 0, truncated=cut)
+        return StepResult(
+            self._observe(),
+            reward,
+            after == 0 or cut,
+            action is not None,
+            after == 0,
+            truncated=cut,
+        )
 
     def text_frame(self) -> str:
         return self._observe().text
@@ -83,7 +93,9 @@ class NumberLine(Environment):
 
 @lru_cache(maxsize=16)
 def _tasks(max_position: int, split: Split) -> tuple[tuple[int, int], ...]:
-    """Return every pair of different start and target, in the order of a hash; a quarter is held out."""
+    """Return every pair of different start and target, in the order of a hash; a quarter is held
+    out.
+    """
     places = range(max_position + 1)
     pairs = [(start, target) for start in places for target in places if start != target]
     pairs.sort(key=lambda pair: hashlib.blake2b(f"{pair[0]}/{pair[1]}".encode()).digest())

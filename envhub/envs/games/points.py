@@ -1,10 +1,11 @@
 """EZPoints and Points24 of GymCards: a formula of all cards (Zhai et al. 2024, arXiv:2405.10292).
 
-Every turn adds one unit: a number, an operator, or ``=``, which ends the episode. The reward is 10 if the formula uses
-every card once and gives 12 (two cards, ``+ *``) or 24 (four cards, ``+ - * / ( )``), else -1. A number that has no
-card left, or text that is not a unit, costs -1 and takes a place in the formula. Once the formula has more than 5 or 20
-places the next turn ends the episode with -1. Values are exact, while the published games compare floating-point
-numbers; J, Q and K count 10.
+Every turn adds one unit: a number, an operator, or ``=``, which ends the episode. The reward is 10
+if the formula uses every card once and gives 12 (two cards, ``+ *``) or 24 (four cards, ``+ - * / (
+)``), else -1. A number that has no card left, or text that is not a unit, costs -1 and takes a
+place in the formula. Once the formula has more than 5 or 20 places the next turn ends the episode
+with -1. Values are exact, while the published games compare floating-point numbers; J, Q and K
+count 10.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class PointsArgs(Section):
 
     harmless: ClassVar[Harmless] = ("answer_tag",)
 
-    answer_tag: bool = False  # read the unit from the last <answer>…</answer> instead of the whole text
+    # read the unit from the last <answer>…</answer> instead of the whole text
+    answer_tag: bool = False
 
 
 class Points24Args(PointsArgs):
@@ -71,12 +73,15 @@ class EZPoints(Environment):
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
         """Deal a hand; a hash of its cards assigns it to training or to evaluation."""
-        rng = np.random.default_rng([seed, task_index, 0] if split == "train" else [task_index % NUM_EVAL, 1])
+        rng = np.random.default_rng(
+            [seed, task_index, 0] if split == "train" else [task_index % NUM_EVAL, 1]
+        )
         while True:
             self._ranks = self._deal(rng)
             if _is_held_out(tuple(sorted(self._ranks))) is (split == "eval") and self._fair():
                 break
-        self._formula, self._used = [], []
+        self._formula = []
+        self._used = []
         return self._observe()
 
     def step(self, text: str) -> StepResult:
@@ -96,16 +101,25 @@ class EZPoints(Environment):
         return self._observe().text
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
-        """Return the next unit of a solution; ``=`` if there is none or the formula deviates from it."""
+        """Return the next unit of a solution; ``=`` if there is none or the formula deviates from
+        it.
+        """
         if rng.random() < noise:
-            units: list[str] = [*map(str, dict.fromkeys(self._numbers())), *self.operators, *self.brackets, "="]
+            units: list[str] = [
+                *map(str, dict.fromkeys(self._numbers())),
+                *self.operators,
+                *self.brackets,
+                "=",
+            ]
             return units[int(rng.integers(len(units)))]
         plan: Units = self._plan() or ()
         done = tuple(self._formula)
         return plan[len(done)] if len(done) < len(plan) and plan[: len(done)] == done else "="
 
     def _deal(self, rng: np.random.Generator) -> tuple[int, ...]:
-        """Deal a card and one that makes 12 with it: by multiplication in half of the cases where that is possible."""
+        """Deal a card and one that makes 12 with it: by multiplication in half of the cases where
+        that is possible.
+        """
         rank = int(rng.integers(2, 14))
         number = min(rank, 10)
         other = 12 // number if 12 % number == 0 and rng.random() <= 0.5 else 12 - number
@@ -123,7 +137,11 @@ class EZPoints(Environment):
     def _is_unit(self, unit: str) -> bool:
         # not isdecimal, which accepts digits of other scripts and leading zeros
         known = {str(number) for number in range(1, self._value(13) + 1)}
-        return unit in known or unit == "=" or (len(unit) == 1 and unit in self.operators + self.brackets)
+        return (
+            unit in known
+            or unit == "="
+            or (len(unit) == 1 and unit in self.operators + self.brackets)
+        )
 
     def _left(self, number: int) -> bool:
         return self._numbers().count(number) > self._used.count(number)

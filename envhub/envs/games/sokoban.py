@@ -1,16 +1,20 @@
-"""Sokoban: push every box onto a target, in generated solvable levels or levels from Boxoban's files.
+"""Sokoban: push every box onto a target, in generated solvable levels or levels from Boxoban's
+files.
 
-The rules and the rewards are those of gym-sokoban (Schrader 2018, ``gym_sokoban/envs/sokoban_env.py``): -0.1 a turn, +1
-if one more box stands on a target than before, -1 if one less does, +10 if all do, which ends the episode. A move into
-a wall and an impossible push change nothing. The difficulties and their characters are those of ROLL's SimpleSokoban,
-LargerSokoban and SokobanDifferentGridVocab (Wang et al. 2025, arXiv:2506.06122), with ``*`` for its check mark.
+The rules and the rewards are those of gym-sokoban (Schrader 2018,
+``gym_sokoban/envs/sokoban_env.py``): -0.1 a turn, +1 if one more box stands on a target than
+before, -1 if one less does, +10 if all do, which ends the episode. A move into a wall and an
+impossible push change nothing. The difficulties and their characters are those of ROLL's
+SimpleSokoban, LargerSokoban and SokobanDifferentGridVocab (Wang et al. 2025, arXiv:2506.06122),
+with ``*`` for its check mark.
 
-With ``observe: cells`` the map is shown once, and every turn shows the player's place, its four neighbours in the order
-``LDRU``, then the places of the boxes and the targets: ``12 X_## 11 03``. A place is its row and its column within the
-outer walls, one character each, ``0`` to ``9``, then ``a`` to ``z``. With ``observe: ways`` there is no map: after the
-player's neighbours come, for each box, the way from the player to it, its neighbours, and the way from it to the
-nearest target: ``X_## U1L2 _#__ D1`` (one up and two left; one down; ``=`` if it is there). Small models learn fastest
-from that, as nothing needs to be subtracted.
+With ``observe: cells`` the map is shown once, and every turn shows the player's place, its four
+neighbours in the order ``LDRU``, then the places of the boxes and the targets: ``12 X_## 11 03``. A
+place is its row and its column within the outer walls, one character each, ``0`` to ``9``, then
+``a`` to ``z``. With ``observe: ways`` there is no map: after the player's neighbours come, for each
+box, the way from the player to it, its neighbours, and the way from it to the nearest target:
+``X_## U1L2 _#__ D1`` (one up and two left; one down; ``=`` if it is there). Small models learn
+fastest from that, as nothing needs to be subtracted.
 """
 
 from __future__ import annotations
@@ -33,10 +37,19 @@ from envhub.envs.games.sokoban_solver import solve
 from envhub.envs.text.answers import MOVES, one_of
 
 VOCABULARIES: Final = {"symbols": "#_O*XPS", "letters": "W.GCBA@", "xsb": XSB}
-SIZES: Final = {"simple": (6, 1), "larger": (8, 2), "different_vocab": (6, 1)}  # (rows and columns, boxes)
+# (rows and columns, boxes)
+SIZES: Final = {"simple": (6, 1), "larger": (8, 2), "different_vocab": (6, 1)}
 DIGITS: Final = string.digits + string.ascii_lowercase
 PIXELS: Final = 24  # of a cell's side in pictures
-COLOURS = ((70, 70, 80), (235, 225, 200), (200, 60, 60), (90, 170, 90), (190, 130, 60), (60, 90, 200), (60, 90, 200))
+COLOURS = (
+    (70, 70, 80),
+    (235, 225, 200),
+    (200, 60, 60),
+    (90, 170, 90),
+    (190, 130, 60),
+    (60, 90, 200),
+    (60, 90, 200),
+)
 
 
 class SokobanArgs(Section):
@@ -48,19 +61,26 @@ class SokobanArgs(Section):
     )  # fmt: skip
 
     difficulty: Literal["simple", "larger", "different_vocab"] = "simple"
-    size: Annotated[int, Field(ge=5, le=16)] | None = None  # rows and columns with the outer walls; None: by difficulty
+    # rows and columns with the outer walls; None: by difficulty
+    size: Annotated[int, Field(ge=5, le=16)] | None = None
     boxes: Annotated[int, Field(ge=1, le=6)] | None = None  # None: by difficulty
-    pulls: Annotated[int, Field(ge=1, le=1000)] = 30  # steps that the generator plays backwards; more make it harder
+    # steps that the generator plays backwards; more make it harder
+    pulls: Annotated[int, Field(ge=1, le=1000)] = 30
     max_solution: PositiveInt | None = None  # most moves of a shortest solution; None: any
     path: DataPath | None = None  # level file, or folder of them, instead of generated levels
     eval_path: DataPath | None = None  # for evaluation; None: the share below
-    eval_share: Annotated[float, Field(gt=0, lt=1)] = 0.05  # of the levels of ``path``, taken from their end
-    vocab: Literal["symbols", "letters", "xsb"] | None = None  # None: letters for different_vocab, else symbols
+    # of the levels of ``path``, taken from their end
+    eval_share: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    # None: letters for different_vocab, else symbols
+    vocab: Literal["symbols", "letters", "xsb"] | None = None
     border: bool = True  # show the outermost ring, which is all wall
-    observe: Literal["map", "cells", "ways"] = "map"  # the map at every turn, at the first one, or not; see above
-    answer_tag: bool = False  # read the move from the last <answer>…</answer> instead of the whole text
+    # the map at every turn, at the first one, or not; see above
+    observe: Literal["map", "cells", "ways"] = "map"
+    # read the move from the last <answer>…</answer> instead of the whole text
+    answer_tag: bool = False
     step_penalty: NonNegativeFloat = 0.1  # taken from the reward at every turn
-    box_reward: NonNegativeFloat = 1.0  # for a box pushed onto a target, and minus this for one pushed off
+    # for a box pushed onto a target, and minus this for one pushed off
+    box_reward: NonNegativeFloat = 1.0
     solved_reward: NonNegativeFloat = 10.0
     format_penalty: NonNegativeFloat = 0.0  # taken from the reward for text that is not a move
 
@@ -73,7 +93,9 @@ class SokobanArgs(Section):
     @property
     def characters(self) -> str:
         """One character for each kind of cell."""
-        return VOCABULARIES[self.vocab or ("letters" if self.difficulty == "different_vocab" else "symbols")]
+        return VOCABULARIES[
+            self.vocab or ("letters" if self.difficulty == "different_vocab" else "symbols")
+        ]
 
 
 class Sokoban(Environment):
@@ -101,15 +123,24 @@ class Sokoban(Environment):
             return
         for key in ("size", "boxes", "max_solution"):
             if getattr(args, key) is not None:
-                raise ConfigError(key, getattr(args, key), "unset with path: levels from files are not generated")
+                raise ConfigError(
+                    key, getattr(args, key), "unset with path: levels from files are not generated"
+                )
         levels.read_levels.cache_clear()  # the files may have changed since the last check
         _split.cache_clear()
         if not _split(args, "train"):
-            raise ConfigError("eval_share", args.eval_share, "a smaller share: it leaves no level for training")
+            raise ConfigError(
+                "eval_share", args.eval_share, "a smaller share: it leaves no level for training"
+            )
 
     @classmethod
     def data_files(cls, args: SokobanArgs) -> list[str]:
-        return [file for path in (args.path, args.eval_path) if path is not None for file in levels.level_files(path)]
+        return [
+            file
+            for path in (args.path, args.eval_path)
+            if path is not None
+            for file in levels.level_files(path)
+        ]
 
     @classmethod
     def num_tasks(cls, args: SokobanArgs, split: Split) -> int | None:
@@ -121,11 +152,14 @@ class Sokoban(Environment):
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
         if self.args.path is None and split == "train":
-            self.level = levels.train_level(*self.args.shape, self.args.pulls, self.args.max_solution, seed, task_index)
+            self.level = levels.train_level(
+                *self.args.shape, self.args.pulls, self.args.max_solution, seed, task_index
+            )
         else:
             there = _split(self.args, split)
             self.level = there[task_index % len(there)]
-        self._player, self._boxes = self.level.player, self.level.boxes
+        self._player = self.level.player
+        self._boxes = self.level.boxes
         self._turns = self._effective = 0
         self._plan = None
         return self._observe()
@@ -133,7 +167,8 @@ class Sokoban(Environment):
     def step(self, text: str) -> StepResult:
         letter = one_of(text, MOVES, self.args.answer_tag)
         self._turns += 1
-        before, reward = self._on_target(), -self.args.step_penalty
+        before = self._on_target()
+        reward = -self.args.step_penalty
         if letter is None:
             reward -= self.args.format_penalty
         else:
@@ -142,18 +177,27 @@ class Sokoban(Environment):
         reward += self.args.box_reward * (after - before)
         solved = after == self._boxes.bit_count()
         reward += self.args.solved_reward * solved
-        metrics = {"boxes_on_target": after / self._boxes.bit_count(), "effective_moves": self._effective / self._turns}
-        return StepResult(self._observe(), reward, solved, letter is not None, solved, metrics=metrics)
+        metrics = {
+            "boxes_on_target": after / self._boxes.bit_count(),
+            "effective_moves": self._effective / self._turns,
+        }
+        return StepResult(
+            self._observe(), reward, solved, letter is not None, solved, metrics=metrics
+        )
 
     def text_frame(self) -> str:
-        return draw(self.level.room, self._player, self._boxes, self.args.characters, self.args.border)
+        return draw(
+            self.level.room, self._player, self._boxes, self.args.characters, self.args.border
+        )
 
     def render_frame(self) -> Frame:
         room = self.level.room
         return _picture(bytes(kinds(room, self._player, self._boxes)), room.width).copy()
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
-        """Return a move of a shortest solution (a short one with many boxes), a random one if none is found."""
+        """Return a move of a shortest solution (a short one with many boxes), a random one if none
+        is found.
+        """
         if rng.random() >= noise:
             if self._plan is None:
                 self._plan = solve(self.level.room, self._player, self._boxes) or ""
@@ -178,7 +222,9 @@ class Sokoban(Environment):
             return Observation(frame, anchor=frame)
         if self.args.observe == "ways":
             return Observation(self._ways(), anchor=frame)
-        return Observation(self._cells() if self._turns else f"{frame}\n{self._cells()}", anchor=frame)
+        return Observation(
+            self._cells() if self._turns else f"{frame}\n{self._cells()}", anchor=frame
+        )
 
     def _cells(self) -> str:
         room = self.level.room
@@ -187,10 +233,13 @@ class Sokoban(Environment):
         return f"{self._name(self._player)} {self._around(self._player)} {boxes} {targets}"
 
     def _ways(self) -> str:
-        told, width = [self._around(self._player)], self.level.room.width
+        told = [self._around(self._player)]
+        width = self.level.room.width
         targets = cells_of(self.level.room.targets)
         for box in cells_of(self._boxes):
-            _, nearest = min((sum(map(abs, _apart(box, target, width))), target) for target in targets)
+            _, nearest = min(
+                (sum(map(abs, _apart(box, target, width))), target) for target in targets
+            )
             told += [_way(self._player, box, width), self._around(box), _way(box, nearest, width)]
         return " ".join(told)
 
@@ -227,12 +276,17 @@ def _split(args: SokobanArgs, split: Split) -> tuple[SokobanLevel, ...]:
         others = own[len(own) - held_out :]
     else:
         try:
-            others = [level for file in levels.level_files(args.eval_path) for level in levels.read_levels(file)]
+            others = [
+                level
+                for file in levels.level_files(args.eval_path)
+                for level in levels.read_levels(file)
+            ]
         except ConfigError as error:
             raise ConfigError("eval_path", error.value, error.allowed) from None
     if split == "eval":
         return tuple(others)
-    known = set() if args.path == args.eval_path else set(others)  # one file for both: it is only evaluated
+    # one file for both: it is only evaluated
+    known = set() if args.path == args.eval_path else set(others)
     return tuple(level for level in own if level not in known)
 
 
@@ -245,12 +299,19 @@ def _picture(cells: bytes, width: int) -> Frame:
     """
     middle = np.abs(np.arange(PIXELS) - (PIXELS - 1) / 2)
     far = np.hypot(middle[:, None], middle[None, :])
-    box, player = np.maximum(middle[:, None], middle[None, :]) < PIXELS * 0.4, far < PIXELS * 0.35
-    inside = {board.WALL: far >= 0, board.TARGET: far < PIXELS * 0.15, board.BOX: box, board.PLAYER: player}
+    box = np.maximum(middle[:, None], middle[None, :]) < PIXELS * 0.4
+    player = far < PIXELS * 0.35
+    inside = {
+        board.WALL: far >= 0,
+        board.TARGET: far < PIXELS * 0.15,
+        board.BOX: box,
+        board.PLAYER: player,
+    }
     inside |= {board.BOX_ON_TARGET: box, board.PLAYER_ON_TARGET: player}
     tiles = np.full((len(COLOURS), PIXELS, PIXELS, 3), COLOURS[board.FLOOR], dtype=np.uint8)
     for kind, pixels in inside.items():
         tiles[kind, pixels] = COLOURS[kind]
-    grid = tiles[np.frombuffer(cells, dtype=np.uint8).reshape(-1, width)]  # (rows, columns, PIXELS, PIXELS, 3)
+    # (rows, columns, PIXELS, PIXELS, 3)
+    grid = tiles[np.frombuffer(cells, dtype=np.uint8).reshape(-1, width)]
     rows, columns = grid.shape[:2]
     return grid.transpose(0, 2, 1, 3, 4).reshape(rows * PIXELS, columns * PIXELS, 3)

@@ -1,6 +1,8 @@
-"""Represents a Sokoban level as sets of cells, each an integer with a bit per cell, and applies moves.
+"""Represents a Sokoban level as sets of cells, each an integer with a bit per cell, and applies
+moves.
 
-Cells are numbered row by row. The outermost ring of a board is wall, so no move leaves it or wraps around a row.
+Cells are numbered row by row. The outermost ring of a board is wall, so no move leaves it or wraps
+around a row.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from functools import lru_cache
 from typing import Final
 
 LETTERS: Final = "LDRU"
-WALL, FLOOR, TARGET, BOX_ON_TARGET, BOX, PLAYER, PLAYER_ON_TARGET = range(7)  # gym-sokoban's numbers
+# gym-sokoban's numbers
+WALL, FLOOR, TARGET, BOX_ON_TARGET, BOX, PLAYER, PLAYER_ON_TARGET = range(7)
 XSB: Final = "# .*$@+"  # the characters of level files, in that order
 
 
@@ -39,7 +42,9 @@ class SokobanLevel:
 
 
 def move(room: SokobanRoom, player: int, boxes: int, direction: int) -> tuple[int, int]:
-    """Return (player, boxes) after a step or push in the direction ``LETTERS[direction]``, unchanged if impossible."""
+    """Return (player, boxes) after a step or push in the direction ``LETTERS[direction]``,
+    unchanged if impossible.
+    """
     step = room.steps[direction]
     there = player + step
     if not room.floor >> there & 1:
@@ -53,7 +58,9 @@ def move(room: SokobanRoom, player: int, boxes: int, direction: int) -> tuple[in
 
 
 def spread(room: SokobanRoom, free: int, start: int) -> list[int]:
-    """Return the cells reachable over ``free`` ones: those 0 steps away from cell ``start``, those 1 step away, …"""
+    """Return the cells reachable over ``free`` ones: those 0 steps away from cell ``start``, those
+    1 step away, …
+    """
     frontier = seen = 1 << start
     layers = []
     while frontier:
@@ -84,14 +91,17 @@ def cells_of(bits: int) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def push_distances(room: SokobanRoom) -> dict[int, int]:
-    """Return the fewest pushes from a cell to the nearest target for a lone box; on an absent cell it is lost."""
+    """Return the fewest pushes from a cell to the nearest target for a lone box; on an absent cell
+    it is lost.
+    """
     found = dict.fromkeys(cells_of(room.targets), 0)
     frontier = list(found)
     while frontier:
         following = []
         for cell in frontier:
             for step in room.steps:
-                before, player = cell - step, cell - 2 * step
+                before = cell - step
+                player = cell - 2 * step
                 if room.floor >> before & 1 and room.floor >> player & 1 and before not in found:
                     found[before] = found[cell] + 1
                     following.append(before)
@@ -104,13 +114,16 @@ def draw(room: SokobanRoom, player: int, boxes: int, characters: str, border: bo
     """Return the state as text, one row per line.
 
     Args:
-        characters: one for each of wall, floor, target, box on target, box, player, player on target.
+        characters: one for each of wall, floor, target, box on target, box, player, player on
+            target.
         border: with the outermost ring, which is all wall.
     """
     cells = [characters[kind] for kind in kinds(room, player, boxes)]
     edge = 0 if border else 1
     rows = range(edge, room.height - edge)
-    return "\n".join("".join(cells[row * room.width + edge : (row + 1) * room.width - edge]) for row in rows)
+    return "\n".join(
+        "".join(cells[row * room.width + edge : (row + 1) * room.width - edge]) for row in rows
+    )
 
 
 def kinds(room: SokobanRoom, player: int, boxes: int) -> list[int]:

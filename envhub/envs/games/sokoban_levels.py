@@ -1,9 +1,10 @@
-"""Generates solvable Sokoban levels by playing backwards from the solution, or reads them from files.
+"""Generates solvable Sokoban levels by playing backwards from the solution, or reads them from
+files.
 
-A hash of its room, walls and targets, assigns a generated level to training or to evaluation, so no seed can leak a
-held-out room into training. Playing backwards follows Racanière et al. 2017 (Imagination-Augmented Agents), as does
-gym-sokoban. Level files have Boxoban's format (https://github.com/google-deepmind/boxoban-levels): a line ``; name``,
-then the rows.
+A hash of its room, walls and targets, assigns a generated level to training or to evaluation, so no
+seed can leak a held-out room into training. Playing backwards follows Racanière et al. 2017
+(Imagination-Augmented Agents), as does gym-sokoban. Level files have Boxoban's format
+(https://github.com/google-deepmind/boxoban-levels): a line ``; name``, then the rows.
 """
 
 from __future__ import annotations
@@ -17,13 +18,21 @@ from typing import Final
 import numpy as np
 
 from broker.errors import ConfigError, DataError
-from envhub.envs.games.sokoban_board import XSB, SokobanLevel, SokobanRoom, cells_of, push_distances, reachable
+from envhub.envs.games.sokoban_board import (
+    XSB,
+    SokobanLevel,
+    SokobanRoom,
+    cells_of,
+    push_distances,
+    reachable,
+)
 from envhub.envs.games.sokoban_solver import solve
 
 HELD_OUT_SHARE: Final = 4  # one room in this many is held out
 MAX_HELD_OUT: Final = 512
 MAX_DRAWS: Final = 20_000
-MAX_SIDE: Final = 38  # rows and columns of a level from a file: there are 36 digits for those within the outer walls
+# rows and columns of a level from a file: there are 36 digits for those within the outer walls
+MAX_SIDE: Final = 38
 WALL_SHARE: Final = 0.2  # of the cells inside the outer walls
 
 
@@ -43,7 +52,8 @@ def train_level(
     Args:
         size: rows and columns, including the outer walls.
         boxes: how many.
-        pulls: steps played backwards from the solved position; the hardest position on the way is taken.
+        pulls: steps played backwards from the solved position; the hardest position on the way is
+            taken.
         max_solution: most moves of a shortest solution; None: any.
 
     Raises:
@@ -53,7 +63,9 @@ def train_level(
 
 
 @lru_cache(maxsize=16)
-def held_out_levels(size: int, boxes: int, pulls: int, max_solution: int | None) -> tuple[SokobanLevel, ...]:
+def held_out_levels(
+    size: int, boxes: int, pulls: int, max_solution: int | None
+) -> tuple[SokobanLevel, ...]:
     """Return up to ``MAX_HELD_OUT`` different held-out levels, always the same."""
     levels: dict[SokobanLevel, None] = {}
     try:
@@ -83,11 +95,15 @@ def _draw(
             if solution is None or len(solution) > max_solution:
                 continue
         yield level
-    raise ConfigError("boxes", boxes, f"too few levels of {size}x{size} cells with {boxes} boxes and these limits")
+    raise ConfigError(
+        "boxes", boxes, f"too few levels of {size}x{size} cells with {boxes} boxes and these limits"
+    )
 
 
 def _room(size: int, boxes: int, rng: np.random.Generator) -> SokobanRoom | None:
-    """Return the connected part of random walls around a random cell, with random targets; None if too small."""
+    """Return the connected part of random walls around a random cell, with random targets; None if
+    too small.
+    """
     inside = (rng.random((size - 2) ** 2) >= WALL_SHARE).nonzero()[0].tolist()
     cells = [(number // (size - 2) + 1) * size + number % (size - 2) + 1 for number in inside]
     if not cells:
@@ -101,11 +117,15 @@ def _room(size: int, boxes: int, rng: np.random.Generator) -> SokobanRoom | None
 
 
 def _play_backwards(room: SokobanRoom, pulls: int, rng: np.random.Generator) -> SokobanLevel | None:
-    """Pull boxes off their targets at random. Return the position farthest from solved without a box on a target."""
-    boxes, far = room.targets, push_distances(room)
+    """Pull boxes off their targets at random. Return the position farthest from solved without a
+    box on a target.
+    """
+    boxes = room.targets
+    far = push_distances(room)
     cells = cells_of(room.floor & ~boxes)
     player = cells[int(rng.integers(len(cells)))]
-    best, farthest = None, 0
+    best = None
+    farthest = 0
     for choice in rng.random(pulls).tolist():
         reach = reachable(room, boxes, player)
         possible = [  # the player stands next to the box and steps back; the box follows
@@ -121,7 +141,8 @@ def _play_backwards(room: SokobanRoom, pulls: int, rng: np.random.Generator) -> 
         player = box + 2 * step
         distance = 0 if boxes & room.targets else sum(far[cell] for cell in cells_of(boxes))
         if distance > farthest:
-            best, farthest = (player, boxes), distance
+            best = (player, boxes)
+            farthest = distance
     if best is None:
         return None
     cells = cells_of(reachable(room, best[1], best[0]))  # any cell that it can walk to is as good
@@ -154,7 +175,8 @@ def read_levels(path: str) -> tuple[SokobanLevel, ...]:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("path", path, f"a readable text file of levels: {error}") from None
-    levels, begin = [], 0
+    levels = []
+    begin = 0
     for number, line in enumerate([*lines, ";"]):
         if line.startswith(";") or not line.strip():
             if number > begin:
@@ -167,23 +189,33 @@ def read_levels(path: str) -> tuple[SokobanLevel, ...]:
 
 def _parse(path: str, first: int, rows: list[str]) -> SokobanLevel:
     """Return one level; ``first`` is the line of its first row."""
-    width, text = len(rows[0]), "".join(rows)
+    width = len(rows[0])
+    text = "".join(rows)
     if max(width, len(rows)) > MAX_SIDE:
-        raise DataError(path, first, f"a level of {width}x{len(rows)} cells; at most {MAX_SIDE} on a side")
+        raise DataError(
+            path, first, f"a level of {width}x{len(rows)} cells; at most {MAX_SIDE} on a side"
+        )
     for number, row in enumerate(rows, start=first):
         if len(row) != width:
             raise DataError(path, number, f"a row of {len(row)} characters in a level of {width}")
         if strange := set(row) - set(XSB):
-            raise DataError(path, number, f"{min(strange)!r} is none of {', '.join(map(repr, XSB))}")
-        if row[0] + row[-1] != "##" or (number in (first, first + len(rows) - 1) and row.strip("#")):
+            raise DataError(
+                path, number, f"{min(strange)!r} is none of {', '.join(map(repr, XSB))}"
+            )
+        if row[0] + row[-1] != "##" or (
+            number in (first, first + len(rows) - 1) and row.strip("#")
+        ):
             raise DataError(path, number, "the outermost cells of a level are walls, #")
     players = text.count("@") + text.count("+")
     boxes, targets = (_bits(text, characters) for characters in ("$*", ".+*"))
     if players != 1:
         raise DataError(path, first, f"a level with {players} players (@ or +) instead of one")
-    count, goals = boxes.bit_count(), targets.bit_count()
+    count = boxes.bit_count()
+    goals = targets.bit_count()
     if count != goals or not boxes:
-        raise DataError(path, first, f"a level with {count} boxes and {goals} targets, which must be as many")
+        raise DataError(
+            path, first, f"a level with {count} boxes and {goals} targets, which must be as many"
+        )
     if boxes == targets:
         raise DataError(path, first, "a level that is solved already")
     room = SokobanRoom(width, len(rows), _bits(text, XSB[1:]), targets)

@@ -1,7 +1,8 @@
 """Solves Sokoban by A* over pushes, pruning blocks of four and cells where a box is lost.
 
-The cost is the number of moves. With up to ``EXACT_BOXES`` boxes the solution is a shortest one; with more, the
-estimate counts ``WEIGHT``-fold, which finds longer solutions much sooner. ``MAX_STATES`` bounds the time.
+The cost is the number of moves. With up to ``EXACT_BOXES`` boxes the solution is a shortest one;
+with more, the estimate counts ``WEIGHT``-fold, which finds longer solutions much sooner.
+``MAX_STATES`` bounds the time.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ Push = tuple[State, int, int]  # (state before, cell of the box, direction)
 
 @lru_cache(maxsize=16384)
 def solve(room: SokobanRoom, player: int, boxes: int, max_states: int = MAX_STATES) -> str | None:
-    """Return the letters that solve the state, None if no solution is found in ``max_states`` states."""
+    """Return the letters that solve the state, None if no solution is found in ``max_states``
+    states.
+    """
     weight = 1 if boxes.bit_count() <= EXACT_BOXES else WEIGHT
     start = (player, boxes)
     if (remaining := _estimate(room, boxes)) is None:
         return None
-    cost, came = {start: 0}, dict[State, Push]()
+    cost = {start: 0}
+    came = dict[State, Push]()
     queue = [(weight * remaining, 0, start)]
     closed: set[State] = set()
     while queue and len(closed) < max_states:
@@ -41,17 +45,21 @@ def solve(room: SokobanRoom, player: int, boxes: int, max_states: int = MAX_STAT
             step = room.steps[direction]
             following = (box, state[1] ^ (1 << box | 1 << box + step))
             total = cost[state] + walked + 1
-            if total < cost.get(following, total + 1) and not _blocked(room, following[1], box + step):
+            if total < cost.get(following, total + 1) and not _blocked(
+                room, following[1], box + step
+            ):
                 ahead = _estimate(room, following[1])
                 if ahead is not None:
-                    cost[following], came[following] = total, (state, box, direction)
+                    cost[following] = total
+                    came[following] = (state, box, direction)
                     heapq.heappush(queue, (total + weight * ahead, -total, following))
     return None
 
 
 def _estimate(room: SokobanRoom, boxes: int) -> int | None:
     """Return the fewest pushes that are needed, None if a box is lost."""
-    far, total = push_distances(room), 0
+    far = push_distances(room)
+    total = 0
     for cell in cells_of(boxes):
         if cell not in far:
             return None
@@ -75,7 +83,9 @@ def _pushes(room: SokobanRoom, player: int, boxes: int) -> list[tuple[int, int, 
 
 
 def _blocked(room: SokobanRoom, boxes: int, box: int) -> bool:
-    """Return whether the box just pushed is in a block of four boxes and walls that holds a box off a target."""
+    """Return whether the box just pushed is in a block of four boxes and walls that holds a box off
+    a target.
+    """
     for aside in (-1, 1):
         for away in (-room.width, room.width):
             block = 1 << box | 1 << box + aside | 1 << box + away | 1 << box + aside + away
@@ -98,11 +108,14 @@ def _moves(room: SokobanRoom, start: State, end: State, came: dict[State, Push])
 def _walk(room: SokobanRoom, state: State, goal: int) -> str:
     """Return a shortest walk to a cell, always the same of several."""
     letters = ""
-    layers = spread(room, room.floor & ~state[1], goal)  # backwards, so that every step is towards the goal
+    # backwards, so that every step is towards the goal
+    layers = spread(room, room.floor & ~state[1], goal)
     cell = state[0]
     far = next(number for number, layer in enumerate(layers) if layer >> cell & 1)
     for layer in reversed(layers[:far]):
-        direction = next(number for number, step in enumerate(room.steps) if layer >> cell + step & 1)
+        direction = next(
+            number for number, step in enumerate(room.steps) if layer >> cell + step & 1
+        )
         cell += room.steps[direction]
         letters += LETTERS[direction]
     return letters

@@ -7,11 +7,22 @@ from collections.abc import Mapping
 from typing import Final
 
 _ANSWER: Final = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-MOVES: Final = {"L": "L", "D": "D", "R": "R", "U": "U", "LEFT": "L", "DOWN": "D", "RIGHT": "R", "UP": "U"}
+MOVES: Final = {
+    "L": "L",
+    "D": "D",
+    "R": "R",
+    "U": "U",
+    "LEFT": "L",
+    "DOWN": "D",
+    "RIGHT": "R",
+    "UP": "U",
+}
 
 
 def tagged(text: str, answer_tag: bool) -> str:
-    """Return the text, or with ``answer_tag`` the content of its last ``<answer>…</answer>``, stripped of blanks."""
+    """Return the text, or with ``answer_tag`` the content of its last ``<answer>…</answer>``,
+    stripped of blanks.
+    """
     if answer_tag:
         found = _ANSWER.findall(text)
         text = found[-1] if found else ""
@@ -19,5 +30,7 @@ def tagged(text: str, answer_tag: bool) -> str:
 
 
 def one_of(text: str, actions: Mapping[str, str], answer_tag: bool) -> str | None:
-    """Return the action that the text names, if any; ``actions`` holds actions by their names in capitals."""
+    """Return the action that the text names, if any; ``actions`` holds actions by their names in
+    capitals.
+    """
     return actions.get(tagged(text, answer_tag).upper())

@@ -1,6 +1,7 @@
 """Generated sums, differences and products: ``What is 37 + 48? Reply with the number only.``
 
-The reward is 1 if the last number of the reply is the result. A task and its mirror image (48 + 37) are one task.
+The reward is 1 if the last number of the reply is the result. A task and its mirror image (48 + 37)
+are one task.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pydantic import Field
 from broker.settings.config import Section
 from envhub.envs.text.generated import GeneratedEnvironment, GeneratedTask
 
-# A whole number, perhaps with commas between thousands: neither 3.5 nor 3rd. The 48 of 37-48 has no sign.
+# A whole number, perhaps with commas between thousands: neither 3.5 nor 3rd. The 48 of 37-48 has no
+# sign.
 NUMBER: Final = re.compile(r"(?<![\w.])(-?)(\d{1,3}(?:,\d{3})+|\d+)(?!\w|[.,]\d)")
 
 
@@ -45,12 +47,15 @@ class Arithmetic(GeneratedEnvironment):
 
     @classmethod
     def draw(cls, args: ArithmeticArgs, rng: np.random.Generator) -> GeneratedTask:
-        low, high = 10 ** (args.digits - 1), 10**args.digits
+        low = 10 ** (args.digits - 1)
+        high = 10**args.digits
         first, second = (int(number) for number in rng.integers(low, high, size=2))
         results = {"+": first + second, "-": first - second, "*": first * second}
         smaller, larger = sorted((first, second))
         question = f"What is {first} {args.operator} {second}? Reply with the number only."
-        return GeneratedTask(question, str(results[args.operator]), f"{smaller} {args.operator} {larger}")
+        return GeneratedTask(
+            question, str(results[args.operator]), f"{smaller} {args.operator} {larger}"
+        )
 
     @classmethod
     def example(cls, folder: Path) -> dict[str, Any]:

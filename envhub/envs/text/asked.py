@@ -39,7 +39,8 @@ class QuestionEnvironment(Environment):
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
         """Show the question; the seed has no effect, see ``qa``."""
         seen = self._questions.reset(task_index, split, seed)
-        self.prompt, self.reference = self._questions.prompt, self._questions.reference
+        self.prompt = self._questions.prompt
+        self.reference = self._questions.reference
         self._begin()
         return self._show(seen.text)
 

@@ -1,6 +1,8 @@
-"""The base class of environments whose tasks are generated: one question, one answer, checked by a rule.
+"""The base class of environments whose tasks are generated: one question, one answer, checked by a
+rule.
 
-A hash of the task decides whether it is held out, so no seed can leak a held-out task into training.
+A hash of the task decides whether it is held out, so no seed can leak a held-out task into
+training.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class GeneratedTask(msgspec.Struct, frozen=True):
     Attributes:
         question: the user message.
         reference: a right answer.
-        identity: equal for tasks that count as the same one, which are all held out or all trained on.
+        identity: equal for tasks that count as the same one, which are all held out or all trained
+            on.
     """
 
     question: str
@@ -62,7 +65,11 @@ class GeneratedEnvironment(Environment):
         """Refuse arguments that leave no task to train on or none to hold out."""
         _training_task(cls.draw, args, 0, 0)
         if not _held_out_tasks(cls.draw, args):
-            raise ConfigError("env_args", args.model_dump(), "arguments with more different tasks: none is held out")
+            raise ConfigError(
+                "env_args",
+                args.model_dump(),
+                "arguments with more different tasks: none is held out",
+            )
 
     @classmethod
     def num_tasks(cls, args: Any, split: Split) -> int | None:
@@ -75,12 +82,15 @@ class GeneratedEnvironment(Environment):
             self.task = tasks[task_index % len(tasks)]
         else:
             self.task = _training_task(self.draw, self.args, seed, task_index)
-        self.prompt, self.reference = self.task.question, self.task.reference
+        self.prompt = self.task.question
+        self.reference = self.task.reference
         return Observation(self.task.question)
 
     def step(self, text: str) -> StepResult:
         is_right = self.is_right(text)
-        return StepResult(Observation(""), float(is_right), done=True, valid=self.is_valid(text), success=is_right)
+        return StepResult(
+            Observation(""), float(is_right), done=True, valid=self.is_valid(text), success=is_right
+        )
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
         """Return a right answer; with probability ``noise`` another task's."""
@@ -97,7 +107,11 @@ def _training_task(draw: Draw, args: Any, seed: int, task_index: int) -> Generat
     for task in _draws(draw, args, [seed, task_index, 0]):
         if not is_held_out(task.identity):
             return task
-    raise ConfigError("env_args", args.model_dump(), "arguments with more different tasks: all of these are held out")
+    raise ConfigError(
+        "env_args",
+        args.model_dump(),
+        "arguments with more different tasks: all of these are held out",
+    )
 
 
 @lru_cache(maxsize=16)

@@ -37,7 +37,9 @@ class InstructionsArgs(Section):
 
 
 class InstructionTask(GeneratedTask, frozen=True):
-    """An instruction about a topic; ``form`` is its key in ``FORMS``, ``number`` what the form counts."""
+    """An instruction about a topic; ``form`` is its key in ``FORMS``, ``number`` what the form
+    counts.
+    """
 
     topic: str
     form: str
@@ -61,17 +63,24 @@ class Form:
         example: Callable[[int, str], str],
         numbers: tuple[int, ...] = (0,),
     ) -> None:
-        self.demand, self.check, self.example, self.numbers = demand, check, example, numbers
+        self.demand = demand
+        self.check = check
+        self.example = example
+        self.numbers = numbers
 
 
 def has_list(reply: str, number: int, mark: str) -> bool:
-    """Return whether a reply is a list of so many lines and nothing else; ``mark`` is a regular expression."""
+    """Return whether a reply is a list of so many lines and nothing else; ``mark`` is a regular
+    expression.
+    """
     lines = [line.strip() for line in reply.splitlines() if line.strip()]
     return len(lines) == number and all(re.fullmatch(rf"{mark} +\S.*", line) for line in lines)
 
 
 def is_json_object(reply: str) -> bool:
-    """Return whether a reply is a JSON object with a text for each of ``topic`` and ``sentence``, and no other key."""
+    """Return whether a reply is a JSON object with a text for each of ``topic`` and ``sentence``,
+    and no other key.
+    """
     try:
         parsed = json.loads(reply)
     except (ValueError, RecursionError):
@@ -99,7 +108,8 @@ FORMS: Final[dict[str, Form]] = {
         'Answer with a numbered list of exactly {number} lines, which start with "1. ", "2. " and so on.',
         lambda reply, number, word: (
             has_list(reply, number, r"\d\.")
-            and [int(digit) for digit in re.findall(r"^\s*(\d)\.", reply, re.MULTILINE)] == list(range(1, number + 1))
+            and [int(digit) for digit in re.findall(r"^\s*(\d)\.", reply, re.MULTILINE)]
+            == list(range(1, number + 1))
         ),
         lambda number, word: "\n".join(f"{index + 1}. the {word}" for index in range(number)),
         (2, 3),
@@ -121,7 +131,9 @@ FORMS: Final[dict[str, Form]] = {
     ),
     "sentences": Form(
         "Answer with exactly {number} sentences.",
-        lambda reply, number, word: len(SENTENCE_END.findall(reply)) == number and reply[-1] in ".!?",
+        lambda reply, number, word: (
+            len(SENTENCE_END.findall(reply)) == number and reply[-1] in ".!?"
+        ),
         lambda number, word: " ".join([f"This is the {word}."] * number),
         (1, 2, 3),
     ),
@@ -133,7 +145,9 @@ FORMS: Final[dict[str, Form]] = {
     ),
     "end": Form(
         'End your answer with the words "That is all." and write nothing after them.',
-        lambda reply, number, word: reply.endswith("That is all.") and len(reply) > len("That is all.") + len(word),
+        lambda reply, number, word: (
+            reply.endswith("That is all.") and len(reply) > len("That is all.") + len(word)
+        ),
         lambda number, word: f"This is the {word}. That is all.",
     ),
 }
@@ -152,14 +166,17 @@ class Instructions(GeneratedEnvironment):
         number = form.numbers[int(rng.integers(len(form.numbers)))]
         demand = form.demand.format(number=number)
         question = f'Write about this topic: {topic}. Use the word "{topic}". {demand}'
-        return InstructionTask(question, form.example(number, topic), f"{name} {number} {topic}", topic, name, number)
+        return InstructionTask(
+            question, form.example(number, topic), f"{name} {number} {topic}", topic, name, number
+        )
 
     @classmethod
     def example(cls, folder: Path) -> dict[str, Any]:
         return {}
 
     def is_right(self, text: str) -> bool:
-        task, reply = self.task, text.strip()
+        task = self.task
+        reply = text.strip()
         assert isinstance(task, InstructionTask)
         has_topic = re.search(rf"\b{task.topic}", reply, re.IGNORECASE) is not None
         return has_topic and FORMS[task.form].check(reply, task.number, task.topic)

@@ -1,7 +1,7 @@
 """Questions with reference answers from a file, one turn each; reward hubs compare the answers.
 
-Training shuffles the whole file in every epoch, with a seed; evaluation takes its rows from a second file, or from a
-share at the end of the first that training never sees.
+Training shuffles the whole file in every epoch, with a seed; evaluation takes its rows from a
+second file, or from a share at the end of the first that training never sees.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ class QuestionAnswerArgs(Section):
     path: DataPath  # JSONL or Parquet
     question: str = "question"  # column
     answer: str = "answer"  # column
-    answer_after: str = ""  # the reference is the text after the last occurrence of this, for example ``####``
+    # the reference is the text after the last occurrence of this, for example ``####``
+    answer_after: str = ""
     template: str = SLOT  # the user message
     eval_path: DataPath | None = None  # a file for evaluation; None: the share below
-    eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05  # of the rows of ``path``, taken from its end
+    # of the rows of ``path``, taken from its end
+    eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05
     shuffle_seed: Annotated[int, Field(ge=0)] = 0
 
 
@@ -56,7 +58,9 @@ class QuestionAnswer(Environment):
         read_rows.cache_clear()  # the files may have changed since the last check
         _rows.cache_clear()
         if not _rows(args, "train"):
-            raise ConfigError("eval_share", args.eval_share, "a smaller share: it leaves no row for training")
+            raise ConfigError(
+                "eval_share", args.eval_share, "a smaller share: it leaves no row for training"
+            )
         if args.eval_path is not None:
             try:
                 _rows(args, "eval")
@@ -73,7 +77,10 @@ class QuestionAnswer(Environment):
         found = []
         for path in dict.fromkeys(cls.data_files(args)):
             rows = read_rows(path, args.question, args.answer, args.answer_after)
-            found += [(f"{path}, row {number}", answer) for number, (_, answer) in enumerate(rows, start=1)]
+            found += [
+                (f"{path}, row {number}", answer)
+                for number, (_, answer) in enumerate(rows, start=1)
+            ]
         return found
 
     @classmethod
@@ -88,10 +95,16 @@ class QuestionAnswer(Environment):
         return {"path": str(file), "eval_share": 0.2}
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
-        """Show the question; the seed has no effect, as ``shuffle_seed`` orders the rows of an epoch."""
+        """Show the question; the seed has no effect, as ``shuffle_seed`` orders the rows of an
+        epoch.
+        """
         rows = _rows(self.args, split)
         epoch, position = divmod(task_index, len(rows))
-        index = int(_order(len(rows), self.args.shuffle_seed, epoch)[position]) if split == "train" else position
+        index = (
+            int(_order(len(rows), self.args.shuffle_seed, epoch)[position])
+            if split == "train"
+            else position
+        )
         self.prompt, self.reference = rows[index]
         return Observation(self.args.template.replace(SLOT, self.prompt))
 

@@ -23,7 +23,8 @@ def read_rows(path: str, question: str, answer: str, answer_after: str) -> tuple
         path: a file ending in .jsonl or .parquet.
         question: name of the column that holds the question.
         answer: name of the column that holds the reference answer.
-        answer_after: keep only the text after the last occurrence of this in the answer; empty keeps all.
+        answer_after: keep only the text after the last occurrence of this in the answer; empty
+            keeps all.
 
     Raises:
         ConfigError: if the file is missing or empty, or its ending is unknown.
@@ -44,7 +45,9 @@ def read_rows(path: str, question: str, answer: str, answer_after: str) -> tuple
 
 def _text(path: str, line: int, record: dict[str, Any], column: str) -> str:
     if column not in record:
-        raise DataError(path, line, f"no column {column!r}; it has {', '.join(sorted(record)) or 'none'}")
+        raise DataError(
+            path, line, f"no column {column!r}; it has {', '.join(sorted(record)) or 'none'}"
+        )
     value = record[column]
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         value = str(value)

@@ -1,7 +1,7 @@
 """Generated word problems of one and two steps, answered by a number.
 
-The reward is 1 if the last number of the reply is the result. Problems of the same story and numbers are one task,
-whatever the names in them.
+The reward is 1 if the last number of the reply is the result. Problems of the same story and
+numbers are one task, whatever the names in them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,32 @@ from broker.settings.config import Section
 from envhub.envs.text.arithmetic import last_number
 from envhub.envs.text.generated import GeneratedEnvironment, GeneratedTask
 
-NAMES: Final = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Hugo", "Ida", "Jack", "Lena", "Noah")
-THINGS: Final = ("apples", "books", "cards", "coins", "flowers", "marbles", "pencils", "shells", "stamps", "stones")
+NAMES: Final = (
+    "Anna",
+    "Ben",
+    "Clara",
+    "David",
+    "Emma",
+    "Felix",
+    "Grace",
+    "Hugo",
+    "Ida",
+    "Jack",
+    "Lena",
+    "Noah",
+)
+THINGS: Final = (
+    "apples",
+    "books",
+    "cards",
+    "coins",
+    "flowers",
+    "marbles",
+    "pencils",
+    "shells",
+    "stamps",
+    "stones",
+)
 ASKING: Final = "How many {things} does {name} have now? Reply with the number only."
 START: Final = "{name} has {amount} {things}."
 GAINS: Final = (
@@ -39,12 +63,15 @@ class WordProblemsArgs(Section):
 
     min_steps: Annotated[int, Field(ge=1, le=4)] = 1  # changes of the amount
     max_steps: Annotated[int, Field(ge=1, le=4)] = 2
-    max_number: Annotated[int, Field(ge=5, le=1000)] = 20  # of one change, and of the amount at the start
+    # of one change, and of the amount at the start
+    max_number: Annotated[int, Field(ge=5, le=1000)] = 20
 
     @model_validator(mode="after")
     def _check_steps(self) -> WordProblemsArgs:
         if self.min_steps > self.max_steps:
-            raise ValueError(f"min_steps is {self.min_steps}, more than max_steps, which is {self.max_steps}")
+            raise ValueError(
+                f"min_steps is {self.min_steps}, more than max_steps, which is {self.max_steps}"
+            )
         return self
 
 
@@ -55,14 +82,20 @@ class WordProblems(GeneratedEnvironment):
 
     @classmethod
     def draw(cls, args: WordProblemsArgs, rng: np.random.Generator) -> GeneratedTask:
-        name, things = NAMES[int(rng.integers(len(NAMES)))], THINGS[int(rng.integers(len(THINGS)))]
+        name = NAMES[int(rng.integers(len(NAMES)))]
+        things = THINGS[int(rng.integers(len(THINGS)))]
         amount = int(rng.integers(2, args.max_number + 1))
-        sentences, identity = [START.format(name=name, things=things, amount=amount)], [str(amount)]
+        sentences = [START.format(name=name, things=things, amount=amount)]
+        identity = [str(amount)]
         for _ in range(int(rng.integers(args.min_steps, args.max_steps + 1))):
             is_loss = amount > 2 and rng.random() < 0.5
-            change = int(rng.integers(1, min(amount, args.max_number) if is_loss else args.max_number + 1))
+            change = int(
+                rng.integers(1, min(amount, args.max_number) if is_loss else args.max_number + 1)
+            )
             stories = LOSSES if is_loss else GAINS
-            sentences.append(stories[int(rng.integers(len(stories)))].format(name=name, amount=change))
+            sentences.append(
+                stories[int(rng.integers(len(stories)))].format(name=name, amount=change)
+            )
             amount += -change if is_loss else change
             identity.append(f"{'-' if is_loss else '+'}{change}")
         question = " ".join([*sentences, ASKING.format(name=name, things=things)])

@@ -35,7 +35,9 @@ class SearchIndex:
             self._scorer.index(tokens, show_progress=False)
 
     def search(self, query: str, limit: int) -> list[int]:
-        """Return the positions of at most ``limit`` texts with a word of the query, best first, then in order."""
+        """Return the positions of at most ``limit`` texts with a word of the query, best first,
+        then in order.
+        """
         asked = [word for word in words(query) if word in self._known]
         if not asked:
             return []

@@ -22,10 +22,13 @@ class Corpus:
     index: SearchIndex
 
     def find(self, query: str, limit: int, max_chars: int) -> list[str]:
-        """Return the best documents, each as its title and text in one paragraph, cut to ``max_chars``."""
+        """Return the best documents, each as its title and text in one paragraph, cut to
+        ``max_chars``.
+        """
         found = []
         for place in self.index.search(query, limit):
-            title, text = self.titles[place], self.texts[place]
+            title = self.titles[place]
+            text = self.texts[place]
             text = text if len(text) <= max_chars else text[: max_chars - 1] + "…"
             found.append(f"{title}: {text}" if title else text)
         return found
@@ -47,7 +50,8 @@ def read_corpus(path: str, text: str, title: str) -> Corpus:
     file = Path(path)
     if not file.is_file():
         raise ConfigError("corpus", path, "there is no such file")
-    titles, texts = [], []
+    titles = []
+    texts = []
     decoder = msgspec.json.Decoder(dict[str, Any])
     with file.open("rb") as lines:
         for line, data in enumerate(lines, start=1):
@@ -60,7 +64,11 @@ def read_corpus(path: str, text: str, title: str) -> Corpus:
             found = record.get(text)
             if not isinstance(found, str) or not found.strip():
                 columns = ", ".join(sorted(record)) or "nothing"
-                raise DataError(path, line, f"column {text!r} holds {found!r:.80}, not a text; the line has {columns}")
+                raise DataError(
+                    path,
+                    line,
+                    f"column {text!r} holds {found!r:.80}, not a text; the line has {columns}",
+                )
             titles.append(str(record.get(title) or ""))
             texts.append(" ".join(found.split()))
     if not texts:

@@ -1,12 +1,13 @@
 """Questions to answer with a Python tool: the model sees the output of its programs in a sandbox.
 
-``<python>…</python>``, or a tool call of that name with ``code``, runs a program; ``<answer>…</answer>`` ends the
-episode and is compared with the reference, as numbers if both are, else as texts. With ``keep`` the earlier programs
-that ended well are executed again before each, without their output, so that names stay defined. Set
-``sampling.stop: ["</python>", "</answer>"]``.
+``<python>…</python>``, or a tool call of that name with ``code``, runs a program;
+``<answer>…</answer>`` ends the episode and is compared with the reference, as numbers if both are,
+else as texts. With ``keep`` the earlier programs that ended well are executed again before each,
+without their output, so that names stay defined. Set ``sampling.stop: ["</python>", "</answer>"]``.
 
-The sandbox is the one that scores programs (bubblewrap: no network, a read-only root, limits). Where it does not work
-nothing starts, unless ``sandbox: none`` accepts that the policy's programs run unprotected as the hub's user.
+The sandbox is the one that scores programs (bubblewrap: no network, a read-only root, limits).
+Where it does not work nothing starts, unless ``sandbox: none`` accepts that the policy's programs
+run unprotected as the hub's user.
 """
 
 from __future__ import annotations
@@ -41,15 +42,18 @@ class PythonArgs(QuestionAnswerArgs):
 
     harmless = None  # it runs programs, which the owner of the policy writes
 
-    sandbox: Literal["bubblewrap", "none"] = "bubblewrap"  # none: programs run unprotected, as the hub's user
+    # none: programs run unprotected, as the hub's user
+    sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
     keep: bool = True  # names stay defined from one program to the next
     max_programs: PositiveInt = 8  # in an episode; further ones do not run
     timeout_s: PositiveFloat = 8.0  # of each program, by the clock
     memory_mib: Annotated[int, Field(ge=32)] = 1024  # of a program with all its processes
     output_chars: PositiveInt = 4000  # of a program's output that are shown
     parallel: PositiveInt = 4  # programs at once in one hub
-    packages: tuple[str, ...] = ()  # folders that programs may import from, besides the standard library
-    format_penalty: NonNegativeFloat = 0.0  # taken from the reward for a turn with neither a program nor an answer
+    # folders that programs may import from, besides the standard library
+    packages: tuple[str, ...] = ()
+    # taken from the reward for a turn with neither a program nor an answer
+    format_penalty: NonNegativeFloat = 0.0
 
 
 class PythonQA(QuestionEnvironment):
@@ -90,7 +94,12 @@ class PythonQA(QuestionEnvironment):
             right = same(held, self.reference)
             return StepResult(Observation(""), float(right), True, True, right, metrics=metrics)
         if self._programs >= self.args.max_programs:
-            return StepResult(self._show("<output>No more programs are run.</output>"), 0.0, False, metrics=metrics)
+            return StepResult(
+                self._show("<output>No more programs are run.</output>"),
+                0.0,
+                False,
+                metrics=metrics,
+            )
         self._programs += 1
         seen = self._show(f"<output>\n{self._run(bare(held))}\n</output>")
         return StepResult(seen, 0.0, False, metrics={"programs": float(self._programs)})
@@ -103,9 +112,15 @@ class PythonQA(QuestionEnvironment):
             ended = sandbox.run(whole.encode(errors="replace").decode())
         printed = (ended.stdout + ended.stderr).decode(errors="replace").rstrip("\n")
         if len(printed) > self.args.output_chars:
-            printed = f"{printed[: self.args.output_chars]}\n(cut: it printed {len(printed)} characters)"
+            printed = (
+                f"{printed[: self.args.output_chars]}\n(cut: it printed {len(printed)} characters)"
+            )
         if ended.killed_for or ended.exit_code:
-            why = f"its {ended.killed_for} was up" if ended.killed_for else f"exit code {ended.exit_code}"
+            why = (
+                f"its {ended.killed_for} was up"
+                if ended.killed_for
+                else f"exit code {ended.exit_code}"
+            )
             return f"{printed}\n(the program ended by {why})".lstrip("\n")
         if self.args.keep:
             self._kept.append(code)
@@ -121,8 +136,11 @@ def bare(code: str) -> str:
 
 
 def same(answer: str, reference: str) -> bool:
-    """Return whether both are the same number, up to a millionth, or the same text except for case and blanks."""
-    one, other = _number(answer), _number(reference)
+    """Return whether both are the same number, up to a millionth, or the same text except for case
+    and blanks.
+    """
+    one = _number(answer)
+    other = _number(reference)
     if one is not None and other is not None:
         return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
     return " ".join(answer.lower().split()) == " ".join(reference.lower().split())
@@ -144,6 +162,10 @@ def _sandbox(args: PythonArgs) -> tuple[Sandbox, threading.Semaphore]:
         UserError: if there is no working sandbox here; says what to do.
     """
     if args.sandbox == "none":
-        log.warning("UNSAFE: sandbox is none, so programs that the policy writes run unprotected on this machine")
-    limits = SandboxLimits(wall_s=args.timeout_s, cpu_s=math.ceil(args.timeout_s), memory_mib=args.memory_mib)
+        log.warning(
+            "UNSAFE: sandbox is none, so programs that the policy writes run unprotected on this machine"
+        )
+    limits = SandboxLimits(
+        wall_s=args.timeout_s, cpu_s=math.ceil(args.timeout_s), memory_mib=args.memory_mib
+    )
     return Sandbox(limits, args.sandbox, args.packages), threading.Semaphore(args.parallel)

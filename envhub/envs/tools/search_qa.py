@@ -1,8 +1,10 @@
-"""Questions to answer with a local search tool, as in Search-R1 (Jin et al. 2025, arXiv:2503.09516).
+"""Questions to answer with a local search tool, as in Search-R1 (Jin et al. 2025,
+arXiv:2503.09516).
 
-``<search>words</search>``, or a tool call of that name with a ``query``, shows the best documents by BM25 within
-``<information>``; ``<answer>…</answer>`` ends the episode and is scored against the reference. Set ``sampling.stop:
-["</search>", "</answer>"]``, so that the model does not invent search results.
+``<search>words</search>``, or a tool call of that name with a ``query``, shows the best documents
+by BM25 within ``<information>``; ``<answer>…</answer>`` ends the episode and is scored against the
+reference. Set ``sampling.stop: ["</search>", "</answer>"]``, so that the model does not invent
+search results.
 """
 
 from __future__ import annotations
@@ -35,12 +37,14 @@ class SearchArgs(QuestionAnswerArgs):
     corpus: DataPath  # JSONL, one document per line
     text: str = "contents"  # column
     title: str = "title"  # column, which may be missing
-    answer_separator: str = ""  # between several right answers in the answer column; empty: there is one
+    # between several right answers in the answer column; empty: there is one
+    answer_separator: str = ""
     documents: Annotated[int, Field(ge=1, le=50)] = 3  # shown after a search
     document_chars: PositiveInt = 1000  # of each; longer ones are cut
     max_searches: PositiveInt = 4  # in an episode; further ones show nothing
     score: tool_calls.Score = "exact"  # of the answer: exact match, or F1 of the words
-    format_penalty: NonNegativeFloat = 0.0  # taken from the reward for a turn with neither a search nor an answer
+    # taken from the reward for a turn with neither a search nor an answer
+    format_penalty: NonNegativeFloat = 0.0
 
 
 class SearchQA(QuestionEnvironment):
@@ -65,10 +69,17 @@ class SearchQA(QuestionEnvironment):
     @classmethod
     def example(cls, folder: Path) -> dict[str, Any]:
         towns = [f"Town{number}" for number in range(20)]
-        corpus, questions = folder / "corpus.jsonl", folder / "questions.jsonl"
-        documents = (f'{{"title": "{town}", "contents": "The mayor of {town} is Mayor{town}."}}\n' for town in towns)
+        corpus = folder / "corpus.jsonl"
+        questions = folder / "questions.jsonl"
+        documents = (
+            f'{{"title": "{town}", "contents": "The mayor of {town} is Mayor{town}."}}\n'
+            for town in towns
+        )
         corpus.write_text("".join(documents))
-        asked = (f'{{"question": "Who is the mayor of {town}?", "answer": "Mayor{town}"}}\n' for town in towns)
+        asked = (
+            f'{{"question": "Who is the mayor of {town}?", "answer": "Mayor{town}"}}\n'
+            for town in towns
+        )
         questions.write_text("".join(asked))
         return {"corpus": str(corpus), "path": str(questions), "eval_share": 0.2}
 
@@ -88,18 +99,32 @@ class SearchQA(QuestionEnvironment):
             self._show(f"<answer>{held}</answer>")
             return StepResult(Observation(""), reward, True, True, right, metrics=metrics)
         if self._searches >= self.args.max_searches:
-            return StepResult(self._show("<information>No more searches.</information>"), 0.0, False, metrics=metrics)
+            return StepResult(
+                self._show("<information>No more searches.</information>"),
+                0.0,
+                False,
+                metrics=metrics,
+            )
         self._searches += 1
         found = _corpus(self.args).find(held, self.args.documents, self.args.document_chars)
-        told = "\n".join(f"({rank}) {document}" for rank, document in enumerate(found, start=1)) or "Nothing was found."
+        told = (
+            "\n".join(f"({rank}) {document}" for rank, document in enumerate(found, start=1))
+            or "Nothing was found."
+        )
         seen = self._show(f"<information>\n{told}\n</information>")
         return StepResult(seen, 0.0, False, metrics={"searches": float(self._searches)})
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
-        """Search for the question, then give the reference; with probability ``noise`` another question's answer."""
+        """Search for the question, then give the reference; with probability ``noise`` another
+        question's answer.
+        """
         if rng.random() < noise:
             return f"<answer>{self._questions.demonstrate(rng, 1.0)}</answer>"
-        return f"<answer>{self._references()[0]}</answer>" if self._searches else f"<{TOOL}>{self.prompt}</{TOOL}>"
+        return (
+            f"<answer>{self._references()[0]}</answer>"
+            if self._searches
+            else f"<{TOOL}>{self.prompt}</{TOOL}>"
+        )
 
     def _references(self) -> tuple[str, ...]:
         separator = self.args.answer_separator

@@ -1,9 +1,9 @@
 """Reads a tool call or an answer from a text, and scores answers.
 
-A call is ``<name>…</name>``, as in Search-R1 (Jin et al. 2025, arXiv:2503.09516), or a ``<tool_call>`` that contains
-``{"name": …, "arguments": {…}}``, as the chat templates of Hermes and Qwen write it. The answer is
-``<answer>…</answer>``. The first one in a text counts. An unclosed tag extends to the end, as servers omit the stop
-string at which they stop.
+A call is ``<name>…</name>``, as in Search-R1 (Jin et al. 2025, arXiv:2503.09516), or a
+``<tool_call>`` that contains ``{"name": …, "arguments": {…}}``, as the chat templates of Hermes and
+Qwen write it. The answer is ``<answer>…</answer>``. The first one in a text counts. An unclosed tag
+extends to the end, as servers omit the stop string at which they stop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ Score = Literal["exact", "f1"]
 
 
 def parse(text: str, tool: str, argument: str) -> tuple[str, str] | None:
-    """Return (``tool`` or ``answer``, its content without surrounding blanks); None if there is neither.
+    """Return (``tool`` or ``answer``, its content without surrounding blanks); None if there is
+    neither.
 
     Args:
         tool: name of the tool.
@@ -33,7 +34,8 @@ def parse(text: str, tool: str, argument: str) -> tuple[str, str] | None:
     found = _pattern(tool).search(text)
     if found is None:
         return None
-    name, held = found[1].lower(), found[2].strip()
+    name = found[1].lower()
+    held = found[2].strip()
     if name == "tool_call":
         return _from_json(held, tool, argument)
     return (name, held) if held else None
@@ -44,7 +46,11 @@ def _from_json(text: str, tool: str, argument: str) -> tuple[str, str] | None:
         call: Any = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
         return None
-    if not isinstance(call, dict) or call.get("name") != tool or not isinstance(call.get("arguments"), dict):
+    if (
+        not isinstance(call, dict)
+        or call.get("name") != tool
+        or not isinstance(call.get("arguments"), dict)
+    ):
         return None
     held = call["arguments"].get(argument)
     return (tool, held.strip()) if isinstance(held, str) and held.strip() else None
@@ -52,11 +58,15 @@ def _from_json(text: str, tool: str, argument: str) -> tuple[str, str] | None:
 
 @lru_cache(maxsize=16)
 def _pattern(tool: str) -> re.Pattern[str]:
-    return re.compile(rf"<({re.escape(tool)}|{ANSWER}|tool_call)>(.*?)(?:</\1>|\Z)", re.DOTALL | re.IGNORECASE)
+    return re.compile(
+        rf"<({re.escape(tool)}|{ANSWER}|tool_call)>(.*?)(?:</\1>|\Z)", re.DOTALL | re.IGNORECASE
+    )
 
 
 def plain(text: str) -> str:
-    """Normalise as SQuAD: case, punctuation, articles, blanks (Rajpurkar et al. 2016, arXiv:1606.05250)."""
+    """Normalise as SQuAD: case, punctuation, articles, blanks (Rajpurkar et al. 2016,
+    arXiv:1606.05250).
+    """
     bare = text.lower().translate(_PUNCTUATION)
     # an answer may be "A", or "+"
     return " ".join(_ARTICLES.sub(" ", bare).split()) or " ".join(bare.split()) or text.strip()
@@ -69,7 +79,10 @@ def exact(answer: str, references: Iterable[str]) -> float:
 
 def f1(answer: str, references: Iterable[str]) -> float:
     """Return the best harmonic mean of the shares of words in common, 0 to 1."""
-    return max((_f1(plain(answer).split(), plain(reference).split()) for reference in references), default=0.0)
+    return max(
+        (_f1(plain(answer).split(), plain(reference).split()) for reference in references),
+        default=0.0,
+    )
 
 
 def _f1(one: list[str], other: list[str]) -> float:

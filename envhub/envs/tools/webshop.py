@@ -1,9 +1,10 @@
 """WebShop: find, choose and buy what an instruction asks for (Yao et al. 2022, arXiv:2207.01206).
 
-There are two actions: ``search[words]`` and ``click[text on the page]``. A search shows pages of results; an article's
-page has its options, price and four further pages; ``buy now`` ends the episode with the purchase's score from 0 to 1
-(``envhub.envs.tools.webshop_reward``), and 1 is a success. The shop is a small catalogue made from a seed, or WebShop's
-data (``items``, ``attributes``, ``human``). For a large one set the domain's ``isolation: thread``, so that a search
+There are two actions: ``search[words]`` and ``click[text on the page]``. A search shows pages of
+results; an article's page has its options, price and four further pages; ``buy now`` ends the
+episode with the purchase's score from 0 to 1 (``envhub.envs.tools.webshop_reward``), and 1 is a
+success. The shop is a small catalogue made from a seed, or WebShop's data (``items``,
+``attributes``, ``human``). For a large one set the domain's ``isolation: thread``, so that a search
 does not hold up the hub.
 """
 
@@ -23,7 +24,12 @@ from envhub.envs.base import Environment, Observation, Split, StepResult
 from envhub.envs.text.answers import tagged
 from envhub.envs.tools import webshop_files as files
 from envhub.envs.tools import webshop_pages as pages
-from envhub.envs.tools.webshop_catalogue import ProductCatalogue, ShoppingGoal, ShopProduct, generate
+from envhub.envs.tools.webshop_catalogue import (
+    ProductCatalogue,
+    ShoppingGoal,
+    ShopProduct,
+    generate,
+)
 from envhub.envs.tools.webshop_reward import best_options, best_score, score
 
 _ACTION: Final = re.compile(r"(search|click)\s*\[(.*)\]", re.IGNORECASE | re.DOTALL)
@@ -45,7 +51,8 @@ class WebShopArgs(Section):
     departments: tuple[DepartmentName, ...] = ()  # of a generated catalogue; empty: all
     product_attributes: Annotated[int, Field(ge=1, le=5)] = 3  # of a generated product
     hidden_attributes: Annotated[int, Field(ge=0)] = 1  # how many of them are not in its title
-    option_values: Annotated[int, Field(ge=1, le=10)] = 3  # of each of a generated product's options, at most
+    # of each of a generated product's options, at most
+    option_values: Annotated[int, Field(ge=1, le=10)] = 3
     goal_attributes: Annotated[int, Field(ge=0)] = 2  # how many of its attributes a goal requires
     items: DataPath | None = None  # WebShop's items_shuffle*.json instead of a generated catalogue
     attributes: DataPath | None = None  # its items_ins_v2*.json
@@ -53,10 +60,14 @@ class WebShopArgs(Section):
     num_products: PositiveInt | None = None  # only the first ones of ``items``; None: all
     eval_goals: PositiveInt = 500  # held out, at most a quarter of all
     window: Annotated[int, Field(ge=1, le=50)] = 10  # results on a page
-    observe: Literal["full", "compact"] = "full"  # pages as WebShop's, or in few characters for small models
-    reward: Literal["score", "success"] = "score"  # of a purchase: its score, or 1 only if that is 1
-    format_penalty: NonNegativeFloat = 0.0  # taken from the reward for text that is not an action on the page
-    answer_tag: bool = False  # read the action from the last <answer>…</answer> instead of the whole text
+    # pages as WebShop's, or in few characters for small models
+    observe: Literal["full", "compact"] = "full"
+    # of a purchase: its score, or 1 only if that is 1
+    reward: Literal["score", "success"] = "score"
+    # taken from the reward for text that is not an action on the page
+    format_penalty: NonNegativeFloat = 0.0
+    # read the action from the last <answer>…</answer> instead of the whole text
+    answer_tag: bool = False
 
 
 class WebShop(Environment):
@@ -78,17 +89,25 @@ class WebShop(Environment):
         if args.items is None:
             for key in ("attributes", "human", "num_products"):
                 if getattr(args, key) is not None:
-                    raise ConfigError(key, getattr(args, key), "given together with items, WebShop's products")
+                    raise ConfigError(
+                        key, getattr(args, key), "given together with items, WebShop's products"
+                    )
         elif args.attributes is None:
-            raise ConfigError("attributes", None, "WebShop's items_ins_v2*.json, for items is given")
+            raise ConfigError(
+                "attributes", None, "WebShop's items_ins_v2*.json, for items is given"
+            )
         for key in ("hidden_attributes", "goal_attributes"):
             if (wanted := getattr(args, key)) > args.product_attributes:
-                raise ConfigError(key, wanted, f"at most product_attributes, which is {args.product_attributes}")
+                raise ConfigError(
+                    key, wanted, f"at most product_attributes, which is {args.product_attributes}"
+                )
         files.load.cache_clear()  # the files may have changed since the last check
         _catalogue.cache_clear()
         if len(_catalogue(args).goals) < 2:
             key = "items" if args.items else "products"
-            raise ConfigError(key, args.items or args.products, "a catalogue with two goals or more")
+            raise ConfigError(
+                key, args.items or args.products, "a catalogue with two goals or more"
+            )
 
     @classmethod
     def data_files(cls, args: WebShopArgs) -> list[str]:
@@ -116,7 +135,9 @@ class WebShop(Environment):
         if found and found[1].lower() == "search":
             valid = bool(what) and len(what) <= MAX_QUERY_CHARS
             if valid:
-                self._view = pages.PageView(self.args.window, results=_catalogue(self.args).search(what))
+                self._view = pages.PageView(
+                    self.args.window, results=_catalogue(self.args).search(what)
+                )
         else:
             what = self._numbered().get(what, what)
             valid = what in self._view.clickable()
@@ -131,10 +152,13 @@ class WebShop(Environment):
         return pages.full(self._view, self.goal)
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
-        """Act as a customer who knows the catalogue; with probability ``noise`` click or search anything."""
+        """Act as a customer who knows the catalogue; with probability ``noise`` click or search
+        anything.
+        """
         if rng.random() < noise:
             return self._anything(rng)
-        view, goal = self._view, self.goal
+        view = self._view
+        goal = self.goal
         wanted = self._wanted()
         if wanted is None:
             return f"search[{pages.wish_words(goal)}]"
@@ -167,7 +191,11 @@ class WebShop(Environment):
 
     def _numbered(self) -> dict[str, str]:
         """Return the names of results by the numbers that clicks use on compact pages."""
-        listed = self._view.listed if self.args.observe == "compact" and self._view.product is None else ()
+        listed = (
+            self._view.listed
+            if self.args.observe == "compact" and self._view.product is None
+            else ()
+        )
         return {str(number): product.asin for number, product in enumerate(listed, start=1)}
 
     def _called(self, what: str) -> str:
@@ -182,7 +210,8 @@ class WebShop(Environment):
             if what in (pages.NEXT, pages.PREVIOUS):
                 view.page += 1 if what == pages.NEXT else -1
             else:
-                view.product, view.chosen = _catalogue(self.args).by_asin[what], {}
+                view.product = _catalogue(self.args).by_asin[what]
+                view.chosen = {}
         elif what == pages.PREVIOUS:
             if view.sub_page:
                 view.sub_page = ""
@@ -192,7 +221,9 @@ class WebShop(Environment):
             view.sub_page = what
         else:
             names = [name for name, values in view.product.options.items() if what in values]
-            view.chosen[next((name for name in names if view.chosen.get(name) != what), names[0])] = what
+            view.chosen[
+                next((name for name in names if view.chosen.get(name) != what), names[0])
+            ] = what
 
     def _buy(self) -> StepResult:
         product = self._view.product
@@ -200,18 +231,25 @@ class WebShop(Environment):
         self._score = score(product, self.goal, self._view.chosen.values())
         success = self._score >= 1.0
         reward = self._score if self.args.reward == "score" else float(success)
-        return StepResult(Observation("", ""), reward, True, True, success, metrics={"score": self._score})
+        return StepResult(
+            Observation("", ""), reward, True, True, success, metrics={"score": self._score}
+        )
 
     def _observe(self) -> Observation:
         whole = pages.full(self._view, self.goal)
-        return Observation(whole if self.args.observe == "full" else pages.compact(self._view, self.goal), anchor=whole)
+        return Observation(
+            whole if self.args.observe == "full" else pages.compact(self._view, self.goal),
+            anchor=whole,
+        )
 
 
 @lru_cache(maxsize=4)
 def _catalogue(args: WebShopArgs) -> ProductCatalogue:
     if args.items is None:
         attributes = (args.product_attributes, args.hidden_attributes, args.goal_attributes)
-        return generate(args.products, args.catalogue_seed, *attributes, args.option_values, args.departments)
+        return generate(
+            args.products, args.catalogue_seed, *attributes, args.option_values, args.departments
+        )
     return files.load(args.items, str(args.attributes), args.human, args.num_products)
 
 

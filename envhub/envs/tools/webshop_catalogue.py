@@ -51,7 +51,9 @@ class ShopProduct:
 
     @property
     def text(self) -> str:
-        """The text that a search uses, as in WebShop's index: title, description, first bullet point, options."""
+        """The text that a search uses, as in WebShop's index: title, description, first bullet
+        point, options.
+        """
         options = (f"{name}: {', '.join(values)}" for name, values in self.options.items())
         return " ".join([self.name, self.description, *self.features[:1], *options])
 
@@ -92,12 +94,16 @@ class ProductCatalogue:
         if (found := self._found.get(query)) is None:
             if len(self._found) >= 4096:
                 self._found.clear()
-            found = self._found[query] = tuple(self.products[at] for at in self._index.search(query, SEARCH_LIMIT))
+            found = self._found[query] = tuple(
+                self.products[at] for at in self._index.search(query, SEARCH_LIMIT)
+            )
         return found
 
 
 def price_limit(price: float, told: str) -> float:
-    """Return a limit above the price: the larger of two of the next four tens, drawn by a hash of ``told``."""
+    """Return a limit above the price: the larger of two of the next four tens, drawn by a hash of
+    ``told``.
+    """
     above = [step for step in PRICE_STEPS if step > price][:4]
     if len(above) < 2:
         return NO_LIMIT
@@ -109,14 +115,26 @@ COLOURS: Final = ("red", "blue", "green", "black", "white", "pink", "grey", "bro
 SIZES: Final = ("small", "medium", "large", "x-large")
 LENGTHS: Final = ("3 ft", "6 ft", "10 ft")
 PACKS: Final = ("1 pack", "2 pack", "4 pack")
-Department = tuple[str, tuple[str, ...], tuple[str, ...], Mapping[str, tuple[str, ...]], tuple[int, int]]
+Department = tuple[
+    str, tuple[str, ...], tuple[str, ...], Mapping[str, tuple[str, ...]], tuple[int, int]
+]
 _COLOUR_SIZE: Final = {"color": COLOURS, "size": SIZES}
-# The department, its things, their possible attributes, their options, and the range of prices in dollars.
+# The department, its things, their possible attributes, their options, and the range of prices in
+# dollars.
 DEPARTMENTS: Final[tuple[Department, ...]] = (
     (
         "clothing",
         ("hat", "scarf", "jacket", "sweater", "skirt", "shirt", "dress", "coat"),
-        ("cotton", "wool", "washable", "waterproof", "slim fit", "long sleeve", "lightweight", "quick drying"),
+        (
+            "cotton",
+            "wool",
+            "washable",
+            "waterproof",
+            "slim fit",
+            "long sleeve",
+            "lightweight",
+            "quick drying",
+        ),
         _COLOUR_SIZE,
         (8, 90),
     ),
@@ -130,21 +148,42 @@ DEPARTMENTS: Final[tuple[Department, ...]] = (
     (
         "electronics",
         ("cable", "charger", "speaker", "headphone", "keyboard", "camera"),
-        ("wireless", "fast charging", "noise cancelling", "water resistant", "high speed", "plug and play"),
+        (
+            "wireless",
+            "fast charging",
+            "noise cancelling",
+            "water resistant",
+            "high speed",
+            "plug and play",
+        ),
         {"color": COLOURS, "length": LENGTHS},
         (6, 150),
     ),
     (
         "home",
         ("lamp", "rug", "pillow", "curtain", "mirror", "shelf"),
-        ("eco friendly", "easy assemble", "machine washable", "wall mounted", "space saving", "blackout"),
+        (
+            "eco friendly",
+            "easy assemble",
+            "machine washable",
+            "wall mounted",
+            "space saving",
+            "blackout",
+        ),
         _COLOUR_SIZE,
         (10, 140),
     ),
     (
         "beauty",
         ("shampoo", "lotion", "perfume", "lipstick", "serum"),
-        ("cruelty free", "sulfate free", "long lasting", "fragrance free", "natural", "paraben free"),
+        (
+            "cruelty free",
+            "sulfate free",
+            "long lasting",
+            "fragrance free",
+            "natural",
+            "paraben free",
+        ),
         {"pack": PACKS},
         (5, 60),
     ),
@@ -177,21 +216,32 @@ def generate(
         departments: of the shop; empty: all.
     """
     rng = np.random.default_rng([seed, num_products])
-    there = [department for department in DEPARTMENTS if not departments or department[0] in departments]
+    there = [
+        department for department in DEPARTMENTS if not departments or department[0] in departments
+    ]
     sizes = (num_attributes, hidden_attributes, option_values)
     products = [_product(number, rng, there, *sizes) for number in range(num_products)]
-    return ProductCatalogue(products, [goal for product in products for goal in _goals(product, goal_attributes)])
+    return ProductCatalogue(
+        products, [goal for product in products for goal in _goals(product, goal_attributes)]
+    )
 
 
 def _product(
-    number: int, rng: Generator, there: Sequence[Department], num_attributes: int, hidden: int, option_values: int
+    number: int,
+    rng: Generator,
+    there: Sequence[Department],
+    num_attributes: int,
+    hidden: int,
+    option_values: int,
 ) -> ShopProduct:
     department, things, qualities, options, (low, high) = there[int(rng.integers(len(there)))]
     thing = str(rng.choice(things))
     has = [str(quality) for quality in rng.choice(qualities, num_attributes, replace=False)]
     shown = has[: num_attributes - hidden]
     offered = {
-        name: tuple(str(v) for v in rng.choice(values, min(option_values, len(values)), replace=False))
+        name: tuple(
+            str(v) for v in rng.choice(values, min(option_values, len(values)), replace=False)
+        )
         for name, values in options.items()
     }
     return ShopProduct(
@@ -209,12 +259,15 @@ def _product(
 
 
 def _goals(product: ShopProduct, num_attributes: int) -> list[ShoppingGoal]:
-    wanted = product.attributes[-num_attributes:] if num_attributes else ()  # the hidden ones are the last
+    # the hidden ones are the last
+    wanted = product.attributes[-num_attributes:] if num_attributes else ()
     goals = []
     for values in combinations(*product.options.values()):
         text = f"i need a {product.query}"
         text += f" that is {' and '.join(wanted)}" if wanted else ""
-        text += "".join(f", {name}: {value}" for name, value in zip(product.options, values, strict=True))
+        text += "".join(
+            f", {name}: {value}" for name, value in zip(product.options, values, strict=True)
+        )
         limit = price_limit(product.price, f"{product.asin} {text}")
         if limit < NO_LIMIT:
             text += f", price lower than {limit:.2f} dollars"

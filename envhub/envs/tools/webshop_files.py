@@ -1,10 +1,10 @@
 """Reads the catalogue and the goals from WebShop's JSON files.
 
-``setup.sh`` of https://github.com/princeton-nlp/WebShop downloads them. ``items_shuffle*.json`` is a list of products;
-``items_ins_v2*.json`` has each product's attributes and a synthetic instruction by asin; ``items_human_ins.json`` has
-lists of instructions that people wrote, by asin. The rules for prices, options and goals are WebShop's
-(``web_agent_site/engine``), except that its draws without a seed (a price between two, a limit above the price) depend
-on the product here.
+``setup.sh`` of https://github.com/princeton-nlp/WebShop downloads them. ``items_shuffle*.json`` is
+a list of products; ``items_ins_v2*.json`` has each product's attributes and a synthetic instruction
+by asin; ``items_human_ins.json`` has lists of instructions that people wrote, by asin. The rules
+for prices, options and goals are WebShop's (``web_agent_site/engine``), except that its draws
+without a seed (a price between two, a limit above the price) depend on the product here.
 """
 
 from __future__ import annotations
@@ -24,18 +24,28 @@ import msgspec
 from broker.contract import strict
 from broker.errors import ConfigError, DataError
 from envhub.envs.tools.bm25 import words
-from envhub.envs.tools.webshop_catalogue import NO_LIMIT, ProductCatalogue, ShoppingGoal, ShopProduct, price_limit
+from envhub.envs.tools.webshop_catalogue import (
+    NO_LIMIT,
+    ProductCatalogue,
+    ShoppingGoal,
+    ShopProduct,
+    price_limit,
+)
 
 NO_PRICE: Final = 100.0  # dollars, of products without one
 MAX_ASIN_CHARS: Final = 10  # longer ones are not products
 _COMMA: Final = re.compile(r"\s*,?\s*")
 _COLON: Final = re.compile(r"\s*:\s*")
-MAX_COMBINATIONS: Final = 64  # of a product's options that become synthetic goals; WebShop has no limit
+# of a product's options that become synthetic goals; WebShop has no limit
+MAX_COMBINATIONS: Final = 64
 
 
 @lru_cache(maxsize=2)
-def load(items: str, attributes: str, human: str | None, num_products: int | None) -> ProductCatalogue:
-    """Return the catalogue; goals are people's instructions if that file is given, else the synthetic ones.
+def load(
+    items: str, attributes: str, human: str | None, num_products: int | None
+) -> ProductCatalogue:
+    """Return the catalogue; goals are people's instructions if that file is given, else the
+    synthetic ones.
 
     Args:
         items: path of ``items_shuffle*.json``.
@@ -63,7 +73,9 @@ def load(items: str, attributes: str, human: str | None, num_products: int | Non
             goals += _synthetic(attributes, number, product, own)
         else:
             rows_of = enumerate(said.get(asin, []), start=1)
-            goals += filter(None, (_human(str(human), place, product, row) for place, row in rows_of))
+            goals += filter(
+                None, (_human(str(human), place, product, row) for place, row in rows_of)
+            )
     if not goals:
         key = "attributes" if human is None else "human"
         raise ConfigError(key, human or attributes, f"instructions for the products of {items}")
@@ -90,10 +102,17 @@ def _read(key: str, path: str, kind: type[Any]) -> Any:
 
 
 def _first_bad_row(data: bytes) -> tuple[int, str]:
-    """Return number (from 1) and problem of the first malformed row of a JSON list or object, if there is one."""
+    """Return number (from 1) and problem of the first malformed row of a JSON list or object, if
+    there is one.
+    """
     text = data.decode("utf-8", "surrogateescape").strip()
-    at, number = 1, 0
-    while text.startswith(("[", "{")) and (at := _after(_COMMA, text, at)) < len(text) and text[at] not in "]}":
+    at = 1
+    number = 0
+    while (
+        text.startswith(("[", "{"))
+        and (at := _after(_COMMA, text, at)) < len(text)
+        and text[at] not in "]}"
+    ):
         number += 1
         try:
             value, at = strict.decode_prefix(text, at)
@@ -109,7 +128,9 @@ def _after(separator: re.Pattern[str], text: str, at: int) -> int:
     return at if found is None else found.end()
 
 
-def _product(path: str, number: int, row: dict[str, Any], asin: str, told: dict[str, Any]) -> ShopProduct:
+def _product(
+    path: str, number: int, row: dict[str, Any], asin: str, told: dict[str, Any]
+) -> ShopProduct:
     name = _text(path, number, row, "name")
     features = row.get("small_description") or []
     return ShopProduct(
@@ -121,7 +142,12 @@ def _product(path: str, number: int, row: dict[str, Any], asin: str, told: dict[
         price=_price(path, number, row, asin),
         options=_options(path, number, row),
         attributes=_texts(path, number, told.get("attributes") or [], "attributes"),
-        features=_texts(path, number, features if isinstance(features, list) else [features], "small_description"),
+        features=_texts(
+            path,
+            number,
+            features if isinstance(features, list) else [features],
+            "small_description",
+        ),
         description=str(row.get("full_description") or ""),
     )
 
@@ -135,7 +161,9 @@ def _price(path: str, number: int, row: dict[str, Any], asin: str) -> float:
     except ValueError:
         found = []
     if not found or not all(map(math.isfinite, found)):
-        raise DataError(path, number, f"pricing is {told!r}, not dollars such as '$9.99' or '$5 to $8'")
+        raise DataError(
+            path, number, f"pricing is {told!r}, not dollars such as '$9.99' or '$5 to $8'"
+        )
     share = hashlib.blake2b(asin.encode(), digest_size=1).digest()[0] / 255
     return found[0] + (found[-1] - found[0]) * share
 
@@ -143,37 +171,66 @@ def _price(path: str, number: int, row: dict[str, Any], asin: str) -> float:
 def _options(path: str, number: int, row: dict[str, Any]) -> dict[str, tuple[str, ...]]:
     told = row.get("customization_options") or {}
     if not isinstance(told, dict):
-        raise DataError(path, number, f"customization_options is {type(told).__name__}, not an object")
+        raise DataError(
+            path, number, f"customization_options is {type(told).__name__}, not an object"
+        )
     options = {}
     for name, values in told.items():
         if values is None:
             continue
         rows = values if isinstance(values, list) else [None]
-        if not all(isinstance(value, dict) and isinstance(value.get("value"), str) for value in rows):
-            raise DataError(path, number, f"customization_options.{name} is not a list of objects with a value")
-        options[name.lower()] = tuple(value["value"].strip().replace("/", " | ").lower() for value in values)
+        if not all(
+            isinstance(value, dict) and isinstance(value.get("value"), str) for value in rows
+        ):
+            raise DataError(
+                path, number, f"customization_options.{name} is not a list of objects with a value"
+            )
+        options[name.lower()] = tuple(
+            value["value"].strip().replace("/", " | ").lower() for value in values
+        )
     return options
 
 
 def _human(path: str, place: int, product: ShopProduct, row: dict[str, Any]) -> ShoppingGoal | None:
-    wanted = _texts(path, place, row.get("instruction_attributes") or [], f"{product.asin}: instruction_attributes")
+    wanted = _texts(
+        path,
+        place,
+        row.get("instruction_attributes") or [],
+        f"{product.asin}: instruction_attributes",
+    )
     if not wanted:
         return None
-    options = _texts(path, place, row.get("instruction_options") or [], f"{product.asin}: instruction_options")
+    options = _texts(
+        path, place, row.get("instruction_options") or [], f"{product.asin}: instruction_options"
+    )
     return _goal(product, _text(path, place, row, "instruction").strip("."), wanted, options)
 
 
-def _synthetic(path: str, number: int, product: ShopProduct, told: dict[str, Any]) -> Iterator[ShoppingGoal]:
+def _synthetic(
+    path: str, number: int, product: ShopProduct, told: dict[str, Any]
+) -> Iterator[ShoppingGoal]:
     if not told.get("instruction"):
         return
-    wanted = _texts(path, number, told.get("instruction_attributes") or [], f"{product.asin}: instruction_attributes")
-    text, names = _text(path, number, told, "instruction"), sorted(product.options)
-    for values in islice(combinations(*(product.options[name] for name in names)), MAX_COMBINATIONS):
-        options = ", and ".join(f"{name}: {value}" for name, value in zip(names, values, strict=True))
+    wanted = _texts(
+        path,
+        number,
+        told.get("instruction_attributes") or [],
+        f"{product.asin}: instruction_attributes",
+    )
+    text = _text(path, number, told, "instruction")
+    names = sorted(product.options)
+    for values in islice(
+        combinations(*(product.options[name] for name in names)), MAX_COMBINATIONS
+    ):
+        options = ", and ".join(
+            f"{name}: {value}" for name, value in zip(names, values, strict=True)
+        )
         yield _goal(product, f"{text} with {options}" if options else text, wanted, values)
 
 
-def _goal(product: ShopProduct, text: str, wanted: tuple[str, ...], options: tuple[str, ...]) -> ShoppingGoal:
+def _goal(
+    product: ShopProduct, text: str, wanted: tuple[str, ...], options: tuple[str, ...]
+) -> ShoppingGoal:
     limit = price_limit(product.price, f"{product.asin} {text}")
     text += f", and price lower than {limit:.2f} dollars" if limit < NO_LIMIT else ""
     attributes, values = (tuple(value.lower() for value in texts) for texts in (wanted, options))

@@ -1,9 +1,10 @@
 """Renders a web shop's pages as text and lists what can be clicked on them.
 
-``full`` has a line for each thing that WebShop's pages show, clickable texts in brackets; the instruction is on every
-page. ``compact`` shows what is needed in few characters, for small models: the wish in a line on the search page, then
-results as ``number name price``, then an article's options, the chosen ones after ``*``. There a click names a result
-by its number on the page, and buttons are not listed, but work.
+``full`` has a line for each thing that WebShop's pages show, clickable texts in brackets; the
+instruction is on every page. ``compact`` shows what is needed in few characters, for small models:
+the wish in a line on the search page, then results as ``number name price``, then an article's
+options, the chosen ones after ``*``. There a click names a result by its number on the page, and
+buttons are not listed, but work.
 """
 
 from __future__ import annotations
@@ -75,11 +76,16 @@ def _full_lines(view: PageView) -> list[str]:
     if view.product is None:
         head = [f"[{BACK}]", f"page {view.page + 1} (total results: {len(view.results)})"]
         head += [f"[{PREVIOUS}]"] * (view.page > 0) + [f"[{NEXT}]"] * view.has_next
-        return head + [f"[{product.asin}] {product.name} ${product.price:.2f}" for product in view.listed]
+        return head + [
+            f"[{product.asin}] {product.name} ${product.price:.2f}" for product in view.listed
+        ]
     head = [f"[{BACK}] [{PREVIOUS}]"]
     if view.sub_page:
         return head + _sub_page(view.product, view.sub_page)
-    options = [f"{name}: {_values(values, view.chosen.get(name))}" for name, values in view.product.options.items()]
+    options = [
+        f"{name}: {_values(values, view.chosen.get(name))}"
+        for name, values in view.product.options.items()
+    ]
     rest = [view.product.name, f"price: ${view.product.price:.2f}", f"rating: {NO_RATING}"]
     return head + options + rest + [" ".join(f"[{name}]" for name in SUB_PAGES), f"[{BUY}]"]
 
@@ -114,9 +120,15 @@ def compact(view: PageView, goal: ShoppingGoal) -> str:
     if view.results is None:
         return wish(goal)
     if view.product is None:
-        rows = (f"{number} {product.name} {product.price:g}" for number, product in enumerate(view.listed, start=1))
+        rows = (
+            f"{number} {product.name} {product.price:g}"
+            for number, product in enumerate(view.listed, start=1)
+        )
         return "\n".join(rows) or "nothing"
     if view.sub_page:
         return "\n".join(_sub_page(view.product, view.sub_page))
-    options, chosen = view.product.options, view.chosen
-    return ";".join(" ".join(f"*{v}" if v == chosen.get(name) else v for v in options[name]) for name in options)
+    options = view.product.options
+    chosen = view.chosen
+    return ";".join(
+        " ".join(f"*{v}" if v == chosen.get(name) else v for v in options[name]) for name in options
+    )

@@ -16,9 +16,13 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class AdvantageEstimator(Protocol):
-    """Maps ``(trajectories, algorithm)`` to one (n,) array per trajectory: each token's advantage, 0 if masked."""
+    """Maps ``(trajectories, algorithm)`` to one (n,) array per trajectory: each token's advantage,
+    0 if masked.
+    """
 
-    def __call__(self, trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection) -> list[FloatArray]: ...
+    def __call__(
+        self, trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection
+    ) -> list[FloatArray]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,8 +30,10 @@ class BatchRow:
     """Sampled tokens of one trajectory of a step, T in order, without those of the environment."""
 
     group: int  # ticket number
-    rewards: FloatArray  # (T,) reward of each token: a turn's on its last token, the KL penalty on each
-    values: FloatArray | None = None  # (T,) the critic's, of the state in which each token was sampled
+    # (T,) reward of each token: a turn's on its last token, the KL penalty on each
+    rewards: FloatArray
+    # (T,) the critic's, of the state in which each token was sampled
+    values: FloatArray | None = None
     trained: bool = True  # False: counts in its group's mean, but has no gradient
 
 
@@ -42,22 +48,34 @@ class AdvantageEstimate:
 class BatchEstimator(Protocol):
     """Maps ``(rows, algorithm)`` of a whole step to one estimate per row; declares ``whole_batch``."""
 
-    def __call__(self, rows: Sequence[BatchRow], algorithm: AlgorithmSection) -> list[AdvantageEstimate]: ...
+    def __call__(
+        self, rows: Sequence[BatchRow], algorithm: AlgorithmSection
+    ) -> list[AdvantageEstimate]: ...
 
 
 def rewards_of(trajectories: Sequence[wire.Trajectory]) -> FloatArray:
-    """Return the episodes' total rewards, (num_episodes,); of an episode's samples the last one's reward counts."""
-    return np.array(list({one.episode: one.reward for one in trajectories}.values()), dtype=np.float64)
+    """Return the episodes' total rewards, (num_episodes,); of an episode's samples the last one's
+    reward counts.
+    """
+    return np.array(
+        list({one.episode: one.reward for one in trajectories}.values()), dtype=np.float64
+    )
 
 
 def spread(values: FloatArray, trajectories: Sequence[wire.Trajectory]) -> list[FloatArray]:
-    """Repeat one value per episode, ordered as by ``rewards_of``, over the sampled tokens of its trajectories."""
+    """Repeat one value per episode, ordered as by ``rewards_of``, over the sampled tokens of its
+    trajectories.
+    """
     by_episode = dict(zip(dict.fromkeys(one.episode for one in trajectories), values, strict=True))
-    return [by_episode[one.episode] * one.loss_mask.array().astype(np.float64) for one in trajectories]
+    return [
+        by_episode[one.episode] * one.loss_mask.array().astype(np.float64) for one in trajectories
+    ]
 
 
 def turn_rewards(trajectory: wire.Trajectory) -> FloatArray:
-    """Return each turn's reward, (num_turns,); the rest of the total (from reward hubs) goes to the last turn."""
+    """Return each turn's reward, (num_turns,); the rest of the total (from reward hubs) goes to the
+    last turn.
+    """
     rewards = np.array([turn.reward for turn in trajectory.turns], dtype=np.float64)
     if len(rewards):
         rewards[-1] += trajectory.reward - rewards.sum()
@@ -65,12 +83,16 @@ def turn_rewards(trajectory: wire.Trajectory) -> FloatArray:
 
 
 def sampled_positions(trajectory: wire.Trajectory) -> npt.NDArray[np.int64]:
-    """Return the positions of the sampled tokens, ascending, (T,), without position 0, which is never predicted."""
+    """Return the positions of the sampled tokens, ascending, (T,), without position 0, which is
+    never predicted.
+    """
     return np.flatnonzero(trajectory.loss_mask.array()[1:]) + 1
 
 
 def token_rewards(trajectory: wire.Trajectory) -> FloatArray:
-    """Return each sampled token's reward, (T,): a turn's on its last token, or on the one before if it has none."""
+    """Return each sampled token's reward, (T,): a turn's on its last token, or on the one before if
+    it has none.
+    """
     positions = sampled_positions(trajectory)
     rewards = np.zeros(len(positions))
     if len(positions):
@@ -90,7 +112,8 @@ def discounted(rewards: FloatArray, gamma: float) -> FloatArray:
 
 
 def whiten(arrays: Sequence[FloatArray], counted: Sequence[bool]) -> list[FloatArray]:
-    """Return ``(A - mean) / (std + 1e-8)`` over all tokens of the counted arrays, ddof 1; exactly 0 if all are equal.
+    """Return ``(A - mean) / (std + 1e-8)`` over all tokens of the counted arrays, ddof 1; exactly 0
+    if all are equal.
 
     Args:
         arrays: (T,) each.
@@ -100,5 +123,6 @@ def whiten(arrays: Sequence[FloatArray], counted: Sequence[bool]) -> list[FloatA
     pool = np.concatenate([array for array, counts in pairs if counts] or [np.zeros(0)])
     if len(pool) < 2 or pool.min() == pool.max():
         return [np.zeros_like(array) for array in arrays]
-    mean, scale = pool.mean(), pool.std(ddof=1) + 1e-8
+    mean = pool.mean()
+    scale = pool.std(ddof=1) + 1e-8
     return [(array - mean) / scale if counts else np.zeros_like(array) for array, counts in pairs]

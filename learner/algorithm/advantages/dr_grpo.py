@@ -1,4 +1,6 @@
-"""Group-relative advantages without division by the standard deviation. Liu et al. (arXiv 2503.20783)."""
+"""Group-relative advantages without division by the standard deviation. Liu et al. (arXiv
+2503.20783).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,10 @@ from learner.config import AlgorithmSection
 
 
 @declares(EstimatorTraits(compares_group=True, counts_episodes=True))
-def estimate(trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection) -> list[FloatArray]:
-    """Return ``R - mean`` on each sampled token; an ``Estimator``, to combine with seq-mean-token-sum-norm."""
+def estimate(
+    trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection
+) -> list[FloatArray]:
+    """Return ``R - mean`` on each sampled token; an ``Estimator``, to combine with
+    seq-mean-token-sum-norm.
+    """
     return spread(grpo.advantages(rewards_of(trajectories), norm_std=False), trajectories)

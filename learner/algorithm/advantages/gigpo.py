@@ -1,4 +1,6 @@
-"""Group-in-group policy optimization: compares episodes, and steps from one state. Feng et al. (arXiv 2505.10978)."""
+"""Group-in-group policy optimization: compares episodes, and steps from one state. Feng et al.
+(arXiv 2505.10978).
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,16 @@ def step_groups(anchors: Sequence[str], similarity: float = 1.0) -> list[int]:
 
     Args:
         anchors: observations acted on; an empty one equals no other.
-        similarity: 1 for identical anchors only; below, a step joins the first group whose first anchor is at least as
-            similar (``difflib`` ratio).
+        similarity: 1 for identical anchors only; below, a step joins the first group whose first
+            anchor is at least as similar (``difflib`` ratio).
     """
     heads: list[str] = []
     found: list[int] = []
     for anchor in anchors:
-        index = next((i for i, head in enumerate(heads) if anchor and _same(head, anchor, similarity)), len(heads))
+        index = next(
+            (i for i, head in enumerate(heads) if anchor and _same(head, anchor, similarity)),
+            len(heads),
+        )
         if index == len(heads):
             heads.append(anchor)
         found.append(index)
@@ -39,8 +44,11 @@ def _same(head: str, anchor: str, similarity: float) -> bool:
     )
 
 
-def step_advantages(returns: FloatArray, groups: Sequence[int], *, norm_std: bool = True) -> FloatArray:
-    """Return discounted returns-to-go normalized inside each step group like rewards in GRPO; 0 for a singleton.
+def step_advantages(
+    returns: FloatArray, groups: Sequence[int], *, norm_std: bool = True
+) -> FloatArray:
+    """Return discounted returns-to-go normalized inside each step group like rewards in GRPO; 0 for
+    a singleton.
 
     Args:
         returns: (num_steps,) over all episodes of one task's group.
@@ -49,30 +57,39 @@ def step_advantages(returns: FloatArray, groups: Sequence[int], *, norm_std: boo
     Returns:
         (num_steps,)
     """
-    names, values = np.array(groups, dtype=np.int64), np.zeros_like(returns)
+    names = np.array(groups, dtype=np.int64)
+    values = np.zeros_like(returns)
     for name in np.unique(names):
         values[names == name] = grpo.advantages(returns[names == name], norm_std=norm_std)
     return values
 
 
 @declares(EstimatorTraits(compares_group=True, counts_episodes=True, compares_steps=True))
-def estimate(trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection) -> list[FloatArray]:
-    """Return ``A_episode + step_advantage_w * A_step`` on the tokens of each step; an ``Estimator``.
+def estimate(
+    trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection
+) -> list[FloatArray]:
+    """Return ``A_episode + step_advantage_w * A_step`` on the tokens of each step; an
+    ``Estimator``.
 
-    A step is a turn; ``gamma`` discounts per step. Samples may be step-independent (trajectories of one turn that share
-    their episode's number, the last of which has the episode's total reward) or whole conversations; an episode counts
-    once in A_episode, a step once in A_step.
+    A step is a turn; ``gamma`` discounts per step. Samples may be step-independent (trajectories of
+    one turn that share their episode's number, the last of which has the episode's total reward) or
+    whole conversations; an episode counts once in A_episode, a step once in A_step.
 
     Raises:
         ConfigError: if no step has an anchor to compare.
     """
-    steps = [(row, turn) for row, trajectory in enumerate(trajectories) for turn in trajectory.turns]
+    steps = [
+        (row, turn) for row, trajectory in enumerate(trajectories) for turn in trajectory.turns
+    ]
     if steps and not any(turn.anchor for _, turn in steps):
         allowed = "an environment that gives anchors; this one's states cannot be compared"
         raise ConfigError("algorithm.adv_estimator", "gigpo", allowed)
     numbers = sorted({trajectory.episode for trajectory in trajectories})
-    totals = {trajectory.episode: trajectory.reward for trajectory in trajectories}  # the last one's
-    of_episodes = grpo.advantages(np.array([totals[n] for n in numbers]), norm_std=algorithm.norm_std)
+    # the last one's
+    totals = {trajectory.episode: trajectory.reward for trajectory in trajectories}
+    of_episodes = grpo.advantages(
+        np.array([totals[n] for n in numbers]), norm_std=algorithm.norm_std
+    )
     whole = dict(zip(numbers, of_episodes, strict=True))
     returns = np.zeros(len(steps))
     for number in numbers:
@@ -85,5 +102,10 @@ def estimate(trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSectio
     relative = step_advantages(returns, groups, norm_std=algorithm.norm_std)
     found = [np.zeros(len(trajectory.loss_mask.array())) for trajectory in trajectories]
     for (row, turn), value in zip(steps, relative, strict=True):
-        found[row][turn.start : turn.end] = whole[trajectories[row].episode] + algorithm.step_advantage_w * value
-    return [values * trajectory.loss_mask.array() for values, trajectory in zip(found, trajectories, strict=True)]
+        found[row][turn.start : turn.end] = (
+            whole[trajectories[row].episode] + algorithm.step_advantage_w * value
+        )
+    return [
+        values * trajectory.loss_mask.array()
+        for values, trajectory in zip(found, trajectories, strict=True)
+    ]

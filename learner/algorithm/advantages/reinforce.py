@@ -7,16 +7,25 @@ from collections.abc import Sequence
 import numpy as np
 
 from broker.contract import wire
-from learner.algorithm.advantages.base import FloatArray, discounted, sampled_positions, token_rewards
+from learner.algorithm.advantages.base import (
+    FloatArray,
+    discounted,
+    sampled_positions,
+    token_rewards,
+)
 from learner.algorithm.traits import EstimatorTraits, declares
 from learner.config import AlgorithmSection
 
 
 @declares(EstimatorTraits())
-def estimate(trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection) -> list[FloatArray]:
-    """Return the return-to-go of each sampled token, discounted by ``gamma`` per sampled token; an ``Estimator``.
+def estimate(
+    trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection
+) -> list[FloatArray]:
+    """Return the return-to-go of each sampled token, discounted by ``gamma`` per sampled token; an
+    ``Estimator``.
 
-    A turn's reward comes with its last token, so without a discount every token of a turn has the turn's return-to-go.
+    A turn's reward comes with its last token, so without a discount every token of a turn has the
+    turn's return-to-go.
     """
     return [_one(trajectory, algorithm.gamma) for trajectory in trajectories]
 

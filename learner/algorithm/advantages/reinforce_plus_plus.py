@@ -1,4 +1,6 @@
-"""REINFORCE++, also with a group baseline: no critic, whitened over the batch. Hu et al. (arXiv 2501.03262)."""
+"""REINFORCE++, also with a group baseline: no critic, whitened over the batch. Hu et al. (arXiv
+2501.03262).
+"""
 
 from __future__ import annotations
 
@@ -6,29 +8,52 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from learner.algorithm.advantages.base import AdvantageEstimate, BatchRow, FloatArray, discounted, whiten
+from learner.algorithm.advantages.base import (
+    AdvantageEstimate,
+    BatchRow,
+    FloatArray,
+    discounted,
+    whiten,
+)
 from learner.algorithm.traits import EstimatorTraits, declares
 from learner.config import AlgorithmSection
 
 
 @declares(EstimatorTraits(whole_batch=True))
 def estimate(rows: Sequence[BatchRow], algorithm: AlgorithmSection) -> list[AdvantageEstimate]:
-    """Return the discounted return-to-go, KL penalty included, whitened over the batch; a ``BatchEstimator``."""
+    """Return the discounted return-to-go, KL penalty included, whitened over the batch; a
+    ``BatchEstimator``.
+    """
     returns = [discounted(row.rewards, algorithm.gamma) for row in rows]
-    return [AdvantageEstimate(advantages) for advantages in whiten(returns, [row.trained for row in rows])]
+    return [
+        AdvantageEstimate(advantages)
+        for advantages in whiten(returns, [row.trained for row in rows])
+    ]
 
 
 @declares(EstimatorTraits(whole_batch=True, compares_group=True))
-def estimate_baseline(rows: Sequence[BatchRow], algorithm: AlgorithmSection) -> list[AdvantageEstimate]:
-    """Return the row's total minus its group's mean on every token, whitened over the batch; a ``BatchEstimator``."""
-    centred = minus_group_mean(np.array([row.rewards.sum() for row in rows]), [row.group for row in rows])
+def estimate_baseline(
+    rows: Sequence[BatchRow], algorithm: AlgorithmSection
+) -> list[AdvantageEstimate]:
+    """Return the row's total minus its group's mean on every token, whitened over the batch; a
+    ``BatchEstimator``.
+    """
+    centred = minus_group_mean(
+        np.array([row.rewards.sum() for row in rows]), [row.group for row in rows]
+    )
     tokens = [np.full(len(row.rewards), value) for row, value in zip(rows, centred, strict=True)]
-    return [AdvantageEstimate(advantages) for advantages in whiten(tokens, [row.trained for row in rows])]
+    return [
+        AdvantageEstimate(advantages)
+        for advantages in whiten(tokens, [row.trained for row in rows])
+    ]
 
 
 def minus_group_mean(rewards: FloatArray, groups: Sequence[int]) -> FloatArray:
-    """Return each reward minus its group's mean, (B,); exactly 0 for equal rewards and for a group of one."""
-    names, centred = np.array(groups), np.zeros_like(rewards)
+    """Return each reward minus its group's mean, (B,); exactly 0 for equal rewards and for a group
+    of one.
+    """
+    names = np.array(groups)
+    centred = np.zeros_like(rewards)
     for name in np.unique(names):
         members = rewards[names == name]
         if members.min() != members.max():

@@ -1,4 +1,6 @@
-"""Leave-one-out advantages: each reward minus the mean of the others. Ahmadian et al. (arXiv 2402.14740)."""
+"""Leave-one-out advantages: each reward minus the mean of the others. Ahmadian et al. (arXiv
+2402.14740).
+"""
 
 from __future__ import annotations
 
@@ -29,6 +31,8 @@ def advantages(rewards: FloatArray) -> FloatArray:
 
 
 @declares(EstimatorTraits(compares_group=True, counts_episodes=True))
-def estimate(trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection) -> list[FloatArray]:
+def estimate(
+    trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection
+) -> list[FloatArray]:
     """Return the group's advantages on each trajectory's sampled tokens; an ``Estimator``."""
     return spread(advantages(rewards_of(trajectories)), trajectories)

@@ -1,6 +1,8 @@
-"""Defines corrections: weights of token losses that correct for the sampling policy. Pure, without gradient.
+"""Defines corrections: weights of token losses that correct for the sampling policy. Pure, without
+gradient.
 
-The ratio is always p / β: p the proximal policy (the one at the start of the step), β the sampling one, token by token.
+The ratio is always p / β: p the proximal policy (the one at the start of the step), β the sampling
+one, token by token.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class CorrectionResult:
     """Result of a correction for T tokens."""
 
     old_logprobs: Tensor  # (T,) reference of the loss's ratios
-    weights: Tensor  # (T,) factors of the losses; 0 masks, but the token still counts in the denominator
+    # (T,) factors of the losses; 0 masks, but the token still counts in the denominator
+    weights: Tensor
     clipped: Tensor  # (T,) bool, whether a bound changed the weight to another one above 0
     masked: Tensor  # (T,) bool, whether the weight is 0
 
@@ -41,14 +44,17 @@ class CorrectionResult:
 class CorrectionFunction(Protocol):
     """Maps ``(facts, algorithm)`` to weights, which are 1 on-policy."""
 
-    def __call__(self, facts: CorrectionInputs, algorithm: AlgorithmSection) -> CorrectionResult: ...
+    def __call__(
+        self, facts: CorrectionInputs, algorithm: AlgorithmSection
+    ) -> CorrectionResult: ...
 
 
 def log_ratio(facts: CorrectionInputs, level: str) -> Tensor:
     """Return ``log p/β`` at every token, (T,).
 
     Args:
-        level: ``token``; ``sequence``, the sum over the token's sequence (the ratio is a product); ``geometric``, its
+        level: ``token``; ``sequence``, the sum over the token's sequence (the ratio is a product);
+            ``geometric``, its
         mean.
     """
     tokens = facts.proximal_logprobs - facts.rollout_logprobs
@@ -65,14 +71,20 @@ def exp(log_values: Tensor) -> Tensor:
 
 def keep(facts: CorrectionInputs, weights: Tensor, kept: Tensor) -> CorrectionResult:
     """Return a correction with the weights where ``kept`` is true, 0 elsewhere."""
-    return CorrectionResult(facts.proximal_logprobs, torch.where(kept, weights, 0.0), torch.zeros_like(kept), ~kept)
+    return CorrectionResult(
+        facts.proximal_logprobs, torch.where(kept, weights, 0.0), torch.zeros_like(kept), ~kept
+    )
 
 
-def interpolate(logprobs: Tensor, rollout_logprobs: Tensor, versions: Tensor, version: int) -> Tensor:
-    """Return ``log β + α (log θ - log β)``, ``α = (v_p - v_β) / (v_p + 1 - v_β)``, as proximal logprobs.
+def interpolate(
+    logprobs: Tensor, rollout_logprobs: Tensor, versions: Tensor, version: int
+) -> Tensor:
+    """Return ``log β + α (log θ - log β)``, ``α = (v_p - v_β) / (v_p + 1 - v_β)``, as proximal
+    logprobs.
 
-    This interpolates from the sampling version to the one that this step makes. "AReaL" (arXiv 2505.24298) trains on
-    the decoupled objective; its later releases interpolate instead of a second forward pass.
+    This interpolates from the sampling version to the one that this step makes. "AReaL" (arXiv
+    2505.24298) trains on the decoupled objective; its later releases interpolate instead of a
+    second forward pass.
 
     Args:
         logprobs: (T,) of θ, without gradient.

@@ -1,17 +1,30 @@
-"""Decoupled objective: trust region around p. Hilton et al. (arXiv 2110.00641); AReaL (arXiv 2505.24298)."""
+"""Decoupled objective: trust region around p. Hilton et al. (arXiv 2110.00641); AReaL (arXiv
+2505.24298).
+"""
 
 from __future__ import annotations
 
 import torch
 
-from learner.algorithm.corrections.base import CorrectionInputs, CorrectionResult, exp, keep, log_ratio
+from learner.algorithm.corrections.base import (
+    CorrectionInputs,
+    CorrectionResult,
+    exp,
+    keep,
+    log_ratio,
+)
 from learner.config import AlgorithmSection
 
 
 def decoupled(facts: CorrectionInputs, algorithm: AlgorithmSection) -> CorrectionResult:
-    """Weight the loss on θ/p by ``sg(p/β)``; truncate weights above ``correction_high``, or mask these tokens."""
-    raw, high = exp(log_ratio(facts, "token")), algorithm.correction_high
+    """Weight the loss on θ/p by ``sg(p/β)``; truncate weights above ``correction_high``, or mask
+    these tokens.
+    """
+    raw = exp(log_ratio(facts, "token"))
+    high = algorithm.correction_high
     above = raw > high
     if algorithm.correction_mode == "mask":
         return keep(facts, raw, ~above)
-    return CorrectionResult(facts.proximal_logprobs, raw.clamp_max(high), above, torch.zeros_like(above))
+    return CorrectionResult(
+        facts.proximal_logprobs, raw.clamp_max(high), above, torch.zeros_like(above)
+    )

@@ -1,8 +1,16 @@
-"""IcePop: masks tokens on which trainer and generator disagree too much. Ling team (arXiv 2510.18855)."""
+"""IcePop: masks tokens on which trainer and generator disagree too much. Ling team (arXiv
+2510.18855).
+"""
 
 from __future__ import annotations
 
-from learner.algorithm.corrections.base import CorrectionInputs, CorrectionResult, exp, keep, log_ratio
+from learner.algorithm.corrections.base import (
+    CorrectionInputs,
+    CorrectionResult,
+    exp,
+    keep,
+    log_ratio,
+)
 from learner.config import AlgorithmSection
 
 

@@ -1,7 +1,7 @@
 """Masked importance sampling: masks tokens too far from the sampling policy, and weights the rest.
 
-Liu, Li et al., "When speed kills stability: demystifying RL collapse from the training-inference mismatch" (2025);
-estimators of the divergence by Schulman, "Approximating KL divergence" (2020).
+Liu, Li et al., "When speed kills stability: demystifying RL collapse from the training-inference
+mismatch" (2025); estimators of the divergence by Schulman, "Approximating KL divergence" (2020).
 """
 
 from __future__ import annotations
@@ -9,7 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learner.algorithm.corrections.base import CorrectionInputs, CorrectionResult, exp, keep, log_ratio
+from learner.algorithm.corrections.base import (
+    CorrectionInputs,
+    CorrectionResult,
+    exp,
+    keep,
+    log_ratio,
+)
 from learner.algorithm.losses.base import MAX_LOG_RATIO
 from learner.algorithm.sequences import sequence_mean, sequence_sum
 from learner.config import AlgorithmSection
@@ -18,22 +24,35 @@ from learner.config import AlgorithmSection
 def mis(facts: CorrectionInputs, algorithm: AlgorithmSection) -> CorrectionResult:
     """Return ``p/β`` at ``correction_level`` where the mask accepts it, 0 elsewhere.
 
-    The mask looks at ``mis_mask_level``, by default the same level. With ``mis_estimator`` k1 the ratio there must lie
-    in [correction_low, correction_high]; with k2 (``(log p/β)^2 / 2``) and k3 (``p/β - 1 - log p/β``) the divergence of
-    the token, or its sum (sequence) or mean (geometric) over the sequence, must not exceed correction_high.
+    The mask looks at ``mis_mask_level``, by default the same level. With ``mis_estimator`` k1 the
+    ratio there must lie in [correction_low, correction_high]; with k2 (``(log p/β)^2 / 2``) and k3
+    (``p/β - 1 - log p/β``) the divergence of the token, or its sum (sequence) or mean (geometric)
+    over the sequence, must not exceed correction_high.
     """
     level = algorithm.mis_mask_level or algorithm.correction_level
     weight = exp(log_ratio(facts, algorithm.correction_level))
     if algorithm.mis_estimator == "k1":
         ratio = exp(log_ratio(facts, level))
-        return keep(facts, weight, (ratio >= algorithm.correction_low) & (ratio <= algorithm.correction_high))
-    return keep(facts, weight, _divergence(facts, algorithm.mis_estimator, level) <= algorithm.correction_high)
+        return keep(
+            facts,
+            weight,
+            (ratio >= algorithm.correction_low) & (ratio <= algorithm.correction_high),
+        )
+    return keep(
+        facts,
+        weight,
+        _divergence(facts, algorithm.mis_estimator, level) <= algorithm.correction_high,
+    )
 
 
 def _divergence(facts: CorrectionInputs, estimator: str, level: str) -> Tensor:
     """Return the divergence, (T,), in nats, never negative."""
     log = log_ratio(facts, "token")
-    values = 0.5 * torch.square(log) if estimator == "k2" else log.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() - 1 - log
+    values = (
+        0.5 * torch.square(log)
+        if estimator == "k2"
+        else log.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() - 1 - log
+    )
     if level == "token":
         return values
     reduce = sequence_sum if level == "sequence" else sequence_mean

@@ -1,8 +1,8 @@
 """Registry of group filters, for dynamic sampling: the ticket of a rejected group is replaced.
 
-A filter is a pure function of one scored ``wire.Group``: True keeps it. It must depend on nothing else, because every
-learner that reads the log again applies it again. Resolved by ``broker.settings.registry.resolve``; a user's function
-is given by dotted path or file path.
+A filter is a pure function of one scored ``wire.Group``: True keeps it. It must depend on nothing
+else, because every learner that reads the log again applies it again. Resolved by
+``broker.settings.registry.resolve``; a user's function is given by dotted path or file path.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ def passes_filter(name: str, group: wire.Group) -> bool:
     """Return whether a filter keeps a group; without a name all are kept.
 
     Raises:
-        UserError: if it raised, or did not return a bool. Nothing was consumed: fix it to resume the run.
+        UserError: if it raised, or did not return a bool. Nothing was consumed: fix it to resume
+            the run.
     """
     if not name:
         return True
-    judge, where = _filter(name), f"for the group of ticket {group.ticket}"
+    judge = _filter(name)
+    where = f"for the group of ticket {group.ticket}"
     try:
         wanted = judge(group)
     except Exception as error:  # user code
@@ -40,7 +42,8 @@ def passes_filter(name: str, group: wire.Group) -> bool:
 
 
 def passes_pass_rate(bounds: tuple[float, float] | None, group: wire.Group) -> bool:
-    """Return whether the share of the group's episodes that succeeded is within bounds, without greedy baselines.
+    """Return whether the share of the group's episodes that succeeded is within bounds, without
+    greedy baselines.
 
     Cui et al., PRIME (arXiv 2502.01456): online prompt filtering.
     """

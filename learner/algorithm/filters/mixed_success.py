@@ -1,4 +1,6 @@
-"""Keeps groups in which some episodes succeeded and some did not. Yu et al., DAPO (arXiv 2503.14476)."""
+"""Keeps groups in which some episodes succeeded and some did not. Yu et al., DAPO (arXiv
+2503.14476).
+"""
 
 from __future__ import annotations
 

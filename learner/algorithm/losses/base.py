@@ -25,12 +25,16 @@ class LossTokens:
 
 
 class PolicyLoss(Protocol):
-    """Maps ``(tokens, algorithm)`` to the loss of each token (T,), to minimize, and statistics as sums over the tokens.
+    """Maps ``(tokens, algorithm)`` to the loss of each token (T,), to minimize, and statistics as
+    sums over the tokens.
 
-    If the advantage of a whole sequence is 0, its loss and gradient must be 0: the backward pass omits it.
+    If the advantage of a whole sequence is 0, its loss and gradient must be 0: the backward pass
+    omits it.
     """
 
-    def __call__(self, tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]: ...
+    def __call__(
+        self, tokens: LossTokens, algorithm: AlgorithmSection
+    ) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
 def ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:

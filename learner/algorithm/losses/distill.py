@@ -1,6 +1,7 @@
 """Computes divergences between a teacher's and a student's next-token distributions.
 
-Forward KL: Hinton et al. (arXiv 1503.02531). Reverse KL for language models: Gu et al., MiniLLM (arXiv 2306.08543).
+Forward KL: Hinton et al. (arXiv 1503.02531). Reverse KL for language models: Gu et al., MiniLLM
+(arXiv 2306.08543).
 """
 
 from __future__ import annotations
@@ -15,32 +16,42 @@ SMALLEST_REST: Final = math.log(1e-6)  # float32 logprobs cannot resolve a small
 
 
 def categorical_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return ``sum_v p_v (log p_v - log q_v)`` over the last dimension, in nats; outcomes without mass in p add 0."""
+    """Return ``sum_v p_v (log p_v - log q_v)`` over the last dimension, in nats; outcomes without
+    mass in p add 0.
+    """
     empty = log_p == -math.inf
     gap = torch.where(empty, 0.0, log_p - log_q)
     return (log_p.exp() * gap).sum(-1)
 
 
 def kl(student: Tensor, teacher: Tensor, direction: str) -> Tensor:
-    """Return KL(teacher || student) for ``forward`` (mode-covering), the other way for ``reverse`` (mode-seeking).
+    """Return KL(teacher || student) for ``forward`` (mode-covering), the other way for ``reverse``
+    (mode-seeking).
 
     Args:
-        student: (T, N) log-probabilities over the same N outcomes, normalized per row; with gradient.
+        student: (T, N) log-probabilities over the same N outcomes, normalized per row; with
+            gradient.
         teacher: (T, N) likewise, without gradient.
 
     Returns:
         (T,) nats, at least 0.
     """
-    return categorical_kl(teacher, student) if direction == "forward" else categorical_kl(student, teacher)
+    return (
+        categorical_kl(teacher, student)
+        if direction == "forward"
+        else categorical_kl(student, teacher)
+    )
 
 
 def candidates(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return the student's log-probabilities of a teacher's k candidates, and of all other tokens together.
+    """Return the student's log-probabilities of a teacher's k candidates, and of all other tokens
+    together.
 
-    The mass outside the top-k is neither dropped nor spread over the candidates, but kept as one more outcome. By the
-    log-sum inequality (Cover and Thomas, Elements of Information Theory, theorem 2.7.1) the divergence over the k + 1
-    outcomes never exceeds the whole one, is 0 for equal distributions, and is exact at k = vocabulary; dropping the
-    mass could make it negative, and spreading it would teach that the teacher never samples other tokens.
+    The mass outside the top-k is neither dropped nor spread over the candidates, but kept as one
+    more outcome. By the log-sum inequality (Cover and Thomas, Elements of Information Theory,
+    theorem 2.7.1) the divergence over the k + 1 outcomes never exceeds the whole one, is 0 for
+    equal distributions, and is exact at k = vocabulary; dropping the mass could make it negative,
+    and spreading it would teach that the teacher never samples other tokens.
 
     Args:
         logits: (T, V) of the student.
@@ -55,6 +66,8 @@ def candidates(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def with_rest(logprobs: Tensor) -> Tensor:
-    """Append the rest of a teacher's top-k mass as one more outcome, (T, k) to (T, k + 1), at least 1e-6."""
+    """Append the rest of a teacher's top-k mass as one more outcome, (T, k) to (T, k + 1), at least
+    1e-6.
+    """
     left = torch.log1p(-logprobs.double().exp().sum(-1, keepdim=True).clamp(max=1.0))
     return torch.cat([logprobs, left.clamp(min=SMALLEST_REST).to(logprobs.dtype)], -1)

@@ -9,10 +9,11 @@ from learner.algorithm.losses.preference import PairLogprobs
 
 
 def ipo(pairs: PairLogprobs, beta: float) -> tuple[Tensor, Tensor]:
-    """Return ``(h - 1 / (2 beta))^2``, h the difference of log-ratios to the reference, averaged over tokens; eq. 17.
+    """Return ``(h - 1 / (2 beta))^2``, h the difference of log-ratios to the reference, averaged
+    over tokens; eq. 17.
 
-    The paper writes sums, and its tau is beta here. Averages keep the target reachable by answers of any length; its
-    authors have confirmed to other implementations that their results use them.
+    The paper writes sums, and its tau is beta here. Averages keep the target reachable by answers
+    of any length; its authors have confirmed to other implementations that their results use them.
 
     Returns:
         Losses (P,) and margins (P,): ``beta h``, which the loss pulls to 1/2.

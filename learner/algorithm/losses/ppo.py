@@ -15,12 +15,15 @@ from learner.config import AlgorithmSection
 
 @declares(LossTraits(dual_clip=True))
 def ppo(tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``, for A < 0 at most ``-dual_clip * A`` if set.
+    """Return ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``, for A < 0 at most ``-dual_clip
+    * A`` if set.
 
     Returns:
-        Losses (T,), and the sums ``clipped`` (tokens with the larger loss in the clipped branch) and ``dual_clipped``.
+        Losses (T,), and the sums ``clipped`` (tokens with the larger loss in the clipped branch)
+        and ``dual_clipped``.
     """
-    r, advantages = ratio(tokens.logprobs, tokens.old_logprobs), tokens.advantages
+    r = ratio(tokens.logprobs, tokens.old_logprobs)
+    advantages = tokens.advantages
     losses, stats = clipped_surrogate(r, advantages, algorithm.clip_low, algorithm.clip_high)
     if algorithm.dual_clip is not None:
         ceiling = -algorithm.dual_clip * advantages
@@ -30,7 +33,9 @@ def ppo(tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[s
     return losses, stats
 
 
-def clipped_surrogate(r: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, dict[str, Tensor]]:
+def clipped_surrogate(
+    r: Tensor, advantages: Tensor, low: float, high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return ``-min(r A, clip(r, 1 - low, 1 + high) A)``, (T,), and the sum ``clipped``."""
     plain = -r * advantages
     bounded = -r.clamp(1 - low, 1 + high) * advantages

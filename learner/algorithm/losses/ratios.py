@@ -40,13 +40,17 @@ def correction_sums(correction: CorrectionResult) -> dict[str, Tensor]:
 
 
 def correction_metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
-    """Return mean and effective sample size of a correction's weights, and shares of clipped and masked tokens."""
+    """Return mean and effective sample size of a correction's weights, and shares of clipped and
+    masked tokens.
+    """
     if num_tokens == 0 or "corrected" not in sums:
         return {"rollout_corr/clipped_fraction": 0.0, "rollout_corr/masked_fraction": 0.0}
     squared = sums["corrected_squared"]
     return {
         "rollout_corr/truncated_is_mean": sums["corrected"] / num_tokens,
-        "rollout_corr/truncated_ess": sums["corrected"] ** 2 / (num_tokens * squared) if squared else 0.0,
+        "rollout_corr/truncated_ess": sums["corrected"] ** 2 / (num_tokens * squared)
+        if squared
+        else 0.0,
         "rollout_corr/clipped_fraction": sums["corr_clipped"] / num_tokens,
         "rollout_corr/masked_fraction": sums["corr_masked"] / num_tokens,
     }
@@ -55,11 +59,16 @@ def correction_metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str
 def ratio_metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
     """Return the raw token-level metrics of a step.
 
-    ``kl`` and ``k3_kl`` estimate KL(sampler || trained) in nats per token, ``is_mean`` is the mean importance weight,
-    ``ess`` the effective sample size ``(sum w)^2 / (n * sum w^2)``, 1 on-policy.
+    ``kl`` and ``k3_kl`` estimate KL(sampler || trained) in nats per token, ``is_mean`` is the mean
+    importance weight, ``ess`` the effective sample size ``(sum w)^2 / (n * sum w^2)``, 1 on-policy.
     """
     if num_tokens == 0 or "log_ratio" not in sums:
-        return {"rollout_corr/kl": 0.0, "rollout_corr/k3_kl": 0.0, "rollout_corr/is_mean": 1.0, "rollout_corr/ess": 1.0}
+        return {
+            "rollout_corr/kl": 0.0,
+            "rollout_corr/k3_kl": 0.0,
+            "rollout_corr/is_mean": 1.0,
+            "rollout_corr/ess": 1.0,
+        }
     return {
         "rollout_corr/kl": -sums["log_ratio"] / num_tokens,
         "rollout_corr/k3_kl": sums["k3"] / num_tokens,

@@ -15,8 +15,9 @@ from learner.config import AlgorithmSection
 def topr(tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
     """Return ``-A log p`` for A >= 0, ``-sg(clip(r, 0, 1)) A log p`` for A < 0.
 
-    Good samples are imitated regardless of their policy; bad ones are pushed down only as far as the policy still makes
-    them. r is the ratio of the whole sequence, as in the paper, or of the token (``importance_sampling_level``).
+    Good samples are imitated regardless of their policy; bad ones are pushed down only as far as
+    the policy still makes them. r is the ratio of the whole sequence, as in the paper, or of the
+    token (``importance_sampling_level``).
 
     Returns:
         Losses (T,), and the sum ``clipped``: tokens with A < 0 and r > 1.
@@ -27,4 +28,6 @@ def topr(tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[
     negative = tokens.advantages < 0
     taper = log_ratio.clamp(-MAX_LOG_RATIO, 0.0).exp()
     weight = torch.where(negative, taper, torch.ones_like(taper))
-    return -weight * tokens.advantages * tokens.logprobs, {"clipped": (negative & (log_ratio > 0)).sum()}
+    return -weight * tokens.advantages * tokens.logprobs, {
+        "clipped": (negative & (log_ratio > 0)).sum()
+    }

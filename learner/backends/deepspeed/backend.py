@@ -1,4 +1,5 @@
-"""DeepSpeed's ZeRO: ranks hold parts of the optimizer (stage 1), of the gradients (2), of the weights (3).
+"""DeepSpeed's ZeRO: ranks hold parts of the optimizer (stage 1), of the gradients (2), of the
+weights (3).
 
 A single rank can keep its optimizer in host memory.
 """
@@ -71,14 +72,20 @@ class ZeroWeights(ShardedWeights):
         adapters = self._policy.adapters
         if adapters is None or not self._sharded:
             return super().factors()
-        with self._whole([name for name, tensor in self._tensors.items() if tensor.requires_grad]) as find:
+        with self._whole(
+            [name for name, tensor in self._tensors.items() if tensor.requires_grad]
+        ) as find:
             return {name: factor.clone() for name, factor in adapters.factors(find).items()}
 
     @contextmanager
     def _whole(self, names: Sequence[str]) -> Iterator[Find]:
-        """Within it these of the module's tensors are whole on every rank; entered by all ranks at the same time."""
+        """Within it these of the module's tensors are whole on every rank; entered by all ranks at
+        the same time.
+        """
         held = {name: self._tensors[name] for name in names}
-        with deepspeed_library().zero.GatheredParameters([t for t in held.values() if hasattr(t, "ds_id")]):
+        with deepspeed_library().zero.GatheredParameters(
+            [t for t in held.values() if hasattr(t, "ds_id")]
+        ):
             yield lambda name: held[name].detach()
 
 
@@ -93,12 +100,14 @@ class DeepspeedBackend(TorchBackend):
         """Check ``train.deepspeed``."""
         train = context.train
         check_deepspeed({**train.model_dump(), "backend": "deepspeed"})
-        own = {"optimizer_offload": train.deepspeed.offload_optimizer}  # of the critic, which DeepSpeed does not train
+        # of the critic, which DeepSpeed does not train
+        own = {"optimizer_offload": train.deepspeed.offload_optimizer}
         return replace(context, train=train.model_copy(update=own)), _build_worker
 
 
 def _build_worker(context: RunContext, ranks: RankGroup) -> RankWorker:
-    train, sharded = context.train, context.train.deepspeed.stage == 3
+    train = context.train
+    sharded = context.train.deepspeed.stage == 3
     device = prepare_process(context)
 
     def load(path: str, trained: bool) -> PolicyModel:
@@ -107,14 +116,20 @@ def _build_worker(context: RunContext, ranks: RankGroup) -> RankWorker:
         return kind(path, device=device, trainable=trained, divided=divided, **context.loading)
 
     models = ModelSet(context, device, ranks.rank, load)
-    policy, module = models.policy, models.policy.module
+    policy = models.policy
+    module = models.policy.module
     ranks.before_leaving = _destroy_group
     ranks.join(device, alone=True)
     weights = ZeroWeights(policy, sharded)
     if (empty := policy.empty) is not None:
         empty.replace(_untouched, device)
     trained = models.trained()
-    if len(kinds := {str(parameter.dtype).removeprefix("torch.") for parameter in trained.values()}) > 1:
+    if (
+        len(
+            kinds := {str(parameter.dtype).removeprefix("torch.") for parameter in trained.values()}
+        )
+        > 1
+    ):
         allowed = f"fsdp2: {policy.path} has weights of {' and '.join(sorted(kinds))}"
         raise ConfigError("train.backend", "deepspeed", allowed)
     read = None if empty is None else lambda name, parameter: empty.read(name, 0, parameter)
@@ -128,15 +143,21 @@ def _build_worker(context: RunContext, ranks: RankGroup) -> RankWorker:
     passes = ModelPasses(context, models, optimizer, device, rank=ranks.rank, saving=saving)
 
     def reduce() -> None:
-        if not optimizer.dirty:  # DeepSpeed makes no update without a gradient, yet moments must decay
+        # DeepSpeed makes no update without a gradient, yet moments must decay
+        if not optimizer.dirty:
             passes.run_one([filler_sample()], train=True)
 
-    layout = RankLayout.plain(ranks.size, same_number=True)  # stages 2 and 3 reduce in each backward pass
-    return RankWorker(context, ranks, layout, device, models, optimizer, weights, passes, reduce, sharded=True)
+    # stages 2 and 3 reduce in each backward pass
+    layout = RankLayout.plain(ranks.size, same_number=True)
+    return RankWorker(
+        context, ranks, layout, device, models, optimizer, weights, passes, reduce, sharded=True
+    )
 
 
 def _untouched(_: str, like: nn.Parameter) -> nn.Parameter:
-    """Return a parameter whose memory is not touched before it is read, and given back as soon as it is divided."""
+    """Return a parameter whose memory is not touched before it is read, and given back as soon as
+    it is divided.
+    """
     return nn.Parameter(torch.empty(like.shape, dtype=like.dtype), like.requires_grad)
 
 

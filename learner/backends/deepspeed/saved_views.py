@@ -1,8 +1,10 @@
-"""Saves views of gathered weights for the backward pass without keeping the weights (ZeRO's stage 3).
+"""Saves views of gathered weights for the backward pass without keeping the weights (ZeRO's stage
+3).
 
-A linear layer saves a transposed view of its weight. Such a view would keep every layer's gathered weights
-in memory from the forward to the backward pass, which gathers them again. So only the view's place in its weight is
-saved, and the view is made from the weight that the backward pass gathers.
+A linear layer saves a transposed view of its weight. Such a view would keep every layer's gathered
+weights in memory from the forward to the backward pass, which gathers them again. So only the
+view's place in its weight is saved, and the view is made from the weight that the backward pass
+gathers.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def save_views_as_places(offloaded: bool) -> AbstractContextManager[Any]:
     """Around a forward pass, save views of gathered weights as places.
 
     Args:
-        offloaded: whether activations go to host memory, see ``learner.backends.activation_offload``.
+        offloaded: whether activations go to host memory, see
+            ``learner.backends.activation_offload``.
     """
 
     def pack(tensor: Tensor) -> Any:
@@ -58,7 +61,11 @@ def save_views_as_places(offloaded: bool) -> AbstractContextManager[Any]:
 
 def _place(tensor: Tensor) -> SavedView | None:
     weight = tensor._base
-    if not isinstance(weight, nn.Parameter) or not hasattr(weight, "ds_id") or weight.dtype != tensor.dtype:
+    if (
+        not isinstance(weight, nn.Parameter)
+        or not hasattr(weight, "ds_id")
+        or weight.dtype != tensor.dtype
+    ):
         return None
     if weight.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
         return None  # a view of an earlier gathering

@@ -1,8 +1,9 @@
 """Adapts the engine and the optimizer of DeepSpeed's ZeRO to the learner's steps.
 
-The number of backward passes of a step and the denominator of its gradient are known only at its end. So DeepSpeed
-accumulates without a fixed number of passes (``managed_gradient_accumulation``, since 0.19.8) and measures the norm of
-the averaged gradient; one multiplication in the optimizer's ``step``, which all stages call, divides and clips.
+The number of backward passes of a step and the denominator of its gradient are known only at its
+end. So DeepSpeed accumulates without a fixed number of passes (``managed_gradient_accumulation``,
+since 0.19.8) and measures the norm of the averaged gradient; one multiplication in the optimizer's
+``step``, which all stages call, divides and clips.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ from torch.optim import AdamW, Optimizer
 from broker.weights.finite import first_non_finite
 from learner.backends.models.block_compilation import blocks_of, check_compiler
 from learner.backends.models.policy import PolicyModel
-from learner.backends.optimizer import MOMENTS, UPDATES, MasterOptimizer, decay_groups, fresh_state, lr_factor
+from learner.backends.optimizer import (
+    MOMENTS,
+    UPDATES,
+    MasterOptimizer,
+    decay_groups,
+    fresh_state,
+    lr_factor,
+)
 from learner.backends.parts.slices import Slice
 from learner.config import DeepspeedSection, TrainSection
 
@@ -32,7 +40,9 @@ Read = Callable[[str, Tensor], None]  # fills a parameter
 
 
 class FunctionModule(nn.Module):
-    """A model whose forward pass is any function of it, so that the engine sees each call as a forward pass."""
+    """A model whose forward pass is any function of it, so that the engine sees each call as a
+    forward pass.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -46,7 +56,9 @@ class DividedPolicy(PolicyModel):
     """The policy of stage 3, whose layers have hooks that gather weights and drop them again."""
 
     def compile_blocks(self) -> None:
-        """Compile each block and gather its weights all at once, so that no hook is inside of what is compiled."""
+        """Compile each block and gather its weights all at once, so that no hook is inside of what
+        is compiled.
+        """
         check_compiler(self.device)
         leaves = importlib.import_module("deepspeed.utils.z3_leaf_module")
         for block in blocks_of(self.module):
@@ -55,7 +67,9 @@ class DividedPolicy(PolicyModel):
 
 
 class ScaledAdamW(AdamW):
-    """AdamW that multiplies gradients by ``factor()`` first, and makes no update if the factor is None."""
+    """AdamW that multiplies gradients by ``factor()`` first, and makes no update if the factor is
+    None.
+    """
 
     factor: Callable[[], float | None]
 
@@ -88,7 +102,9 @@ def settings_of(section: DeepspeedSection, dtype: torch.dtype) -> dict[str, Any]
         zero["offload_param"] = offload
     if section.stage == 3:
         zero["stage3_param_persistence_threshold"] = section.param_persistence_threshold
-        zero["stage3_max_live_parameters"] = zero["stage3_max_reuse_distance"] = section.max_live_parameters
+        zero["stage3_max_live_parameters"] = zero["stage3_max_reuse_distance"] = (
+            section.max_live_parameters
+        )
     low = dtype == torch.bfloat16
     return {
         "train_micro_batch_size_per_gpu": 1,  # required, but without effect here
@@ -122,8 +138,11 @@ class ZeroOptimizer(MasterOptimizer):
         device: torch.device,
         read: Read | None = None,
     ) -> None:
-        self._train, self._live, self._size = train, dict(parameters), train.ranks
-        self.updates, self.dirty = 0, False
+        self._train = train
+        self._live = dict(parameters)
+        self._size = train.ranks
+        self.updates = 0
+        self.dirty = False
         dtype = next(iter(self._live.values())).dtype
         self._low = dtype != torch.float32
         self._shapes = {name: parameter.shape for name, parameter in self._live.items()}
@@ -143,7 +162,8 @@ class ZeroOptimizer(MasterOptimizer):
         for flat in self._flat:
             self._adamw.state[flat] = fresh_state(flat)
         if not self._sharded:
-            self._zero._lazy_init_hp_params_optimizer_state()  # lets parameters find moments before the first step
+            # lets parameters find moments before the first step
+            self._zero._lazy_init_hp_params_optimizer_state()
 
     def backward(self, total: Tensor) -> None:
         self.engine.backward(total, scale_wrt_gas=False)
@@ -156,12 +176,20 @@ class ZeroOptimizer(MasterOptimizer):
         raise TypeError("DeepSpeed's gradients cannot be read")
 
     def tensors(self) -> list[Tensor]:
-        live = [getattr(parameter, "ds_tensor", parameter).detach() for parameter in self._live.values()]
+        live = [
+            getattr(parameter, "ds_tensor", parameter).detach() for parameter in self._live.values()
+        ]
         state = self._adamw.state
-        return live + [one for flat in self._flat for one in (flat.detach(), *(state[flat][kind] for kind in MOMENTS))]
+        return live + [
+            one
+            for flat in self._flat
+            for one in (flat.detach(), *(state[flat][kind] for kind in MOMENTS))
+        ]
 
     @torch.no_grad()
-    def step(self, denominator: float, at: int | None = None, steps: int | None = None) -> dict[str, float]:
+    def step(
+        self, denominator: float, at: int | None = None, steps: int | None = None
+    ) -> dict[str, float]:
         """As ``MasterOptimizer.step``; a gradient must have been added, even of zeros."""
         lr = self._train.lr * lr_factor(self.updates if at is None else at, self._train, steps)
         for group in self._adamw.param_groups:
@@ -169,7 +197,8 @@ class ZeroOptimizer(MasterOptimizer):
         self._denominator = denominator / self._size  # DeepSpeed takes the mean over ranks
         self.engine.step()
         norm = self._norm() / abs(self._denominator)
-        self._denominator, self.dirty = None, False
+        self._denominator = None
+        self.dirty = False
         # DeepSpeed has dropped the gradients
         self.problem = "" if math.isfinite(norm) else self._first_non_finite([])
         self.updates += 1
@@ -177,7 +206,10 @@ class ZeroOptimizer(MasterOptimizer):
 
     def _first_non_finite(self, gradients: list[Tensor]) -> str:
         problem = first_non_finite(
-            {name: getattr(parameter, "ds_tensor", parameter) for name, parameter in self._live.items()}
+            {
+                name: getattr(parameter, "ds_tensor", parameter)
+                for name, parameter in self._live.items()
+            }
         )
         return f"the weight {problem}" if problem else ""
 
@@ -189,7 +221,8 @@ class ZeroOptimizer(MasterOptimizer):
 
     def _norm(self) -> float:
         found = float(self.engine.get_global_grad_norm())
-        return found if found >= 0 else math.inf  # DeepSpeed returns -1 for a gradient that is not finite
+        # DeepSpeed returns -1 for a gradient that is not finite
+        return found if found >= 0 else math.inf
 
     def _factor(self) -> float | None:
         if self._denominator is None:
@@ -197,7 +230,8 @@ class ZeroOptimizer(MasterOptimizer):
         norm = float(self._zero._global_grad_norm)  # the engine has it only after the step
         if not (math.isfinite(norm) and norm >= 0):
             return None
-        limit, clip = self._train.max_grad_norm, 1.0
+        limit = self._train.max_grad_norm
+        clip = 1.0
         if limit:
             clip = min(1.0, limit / (norm / abs(self._denominator) + 1e-6))
         return clip / self._denominator
@@ -215,7 +249,10 @@ class ZeroOptimizer(MasterOptimizer):
         found: dict[str, tuple[int, ...]] = {UPDATES: ()}
         for name, shape in self._shapes.items():
             found[f"step.{name}"] = ()
-            found |= {f"{kind}.{name}": tuple(shape) for kind in (*MOMENTS, *(("master",) if self._low else ()))}
+            found |= {
+                f"{kind}.{name}": tuple(shape)
+                for kind in (*MOMENTS, *(("master",) if self._low else ()))
+            }
         return found
 
     def restored(self, updates: int) -> None:
@@ -224,18 +261,29 @@ class ZeroOptimizer(MasterOptimizer):
         for flat in self._flat[1:]:
             self._adamw.state[flat]["step"].copy_(step)
 
-    def _range(self, entry: str, parameter: Any, shape: tuple[int, ...], key: str | None) -> Iterator[Slice]:
-        """Yield what this rank has of a parameter's moments, or of its float32 weights if ``key`` is None."""
+    def _range(
+        self, entry: str, parameter: Any, shape: tuple[int, ...], key: str | None
+    ) -> Iterator[Slice]:
+        """Yield what this rank has of a parameter's moments, or of its float32 weights if ``key``
+        is None.
+        """
         if self._sharded:
-            held = self._zero._get_fp32_opt_state_partition(parameter, release_swap_buffers=False, optim_state_key=key)
+            held = self._zero._get_fp32_opt_state_partition(
+                parameter, release_swap_buffers=False, optim_state_key=key
+            )
             yield partition_slice(entry, shape, held[0])
         elif (mapping := parameter._hp_mapping) is not None:
-            yield Slice(entry, shape, mapping.lp_fragment_address.start, mapping.get_hp_fragment(key))
+            yield Slice(
+                entry, shape, mapping.lp_fragment_address.start, mapping.get_hp_fragment(key)
+            )
 
 
 def partition_slice(name: str, shape: tuple[int, ...], partition: Tensor) -> Slice:
-    """Return the slice that is a rank's part of a tensor in stage 3: ranks' parts are equal, the last is padded."""
-    start, size = dist.get_rank() * partition.numel(), prod(shape)
+    """Return the slice that is a rank's part of a tensor in stage 3: ranks' parts are equal, the
+    last is padded.
+    """
+    start = dist.get_rank() * partition.numel()
+    size = prod(shape)
     return Slice(name, shape, min(start, size), partition.detach().view(-1)[: max(0, size - start)])
 
 
@@ -244,15 +292,21 @@ def deepspeed_library() -> Any:
     return importlib.import_module("deepspeed")
 
 
-def initialize_engine(model: nn.Module, optimizer: Optimizer, settings: dict[str, Any], device: torch.device) -> Any:
+def initialize_engine(
+    model: nn.Module, optimizer: Optimizer, settings: dict[str, Any], device: torch.device
+) -> Any:
     """Return DeepSpeed's engine; the process group must exist."""
     prepare_library(device)
     engine, *_ = deepspeed_library().initialize(model=model, optimizer=optimizer, config=settings)
     return engine  # the model's modes stay: evaluation, but for blocks that are checkpointed
 
 
-def divide_while_reading(module: nn.Module, settings: dict[str, Any], dtype: torch.dtype, read: Read) -> None:
-    """Divide parameters among ranks one by one, as DeepSpeed does; rank 0 reads each, and its ranks have it whole."""
+def divide_while_reading(
+    module: nn.Module, settings: dict[str, Any], dtype: torch.dtype, read: Read
+) -> None:
+    """Divide parameters among ranks one by one, as DeepSpeed does; rank 0 reads each, and its ranks
+    have it whole.
+    """
 
     def filled() -> Iterator[nn.Parameter]:
         for name, parameter in module.named_parameters():
@@ -274,9 +328,12 @@ def prepare_library(device: torch.device) -> None:
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ["LOCAL_RANK"] = str(device.index or 0)  # the GPU that DeepSpeed takes
     for category in (DeprecationWarning, FutureWarning):  # of torch functions that DeepSpeed calls
-        warnings.filterwarnings("ignore", message=r".*`torch\.\S+` is deprecated", category=category)
+        warnings.filterwarnings(
+            "ignore", message=r".*`torch\.\S+` is deprecated", category=category
+        )
     deepspeed = deepspeed_library()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    deepspeed.ops.__compatible_ops__ = {}  # otherwise it spends a minute compiling one for inference
+    # otherwise it spends a minute compiling one for inference
+    deepspeed.ops.__compatible_ops__ = {}
     low: Any = importlib.import_module("deepspeed.runtime.bf16_optimizer")
     low.see_memory_usage = lambda *_, **__: None  # it prints at any log level

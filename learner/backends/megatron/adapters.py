@@ -1,8 +1,9 @@
 """Adapters on Megatron's layers: peft's factors, divided like the layers.
 
-peft's layers for Megatron (``LoraParallelLinear``) adapt fused matrices, whose factors engines do not load, and need
-global groups. So peft creates the factors on a transformers model without weights, with the names, first values and
-files of every other backend, and a hook adds each share's contribution to the result of Megatron's layer.
+peft's layers for Megatron (``LoraParallelLinear``) adapt fused matrices, whose factors engines do
+not load, and need global groups. So peft creates the factors on a transformers model without
+weights, with the names, first values and files of every other backend, and a hook adds each share's
+contribution to the result of Megatron's layer.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from learner.config import LoraSection
 
 
 class MegatronAdapters(LoraAdapters):
-    """See ``learner.backends.models.lora.LoraAdapters``; ``module`` is on the meta device and stays unchanged.
+    """See ``learner.backends.models.lora.LoraAdapters``; ``module`` is on the meta device and stays
+    unchanged.
 
     Attributes:
         first: the whole factors by the module's names, in host memory, until ``divide``.
@@ -38,14 +40,23 @@ class MegatronAdapters(LoraAdapters):
     def __init__(self, module: Any, section: LoraSection, seed: int, base: str) -> None:
         skeleton = _without_weights(module)
         super().__init__(skeleton, section, seed, base)
-        self.first = {name: p.detach() for name, p in skeleton.named_parameters() if p.requires_grad}
+        self.first = {
+            name: p.detach() for name, p in skeleton.named_parameters() if p.requires_grad
+        }
         self.live: dict[str, nn.Parameter] = {}
         self._disabled = False
 
     def divide(
-        self, model: nn.Module, parts: Sequence[TensorPart], grid: RankGrid, groups: ProcessGroups, device: torch.device
+        self,
+        model: nn.Module,
+        parts: Sequence[TensorPart],
+        grid: RankGrid,
+        groups: ProcessGroups,
+        device: torch.device,
     ) -> None:
-        """Keep this rank's shares of the factors and hook ``model``, this stage's; ``parts`` are of all stages."""
+        """Keep this rank's shares of the factors and hook ``model``, this stage's; ``parts`` are of
+        all stages.
+        """
         adapted = [part for part in parts if len(self.parts(part.name)) > 1]
         factors = [one for part in adapted for one in self._parts_of(part)]
         shapes = {name: tensor.to("meta") for name, tensor in self.first.items()}
@@ -53,7 +64,9 @@ class MegatronAdapters(LoraAdapters):
         for part in self.exchange.own:
             share = take_share(self.first[part.name], part.dim, grid.tp, grid.share)
             self.live[part.name] = nn.Parameter(share.to(device, copy=True).contiguous())
-        self.first, self._layers = {}, []  # frees the whole factors
+        # frees the whole factors
+        self.first = {}
+        self._layers = []
         holders: dict[str, list[TensorPart]] = {}
         for part in adapted:
             if part.stage == grid.stage:
@@ -70,25 +83,36 @@ class MegatronAdapters(LoraAdapters):
         _, a, b = self.parts(part.name)
         plain = replace(part, view=whole_view)
         factors = ((a, 1), (b, 0))
-        return [replace(plain, name=name, holder=name, dim=dim if part.dim == dim else None) for name, dim in factors]
+        return [
+            replace(plain, name=name, holder=name, dim=dim if part.dim == dim else None)
+            for name, dim in factors
+        ]
 
-    def _adding(self, layer: Any, parts: Sequence[TensorPart], group: Any, device: torch.device) -> Callable[..., Any]:
+    def _adding(
+        self, layer: Any, parts: Sequence[TensorPart], group: Any, device: torch.device
+    ) -> Callable[..., Any]:
         """Return a forward hook of one of Megatron's layers, which fuses several of Hugging Face's."""
         rows = torch.arange(layer.weight.shape[0], device=device)
         of_each: list[tuple[Tensor, Tensor, Tensor, bool]] = []
         for part in parts:
             a, b = (self.live[name] for name in self.parts(part.name)[1:])
-            of_each.append((a, b, part.view(rows).flatten(), part.dim == 1))  # its rows; whether inputs are divided
+            # its rows; whether inputs are divided
+            of_each.append((a, b, part.view(rows).flatten(), part.dim == 1))
         megatron = megatron_library()
 
-        def hook(_: Any, arguments: tuple[Tensor, ...], found: tuple[Tensor, Any]) -> tuple[Tensor, Any] | None:
+        def hook(
+            _: Any, arguments: tuple[Tensor, ...], found: tuple[Tensor, Any]
+        ) -> tuple[Tensor, Any] | None:
             if self._disabled:
                 return None
             result, bias = found
-            inputs, total = arguments[0].float(), result.float()
+            inputs = arguments[0].float()
+            total = result.float()
             for a, b, where, parted in of_each:
                 inner = functional.linear(inputs, a)
-                inner = (megatron.sum_of_shares if parted else megatron.sum_of_slopes)(inner, group=group)
+                inner = (megatron.sum_of_shares if parted else megatron.sum_of_slopes)(
+                    inner, group=group
+                )
                 total = total.index_add(-1, where, functional.linear(inner, b), alpha=self._scale)
             return total.to(result.dtype), bias
 
@@ -99,7 +123,9 @@ class MegatronAdapters(LoraAdapters):
 
 
 def _without_weights(module: Any) -> Any:
-    """Return the model with linear layers in host memory that use no memory, for peft to add factors to."""
+    """Return the model with linear layers in host memory that use no memory, for peft to add
+    factors to.
+    """
     skeleton = copy.deepcopy(module)
     for layer in skeleton.modules():
         if isinstance(layer, nn.Linear):

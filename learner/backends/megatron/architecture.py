@@ -8,7 +8,8 @@ from typing import Any, Final
 from broker.errors import ConfigError
 
 SUPPORTED: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-ROPE_TYPES: Final = ("default", "linear", "llama3")  # frequencies independent of length, cosines not scaled
+# frequencies independent of length, cosines not scaled
+ROPE_TYPES: Final = ("default", "linear", "llama3")
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ def architecture_of(config: Any, path: str) -> DecoderArchitecture:
     """Read a transformers configuration; ``path`` is for messages.
 
     Raises:
-        ConfigError: if the model is not of the Llama and Qwen families, or a variant that is not supported.
+        ConfigError: if the model is not of the Llama and Qwen families, or a variant that is not
+            supported.
     """
     name = next(iter(config.architectures or []), type(config).__name__)
     check_architecture(name, path)
@@ -51,7 +53,8 @@ def architecture_of(config: Any, path: str) -> DecoderArchitecture:
         hidden=config.hidden_size,
         num_heads=config.num_attention_heads,
         num_groups=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        head_dim=getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads,
         intermediate=config.intermediate_size,
         vocab=config.vocab_size,
         max_positions=config.max_position_embeddings,
@@ -76,22 +79,36 @@ def _oddity(config: Any) -> str:
     for switch in ("attention_bias", "mlp_bias"):
         if getattr(config, switch, False):
             return switch
-    return f"attention_dropout {config.attention_dropout}" if getattr(config, "attention_dropout", 0.0) else ""
+    return (
+        f"attention_dropout {config.attention_dropout}"
+        if getattr(config, "attention_dropout", 0.0)
+        else ""
+    )
 
 
 def check_architecture(name: str, path: str) -> None:
     """Raise ConfigError if a transformers class is not supported."""
     if name not in SUPPORTED:
-        raise ConfigError("model.path", path, f"one of {', '.join(SUPPORTED)} with train.backend megatron, not {name}")
+        raise ConfigError(
+            "model.path",
+            path,
+            f"one of {', '.join(SUPPORTED)} with train.backend megatron, not {name}",
+        )
 
 
 def check_sizes(shape: ModelSizes, tensor_parallel: int, pipeline_parallel: int) -> None:
     """Raise ConfigError if ranks cannot divide the model so, with the values that would work."""
-    sizes = {"attention heads": shape.num_heads, "key-value heads": shape.num_groups, "MLP columns": shape.intermediate}
+    sizes = {
+        "attention heads": shape.num_heads,
+        "key-value heads": shape.num_groups,
+        "MLP columns": shape.intermediate,
+    }
     for what, count in sizes.items():
         if count % tensor_parallel:
             fitting = [size for size in range(1, shape.num_groups + 1) if divides(shape, size)]
-            allowed = f"one of {', '.join(map(str, fitting))}: it must divide the model's {count} {what}"
+            allowed = (
+                f"one of {', '.join(map(str, fitting))}: it must divide the model's {count} {what}"
+            )
             raise ConfigError("train.megatron.tensor_parallel", tensor_parallel, allowed)
     if shape.num_layers % pipeline_parallel:
         allowed = f"a divisor of the model's {shape.num_layers} layers"
@@ -100,4 +117,6 @@ def check_sizes(shape: ModelSizes, tensor_parallel: int, pipeline_parallel: int)
 
 def divides(shape: ModelSizes, size: int) -> bool:
     """Return whether ``size`` ranks can divide a layer."""
-    return not any(count % size for count in (shape.num_heads, shape.num_groups, shape.intermediate))
+    return not any(
+        count % size for count in (shape.num_heads, shape.num_groups, shape.intermediate)
+    )

@@ -39,15 +39,20 @@ from learner.backends.torch import BuildWorker, TorchBackend
 from learner.backends.weights import ShardedWeights
 from learner.backends.worker import RankWorker, prepare_process
 
-SLICES_PER_STAGE: Final = 4  # p stages then compute for 4p / (5p - 1) of the time, if slices are alike
+# p stages then compute for 4p / (5p - 1) of the time, if slices are alike
+SLICES_PER_STAGE: Final = 4
 
 
 class MegatronWeights(ShardedWeights):
-    """Weights that ranks hold parts of; where ranks do not send them in stripes, rank 0 gathers them with all."""
+    """Weights that ranks hold parts of; where ranks do not send them in stripes, rank 0 gathers
+    them with all.
+    """
 
     def __init__(self, policy: MegatronPolicy, grid: RankGrid, groups: ProcessGroups) -> None:
         super().__init__(policy)  # type: ignore[arg-type]
-        self._model, self._rank, self._rows = policy, grid.rank, RowExchange(grid, groups.tp)
+        self._model = policy
+        self._rank = grid.rank
+        self._rows = RowExchange(grid, groups.tp)
 
     @torch.no_grad()
     def gather(self, bucket: int) -> dict[str, Tensor]:
@@ -58,7 +63,9 @@ class MegatronWeights(ShardedWeights):
         trained, exchange = self._model.trained_parameters()
         for one in exchange.slices(trained):
             adapted = self._model.adapters is not None
-            yield replace(one, name=ADAPTER + exported_name(one.name) if adapted else MODEL + one.name)
+            yield replace(
+                one, name=ADAPTER + exported_name(one.name) if adapted else MODEL + one.name
+            )
 
     def sent(self, rank: int, size: int) -> Iterator[SentRun]:
         return self._rows.sent(self.slices())
@@ -66,7 +73,8 @@ class MegatronWeights(ShardedWeights):
     def factors(self) -> dict[str, Tensor]:
         adapters = self._model.adapters
         assert adapters is not None
-        names, gather = adapters.exchange.shapes, self._model.gather_factor
+        names = adapters.exchange.shapes
+        gather = self._model.gather_factor
         found = {name: factor for name in names if (factor := gather(name)) is not None}
         return adapters.factors(found.__getitem__) if self._rank == 0 else {}
 
@@ -74,9 +82,18 @@ class MegatronWeights(ShardedWeights):
 class MegatronPasses(ModelPasses):
     """Passes in which all stages of a copy take part, several slices at a time."""
 
-    def __init__(self, *args: Any, policy: MegatronPolicy, grid: RankGrid, groups: ProcessGroups, **named: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        policy: MegatronPolicy,
+        grid: RankGrid,
+        groups: ProcessGroups,
+        **named: Any,
+    ) -> None:
         super().__init__(*args, **named)
-        self._policy, self._grid, self._groups = policy, grid, groups
+        self._policy = policy
+        self._grid = grid
+        self._groups = groups
 
     def run(self, jobs: Sequence[Job]) -> list[dict[str, float]]:
         batches = [self.collate(part) for part, _ in jobs]
@@ -84,8 +101,11 @@ class MegatronPasses(ModelPasses):
         found: list[dict[str, float]] = [{} for _ in jobs]
 
         def loss(index: int, measured: Measured) -> Tensor:
-            batch, reference = batches[index], references[index]
-            total, sums = self.objective(batch, *measured, reference, kl_coef=self.kl.value, version=self.version)
+            batch = batches[index]
+            reference = references[index]
+            total, sums = self.objective(
+                batch, *measured, reference, kl_coef=self.kl.value, version=self.version
+            )
             found[index] = self.sums_of(batch, sums)
             return total
 
@@ -98,7 +118,9 @@ class MegatronPasses(ModelPasses):
             entropy_grad=self.algorithm.entropy_coef > 0,
         )
         idle = [index for index, (_, train) in enumerate(jobs) if not train]
-        for index, measured in zip(idle, self._policy.measured([batches[index] for index in idle]), strict=True):
+        for index, measured in zip(
+            idle, self._policy.measured([batches[index] for index in idle]), strict=True
+        ):
             if measured is not None:
                 loss(index, measured)
         return found
@@ -110,10 +132,16 @@ class MegatronPasses(ModelPasses):
         found: list[list[Array | None]] = []
         measured = self._policy.measured(batches)
         for one, reference, values in zip(measured, references, self._values(batches), strict=True):
-            logprobs, kl = one[0] if one is not None else None, None
+            logprobs = one[0] if one is not None else None
+            kl = None
             if logprobs is not None and reference is not None:
                 kl = kl_penalty(logprobs, reference, self.algorithm.kl_estimator)
-            found.append([None if column is None else column.cpu().numpy() for column in (logprobs, kl, values)])
+            found.append(
+                [
+                    None if column is None else column.cpu().numpy()
+                    for column in (logprobs, kl, values)
+                ]
+            )
         return found
 
     def _references(self, batches: Sequence[TokenBatch]) -> list[Tensor | None]:
@@ -128,11 +156,15 @@ class MegatronPasses(ModelPasses):
 
     @torch.no_grad()
     def _values(self, batches: Sequence[TokenBatch]) -> list[Tensor | None]:
-        """Return the critic's values; one rank of a copy runs each slice, since all hold the whole critic."""
+        """Return the critic's values; one rank of a copy runs each slice, since all hold the whole
+        critic.
+        """
         if self.models.critic is None:
             return [None] * len(batches)
         found = [torch.zeros(len(batch.targets), device=self.device) for batch in batches]
-        dealt = deal_slices([batch.input_ids.numel() for batch in batches], self._grid.tp * self._grid.pp)
+        dealt = deal_slices(
+            [batch.input_ids.numel() for batch in batches], self._grid.tp * self._grid.pp
+        )
         for index in dealt[self._grid.place]:
             found[index] = self.models.critic.values(batches[index])
         sum_over_ranks(found, self.device, self._groups.model)  # all ranks but one add 0
@@ -149,7 +181,9 @@ class MegatronBackend(TorchBackend):
 
     @classmethod
     def plan(cls, context: RunContext) -> tuple[RunContext, BuildWorker]:
-        """Read the models' configurations, so that errors in them are reported before any rank starts."""
+        """Read the models' configurations, so that errors in them are reported before any rank
+        starts.
+        """
         check_megatron({**context.train.model_dump(), "backend": "megatron"})
         megatron_library()  # sets what CUDA reads when it is first used
         wanted = [context.policy_path, *([context.first_path] if context.algorithm.kl_coef else [])]
@@ -160,8 +194,11 @@ class MegatronBackend(TorchBackend):
         return None  # Megatron's attention is the only one that its layers have
 
 
-def _build_worker(shells: Mapping[str, ModelShell], context: RunContext, ranks: RankGroup) -> RankWorker:
-    section, rank = context.train.megatron, ranks.rank
+def _build_worker(
+    shells: Mapping[str, ModelShell], context: RunContext, ranks: RankGroup
+) -> RankWorker:
+    section = context.train.megatron
+    rank = ranks.rank
     grid = RankGrid(ranks.size, section.tensor_parallel, section.pipeline_parallel, rank)
     device = prepare_process(context)
     ranks.join(device, alone=True)
@@ -173,13 +210,23 @@ def _build_worker(shells: Mapping[str, ModelShell], context: RunContext, ranks: 
     models = ModelSet(context, device, rank, load)
     policy: MegatronPolicy = models.policy  # type: ignore[assignment]  # as loaded above
     if problem := first_non_finite(dict(policy.module.named_parameters())):
-        raise ConfigError("model.path", context.policy_path, f"a model of finite weights: {problem}")
+        raise ConfigError(
+            "model.path", context.policy_path, f"a model of finite weights: {problem}"
+        )
     policy.divide_adapters()
     weights = MegatronWeights(policy, grid, groups)
     optimizer = MegatronOptimizer(policy, context.train, grid, groups, device)
-    passes = MegatronPasses(context, models, optimizer, device, rank=rank, policy=policy, grid=grid, groups=groups)
+    passes = MegatronPasses(
+        context, models, optimizer, device, rank=rank, policy=policy, grid=grid, groups=groups
+    )
     at_once = grid.dp * grid.pp  # one in each stage of each copy
-    # A pipeline fills and empties once for each micro-batch that is cut, so a cut holds several slices for each stage.
-    copies, reduce = [grid.copy_of(each) for each in range(ranks.size)], optimizer.reduce
-    layout = RankLayout(copies, grid.speakers, at_once, at_once * (SLICES_PER_STAGE if grid.pp > 1 else 1))
-    return RankWorker(context, ranks, layout, device, models, optimizer, weights, passes, reduce, sharded=True)
+    # A pipeline fills and empties once for each micro-batch that is cut, so a cut holds several
+    # slices for each stage.
+    copies = [grid.copy_of(each) for each in range(ranks.size)]
+    reduce = optimizer.reduce
+    layout = RankLayout(
+        copies, grid.speakers, at_once, at_once * (SLICES_PER_STAGE if grid.pp > 1 else 1)
+    )
+    return RankWorker(
+        context, ranks, layout, device, models, optimizer, weights, passes, reduce, sharded=True
+    )

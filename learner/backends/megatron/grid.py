@@ -1,4 +1,6 @@
-"""Assigns each rank a pipeline stage, a share of each layer and a copy of the model; makes their groups."""
+"""Assigns each rank a pipeline stage, a share of each layer and a copy of the model; makes their
+groups.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class RankGrid:
-    """``size`` ranks as copies of ``pp`` stages, each divided by ``tp`` neighbours, which communicate most."""
+    """``size`` ranks as copies of ``pp`` stages, each divided by ``tp`` neighbours, which
+    communicate most.
+    """
 
     size: int
     tp: int
@@ -69,10 +73,14 @@ class ProcessGroups:
     """
 
     def __init__(self, grid: RankGrid) -> None:
-        shares, copies, stages = range(grid.tp), range(grid.dp), range(grid.pp)
+        shares = range(grid.tp)
+        copies = range(grid.dp)
+        stages = range(grid.pp)
         self.tp = _mine(grid, [[grid.at(s, c, p) for s in shares] for c in copies for p in stages])
         self.dp = _mine(grid, [[grid.at(s, c, p) for c in copies] for s in shares for p in stages])
-        self.model = _mine(grid, [[grid.at(s, c, p) for p in stages for s in shares] for c in copies])
+        self.model = _mine(
+            grid, [[grid.at(s, c, p) for p in stages for s in shares] for c in copies]
+        )
         pipelines = [[grid.at(s, c, p) for p in stages] for s in shares for c in copies]
         self.pipeline = _mine(grid, pipelines)
         self.alone = _mine(grid, [[rank] for rank in range(grid.size)])

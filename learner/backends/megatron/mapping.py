@@ -1,8 +1,8 @@
 """Maps Hugging Face's tensors to parts of Megatron's; pure functions.
 
-Megatron keeps the queries, keys and values of a layer in one matrix, group by group: query heads, key head,
-value head. Gate and up projections are stacked. A tensor-parallel rank has whole groups, and its part of the gate above
-its part of the up projection.
+Megatron keeps the queries, keys and values of a layer in one matrix, group by group: query heads,
+key head, value head. Gate and up projections are stacked. A tensor-parallel rank has whole groups,
+and its part of the gate above its part of the up projection.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class TensorPart:
     """One Hugging Face tensor in one stage.
 
     Attributes:
-        view: returns this rank's share of the tensor, in the memory of a holder or of a tensor of its shape.
+        view: returns this rank's share of the tensor, in the memory of a holder or of a tensor of
+            its shape.
     """
 
     name: str  # Hugging Face's name
@@ -53,36 +54,75 @@ def take_share(whole: Tensor, dim: int | None, tp: int, share: int) -> Tensor:
 
 
 def parts_of(shape: DecoderArchitecture, tp: int, pp: int) -> list[TensorPart]:
-    """Return all parts in the order of Hugging Face's models; an embedding tied across stages counts in the first."""
-    found = [TensorPart("model.embed_tokens.weight", "embedding.word_embeddings.weight", 0, 0, whole_view)]
+    """Return all parts in the order of Hugging Face's models; an embedding tied across stages
+    counts in the first.
+    """
+    found = [
+        TensorPart(
+            "model.embed_tokens.weight", "embedding.word_embeddings.weight", 0, 0, whole_view
+        )
+    ]
     per_stage = shape.num_layers // pp
     for layer in range(shape.num_layers):
         found += _layer(shape, tp, layer, layer // per_stage, layer % per_stage)
-    found.append(TensorPart("model.norm.weight", "decoder.final_layernorm.weight", pp - 1, None, whole_view))
+    found.append(
+        TensorPart("model.norm.weight", "decoder.final_layernorm.weight", pp - 1, None, whole_view)
+    )
     if not shape.tied:
         found.append(TensorPart("lm_head.weight", "output_layer.weight", pp - 1, 0, whole_view))
     elif pp > 1:
-        found.append(TensorPart("model.embed_tokens.weight", "output_layer.weight", pp - 1, 0, whole_view, copy=True))
+        found.append(
+            TensorPart(
+                "model.embed_tokens.weight", "output_layer.weight", pp - 1, 0, whole_view, copy=True
+            )
+        )
     return found
 
 
-def _layer(shape: DecoderArchitecture, tp: int, layer: int, stage: int, place: int) -> Iterator[TensorPart]:
-    theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{place}."
+def _layer(
+    shape: DecoderArchitecture, tp: int, layer: int, stage: int, place: int
+) -> Iterator[TensorPart]:
+    theirs = f"model.layers.{layer}."
+    ours = f"decoder.layers.{place}."
     own = f"{ours}self_attention."
     for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
         for name in ("q", "k", "v"):
             view = _heads(shape, tp, name)
-            yield TensorPart(f"{theirs}self_attn.{name}_proj.{kind}", f"{own}linear_qkv.{kind}", stage, 0, view)
-    yield TensorPart(f"{theirs}self_attn.o_proj.weight", f"{own}linear_proj.weight", stage, 1, whole_view)
+            yield TensorPart(
+                f"{theirs}self_attn.{name}_proj.{kind}", f"{own}linear_qkv.{kind}", stage, 0, view
+            )
+    yield TensorPart(
+        f"{theirs}self_attn.o_proj.weight", f"{own}linear_proj.weight", stage, 1, whole_view
+    )
     if shape.qk_norm:
         for name in ("q", "k"):
             holder = f"{own}{name}_layernorm.weight"
-            yield TensorPart(f"{theirs}self_attn.{name}_norm.weight", holder, stage, None, whole_view, summed=True)
+            yield TensorPart(
+                f"{theirs}self_attn.{name}_norm.weight",
+                holder,
+                stage,
+                None,
+                whole_view,
+                summed=True,
+            )
     for index, name in enumerate(("gate", "up")):
-        yield TensorPart(f"{theirs}mlp.{name}_proj.weight", f"{ours}mlp.linear_fc1.weight", stage, 0, _half(index))
-    yield TensorPart(f"{theirs}mlp.down_proj.weight", f"{ours}mlp.linear_fc2.weight", stage, 1, whole_view)
-    for norm, holder in (("input_layernorm", "input_layernorm"), ("post_attention_layernorm", "pre_mlp_layernorm")):
-        yield TensorPart(f"{theirs}{norm}.weight", f"{ours}{holder}.weight", stage, None, whole_view)
+        yield TensorPart(
+            f"{theirs}mlp.{name}_proj.weight",
+            f"{ours}mlp.linear_fc1.weight",
+            stage,
+            0,
+            _half(index),
+        )
+    yield TensorPart(
+        f"{theirs}mlp.down_proj.weight", f"{ours}mlp.linear_fc2.weight", stage, 1, whole_view
+    )
+    for norm, holder in (
+        ("input_layernorm", "input_layernorm"),
+        ("post_attention_layernorm", "pre_mlp_layernorm"),
+    ):
+        yield TensorPart(
+            f"{theirs}{norm}.weight", f"{ours}{holder}.weight", stage, None, whole_view
+        )
 
 
 def whole_view(tensor: Tensor) -> Tensor:
@@ -91,7 +131,8 @@ def whole_view(tensor: Tensor) -> Tensor:
 
 
 def _heads(shape: DecoderArchitecture, tp: int, name: str) -> Callable[[Tensor], Tensor]:
-    groups, queries = shape.num_groups // tp, shape.num_heads // shape.num_groups
+    groups = shape.num_groups // tp
+    queries = shape.num_heads // shape.num_groups
     places: dict[str, slice | int] = {"q": slice(0, queries), "k": queries, "v": queries + 1}
     wanted = places[name]
 

@@ -1,7 +1,9 @@
-"""Megatron-core's GPTModel for one stage, with causal attention by torch and rotary positions by transformers.
+"""Megatron-core's GPTModel for one stage, with causal attention by torch and rotary positions by
+transformers.
 
-Without Transformer Engine, Megatron's attention makes a (row, row) matrix and takes no packed rows; torch's needs
-none. Modules get their process groups as arguments, since Megatron's global state needs a GPU.
+Without Transformer Engine, Megatron's attention makes a (row, row) matrix and takes no packed rows;
+torch's needs none. Modules get their process groups as arguments, since Megatron's global state
+needs a GPU.
 """
 
 from __future__ import annotations
@@ -43,12 +45,22 @@ class CausalAttention(nn.Module):
         self._scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: RowLayout | None = None, **__: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *_: Any,
+        packed_seq_params: RowLayout | None = None,
+        **__: Any,
     ) -> Tensor:
-        """Map (tokens, rows, heads, width) each, keys and values with fewer heads, to (tokens, rows, heads * width)."""
+        """Map (tokens, rows, heads, width) each, keys and values with fewer heads, to (tokens,
+        rows, heads * width).
+        """
         query, key, value = (states.permute(1, 2, 0, 3) for states in (query, key, value))
         packing = None if packed_seq_params is None else packed_seq_params.packing
-        attended: Tensor = attend_sequences(SequenceAttention(self._scale), query, key, value, packing)
+        attended: Tensor = attend_sequences(
+            SequenceAttention(self._scale), query, key, value, packing
+        )
         return attended.transpose(0, 1).flatten(2)  # from (rows, tokens, heads, width)
 
 
@@ -62,7 +74,9 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
 
     def get_rotary_seq_len(self, *arguments: Any, **_: Any) -> Tensor:
-        """Return positions, not a length: Megatron passes the result to ``forward``. The row is the last argument."""
+        """Return positions, not a length: Megatron passes the result to ``forward``. The row is the
+        last argument.
+        """
         row = arguments[-1]
         assert isinstance(row, RowLayout)
         return row.positions
@@ -76,10 +90,12 @@ class RotaryEmbedding(nn.Module):
 @cache
 def megatron_library() -> Any:
     """Import the parts of megatron-core that are used."""
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # lets all-reduces overlap with the backward pass
+    # lets all-reduces overlap with the backward pass
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     logging.getLogger("megatron").setLevel(logging.WARNING)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about torch functions that it calls and about optional packages
+        # about torch functions that it calls and about optional packages
+        warnings.simplefilter("ignore")
         gpt = import_module("megatron.core.models.gpt")
         specs = import_module("megatron.core.models.gpt.gpt_layer_specs")
         block = import_module("megatron.core.transformer.transformer_block")
@@ -107,7 +123,13 @@ def megatron_library() -> Any:
     )
 
 
-def build(shape: DecoderArchitecture, freqs: Tensor, dtype: torch.dtype, grid: RankGrid, groups: ProcessGroups) -> Any:
+def build(
+    shape: DecoderArchitecture,
+    freqs: Tensor,
+    dtype: torch.dtype,
+    grid: RankGrid,
+    groups: ProcessGroups,
+) -> Any:
     """Build the layers of one stage on the CPU, with weights not yet initialised."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about its own deprecated defaults
@@ -116,7 +138,9 @@ def build(shape: DecoderArchitecture, freqs: Tensor, dtype: torch.dtype, grid: R
     return model.eval()
 
 
-def _build(shape: DecoderArchitecture, dtype: torch.dtype, grid: RankGrid, groups: ProcessGroups) -> Any:
+def _build(
+    shape: DecoderArchitecture, dtype: torch.dtype, grid: RankGrid, groups: ProcessGroups
+) -> Any:
     megatron = megatron_library()
     config = megatron.Config(
         num_layers=shape.num_layers,
@@ -141,7 +165,8 @@ def _build(shape: DecoderArchitecture, dtype: torch.dtype, grid: RankGrid, group
         activation_func=functional.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        bias_activation_fusion=False,  # fused kernels, compiled at the first step, round differently elsewhere
+        # fused kernels, compiled at the first step, round differently elsewhere
+        bias_activation_fusion=False,
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         masked_softmax_fusion=False,
@@ -150,7 +175,13 @@ def _build(shape: DecoderArchitecture, dtype: torch.dtype, grid: RankGrid, group
     )
     layer = megatron.layer_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     layer.submodules.self_attention.submodules.core_attention = CausalAttention
-    own = {"tp": groups.tp, "pp": groups.pipeline, "cp": groups.alone, "dp": groups.dp, "dp_cp": groups.dp}
+    own = {
+        "tp": groups.tp,
+        "pp": groups.pipeline,
+        "cp": groups.alone,
+        "dp": groups.dp,
+        "dp_cp": groups.dp,
+    }
     return megatron.Trunk(
         config,
         megatron.Submodules([layer] * (shape.num_layers // grid.pp), megatron.Norm),

@@ -1,4 +1,6 @@
-"""A model without weights: Hugging Face's names and shapes of its tensors, its configuration and its files."""
+"""A model without weights: Hugging Face's names and shapes of its tensors, its configuration and
+its files.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ def open_shell(path: str, model: ModelSection, section: MegatronSection) -> Mode
     """Open a model without reading its weights.
 
     Raises:
-        ConfigError: if it does not exist, is not supported, cannot be divided as configured, or lacks weights.
+        ConfigError: if it does not exist, is not supported, cannot be divided as configured, or
+            lacks weights.
     """
     from huggingface_hub.errors import StrictDataclassError
 
@@ -55,7 +58,9 @@ def open_shell(path: str, model: ModelSection, section: MegatronSection) -> Mode
         config = AutoConfig.from_pretrained(model_folder(path))
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise ConfigError("model.path", path, f"transformers cannot read its configuration: {reason}") from error
+        raise ConfigError(
+            "model.path", path, f"transformers cannot read its configuration: {reason}"
+        ) from error
     shape = architecture_of(config, path)
     check_sizes(shape, section.tensor_parallel, section.pipeline_parallel)
     with torch.device("meta"):
@@ -76,11 +81,16 @@ def _weights_in_files(path: str) -> StoredTensors:
 def _refuse(path: str, shapes: Mapping[str, Tensor], stored: StoredTensors) -> None:
     """Raise ConfigError if a weight is missing or has another shape; the message has the first."""
     if not stored:
-        raise ConfigError("model.path", path, "a model with weights in *.safetensors with train.backend megatron")
+        raise ConfigError(
+            "model.path", path, "a model with weights in *.safetensors with train.backend megatron"
+        )
     if missing := sorted(name for name in shapes if name not in stored):
         allowed = f"{len(missing)} of its weights are missing, the first is {missing[0]}"
         raise ConfigError("model.path", path, allowed)
     for name, like in shapes.items():
-        found, wanted = stored.entries[name].shape, tuple(like.shape)
+        found = stored.entries[name].shape
+        wanted = tuple(like.shape)
         if found != wanted:
-            raise ConfigError("model.path", path, f"its {name} has shape {found}, its config.json says {wanted}")
+            raise ConfigError(
+                "model.path", path, f"its {name} has shape {found}, its config.json says {wanted}"
+            )

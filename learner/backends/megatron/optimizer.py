@@ -21,16 +21,30 @@ class MegatronOptimizer(MasterOptimizer):
     """Every rank updates its parts; parts on several ranks get the same update."""
 
     def __init__(
-        self, policy: MegatronPolicy, train: TrainSection, grid: RankGrid, groups: ProcessGroups, device: torch.device
+        self,
+        policy: MegatronPolicy,
+        train: TrainSection,
+        grid: RankGrid,
+        groups: ProcessGroups,
+        device: torch.device,
     ) -> None:
         parameters, self._exchange = policy.trained_parameters()
         super().__init__(parameters, train)
-        self._grid, self._groups, self._device, parts = grid, groups, device, self._exchange.own
+        self._grid = grid
+        self._groups = groups
+        self._device = device
+        parts = self._exchange.own
         self._divided = {part.holder for part in parts if part.dim is not None}
         self._copies = {part.holder for part in parts if part.copy}
         self._summed = {part.holder for part in parts if part.summed}
-        self._both_ends = "embedding.word_embeddings.weight" if grid.stage == 0 else "output_layer.weight"
-        self._at_ends = self._both_ends in parameters and policy.module.config.tie_word_embeddings and grid.pp > 1
+        self._both_ends = (
+            "embedding.word_embeddings.weight" if grid.stage == 0 else "output_layer.weight"
+        )
+        self._at_ends = (
+            self._both_ends in parameters
+            and policy.module.config.tie_word_embeddings
+            and grid.pp > 1
+        )
 
     def reduce(self) -> None:
         """Sum gradients of which several ranks have a part."""
@@ -60,8 +74,12 @@ class MegatronOptimizer(MasterOptimizer):
 
     def _holders(self) -> dict[str, dict[str, Tensor]]:
         """Return this rank's state by kind and Megatron's name."""
-        state, masters = self._adamw.state, self._masters
-        kinds = {kind: {name: state[master][kind] for name, master in masters.items()} for kind in ("step", *MOMENTS)}
+        state = self._adamw.state
+        masters = self._masters
+        kinds = {
+            kind: {name: state[master][kind] for name, master in masters.items()}
+            for kind in ("step", *MOMENTS)
+        }
         return kinds | ({"master": dict(masters)} if self._rounded else {})
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

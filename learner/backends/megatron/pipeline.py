@@ -1,7 +1,9 @@
-"""Runs slices through the stages of a pipeline, alternating forward and backward to keep few activations.
+"""Runs slices through the stages of a pipeline, alternating forward and backward to keep few
+activations.
 
-Megatron's own schedules need a GPU for their counters; here every rank knows all slices, so no shapes are sent.
-The order is that of PipeDream-Flush (Narayanan et al. 2021, arXiv 2104.04473, figure 4).
+Megatron's own schedules need a GPU for their counters; here every rank knows all slices, so no
+shapes are sent. The order is that of PipeDream-Flush (Narayanan et al. 2021, arXiv 2104.04473,
+figure 4).
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from learner.backends.megatron.grid import ProcessGroups, RankGrid
 
-# Takes a slice and the previous stage's output; returns this stage's, or in the last stage, with gradient, the loss.
+# Takes a slice and the previous stage's output; returns this stage's, or in the last stage, with
+# gradient, the loss.
 Forward = Callable[[int, Tensor | None], Tensor | None]
 
 
@@ -38,12 +41,21 @@ class StagePipeline:
         dtype: of tensors between stages.
     """
 
-    def __init__(self, grid: RankGrid, groups: ProcessGroups, device: torch.device, dtype: torch.dtype) -> None:
-        self._grid, self._group, self._device, self._dtype = grid, groups.pipeline, device, dtype
+    def __init__(
+        self, grid: RankGrid, groups: ProcessGroups, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._grid = grid
+        self._group = groups.pipeline
+        self._device = device
+        self._dtype = dtype
         self._before = grid.at(grid.share, grid.copy, grid.stage - 1) if grid.stage else None
-        self._behind = grid.at(grid.share, grid.copy, grid.stage + 1) if grid.stage < grid.pp - 1 else None
+        self._behind = (
+            grid.at(grid.share, grid.copy, grid.stage + 1) if grid.stage < grid.pp - 1 else None
+        )
 
-    def run(self, shapes: Sequence[tuple[int, ...]], forward: Forward, done: Callable[[], None] | None) -> None:
+    def run(
+        self, shapes: Sequence[tuple[int, ...]], forward: Forward, done: Callable[[], None] | None
+    ) -> None:
         """Run all slices forward and, with ``done``, backward.
 
         Args:
@@ -53,26 +65,40 @@ class StagePipeline:
         forward_only = [(False, index) for index in range(len(shapes))]
         steps = pass_order(len(shapes), self._grid.stage, self._grid.pp) if done else forward_only
         held: dict[int, tuple[Tensor | None, GradientEdge]] = {}
-        made, to = None, None
+        made = None
+        to = None
         for is_backward, index in steps:
-            arrived = self._exchange(made, to, self._behind if is_backward else self._before, shapes[index])
+            arrived = self._exchange(
+                made, to, self._behind if is_backward else self._before, shapes[index]
+            )
             if is_backward:
                 assert done is not None
-                made, to = _backward(*held.pop(index), arrived), self._before
+                made = _backward(*held.pop(index), arrived)
+                to = self._before
                 done()
                 continue
             if arrived is not None and done:
                 arrived.requires_grad_()
             left = forward(index, arrived)
-            made, to = None if left is None else left.detach(), self._behind
+            made = None if left is None else left.detach()
+            to = self._behind
             if done:
                 assert left is not None
-                held[index] = arrived, get_gradient_edge(left)  # not the output: only the next stage needs it
+                # not the output: only the next stage needs it
+                held[index] = arrived, get_gradient_edge(left)
         self._exchange(made, to, None, ())
 
-    def _exchange(self, made: Tensor | None, to: int | None, src: int | None, shape: tuple[int, ...]) -> Tensor | None:
-        arriving = None if src is None else torch.empty(shape, dtype=self._dtype, device=self._device)
-        sent = [] if made is None or to is None else [dist.P2POp(dist.isend, made.contiguous(), to, self._group)]
+    def _exchange(
+        self, made: Tensor | None, to: int | None, src: int | None, shape: tuple[int, ...]
+    ) -> Tensor | None:
+        arriving = (
+            None if src is None else torch.empty(shape, dtype=self._dtype, device=self._device)
+        )
+        sent = (
+            []
+            if made is None or to is None
+            else [dist.P2POp(dist.isend, made.contiguous(), to, self._group)]
+        )
         received = [] if arriving is None else [dist.P2POp(dist.irecv, arriving, src, self._group)]
         for work in dist.batch_isend_irecv(sent + received) if sent or received else ():
             work.wait()

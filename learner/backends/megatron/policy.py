@@ -1,4 +1,6 @@
-"""A causal language model in Megatron's layers, divided over ranks, that scores only selected tokens."""
+"""A causal language model in Megatron's layers, divided over ranks, that scores only selected
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ Measured = tuple[Tensor, Tensor]  # logprobs and entropies, (T,) each
 
 
 class MegatronPolicy:
-    """This rank's part of a model; all ranks of a copy call it at the same time with the same slices.
+    """This rank's part of a model; all ranks of a copy call it at the same time with the same
+    slices.
 
     Attributes:
         module: transformers' model, on the meta device, for the configuration saved with weights.
@@ -41,11 +44,26 @@ class MegatronPolicy:
     unpackable = ""
 
     def __init__(
-        self, shell: ModelShell, grid: RankGrid, groups: ProcessGroups, device: torch.device, *, trainable: bool = True
+        self,
+        shell: ModelShell,
+        grid: RankGrid,
+        groups: ProcessGroups,
+        device: torch.device,
+        *,
+        trainable: bool = True,
     ) -> None:
-        self.path, self.device, self.module, self._shape = shell.path, device, shell.module, shell.shape
-        self._grid, self._groups, shape = grid, groups, shell.shape
-        self._like, self._stored, self._parts = shell.tensors, shell.stored, parts_of(shape, grid.tp, grid.pp)
+        self.path = shell.path
+        self.device = device
+        self.module = shell.module
+        self._shape = shell.shape
+        self._grid = grid
+        self._groups = groups
+        shape = shell.shape
+        self._like, self._stored, self._parts = (
+            shell.tensors,
+            shell.stored,
+            parts_of(shape, grid.tp, grid.pp),
+        )
         self.adapters: MegatronAdapters | None = None
         dtype = self.module.dtype
         self.model = build(shape, shell.inv_freq, dtype, grid, groups)
@@ -67,7 +85,9 @@ class MegatronPolicy:
         return self._grid.stage == self._grid.pp - 1
 
     def adapt(self, section: LoraSection, seed: int) -> MegatronAdapters:
-        """Freeze the model and train adapters, whose ``first`` values may be changed before ``divide_adapters``."""
+        """Freeze the model and train adapters, whose ``first`` values may be changed before
+        ``divide_adapters``.
+        """
         self.model.requires_grad_(False)
         self.adapters = MegatronAdapters(self.module, section, seed, self.path)
         return self.adapters
@@ -93,12 +113,16 @@ class MegatronPolicy:
         return CastWeights(self._stored, self._like)
 
     def checkpoint_blocks(self) -> None:
-        """Keep only the input of each transformer block and compute the rest again in the backward pass."""
+        """Keep only the input of each transformer block and compute the rest again in the backward
+        pass.
+        """
         for layer in self.model.decoder.layers:
             layer.forward = partial(_again, layer.forward)
 
     def compile_blocks(self) -> None:
-        """Compile each block without layers that ranks divide: their overlapping all-reduces do not compile."""
+        """Compile each block without layers that ranks divide: their overlapping all-reduces do not
+        compile.
+        """
         check_compiler(self.device)
         for layer in self.model.decoder.layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
@@ -111,12 +135,20 @@ class MegatronPolicy:
 
     def gather(self, name: str) -> Tensor | None:
         """Return a whole live tensor with adapters merged on rank 0, None elsewhere; collective."""
-        found = self.exchange.gather(name, dict(self.model.named_parameters()), self._like[name].dtype)
+        found = self.exchange.gather(
+            name, dict(self.model.named_parameters()), self._like[name].dtype
+        )
         if self.adapters is None:
             return found
         held, *names = self.adapters.parts(name)
-        factors = {factor: one for factor in names if (one := self.gather_factor(factor)) is not None}
-        return None if found is None else self.adapters.merged(name, ({held: found} | factors).__getitem__)
+        factors = {
+            factor: one for factor in names if (one := self.gather_factor(factor)) is not None
+        }
+        return (
+            None
+            if found is None
+            else self.adapters.merged(name, ({held: found} | factors).__getitem__)
+        )
 
     def gather_factor(self, name: str) -> Tensor | None:
         """Return one of the adapters' whole factors on rank 0, None elsewhere; collective."""
@@ -165,31 +197,49 @@ class MegatronPolicy:
         def forward(index: int, entered: Tensor | None) -> Tensor | None:
             with saving():
                 left = self._through(batches[index], entered)
-                return finish(index, self._measure(left, batches[index], entropy_grad)) if self.speaks else left
+                return (
+                    finish(index, self._measure(left, batches[index], entropy_grad))
+                    if self.speaks
+                    else left
+                )
 
-        shapes = [(batch.input_ids.shape[1], batch.input_ids.shape[0], self._shape.hidden) for batch in batches]
+        shapes = [
+            (batch.input_ids.shape[1], batch.input_ids.shape[0], self._shape.hidden)
+            for batch in batches
+        ]
         self._pipeline.run(shapes, forward, done)
 
     def _through(self, batch: TokenBatch, entered: Tensor | None) -> Tensor:
         """Run the stage's layers on the output of the previous stage, (tokens, rows, hidden) both."""
-        ids, packed = batch.input_ids, batch.position_ids
+        ids = batch.input_ids
+        packed = batch.position_ids
         positions = torch.arange(ids.shape[1], device=self.device) if packed is None else packed[0]
         self.model.set_input_tensor(entered)
-        left: Tensor = self.model(ids, None, None, packed_seq_params=RowLayout(positions, batch.packing))
+        left: Tensor = self.model(
+            ids, None, None, packed_seq_params=RowLayout(positions, batch.packing)
+        )
         self.model.set_input_tensor(None)
         return left
 
     def _measure(self, hidden: Tensor, batch: TokenBatch, entropy_grad: bool) -> Measured:
-        """Return logprobs and entropies of the trained tokens from the last layer's (tokens, rows, hidden)."""
+        """Return logprobs and entropies of the trained tokens from the last layer's (tokens, rows,
+        hidden).
+        """
         features = hidden.transpose(0, 1).flatten(0, 1).index_select(0, batch.predictors)
-        columns = [batch.targets] if batch.temperature is None else [batch.targets, batch.temperature]
+        columns = (
+            [batch.targets] if batch.temperature is None else [batch.targets, batch.temperature]
+        )
 
-        def function(logits: Tensor, targets: Tensor, temperature: Tensor | None = None) -> tuple[Tensor, ...]:
+        def function(
+            logits: Tensor, targets: Tensor, temperature: Tensor | None = None
+        ) -> tuple[Tensor, ...]:
             first = self._columns * self._grid.share
             share = {"first": first, "vocab": self._shape.vocab, "group": self._groups.tp}
             return measure_shares(logits, targets, temperature, **share, entropy_grad=entropy_grad)
 
-        logprobs, entropy = map_chunks(function, self._logits, features, columns, MANY_COPIES * self._columns)
+        logprobs, entropy = map_chunks(
+            function, self._logits, features, columns, MANY_COPIES * self._columns
+        )
         return logprobs, entropy
 
     def _logits(self, features: Tensor) -> Tensor:
@@ -199,11 +249,17 @@ class MegatronPolicy:
         return logits
 
     def logprobs(self, token_ids: Tensor) -> Tensor:
-        """Return log p(token[i + 1] | token[: i + 1]) at temperature 1, (n,) int64 to (n - 1,) float32; collective."""
+        """Return log p(token[i + 1] | token[: i + 1]) at temperature 1, (n,) int64 to (n - 1,)
+        float32; collective.
+        """
         if len(token_ids) < 2:
             return torch.zeros(0, device=self.device)
         (measured,) = self.measured([_one_row(token_ids)])
-        found = measured[0] if measured is not None else torch.empty(len(token_ids) - 1, device=self.device)
+        found = (
+            measured[0]
+            if measured is not None
+            else torch.empty(len(token_ids) - 1, device=self.device)
+        )
         if self._grid.pp > 1:
             dist.broadcast(found, self._grid.speakers[0])
         return found
@@ -211,10 +267,13 @@ class MegatronPolicy:
 
 def _again(forward: Callable[..., Any], hidden_states: Tensor, **named: Any) -> Any:
     # Positional, since the hooks of ``activations_in_host_memory`` do not see keyword arguments.
-    return checkpoint(forward, hidden_states, use_reentrant=False, preserve_rng_state=False, **named)
+    return checkpoint(
+        forward, hidden_states, use_reentrant=False, preserve_rng_state=False, **named
+    )
 
 
 def _one_row(ids: Tensor) -> TokenBatch:
     where = torch.arange(len(ids) - 1, device=ids.device)
-    nothing, zeros = torch.zeros(len(ids) - 1, device=ids.device), torch.zeros_like(where)
+    nothing = torch.zeros(len(ids) - 1, device=ids.device)
+    zeros = torch.zeros_like(where)
     return TokenBatch(ids[None, :-1], where, ids[1:], zeros, nothing, nothing, None, 1, zeros)

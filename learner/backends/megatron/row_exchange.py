@@ -1,4 +1,6 @@
-"""Turns the blocks of columns that the ranks of a layer hold into rows, which are ranges of the flattened tensor."""
+"""Turns the blocks of columns that the ranks of a layer hold into rows, which are ranges of the
+flattened tensor.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +24,28 @@ from learner.backends.sent_runs import SentRun
 class RowExchange:
     """What a rank sends of its slices.
 
-    Of a block, each copy of the model takes some rows, and its ranks exchange columns: each gets some of these rows
-    whole. So at most a tensor's elements of one rank are on their way at a time.
+    Of a block, each copy of the model takes some rows, and its ranks exchange columns: each gets
+    some of these rows whole. So at most a tensor's elements of one rank are on their way at a time.
 
     Args:
         group: ranks that divide a layer.
     """
 
     def __init__(self, grid: RankGrid, group: Any) -> None:
-        self._grid, self._group = grid, group
+        self._grid = grid
+        self._group = group
 
     def sent(self, slices: Iterable[Slice]) -> Iterator[SentRun]:
-        """Yield what this rank sends; the ranks of a layer read runs of blocks at the same time and in one order."""
+        """Yield what this rank sends; the ranks of a layer read runs of blocks at the same time and
+        in one order.
+        """
         grid = self._grid
         for one in slices:
             if not one.block:
                 yield SentRun.of(one, grid.rank, grid.size)
                 continue
-            own, width = one.own(grid.rank, grid.size), one.shape[1]
+            own = one.own(grid.rank, grid.size)
+            width = one.shape[1]
             rows = self._rows(own)
             top = own.start // width + sum(rows[: grid.share])
             run = ElementRun(one.name.removeprefix(MODEL), top * width, rows[grid.share] * width)
@@ -53,10 +59,12 @@ class RowExchange:
     @torch.no_grad()
     def _exchange(self, own: Slice) -> Tensor:
         tp, (length, columns) = self._grid.tp, (own.shape[1], own.tensor.shape[1])
-        size, rows = share_size(length, tp), self._rows(own)
+        size = share_size(length, tp)
+        rows = self._rows(own)
         widths = [min(size, length - size * share) for share in range(tp)]
         here = rows[self._grid.share]
-        sent, received = [count * columns for count in rows], [width * here for width in widths]
+        sent = [count * columns for count in rows]
+        received = [width * here for width in widths]
         arrived = own.tensor.new_empty(sum(received))
         dist.all_to_all_single(arrived, own.tensor.reshape(-1), received, sent, group=self._group)
         blocks = zip(torch.split(arrived, received), widths, strict=True)

@@ -15,7 +15,9 @@ from learner.backends.parts.slices import Slice
 
 
 class TensorExchange:
-    """What this rank holds of some tensors; ``shapes`` are all of them by Hugging Face's names, on the meta device."""
+    """What this rank holds of some tensors; ``shapes`` are all of them by Hugging Face's names, on
+    the meta device.
+    """
 
     def __init__(
         self,
@@ -25,11 +27,14 @@ class TensorExchange:
         shapes: Mapping[str, Tensor],
         device: torch.device,
     ) -> None:
-        self._grid, self._groups, self._device = grid, groups, device
+        self._grid = grid
+        self._groups = groups
+        self._device = device
         self.shapes = dict(shapes)
         self.own = [part for part in parts if part.stage == grid.stage]
         self._first = {part.name: part for part in parts if not part.copy}
-        self._stages: dict[str, list[int]] = {}  # that have a tensor: a tied embedding is at both ends
+        # that have a tensor: a tied embedding is at both ends
+        self._stages: dict[str, list[int]] = {}
         for part in parts:
             self._stages.setdefault(part.name, []).append(part.stage)
 
@@ -37,14 +42,19 @@ class TensorExchange:
         """Yield this rank's slices.
 
         Args:
-            holders: this rank's parameters, tensors of their shapes, or a scalar for each, by Megatron's names.
+            holders: this rank's parameters, tensors of their shapes, or a scalar for each, by
+                Megatron's names.
         """
         grid = self._grid
         for part in self.own:
-            holder, stages = holders[part.holder].detach(), self._stages[part.name]
-            place, count = grid.copy + grid.dp * stages.index(grid.stage), grid.dp * len(stages)
+            holder = holders[part.holder].detach()
+            stages = self._stages[part.name]
+            place = grid.copy + grid.dp * stages.index(grid.stage)
+            count = grid.dp * len(stages)
             if holder.ndim and part.dim is not None and grid.tp > 1:
-                yield _share(part, holder, tuple(self.shapes[part.name].shape), grid, (place, count))
+                yield _share(
+                    part, holder, tuple(self.shapes[part.name].shape), grid, (place, count)
+                )
             else:
                 among = (place * grid.tp + grid.share, count * grid.tp)
                 whole = part.view(holder) if holder.ndim else holder
@@ -56,10 +66,13 @@ class TensorExchange:
         """Return a whole tensor on rank 0, None elsewhere.
 
         Args:
-            holders: this rank's parameters, or tensors of their shapes and ``dtype``, by Megatron's names.
+            holders: this rank's parameters, or tensors of their shapes and ``dtype``, by Megatron's
+                names.
         """
-        part, grid = self._first[name], self._grid
-        source, found = grid.at(0, 0, part.stage), None
+        part = self._first[name]
+        grid = self._grid
+        source = grid.at(0, 0, part.stage)
+        found = None
         if grid.stage == part.stage and grid.copy == 0:
             found = self._whole(part, holders[part.holder])
         if source == 0:
@@ -78,7 +91,8 @@ class TensorExchange:
         length = shape[part.dim] if part.dim is not None else 0
         if part.dim is not None:
             shape[part.dim] = share_size(length, self._grid.tp)
-        share = part.view(holder.detach()).reshape(shape).to(self._device).contiguous()  # from host memory
+        # from host memory
+        share = part.view(holder.detach()).reshape(shape).to(self._device).contiguous()
         if part.dim is None or self._grid.tp == 1:
             return share
         shares = [torch.empty_like(share) for _ in range(self._grid.tp)]
@@ -86,10 +100,15 @@ class TensorExchange:
         return torch.cat(shares, part.dim).narrow(part.dim, 0, length).contiguous()
 
 
-def _share(part: TensorPart, holder: Tensor, shape: tuple[int, ...], grid: RankGrid, among: tuple[int, int]) -> Slice:
-    """Return the slice of a tensor that the ranks of a layer divide: rows or columns, without padding."""
+def _share(
+    part: TensorPart, holder: Tensor, shape: tuple[int, ...], grid: RankGrid, among: tuple[int, int]
+) -> Slice:
+    """Return the slice of a tensor that the ranks of a layer divide: rows or columns, without
+    padding.
+    """
     assert part.dim is not None
-    length, view = shape[part.dim], part.view(holder)
+    length = shape[part.dim]
+    view = part.view(holder)
     size = share_size(length, grid.tp)
     first = min(grid.share * size, length)
     if part.dim == 1:

@@ -12,11 +12,19 @@ from learner.backends.megatron.model import megatron_library
 
 
 def measure_shares(
-    logits: Tensor, targets: Tensor, temperature: Tensor | None, first: int, vocab: int, group: Any, entropy_grad: bool
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor | None,
+    first: int,
+    vocab: int,
+    group: Any,
+    entropy_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return each target's logprob and its distribution's entropy in nats, (T,) float32 each, on all ranks.
+    """Return each target's logprob and its distribution's entropy in nats, (T,) float32 each, on
+    all ranks.
 
-    Every rank continues with the same loss, so the gradient of a sum over ranks is, on each rank, that of its own part.
+    Every rank continues with the same loss, so the gradient of a sum over ranks is, on each rank,
+    that of its own part.
 
     Args:
         logits: (T, columns) of this rank.

@@ -1,10 +1,12 @@
-"""Attention of the learner for transformers models: causal, within windows or chunks, with soft caps and sinks.
+"""Attention of the learner for transformers models: causal, within windows or chunks, with soft
+caps and sinks.
 
-transformers separates packed sequences by position ids and masks them with a dense (row, row) matrix, so attention
-costs the square of the row; its SDPA function silently drops soft caps and sinks. Here each sequence of a packed row
-attends by itself, as does each row of a padded batch; padding needs no mask, since no token sees those after it. Plain
-causal attention uses torch's kernel without a mask. Windows and chunks are computed for blocks of queries with the keys
-that they can see, so that the cost grows with the window and not with the sequence.
+transformers separates packed sequences by position ids and masks them with a dense (row, row)
+matrix, so attention costs the square of the row; its SDPA function silently drops soft caps and
+sinks. Here each sequence of a packed row attends by itself, as does each row of a padded batch;
+padding needs no mask, since no token sees those after it. Plain causal attention uses torch's
+kernel without a mask. Windows and chunks are computed for blocks of queries with the keys that they
+can see, so that the cost grows with the window and not with the sequence.
 
 Every argument is either used or known to have no effect; any other is an error.
 """
@@ -24,9 +26,11 @@ from torch.utils.checkpoint import checkpoint
 from learner.backends.models.packed_rows import PackedRow
 
 NAME: Final = "rlearner"
-_MAX_QUERIES: Final = 512  # of a block: with more of them, a block of a window has more keys that few queries see
+# of a block: with more of them, a block of a window has more keys that few queries see
+_MAX_QUERIES: Final = 512
 _MAX_SCORES: Final = 1 << 26  # of a block, 256 MiB in float32
-# Arguments of transformers that change nothing in attention: positions are in queries and keys already.
+# Arguments of transformers that change nothing in attention: positions are in queries and keys
+# already.
 _IRRELEVANT: Final = frozenset({
     "position_ids", "use_cache", "cache_position", "past_key_values", "output_attentions", "output_hidden_states",
     "output_router_logits", "return_dict", "logits_to_keep", "num_items_in_batch", "token_type_ids",
@@ -42,16 +46,21 @@ class AttentionPattern:
     """Which of the ``size`` last tokens a token sees; stands where transformers has a mask.
 
     Args:
-        function: of transformers: row, head, query and key indices to whether the query sees the key.
+        function: of transformers: row, head, query and key indices to whether the query sees the
+            key.
         size: no query sees a key that is ``size`` or more tokens before it.
     """
 
     def __init__(self, function: Callable[..., Tensor], size: int, device: torch.device) -> None:
-        self.size, self._function, self._device = size, function, device
+        self.size = size
+        self._function = function
+        self._device = device
         self._masks: dict[tuple[int, int, int], Tensor] = {}  # all layers of a pass need the same
 
     def mask(self, low: int, start: int, stop: int) -> Tensor:
-        """Return which keys from ``low`` to ``stop`` the queries from ``start`` to ``stop`` see, as bool."""
+        """Return which keys from ``low`` to ``stop`` the queries from ``start`` to ``stop`` see, as
+        bool.
+        """
         if (found := self._masks.get((low, start, stop))) is None:
             places = torch.arange(low, stop, device=self._device)
             first = places.new_zeros(())
@@ -62,7 +71,8 @@ class AttentionPattern:
 
 @dataclass(frozen=True)
 class SequenceAttention:
-    """Attention from queries, keys and values, (rows, heads, tokens, width) each, to (rows, heads, tokens, width).
+    """Attention from queries, keys and values, (rows, heads, tokens, width) each, to (rows, heads,
+    tokens, width).
 
     Attributes:
         scaling: of scores; None for one by the root of the width.
@@ -83,15 +93,20 @@ class SequenceAttention:
         is_plain = self.softcap is None and self.sinks is None
         if is_plain and not is_local:
             attend = functional.scaled_dot_product_attention
-            return attend(query, key, value, scale=self.scaling, is_causal=True, enable_gqa=heads != kv_heads)
+            return attend(
+                query, key, value, scale=self.scaling, is_causal=True, enable_gqa=heads != kv_heads
+            )
         if heads != kv_heads:  # kernels that take a mask want as many keys as queries
             key, value = (states.repeat_interleave(heads // kv_heads, 1) for states in (key, value))
         size = self.pattern.size if is_local and self.pattern is not None else length
         step = max(1, min(_MAX_QUERIES, _MAX_SCORES // (rows * heads * size)))
-        attend_block = partial(_attend_plainly, scaling=self.scaling) if is_plain else self._attend_fully
+        attend_block = (
+            partial(_attend_plainly, scaling=self.scaling) if is_plain else self._attend_fully
+        )
         blocks: list[Tensor] = []
         for start in range(0, length, step):
-            stop, low = min(start + step, length), max(0, start - size + 1)
+            stop = min(start + step, length)
+            low = max(0, start - size + 1)
             tensors = (query[:, :, start:stop], key[:, :, low:stop], value[:, :, low:stop])
             blocks.append(attend_block(*tensors, self._mask(low, start, stop, query.device)))
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
@@ -99,16 +114,25 @@ class SequenceAttention:
     def _mask(self, low: int, start: int, stop: int, device: torch.device) -> Tensor:
         if self.pattern is not None:
             return self.pattern.mask(low, start, stop)
-        return torch.ones(stop - start, stop - low, dtype=torch.bool, device=device).tril(start - low)
+        return torch.ones(stop - start, stop - low, dtype=torch.bool, device=device).tril(
+            start - low
+        )
 
     def _attend_fully(self, *tensors: Tensor) -> Tensor:
-        # The backward pass computes a block again: its scores in float32 would be most of a model's activations.
-        repeated = partial(checkpoint, self._attend_block, use_reentrant=False, preserve_rng_state=False)
+        # The backward pass computes a block again: its scores in float32 would be most of a model's
+        # activations.
+        repeated = partial(
+            checkpoint, self._attend_block, use_reentrant=False, preserve_rng_state=False
+        )
         result: Tensor = repeated(*tensors)
         return result
 
     def _attend_block(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if self.scaling is None else self.scaling)
+        scores = (
+            query
+            @ key.transpose(-1, -2)
+            * (query.shape[-1] ** -0.5 if self.scaling is None else self.scaling)
+        )
         if self.softcap is not None:
             scores = torch.tanh(scores / self.softcap) * self.softcap
         scores = scores.float().masked_fill(~mask, -torch.inf)
@@ -119,7 +143,9 @@ class SequenceAttention:
         return weights.to(query.dtype) @ value
 
 
-def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float | None) -> Tensor:
+def _attend_plainly(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float | None
+) -> Tensor:
     return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
 
 
@@ -141,7 +167,8 @@ def compute_attention(
     """Compute attention for transformers.
 
     Args:
-        query: (rows, heads, tokens, width), as are key and value, with fewer heads where heads share them.
+        query: (rows, heads, tokens, width), as are key and value, with fewer heads where heads
+            share them.
         attention_mask: what ``describe_mask`` returned.
         packing: of the only row.
 
@@ -151,16 +178,22 @@ def compute_attention(
     Raises:
         InexactAttentionError: if the model needs more.
     """
-    unknown = [name for name, value in others.items() if value is not None and name not in _IRRELEVANT]
+    unknown = [
+        name for name, value in others.items() if value is not None and name not in _IRRELEVANT
+    ]
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if unknown or dropout or not is_causal or others.get("output_attentions"):
-        raise InexactAttentionError(f"its attention has {' and '.join(unknown) or 'dropout, or sees later tokens'}")
+        raise InexactAttentionError(
+            f"its attention has {' and '.join(unknown) or 'dropout, or sees later tokens'}"
+        )
     if attention_mask is not None and not isinstance(attention_mask, AttentionPattern):
         raise InexactAttentionError("its attention has a mask of its own")
     if query.shape[2] != key.shape[2]:
         raise InexactAttentionError("its attention has more keys than queries")
     if sliding_window is not None and attention_mask is None:
-        raise InexactAttentionError(f"its attention has a window of {sliding_window} that its mask does not have")
+        raise InexactAttentionError(
+            f"its attention has a window of {sliding_window} that its mask does not have"
+        )
     form = SequenceAttention(scaling, attention_mask, softcap, s_aux)
     return attend_sequences(form, query, key, value, packing), None
 
@@ -169,7 +202,9 @@ def compute_attention(
 def attend_sequences(
     form: SequenceAttention, query: Tensor, key: Tensor, value: Tensor, packing: PackedRow | None
 ) -> Tensor:
-    """Return attention of each row, or of each sequence of the only row, as (rows, tokens, heads, width)."""
+    """Return attention of each row, or of each sequence of the only row, as (rows, tokens, heads,
+    width).
+    """
     if packing is None:
         return form(query, key, value).transpose(1, 2)
     parts = zip(packing.rows(query), packing.rows(key), packing.rows(value), strict=True)
@@ -187,7 +222,8 @@ def describe_mask(
     use_vmap: bool = False,
     **others: Any,
 ) -> AttentionPattern | None:
-    """Return what ``compute_attention`` needs to know of a mask, for transformers: None for plain causal attention.
+    """Return what ``compute_attention`` needs to know of a mask, for transformers: None for plain
+    causal attention.
 
     Raises:
         InexactAttentionError: if the mask depends on more than the distance or the chunk of tokens.

@@ -1,9 +1,9 @@
 """Trial runs that choose a model's attention, and decide whether it takes packed rows.
 
-A trial compares with transformers itself: each sequence alone, by the model's own (eager) attention. Its limit is
-measured on the same model: it is the geometric mean of what rounding errors do to the result, and of what a leak
-between sequences does. Windows, chunks and other switches by position are a few tokens long during the trial, so that
-its short sequences cross them.
+A trial compares with transformers itself: each sequence alone, by the model's own (eager)
+attention. Its limit is measured on the same model: it is the geometric mean of what rounding errors
+do to the result, and of what a leak between sequences does. Windows, chunks and other switches by
+position are a few tokens long during the trial, so that its short sequences cross them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from learner.backends.models.packed_rows import SharedRow, pack_row
 _PREFIX: Final = 2  # tokens that all sequences begin with
 _LENGTHS: Final = (3, 1, 12, 20, 21)  # of the rest
 _SWITCH: Final = 5  # tokens of each window and chunk during a trial
-# Read in each forward pass, from the configuration or from a module (Llama 4 scales attention by position).
+# Read in each forward pass, from the configuration or from a module (Llama 4 scales attention by
+# position).
 _SWITCHES: Final = ("sliding_window", "attention_chunk_size", "floor_scale")
 _FAILURES: Final = (
     InexactAttentionError, TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError, AssertionError,
@@ -63,31 +64,42 @@ def choose_attention(model: Any, device: torch.device, path: str, *, packed: boo
                 return ""
             undo()
         difference = ""
-        for name in (NAME, "eager", original):  # a few models, such as Falcon, choose theirs when they are built
+        # a few models, such as Falcon, choose theirs when they are built
+        for name in (NAME, "eager", original):
             if _set_attention(model, name) and not (difference := trial.refuse(trial.read_padded)):
                 return problem
     _set_attention(model, original)
     kind = type(model).__name__
-    raise ConfigError("model.path", path, f"{kind} cannot be trained: {difference} in rows of different lengths")
+    raise ConfigError(
+        "model.path", path, f"{kind} cannot be trained: {difference} in rows of different lengths"
+    )
 
 
 def trunk_of(model: Any) -> Any:
-    """Return the model below the head, which computes hidden states; the model itself where it has no such part."""
+    """Return the model below the head, which computes hidden states; the model itself where it has
+    no such part.
+    """
     trunk = model.base_model
     return getattr(model, "model", model) if trunk is model else trunk  # Llama 4 names another part
 
 
 class AttentionTrial:
-    """Sequences, what a model computes for each alone, and how far another way of reading them may be from it."""
+    """Sequences, what a model computes for each alone, and how far another way of reading them may
+    be from it.
+    """
 
     def __init__(self, trunk: Any, device: torch.device) -> None:
-        self._trunk, self._device = trunk, device
+        self._trunk = trunk
+        self._device = device
         vocabulary = int(trunk.get_input_embeddings().num_embeddings)
         ids = np.random.default_rng(0).integers(0, vocabulary, max(_LENGTHS) + len(_LENGTHS))
-        self.sequences = [np.append(ids[:_PREFIX], ids[n : n + length]) for n, length in enumerate(_LENGTHS)]
+        self.sequences = [
+            np.append(ids[:_PREFIX], ids[n : n + length]) for n, length in enumerate(_LENGTHS)
+        ]
         self._alone = [self._states(one) for one in self.sequences]
         with _rounding_errors(trunk, device):
-            noise = _difference(self._states(self.sequences[-1]), self._alone[-1])  # a pass reads all weights
+            # a pass reads all weights
+            noise = _difference(self._states(self.sequences[-1]), self._alone[-1])
         leaked = self._states(np.concatenate(self.sequences))
         self.leak = self._distance(torch.split(leaked, [len(one) for one in self.sequences]))
         self.noise = max(noise, _MIN_NOISE)
@@ -103,13 +115,22 @@ class AttentionTrial:
             return f"rounding errors ({self.noise:.1g}) hide whether sequences are separate"
         if difference <= self.limit:
             return ""
-        return f"states differ by {difference:.1g} of their size, rounding errors by {self.noise:.1g}"
+        return (
+            f"states differ by {difference:.1g} of their size, rounding errors by {self.noise:.1g}"
+        )
 
     def read_packed(self) -> list[Tensor]:
         """Return the states of the sequences in one row."""
         row = SharedRow.of(self.sequences)
-        named = {"position_ids": self._put(row.places)[None], "packing": pack_row(row.indices, self._device)}
-        states = self._states(row.token_ids, attention_mask=self._put(np.ones((1, len(row.places)), np.int64)), **named)
+        named = {
+            "position_ids": self._put(row.places)[None],
+            "packing": pack_row(row.indices, self._device),
+        }
+        states = self._states(
+            row.token_ids,
+            attention_mask=self._put(np.ones((1, len(row.places)), np.int64)),
+            **named,
+        )
         return [states[self._put(where)] for where in row.indices]
 
     def read_padded(self) -> list[Tensor]:
@@ -120,7 +141,9 @@ class AttentionTrial:
         return [row[: len(one)] for row, one in zip(states, self.sequences, strict=True)]
 
     def _states(self, ids: Array, **named: Any) -> Tensor:
-        states: Tensor = self._trunk(input_ids=self._put(ids)[None], use_cache=False, **named).last_hidden_state[0]
+        states: Tensor = self._trunk(
+            input_ids=self._put(ids)[None], use_cache=False, **named
+        ).last_hidden_state[0]
         return states
 
     def _put(self, values: Array) -> Tensor:
@@ -128,13 +151,16 @@ class AttentionTrial:
 
     def _distance(self, results: Sequence[Tensor]) -> float:
         """Return how far results are from those of the sequences alone, of the worst sequence."""
-        return max(_difference(states, alone) for states, alone in zip(results, self._alone, strict=True))
+        return max(
+            _difference(states, alone) for states, alone in zip(results, self._alone, strict=True)
+        )
 
 
 def _difference(states: Tensor, expected: Tensor) -> float:
     """Return the size of the difference by that of the state, of the median token.
 
-    A leak reaches most tokens; a router that takes another expert by a rounding error changes a few, and those as much.
+    A leak reaches most tokens; a router that takes another expert by a rounding error changes a
+    few, and those as much.
     """
     sizes = (states.double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)
     difference = float(sizes.median())
@@ -142,7 +168,9 @@ def _difference(states: Tensor, expected: Tensor) -> float:
 
 
 def _set_attention(model: Any, name: str) -> bool:
-    """Set the attention of a model, unless it does not let its attention be set; return whether it has it now."""
+    """Set the attention of a model, unless it does not let its attention be set; return whether it
+    has it now.
+    """
     with suppress(ValueError, KeyError, AttributeError, ImportError):
         model.set_attn_implementation(name)
     return bool(model.config._attn_implementation == name)
@@ -178,8 +206,12 @@ def _rounding_errors(trunk: Any, device: torch.device) -> Iterator[None]:
         states = (states.float() * (1 + error * torch.finfo(states.dtype).eps / 2)).to(states.dtype)
         return states if isinstance(output, Tensor) else (states, *output[1:])
 
-    places = [module for module in trunk.modules() if isinstance(module, GradientCheckpointingLayer)]
-    handles = [module.register_forward_hook(disturb) for module in (trunk.get_input_embeddings(), *places)]
+    places = [
+        module for module in trunk.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
+    handles = [
+        module.register_forward_hook(disturb) for module in (trunk.get_input_embeddings(), *places)
+    ]
     try:
         yield
     finally:

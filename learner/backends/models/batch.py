@@ -1,4 +1,6 @@
-"""Turns samples into tensors: padded or packed rows for the forward pass, flat trained tokens for the loss."""
+"""Turns samples into tensors: padded or packed rows for the forward pass, flat trained tokens for
+the loss.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,14 @@ from learner.backends.models.packed_rows import PackedRow, SharedRow, pack_row
 class TokenBatch:
     """S sequences, T trained tokens among them, in the order of the sequences.
 
-    Padded: S rows of L input tokens; a causal model's trained positions do not see the padding after them.
-    Packed: one row of all sequences, with a prefix that several of them begin with only once.
+    Padded: S rows of L input tokens; a causal model's trained positions do not see the padding
+    after them. Packed: one row of all sequences, with a prefix that several of them begin with only
+    once.
     """
 
     input_ids: Tensor  # (S, L) int64, or packed (1, L)
-    predictors: Tensor  # (T,) int64, index into the flattened rows of the position that predicts each token
+    # (T,) int64, index into the flattened rows of the position that predicts each token
+    predictors: Tensor
     targets: Tensor  # (T,) int64, the tokens
     sequence: Tensor  # (T,) int64, which sequence a token belongs to
     rollout_logprobs: Tensor  # (T,) float32
@@ -34,22 +38,31 @@ class TokenBatch:
     proximal_logprobs: Tensor | None = None  # (T,) float32, None where some sample has none
     values: Tensor | None = None  # (T,) float32, likewise
     returns: Tensor | None = None  # (T,) float32, likewise
-    position_ids: Tensor | None = None  # (1, L) int64, packed: each token's place in its own sequence
+    # (1, L) int64, packed: each token's place in its own sequence
+    position_ids: Tensor | None = None
     packing: PackedRow | None = None  # packed: where the sequences are
 
     def inputs(self) -> dict[str, Any]:
         """Return the arguments of a transformers model."""
         if self.packing is None:
             return {"input_ids": self.input_ids}
-        # With a mask of ones transformers does not look for sequences in the position ids, which is not needed here.
-        named = {"input_ids": self.input_ids, "position_ids": self.position_ids, "packing": self.packing}
+        # With a mask of ones transformers does not look for sequences in the position ids, which is
+        # not needed here.
+        named = {
+            "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
+            "packing": self.packing,
+        }
         return named | {"attention_mask": torch.ones_like(self.input_ids)}
 
 
-def collate(samples: Sequence[TrainSample], device: torch.device, *, packed: bool = False) -> TokenBatch:
+def collate(
+    samples: Sequence[TrainSample], device: torch.device, *, packed: bool = False
+) -> TokenBatch:
     """Build the tensors of a slice; every sample has at least one trained token.
 
-    A sequence ends before its last trained token, which is only predicted; later tokens are not needed.
+    A sequence ends before its last trained token, which is only predicted; later tokens are not
+    needed.
 
     Args:
         packed: all sequences in one row, for models that ``choose_attention`` accepted for it.
@@ -58,13 +71,16 @@ def collate(samples: Sequence[TrainSample], device: torch.device, *, packed: boo
     tokens = [sample.token_ids[:n] for sample, n in zip(samples, lengths, strict=True)]
     row = SharedRow.of(tokens) if packed else None
     if row is not None:
-        ids, indices = row.token_ids[None], row.indices
+        ids = row.token_ids[None]
+        indices = row.indices
     else:
         ids = np.zeros((len(samples), max(lengths)), np.int64)
         for into, read in zip(ids, tokens, strict=True):
             into[: len(read)] = read
         indices = [number * max(lengths) + np.arange(n) for number, n in enumerate(lengths)]
-    temperatures = np.concatenate([np.full(s.num_tokens, s.temperature, np.float32) for s in samples])
+    temperatures = np.concatenate(
+        [np.full(s.num_tokens, s.temperature, np.float32) for s in samples]
+    )
 
     def put(values: Array) -> Tensor:
         return torch.from_numpy(values).to(device, non_blocking=True)
@@ -73,11 +89,19 @@ def collate(samples: Sequence[TrainSample], device: torch.device, *, packed: boo
         columns = [getattr(s, name) for s in samples]
         if any(column is None for column in columns):
             return None
-        return put(np.concatenate([column[s.positions] for column, s in zip(columns, samples, strict=True)]))
+        return put(
+            np.concatenate(
+                [column[s.positions] for column, s in zip(columns, samples, strict=True)]
+            )
+        )
 
     return TokenBatch(
         input_ids=put(ids),
-        predictors=put(np.concatenate([where[s.positions - 1] for where, s in zip(indices, samples, strict=True)])),
+        predictors=put(
+            np.concatenate(
+                [where[s.positions - 1] for where, s in zip(indices, samples, strict=True)]
+            )
+        ),
         targets=put(np.concatenate([s.token_ids[s.positions] for s in samples]).astype(np.int64)),
         sequence=put(np.repeat(np.arange(len(samples)), [s.num_tokens for s in samples])),
         rollout_logprobs=put(np.concatenate([s.rollout_logprobs[s.positions] for s in samples])),

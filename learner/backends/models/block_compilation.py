@@ -1,4 +1,6 @@
-"""Applies torch.compile to each block of a transformers model, so that equal blocks share compiled code."""
+"""Applies torch.compile to each block of a transformers model, so that equal blocks share compiled
+code.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ import torch
 
 from broker.errors import ConfigError
 
-_VARIANTS: Final = 32  # of one block, by gradient, adapters, packing, single rows; torch stops compiling beyond
+# of one block, by gradient, adapters, packing, single rows; torch stops compiling beyond
+_VARIANTS: Final = 32
 
 
 def compile_blocks(module: Any, device: torch.device) -> None:
@@ -44,7 +47,9 @@ def check_compiler(device: torch.device) -> None:
     Raises:
         ConfigError: if there is no compiler.
     """
-    if device.type == "cpu" and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
+    if device.type == "cpu" and not any(
+        shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")
+    ):
         allowed = "false: on a CPU it needs a C++ compiler, and neither g++ nor clang++ is on PATH"
         raise ConfigError("train.compile", True, allowed)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _VARIANTS)

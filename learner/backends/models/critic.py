@@ -22,8 +22,11 @@ _WEIGHT: Final = "weight."
 _SUMS: Final = ("loss", "clipped", "values", "error", "returns", "returns_squared")
 
 
-def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
-    """Return ``0.5 max((V - R)^2, (V_old + clip(V - V_old, ±clip) - R)^2)``, as in PPO (Schulman et al., 2017).
+def value_losses(
+    values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return ``0.5 max((V - R)^2, (V_old + clip(V - V_old, ±clip) - R)^2)``, as in PPO (Schulman et
+    al., 2017).
 
     Args:
         values: (T,) now, with gradient.
@@ -42,7 +45,8 @@ def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, clip: floa
 
 
 class ValueModel:
-    """The value of the state in which each trained token was sampled. The head starts at 0, so all values do.
+    """The value of the state in which each trained token was sampled. The head starts at 0, so all
+    values do.
 
     Args:
         path: weights of the trunk, with which the policy started.
@@ -69,8 +73,14 @@ class ValueModel:
         nn.init.zeros_(head.bias)
         self.module = nn.ModuleDict({"trunk": trunk_of(loaded), "head": head})
         self.module.to(device).requires_grad_(True)
-        own = {"lr": section.lr, "weight_decay": section.weight_decay, "max_grad_norm": section.max_grad_norm}
-        self.optimizer = MasterOptimizer(dict(self.module.named_parameters()), train.model_copy(update=own))
+        own = {
+            "lr": section.lr,
+            "weight_decay": section.weight_decay,
+            "max_grad_norm": section.max_grad_norm,
+        }
+        self.optimizer = MasterOptimizer(
+            dict(self.module.named_parameters()), train.model_copy(update=own)
+        )
 
     def values(self, batch: TokenBatch) -> Tensor:
         """Return the values of the trained tokens, (T,) float32."""
@@ -80,7 +90,9 @@ class ValueModel:
         return values
 
     def forward_backward(self, batch: TokenBatch) -> dict[str, float]:
-        """Add a slice to the gradient, not yet normalised; return sums over its tokens, and their number."""
+        """Add a slice to the gradient, not yet normalised; return sums over its tokens, and their
+        number.
+        """
         assert batch.values is not None
         assert batch.returns is not None
         values = self.values(batch)
@@ -88,12 +100,24 @@ class ValueModel:
         losses.sum().backward()  # type: ignore[no-untyped-call]
         self.optimizer.collect()
         error = torch.square(values.detach() - batch.returns)
-        found = [losses.detach(), clipped, values.detach(), error, batch.returns, torch.square(batch.returns)]
-        sums = dict(zip(_SUMS, torch.stack([part.double().sum() for part in found]).tolist(), strict=True))
+        found = [
+            losses.detach(),
+            clipped,
+            values.detach(),
+            error,
+            batch.returns,
+            torch.square(batch.returns),
+        ]
+        sums = dict(
+            zip(_SUMS, torch.stack([part.double().sum() for part in found]).tolist(), strict=True)
+        )
         return {"tokens": float(len(losses))} | sums
 
-    def step(self, sums: Mapping[str, float], at: int, steps: int | None = None) -> dict[str, float]:
-        """Update, normalised over all tokens since the last update; return metrics by their published names.
+    def step(
+        self, sums: Mapping[str, float], at: int, steps: int | None = None
+    ) -> dict[str, float]:
+        """Update, normalised over all tokens since the last update; return metrics by their
+        published names.
 
         Args:
             sums: over everything added since.
@@ -128,5 +152,7 @@ class ValueModel:
         """
         own = {_WEIGHT + name: tuple(p.shape) for name, p in self.module.named_parameters()}
         if own != {name: shape for name, shape in state.items() if name.startswith(_WEIGHT)}:
-            raise UserError("the checkpoint's critic belongs to another model, or there is none; begin a new run")
+            raise UserError(
+                "the checkpoint's critic belongs to another model, or there is none; begin a new run"
+            )
         self.optimizer.refuse(shapes_below(OPTIMIZER, state))

@@ -1,4 +1,6 @@
-"""Builds a model without its weights, and fills it from files: whole, or each rank the part that it holds."""
+"""Builds a model without its weights, and fills it from files: whole, or each rank the part that it
+holds.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ Replace = Callable[[str, Any], Tensor]  # of a parameter's name and itself; retu
 
 @dataclass(frozen=True)
 class EmptyModel:
-    """A model whose parameters are on the meta device and whose buffers are ready, and the files with its weights.
+    """A model whose parameters are on the meta device and whose buffers are ready, and the files
+    with its weights.
 
     Attributes:
         path: as the user named the model.
@@ -55,19 +58,29 @@ class EmptyModel:
         def whole(name: str, tensor: Any) -> Tensor:
             found = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             self.read(name, 0, found)
-            return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+            return (
+                nn.Parameter(found, tensor.requires_grad)
+                if isinstance(tensor, nn.Parameter)
+                else found
+            )
 
         self.replace(whole, device)
 
     def replace(self, parameter: Replace, device: torch.device) -> None:
-        """Replace the parameters, tied ones by the same, read the stored buffers and move all to a device."""
+        """Replace the parameters, tied ones by the same, read the stored buffers and move all to a
+        device.
+        """
         saved = {name for name, _ in self.module.named_buffers()} & set(self.module.state_dict())
         done: dict[int, Any] = {}
         for path, owner in self.module.named_modules():
             for key, tensor in [*owner._parameters.items()]:
                 if tensor is not None:
                     if id(tensor) not in done:
-                        done[id(tensor)] = parameter(f"{path}.{key}".removeprefix("."), tensor), tensor  # keeps its id
+                        # keeps its id
+                        done[id(tensor)] = (
+                            parameter(f"{path}.{key}".removeprefix("."), tensor),
+                            tensor,
+                        )
                     owner._parameters[key] = done[id(tensor)][0]
             for key, tensor in [*owner._buffers.items()]:
                 if tensor is not None:
@@ -77,7 +90,8 @@ class EmptyModel:
 
 
 def open_parts(path: str, section: ModelSection) -> EmptyModel | None:
-    """Return the model of a checkpoint without weights in Hugging Face format, None for any other folder.
+    """Return the model of a checkpoint without weights in Hugging Face format, None for any other
+    folder.
 
     Raises:
         ConfigError: if its configuration or parts are missing or damaged.
@@ -91,7 +105,8 @@ def open_parts(path: str, section: ModelSection) -> EmptyModel | None:
 
 
 def weights_in_parts(path: str) -> StoredTensors | None:
-    """Return the weights of a checkpoint that has none in Hugging Face format, None for any other folder.
+    """Return the weights of a checkpoint that has none in Hugging Face format, None for any other
+    folder.
 
     Raises:
         ConfigError: if its parts are missing or damaged.
@@ -100,13 +115,17 @@ def weights_in_parts(path: str) -> StoredTensors | None:
     if not (folder / STATE_FOLDER / "learner.json").is_file() or any(folder.glob("*.safetensors")):
         return None
     try:
-        return StoredTensors(sorted((folder / STATE_FOLDER).glob("part-*.safetensors"))).below(MODEL)
+        return StoredTensors(sorted((folder / STATE_FOLDER).glob("part-*.safetensors"))).below(
+            MODEL
+        )
     except DamagedFileError as error:
         raise ConfigError("model.path", path, str(error)) from None
 
 
 def open_empty(path: str, section: ModelSection) -> EmptyModel | str:
-    """Return a model whose weights can be read in slices, or why they cannot: transformers converts them."""
+    """Return a model whose weights can be read in slices, or why they cannot: transformers converts
+    them.
+    """
     if (found := open_parts(path, section)) is not None:
         return found
     folder = Path(model_folder(path, trust_remote_code=section.trust_remote_code))
@@ -115,7 +134,9 @@ def open_empty(path: str, section: ModelSection) -> EmptyModel | str:
         return "its weights are quantized"
     if module._keep_in_fp32_modules_strict and section.dtype != "float32":
         return "some of its weights stay in float32"
-    if not keeps_names(module, {name: tensor.detach() for name, tensor in module.named_parameters()}):
+    if not keeps_names(
+        module, {name: tensor.detach() for name, tensor in module.named_parameters()}
+    ):
         return "transformers stores its weights under other names"
     try:
         stored = weights_in_files(folder)
@@ -125,7 +146,8 @@ def open_empty(path: str, section: ModelSection) -> EmptyModel | str:
 
 
 def build_empty(path: str, section: ModelSection) -> Any:
-    """Build a model in evaluation mode whose parameters are on the meta device; buffers are computed.
+    """Build a model in evaluation mode whose parameters are on the meta device; buffers are
+    computed.
 
     Raises:
         ConfigError: if transformers cannot read the configuration.
@@ -140,17 +162,23 @@ def build_empty(path: str, section: ModelSection) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, **trust)
         with _parameters_on_meta():
-            module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, section.dtype), **trust)
+            module = AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, section.dtype), **trust
+            )
         if (Path(folder) / "generation_config.json").is_file():
             module.generation_config = GenerationConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError, RuntimeError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise ConfigError("model.path", path, f"transformers cannot build a model from it: {reason}") from error
+        raise ConfigError(
+            "model.path", path, f"transformers cannot build a model from it: {reason}"
+        ) from error
     return module.eval()
 
 
 def _difference(module: Any, stored: StoredTensors) -> str:
-    """Return how the stored weights differ from the model's: names, shapes, or tied weights stored twice."""
+    """Return how the stored weights differ from the model's: names, shapes, or tied weights stored
+    twice.
+    """
     wanted: Mapping[str, Any] = dict(module.named_parameters())
     buffers = {name: tensor for name, tensor in module.state_dict().items() if not tensor.is_meta}
     for name, tensor in {**wanted, **buffers}.items():
@@ -164,13 +192,17 @@ def _difference(module: Any, stored: StoredTensors) -> str:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Within it every parameter that a module registers goes to the meta device before its memory is touched."""
+    """Within it every parameter that a module registers goes to the meta device before its memory
+    is touched.
+    """
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
         if parameter is not None and not parameter.is_meta:
-            module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            module._parameters[name] = nn.Parameter(
+                parameter.detach().to("meta"), parameter.requires_grad
+            )
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:

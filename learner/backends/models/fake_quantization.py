@@ -15,16 +15,19 @@ from learner.backends.models.policy import PolicyModel
 
 @contextmanager
 def quantized_as_sent(policy: PolicyModel) -> Iterator[None]:
-    """Within it the model computes with weights as ``broker.weights.fp8`` rounds them; for passes without gradient.
+    """Within it the model computes with weights as ``broker.weights.fp8`` rounds them; for passes
+    without gradient.
 
-    Each module's weights are rounded when it is called and restored when it returns. So only one module's weights are
-    held twice, and backends that gather a block's weights for its pass (FSDP2, ZeRO) need not gather the model.
+    Each module's weights are rounded when it is called and restored when it returns. So only one
+    module's weights are held twice, and backends that gather a block's weights for its pass (FSDP2,
+    ZeRO) need not gather the model.
     """
     adapters = policy.adapters
     with ExitStack() as stack:
         modules = dict(policy.module.named_modules())
         if any(module._compiled_call_impl is not None for module in modules.values()):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled blocks ignore hooks
+            # compiled blocks ignore hooks
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         if adapters is not None:
             stack.enter_context(adapters.off())  # merged below
 
@@ -34,13 +37,22 @@ def quantized_as_sent(policy: PolicyModel) -> Iterator[None]:
             return tensor.detach()
 
         for name, module in modules.items():
-            plain = {last: f"{name}.{last}".removeprefix(".") for last, w in _own(module).items() if w is not None}
+            plain = {
+                last: f"{name}.{last}".removeprefix(".")
+                for last, w in _own(module).items()
+                if w is not None
+            }
             if adapters is not None:
-                plain = {last: adapters.names[full] for last, full in plain.items() if full in adapters.names}
+                plain = {
+                    last: adapters.names[full]
+                    for last, full in plain.items()
+                    if full in adapters.names
+                }
             if plain:
                 swap = _Swap(plain, lambda whole: policy.whole(whole, live))
                 stack.callback(module.register_forward_pre_hook(swap.put).remove)
-                hook = module.register_forward_hook(swap.back, always_call=True, prepend=True)  # before others
+                # before others
+                hook = module.register_forward_hook(swap.back, always_call=True, prepend=True)
                 stack.callback(hook.remove)
         yield
 
@@ -49,7 +61,8 @@ class _Swap:
     """Replaces one module's weights while it computes."""
 
     def __init__(self, names: dict[str, str], whole: Any) -> None:
-        self._names, self._whole = names, whole
+        self._names = names
+        self._whole = whole
         self._held: dict[str, Any] = {}
 
     @torch.no_grad()

@@ -1,7 +1,9 @@
-"""Low-rank adapters by peft: each linear layer keeps its frozen weight W and trains two small factors.
+"""Low-rank adapters by peft: each linear layer keeps its frozen weight W and trains two small
+factors.
 
-A layer computes ``x W' + (x A') B' * alpha / rank`` (Hu et al., LoRA, 2021, arXiv 2106.09685). Merged weights are
-``W + B A * alpha / rank``, computed in float32 and cast to W's dtype. The factors are always float32.
+A layer computes ``x W' + (x A') B' * alpha / rank`` (Hu et al., LoRA, 2021, arXiv 2106.09685).
+Merged weights are ``W + B A * alpha / rank``, computed in float32 and cast to W's dtype. The
+factors are always float32.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class LoraAdapters:
 
     Attributes:
         names: Hugging Face's names of the model's tensors by the module's names, without factors.
-        exported_names: peft's names of the factors by their names here, see ``broker.weights.adapter``.
+        exported_names: peft's names of the factors by their names here, see
+            ``broker.weights.adapter``.
 
     Raises:
         ConfigError: if peft is missing, or cannot adapt what ``target_modules`` names.
@@ -64,7 +67,8 @@ class LoraAdapters:
         except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
             allowed = f"null: peft cannot adapt {type(module).__name__}: {' '.join(str(error).split())[:300]}"
             raise ConfigError("train.lora", section.model_dump(), allowed) from error
-        self._config.target_modules, self._config.target_parameters = targets.modules, targets.parameters or None
+        self._config.target_modules = targets.modules
+        self._config.target_parameters = targets.parameters or None
         kind = peft.tuners.lora.LoraLayer
         layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, kind)}
         self._layers: list[Any] = list(layers.values())
@@ -78,8 +82,13 @@ class LoraAdapters:
         self._transposed: set[str] = set()
         for name, layer in layers.items():
             weight = f"{plain_name(name)}.{getattr(layer, 'parameter_name', 'weight')}"
-            self._factors[weight] = (f"{name}.lora_A.{_NAME}.weight", f"{name}.lora_B.{_NAME}.weight")
-            if getattr(layer, "num_experts", 1) > 1 and getattr(layer.get_base_layer(), "is_transposed", False):
+            self._factors[weight] = (
+                f"{name}.lora_A.{_NAME}.weight",
+                f"{name}.lora_B.{_NAME}.weight",
+            )
+            if getattr(layer, "num_experts", 1) > 1 and getattr(
+                layer.get_base_layer(), "is_transposed", False
+            ):
                 self._transposed.add(name_pattern(weight))
         self.names = {name: plain_name(name) for name in module.state_dict() if not is_factor(name)}
         self._found = {plain: name for name, plain in self.names.items()}
@@ -109,7 +118,11 @@ class LoraAdapters:
     def shown(self, base: str) -> wire.Adapter:
         """Describe the adapters for an offer; ``base`` is the digest of the weights below them."""
         targets = sorted({name_pattern(name) for name in self._factors})
-        more = {"rank": self._config.r, "scale": self._scale, "transposed": sorted(self._transposed)}
+        more = {
+            "rank": self._config.r,
+            "scale": self._scale,
+            "transposed": sorted(self._transposed),
+        }
         return wire.Adapter(base=base, targets=targets, **more)
 
     def factors(self, find: Find) -> dict[str, Tensor]:
@@ -122,7 +135,9 @@ class LoraAdapters:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Within it the model computes with the frozen weights alone; only for passes without gradient."""
+        """Within it the model computes with the frozen weights alone; only for passes without
+        gradient.
+        """
         self._disable(True)
         try:
             yield
@@ -131,7 +146,8 @@ class LoraAdapters:
 
     def _disable(self, disabled: bool) -> None:
         for layer in self._layers:
-            # enable_adapters would also change requires_grad of the factors, which FSDP reads once, in the first pass.
+            # enable_adapters would also change requires_grad of the factors, which FSDP reads once,
+            # in the first pass.
             layer._disable_adapters = disabled
 
     @contextmanager
@@ -163,7 +179,9 @@ class LoraAdapters:
 
         if not (folder / _CONFIG).is_file():
             own = {"rank": self._config.r, "alpha": self._config.lora_alpha}
-            raise ConfigError("train.lora", own, f"null: {folder.parent} was trained without adapters")
+            raise ConfigError(
+                "train.lora", own, f"null: {folder.parent} was trained without adapters"
+            )
         said = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
         for key, name in (
             ("rank", "r"),
@@ -172,7 +190,9 @@ class LoraAdapters:
             ("target_modules", "target_parameters"),
         ):
             values = (said.get(name), getattr(self._config, name))
-            before, now = (sorted(value) if isinstance(value, list | set) else value for value in values)
+            before, now = (
+                sorted(value) if isinstance(value, list | set) else value for value in values
+            )
             if before != now:
                 allowed = f"{before}, as in {folder.parent}: adapters cannot change their shape"
                 raise ConfigError(f"train.lora.{key}", now, allowed)
@@ -185,7 +205,8 @@ class MergedWeights(Mapping[str, Tensor]):
     """Weights by Hugging Face's names, each merged when it is read."""
 
     def __init__(self, names: Sequence[str], find: Find) -> None:
-        self._names, self._find = dict.fromkeys(names), find
+        self._names = dict.fromkeys(names)
+        self._find = find
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:
@@ -206,7 +227,9 @@ def _peft(section: LoraSection) -> Any:
             import peft
             import peft.tuners.lora
     except ModuleNotFoundError as error:
-        allowed = f"null, for the package {error.name} is not installed: pip install 'rlearner[lora]'"
+        allowed = (
+            f"null, for the package {error.name} is not installed: pip install 'rlearner[lora]'"
+        )
         raise ConfigError("train.lora", section.model_dump(), allowed) from None
     return peft
 

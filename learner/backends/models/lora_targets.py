@@ -1,7 +1,9 @@
-"""Chooses the weights of a model that get adapters: matrices of the language model that tokens are multiplied with.
+"""Chooses the weights of a model that get adapters: matrices of the language model that tokens are
+multiplied with.
 
-Vision and audio towers are left out, because only the language model is trained, as are routers: a small change of
-theirs sends tokens to other experts, which the servers' sums in another order may not follow.
+Vision and audio towers are left out, because only the language model is trained, as are routers: a
+small change of theirs sends tokens to other experts, which the servers' sums in another order may
+not follow.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from learner.config import LoraSection
 _ROUTER: Final = re.compile(r"(^|\.)(router|gate|wg|shared_expert_gate|modality_router)(\.|$)")
 _TOWER: Final = re.compile("vision|visual|audio|projector")
 SMALLEST_SHARE: Final = 0.005  # of the weights, that is named by itself
-_UNCALLED: Final = ("dt_proj",)  # Mamba multiplies by the weight without calling the layer, so adapters are ignored
+# Mamba multiplies by the weight without calling the layer, so adapters are ignored
+_UNCALLED: Final = ("dt_proj",)
 _WEIGHT: Final = ".weight"
 
 
@@ -31,8 +34,8 @@ class AdapterTargets:
 
     Attributes:
         modules: of linear layers, for ``target_modules``.
-        parameters: of weights, for ``target_parameters``: stacked experts, and linear layers whose names peft takes
-            for those of experts.
+        parameters: of weights, for ``target_parameters``: stacked experts, and linear layers whose
+            names peft takes for those of experts.
     """
 
     modules: list[str]
@@ -68,28 +71,41 @@ def find_targets(module: Any, section: LoraSection) -> AdapterTargets:
     """Return what peft is to adapt in a transformers model.
 
     Raises:
-        ConfigError: if no layer has a name, the output layer has it, or peft cannot adapt it as configured.
+        ConfigError: if no layer has a name, the output layer has it, or peft cannot adapt it as
+            configured.
     """
     candidates = list(_candidates(module))
     usable = sorted({each.last for each in candidates if not each.problem})
     if not usable:
-        problems = sorted({f"{each.last}: {each.problem}" for each in candidates}) or ["it has no linear layers"]
+        problems = sorted({f"{each.last}: {each.problem}" for each in candidates}) or [
+            "it has no linear layers"
+        ]
         allowed = f"null: peft can adapt no layer of {type(module).__name__}; {'; '.join(problems)}"
         raise ConfigError("train.lora", section.model_dump(), allowed)
-    chosen = _all_linear(candidates) if section.target_modules == "all-linear" else _named(candidates, section)
+    chosen = (
+        _all_linear(candidates)
+        if section.target_modules == "all-linear"
+        else _named(candidates, section)
+    )
     if not chosen:
-        raise ConfigError("train.lora.target_modules", "all-linear", f"names out of {', '.join(usable)}")
+        raise ConfigError(
+            "train.lora.target_modules", "all-linear", f"names out of {', '.join(usable)}"
+        )
     renamed = _renamed_by_peft(module, {each.last for each in chosen if not each.stacked})
     by_weight = [each for each in chosen if each.stacked or each.last in renamed]
     if by_weight and section.dropout:
         names = ", ".join(sorted({each.last for each in by_weight}))
-        allowed = f"0, or target_modules without {names}: peft adapts stacked experts without dropout"
+        allowed = (
+            f"0, or target_modules without {names}: peft adapts stacked experts without dropout"
+        )
         raise ConfigError("train.lora.dropout", section.dropout, allowed)
     layers = [each.name for each in chosen if each not in by_weight]
     weights = [each.parameter for each in by_weight]
     return AdapterTargets(
         _short_names(layers, [name for name, _ in module.named_modules()], parts=1),
-        _short_names(weights, [name for name, _ in module.named_parameters(remove_duplicate=False)], parts=2),
+        _short_names(
+            weights, [name for name, _ in module.named_parameters(remove_duplicate=False)], parts=2
+        ),
     )
 
 
@@ -100,7 +116,8 @@ def describe_share(sizes: Mapping[str, int], adapted: Collection[str]) -> str:
         sizes: elements of all weights, by name.
     """
     total = max(1, sum(sizes.values()))
-    has, lacks = Counter[str](), Counter[str]()
+    has = Counter[str]()
+    lacks = Counter[str]()
     for name, size in sizes.items():
         layer = name_pattern(name).removesuffix(_WEIGHT).split(".")
         if name in adapted:
@@ -108,20 +125,25 @@ def describe_share(sizes: Mapping[str, int], adapted: Collection[str]) -> str:
         else:
             lacks[_outer_name(layer)] += size
     line = f"adapters on {has.total() / total:.1%} of the weights ({', '.join(sorted(has))})"
-    rest = {name: size / total for name, size in lacks.most_common() if size / total >= SMALLEST_SHARE}
+    rest = {
+        name: size / total for name, size in lacks.most_common() if size / total >= SMALLEST_SHARE
+    }
     rest["other weights"] = lacks.total() / total - sum(rest.values())
     return f"{line}; none on {', '.join(f'{name} {share:.1%}' for name, share in rest.items())}"
 
 
 def _outer_name(layer: list[str]) -> str:
-    """Return a short name of what a weight without adapters belongs to: a tower, or the layer itself."""
+    """Return a short name of what a weight without adapters belongs to: a tower, or the layer
+    itself.
+    """
     tower = next((part for part in layer if _TOWER.search(part)), "")
     return tower or ".".join(part for part in layer[-2:] if part not in ("*", "model"))
 
 
 def _candidates(module: Any) -> Iterator[_Candidate]:
     """Yield the matrices of the language model but the output layer's."""
-    head, text = module.get_output_embeddings(), set(module.get_decoder().modules())
+    head = module.get_output_embeddings()
+    text = set(module.get_decoder().modules())
     places = Counter(id(layer) for _, layer in module.named_modules(remove_duplicate=False))
     for name, layer in module.named_modules():
         if layer not in text or layer is head:
@@ -179,7 +201,8 @@ def _named(candidates: Collection[_Candidate], section: LoraSection) -> list[_Ca
 def _renamed_by_peft(module: Any, names: Collection[str]) -> set[str]:
     """Return the names of linear layers that peft replaces by those of stacked experts.
 
-    Adapters of transformers 4 named single experts, whose layers have the names of shared experts and dense layers.
+    Adapters of transformers 4 named single experts, whose layers have the names of shared experts
+    and dense layers.
     """
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers

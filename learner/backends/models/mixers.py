@@ -1,8 +1,9 @@
 """Recurrent and convolutional layers of packed rows: each sequence of a row has a state of its own.
 
-Layers of linear attention, state spaces and short convolutions carry a state along a row. In a packed row they take
-its sequences as the rows of a batch, like attention. The way of transformers (``cu_seq_lens_q``, ``seq_idx``) works
-only with kernels for few GPUs, and with no prefix that sequences share.
+Layers of linear attention, state spaces and short convolutions carry a state along a row. In a
+packed row they take its sequences as the rows of a batch, like attention. The way of transformers
+(``cu_seq_lens_q``, ``seq_idx``) works only with kernels for few GPUs, and with no prefix that
+sequences share.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ class PackedMixer:
     """The forward pass of a layer that mixes tokens, by sequence.
 
     Attributes:
-        packing: of the row that is computed, None for a padded batch; set before each block, also when its
-            activations are computed again, so it belongs to the block's arguments and not to the model's pass.
+        packing: of the row that is computed, None for a padded batch; set before each block, also
+            when its activations are computed again, so it belongs to the block's arguments and not
+            to the model's pass.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.packing: PackedRow | None = None
-        self._module, self._forward = module, module.forward
+        self._module = module
+        self._forward = module.forward
         module.forward = self.run
 
     def remove(self) -> None:
@@ -46,7 +49,9 @@ class PackedMixer:
         rows = [part[:, 0] for part in self.packing.rows(states[:, None])]
         results = [self._forward(part, *others, **named) for part in rows]
         if not all(isinstance(result, Tensor) for result in results):
-            raise InexactAttentionError(f"{type(self._module).__name__} returns more than its states")
+            raise InexactAttentionError(
+                f"{type(self._module).__name__} returns more than its states"
+            )
         return self.packing.flat([result[:, None] for result in results]).transpose(0, 1)
 
 
@@ -59,17 +64,25 @@ def separate_sequences(trunk: nn.Module) -> Callable[[], None]:
         if isinstance(block, GradientCheckpointingLayer):
             mixers = [PackedMixer(module) for module in block.modules() if _is_mixer(module)]
             if mixers:
-                hook = block.register_forward_pre_hook(partial(_set_packing, mixers), with_kwargs=True)
+                hook = block.register_forward_pre_hook(
+                    partial(_set_packing, mixers), with_kwargs=True
+                )
                 for remove in (hook.remove, *(mixer.remove for mixer in mixers)):
                     undo.callback(remove)
     return undo.close
 
 
 def _is_mixer(module: nn.Module) -> bool:
-    """Recognise a layer that carries a state: all of today's begin with a short convolution over the tokens."""
-    return "forward" not in vars(module) and any(isinstance(child, nn.Conv1d) for child in module.children())
+    """Recognise a layer that carries a state: all of today's begin with a short convolution over
+    the tokens.
+    """
+    return "forward" not in vars(module) and any(
+        isinstance(child, nn.Conv1d) for child in module.children()
+    )
 
 
-def _set_packing(mixers: list[PackedMixer], _: nn.Module, __: tuple[Any, ...], named: dict[str, Any]) -> None:
+def _set_packing(
+    mixers: list[PackedMixer], _: nn.Module, __: tuple[Any, ...], named: dict[str, Any]
+) -> None:
     for mixer in mixers:
         mixer.packing = named.get("packing")

@@ -46,36 +46,54 @@ class ModelSet:
 
     Args:
         rank: of this process; rank 0 offers the weights.
-        load: replaces ``PolicyModel`` for policy and reference; models must have its methods that the backend calls.
+        load: replaces ``PolicyModel`` for policy and reference; models must have its methods that
+            the backend calls.
 
     Attributes:
         ref: None where the algorithm has no divergence from a reference.
         packs: whether all of the models take packed rows.
-        base_digest: of the weights below the adapters; empty unless adapters are offered by themselves.
+        base_digest: of the weights below the adapters; empty unless adapters are offered by
+            themselves.
     """
 
-    def __init__(self, context: RunContext, device: torch.device, rank: int, load: LoadModel | None = None) -> None:
-        train, algorithm, critic, first = context.train, context.algorithm, context.algorithm.critic, context.first_path
+    def __init__(
+        self, context: RunContext, device: torch.device, rank: int, load: LoadModel | None = None
+    ) -> None:
+        train = context.train
+        algorithm = context.algorithm
+        critic = context.algorithm.critic
+        first = context.first_path
         self._context = context
-        load = load or (lambda path, trained: PolicyModel(path, device=device, trainable=trained, **context.loading))
+        load = load or (
+            lambda path, trained: PolicyModel(
+                path, device=device, trainable=trained, **context.loading
+            )
+        )
         self.policy: PolicyModel = load(context.policy_path, True)
         self.base_digest = ""
         if train.lora is not None:
             if train.lora.send == "adapter" and rank == 0:
-                plan = plan_of(self.policy.shapes(), train.weights_bucket_mib, dtype=train.weights_dtype)
-                self.base_digest = digest_of(plan, self.policy.weights())  # of whole weights without adapters
+                plan = plan_of(
+                    self.policy.shapes(), train.weights_bucket_mib, dtype=train.weights_dtype
+                )
+                # of whole weights without adapters
+                self.base_digest = digest_of(plan, self.policy.weights())
             sizes = {name: tensor.numel() for name, tensor in self.policy.shapes().items()}
             adapters = self.policy.adapt(train.lora, context.seed)
             if rank == 0:
                 log.info("train.lora: %s", describe_share(sizes, adapters.adapted))
             if context.model_path != first:
-                adapters.load(Path(context.model_path) / ADAPTER_FOLDER, self.policy.tensors().__getitem__)
+                adapters.load(
+                    Path(context.model_path) / ADAPTER_FOLDER, self.policy.tensors().__getitem__
+                )
         self.ref: PolicyModel | FrozenBase | None = None
         if algorithm.kl_coef:
             self.ref = FrozenBase(self.policy) if train.lora else load(first, False)
         self.critic: ValueModel | None = None
         if critic.enabled:
-            self.critic = ValueModel(first, critic, train, context.model, device, context.max_context)
+            self.critic = ValueModel(
+                first, critic, train, context.model, device, context.max_context
+            )
         self.packs = False
         if getattr(self.policy, "empty", None) is None:
             self.decide_packing()
@@ -92,7 +110,11 @@ class ModelSet:
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return the policy's parameters that are trained, by name."""
-        return {name: parameter for name, parameter in self.policy.module.named_parameters() if parameter.requires_grad}
+        return {
+            name: parameter
+            for name, parameter in self.policy.module.named_parameters()
+            if parameter.requires_grad
+        }
 
     def modules(self) -> list[nn.Module]:
         """Return the modules of all models."""
@@ -116,7 +138,9 @@ class ModelSet:
             ConfigError: if one does not, and ``train.packing`` requires it.
         """
         wanted = self._context.train.packing
-        problem = next((model.unpackable for model in models if model is not None and model.unpackable), "")
+        problem = next(
+            (model.unpackable for model in models if model is not None and model.unpackable), ""
+        )
         if problem and wanted == "packed":
             allowed = f"{self.policy.path} is not exact in packed rows ({problem}): auto or padded"
             raise ConfigError("train.packing", wanted, allowed)

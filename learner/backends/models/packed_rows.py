@@ -1,8 +1,9 @@
 """Layout of packed rows: where the sequences of a row are, and which of them are computed together.
 
-Layers that mix the tokens of a sequence (attention, convolutions, recurrences) take the row's sequences as the rows of
-small batches of similar length; all other layers see the row without padding. A prefix that several sequences begin
-with, as a group with its prompt, is in the row once: only the layers that mix tokens compute it for each.
+Layers that mix the tokens of a sequence (attention, convolutions, recurrences) take the row's
+sequences as the rows of small batches of similar length; all other layers see the row without
+padding. A prefix that several sequences begin with, as a group with its prompt, is in the row once:
+only the layers that mix tokens compute it for each.
 """
 
 from __future__ import annotations
@@ -17,27 +18,37 @@ from torch import Tensor
 
 from learner.algorithm.packing import Array, prefix_order
 
-MAX_LENGTH_RATIO: Final = 1.25  # longest to shortest sequence of one batch; work on its padding is wasted
+# longest to shortest sequence of one batch; work on its padding is wasted
+MAX_LENGTH_RATIO: Final = 1.25
 
 
 class PackedRow:
-    """Where the sequences of a row are; not a tuple, which torch.compile would inspect and compile for each layout.
+    """Where the sequences of a row are; not a tuple, which torch.compile would inspect and compile
+    for each layout.
 
     Attributes:
-        shapes: for each call of the attention kernel, its number of sequences and the length of the longest.
+        shapes: for each call of the attention kernel, its number of sequences and the length of the
+            longest.
         spread: (places,) int64, the row's token at each place of those calls; None: one to one.
         gather: (row,) int64, a place of each token.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, int]], spread: Tensor | None, gather: Tensor | None) -> None:
-        self.shapes, self.spread, self.gather = tuple(shapes), spread, gather
+    def __init__(
+        self, shapes: Sequence[tuple[int, int]], spread: Tensor | None, gather: Tensor | None
+    ) -> None:
+        self.shapes = tuple(shapes)
+        self.spread = spread
+        self.gather = gather
 
     def rows(self, states: Tensor) -> list[Tensor]:
         """(1, heads, row, width) to (sequences, heads, longest, width) for each call."""
         tokens = states[0] if self.spread is None else states[0].index_select(1, self.spread)
         parts = torch.split(tokens, [num * longest for num, longest in self.shapes], 1)
         shaped = zip(parts, self.shapes, strict=True)
-        return [part.view(len(part), num, longest, -1).transpose(0, 1) for part, (num, longest) in shaped]
+        return [
+            part.view(len(part), num, longest, -1).transpose(0, 1)
+            for part, (num, longest) in shaped
+        ]
 
     def flat(self, rows: Sequence[Tensor]) -> Tensor:
         """The inverse, to (row, heads, width)."""
@@ -50,23 +61,29 @@ def pack_row(sequences: Sequence[Array], device: torch.device) -> PackedRow:
     """Group sequences of similar length.
 
     Args:
-        sequences: the indices in the row of each one's tokens, (length,) int64; sequences may share tokens.
+        sequences: the indices in the row of each one's tokens, (length,) int64; sequences may share
+            tokens.
     """
     ordered = sorted(sequences, key=len)
     shapes: list[tuple[int, int]] = []
     spread: list[Array] = []
     while ordered:
         num = sum(len(one) <= MAX_LENGTH_RATIO * len(ordered[0]) for one in ordered)
-        piece, ordered = ordered[:num], ordered[num:]
+        piece = ordered[:num]
+        ordered = ordered[num:]
         longest = len(piece[-1])
         shapes.append((num, longest))
-        # Places after a sequence's end repeat its last token; no token sees them, and their results are dropped.
+        # Places after a sequence's end repeat its last token; no token sees them, and their results
+        # are dropped.
         spread += [np.pad(one, (0, longest - len(one)), mode="edge") for one in piece]
     places = np.concatenate(spread)
-    _, gather = np.unique(places, return_index=True)  # a token's first place, which no padding precedes
+    # a token's first place, which no padding precedes
+    _, gather = np.unique(places, return_index=True)
     if len(gather) == len(places) and bool((places[1:] > places[:-1]).all()):
         return PackedRow(shapes, None, None)
-    return PackedRow(shapes, *(torch.from_numpy(indices).to(device) for indices in (places, gather)))
+    return PackedRow(
+        shapes, *(torch.from_numpy(indices).to(device) for indices in (places, gather))
+    )
 
 
 @dataclass(frozen=True)
@@ -93,11 +110,13 @@ class SharedRow:
         indices: list[Array] = [np.empty(0, np.int64)] * len(sequences)
         ids: list[Array] = []
         places: list[Array] = []
-        before, size = np.empty(0, np.int64), 0
+        before = np.empty(0, np.int64)
+        size = 0
         for number, shared in prefix_order(sequences):
             own = sequences[number][shared:]
             before = np.concatenate([before[:shared], np.arange(size, size + len(own))])
-            indices[number], size = before, size + len(own)
+            indices[number] = before
+            size = size + len(own)
             ids.append(own)
             places.append(np.arange(shared, len(before)))
         return SharedRow(np.concatenate(ids).astype(np.int64), np.concatenate(places), indices)

@@ -39,15 +39,17 @@ LogitFunction = Callable[..., tuple[Tensor, ...]]  # of logits and columns, (t, 
 
 
 class PolicyModel:
-    """A causal language model on one device, in evaluation mode: without dropout, so that logprobs equal the engines'.
+    """A causal language model on one device, in evaluation mode: without dropout, so that logprobs
+    equal the engines'.
 
-    The vocabulary-sized part of the forward pass, usually the largest, runs for trained positions only; if one chunk
-    does not hold them all, chunks are computed again in the backward pass.
+    The vocabulary-sized part of the forward pass, usually the largest, runs for trained positions
+    only; if one chunk does not hold them all, chunks are computed again in the backward pass.
 
     Args:
         packing: let it take packed rows if it can.
         max_context: tokens of the run's longest sequence; None for the model's positions.
-        divided: leave its weights to a backend that reads a part of them on each rank, if their files allow that.
+        divided: leave its weights to a backend that reads a part of them on each rank, if their
+            files allow that.
 
     Attributes:
         empty: its weights, which must be read before ``probe``; None if it has them.
@@ -66,7 +68,9 @@ class PolicyModel:
         divided: bool = False,
         max_context: int | None = None,
     ) -> None:
-        self.device, self.path, self._packing = device, path, packing
+        self.device = device
+        self.path = path
+        self._packing = packing
         self.empty: EmptyModel | None = None
         if divided:
             found = open_empty(path, model)
@@ -75,19 +79,26 @@ class PolicyModel:
                 fix_positions(found.module, max_context)
             else:
                 log.info("%s: every rank loads the whole model: %s", path, found)
-        loaded = self.empty.module if self.empty is not None else load_model(path, model, device, max_context)
+        loaded = (
+            self.empty.module
+            if self.empty is not None
+            else load_model(path, model, device, max_context)
+        )
         self.module = loaded
         self.module.requires_grad_(trainable)
         for name in untrained_parts(self.module):
-            self.module.get_parameter(name).requires_grad_(False)  # checkpoints keep them as they are
+            # checkpoints keep them as they are
+            self.module.get_parameter(name).requires_grad_(False)
         self.head = self.module.get_output_embeddings()
         if self.head is None:
             allowed = f"{type(self.module).__name__} has no output embeddings: not a language model"
             raise ConfigError("model.path", path, allowed)
         self._head_rows = int(self.head.weight.shape[0])  # a sharded weight has no rows later
         self.adapters: LoraAdapters | None = None
-        self.within: Callable[..., Any] = _call  # calls a function that reads weights; sharded models gather them
-        self.unpackable, self._plain_head = "", False
+        # calls a function that reads weights; sharded models gather them
+        self.within: Callable[..., Any] = _call
+        self.unpackable = ""
+        self._plain_head = False
         if self.empty is None:
             self.probe()
 
@@ -101,7 +112,9 @@ class PolicyModel:
         """Find out by trial runs what the model can do; all ranks do, once they have its weights."""
 
         def run() -> Tensor:
-            self.unpackable = choose_attention(self.module, self.device, self.path, packed=self._packing)
+            self.unpackable = choose_attention(
+                self.module, self.device, self.path, packed=self._packing
+            )
             self._plain_head = self._head_is_plain()
             return torch.zeros(())
 
@@ -114,27 +127,36 @@ class PolicyModel:
         return self.adapters
 
     def checkpoint_blocks(self) -> None:
-        """Keep only the input of each transformer block and compute the rest again in the backward pass.
+        """Keep only the input of each transformer block and compute the rest again in the backward
+        pass.
 
         Raises:
             ConfigError: if the model does not support it.
         """
         from transformers.modeling_layers import GradientCheckpointingLayer
 
-        blocks = [block for block in self.module.modules() if isinstance(block, GradientCheckpointingLayer)]
+        blocks = [
+            block
+            for block in self.module.modules()
+            if isinstance(block, GradientCheckpointingLayer)
+        ]
         if not blocks or not self.module.supports_gradient_checkpointing:
             allowed = f"false: {type(self.module).__name__} has no blocks to checkpoint"
             raise ConfigError("train.gradient_checkpointing", True, allowed)
-        self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.module.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
         for block in blocks:
-            block.training = True  # blocks check it; their layers stay in evaluation mode, without dropout
+            # blocks check it; their layers stay in evaluation mode, without dropout
+            block.training = True
 
     def compile_blocks(self) -> None:
         """See ``learner.backends.models.block_compilation``."""
         compile_blocks(self.module, self.device)
 
     def score(self, batch: TokenBatch, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
-        """Return each trained token's logprob and entropy in nats, (T,) float32, at the batch's temperatures.
+        """Return each trained token's logprob and entropy in nats, (T,) float32, at the batch's
+        temperatures.
 
         Args:
             entropy_grad: let gradient flow through the entropy too.
@@ -149,8 +171,11 @@ class PolicyModel:
         self, features: Tensor, batch: TokenBatch, *, entropy_grad: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Return what ``score`` does, from ``features``."""
-        columns = [batch.targets] if batch.temperature is None else [batch.targets, batch.temperature]
-        # Only a plain head's logits are read by nothing else: what caps them needs them in its backward pass.
+        columns = (
+            [batch.targets] if batch.temperature is None else [batch.targets, batch.temperature]
+        )
+        # Only a plain head's logits are read by nothing else: what caps them needs them in its
+        # backward pass.
         scores = partial(token_scores, entropy_grad=entropy_grad, owned=self._plain_head)
         logprobs, entropy = map_chunks(scores, self.logits, features, columns, self._chunk_width)
         return logprobs, entropy
@@ -159,22 +184,30 @@ class PolicyModel:
     def _chunk_width(self) -> int:
         return self._head_rows if self._plain_head else 0
 
-    def map_logits(self, batch: TokenBatch, function: LogitFunction, *columns: Tensor) -> tuple[Tensor, ...]:
-        """Apply a function to the logits, (t, vocabulary), of chunks of the trained tokens; return (T, …) each.
+    def map_logits(
+        self, batch: TokenBatch, function: LogitFunction, *columns: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Apply a function to the logits, (t, vocabulary), of chunks of the trained tokens; return
+        (T, …) each.
 
         Args:
-            function: takes the logits of t of the T tokens and their part of the columns; returns tensors (t, …).
+            function: takes the logits of t of the T tokens and their part of the columns; returns
+                tensors (t, …).
             columns: (T, …) each.
         """
         found: tuple[Tensor, ...] = self.within(self._map_logits, batch, function, *columns)
         return found
 
-    def _map_logits(self, batch: TokenBatch, function: LogitFunction, *columns: Tensor) -> tuple[Tensor, ...]:
+    def _map_logits(
+        self, batch: TokenBatch, function: LogitFunction, *columns: Tensor
+    ) -> tuple[Tensor, ...]:
         features = self.features(batch)
         return map_chunks(function, self.logits, features, columns, MANY_COPIES * self._chunk_width)
 
     def features(self, batch: TokenBatch) -> Tensor:
-        """Return the input of ``logits`` for the T trained tokens: hidden states, or logits without a plain head."""
+        """Return the input of ``logits`` for the T trained tokens: hidden states, or logits without
+        a plain head.
+        """
         if not self._plain_head:
             return self._selected_logits(batch)
         hidden = trunk_of(self.module)(**batch.inputs(), use_cache=False).last_hidden_state
@@ -188,7 +221,9 @@ class PolicyModel:
 
     @torch.no_grad()
     def logprobs(self, token_ids: Tensor) -> Tensor:
-        """Return log p(token[i + 1] | token[: i + 1]) at temperature 1, (n,) int64 to (n - 1,) float32."""
+        """Return log p(token[i + 1] | token[: i + 1]) at temperature 1, (n,) int64 to (n - 1,)
+        float32.
+        """
         if len(token_ids) < 2:
             return torch.zeros(0, device=self.device)
         found: Tensor = self.within(self._logprobs, token_ids)
@@ -201,25 +236,34 @@ class PolicyModel:
 
     @contextmanager
     def plain_attention(self) -> Iterator[None]:
-        """Within it attention is computed as the model's own code defines it, without a faster implementation."""
-        configs = {id(part.config): part.config for part in self.module.modules() if hasattr(part, "config")}
+        """Within it attention is computed as the model's own code defines it, without a faster
+        implementation.
+        """
+        configs = {
+            id(part.config): part.config
+            for part in self.module.modules()
+            if hasattr(part, "config")
+        }
         chosen = [(config, config._attn_implementation) for config in configs.values()]
         try:
             for config, _ in chosen:
                 config._attn_implementation = "eager"
             yield
         finally:
-            for config, implementation in chosen:  # of the whole model first: it sets those of its parts
+            # of the whole model first: it sets those of its parts
+            for config, implementation in chosen:
                 config._attn_implementation = implementation
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return parameters, then persistent buffers, by state-dict name in order; tied ones once, by the first name.
+        """Return parameters, then persistent buffers, by state-dict name in order; tied ones once,
+        by the first name.
 
         Adapters are merged into each weight when it is read.
         """
         tensors = self.tensors()
         plain = {name: name for name in tensors} if self.adapters is None else self.adapters.names
-        seen: set[tuple[int, int]] = set()  # by storage, since memory may be on the meta device or moved away
+        # by storage, since memory may be on the meta device or moved away
+        seen: set[tuple[int, int]] = set()
         distinct: list[str] = []
         for name, tensor in tensors.items():
             place = (tensor.untyped_storage()._cdata, int(tensor.storage_offset()))
@@ -233,7 +277,9 @@ class PolicyModel:
     def tensors(self) -> dict[str, Tensor]:
         """Return the module's live parameters, then its persistent buffers, by the module's names."""
         found = dict(self.module.named_parameters())
-        found |= {name: tensor for name, tensor in self.module.state_dict().items() if name not in found}
+        found |= {
+            name: tensor for name, tensor in self.module.state_dict().items() if name not in found
+        }
         return {name: tensor.detach() for name, tensor in found.items()}
 
     def whole(self, name: str, find: Find) -> Tensor:
@@ -252,7 +298,8 @@ class PolicyModel:
         return {name: tensors[name].to("meta") for name in self.weights()}
 
     def _selected_logits(self, batch: TokenBatch) -> Tensor:
-        # The model's forward pass, which may change logits, with a head that sees only the selected positions.
+        # The model's forward pass, which may change logits, with a head that sees only the selected
+        # positions.
         def select(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return (args[0].flatten(0, 1).index_select(0, batch.predictors)[None], *args[1:])
 
@@ -265,19 +312,28 @@ class PolicyModel:
 
     @torch.no_grad()
     def _head_is_plain(self) -> bool:
-        """Decide by a trial run whether logits are ``head(last hidden state)``: some models cap or scale them."""
+        """Decide by a trial run whether logits are ``head(last hidden state)``: some models cap or
+        scale them.
+        """
         ids = torch.arange(_PROBE_TOKENS, device=self.device)[None] % self.vocab_size
         try:
-            ours = self.head(trunk_of(self.module)(input_ids=ids, use_cache=False).last_hidden_state)
+            ours = self.head(
+                trunk_of(self.module)(input_ids=ids, use_cache=False).last_hidden_state
+            )
         except (AttributeError, TypeError):
             return False
         return bool(torch.equal(ours, self.module(input_ids=ids, use_cache=False).logits))
 
 
 def map_chunks(
-    function: LogitFunction, logits: Callable[[Tensor], Tensor], features: Tensor, columns: Sequence[Tensor], width: int
+    function: LogitFunction,
+    logits: Callable[[Tensor], Tensor],
+    features: Tensor,
+    columns: Sequence[Tensor],
+    width: int,
 ) -> tuple[Tensor, ...]:
-    """Return ``function(logits(features), *columns)``, in chunks that fit the budget; backward passes repeat them.
+    """Return ``function(logits(features), *columns)``, in chunks that fit the budget; backward
+    passes repeat them.
 
     Args:
         features: (T, …), as are the columns.
@@ -311,15 +367,17 @@ def fix_positions(module: Any, max_context: int | None) -> None:
         fix_rope(module, longest)
 
 
-def load_model(path: str, section: ModelSection, device: torch.device, max_context: int | None = None) -> Any:
+def load_model(
+    path: str, section: ModelSection, device: torch.device, max_context: int | None = None
+) -> Any:
     """Load a causal language model in evaluation mode.
 
     Args:
         max_context: as for ``fix_positions``.
 
     Raises:
-        ConfigError: if the path holds none, or weights are missing, which transformers would initialise at random, or
-            hold NaN or infinity.
+        ConfigError: if the path holds none, or weights are missing, which transformers would
+            initialise at random, or hold NaN or infinity.
     """
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
@@ -337,15 +395,29 @@ def load_model(path: str, section: ModelSection, device: torch.device, max_conte
     folder = model_folder(path, trust_remote_code=section.trust_remote_code)
     if problem := training_problem(read_json(Path(folder) / "config.json", path, "model.path")):
         raise ConfigError("model.path", path, problem)
-    named: dict[str, Any] = {"dtype": getattr(torch, section.dtype), "trust_remote_code": section.trust_remote_code}
+    named: dict[str, Any] = {
+        "dtype": getattr(torch, section.dtype),
+        "trust_remote_code": section.trust_remote_code,
+    }
     named |= {"use_safetensors": True, "output_loading_info": True}
     try:
         model, info = AutoModelForCausalLM.from_pretrained(folder, **named)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        RuntimeError,
+        SafetensorError,
+        StrictDataclassError,
+    ) as error:
         allowed = f"transformers cannot load a causal language model from it: {' '.join(str(error).split())[:300]}"
         raise ConfigError("model.path", path, allowed) from error
     if missing := sorted(info["missing_keys"]):
-        raise ConfigError("model.path", path, f"{len(missing)} of its weights are missing, the first is {missing[0]}")
+        raise ConfigError(
+            "model.path",
+            path,
+            f"{len(missing)} of its weights are missing, the first is {missing[0]}",
+        )
     model = model.eval().to(device)
     if problem := weights_problem(dict(model.named_parameters()), folder):
         raise ConfigError("model.path", path, f"a model of finite weights: {problem}")

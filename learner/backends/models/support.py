@@ -9,10 +9,11 @@ from rlearner_text.transformers_import import import_transformers
 
 
 def training_problem(config: Mapping[str, Any]) -> str:
-    """Return why the learner cannot train a model; empty if it is a causal language model with plain weights.
+    """Return why the learner cannot train a model; empty if it is a causal language model with
+    plain weights.
 
-    What a configuration does not show, such as attention that sees later tokens, shows in the trial run of
-    ``choose_attention``.
+    What a configuration does not show, such as attention that sees later tokens, shows in the trial
+    run of ``choose_attention``.
 
     Args:
         config: config.json of the model.
@@ -25,7 +26,11 @@ def training_problem(config: Mapping[str, Any]) -> str:
 
     kind = str(config.get("model_type", ""))
     if (quantization := config.get("quantization_config")) is not None:
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
+        method = (
+            quantization.get("quant_method", "unknown")
+            if isinstance(quantization, Mapping)
+            else quantization
+        )
         return f"its weights are quantised ({method}): convert them to bfloat16 first"
     if config.get("is_encoder_decoder"):
         return f"{kind} has an encoder: it is no causal language model"

@@ -1,8 +1,9 @@
-"""Logprob and entropy of tokens from their logits, in blocks that stay in a cache, within the logits' own memory.
+"""Logprob and entropy of tokens from their logits, in blocks that stay in a cache, within the
+logits' own memory.
 
-The plain formula reads and writes the whole (tokens, vocabulary) matrix about ten times and holds five copies of it.
-Here a block of rows is read once, its probabilities replace the logits, and the backward pass turns these into the
-gradient, also in place.
+The plain formula reads and writes the whole (tokens, vocabulary) matrix about ten times and holds
+five copies of it. Here a block of rows is read once, its probabilities replace the logits, and the
+backward pass turns these into the gradient, also in place.
 """
 
 from __future__ import annotations
@@ -13,13 +14,19 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-BLOCK_BYTES: Final = {"cpu": 1 << 20}  # of one block of rows in float32: half of a core's second-level cache
+# of one block of rows in float32: half of a core's second-level cache
+BLOCK_BYTES: Final = {"cpu": 1 << 20}
 _OTHER_BLOCK_BYTES: Final = 1 << 26  # on a GPU: large enough to hide the start of kernels
 _LOWEST: Final = torch.finfo(torch.float32).min
 
 
 def token_scores(
-    logits: Tensor, targets: Tensor, temperature: Tensor | None = None, *, entropy_grad: bool = False, owned: bool
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor | None = None,
+    *,
+    entropy_grad: bool = False,
+    owned: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return each target's logprob and its distribution's entropy in nats, (T,) float32 each.
 
@@ -31,16 +38,24 @@ def token_scores(
         owned: float32 logits are no longer needed by anyone and may be overwritten.
     """
     own = owned or logits.dtype != torch.float32
-    found: tuple[Tensor, Tensor] = _TokenScores.apply(logits.float(), targets, temperature, entropy_grad, own)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor] = _TokenScores.apply(
+        logits.float(), targets, temperature, entropy_grad, own
+    )  # type: ignore[no-untyped-call]
     return found
 
 
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, temperature: Tensor | None, entropy_grad: bool, owned: bool
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        temperature: Tensor | None,
+        entropy_grad: bool,
+        owned: bool,
     ) -> tuple[Tensor, Tensor]:
-        chosen, entropy = logits.new_empty(len(logits)), logits.new_empty(len(logits))
+        chosen = logits.new_empty(len(logits))
+        entropy = logits.new_empty(len(logits))
         probabilities = logits if owned else torch.empty_like(logits)
         for rows in _blocks(logits):
             own = logits[rows] if temperature is None else logits[rows] / temperature[rows, None]
@@ -53,17 +68,24 @@ class _TokenScores(torch.autograd.Function):
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         # Saved this way, checkpointing and offload see it, and a second backward pass is an error.
-        ctx.save_for_backward(probabilities, targets, temperature, entropy if entropy_grad else None)
+        ctx.save_for_backward(
+            probabilities, targets, temperature, entropy if entropy_grad else None
+        )
         return chosen, entropy
 
     @staticmethod
     def backward(ctx: Any, of_chosen: Tensor, of_entropy: Tensor) -> tuple[Tensor | None, ...]:
         gradient, targets, temperature, entropy = ctx.saved_tensors
         if temperature is not None:
-            of_chosen, of_entropy = of_chosen / temperature, of_entropy / temperature
+            of_chosen = of_chosen / temperature
+            of_entropy = of_entropy / temperature
         for rows in _blocks(gradient):
             block = gradient[rows]  # probabilities p, which become -g p - h (p log p + H p)
-            surprise = None if entropy is None else torch.xlogy(block, block).addcmul_(block, entropy[rows, None])
+            surprise = (
+                None
+                if entropy is None
+                else torch.xlogy(block, block).addcmul_(block, entropy[rows, None])
+            )
             block.mul_(-of_chosen[rows, None])
             if surprise is not None:
                 block.addcmul_(surprise, of_entropy[rows, None], value=-1.0)

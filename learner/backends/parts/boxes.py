@@ -1,4 +1,5 @@
-"""Elements of a tensor as boxes of a matrix: ranges of the flattened tensor, and blocks of columns; pure functions.
+"""Elements of a tensor as boxes of a matrix: ranges of the flattened tensor, and blocks of columns;
+pure functions.
 
 A tensor of several dimensions has a row for each index of the first, any other tensor is one row.
 """
@@ -34,13 +35,16 @@ class Box:
 
     def meet(self, other: Box) -> Box | None:
         """Return what two boxes have in common, None if that is nothing."""
-        top, bottom = max(self.top, other.top), min(self.bottom, other.bottom)
-        left, right = max(self.left, other.left), min(self.right, other.right)
+        top = max(self.top, other.top)
+        bottom = min(self.bottom, other.bottom)
+        left = max(self.left, other.left)
+        right = min(self.right, other.right)
         return Box(top, bottom, left, right) if top < bottom and left < right else None
 
     def cut(self, numel: int) -> Iterator[Box]:
         """Yield boxes of at most ``numel`` elements: of whole rows, or of one row that has more."""
-        rows, columns = max(1, numel // max(1, self.columns)), min(self.columns, numel)
+        rows = max(1, numel // max(1, self.columns))
+        columns = min(self.columns, numel)
         for top in range(self.top, self.bottom, rows):
             for left in range(self.left, self.right, max(1, columns)):
                 yield Box(top, min(top + rows, self.bottom), left, min(left + columns, self.right))
@@ -52,7 +56,9 @@ def matrix_of(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def boxes_between(start: int, stop: int, width: int) -> Iterator[Box]:
-    """Yield a range of the flattened tensor in order: the end of a row, whole rows, the beginning of a row."""
+    """Yield a range of the flattened tensor in order: the end of a row, whole rows, the beginning
+    of a row.
+    """
     while start < stop:
         row, column = divmod(start, width)
         if column or stop - start < width:
@@ -71,7 +77,8 @@ def stored_boxes(whole: Sequence[int], shape: Sequence[int], offsets: Sequence[i
     Args:
         whole: the tensor's shape.
         shape: the entry's.
-        offsets: the place of its first element in the flattened tensor, or of a block in a matrix, row and column.
+        offsets: the place of its first element in the flattened tensor, or of a block in a matrix,
+            row and column.
 
     Raises:
         ValueError: if that is not in the tensor, or a block of another kind.
@@ -80,12 +87,18 @@ def stored_boxes(whole: Sequence[int], shape: Sequence[int], offsets: Sequence[i
     if len(offsets) == 1:
         found = list(boxes_between(offsets[0], offsets[0] + prod(shape), width)) if width else []
     elif len(offsets) == len(whole) == len(shape) == 2:
-        found = [Box(offsets[0], offsets[0] + shape[0], offsets[1], offsets[1] + shape[1])] if prod(shape) else []
+        found = (
+            [Box(offsets[0], offsets[0] + shape[0], offsets[1], offsets[1] + shape[1])]
+            if prod(shape)
+            else []
+        )
     else:
         raise ValueError(f"a slice of shape {list(shape)} at {list(offsets)} of {list(whole)}")
     for box in found:
         if not (0 <= box.top < box.bottom <= rows and 0 <= box.left < box.right <= width):
-            raise ValueError(f"a slice of shape {list(shape)} at {list(offsets)} is outside {list(whole)}")
+            raise ValueError(
+                f"a slice of shape {list(shape)} at {list(offsets)} is outside {list(whole)}"
+            )
     return found
 
 

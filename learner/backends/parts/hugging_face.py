@@ -12,7 +12,13 @@ from torch import Tensor
 
 from learner.backends.parts.names import ADAPTER
 from learner.backends.parts.original import find_original
-from learner.backends.parts.sources import ConvertedWeights, KeptWeights, MergedWeights, StoredWeights, WeightSource
+from learner.backends.parts.sources import (
+    ConvertedWeights,
+    KeptWeights,
+    MergedWeights,
+    StoredWeights,
+    WeightSource,
+)
 from learner.backends.parts.stored import INDEX, StoredTensors
 from learner.backends.parts.stored_model import StoredBase, StoredModel
 from learner.backends.parts.writing import CODES, header, pieces
@@ -44,7 +50,11 @@ def write_description(
         path: folder or hub name of the model that the run started from.
     """
     original = find_original(path)
-    kept = use_conversions(module, list(original.tensors), names, untrained) if original.tensors else []
+    kept = (
+        use_conversions(module, list(original.tensors), names, untrained)
+        if original.tensors
+        else []
+    )
     config = module.config
     config.dtype = str(module.dtype).removeprefix("torch.")
     config.architectures = [type(module).__name__.removeprefix("FSDP")]
@@ -62,7 +72,11 @@ def write_description(
 
 
 def write_model(
-    model: StoredModel, parts: Sequence[str | Path], folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES
+    model: StoredModel,
+    parts: Sequence[str | Path],
+    folder: Path,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write all weights into a folder that has the configuration; adapters are merged in.
 
@@ -77,7 +91,9 @@ def write_model(
     source: WeightSource = StoredWeights(model, stored)
     if model.base is not None:
         source = MergedWeights(model, model.base, _factors(stored))
-    sources: list[WeightSource] = [source if model.same_names else ConvertedWeights(model, source, folder)]
+    sources: list[WeightSource] = [
+        source if model.same_names else ConvertedWeights(model, source, folder)
+    ]
     if model.kept:
         sources.append(KeptWeights(model))
     place = {name: each for each in sources for name in each.shapes}
@@ -87,7 +103,9 @@ def write_model(
     for file, names in zip(files, shards, strict=True):
         _write(file, {name: like[name] for name in names}, lambda name: place[name].pieces(name))
     if len(files) > 1:
-        where = {name: file.name for file, names in zip(files, shards, strict=True) for name in names}
+        where = {
+            name: file.name for file, names in zip(files, shards, strict=True) for name in names
+        }
         total = sum(tensor.nbytes for tensor in like.values())
         about = {"metadata": {"total_size": total}, "weight_map": where}
         (folder / INDEX).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
@@ -102,8 +120,12 @@ def write_adapters(model: StoredModel, parts: Sequence[str | Path], folder: Path
     """
     if model.base is not None:
         names = model.base.exported_names
-        factors = {names.get(name, name): factor for name, factor in _factors(StoredTensors(parts)).items()}
-        _write(folder / ADAPTER_FOLDER / ADAPTER_WEIGHTS, factors, lambda name: pieces(factors[name]))
+        factors = {
+            names.get(name, name): factor for name, factor in _factors(StoredTensors(parts)).items()
+        }
+        _write(
+            folder / ADAPTER_FOLDER / ADAPTER_WEIGHTS, factors, lambda name: pieces(factors[name])
+        )
 
 
 def _factors(stored: StoredTensors) -> dict[str, Tensor]:
@@ -125,14 +147,20 @@ def shards_of(like: Mapping[str, Tensor], max_bytes: int) -> list[list[str]]:
 
 def shard_name(index: int, count: int) -> str:
     """Return the name that transformers gives a file of a model."""
-    return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+    return (
+        "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+    )
 
 
-def _write(file: Path, like: Mapping[str, Tensor], bytes_of: Callable[[str], Iterator[memoryview]]) -> None:
+def _write(
+    file: Path, like: Mapping[str, Tensor], bytes_of: Callable[[str], Iterator[memoryview]]
+) -> None:
     """Write tensors of the shapes and dtypes of ``like``."""
     names = sorted(like, key=lambda name: -like[name].itemsize)  # aligned; otherwise in order
     with file.open("wb") as opened:
-        opened.write(header([(name, like[name].dtype, list(like[name].shape)) for name in names], {}))
+        opened.write(
+            header([(name, like[name].dtype, list(like[name].shape)) for name in names], {})
+        )
         for name in names:
             for piece in bytes_of(name):
                 opened.write(piece)

@@ -47,7 +47,8 @@ class OriginalModel:
         return dict(json.loads(file.read_text("utf-8"))) if file.is_file() else {}
 
     def write_config(self, folder: Path, dtype: str) -> None:
-        """Write the configuration with all parts of the model into a folder, and those of its processors.
+        """Write the configuration with all parts of the model into a folder, and those of its
+        processors.
 
         Args:
             dtype: of the weights that were trained.
@@ -61,7 +62,9 @@ class OriginalModel:
 
 
 def find_original(path: str) -> OriginalModel:
-    """Return the model at a path; for a checkpoint without files of this format, the model that it started from."""
+    """Return the model at a path; for a checkpoint without files of this format, the model that it
+    started from.
+    """
     folder = Path(model_folder(path))
     about = folder / STATE_FOLDER / MODEL_FILE
     if about.is_file() and not any(folder.glob("*.safetensors")):

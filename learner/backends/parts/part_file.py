@@ -46,7 +46,9 @@ class PartFile(msgspec.Struct, frozen=True):
         except OSError as error:
             raise DamagedFileError(f"{self.path} cannot be read: {error.strerror}") from None
         if hasher.hexdigest() != self.digest:
-            raise DamagedFileError(f"{self.path} is damaged: its digest is not that of the bytes written")
+            raise DamagedFileError(
+                f"{self.path} is damaged: its digest is not that of the bytes written"
+            )
 
 
 def part_name(rank: int, size: int) -> str:

@@ -19,7 +19,8 @@ class Slice:
         start: of the first of these elements in the flattened whole.
         tensor: the elements, of any shape; live, so loading writes into it.
         shared: whether every rank holds the same elements.
-        among: if only some ranks hold the same elements, this rank's place among them, and their number.
+        among: if only some ranks hold the same elements, this rank's place among them, and their
+            number.
         block: whether ``tensor`` has some columns of a matrix, for some or all of its rows.
     """
 
@@ -47,7 +48,9 @@ class Slice:
         return length * place // count, length * (place + 1) // count
 
     def own(self, rank: int, size: int) -> Slice:
-        """Return what a rank of ``size`` answers for: of what several hold, an equal range, or rows of a block."""
+        """Return what a rank of ``size`` answers for: of what several hold, an equal range, or rows
+        of a block.
+        """
         first, last = self.span(rank, size)
         held = self.tensor.detach() if self.block else self.tensor.detach().reshape(-1)
         start = self.start + first * (self.shape[1] if self.block else 1)
@@ -56,7 +59,9 @@ class Slice:
     def staged(self, rank: int, size: int) -> Slice:
         """Return a copy in host memory of what a rank writes."""
         own = self.own(rank, size)
-        return replace(own, tensor=own.tensor.to("cpu", copy=True, memory_format=torch.contiguous_format))
+        return replace(
+            own, tensor=own.tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        )
 
 
 @torch.no_grad()

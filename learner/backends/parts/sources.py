@@ -1,4 +1,6 @@
-"""Where the tensors of a written model come from: parts, merged adapters, conversions, the original files."""
+"""Where the tensors of a written model come from: parts, merged adapters, conversions, the original
+files.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +48,17 @@ class StoredWeights:
     """The weights in the parts."""
 
     def __init__(self, model: StoredModel, stored: StoredTensors) -> None:
-        self.shapes, self._stored = model.on_meta(), stored
-        missing = [name for name in model.weights if MODEL + name not in stored] if model.base is None else []
+        self.shapes = model.on_meta()
+        self._stored = stored
+        missing = (
+            [name for name in model.weights if MODEL + name not in stored]
+            if model.base is None
+            else []
+        )
         if missing:
-            raise DamagedFileError(f"the parts lack {len(missing)} weights, the first is {missing[0]}")
+            raise DamagedFileError(
+                f"the parts lack {len(missing)} weights, the first is {missing[0]}"
+            )
 
     def pieces(self, name: str) -> Iterator[memoryview]:
         yield from _pieces(self._stored, MODEL + name)
@@ -59,14 +68,19 @@ class StoredWeights:
 
 
 class MergedWeights:
-    """The base's weights with the adapters merged in; all are in memory if the base's files hold them otherwise."""
+    """The base's weights with the adapters merged in; all are in memory if the base's files hold
+    them otherwise.
+    """
 
     def __init__(self, model: StoredModel, base: StoredBase, factors: Mapping[str, Tensor]) -> None:
         self.shapes = like = model.on_meta()
         stored = weights_in_files(Path(model_folder(base.path)))
         same = {name: stored.entries[name].shape for name in like if name in stored}
         weights: Mapping[str, Tensor] = CastWeights(stored, like)
-        if same != {name: tuple(tensor.shape) for name, tensor in like.items()} or not model.same_names:
+        if (
+            same != {name: tuple(tensor.shape) for name, tensor in like.items()}
+            or not model.same_names
+        ):
             weights = _loaded(base.path, like)
         self._weights = MergedModel(weights, factors, base.targets, base.scale, base.transposed)
 
@@ -84,7 +98,9 @@ def _loaded(path: str, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     log.info("%s: its weights are held in memory, to be converted", path)
     dtype = next(iter(like.values())).dtype
-    module = AutoModelForCausalLM.from_pretrained(model_folder(path), dtype=dtype, use_safetensors=True)
+    module = AutoModelForCausalLM.from_pretrained(
+        model_folder(path), dtype=dtype, use_safetensors=True
+    )
     state = module.state_dict()
     return {name: state[name] for name in like}
 
@@ -99,7 +115,11 @@ class ConvertedWeights:
         with torch.device("meta"):
             self._module: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
         if model.original:
-            use_conversions(self._module, list(find_original(model.original).tensors), list(self._module.state_dict()))
+            use_conversions(
+                self._module,
+                list(find_original(model.original).tensors),
+                list(self._module.state_dict()),
+            )
         self._source = source
         groups = stored_groups(self._module, source.shapes)
         self.shapes = {name: tensor for _, form in groups for name, tensor in form.items()}
@@ -126,7 +146,10 @@ class KeptWeights:
             kept = f"{len(missing)} tensors of it, which the model does not train and a copy keeps"
             raise UserError(f"{model.original} lacks {kept}; the first is {missing[0]}")
         entries = {name: self._stored.entries[name] for name in model.kept}
-        self.shapes = {n: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for n, entry in entries.items()}
+        self.shapes = {
+            n: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+            for n, entry in entries.items()
+        }
 
     def pieces(self, name: str) -> Iterator[memoryview]:
         yield from _pieces(self._stored, name)
@@ -144,7 +167,8 @@ class CastWeights(OnDemand):
     """Stored tensors in the dtypes of their namesakes in ``like``, read on access."""
 
     def __init__(self, stored: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
-        self._stored, self._like = stored, like
+        self._stored = stored
+        self._like = like
 
     def __getitem__(self, name: str) -> Tensor:
         return self._stored[name].to(self._like[name].dtype)

@@ -1,4 +1,5 @@
-"""Reads tensors from safetensors files by ranges of elements and by blocks, without holding more than is asked for.
+"""Reads tensors from safetensors files by ranges of elements and by blocks, without holding more
+than is asked for.
 
 Files are read, not mapped: what is not asked for is never in this process's memory.
 """
@@ -39,7 +40,8 @@ class _Piece:
         """Fill a matrix of any dtype and device with a box within this one."""
         with _opened(self.file) as descriptor:
             for box in wanted.cut(CHUNK // dtype.itemsize):
-                top, left = box.top - wanted.top, box.left - wanted.left
+                top = box.top - wanted.top
+                left = box.left - wanted.left
                 target = into[top : top + box.rows, left : left + box.columns]
                 if target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
                     self._fill(target, box, descriptor)
@@ -49,12 +51,19 @@ class _Piece:
                     target.copy_(held)
 
     def _fill(self, into: Tensor, box: Box, descriptor: int) -> None:
-        data, size = bytes_of(into), into.itemsize
-        at_once = box.rows if box.columns == self.box.columns else 1  # rows that are neighbours in the file
+        data = bytes_of(into)
+        size = into.itemsize
+        # rows that are neighbours in the file
+        at_once = box.rows if box.columns == self.box.columns else 1
         length = at_once * box.columns * size
         for index, row in enumerate(range(box.top, box.bottom, at_once)):
             place = (row - self.box.top) * self.box.columns + box.left - self.box.left
-            _fill(data[index * length : (index + 1) * length], descriptor, self.offset + place * size, self.file)
+            _fill(
+                data[index * length : (index + 1) * length],
+                descriptor,
+                self.offset + place * size,
+                self.file,
+            )
 
 
 @dataclass
@@ -73,12 +82,19 @@ class StoredTensor:
         """Fill a matrix with a box of the tensor's matrix."""
         for piece in self.pieces:
             if (part := piece.box.meet(box)) is not None:
-                top, left = part.top - box.top, part.left - box.left
-                piece.read(part, into[top : top + part.rows, left : left + part.columns], self.dtype)
+                top = part.top - box.top
+                left = part.left - box.left
+                piece.read(
+                    part, into[top : top + part.rows, left : left + part.columns], self.dtype
+                )
 
     def gap(self) -> str:
         """Return which elements are missing, empty if none is."""
-        at = first_gap((piece.box for piece in self.pieces), *matrix_of(self.shape)) if self.numel else None
+        at = (
+            first_gap((piece.box for piece in self.pieces), *matrix_of(self.shape))
+            if self.numel
+            else None
+        )
         return "" if at is None else f"element {at} of {self.numel}"
 
 
@@ -89,7 +105,8 @@ class StoredTensors(Mapping[str, Tensor]):
         files: parts of a checkpoint, or whole models in Hugging Face's format.
 
     Raises:
-        DamagedFileError: if a file is missing, is not safetensors, or elements of a tensor are in no file.
+        DamagedFileError: if a file is missing, is not safetensors, or elements of a tensor are in
+            no file.
     """
 
     def __init__(self, files: Iterable[str | Path]) -> None:
@@ -99,7 +116,9 @@ class StoredTensors(Mapping[str, Tensor]):
         for name, entry in self.entries.items():
             if gap := entry.gap():
                 folder = entry.pieces[0].file.parent
-                raise DamagedFileError(f"{folder} is damaged: {gap} of {name} is in none of its parts")
+                raise DamagedFileError(
+                    f"{folder} is damaged: {gap} of {name} is in none of its parts"
+                )
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self.entries[name]
@@ -119,7 +138,11 @@ class StoredTensors(Mapping[str, Tensor]):
     def below(self, prefix: str) -> StoredTensors:
         """Return the tensors whose names begin with a prefix, without it."""
         found = StoredTensors(())
-        found.entries = {name.removeprefix(prefix): e for name, e in self.entries.items() if name.startswith(prefix)}
+        found.entries = {
+            name.removeprefix(prefix): e
+            for name, e in self.entries.items()
+            if name.startswith(prefix)
+        }
         return found
 
     @torch.no_grad()
@@ -134,13 +157,17 @@ class StoredTensors(Mapping[str, Tensor]):
             self.read(name, start, held)
             into.copy_(held)
             return
-        flat, entry, at = into.detach().view(-1), self.entries[name], 0
+        flat = into.detach().view(-1)
+        entry = self.entries[name]
+        at = 0
         for box in boxes_between(start, start + len(flat), max(1, matrix_of(entry.shape)[1])):
             entry.read(box, flat[at : at + box.numel].view(box.rows, box.columns))
             at += box.numel
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield neighbouring elements with the place of the first; each tensor is valid until the next."""
+        """Yield neighbouring elements with the place of the first; each tensor is valid until the
+        next.
+        """
         dtype = self.entries[name].dtype
         buffer = torch.empty(min(CHUNK // dtype.itemsize, max(0, stop - start)), dtype=dtype)
         for at in range(start, stop, max(1, len(buffer))):
@@ -154,7 +181,9 @@ class StoredTensors(Mapping[str, Tensor]):
         for one in slices:
             if one.block:
                 (top, left), (rows, columns) = divmod(one.start, one.shape[1]), one.tensor.shape
-                self.entries[one.name].read(Box(top, top + rows, left, left + columns), one.tensor.detach())
+                self.entries[one.name].read(
+                    Box(top, top + rows, left, left + columns), one.tensor.detach()
+                )
             else:
                 self.read(one.name, one.start, one.tensor)
 
@@ -164,11 +193,17 @@ class StoredTensors(Mapping[str, Tensor]):
             about = found.pop("__metadata__", None) or {}
             shapes, offsets = (json.loads(about.get(key) or "{}") for key in (SHAPES, OFFSETS))
             for name, entry in found.items():
-                dtype, shape = DTYPES[entry["dtype"]], tuple(int(length) for length in entry["shape"])
+                dtype = DTYPES[entry["dtype"]]
+                shape = tuple(int(length) for length in entry["shape"])
                 begin, close = entry["data_offsets"]
                 whole = tuple(int(length) for length in shapes.get(name, shape))
-                place = [int(one) for one in offsets[name]["saved_offsets"]] if name in shapes else [0]
-                if not 0 <= begin <= close <= end.size - end.data or close - begin != prod(shape) * dtype.itemsize:
+                place = (
+                    [int(one) for one in offsets[name]["saved_offsets"]] if name in shapes else [0]
+                )
+                if (
+                    not 0 <= begin <= close <= end.size - end.data
+                    or close - begin != prod(shape) * dtype.itemsize
+                ):
                     raise ValueError(f"{name} is not where the header says")
                 stored = self.entries.setdefault(name, StoredTensor(dtype, whole))
                 if (stored.dtype, stored.shape) != (dtype, whole):
@@ -179,7 +214,15 @@ class StoredTensors(Mapping[str, Tensor]):
                     at += box.numel * dtype.itemsize
         except OSError as error:
             raise DamagedFileError(f"{file} cannot be read: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError) as error:
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            IndexError,
+            RecursionError,
+            OverflowError,
+        ) as error:
             problem = " ".join(str(error).split())[:200] or type(error).__name__
             raise DamagedFileError(f"{file} cannot be read: not safetensors: {problem}") from None
 
@@ -194,10 +237,16 @@ def weights_in_files(folder: Path) -> StoredTensors:
         return StoredTensors([folder / _WHOLE])
     index = folder / INDEX
     try:
-        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values()) if index.is_file() else ()
+        names = (
+            set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+            if index.is_file()
+            else ()
+        )
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise DamagedFileError(f"{index} cannot be read: {' '.join(str(error).split())}") from None
-    return StoredTensors([folder / str(name) for name in sorted(names)] or sorted(folder.glob("*.safetensors")))
+    return StoredTensors(
+        [folder / str(name) for name in sorted(names)] or sorted(folder.glob("*.safetensors"))
+    )
 
 
 @dataclass(frozen=True)
@@ -239,4 +288,5 @@ def _fill(data: memoryview, descriptor: int, offset: int, file: Path) -> None:
             raise DamagedFileError(f"{file} cannot be read: {error.strerror}") from None
         if not done:
             raise DamagedFileError(f"{file} is damaged: it ends too early")
-        data, offset = data[done:], offset + done
+        data = data[done:]
+        offset = offset + done

@@ -16,7 +16,8 @@ class StoredBase(msgspec.Struct, frozen=True):
     targets: list[str]  # see ``broker.weights.adapter.adapted``
     scale: float
     transposed: list[str] = []  # those of the targets that hold inputs x outputs of each expert
-    exported_names: dict[str, str] = {}  # peft's names of factors by their names in the parts, where they differ
+    # peft's names of factors by their names in the parts, where they differ
+    exported_names: dict[str, str] = {}
 
 
 class StoredModel(msgspec.Struct, frozen=True):
@@ -31,10 +32,14 @@ class StoredModel(msgspec.Struct, frozen=True):
     def on_meta(self) -> dict[str, Tensor]:
         """Return the weights on the meta device."""
         return {
-            name: torch.empty(shape, dtype=DTYPES[code], device="meta") for name, (code, shape) in self.weights.items()
+            name: torch.empty(shape, dtype=DTYPES[code], device="meta")
+            for name, (code, shape) in self.weights.items()
         }
 
     @property
     def nbytes(self) -> int:
         """Bytes of all weights."""
-        return sum(torch.Size(shape).numel() * DTYPES[code].itemsize for code, shape in self.weights.values())
+        return sum(
+            torch.Size(shape).numel() * DTYPES[code].itemsize
+            for code, shape in self.weights.values()
+        )

@@ -1,6 +1,7 @@
 """Writes safetensors files piece by piece.
 
-The header of a part is that of ``torch.distributed.checkpoint.hf_storage``, and has the whole tensors' shapes.
+The header of a part is that of ``torch.distributed.checkpoint.hf_storage``, and has the whole
+tensors' shapes.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ def write_part(path: Path, slices: Sequence[Slice]) -> PartFile:
     Raises:
         OSError: if the file cannot be written.
     """
-    ordered = sorted(slices, key=lambda one: (-one.tensor.itemsize, one.name))  # aligned, as safetensors wants
+    # aligned, as safetensors wants
+    ordered = sorted(slices, key=lambda one: (-one.tensor.itemsize, one.name))
     shapes = {one.name: list(one.shape) for one in ordered}
     offsets = {one.name: {"saved_offsets": _place(one)} for one in ordered}
     about = {SHAPES: json.dumps(shapes), OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0"}
     entries = [(one.name, one.tensor.dtype, list(one.tensor.shape)) for one in ordered]
-    hasher, size = new_hash(), 0
+    hasher = new_hash()
+    size = 0
     with path.open("wb") as file:
         data = (piece for one in ordered for piece in pieces(one.tensor))
         for piece in chain([memoryview(header(entries, about))], data):
@@ -55,11 +58,14 @@ def _place(one: Slice) -> list[int]:
 
 
 def header(entries: Sequence[tuple[str, torch.dtype, list[int]]], about: dict[str, str]) -> bytes:
-    """Return the start of a safetensors file with tensors of these names, dtypes and shapes, one after the other."""
+    """Return the start of a safetensors file with tensors of these names, dtypes and shapes, one
+    after the other.
+    """
     found: dict[str, object] = {"__metadata__": {"format": "pt"} | about}
     end = 0
     for name, dtype, shape in entries:
-        start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        start = end
+        end = end + torch.Size(shape).numel() * dtype.itemsize
         found[name] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(found, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -77,7 +83,8 @@ def pieces(tensor: Tensor) -> Iterator[memoryview]:
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU, which must outlive it.
 
-    An array of numpy would keep torch from ever resizing that memory, as moving it off the device does.
+    An array of numpy would keep torch from ever resizing that memory, as moving it off the device
+    does.
     """
     if not tensor.nbytes:
         return memoryview(b"")

@@ -24,13 +24,17 @@ _LEAVE_S: Final = 10.0
 
 
 class ChildRanks:
-    """Ranks 1 … size - 1, see ``learner.backends.ranks.leader.OtherRanks``; the constructor starts them."""
+    """Ranks 1 … size - 1, see ``learner.backends.ranks.leader.OtherRanks``; the constructor starts
+    them.
+    """
 
     def __init__(self, size: int) -> None:
-        self._folder, self._size = Path(tempfile.mkdtemp(prefix="rlearner-ranks-")), size
+        self._folder = Path(tempfile.mkdtemp(prefix="rlearner-ranks-"))
+        self._size = size
         self._store = str(self._folder / "store")
         self._closing = self._armed = False
-        self.died, self.num_here = "", size
+        self.died = ""
+        self.num_here = size
         self.processes: list[subprocess.Popen[bytes]] = []
         self.links: list[RankLink] = []
         for rank in range(1, size):
@@ -40,14 +44,17 @@ class ChildRanks:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "learner.backends.ranks.follower", str(theirs.fileno())]
         try:
-            with theirs, os.fdopen(os.dup(2), "wb") as output:  # their logs go where this process's go
+            # their logs go where this process's go
+            with theirs, os.fdopen(os.dup(2), "wb") as output:
                 process = spawn(command, output, pass_fds=[theirs.fileno()])
         except BaseException:
             ours.close()
             raise
         self.processes.append(process)
         self.links.append(RankLink(SocketFrames(ours)))
-        threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
+        threading.Thread(
+            target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True
+        ).start()
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
@@ -63,7 +70,9 @@ class ChildRanks:
 
     def build(self, backend: str, settings: dict[str, Any]) -> None:
         for rank, link in enumerate(self.links, 1):
-            link.send(BuildCommand(backend, rank, self._size, self._store, settings, rank, self._size))
+            link.send(
+                BuildCommand(backend, rank, self._size, self._store, settings, rank, self._size)
+            )
 
     def arm(self) -> None:
         self._armed = True

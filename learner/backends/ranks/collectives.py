@@ -33,7 +33,9 @@ def sum_over_ranks(tensors: Sequence[Tensor], device: torch.device, group: Any =
         if index + 1 == len(tensors) or tensors[index + 1].numel() > room:
             flat = torch.cat([one.flatten() for one in bucket]).to(device)
             dist.all_reduce(flat, group=group)
-            for one, part in zip(bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True):
+            for one, part in zip(
+                bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True
+            ):
                 one.copy_(part.view_as(one))
             bucket = []
 

@@ -6,11 +6,18 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from learner.algorithm.samples import TrainSample
-from learner.backends.ranks.messages import SampleMessage, deal_slices, filler_sample, pack_sample, unpack_sample
+from learner.backends.ranks.messages import (
+    SampleMessage,
+    deal_slices,
+    filler_sample,
+    pack_sample,
+    unpack_sample,
+)
 
 T = TypeVar("T")
 Job = tuple[Sequence[TrainSample], bool]  # a slice, and whether it is trained
-Share = tuple[int | None, bool]  # index of the slice, None for a filler that trains nothing; whether it is trained
+# index of the slice, None for a filler that trains nothing; whether it is trained
+Share = tuple[int | None, bool]
 
 
 def deal_jobs(jobs: Sequence[Job], num: int, *, same_number: bool) -> list[list[Share]]:
@@ -22,7 +29,9 @@ def deal_jobs(jobs: Sequence[Job], num: int, *, same_number: bool) -> list[list[
     dealt: list[list[Share]] = [[] for _ in range(num)]
     for kind in (True, False):
         indices = [index for index, (_, train) in enumerate(jobs) if train == kind]
-        parts = deal_slices([sum(sample.num_inputs for sample in jobs[index][0]) for index in indices], num)
+        parts = deal_slices(
+            [sum(sample.num_inputs for sample in jobs[index][0]) for index in indices], num
+        )
         most = max(len(part) for part in parts)
         for shares, part in zip(dealt, parts, strict=True):
             shares += [(indices[index], kind) for index in part]
@@ -32,7 +41,10 @@ def deal_jobs(jobs: Sequence[Job], num: int, *, same_number: bool) -> list[list[
 
 def pack_slices(jobs: Sequence[Job], shares: Sequence[Share]) -> list[list[SampleMessage]]:
     """Return one rank's slices as messages."""
-    return [[] if index is None else [pack_sample(sample) for sample in jobs[index][0]] for index, _ in shares]
+    return [
+        [] if index is None else [pack_sample(sample) for sample in jobs[index][0]]
+        for index, _ in shares
+    ]
 
 
 def unpack_slices(slices: Sequence[Sequence[SampleMessage]]) -> list[list[TrainSample]]:
@@ -42,11 +54,17 @@ def unpack_slices(slices: Sequence[Sequence[SampleMessage]]) -> list[list[TrainS
 
 def own_jobs(jobs: Sequence[Job], shares: Sequence[Share]) -> list[Job]:
     """Return one rank's jobs, to run here."""
-    return [([filler_sample()] if index is None else jobs[index][0], train) for index, train in shares]
+    return [
+        ([filler_sample()] if index is None else jobs[index][0], train) for index, train in shares
+    ]
 
 
 def merge_in_order(dealt: Sequence[Sequence[Share]], done: Sequence[Sequence[T]]) -> list[T]:
     """Return the results of the ranks in the order of the slices."""
-    pairs = [pair for shares, results in zip(dealt, done, strict=True) for pair in zip(shares, results, strict=True)]
+    pairs = [
+        pair
+        for shares, results in zip(dealt, done, strict=True)
+        for pair in zip(shares, results, strict=True)
+    ]
     found = {index: result for (index, _), result in pairs if index is not None}
     return [found[index] for index in sorted(found)]

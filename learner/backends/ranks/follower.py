@@ -1,4 +1,6 @@
-"""The process of a rank above 0: ``python -m learner.backends.ranks.follower FD``, its end of a socket."""
+"""The process of a rank above 0: ``python -m learner.backends.ranks.follower FD``, its end of a
+socket.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ _FAREWELL_S: Final = 5.0  # in which rank 0 ends, too, if it fails for the same 
 
 
 def main(descriptor: int) -> int:
-    """Serve until rank 0 closes the socket; rank 0 reports lost peers and wrong settings, in one line for all ranks."""
+    """Serve until rank 0 closes the socket; rank 0 reports lost peers and wrong settings, in one
+    line for all ranks.
+    """
     logs.configure()
     link = RankLink(SocketFrames(socket.socket(fileno=descriptor)))
     try:
@@ -78,14 +82,17 @@ def serve(
                 case ReleaseCommand():
                     if worker is not None:
                         worker.part()
-                    worker, reply = None, DoneReply()
+                    worker = None
+                    reply = DoneReply()
                 case FoldersCommand():
                     if compare is None:
                         raise TypeError("FoldersCommand: rank 0 is on this host")
                     reply = compare(command)
                 case _:
                     if worker is None:
-                        raise TypeError(f"first command: expected BuildCommand, got {type(command).__name__}")
+                        raise TypeError(
+                            f"first command: expected BuildCommand, got {type(command).__name__}"
+                        )
                     reply = worker.obey(command, link.send)
             if reply is not None:
                 link.send(reply)

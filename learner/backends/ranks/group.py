@@ -12,9 +12,23 @@ import torch.distributed as dist
 
 from learner.backends.parts.part_file import PartFile
 from learner.backends.ranks.children import ChildRanks
-from learner.backends.ranks.dealing import Job, Share, deal_jobs, merge_in_order, own_jobs, pack_slices
+from learner.backends.ranks.dealing import (
+    Job,
+    Share,
+    deal_jobs,
+    merge_in_order,
+    own_jobs,
+    pack_slices,
+)
 from learner.backends.ranks.leader import OtherRanks, RankLeader
-from learner.backends.ranks.messages import Command, Reply, SampleMessage, VerifiedReply, VerifyCommand, results_of
+from learner.backends.ranks.messages import (
+    Command,
+    Reply,
+    SampleMessage,
+    VerifiedReply,
+    VerifyCommand,
+    results_of,
+)
 from learner.backends.ranks.rendezvous import Meeting, join_group, join_single_group
 
 T = TypeVar("T")
@@ -23,7 +37,9 @@ _elsewhere: list[OtherRanks] = []  # ranks of several nodes, which meet before t
 
 @contextmanager
 def others_elsewhere(others: OtherRanks) -> Iterator[None]:
-    """Within it, backends of several ranks are built on these instead of on children of this process."""
+    """Within it, backends of several ranks are built on these instead of on children of this
+    process.
+    """
     _elsewhere.append(others)
     try:
         yield
@@ -56,17 +72,31 @@ class RankGroup:
     """This process among the ranks; rank 0 of several has a leader of the others."""
 
     def __init__(
-        self, size: int = 1, rank: int = 0, *, meeting: Meeting | None = None, leader: RankLeader | None = None
+        self,
+        size: int = 1,
+        rank: int = 0,
+        *,
+        meeting: Meeting | None = None,
+        leader: RankLeader | None = None,
     ) -> None:
-        self.size, self.rank, self.leader, self._meeting = size, rank, leader, meeting
-        self.num_here = 1 if leader is None else leader.others.num_here  # on rank 0: ranks of its host
-        self.before_leaving: Callable[[], None] = lambda: None  # called before the process group is destroyed
+        self.size = size
+        self.rank = rank
+        self.leader = leader
+        self._meeting = meeting
+        # on rank 0: ranks of its host
+        self.num_here = 1 if leader is None else leader.others.num_here
+        # called before the process group is destroyed
+        self.before_leaving: Callable[[], None] = lambda: None
         self._joined = False
 
     @property
     def hosts_address(self) -> str:
-        """Address of this host that the ranks on other hosts have reached; empty if all ranks are on this host."""
-        return self._meeting.address if self._meeting is not None and self.num_here < self.size else ""
+        """Address of this host that the ranks on other hosts have reached; empty if all ranks are
+        on this host.
+        """
+        return (
+            self._meeting.address if self._meeting is not None and self.num_here < self.size else ""
+        )
 
     @classmethod
     def start(cls, target: str, size: int, settings: dict[str, Any]) -> RankGroup:
@@ -127,13 +157,17 @@ class RankGroup:
             self.leader.tell_one(rank, command)
 
     def verify(self, parts: list[PartFile], work: Callable[[Sequence[PartFile]], str]) -> str:
-        """Return the first problem that a rank finds in its share of a checkpoint's files, empty if there is none."""
+        """Return the first problem that a rank finds in its share of a checkpoint's files, empty if
+        there is none.
+        """
         if self.leader is None:
             return work(parts)
         with self.leader.working():
             self.leader.tell(VerifyCommand(parts))
             found = [work(parts)]
-            found += [reply.problem for reply in self.leader.replies() if isinstance(reply, VerifiedReply)]
+            found += [
+                reply.problem for reply in self.leader.replies() if isinstance(reply, VerifiedReply)
+            ]
         return next(filter(None, found), "")
 
     def share_out(
@@ -143,16 +177,22 @@ class RankGroup:
         command: Callable[[list[list[SampleMessage]], list[bool]], Command],
         work: Callable[[Sequence[Job]], list[T]],
     ) -> list[T]:
-        """Run jobs here by ``work`` and elsewhere by ``command(slices, whether trained)``; return results in order."""
+        """Run jobs here by ``work`` and elsewhere by ``command(slices, whether trained)``; return
+        results in order.
+        """
         if self.leader is None:
             return work(jobs)
         dealt = layout.deal(jobs)
         with self.leader.working():
             for rank, shares in enumerate(dealt[1:], 1):
-                self.leader.tell_one(rank, command(pack_slices(jobs, shares), [train for _, train in shares]))
+                self.leader.tell_one(
+                    rank, command(pack_slices(jobs, shares), [train for _, train in shares])
+                )
             done: list[Any] = [work(own_jobs(jobs, dealt[0]))]
             done += [results_of(reply) for reply in self.leader.replies()]
-        return merge_in_order([dealt[rank] for rank in layout.speakers], [done[rank] for rank in layout.speakers])
+        return merge_in_order(
+            [dealt[rank] for rank in layout.speakers], [done[rank] for rank in layout.speakers]
+        )
 
     def leave(self) -> None:
         """Leave the process group."""

@@ -56,7 +56,8 @@ class OtherRanks(Protocol):
         ...
 
     def arm(self) -> None:
-        """From now on exit when a rank ends. Before, rank 0 fails by itself for the same reason and reports it better.
+        """From now on exit when a rank ends. Before, rank 0 fails by itself for the same reason and
+        reports it better.
 
         Raises:
             RankExitedError: if one has ended already.

@@ -1,4 +1,6 @@
-"""What connects rank 0 and one other rank: msgpack messages over a private socket, or between nodes over CURVE."""
+"""What connects rank 0 and one other rank: msgpack messages over a private socket, or between nodes
+over CURVE.
+"""
 
 from __future__ import annotations
 
@@ -44,15 +46,19 @@ class Frames(Protocol):
 
 
 class RankLink:
-    """One end of a connection; a thread that writes a checkpoint may use it next to the one that trains.
+    """One end of a connection; a thread that writes a checkpoint may use it next to the one that
+    trains.
 
     Its methods raise ``LinkClosedError`` if the other end has closed.
     """
 
     def __init__(self, frames: Frames) -> None:
-        self._frames, self._sending = frames, threading.Lock()
-        self.closes, self.close = frames.closes, frames.close
-        self._arrived, self._reading = threading.Condition(), False
+        self._frames = frames
+        self._sending = threading.Lock()
+        self.closes = frames.closes
+        self.close = frames.close
+        self._arrived = threading.Condition()
+        self._reading = False
         self._written, self._others = deque[Reply](), deque[Reply]()
 
     def send(self, message: Any) -> None:
@@ -125,7 +131,8 @@ class SocketFrames:
         self._socket.close()
 
     def _exactly(self, size: int) -> bytes:
-        parts, missing = [], size
+        parts = []
+        missing = size
         while missing:
             try:
                 part = self._socket.recv(min(missing, 1 << 20))

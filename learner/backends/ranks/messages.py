@@ -1,4 +1,6 @@
-"""Commands of rank 0 and replies of the other ranks, msgpack frames over a private or encrypted connection."""
+"""Commands of rank 0 and replies of the other ranks, msgpack frames over a private or encrypted
+connection.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,9 @@ class ReloadCommand(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReleaseCommand(msgspec.Struct, frozen=True, tag=True):
-    """Drop the backend and leave the group; the reply is ``DoneReply``. Another ``BuildCommand`` may follow."""
+    """Drop the backend and leave the group; the reply is ``DoneReply``. Another ``BuildCommand``
+    may follow.
+    """
 
 
 class EndCommand(msgspec.Struct, frozen=True, tag=True):
@@ -105,7 +109,8 @@ class EndCommand(msgspec.Struct, frozen=True, tag=True):
 class FoldersCommand(msgspec.Struct, frozen=True, tag=True):
     """Compare model folders with rank 0's; the reply is ``FoldersReply``."""
 
-    folders: dict[str, dict[str, tuple[int, str]]]  # by path, for each file its size and, if it is small, its digest
+    # by path, for each file its size and, if it is small, its digest
+    folders: dict[str, dict[str, tuple[int, str]]]
 
 
 class DoneReply(msgspec.Struct, frozen=True, tag=True):
@@ -214,11 +219,16 @@ def results_of(reply: Reply) -> Sequence[dict[str, float]] | Sequence[list[Array
         return reply.slices
     if not isinstance(reply, ColumnsReply):
         raise TypeError(f"expected results, got {type(reply).__name__}")
-    return [[None if c is None else np.frombuffer(c, "<f4") for c in columns] for columns in reply.slices]
+    return [
+        [None if c is None else np.frombuffer(c, "<f4") for c in columns]
+        for columns in reply.slices
+    ]
 
 
 class FillerSample(TrainSample):
-    """One token to read and none to train, for a pass that adds nothing on ranks that have fewer slices than others."""
+    """One token to read and none to train, for a pass that adds nothing on ranks that have fewer
+    slices than others.
+    """
 
     @property
     def num_inputs(self) -> int:
@@ -227,14 +237,18 @@ class FillerSample(TrainSample):
 
 def filler_sample() -> FillerSample:
     """Return a sample whose gradient is zero."""
-    ids, mask, zeros = np.zeros(1, np.int32), np.zeros(1, np.uint8), np.zeros(1, np.float32)
+    ids = np.zeros(1, np.int32)
+    mask = np.zeros(1, np.uint8)
+    zeros = np.zeros(1, np.float32)
     return FillerSample(ids, mask, zeros, ids, zeros, group=0, reward=0.0)
 
 
 def pack_sample(sample: TrainSample) -> SampleMessage:
     """Return a sample as a message."""
     columns = [(getattr(sample, name), dtype) for name, dtype in _DTYPES.items()]
-    data = tuple(None if c is None else np.ascontiguousarray(c, dtype).tobytes() for c, dtype in columns)
+    data = tuple(
+        None if c is None else np.ascontiguousarray(c, dtype).tobytes() for c, dtype in columns
+    )
     return SampleMessage(data, sample.group, float(sample.reward), float(sample.temperature))
 
 
@@ -244,11 +258,18 @@ def unpack_sample(sample: SampleMessage) -> TrainSample:
         name: None if data is None else np.frombuffer(data, dtype)
         for (name, dtype), data in zip(_DTYPES.items(), sample.columns, strict=True)
     }
-    return TrainSample(**found, group=sample.group, reward=sample.reward, temperature=sample.temperature)  # type: ignore[arg-type]
+    return TrainSample(
+        **found,  # type: ignore[arg-type]
+        group=sample.group,
+        reward=sample.reward,
+        temperature=sample.temperature,
+    )
 
 
 def deal_slices(costs: list[int], num_ranks: int) -> list[list[int]]:
-    """Return each rank's slices, ascending; the largest go first, to the rank with the least cost, then the lowest."""
+    """Return each rank's slices, ascending; the largest go first, to the rank with the least cost,
+    then the lowest.
+    """
     dealt: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):

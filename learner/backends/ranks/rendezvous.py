@@ -17,8 +17,10 @@ from broker.system.connections import interface_of
 from broker.weights.group import first_line, nccl_environment
 from learner.config import TrainSection
 
-_TIMEOUT: Final = timedelta(minutes=10)  # of one collective, for a rank that hangs; one that exits is noticed at once
-_SHOWN: Final = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_VISIBLE_DEVICES")  # prefixes of variables that decide
+# of one collective, for a rank that hangs; one that exits is noticed at once
+_TIMEOUT: Final = timedelta(minutes=10)
+# prefixes of variables that decide
+_SHOWN: Final = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_VISIBLE_DEVICES")
 
 
 class GroupFailedError(RlearnerError):
@@ -31,7 +33,8 @@ class Meeting:
 
     Attributes:
         store: a store of torch, the same for all ranks.
-        address: of the interface on which this rank meets those of other hosts; empty if all are on this host.
+        address: of the interface on which this rank meets those of other hosts; empty if all are on
+            this host.
     """
 
     store: Any
@@ -53,15 +56,26 @@ def settings_on_rank(train: TrainSection, local_rank: int, num_here: int) -> Tra
     Raises:
         ConfigError: if ranks cannot share the device, or there are fewer GPUs than ranks.
     """
-    if train.ranks == 1 or train.device == "cpu" or (train.device == "auto" and not torch.cuda.is_available()):
+    if (
+        train.ranks == 1
+        or train.device == "cpu"
+        or (train.device == "auto" and not torch.cuda.is_available())
+    ):
         return train
     if train.device not in ("auto", "cuda"):
-        allowed = f"auto, cpu or cuda with train.ranks {train.ranks}: each rank takes a GPU of its own"
+        allowed = (
+            f"auto, cpu or cuda with train.ranks {train.ranks}: each rank takes a GPU of its own"
+        )
         raise ConfigError("train.device", train.device, allowed)
     if num_here > (seen := torch.cuda.device_count()):
         if seen == 1 and num_here < train.ranks:
-            return train.model_copy(update={"device": "cuda:0"})  # Slurm shows each task only its own GPU
-        here = "this machine" if num_here == train.ranks else f"{socket.gethostname()}, which has {num_here} of them,"
+            # Slurm shows each task only its own GPU
+            return train.model_copy(update={"device": "cuda:0"})
+        here = (
+            "this machine"
+            if num_here == train.ranks
+            else f"{socket.gethostname()}, which has {num_here} of them,"
+        )
         raise ConfigError("train.ranks", train.ranks, f"{here} has {seen} GPUs")
     return train.model_copy(update={"device": f"cuda:{local_rank}"})
 
@@ -70,31 +84,49 @@ def join_group(meeting: Meeting, rank: int, size: int, device: torch.device) -> 
     """Join the other ranks, on the loopback interface if all are on this host.
 
     Raises:
-        GroupFailedError: if they cannot connect; says by which interface and with which versions and variables.
+        GroupFailedError: if they cannot connect; says by which interface and with which versions
+            and variables.
     """
-    backend, address = _take(device), meeting.address
+    backend = _take(device)
+    address = meeting.address
     interface = interface_of(address) if address else _loopback()
     for name, value in group_environment(interface, address).items():
         os.environ.setdefault(name, value)
     try:
-        dist.init_process_group(backend, store=meeting.store, rank=rank, world_size=size, timeout=_TIMEOUT)
+        dist.init_process_group(
+            backend, store=meeting.store, rank=rank, world_size=size, timeout=_TIMEOUT
+        )
         dist.all_reduce(torch.zeros(1, device=device))  # NCCL connects only now
     except RuntimeError as error:
-        raise GroupFailedError(failure(error, backend, rank, size, interface, address, os.environ)) from None
+        raise GroupFailedError(
+            failure(error, backend, rank, size, interface, address, os.environ)
+        ) from None
 
 
 def group_environment(interface: str, address: str) -> dict[str, str]:
-    """Return the variables that hold gloo and NCCL to an interface; those that a user has set take precedence."""
+    """Return the variables that hold gloo and NCCL to an interface; those that a user has set take
+    precedence.
+    """
     if not interface:
         return {}
     found = {"GLOO_SOCKET_IFNAME": interface}
     if address:
-        found |= {name: value for name, value in nccl_environment(address).items() if name.startswith("NCCL_")}
+        found |= {
+            name: value
+            for name, value in nccl_environment(address).items()
+            if name.startswith("NCCL_")
+        }
     return found
 
 
 def failure(
-    error: Exception, backend: str, rank: int, size: int, interface: str, address: str, environ: Mapping[str, str]
+    error: Exception,
+    backend: str,
+    rank: int,
+    size: int,
+    interface: str,
+    address: str,
+    environ: Mapping[str, str],
 ) -> str:
     """Return one line about a group that did not form: interface, versions and variables."""
     versions = [f"torch {torch.__version__}"]

@@ -1,8 +1,8 @@
 """Registry of trackers, which receive metrics; a new one is one file plus one line here.
 
-A tracker is a class: ``Tracker(folder, run, project, config, args)`` with ``log(step, values)`` and ``close()``. If it
-also has ``texts(step, texts)``, ``picture(step, name, gif)`` or ``table(step, name, columns, rows)``, it receives
-sample texts, pictures of episodes and tables of trajectories.
+A tracker is a class: ``Tracker(folder, run, project, config, args)`` with ``log(step, values)`` and
+``close()``. If it also has ``texts(step, texts)``, ``picture(step, name, gif)`` or ``table(step,
+name, columns, rows)``, it receives sample texts, pictures of episodes and tables of trajectories.
 """
 
 from __future__ import annotations
@@ -42,23 +42,33 @@ class Tracker(Protocol):
     """
 
     def __init__(
-        self, folder: Path, run: str, project: str, config: Mapping[str, Any], args: Mapping[str, Any]
+        self,
+        folder: Path,
+        run: str,
+        project: str,
+        config: Mapping[str, Any],
+        args: Mapping[str, Any],
     ) -> None: ...
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record the metrics of one step."""
 
-    # def texts(self, step: int, texts: Mapping[str, str]) -> None: optional; Markdown by name, for example samples/lake
-    # def picture(self, step: int, name: str, gif: bytes) -> None: optional; an animated GIF
-    # def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None: optional
+    # def texts(self, step: int, texts: Mapping[str, str]) -> None: optional; Markdown by name, for
+    # example samples/lake def picture(self, step: int, name: str, gif: bytes) -> None: optional; an
+    # animated GIF def table(self, step: int, name: str, columns: Sequence[str], rows:
+    # Sequence[Sequence[Any]]) -> None: optional
 
     def close(self) -> None:
         """Write pending data and close."""
 
 
 class TrackerGroup:
-    """All trackers of a run; one that fails is disabled, unless the disk is full, and never fails the run."""
+    """All trackers of a run; one that fails is disabled, unless the disk is full, and never fails
+    the run.
+    """
 
-    def __init__(self, section: TrackersSection, folder: Path, run: str, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, section: TrackersSection, folder: Path, run: str, config: Mapping[str, Any]
+    ) -> None:
         names = list(dict.fromkeys([ALWAYS, *section.use]))
         classes = {name: resolve("trackers", name, TRACKERS) for name in names}
         self._lock = threading.Lock()  # steps and evaluations come from different threads
@@ -80,7 +90,9 @@ class TrackerGroup:
         """Send an animated GIF to the trackers that take pictures."""
         self._each(step, "picture", name, gif)
 
-    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    def table(
+        self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+    ) -> None:
         """Send a table to the trackers that take tables."""
         if rows:
             self._each(step, "table", name, columns, rows)

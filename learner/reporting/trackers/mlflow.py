@@ -24,15 +24,16 @@ from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
 ARGS: Final = ("tracking_uri", "experiment", "tags")
 RUN: Final = "rlearner.run"  # tag by which a run continues
 PARAMS_PER_CALL: Final = 100  # of MLflow
-TABLES_LISTED: Final = 50  # the newest, in a tag of at most 8,000 characters; the others stay as files
+# the newest, in a tag of at most 8,000 characters; the others stay as files
+TABLES_LISTED: Final = 50
 _OTHER: Final = re.compile(r"[^\w\-./ ]")  # characters that its names cannot have
 
 
 class MLflow:
     """A ``Tracker``. The newest run of the same name and experiment continues.
 
-    Without MLFLOW_TRACKING_URI or ``tracking_uri``, the data is in ``runs/<name>/mlflow``; show it with
-    ``mlflow server --backend-store-uri sqlite:///runs/<name>/mlflow/mlflow.db``.
+    Without MLFLOW_TRACKING_URI or ``tracking_uri``, the data is in ``runs/<name>/mlflow``; show it
+    with ``mlflow server --backend-store-uri sqlite:///runs/<name>/mlflow/mlflow.db``.
 
     Args:
         args: ``tracking_uri``; ``experiment``, the project by default; ``tags``, a mapping.
@@ -42,20 +43,32 @@ class MLflow:
     """
 
     def __init__(
-        self, folder: Path, run: str, project: str, config: Mapping[str, Any], args: Mapping[str, Any]
+        self,
+        folder: Path,
+        run: str,
+        project: str,
+        config: Mapping[str, Any],
+        args: Mapping[str, Any],
     ) -> None:
         for name, value in args.items():
             if name not in ARGS:
-                raise ConfigError(f"trackers.args.mlflow.{name}", value, f"known: {', '.join(ARGS)}")
+                raise ConfigError(
+                    f"trackers.args.mlflow.{name}", value, f"known: {', '.join(ARGS)}"
+                )
         own = folder.absolute() / "mlflow"
         uri = args.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI")
         if uri is None:
             private_folder(own)
         self._client = MlflowClient(uri or f"sqlite:///{own / 'mlflow.db'}")
-        experiment = self._experiment(str(args.get("experiment") or project), None if uri else own / "artifacts")
+        experiment = self._experiment(
+            str(args.get("experiment") or project), None if uri else own / "artifacts"
+        )
         self._run_id = self._find_run(experiment, run)
         if not self._run_id:
-            tags = {RUN: run, **{str(name): str(value) for name, value in (args.get("tags") or {}).items()}}
+            tags = {
+                RUN: run,
+                **{str(name): str(value) for name, value in (args.get("tags") or {}).items()},
+            }
             self._run_id = self._client.create_run(experiment, tags=tags, run_name=run).info.run_id
         self._client.update_run(self._run_id, status="RUNNING")
         self._log_settings(config)
@@ -64,16 +77,24 @@ class MLflow:
         found = self._client.get_experiment_by_name(name)
         if found is not None:
             return str(found.experiment_id)
-        return str(self._client.create_experiment(name, artifact_location=artifacts.as_uri() if artifacts else None))
+        return str(
+            self._client.create_experiment(
+                name, artifact_location=artifacts.as_uri() if artifacts else None
+            )
+        )
 
     def _find_run(self, experiment: str, run: str) -> str:
         """Return the id of the newest run of that name, empty if there is none."""
         wanted = f"tags.`{RUN}` = '{run}'"
-        found = self._client.search_runs([experiment], wanted, max_results=1, order_by=["start_time DESC"])
+        found = self._client.search_runs(
+            [experiment], wanted, max_results=1, order_by=["start_time DESC"]
+        )
         return str(found[0].info.run_id) if found else ""
 
     def _log_settings(self, config: Mapping[str, Any]) -> None:
-        """Log every setting as a parameter, which cannot change later, and the present settings as ``config.json``."""
+        """Log every setting as a parameter, which cannot change later, and the present settings as
+        ``config.json``.
+        """
         self._client.log_dict(self._run_id, dict(config), "config.json")
         known = self._client.get_run(self._run_id).data.params
         named = {_name(key): str(value) for key, value in flatten(config).items()}
@@ -96,10 +117,14 @@ class MLflow:
             path.write_bytes(gif)
             self._client.log_artifact(self._run_id, str(path), _name(name))
 
-    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    def table(
+        self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+    ) -> None:
         """Write the file that ``log_table`` writes, without the pandas that it needs."""
         path = f"{_name(name)}/step-{step:06d}.json"
-        self._client.log_text(self._run_id, json.dumps({"columns": list(columns), "data": [*map(list, rows)]}), path)
+        self._client.log_text(
+            self._run_id, json.dumps({"columns": list(columns), "data": [*map(list, rows)]}), path
+        )
         tags = self._client.get_run(self._run_id).data.tags
         try:
             listed = json.loads(tags.get(MLFLOW_LOGGED_ARTIFACTS, "[]"))

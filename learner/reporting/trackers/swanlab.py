@@ -1,4 +1,6 @@
-"""Logs to SwanLab; ``trackers.args.swanlab`` goes to ``swanlab.init``, for example ``{mode: local}``."""
+"""Logs to SwanLab; ``trackers.args.swanlab`` goes to ``swanlab.init``, for example ``{mode:
+local}``.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,23 @@ import swanlab
 
 
 class SwanLab:
-    """A ``Tracker``. A run of the same name and project continues; without the cloud its id is the same."""
+    """A ``Tracker``. A run of the same name and project continues; without the cloud its id is the
+    same.
+    """
 
     def __init__(
-        self, folder: Path, run: str, project: str, config: Mapping[str, Any], args: Mapping[str, Any]
+        self,
+        folder: Path,
+        run: str,
+        project: str,
+        config: Mapping[str, Any],
+        args: Mapping[str, Any],
     ) -> None:
-        settings: dict[str, Any] = {"log_dir": str(folder / "swanlab"), "id": run, "resume": "allow"} | dict(args)
+        settings: dict[str, Any] = {
+            "log_dir": str(folder / "swanlab"),
+            "id": run,
+            "resume": "allow",
+        } | dict(args)
         self._run = swanlab.init(project=project, name=run, config=dict(config), **settings)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -27,7 +40,9 @@ class SwanLab:
     def picture(self, step: int, name: str, gif: bytes) -> None:
         self._run.log({name: swanlab.Video(gif)}, step=step)
 
-    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    def table(
+        self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+    ) -> None:
         table = swanlab.echarts.Table()
         table.add(list(columns), [list(row) for row in rows])
         self._run.log({name: table}, step=step)

@@ -27,27 +27,38 @@ from learner.reporting.trackers import flatten
 
 
 class TensorBoard:
-    """A ``Tracker`` that keeps unwritten events on a full disk, where TensorBoard's own writer thread exits.
+    """A ``Tracker`` that keeps unwritten events on a full disk, where TensorBoard's own writer
+    thread exits.
 
     Args:
         args: ``filename_suffix``.
     """
 
     def __init__(
-        self, folder: Path, run: str, project: str, config: Mapping[str, Any], args: Mapping[str, Any]
+        self,
+        folder: Path,
+        run: str,
+        project: str,
+        config: Mapping[str, Any],
+        args: Mapping[str, Any],
     ) -> None:
-        self._pending, self._size = bytearray(), 0
+        self._pending = bytearray()
+        self._size = 0
         suffix = args.get("filename_suffix", "")
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0{suffix}"
         target = folder / "tensorboard"
         private_folder(target)
         self._file = open_private(target / name, os.O_WRONLY | os.O_CREAT)
         self._put(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        self._put(Event(wall_time=time.time(), summary=Summary(value=[_hyperparameters(run, config)])))
+        self._put(
+            Event(wall_time=time.time(), summary=Summary(value=[_hyperparameters(run, config)]))
+        )
         self._flush()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._write(step, [Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        self._write(
+            step, [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        )
 
     def texts(self, step: int, texts: Mapping[str, str]) -> None:
         self._write(step, [_text(name, text) for name, text in texts.items()])

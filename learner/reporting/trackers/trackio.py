@@ -1,4 +1,6 @@
-"""Logs to Trackio; ``trackers.args.trackio`` goes to ``trackio.init``, for example ``{space_id: me/lakes}``."""
+"""Logs to Trackio; ``trackers.args.trackio`` goes to ``trackio.init``, for example ``{space_id:
+me/lakes}``.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +25,31 @@ class Trackio:
     """
 
     def __init__(
-        self, folder: Path, run: str, project: str, config: Mapping[str, Any], args: Mapping[str, Any]
+        self,
+        folder: Path,
+        run: str,
+        project: str,
+        config: Mapping[str, Any],
+        args: Mapping[str, Any],
     ) -> None:
         os.environ.setdefault(FOLDER, str(folder / "trackio"))
         import trackio  # only now: it reads the variable once
 
         self._trackio = trackio
-        settings: dict[str, Any] = {"resume": "allow", "embed": False, "auto_log_cpu": False} | dict(args)
+        settings: dict[str, Any] = {
+            "resume": "allow",
+            "embed": False,
+            "auto_log_cpu": False,
+        } | dict(args)
         self._run = trackio.init(project=project, name=run, config=dict(config), **settings)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
     def texts(self, step: int, texts: Mapping[str, str]) -> None:
-        self._run.log({name: self._trackio.Markdown(text) for name, text in texts.items()}, step=step)
+        self._run.log(
+            {name: self._trackio.Markdown(text) for name, text in texts.items()}, step=step
+        )
 
     def picture(self, step: int, name: str, gif: bytes) -> None:
         with tempfile.NamedTemporaryFile(suffix=".gif") as file:  # which Trackio copies at once
@@ -44,7 +57,9 @@ class Trackio:
             file.flush()
             self._run.log({name: self._trackio.Video(file.name, caption=f"step {step}")}, step=step)
 
-    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    def table(
+        self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+    ) -> None:
         table = self._trackio.Table(columns=list(columns), data=[list(row) for row in rows])
         self._run.log({name: table}, step=step)
 

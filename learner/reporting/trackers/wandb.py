@@ -1,4 +1,6 @@
-"""Logs to Weights & Biases; ``trackers.args.wandb`` goes to ``wandb.init``, e.g. ``{mode: offline}``."""
+"""Logs to Weights & Biases; ``trackers.args.wandb`` goes to ``wandb.init``, e.g. ``{mode:
+offline}``.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +17,40 @@ class WandB:
     """A ``Tracker``. A run of the same name and project continues."""
 
     def __init__(
-        self, folder: Path, run: str, project: str, config: Mapping[str, Any], args: Mapping[str, Any]
+        self,
+        folder: Path,
+        run: str,
+        project: str,
+        config: Mapping[str, Any],
+        args: Mapping[str, Any],
     ) -> None:
         settings: dict[str, Any] = {"id": run, "resume": "allow"} | dict(args)
-        self._run = wandb.init(project=project, name=run, dir=str(folder), config=dict(config), **settings)
+        self._run = wandb.init(
+            project=project, name=run, dir=str(folder), config=dict(config), **settings
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
     def texts(self, step: int, texts: Mapping[str, str]) -> None:
-        pages = {name: wandb.Html(f"<p>step {step}</p><pre>{html.escape(text)}</pre>") for name, text in texts.items()}
+        pages = {
+            name: wandb.Html(f"<p>step {step}</p><pre>{html.escape(text)}</pre>")
+            for name, text in texts.items()
+        }
         self._add(pages)
 
     def picture(self, step: int, name: str, gif: bytes) -> None:
         self._add({name: wandb.Video(io.BytesIO(gif), caption=f"step {step}", format="gif")})
 
-    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    def table(
+        self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+    ) -> None:
         self._add({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])})
 
     def _add(self, values: Mapping[str, Any]) -> None:
-        """Add values to the row of the newest step: earlier rows, which evaluations belong to, are closed."""
+        """Add values to the row of the newest step: earlier rows, which evaluations belong to, are
+        closed.
+        """
         self._run.log(dict(values), commit=False)
 
     def close(self) -> None:

@@ -1,4 +1,6 @@
-"""Computes the advantages of a group again, where they follow from its records and the run's settings alone."""
+"""Computes the advantages of a group again, where they follow from its records and the run's
+settings alone.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,14 @@ Advantages = list[dict[int, float]]  # of each trajectory, by position of the tr
 
 
 def group_advantages(
-    connection: sqlite3.Connection, folder: Path, config: Mapping[str, Any], group: wire.Group, way: Provenance
+    connection: sqlite3.Connection,
+    folder: Path,
+    config: Mapping[str, Any],
+    group: wire.Group,
+    way: Provenance,
 ) -> tuple[Advantages | None, str]:
-    """Return the advantages of a group's tokens under the run's present settings, or None and why they are not known.
+    """Return the advantages of a group's tokens under the run's present settings, or None and why
+    they are not known.
 
     An estimator that is not part of rlearner is code of the run, which is not executed here.
     """
@@ -46,9 +53,14 @@ def group_advantages(
         if why:
             return None, why
         samples = iter(assembler.batch(groups))
-        found = {one.ticket: [_by_position(next(samples)) for _ in one.trajectories] for one in groups}
+        found = {
+            one.ticket: [_by_position(next(samples)) for _ in one.trajectories] for one in groups
+        }
     except (ConfigError, ValidationError, ValueError, TypeError, ArithmeticError) as error:
-        return None, f"they cannot be computed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return (
+            None,
+            f"they cannot be computed: {type(error).__name__}: {' '.join(str(error).split())[:200]}",
+        )
     if group.ticket not in found:
         return None, "the group was not selected for training (algorithm.keep_fraction)"
     return found[group.ticket], ""
@@ -57,7 +69,9 @@ def group_advantages(
 def _groups_of_step(
     connection: sqlite3.Connection, folder: Path, group: wire.Group, way: Provenance
 ) -> tuple[list[wire.Group], str]:
-    """Return the groups that a group's step was trained on, in that order, or why they are not there."""
+    """Return the groups that a group's step was trained on, in that order, or why they are not
+    there.
+    """
     if not way.step:
         return [], "they depend on the whole step, and no step has trained the group"
     rows = connection.execute(
@@ -66,12 +80,18 @@ def _groups_of_step(
         (way.step,),
     ).fetchall()
     if sum(length or 0 for _, length in rows) > MAX_STEP_BYTES:
-        return [], f"they depend on the whole step, whose records have more than {MAX_STEP_BYTES >> 20} MiB"
+        return (
+            [],
+            f"they depend on the whole step, whose records have more than {MAX_STEP_BYTES >> 20} MiB",
+        )
     groups = []
     for seq, _ in rows:
         record = read_record(connection, folder, seq)
         if record is None or not isinstance(record.message, wire.Group):
-            return [], f"they depend on the whole step, and record {seq} of it is not in the archive"
+            return (
+                [],
+                f"they depend on the whole step, and record {seq} of it is not in the archive",
+            )
         groups.append(record.message)
     return groups, ""
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Order = Literal["newest", "oldest", "reward_high", "reward_low", "longest", "shortest", "most_turns", "stalest"]
+Order = Literal[
+    "newest", "oldest", "reward_high", "reward_low", "longest", "shortest", "most_turns", "stalest"
+]
 
 
 @dataclass(frozen=True)
@@ -16,11 +18,12 @@ class IndexStatus:
     """Whether the answers are complete.
 
     Attributes:
-        state: ``current``; ``building`` (for the first time) and ``rebuilding`` (the database was damaged) answer with
-            what was read so far; ``waiting`` cannot write now and tries again; ``gone``: the run's folder is no longer
-            there.
+        state: ``current``; ``building`` (for the first time) and ``rebuilding`` (the database was
+            damaged) answer with what was read so far; ``waiting`` cannot write now and tries again;
+            ``gone``: the run's folder is no longer there.
         problem: one line for the user, empty if there is none.
-        notes: one line each about sources that are missing or cannot be read, such as a run without ``samples.keep``.
+        notes: one line each about sources that are missing or cannot be read, such as a run without
+            ``samples.keep``.
         done: share of the files' bytes that was read, 0 to 1.
         steps: of metrics.jsonl, 0 without a line.
         trajectories: in the index.
@@ -36,12 +39,14 @@ class IndexStatus:
     database: str = ""
 
 
-# ------------------------------------------------------------------------------------------------------- steps
+# -------------------------------------------------------------------------------------------------------
+# steps
 
 
 @dataclass(frozen=True)
 class Series:
-    """One metric over the steps that have it; with fewer points than steps, each bucket's lowest and highest.
+    """One metric over the steps that have it; with fewer points than steps, each bucket's lowest
+    and highest.
 
     Attributes:
         steps: ascending.
@@ -64,7 +69,8 @@ class Event:
     Attributes:
         time: 0 if unknown.
         step: completed before it, -1 if unknown.
-        kind: epoch, checkpoint, evaluation, settings, start, stop, death, joined, left, failed, weights, note.
+        kind: epoch, checkpoint, evaluation, settings, start, stop, death, joined, left, failed,
+            weights, note.
         text: one line.
         who: id of the process, empty if none.
         approximate: the time is that of the step's line.
@@ -78,7 +84,8 @@ class Event:
     approximate: bool = False
 
 
-# ---------------------------------------------------------------------------------------------------- timeline
+# ----------------------------------------------------------------------------------------------------
+# timeline
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,8 @@ class TimelineSpan:
     Attributes:
         lane: ``role.id`` of the process.
         kind: generate, env_step, reward, train, weights, wait, evaluate or checkpoint.
-        seconds: busy time in it; more than its length if several went on at once, less if there were gaps.
+        seconds: busy time in it; more than its length if several went on at once, less if there
+            were gaps.
         count: pieces of work that it stands for.
         ticket: 0 if none or several.
         step: -1 if none or several.
@@ -111,10 +119,11 @@ class Timeline:
     """Spans of a range of time.
 
     Attributes:
-        lanes: ``role.id`` of every process with spans in the range: learner, rollout servers, hubs, reward hubs.
+        lanes: ``role.id`` of every process with spans in the range: learner, rollout servers, hubs,
+            reward hubs.
         bucket_s: length of the buckets that spans were added up in, 0: single spans.
-        live_since: since when processes' reports were recorded, 0: never. Before, and while no console ran, only the
-            learner's phases are known.
+        live_since: since when processes' reports were recorded, 0: never. Before, and while no
+            console ran, only the learner's phases are known.
     """
 
     start: float
@@ -125,7 +134,8 @@ class Timeline:
     live_since: float = 0.0
 
 
-# ------------------------------------------------------------------------------------------------ trajectories
+# ------------------------------------------------------------------------------------------------
+# trajectories
 
 
 @dataclass(frozen=True)
@@ -133,10 +143,12 @@ class TrajectoryFilter:
     """Which trajectories; None or empty: any.
 
     Attributes:
-        text: words that the prompt, the reference or the last response must hold; the last one may be the begin of a
-            word, and a phrase stands in double quotes.
-        min_step: trained in this optimizer step (from 1) or a later one; excludes what was not trained.
-        min_version: the newest token is of this version or a later one; ``max_version`` likewise for the oldest token.
+        text: words that the prompt, the reference or the last response must hold; the last one may
+            be the begin of a word, and a phrase stands in double quotes.
+        min_step: trained in this optimizer step (from 1) or a later one; excludes what was not
+            trained.
+        min_version: the newest token is of this version or a later one; ``max_version`` likewise
+            for the oldest token.
         state: what became of the group: trained, filtered, dropped, dead, arrived, duplicate.
     """
 
@@ -217,7 +229,8 @@ class Token:
         logprob: natural log of the sampling probability.
         version: policy version that sampled it.
         reward: given on this token.
-        advantage: None if it is not known, see ``GroupView.unavailable``; so are entropy (nats) and importance ratio.
+        advantage: None if it is not known, see ``GroupView.unavailable``; so are entropy (nats) and
+            importance ratio.
     """
 
     position: int
@@ -234,7 +247,9 @@ class Token:
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive tokens: what the policy sampled in one turn with one version, or read (turn 0; only as text)."""
+    """Consecutive tokens: what the policy sampled in one turn with one version, or read (turn 0;
+    only as text).
+    """
 
     turn: int
     start: int
@@ -297,8 +312,10 @@ class GroupView:
 
     Attributes:
         prompt: the task as text, if its environment gives one; ``reference`` the expected answer.
-        tokenizer: path of the tokenizer, or why there is none; then tokens are shown by their numbers.
-        unavailable: per-token quantities that are not known, with the reason: ``advantage``, ``entropy``, ``ratio``.
+        tokenizer: path of the tokenizer, or why there is none; then tokens are shown by their
+            numbers.
+        unavailable: per-token quantities that are not known, with the reason: ``advantage``,
+            ``entropy``, ``ratio``.
         frames: text frames of episode 0; only evaluations record them.
     """
 
@@ -313,7 +330,8 @@ class GroupView:
     frames: list[str] = field(default_factory=list)
 
 
-# ------------------------------------------------------------------------------------------------- evaluations
+# -------------------------------------------------------------------------------------------------
+# evaluations
 
 
 @dataclass(frozen=True)
@@ -357,7 +375,8 @@ class EvaluatedTask:
     prompt: str
 
 
-# ------------------------------------------------------------------------------------------------------- runs
+# -------------------------------------------------------------------------------------------------------
+# runs
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""Indexes evaluations, checkpoints and the events of ``rlearner up``: files that are read whole when they change."""
+"""Indexes evaluations, checkpoints and the events of ``rlearner up``: files that are read whole
+when they change.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,23 @@ def update(connection: sqlite3.Connection, folder: Path) -> None:
     """Follow the files of these folders."""
     _follow(connection, folder / EVALS, EVALS, _EVALUATION, "", _read_evaluation)
     _follow(connection, folder / LOGS, LOGS, re.compile(re.escape(EVENTS)), "", _read_events)
-    _follow(connection, folder / CHECKPOINTS, CHECKPOINTS, _CHECKPOINT, "learner/learner.json", _read_checkpoint)
+    _follow(
+        connection,
+        folder / CHECKPOINTS,
+        CHECKPOINTS,
+        _CHECKPOINT,
+        "learner/learner.json",
+        _read_checkpoint,
+    )
 
 
 def _follow(
-    connection: sqlite3.Connection, folder: Path, kind: str, pattern: re.Pattern[str], inside: str, read: Reader
+    connection: sqlite3.Connection,
+    folder: Path,
+    kind: str,
+    pattern: re.Pattern[str],
+    inside: str,
+    read: Reader,
 ) -> None:
     known = followed.sources_of(connection, kind)
     there: dict[str, tuple[re.Match[str], os.stat_result]] = {}
@@ -50,7 +64,10 @@ def _follow(
         if source.is_as_seen(status):
             continue
         _remove(connection, source)
-        source.ino, source.size, source.mtime, source.whole = status.st_ino, status.st_size, status.st_mtime_ns, True
+        source.ino = status.st_ino
+        source.size = status.st_size
+        source.mtime = status.st_mtime_ns
+        source.whole = True
         read(connection, source, folder / name, match, status)
         followed.save(connection, source)
 
@@ -71,47 +88,81 @@ def _remove(connection: sqlite3.Connection, source: Source) -> None:
 
 
 def _read_evaluation(
-    connection: sqlite3.Connection, source: Source, path: Path, match: re.Match[str], status: os.stat_result
+    connection: sqlite3.Connection,
+    source: Source,
+    path: Path,
+    match: re.Match[str],
+    status: os.stat_result,
 ) -> None:
-    policy, step = match[1], int(match[2])
+    policy = match[1]
+    step = int(match[2])
     position = episodes = successes = 0
     source.problem = ""
     for number, data in enumerate(path.read_bytes().splitlines(keepends=True)):
-        start, position = position, position + len(data)
+        start = position
+        position = position + len(data)
         try:
             row = json.loads(data)
-            tries, rewards = [bool(one) for one in row["success"]], [float(one) for one in row["reward"]]
-            task = (str(row["domain"]), int(row["task_index"]), len(tries), sum(tries), sum(rewards))
+            tries = [bool(one) for one in row["success"]]
+            rewards = [float(one) for one in row["reward"]]
+            task = (
+                str(row["domain"]),
+                int(row["task_index"]),
+                len(tries),
+                sum(tries),
+                sum(rewards),
+            )
             shown = (len(row["frames"]), preview(str(row["prompt"])))
         except (ValueError, KeyError, TypeError, RecursionError):
             source.problem = f"{EVALS}/{source.name}: line {number + 1} cannot be read"
             continue
         whole = (source.id, number, start, position, step, policy, *task, *shown)
-        connection.execute("INSERT INTO evaluated VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", whole)
-        episodes, successes = episodes + len(tries), successes + sum(tries)
+        connection.execute(
+            "INSERT INTO evaluated VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", whole
+        )
+        episodes = episodes + len(tries)
+        successes = successes + sum(tries)
     if episodes:
         text = f"{policy} evaluated after step {step}: success {successes / episodes:.3f} of {episodes} episodes"
         _note(connection, source, status.st_mtime, step, "evaluation", text)
 
 
 def _read_checkpoint(
-    connection: sqlite3.Connection, source: Source, path: Path, match: re.Match[str], status: os.stat_result
+    connection: sqlite3.Connection,
+    source: Source,
+    path: Path,
+    match: re.Match[str],
+    status: os.stat_result,
 ) -> None:
     step = int(match[1])
     _note(connection, source, status.st_mtime, step, "checkpoint", f"checkpoint of step {step}")
 
 
 def _read_events(
-    connection: sqlite3.Connection, source: Source, path: Path, match: re.Match[str], status: os.stat_result
+    connection: sqlite3.Connection,
+    source: Source,
+    path: Path,
+    match: re.Match[str],
+    status: os.stat_result,
 ) -> None:
     for number, data in enumerate(path.read_bytes().splitlines()):
         try:
             row = json.loads(data)
-            time, text = float(row["time"]), " ".join(str(row["text"]).split())[:500]
+            time = float(row["time"])
+            text = " ".join(str(row["text"]).split())[:500]
         except (ValueError, KeyError, TypeError, RecursionError):
             continue  # cut off at the begin, or not written to the end
         kind = row.get("kind") if row.get("kind") in KINDS else "note"
-        _note(connection, source, time, -1, kind, text, who=str(row.get("who", ""))[:100], key=str(number))
+        _note(
+            connection,
+            source,
+            time,
+            -1,
+            kind,
+            text,
+            who=str(row.get("who", ""))[:100],
+            key=str(number),
+        )
 
 
 def _note(
@@ -126,7 +177,8 @@ def _note(
 ) -> None:
     row: tuple[Any, ...] = (source.id, key, time, step, kind, text, who)
     connection.execute(
-        "INSERT INTO events (source, key, time, step, kind, text, who) VALUES (?, ?, ?, ?, ?, ?, ?)", row
+        "INSERT INTO events (source, key, time, step, kind, text, who) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        row,
     )
 
 

@@ -1,4 +1,6 @@
-"""Opens the database of an index: private, in the run's folder or a cache; a damaged one is moved aside."""
+"""Opens the database of an index: private, in the run's folder or a cache; a damaged one is moved
+aside.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,27 @@ from typing import Final
 
 from broker.system.locks import lock
 from broker.system.private_files import open_private, private_folder, replace
-from rlearner.console.index.schema import PAGE_BYTES, PLAIN_TEXTS, SCHEMA, TEXT_TABLES, TEXTS, VERSION
+from rlearner.console.index.schema import (
+    PAGE_BYTES,
+    PLAIN_TEXTS,
+    SCHEMA,
+    TEXT_TABLES,
+    TEXTS,
+    VERSION,
+)
 
 NAME: Final = "console.sqlite"
 DAMAGED: Final = "console.damaged.sqlite"
 BUSY_S: Final = 10.0
 RESERVE_BYTES: Final = 64 * 2**20
 _UNAVAILABLE: Final = (
-    *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED),
+    *(
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+    ),
     *(sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_PROTOCOL),
 )
 _DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -31,11 +46,15 @@ class DatabaseDamagedError(Exception):
 
 
 class DatabaseUnavailableError(Exception):
-    """The database cannot be used now: the disk is full or read-only, another process holds it, or it is not there."""
+    """The database cannot be used now: the disk is full or read-only, another process holds it, or
+    it is not there.
+    """
 
 
 def place(folder: Path) -> Path:
-    """Return where the index of a run's folder is: in it, or in the user's cache if it cannot be written."""
+    """Return where the index of a run's folder is: in it, or in the user's cache if it cannot be
+    written.
+    """
     own = folder / NAME
     if os.access(own, os.W_OK) if own.exists() else os.access(folder, os.W_OK):
         return own
@@ -56,7 +75,9 @@ def open_writer(path: Path) -> sqlite3.Connection:
         if not path.parent.is_dir():
             private_folder(path.parent)
         os.close(open_private(path, os.O_RDWR | os.O_CREAT))
-        connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        connection = sqlite3.connect(
+            path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
+        )
         try:
             connection.execute(f"PRAGMA page_size={PAGE_BYTES}")
             connection.execute("PRAGMA journal_mode=WAL")
@@ -93,7 +114,9 @@ def open_reader(path: Path) -> sqlite3.Connection:
 
 def has_fts(connection: sqlite3.Connection) -> bool:
     """Return whether texts are in full-text tables, which need FTS5."""
-    found = connection.execute("SELECT sql FROM sqlite_master WHERE name = ?", (TEXT_TABLES[0],)).fetchone()
+    found = connection.execute(
+        "SELECT sql FROM sqlite_master WHERE name = ?", (TEXT_TABLES[0],)
+    ).fetchone()
     return found is not None and "fts5" in found[0]
 
 
@@ -110,7 +133,9 @@ def _create(connection: sqlite3.Connection, found: int) -> None:
             connection.execute("ROLLBACK")
             return
         if found or connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-            raise DatabaseDamagedError(f"written by another version of rlearner ({found}, this one needs {VERSION})")
+            raise DatabaseDamagedError(
+                f"written by another version of rlearner ({found}, this one needs {VERSION})"
+            )
         for statement in SCHEMA.split(";\n"):
             connection.execute(statement)
         for name in TEXT_TABLES:
@@ -146,7 +171,15 @@ def explained() -> Iterator[None]:
             raise DatabaseDamagedError(_one_line(error)) from error
         raise
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG, errno.ENOENT, errno.EIO):
+        if error.errno in (
+            errno.ENOSPC,
+            errno.EDQUOT,
+            errno.EROFS,
+            errno.EACCES,
+            errno.EFBIG,
+            errno.ENOENT,
+            errno.EIO,
+        ):
             raise DatabaseUnavailableError(error.strerror or str(error)) from error
         raise
 
@@ -160,7 +193,9 @@ def require_room(path: Path) -> None:
     with explained():
         found = os.statvfs(path.parent)
     if (free := found.f_bavail * found.f_frsize) < RESERVE_BYTES:
-        raise DatabaseUnavailableError(f"{free >> 20} MiB are free, it leaves {RESERVE_BYTES >> 20} MiB to the run")
+        raise DatabaseUnavailableError(
+            f"{free >> 20} MiB are free, it leaves {RESERVE_BYTES >> 20} MiB to the run"
+        )
 
 
 def identity(path: Path) -> int:
@@ -175,9 +210,13 @@ def move_aside(path: Path, found: int) -> None:
     """Rename a damaged database, over an earlier one.
 
     Args:
-        found: its ``identity`` before it was found damaged; another console may have moved it by now.
+        found: its ``identity`` before it was found damaged; another console may have moved it by
+            now.
     """
-    with explained(), lock(path.with_suffix(".lock"), f"{path} is being moved aside", wait_s=BUSY_S):
+    with (
+        explained(),
+        lock(path.with_suffix(".lock"), f"{path} is being moved aside", wait_s=BUSY_S),
+    ):
         if identity(path) == found:
             replace(path, path.with_name(DAMAGED))
             for suffix in ("-wal", "-shm"):

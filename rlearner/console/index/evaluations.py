@@ -26,11 +26,13 @@ def _result(rows: list[tuple[Any, ...]]) -> EvaluationResult:
     step, policy, mtime = rows[0][:3]
     tries = [[True] * row[5] + [False] * (row[4] - row[5]) for row in rows if row[4]]
     low, high = interval(tries) if tries else (0.0, 1.0)
-    episodes, successes = sum(row[4] for row in rows), sum(row[5] for row in rows)
+    episodes = sum(row[4] for row in rows)
+    successes = sum(row[5] for row in rows)
     domains: dict[str, list[int]] = {}
     for row in rows:
         sums = domains.setdefault(row[3], [0, 0])
-        sums[0], sums[1] = sums[0] + row[5], sums[1] + row[4]
+        sums[0] = sums[0] + row[5]
+        sums[1] = sums[1] + row[4]
     return EvaluationResult(
         step=step,
         policy=policy,
@@ -54,7 +56,9 @@ def evaluated_tasks(connection: sqlite3.Connection, step: int, policy: str) -> l
     return [EvaluatedTask(*row) for row in rows]
 
 
-def evaluated_task(connection: sqlite3.Connection, folder: Path, step: int, policy: str, number: int) -> dict[str, Any]:
+def evaluated_task(
+    connection: sqlite3.Connection, folder: Path, step: int, policy: str, number: int
+) -> dict[str, Any]:
     row = connection.execute(
         "SELECT s.name, e.start, e.end FROM evaluated e JOIN sources s ON s.id = e.source"
         " WHERE e.step = ? AND e.policy = ? AND e.number = ?",

@@ -1,4 +1,6 @@
-"""Queries of events: those that were noted, and the starts of the learner, which follow from the ledger."""
+"""Queries of events: those that were noted, and the starts of the learner, which follow from the
+ledger.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,14 @@ EPOCH: Final = "epoch"
 
 
 def events(
-    connection: sqlite3.Connection, start: float | None, end: float | None, kinds: Sequence[str], newest: int
+    connection: sqlite3.Connection,
+    start: float | None,
+    end: float | None,
+    kinds: Sequence[str],
+    newest: int,
 ) -> list[Event]:
-    first, last = start if start is not None else 0.0, end if end is not None else float("inf")
+    first = start if start is not None else 0.0
+    last = end if end is not None else float("inf")
     wanted = f" AND kind IN ({', '.join('?' * len(kinds))})" if kinds else ""
     noted = connection.execute(
         f"SELECT time, step, kind, text, who FROM events WHERE time BETWEEN ? AND ?{wanted} ORDER BY time DESC LIMIT ?",
@@ -30,16 +37,22 @@ def events(
     return sorted(found, key=lambda one: (one.time, one.step, one.kind, one.text))[-newest:]
 
 
-def _noted(connection: sqlite3.Connection, time: float, step: int, kind: str, text: str, who: str) -> Event:
+def _noted(
+    connection: sqlite3.Connection, time: float, step: int, kind: str, text: str, who: str
+) -> Event:
     return Event(time, step if step >= 0 else step_at(connection, time), kind, text, who)
 
 
 def _epochs(connection: sqlite3.Connection) -> Iterator[Event]:
     """Yield an event for each record by which a learner set its rules when it started."""
     before = _first_rules(connection)
-    for seq, body in connection.execute("SELECT seq, body FROM ledger_lines WHERE state = 'rules' ORDER BY first, end"):
+    for seq, body in connection.execute(
+        "SELECT seq, body FROM ledger_lines WHERE state = 'rules' ORDER BY first, end"
+    ):
         rules = ledger_file.decode(body).rules
-        row = connection.execute("SELECT epoch FROM frames WHERE seq = ? AND kind = 'RulesChange'", (seq,)).fetchone()
+        row = connection.execute(
+            "SELECT epoch FROM frames WHERE seq = ? AND kind = 'RulesChange'", (seq,)
+        ).fetchone()
         told = [format_change(one) for one in changes(before, rules)] if before is not None else []
         before = rules
         more = [f"and {len(told) - MAX_CHANGES} more"] if len(told) > MAX_CHANGES else []
@@ -59,13 +72,18 @@ def _first_rules(connection: sqlite3.Connection) -> dict[str, Any] | None:
 
 
 def _place(connection: sqlite3.Connection, seq: int) -> tuple[int, float]:
-    """Return how many steps were completed at a record, and about when it was consumed: as the next step began."""
+    """Return how many steps were completed at a record, and about when it was consumed: as the next
+    step began.
+    """
     row = connection.execute(
-        "SELECT max(step) FROM ledger_lines WHERE ticket = 0 AND state IN ('boundary', 'summary') AND seq < ?", (seq,)
+        "SELECT max(step) FROM ledger_lines WHERE ticket = 0 AND state IN ('boundary', 'summary') AND seq < ?",
+        (seq,),
     ).fetchone()
     step = int(row[0]) if row[0] is not None else 0
     for wanted, column in ((step + 1, "time - coalesce(wall, 0)"), (step, "time")):
-        line = connection.execute(f"SELECT {column} FROM steps WHERE step = ? ORDER BY end DESC LIMIT 1", (wanted,))
+        line = connection.execute(
+            f"SELECT {column} FROM steps WHERE step = ? ORDER BY end DESC LIMIT 1", (wanted,)
+        )
         if (found := line.fetchone()) is not None:
             return step, float(found[0])
     return step, 0.0

@@ -1,8 +1,8 @@
 """Follows files that grow, are cut, are replaced under the same name, or vanish.
 
-How far a file was read is kept with its inode and a checksum of the last bytes before that place. A learner that
-resumes continues ``metrics.jsonl`` and the ledger in a copy under the same name: of such a file the checksums of all
-lines are compared, and only what differs is read again.
+How far a file was read is kept with its inode and a checksum of the last bytes before that place. A
+learner that resumes continues ``metrics.jsonl`` and the ledger in a copy under the same name: of
+such a file the checksums of all lines are compared, and only what differs is read again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ class Source:
 
     def is_as_seen(self, status: os.stat_result) -> bool:
         """Return whether it was read as far as possible, and nothing was written since."""
-        seen = (self.ino, self.size, self.mtime) == (status.st_ino, status.st_size, status.st_mtime_ns)
+        seen = (self.ino, self.size, self.mtime) == (
+            status.st_ino,
+            status.st_size,
+            status.st_mtime_ns,
+        )
         return bool(self.whole) and seen
 
     def has_only_grown(self, file: int, status: os.stat_result) -> bool:
@@ -52,7 +56,10 @@ class Source:
 
     def note(self, file: int, status: os.stat_result, *, more: bool) -> None:
         """Remember the file as it is, read up to ``offset``, behind which there may be ``more``."""
-        self.ino, self.size, self.mtime, self.whole = status.st_ino, status.st_size, status.st_mtime_ns, not more
+        self.ino = status.st_ino
+        self.size = status.st_size
+        self.mtime = status.st_mtime_ns
+        self.whole = not more
         self.guard_at = max(0, self.offset - GUARD_BYTES)
         self.guard = crc32(os.pread(file, self.offset - self.guard_at, self.guard_at))
 
@@ -62,13 +69,17 @@ _COLUMNS: Final = tuple(field.name for field in fields(Source))
 
 def sources_of(connection: sqlite3.Connection, kind: str) -> dict[str, Source]:
     """Return the followed files of a kind by name, in their order."""
-    rows = connection.execute(f"SELECT {', '.join(_COLUMNS)} FROM sources WHERE kind = ? ORDER BY first, name", (kind,))
+    rows = connection.execute(
+        f"SELECT {', '.join(_COLUMNS)} FROM sources WHERE kind = ? ORDER BY first, name", (kind,)
+    )
     return {row[2]: Source(*row) for row in rows}
 
 
 def begin(connection: sqlite3.Connection, kind: str, name: str, first: int = 0) -> Source:
     """Begin to follow a file."""
-    row = connection.execute("INSERT INTO sources (kind, name, first) VALUES (?, ?, ?)", (kind, name, first))
+    row = connection.execute(
+        "INSERT INTO sources (kind, name, first) VALUES (?, ?, ?)", (kind, name, first)
+    )
     return Source(int(row.lastrowid or 0), kind, name, first)
 
 
@@ -86,7 +97,9 @@ def forget(connection: sqlite3.Connection, source: Source) -> None:
 
 @dataclass(frozen=True)
 class Line:
-    """A complete line without its newline; ``crc`` is the checksum of the file up to ``end``, behind the newline."""
+    """A complete line without its newline; ``crc`` is the checksum of the file up to ``end``,
+    behind the newline.
+    """
 
     start: int
     end: int
@@ -103,19 +116,22 @@ def open_file(path: Path) -> int:
 
 
 def same_lines(file: int, ends: Iterable[tuple[int, int]]) -> int:
-    """Return the end of the last of some lines up to which a file is as it was, 0 if already the first one differs.
+    """Return the end of the last of some lines up to which a file is as it was, 0 if already the
+    first one differs.
 
     Args:
         ends: (end, checksum) of every line, ascending.
     """
     position = crc = 0
-    buffer, begin = b"", 0
+    buffer = b""
+    begin = 0
     for end, wanted in ends:
         while begin + len(buffer) < end:
             more = os.pread(file, max(READ_BYTES, end - begin - len(buffer)), begin + len(buffer))
             if not more:
                 return position
-            buffer, begin = buffer[position - begin :] + more, position
+            buffer = buffer[position - begin :] + more
+            begin = position
         crc = crc32(buffer[position - begin : end - begin], crc)
         if crc != wanted:
             return position
@@ -124,8 +140,11 @@ def same_lines(file: int, ends: Iterable[tuple[int, int]]) -> int:
 
 
 def next_lines(file: int, offset: int, crc: int) -> Iterator[Line]:
-    """Yield the complete lines from a place on, about ``READ_BYTES`` of them, at least one if there is one."""
-    buffer, wanted = b"", READ_BYTES
+    """Yield the complete lines from a place on, about ``READ_BYTES`` of them, at least one if there
+    is one.
+    """
+    buffer = b""
+    wanted = READ_BYTES
     while b"\n" not in buffer:
         more = os.pread(file, wanted, offset + len(buffer))
         if not more:

@@ -1,4 +1,6 @@
-"""Keeps the index of a run up to date in a thread, rebuilds a damaged one, and waits while the disk is full."""
+"""Keeps the index of a run up to date in a thread, rebuilds a damaged one, and waits while the disk
+is full.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ log = logging.getLogger(__name__)
 POLL_S: Final = 1.25  # between looks at metrics.jsonl
 LOOKS: Final = 3  # of which the last one looks at all files: larger transactions take less time
 RETRY_S: Final = 5.0  # while the database cannot be written
-CHECK_BYTES: Final = 2**28  # read in about a second at a start; damage of a larger one is found by its use
+# read in about a second at a start; damage of a larger one is found by its use
+CHECK_BYTES: Final = 2**28
 PAUSE_S: Final = 0.002  # after each round of a long build, for the threads that answer
 
 
@@ -38,14 +41,18 @@ class RunFollower:
         live: takes what processes report.
     """
 
-    def __init__(self, folder: Path, changed: Callable[[], None] = lambda: None, path: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, changed: Callable[[], None] = lambda: None, path: Path | None = None
+    ) -> None:
         self.folder, self.path = folder, path or database.place(folder)
         self._suspect = threading.Event()  # an answer found damage
         self.queries = RunQueries(folder, self.path, self._suspect.set)
         self.live = LiveSpans()
         self._changed = changed
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"index of {folder.name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"index of {folder.name}", daemon=True
+        )
         self._state: Literal["current", "building", "rebuilding", "waiting", "gone"] = "building"
         self._problem = ""
         self._notes: tuple[str, ...] = ()
@@ -73,7 +80,9 @@ class RunFollower:
             try:
                 self._follow()
             except DatabaseUnavailableError as error:
-                self._wait(f"the console's index cannot be written ({error}); the run is not affected")
+                self._wait(
+                    f"the console's index cannot be written ({error}); the run is not affected"
+                )
             except DatabaseDamagedError as error:
                 self._say(f"the console's index was damaged ({error}); it is built again")
                 self._state = "rebuilding"
@@ -92,17 +101,21 @@ class RunFollower:
             self._inode = index.inode
             if self.path.stat().st_size <= CHECK_BYTES:
                 index.check()
-            seen, looks = (-1, -1), 0
+            seen = (-1, -1)
+            looks = 0
             while not self._stop.is_set():
                 if not (self.folder / "config.yaml").exists():
-                    self._state, self._problem = "gone", f"{self.folder} is no longer there"
+                    self._state = "gone"
+                    self._problem = f"{self.folder} is no longer there"
                     self._stop.wait(POLL_S)
                     continue
                 if database.identity(self.path) != index.inode:
                     return  # deleted, or set aside by another console
                 if self._suspect.is_set():
                     raise DatabaseDamagedError("an answer could not be read")
-                more, before, seen = index.update(only_steps=looks % LOOKS > 0), seen, index.version()
+                more = index.update(only_steps=looks % LOOKS > 0)
+                before = seen
+                seen = index.version()
                 looks = 0 if more else looks + 1
                 if seen != before or self._state != "current":
                     self._notes, self._counts = tuple(index.notes()), index.counts()
@@ -115,9 +128,11 @@ class RunFollower:
 
     def _note(self, *, more: bool) -> None:
         if not more:
-            self._state, self._problem = "current", ""
+            self._state = "current"
+            self._problem = ""
         elif self._state not in ("building", "rebuilding"):
-            self._state, self._problem = "building", ""
+            self._state = "building"
+            self._problem = ""
 
     def _set_aside(self) -> None:
         try:

@@ -1,4 +1,6 @@
-"""Reads one group from the archive, token by token as ``rlearner show --tokens``, and its way as ``rlearner trace``."""
+"""Reads one group from the archive, token by token as ``rlearner show --tokens``, and its way as
+``rlearner trace``.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,16 @@ _tokenizers: OrderedDict[tuple[str, int], tuple[Tokenizer | None, str]] = Ordere
 def group(connection: sqlite3.Connection, folder: Path, ticket: int) -> GroupView:
     way, record = provenance(connection, folder, ticket)
     if record is None:
-        raise UserError(f"ticket {ticket} has no record yet" if not way.seq else f"record {way.seq} is {NOWHERE}")
+        raise UserError(
+            f"ticket {ticket} has no record yet"
+            if not way.seq
+            else f"record {way.seq} is {NOWHERE}"
+        )
     if not isinstance(record.message, wire.Group):
         why = describe(record)
-        raise UserError(f"ticket {ticket} has no group: {why.get('reason', 'malformed')}, {why.get('detail')}")
+        raise UserError(
+            f"ticket {ticket} has no group: {why.get('reason', 'malformed')}, {why.get('detail')}"
+        )
     config = settings(folder)
     tokenizer, where = _tokenizer(config, folder)
     found = record.message
@@ -53,26 +61,37 @@ def group(connection: sqlite3.Connection, folder: Path, ticket: int) -> GroupVie
     except UserError as error:
         unavailable |= dict.fromkeys(("entropy", "ratio"), str(error))
     views = [
-        _view(i, one, tokenizer, advantages[i] if advantages else None, figures[i] if i < len(figures) else None)
+        _view(
+            i,
+            one,
+            tokenizer,
+            advantages[i] if advantages else None,
+            figures[i] if i < len(figures) else None,
+        )
         for i, one in enumerate(found.trajectories)
     ]
     head = (ticket, way, found.prompt, found.reference, found.temperature, where)
     return GroupView(*head, views, unavailable, list(found.frames))
 
 
-def provenance(connection: sqlite3.Connection, folder: Path, ticket: int) -> tuple[Provenance, LogRecord | None]:
+def provenance(
+    connection: sqlite3.Connection, folder: Path, ticket: int
+) -> tuple[Provenance, LogRecord | None]:
     lines = tickets.lines_of(connection, ticket)
     if not lines:
         newest = connection.execute("SELECT max(ticket) FROM tickets").fetchone()[0]
         there = f"its tickets are 1-{newest}" if newest else "it has none yet"
         raise UserError(f"run {folder.name} has no ticket {ticket}; {there}")
-    seq, found = tickets.record_of(lines), ticket_summary(lines)
+    seq = tickets.record_of(lines)
+    found = ticket_summary(lines)
     record = read_record(connection, folder, seq) if seq else None
     source = "no record yet" if not seq else ARCHIVE if record else NOWHERE
     found |= {"record": {"seq": seq, "source": source, "stored_at": ""}}
     if step := found.get("step", 0):
         time = series.time_of(connection, step)
-        found["step_time"] = datetime.fromtimestamp(time, UTC).isoformat(timespec="milliseconds") if time else ""
+        found["step_time"] = (
+            datetime.fromtimestamp(time, UTC).isoformat(timespec="milliseconds") if time else ""
+        )
     if record is not None:
         found |= describe(record)
     head = (ticket, found["state"], found.get("domain", ""), found.get("task_index", -1))
@@ -81,7 +100,9 @@ def provenance(connection: sqlite3.Connection, folder: Path, ticket: int) -> tup
 
 
 def _tokenizer(config: Mapping[str, Any], folder: Path) -> tuple[Tokenizer | None, str]:
-    """Return the run's tokenizer and its path, or None and the reason; the last few runs' stay loaded."""
+    """Return the run's tokenizer and its path, or None and the reason; the last few runs' stay
+    loaded.
+    """
     try:
         key = str(folder), (folder / "config.yaml").stat().st_mtime_ns
     except OSError:
@@ -101,7 +122,8 @@ def _view(
     advantages: Mapping[int, float] | None,
     figures: TokenFigures | None,
 ) -> TrajectoryView:
-    found, mask = trajectory_of(one, tokenizer, figures), one.loss_mask.array()
+    found = trajectory_of(one, tokenizer, figures)
+    mask = one.loss_mask.array()
     pieces = []
     for piece in found["pieces"]:
         if "turn" not in piece:
@@ -122,8 +144,21 @@ def _view(
             )
             for token in piece["tokens"]
         ]
-        head = (piece["turn"], piece["start"], piece["end"], piece["text"], sampled, piece["server"])
-        more = (piece["policy_version"], piece["reward"], piece["valid"], piece["finish_reason"], piece["logprob"])
+        head = (
+            piece["turn"],
+            piece["start"],
+            piece["end"],
+            piece["text"],
+            sampled,
+            piece["server"],
+        )
+        more = (
+            piece["policy_version"],
+            piece["reward"],
+            piece["valid"],
+            piece["finish_reason"],
+            piece["logprob"],
+        )
         pieces.append(Piece(*head, *more))
     parts = {name: value for name, value in one.reward_parts.items() if "/" not in name}
     notes = {name: value for name, value in one.reward_parts.items() if "/" in name}

@@ -1,6 +1,8 @@
-"""Records the spans that processes report: single spans for a while, and sums in buckets for the whole run.
+"""Records the spans that processes report: single spans for a while, and sums in buckets for the
+whole run.
 
-Kept are the newest single spans and the newest buckets of each width, a bounded number of rows however long the run.
+Kept are the newest single spans and the newest buckets of each width, a bounded number of rows
+however long the run.
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ PRUNE_EVERY: Final = 200  # flushes
 MAX_PENDING: Final = 5_000  # reports between two flushes; further ones are lost
 MAX_LANES: Final = 4096
 JOIN_GAP_S: Final = 0.1  # work without a break whose reports touch is one span
-JOIN_UP_TO_S: Final = 60.0  # the longest such span, so that a range of time finds those that reach into it
+# the longest such span, so that a range of time finds those that reach into it
+JOIN_UP_TO_S: Final = 60.0
 SOLID: Final = 0.02  # share by which busy time and length may differ in it
 _OLDEST: Final = "SELECT bucket FROM buckets WHERE width = ? ORDER BY bucket"
 SILENT_S: Final = 15.0  # a process that says nothing for so long has left
 AGAIN_S: Final = 60.0  # a report so little older than the newest was recorded by another console
-PLAUSIBLE_S: Final = (86_400.0, 3_600.0)  # before and after now; a span outside is of a clock that is wrong
+# before and after now; a span outside is of a clock that is wrong
+PLAUSIBLE_S: Final = (86_400.0, 3_600.0)
 
 
 @dataclass(frozen=True)
@@ -68,14 +72,18 @@ class LiveSpans:
         self._seen: dict[str, _Seen] = {}
         self._listening_since: float | None = None
         self._step = -1
-        self._flushed, self._flushes = 0.0, 0
+        self._flushed = 0.0
+        self._flushes = 0
         self.lost = 0  # spans that were not recorded
 
     def add(self, metrics: wire.Metrics) -> None:
         """Take the metrics of a process."""
-        now, lane = self._clock(), f"{metrics.role}.{metrics.id}"
+        now = self._clock()
+        lane = f"{metrics.role}.{metrics.id}"
         before, after = PLAUSIBLE_S
-        good = [one for one in metrics.spans if now - before <= one.start and one.end <= now + after]
+        good = [
+            one for one in metrics.spans if now - before <= one.start and one.end <= now + after
+        ]
         with self._lock:
             if metrics.role == "learner":
                 self._step = int(metrics.values.get("step", self._step))
@@ -102,9 +110,12 @@ class LiveSpans:
             return bool(self._pending or self._events) and self._clock() - self._flushed >= FLUSH_S
 
     def flush(self, connection: sqlite3.Connection) -> None:
-        """Write what has arrived, within the caller's transaction; call ``flushed`` once it is committed."""
+        """Write what has arrived, within the caller's transaction; call ``flushed`` once it is
+        committed.
+        """
         with self._lock:
-            pending, events = list(self._pending), list(self._events)
+            pending = list(self._pending)
+            events = list(self._events)
         self._in_flight = len(pending), len(events)
         sums: dict[tuple[int, int, int, str], list[float]] = defaultdict(lambda: [0.0, 0])
         lanes = _Lanes(connection)
@@ -122,10 +133,19 @@ class LiveSpans:
             [(*key, seconds, int(count)) for key, (seconds, count) in sums.items()],
         )
         rows = [
-            (f"{one.time:.3f} {one.who} {one.text}", one.time, one.step, one.kind, one.text, one.who) for one in events
+            (
+                f"{one.time:.3f} {one.who} {one.text}",
+                one.time,
+                one.step,
+                one.kind,
+                one.text,
+                one.who,
+            )
+            for one in events
         ]
         connection.executemany(
-            "INSERT OR IGNORE INTO events (source, key, time, step, kind, text, who) VALUES (0, ?, ?, ?, ?, ?, ?)", rows
+            "INSERT OR IGNORE INTO events (source, key, time, step, kind, text, who) VALUES (0, ?, ?, ?, ?, ?, ?)",
+            rows,
         )
         self._flushes += 1
         if self._flushes % PRUNE_EVERY == 1:
@@ -146,7 +166,9 @@ class LiveSpans:
         if seen is None:
             self._note(now, "joined", f"{metrics.role} {metrics.id} is there", metrics.id)
         elif failure and failure != seen.failure:
-            self._note(now, "failed", f"a group failed: {failure}", metrics.text.get("failed_by", ""))
+            self._note(
+                now, "failed", f"a group failed: {failure}", metrics.text.get("failed_by", "")
+            )
         self._seen[lane] = _Seen(now, failure)
 
     def _leave(self, now: float) -> None:
@@ -176,12 +198,15 @@ class _Lanes:
         self._changed: set[str] = set()
 
     def accepting(self, report: _Report) -> int | None:
-        """Return the lane of a report; None if it was recorded already, or there are too many lanes."""
+        """Return the lane of a report; None if it was recorded already, or there are too many
+        lanes.
+        """
         if report.lane not in self._ids:
             if len(self._ids) >= MAX_LANES:
                 return None
             added = self._connection.execute("INSERT INTO lanes (name) VALUES (?)", (report.lane,))
-            self._ids[report.lane], self._until[report.lane] = added.lastrowid, 0.0
+            self._ids[report.lane] = added.lastrowid
+            self._until[report.lane] = 0.0
         if self._until[report.lane] - AGAIN_S < report.time <= self._until[report.lane]:
             return None
         self._until[report.lane] = report.time
@@ -213,7 +238,17 @@ def _store(connection: sqlite3.Connection, lane: int, span: wire.Span) -> None:
                 (span.end, before[2] + span.seconds, before[3] + span.count, *place),
             )
             return
-    row = (lane, span.kind, span.start, span.end, span.seconds, span.count, span.ticket, span.step, span.sample)
+    row = (
+        lane,
+        span.kind,
+        span.start,
+        span.end,
+        span.seconds,
+        span.count,
+        span.ticket,
+        span.step,
+        span.sample,
+    )
     connection.execute("INSERT OR IGNORE INTO spans VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
 
 
@@ -222,10 +257,13 @@ def _is_solid(seconds: float, length: float) -> bool:
 
 
 def _add_up(sums: dict[tuple[int, int, int, str], list[float]], lane: int, span: wire.Span) -> None:
-    """Spread a span's busy time evenly over the buckets that it touches; its pieces count where it ends."""
+    """Spread a span's busy time evenly over the buckets that it touches; its pieces count where it
+    ends.
+    """
     length = span.end - span.start
     for width in WIDTHS:
-        first, last = int(span.start // width), int(span.end // width)
+        first = int(span.start // width)
+        last = int(span.end // width)
         for bucket in range(first, last + 1):
             inside = min(span.end, (bucket + 1) * width) - max(span.start, bucket * width)
             share = inside / length if length > 0 else float(bucket == last)
@@ -236,17 +274,24 @@ def _add_up(sums: dict[tuple[int, int, int, str], list[float]], lane: int, span:
 
 def _prune(connection: sqlite3.Connection) -> None:
     """Delete the oldest rows beyond ``MAX_ROWS``, and note since when they are kept."""
-    for width, query in ((0, "SELECT start FROM spans ORDER BY start"), *((width, _OLDEST) for width in WIDTHS)):
+    for width, query in (
+        (0, "SELECT start FROM spans ORDER BY start"),
+        *((width, _OLDEST) for width in WIDTHS),
+    ):
         values = (width,) if width else ()
         row = connection.execute(f"{query} DESC LIMIT 1 OFFSET ?", (*values, MAX_ROWS)).fetchone()
         if row is None:
             continue
         if width:
-            connection.execute("DELETE FROM buckets WHERE width = ? AND bucket <= ?", (width, row[0]))
+            connection.execute(
+                "DELETE FROM buckets WHERE width = ? AND bucket <= ?", (width, row[0])
+            )
         else:
             connection.execute("DELETE FROM spans WHERE start <= ?", row)
         since = (row[0] + 1) * width if width else row[0] + JOIN_UP_TO_S
-        connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"kept_since.{width}", float(since)))
+        connection.execute(
+            "INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"kept_since.{width}", float(since))
+        )
     connection.execute(
         "DELETE FROM events WHERE source = 0 AND time <= "
         "(SELECT time FROM events WHERE source = 0 ORDER BY time DESC LIMIT 1 OFFSET ?)",
@@ -256,5 +301,7 @@ def _prune(connection: sqlite3.Connection) -> None:
 
 def kept_since(connection: sqlite3.Connection, width: int) -> float:
     """Return since when single spans (width 0) or buckets of a width are kept, 0: none was deleted."""
-    row = connection.execute("SELECT value FROM meta WHERE name = ?", (f"kept_since.{width}",)).fetchone()
+    row = connection.execute(
+        "SELECT value FROM meta WHERE name = ?", (f"kept_since.{width}",)
+    ).fetchone()
     return float(row[0]) if row else 0.0

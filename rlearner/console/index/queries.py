@@ -9,7 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlearner.console.index import answers, database, evaluations, events, groups, search, series, timeline
+from rlearner.console.index import (
+    answers,
+    database,
+    evaluations,
+    events,
+    groups,
+    search,
+    series,
+    timeline,
+)
 from rlearner.console.index.answers import (
     EvaluatedTask,
     EvaluationResult,
@@ -24,7 +33,8 @@ from rlearner.console.index.answers import (
 
 
 class RunQueries:
-    """Reader of one run's index; every method may be called from any thread, and blocks for milliseconds.
+    """Reader of one run's index; every method may be called from any thread, and blocks for
+    milliseconds.
 
     While the index is built the answers are those of the part that was read so far.
 
@@ -38,7 +48,9 @@ class RunQueries:
         DatabaseDamagedError: from every method, if it is damaged; the follower rebuilds it.
     """
 
-    def __init__(self, folder: Path, path: Path | None = None, damaged: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, folder: Path, path: Path | None = None, damaged: Callable[[], None] = lambda: None
+    ) -> None:
         self.folder, self.path = folder, path or database.place(folder)
         self._damaged = damaged
         self._local = threading.local()
@@ -61,20 +73,31 @@ class RunQueries:
             return series.newest_rows(self._connection(), count)
 
     def series(
-        self, names: Sequence[str], max_points: int = 1000, first_step: int = 0, last_step: int | None = None
+        self,
+        names: Sequence[str],
+        max_points: int = 1000,
+        first_step: int = 0,
+        last_step: int | None = None,
     ) -> dict[str, Series]:
         """Return metrics by name, without unknown ones.
 
         Args:
-            max_points: of each; with more, the lowest and the highest value of each of half as many ranges of steps.
+            max_points: of each; with more, the lowest and the highest value of each of half as many
+                ranges of steps.
         """
         with self._asking():
             return series.series(self._connection(), names, max_points, first_step, last_step)
 
     def events(
-        self, start: float | None = None, end: float | None = None, kinds: Sequence[str] = (), newest: int = 1000
+        self,
+        start: float | None = None,
+        end: float | None = None,
+        kinds: Sequence[str] = (),
+        newest: int = 1000,
     ) -> list[Event]:
-        """Return the ``newest`` events of a range of time in its order, those of unknown time first."""
+        """Return the ``newest`` events of a range of time in its order, those of unknown time
+        first.
+        """
         with self._asking():
             return events.events(self._connection(), start, end, kinds, newest)
 
@@ -90,8 +113,11 @@ class RunQueries:
         with self._asking():
             return timeline.extent(self._connection())
 
-    def spans(self, start: float, end: float, resolution_s: float = 0.0, max_spans: int = 2000) -> Timeline:
-        """Return what processes did in a range of time, added up so that there are at most ``max_spans``.
+    def spans(
+        self, start: float, end: float, resolution_s: float = 0.0, max_spans: int = 2000
+    ) -> Timeline:
+        """Return what processes did in a range of time, added up so that there are at most
+        ``max_spans``.
 
         Args:
             resolution_s: length below which spans need not be told apart.
@@ -128,7 +154,8 @@ class RunQueries:
             return search.search(self._connection(), wanted, order, limit, after, count=count)
 
     def group(self, ticket: int) -> GroupView:
-        """Return one group with all its episodes, token by token; takes longer the first time, for the tokenizer.
+        """Return one group with all its episodes, token by token; takes longer the first time, for
+        the tokenizer.
 
         Raises:
             UserError: if there is no such ticket, or its record is not in the archive.
@@ -158,7 +185,9 @@ class RunQueries:
             return evaluations.evaluated_tasks(self._connection(), step, policy)
 
     def evaluated_task(self, step: int, policy: str, number: int) -> dict[str, Any]:
-        """Return one task's row of the folder ``evals``: prompt, text, response, frames …; empty if it is not there."""
+        """Return one task's row of the folder ``evals``: prompt, text, response, frames …; empty if
+        it is not there.
+        """
         with self._asking():
             return evaluations.evaluated_task(self._connection(), self.folder, step, policy, number)
 

@@ -1,7 +1,7 @@
 """Indexes the archive of consumed records: where each frame is, and the trajectories in it.
 
-A file ends where the next one begins, as for ``learner.credit.archive.frames``: of two files that hold the same record
-the newer one counts. A damaged frame hides the rest of its file.
+A file ends where the next one begins, as for ``learner.credit.archive.frames``: of two files that
+hold the same record the newer one counts. A damaged frame hides the rest of its file.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from rlearner.console.index.texts import preview, searchable
 
 NO_END: Final = 2**62
 ROUND_BYTES: Final = 4 * 2**20  # read in one round
-_TRAJECTORY: Final = (
-    "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, 'arrived', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-)
+_TRAJECTORY: Final = "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, 'arrived', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 
 def update(connection: sqlite3.Connection, folder: Path) -> tuple[bool, set[int]]:
-    """Read what is new, at most a few MB; return whether there may be more, and the tickets whose records changed."""
-    known, changed, more = followed.sources_of(connection, "frames"), set[int](), False
+    """Read what is new, at most a few MB; return whether there may be more, and the tickets whose
+    records changed.
+    """
+    known = followed.sources_of(connection, "frames")
+    changed = set[int]()
+    more = False
     there = _files(folder / archive.FOLDER)
     for name in [name for name in known if name not in there]:
         changed |= _cut(connection, known[name], 0, 0)
@@ -58,16 +60,23 @@ def _files(folder: Path) -> dict[str, int]:
     return {path.name: first for first, path in archive.archive_files(folder) if first < NO_END}
 
 
-def _read(connection: sqlite3.Connection, file: int, source: Source, until: int) -> tuple[bool, set[int]]:
-    status, changed = os.fstat(file), set[int]()
+def _read(
+    connection: sqlite3.Connection, file: int, source: Source, until: int
+) -> tuple[bool, set[int]]:
+    status = os.fstat(file)
+    changed = set[int]()
     if source.is_as_seen(status) and source.until == until:
         return False, changed
     if not source.has_only_grown(file, status):
-        changed |= _cut(connection, source, _same_frames(connection, file, source, status.st_size), 0)
+        changed |= _cut(
+            connection, source, _same_frames(connection, file, source, status.st_size), 0
+        )
     if until < source.until:
         changed |= _cut(connection, source, source.offset, until)
-    source.until, stop_at = until, source.offset + ROUND_BYTES
-    source.problem, rows = "", _Rows(connection, source)
+    source.until = until
+    stop_at = source.offset + ROUND_BYTES
+    source.problem = ""
+    rows = _Rows(connection, source)
     while source.offset < min(status.st_size, stop_at):
         frame = _frame_at(file, source, status.st_size, is_last=until == NO_END)
         if frame is None or frame.seq >= until:
@@ -90,7 +99,9 @@ class _Frame:
 
 
 def _frame_at(file: int, source: Source, size: int, *, is_last: bool) -> _Frame | None:
-    """Return the frame at the place up to which a file was read; None if there is none, with a reason if it is bad."""
+    """Return the frame at the place up to which a file was read; None if there is none, with a
+    reason if it is bad.
+    """
     place = source.offset
     header = archive.read_header(os.pread(file, archive.HEADER_BYTES, place))
     left = size - place - archive.HEADER_BYTES
@@ -112,13 +123,18 @@ def _frame_at(file: int, source: Source, size: int, *, is_last: bool) -> _Frame 
 def _same_frames(connection: sqlite3.Connection, file: int, source: Source, size: int) -> int:
     """Return the end of the last indexed frame of a file up to which its bytes are as they were."""
     rows = connection.execute(
-        "SELECT offset, seq, length, digest FROM frames WHERE source = ? ORDER BY offset", (source.id,)
+        "SELECT offset, seq, length, digest FROM frames WHERE source = ? ORDER BY offset",
+        (source.id,),
     )
     end = 0
     for offset, seq, length, check in rows:
         behind = offset + archive.HEADER_BYTES + length
         header = archive.read_header(os.pread(file, archive.HEADER_BYTES, offset))
-        if behind > size or header is None or (header[0], header[2], header[3]) != (seq, length, check):
+        if (
+            behind > size
+            or header is None
+            or (header[0], header[2], header[3]) != (seq, length, check)
+        ):
             break
         if bytes.fromhex(digest(os.pread(file, length, offset + archive.HEADER_BYTES))) != check:
             break
@@ -134,7 +150,9 @@ def _cut(connection: sqlite3.Connection, source: Source, offset: int, until: int
         ).fetchone()
         offset = row[0] if row[0] is not None else offset
     place = (source.id, offset)
-    found = connection.execute("SELECT DISTINCT ticket FROM frames WHERE source = ? AND offset >= ?", place).fetchall()
+    found = connection.execute(
+        "SELECT DISTINCT ticket FROM frames WHERE source = ? AND offset >= ?", place
+    ).fetchall()
     own = "SELECT id FROM groups WHERE source = ? AND offset >= ?"
     gone = connection.execute(f"DELETE FROM trajectories WHERE grp IN ({own})", place).rowcount
     _count(connection, -gone)
@@ -154,9 +172,13 @@ class _Rows:
     """What one round adds; stored table by table, which takes half the time of row by row."""
 
     def __init__(self, connection: sqlite3.Connection, source: Source) -> None:
-        self._connection, self._source = connection, source
+        self._connection = connection
+        self._source = source
         numbers = dict(connection.execute("SELECT name, seq FROM sqlite_sequence").fetchall())
-        self._group, self._trajectory = int(numbers.get("groups", 0)), int(numbers.get("trajectories", 0))
+        self._group, self._trajectory = (
+            int(numbers.get("groups", 0)),
+            int(numbers.get("trajectories", 0)),
+        )
         self._frames: list[tuple[Any, ...]] = []
         self._groups: list[tuple[Any, ...]] = []
         self._trajectories: list[tuple[Any, ...]] = []
@@ -183,7 +205,9 @@ class _Rows:
         for ordinal, one in enumerate(group.trajectories):
             self._trajectory += 1
             head = (self._trajectory, self._group, place[2], ordinal, group.ticket)
-            self._trajectories.append((*head, one.episode, group.domain, group.task_index, *_figures(one)))
+            self._trajectories.append(
+                (*head, one.episode, group.domain, group.task_index, *_figures(one))
+            )
             if one.response:
                 self._responses.append((self._trajectory, searchable(one.response)))
 
@@ -194,13 +218,19 @@ class _Rows:
         connection.executemany("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)", self._groups)
         connection.executemany(_TRAJECTORY, self._trajectories)
         _count(connection, len(self._trajectories))
-        connection.executemany("INSERT INTO prompt_texts (rowid, text) VALUES (?, ?)", self._prompts)
-        connection.executemany("INSERT INTO response_texts (rowid, text) VALUES (?, ?)", self._responses)
+        connection.executemany(
+            "INSERT INTO prompt_texts (rowid, text) VALUES (?, ?)", self._prompts
+        )
+        connection.executemany(
+            "INSERT INTO response_texts (rowid, text) VALUES (?, ?)", self._responses
+        )
 
 
 def _figures(one: wire.Trajectory) -> tuple[Any, ...]:
     runs = wire.growing(one.version_runs)
-    versions = [version for version, length in zip(runs[::2], runs[1::2], strict=True) if length > 0] or [-1]
+    versions = [
+        version for version, length in zip(runs[::2], runs[1::2], strict=True) if length > 0
+    ] or [-1]
     mask = one.loss_mask.data
     sizes = (len(mask), mask.count(1), len(one.turns))
     servers = " ".join(dict.fromkeys(turn.server for turn in one.turns))

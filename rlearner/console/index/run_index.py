@@ -1,7 +1,8 @@
 """The index of one run's folder: brings its database up to date, a bounded piece of work at a time.
 
-Everything that one round reads is committed with the places it was read up to, so that a process that is killed at any
-moment, or a second console on the same run, neither loses nor repeats anything. It writes no other file than its own.
+Everything that one round reads is committed with the places it was read up to, so that a process
+that is killed at any moment, or a second console on the same run, neither loses nor repeats
+anything. It writes no other file than its own.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ class RunIndex:
         live: what processes reported, to be written too.
 
     Raises:
-        DatabaseDamagedError: if the database cannot be used; call ``database.move_aside``, then try again.
+        DatabaseDamagedError: if the database cannot be used; call ``database.move_aside``, then try
+            again.
         DatabaseUnavailableError: if it cannot be written.
     """
 
-    def __init__(self, folder: Path, path: Path | None = None, live: LiveSpans | None = None) -> None:
+    def __init__(
+        self, folder: Path, path: Path | None = None, live: LiveSpans | None = None
+    ) -> None:
         self.folder, self.path = folder, path or database.place(folder)
         self.inode = database.identity(self.path)
         self.connection = database.open_writer(self.path)
@@ -91,11 +95,16 @@ class RunIndex:
         """Return one line for each source that is missing or cannot be read."""
         with database.explained():
             found = [
-                row[0] for row in self.connection.execute("SELECT problem FROM sources WHERE problem != '' ORDER BY id")
+                row[0]
+                for row in self.connection.execute(
+                    "SELECT problem FROM sources WHERE problem != '' ORDER BY id"
+                )
             ]
             has_frames = self.connection.execute("SELECT 1 FROM frames LIMIT 1").fetchone()
         if has_frames is None and not (self.folder / SAMPLES_FOLDER).is_dir():
-            found.append("no trajectories: the run does not keep its records (samples.keep=true keeps them)")
+            found.append(
+                "no trajectories: the run does not keep its records (samples.keep=true keeps them)"
+            )
         return found
 
     def version(self) -> tuple[int, int]:
@@ -105,13 +114,17 @@ class RunIndex:
         return self.connection.total_changes, int(others)
 
     def counts(self) -> tuple[float, int, int]:
-        """Return the share of the files' bytes that was read, the newest step, and the number of trajectories."""
+        """Return the share of the files' bytes that was read, the newest step, and the number of
+        trajectories.
+        """
         with database.explained():
             read, size = self.connection.execute(
                 "SELECT total(offset), total(size) FROM sources WHERE kind IN ('steps', 'ledger', 'frames')"
             ).fetchone()
             step = self.connection.execute("SELECT max(step) FROM steps").fetchone()[0]
-            count = self.connection.execute("SELECT value FROM meta WHERE name = 'trajectories'").fetchone()[0]
+            count = self.connection.execute(
+                "SELECT value FROM meta WHERE name = 'trajectories'"
+            ).fetchone()[0]
         return (min(1.0, read / size) if size else 1.0), max(step or 0, 0), int(count)
 
     def close(self) -> None:

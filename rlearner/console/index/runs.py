@@ -19,30 +19,42 @@ from rlearner.ops.live_learners import ask_broker_of_runs
 
 log = logging.getLogger(__name__)
 
-LAST: Final = ("reward/mean", "env/success_rate", "eval/success_rate", "staleness/max", "perf/tokens_per_s")
+LAST: Final = (
+    "reward/mean",
+    "env/success_rate",
+    "eval/success_rate",
+    "staleness/max",
+    "perf/tokens_per_s",
+)
 LIST_S: Final = 3.0  # for which a list is shown again
 WAIT_S: Final = 0.2  # for brokers that were never asked
-MAX_ASKED: Final = 3  # brokers at once; each holds a thread while it does not answer, and pages need threads, too
+# brokers at once; each holds a thread while it does not answer, and pages need threads, too
+MAX_ASKED: Final = 3
 UNASKED: Final = "asking"
 KEPT_SETTINGS: Final = 512
 
 
 class RunList:
-    """The runs below a folder. Their brokers are asked in the background, so that none of them holds a page up."""
+    """The runs below a folder. Their brokers are asked in the background, so that none of them
+    holds a page up.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._files: list[RunFiles] = []
-        self._answers: dict[Path, tuple[bool, str]] = {}  # whether a run has a learner, and its broker's problem
+        # whether a run has a learner, and its broker's problem
+        self._answers: dict[Path, tuple[bool, str]] = {}
         self._read_at = self._asked_at = float("-inf")
-        self._reading, self._few = asyncio.Lock(), asyncio.Semaphore(MAX_ASKED)
+        self._reading = asyncio.Lock()
+        self._few = asyncio.Semaphore(MAX_ASKED)
         self._asking: asyncio.Task[None] | None = None
 
     async def rows(self, wait_s: float = WAIT_S) -> list[RunRow]:
         """Return the runs, sorted by name; an unreadable one has that state.
 
         Args:
-            wait_s: for the answers of brokers that were never asked; until they are there, the state is ``asking``.
+            wait_s: for the answers of brokers that were never asked; until they are there, the
+                state is ``asking``.
         """
         now = asyncio.get_running_loop().time()
         async with self._reading:
@@ -50,10 +62,15 @@ class RunList:
                 self._files = await asyncio.to_thread(_read, self._root)
                 self._read_at = now
         if (self._asking is None or self._asking.done()) and now - self._asked_at >= LIST_S:
-            self._asking, self._asked_at = asyncio.create_task(self._ask(self._files)), now
-        if self._asking is not None and any(one.url and one.folder not in self._answers for one in self._files):
+            self._asking = asyncio.create_task(self._ask(self._files))
+            self._asked_at = now
+        if self._asking is not None and any(
+            one.url and one.folder not in self._answers for one in self._files
+        ):
             await asyncio.wait({self._asking}, timeout=wait_s)
-        return await asyncio.to_thread(lambda: [_row(one, self._answers.get(one.folder)) for one in self._files])
+        return await asyncio.to_thread(
+            lambda: [_row(one, self._answers.get(one.folder)) for one in self._files]
+        )
 
     async def close(self) -> None:
         """Stop asking."""
@@ -67,7 +84,9 @@ class RunList:
             if one.url and one.run:
                 by_url[one.url].append(one)
         kept = {one.folder for own in by_url.values() for one in own}
-        self._answers = {folder: answer for folder, answer in self._answers.items() if folder in kept}
+        self._answers = {
+            folder: answer for folder, answer in self._answers.items() if folder in kept
+        }
         await asyncio.gather(*(self._ask_one(url, own) for url, own in by_url.items()))
 
     async def _ask_one(self, url: str, files: Sequence[RunFiles]) -> None:
@@ -100,12 +119,20 @@ def _read(root: Path) -> list[RunFiles]:
 
 
 def _row(run: RunFiles, answer: tuple[bool, str] | None) -> RunRow:
-    last = {name: float(run.line[name]) for name in LAST if isinstance(run.line.get(name), int | float)}
+    last = {
+        name: float(run.line[name]) for name in LAST if isinstance(run.line.get(name), int | float)
+    }
     model = _section(run.config, "model").get("path") or "small model of its own"
     algorithm = _section(run.config, "algorithm")
-    name = " with ".join(str(algorithm[key]) for key in ("adv_estimator", "loss") if algorithm.get(key))
+    name = " with ".join(
+        str(algorithm[key]) for key in ("adv_estimator", "loss") if algorithm.get(key)
+    )
     is_training, problem = answer or (False, "")
-    state = UNASKED if run.url and run.run and answer is None else run.state(is_training=is_training, problem=problem)
+    state = (
+        UNASKED
+        if run.url and run.run and answer is None
+        else run.state(is_training=is_training, problem=problem)
+    )
     head = (run.folder.name, str(run.folder), state, run.step, run.steps, run.changed)
     return RunRow(*head, last, sorted(_section(run.config, "domains")), str(model), name)
 
@@ -116,13 +143,17 @@ def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def setting_differences(folders: Sequence[Path]) -> list[SettingDifference]:
-    """Return the settings that are not the same in all of these runs, by dotted key, except name and folder."""
+    """Return the settings that are not the same in all of these runs, by dotted key, except name
+    and folder.
+    """
     flat = {folder.name: flatten(settings(folder)) for folder in folders}
     keys = dict.fromkeys(key for one in flat.values() for key in one)
     found = []
     for key in sorted(keys):
         values = {run: one[key] for run, one in flat.items() if key in one}
-        same = len(values) == len(flat) and all(value == next(iter(values.values())) for value in values.values())
+        same = len(values) == len(flat) and all(
+            value == next(iter(values.values())) for value in values.values()
+        )
         if not same and key not in ("run.name", "run.dir"):
             found.append(SettingDifference(key, values))
     return found

@@ -1,7 +1,8 @@
 """Tables of the index.
 
-Rows that come from a file name the place they were read at, so that they can be taken back when the file is cut or
-replaced. What follows from several rows (the state of a ticket) is computed again whenever one of them changes.
+Rows that come from a file name the place they were read at, so that they can be taken back when the
+file is cut or replaced. What follows from several rows (the state of a ticket) is computed again
+whenever one of them changes.
 """
 
 from __future__ import annotations
@@ -109,5 +110,7 @@ CREATE TABLE buckets (
 """
 
 TEXTS: Final = "CREATE VIRTUAL TABLE {name} USING fts5(text, content='', tokenize='unicode61')"
-PLAIN_TEXTS: Final = "CREATE TABLE {name} (rowid INTEGER PRIMARY KEY, text TEXT NOT NULL)"  # a build without FTS5
-TEXT_TABLES: Final = ("response_texts", "prompt_texts")  # by id of the trajectory; by id of the group
+# a build without FTS5
+PLAIN_TEXTS: Final = "CREATE TABLE {name} (rowid INTEGER PRIMARY KEY, text TEXT NOT NULL)"
+# by id of the trajectory; by id of the group
+TEXT_TABLES: Final = ("response_texts", "prompt_texts")

@@ -19,7 +19,10 @@ ORDERS: Final[dict[str, tuple[str, str]]] = {  # expression, direction
     "longest": ("t.sampled", "DESC"),
     "shortest": ("t.sampled", "ASC"),
     "most_turns": ("t.turns", "DESC"),
-    "stalest": ("CASE WHEN t.step > 0 AND t.oldest >= 0 THEN t.step - 1 - t.oldest ELSE -1 END", "DESC"),
+    "stalest": (
+        "CASE WHEN t.step > 0 AND t.oldest >= 0 THEN t.step - 1 - t.oldest ELSE -1 END",
+        "DESC",
+    ),
 }
 _COLUMNS: Final = (
     "t.id, t.seq, t.ordinal, t.ticket, t.episode, t.domain, t.task_index, t.step, t.state, t.reward, t.success, "
@@ -29,19 +32,35 @@ _FROM: Final = "FROM trajectories t"
 
 
 def domains(connection: sqlite3.Connection) -> list[str]:
-    return [name for (name,) in connection.execute("SELECT DISTINCT domain FROM tickets WHERE domain != '' ORDER BY 1")]
+    return [
+        name
+        for (name,) in connection.execute(
+            "SELECT DISTINCT domain FROM tickets WHERE domain != '' ORDER BY 1"
+        )
+    ]
 
 
 def search(
-    connection: sqlite3.Connection, wanted: TrajectoryFilter, order: str, limit: int, after: str, *, count: bool
+    connection: sqlite3.Connection,
+    wanted: TrajectoryFilter,
+    order: str,
+    limit: int,
+    after: str,
+    *,
+    count: bool,
 ) -> TrajectoryPage:
     if order not in ORDERS:
         raise ConfigError("order", order, f"one of {', '.join(ORDERS)}")
     conditions, values = _conditions(connection, wanted)
     where = " AND ".join(conditions) or "1"
-    total = connection.execute(f"SELECT count(*) {_FROM} WHERE {where}", values).fetchone()[0] if count else None
+    total = (
+        connection.execute(f"SELECT count(*) {_FROM} WHERE {where}", values).fetchone()[0]
+        if count
+        else None
+    )
     expression, direction = ORDERS[order]
-    # Scanning the index by seq and sorting is faster than walking another one until enough rows match.
+    # Scanning the index by seq and sorting is faster than walking another one until enough rows
+    # match.
     free = "+" if conditions and expression != "t.seq" else ""
     if after:
         sign = "<" if direction == "DESC" else ">"
@@ -57,13 +76,18 @@ def search(
         [*values, limit + 1],
     ).fetchall()
     shown = [_row(row[1:]) for row in rows[:limit]]
-    last = json.dumps([rows[limit - 1][0], shown[-1].seq, shown[-1].ordinal]) if len(rows) > limit and shown else ""
+    last = (
+        json.dumps([rows[limit - 1][0], shown[-1].seq, shown[-1].ordinal])
+        if len(rows) > limit and shown
+        else ""
+    )
     return TrajectoryPage(shown, last, total)
 
 
 def _row(row: tuple[Any, ...]) -> TrajectoryRow:
     values = list(row)
-    values[10], values[19] = bool(values[10]), bool(values[19])
+    values[10] = bool(values[10])
+    values[19] = bool(values[19])
     return TrajectoryRow(*values)
 
 
@@ -72,12 +96,18 @@ def _cursor(after: str) -> list[float]:
         found = json.loads(after)
     except ValueError:
         found = None
-    if not isinstance(found, list) or len(found) != 3 or not all(type(one) in (int, float) for one in found):
+    if (
+        not isinstance(found, list)
+        or len(found) != 3
+        or not all(type(one) in (int, float) for one in found)
+    ):
         raise ConfigError("after", after, "the `after` of a page")
     return found
 
 
-def _conditions(connection: sqlite3.Connection, wanted: TrajectoryFilter) -> tuple[list[str], list[Any]]:
+def _conditions(
+    connection: sqlite3.Connection, wanted: TrajectoryFilter
+) -> tuple[list[str], list[Any]]:
     given: list[tuple[str, Any]] = [
         ("t.step >= ?", None if wanted.min_step is None else max(wanted.min_step, 1)),
         ("t.step <= ?", wanted.max_step),
@@ -96,7 +126,8 @@ def _conditions(connection: sqlite3.Connection, wanted: TrajectoryFilter) -> tup
         ("t.grp IN (SELECT id FROM groups WHERE hub = ?)", wanted.hub or None),
     ]
     found = [(text, value) for text, value in given if value is not None]
-    conditions, values = [text for text, _ in found], [value for _, value in found]
+    conditions = [text for text, _ in found]
+    values = [value for _, value in found]
     if wanted.text.strip():
         text, more = _text_condition(connection, wanted.text)
         conditions.append(text)
@@ -111,7 +142,10 @@ def _text_condition(connection: sqlite3.Connection, text: str) -> tuple[str, lis
         matching = "SELECT rowid FROM {0} WHERE {0} MATCH ?"
         values: list[Any] = [match_expression(text)]
     else:
-        matching = "SELECT rowid FROM {0} WHERE " + " AND ".join(["instr(lower(text), ?)"] * len(words))
+        matching = "SELECT rowid FROM {0} WHERE " + " AND ".join(
+            ["instr(lower(text), ?)"] * len(words)
+        )
         values = [word.lower() for word in words]
-    of_response, of_prompt = matching.format("response_texts"), matching.format("prompt_texts")
+    of_response = matching.format("response_texts")
+    of_prompt = matching.format("prompt_texts")
     return f"(t.id IN ({of_response}) OR t.grp IN ({of_prompt}))", [*values, *values]

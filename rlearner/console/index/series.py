@@ -19,11 +19,11 @@ def metric_names(connection: sqlite3.Connection, search: str, limit: int) -> lis
     return [name for name, _ in zip(alive, range(limit), strict=False)]
 
 
-_OF: Final = "FROM points WHERE metric = (SELECT id FROM metrics WHERE name = ?) AND step BETWEEN ? AND ?"
-_ANY: Final = "SELECT 1 FROM points WHERE metric = (SELECT id FROM metrics WHERE name = ?) LIMIT 1"
-_LAST: Final = (
-    "SELECT name, (SELECT value FROM points WHERE metric = metrics.id ORDER BY step DESC LIMIT 1) FROM metrics"
+_OF: Final = (
+    "FROM points WHERE metric = (SELECT id FROM metrics WHERE name = ?) AND step BETWEEN ? AND ?"
 )
+_ANY: Final = "SELECT 1 FROM points WHERE metric = (SELECT id FROM metrics WHERE name = ?) LIMIT 1"
+_LAST: Final = "SELECT name, (SELECT value FROM points WHERE metric = metrics.id ORDER BY step DESC LIMIT 1) FROM metrics"
 
 
 def last_values(connection: sqlite3.Connection, names: Sequence[str]) -> dict[str, float]:
@@ -44,7 +44,11 @@ def newest_rows(connection: sqlite3.Connection, count: int) -> list[dict[str, fl
 
 
 def series(
-    connection: sqlite3.Connection, names: Sequence[str], max_points: int, first_step: int, last_step: int | None
+    connection: sqlite3.Connection,
+    names: Sequence[str],
+    max_points: int,
+    first_step: int,
+    last_step: int | None,
 ) -> dict[str, Series]:
     until = MAX_STEP if last_step is None else last_step
     times: dict[int, float] = {}
@@ -57,7 +61,11 @@ def series(
             times = dict(_all_points(connection, "time", first_step, until))
         steps = [step for step, _ in points]
         found[name] = Series(
-            name, steps, [times.get(step, 0.0) for step in steps], [value for _, value in points], total
+            name,
+            steps,
+            [times.get(step, 0.0) for step in steps],
+            [value for _, value in points],
+            total,
         )
     return found
 
@@ -65,7 +73,9 @@ def series(
 def _points(
     connection: sqlite3.Connection, name: str, first: int, last: int, most: int
 ) -> tuple[list[tuple[int, float]], int]:
-    """Return at most ``most`` points, the extremes of half as many ranges of steps, and how many there are in all."""
+    """Return at most ``most`` points, the extremes of half as many ranges of steps, and how many
+    there are in all.
+    """
     total, begin, end = connection.execute(
         f"SELECT count(*), min(step), max(step) {_OF}", (name, first, last)
     ).fetchone()
@@ -76,23 +86,31 @@ def _points(
         (step, value)
         for extreme in ("min", "max")  # a column next to one of these is of the row that has it
         for step, value in connection.execute(
-            f"SELECT step, {extreme}(value) {_OF} GROUP BY (step - ?) / ?", (name, first, last, begin, width)
+            f"SELECT step, {extreme}(value) {_OF} GROUP BY (step - ?) / ?",
+            (name, first, last, begin, width),
         )
     }
     return sorted(kept), total
 
 
-def _all_points(connection: sqlite3.Connection, name: str, first: int, last: int) -> list[tuple[int, float]]:
-    return connection.execute(f"SELECT step, value {_OF} ORDER BY step", (name, first, last)).fetchall()
+def _all_points(
+    connection: sqlite3.Connection, name: str, first: int, last: int
+) -> list[tuple[int, float]]:
+    return connection.execute(
+        f"SELECT step, value {_OF} ORDER BY step", (name, first, last)
+    ).fetchall()
 
 
 def step_at(connection: sqlite3.Connection, time: float) -> int:
     row = connection.execute(
-        "SELECT step FROM steps WHERE time <= ? AND step >= 0 ORDER BY time DESC, step DESC LIMIT 1", (time,)
+        "SELECT step FROM steps WHERE time <= ? AND step >= 0 ORDER BY time DESC, step DESC LIMIT 1",
+        (time,),
     ).fetchone()
     return int(row[0]) if row else 0
 
 
 def time_of(connection: sqlite3.Connection, step: int) -> float | None:
-    row = connection.execute("SELECT time FROM steps WHERE step = ? ORDER BY end DESC LIMIT 1", (step,)).fetchone()
+    row = connection.execute(
+        "SELECT time FROM steps WHERE step = ? ORDER BY end DESC LIMIT 1", (step,)
+    ).fetchone()
     return float(row[0]) if row else None

@@ -55,13 +55,20 @@ class StepsReader:
             source.offset = lines[-1].end
         more = bool(lines) and source.offset < status.st_size
         source.note(file, status, more=more)
-        wrong = connection.execute("SELECT count(*), min(start) FROM steps WHERE step < 0").fetchone()
-        source.problem = f"{FILE}: {wrong[0]} lines cannot be read, the first at byte {wrong[1]}" if wrong[0] else ""
+        wrong = connection.execute(
+            "SELECT count(*), min(start) FROM steps WHERE step < 0"
+        ).fetchone()
+        source.problem = (
+            f"{FILE}: {wrong[0]} lines cannot be read, the first at byte {wrong[1]}"
+            if wrong[0]
+            else ""
+        )
         followed.save(connection, source)
         return more
 
     def _add(self, connection: sqlite3.Connection, lines: list[Line]) -> None:
-        steps, newest = [], dict[int, dict[str, float]]()
+        steps = []
+        newest = dict[int, dict[str, float]]()
         for line in lines:
             values = values_of(line.data)
             step = int(values.pop("step")) if values else -1
@@ -81,21 +88,31 @@ class StepsReader:
 
     def _drop(self, connection: sqlite3.Connection, steps: list[int]) -> None:
         for step in steps:
-            connection.execute("DELETE FROM points WHERE metric IN (SELECT id FROM metrics) AND step = ?", (step,))
+            connection.execute(
+                "DELETE FROM points WHERE metric IN (SELECT id FROM metrics) AND step = ?", (step,)
+            )
 
     def _cut(self, connection: sqlite3.Connection, file: int, offset: int) -> None:
         """Take back the lines behind a place; an earlier line of the same step counts again."""
-        found = connection.execute("SELECT DISTINCT step FROM steps WHERE end > ? AND step >= 0", (offset,)).fetchall()
+        found = connection.execute(
+            "SELECT DISTINCT step FROM steps WHERE end > ? AND step >= 0", (offset,)
+        ).fetchall()
         connection.execute("DELETE FROM steps WHERE end > ?", (offset,))
         if not offset:
             connection.execute("DELETE FROM points")
             return
         self._drop(connection, [step for (step,) in found])
         for (step,) in found:
-            place = connection.execute("SELECT start, end FROM steps WHERE step = ? ORDER BY end DESC LIMIT 1", (step,))
+            place = connection.execute(
+                "SELECT start, end FROM steps WHERE step = ? ORDER BY end DESC LIMIT 1", (step,)
+            )
             if (row := place.fetchone()) is not None:
                 values = values_of(os.pread(file, row[1] - row[0], row[0]))
-                self._store(connection, step, {name: value for name, value in values.items() if name != "step"})
+                self._store(
+                    connection,
+                    step,
+                    {name: value for name, value in values.items() if name != "step"},
+                )
 
     def _id(self, connection: sqlite3.Connection, name: str) -> int:
         if name not in self._ids:
@@ -109,9 +126,17 @@ def values_of(data: bytes) -> dict[str, float]:
     """Return the finite numbers of a line, with its ``step``; empty if it cannot be read."""
     try:
         row: Any = json.loads(data)
-        if not isinstance(row, dict) or not isinstance(row["step"], int) or not 0 <= row["step"] < 2**53:
+        if (
+            not isinstance(row, dict)
+            or not isinstance(row["step"], int)
+            or not 0 <= row["step"] < 2**53
+        ):
             return {}
     except (ValueError, KeyError, RecursionError):
         return {}
     numbers = {name: value for name, value in row.items() if type(value) in (int, float)}
-    return {name: float(value) for name, value in numbers.items() if abs(value) < 1e300 and math.isfinite(value)}
+    return {
+        name: float(value)
+        for name, value in numbers.items()
+        if abs(value) < 1e300 and math.isfinite(value)
+    }

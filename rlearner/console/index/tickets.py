@@ -20,8 +20,12 @@ MALFORMED: Final = "malformed"
 
 
 def update(connection: sqlite3.Connection, folder: Path) -> tuple[bool, set[int]]:
-    """Read what is new, at most a few MB; return whether there may be more, and the tickets whose lines changed."""
-    known, changed, more = followed.sources_of(connection, "ledger"), set[int](), False
+    """Read what is new, at most a few MB; return whether there may be more, and the tickets whose
+    lines changed.
+    """
+    known = followed.sources_of(connection, "ledger")
+    changed = set[int]()
+    more = False
     there = _files(folder / FOLDER)
     for name in [name for name in known if name not in there]:
         changed |= _cut(connection, known[name], 0)
@@ -47,17 +51,28 @@ def _files(folder: Path) -> dict[str, int]:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    found = {name: name.removeprefix("step-").removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX)}
-    numbers = {name: int(digits) for name, digits in found.items() if name.startswith("step-") and digits.isdecimal()}
+    found = {
+        name: name.removeprefix("step-").removesuffix(SUFFIX)
+        for name in names
+        if name.endswith(SUFFIX)
+    }
+    numbers = {
+        name: int(digits)
+        for name, digits in found.items()
+        if name.startswith("step-") and digits.isdecimal()
+    }
     return dict(sorted(numbers.items(), key=lambda item: item[1]))
 
 
 def _read(connection: sqlite3.Connection, file: int, source: Source) -> tuple[bool, set[int]]:
-    status, changed = os.fstat(file), set[int]()
+    status = os.fstat(file)
+    changed = set[int]()
     if source.is_as_seen(status):
         return False, changed
     if not source.has_only_grown(file, status):
-        rows = connection.execute("SELECT end, crc FROM ledger_lines WHERE source = ? ORDER BY end", (source.id,))
+        rows = connection.execute(
+            "SELECT end, crc FROM ledger_lines WHERE source = ? ORDER BY end", (source.id,)
+        )
         source.offset = followed.same_lines(file, rows)
         changed |= _cut(connection, source, source.offset)
     last = connection.execute(
@@ -85,7 +100,9 @@ def _row(source: Source, line: Line) -> tuple[int, int, int, int, int, str, int,
             raise ValueError("out of range")
     except ValueError:
         return *head, 0, MALFORMED, 0, -1, line.data
-    ticket = max(one.ticket, 0) if one.state not in ("boundary", "summary", "rules", "unrecorded") else 0
+    ticket = (
+        max(one.ticket, 0) if one.state not in ("boundary", "summary", "rules", "unrecorded") else 0
+    )
     return *head, ticket, one.state, one.seq, one.step, line.data
 
 
@@ -93,7 +110,8 @@ def _cut(connection: sqlite3.Connection, source: Source, offset: int) -> set[int
     """Take back the lines behind a place, and return their tickets."""
     place = (source.id, offset)
     found = connection.execute(
-        "SELECT DISTINCT ticket FROM ledger_lines WHERE source = ? AND end > ? AND ticket > 0", place
+        "SELECT DISTINCT ticket FROM ledger_lines WHERE source = ? AND end > ? AND ticket > 0",
+        place,
     ).fetchall()
     connection.execute("DELETE FROM ledger_lines WHERE source = ? AND end > ?", place)
     _count_malformed(connection, source)
@@ -102,20 +120,25 @@ def _cut(connection: sqlite3.Connection, source: Source, offset: int) -> set[int
 
 def _count_malformed(connection: sqlite3.Connection, source: Source) -> None:
     own = (source.id, MALFORMED)
-    wrong = connection.execute("SELECT count(*) FROM ledger_lines WHERE source = ? AND state = ?", own).fetchone()[0]
+    wrong = connection.execute(
+        "SELECT count(*) FROM ledger_lines WHERE source = ? AND state = ?", own
+    ).fetchone()[0]
     source.problem = f"{FOLDER}/{source.name}: {wrong} lines cannot be read" if wrong else ""
 
 
 def lines_of(connection: sqlite3.Connection, ticket: int) -> list[LedgerLine]:
     """Return the lines of a ticket, in their order."""
-    query = "SELECT body FROM ledger_lines WHERE ticket = ? AND ticket > 0 ORDER BY first, end"  # as the index says
+    # as the index says
+    query = "SELECT body FROM ledger_lines WHERE ticket = ? AND ticket > 0 ORDER BY first, end"
     rows = connection.execute(query, (ticket,))
     return [ledger_file.decode(body) for (body,) in rows]
 
 
 def record_of(lines: Iterable[LedgerLine]) -> int:
     """Return the sequence of the record that ended a ticket or arrived for it, 0 if there is none."""
-    return next((line.seq for line in reversed(list(lines)) if line.seq and line.state not in NO_RECORD), 0)
+    return next(
+        (line.seq for line in reversed(list(lines)) if line.seq and line.state not in NO_RECORD), 0
+    )
 
 
 def judge(connection: sqlite3.Connection, tickets: Iterable[int]) -> None:
@@ -124,20 +147,33 @@ def judge(connection: sqlite3.Connection, tickets: Iterable[int]) -> None:
         lines = lines_of(connection, ticket)
         if not lines:
             connection.execute("DELETE FROM tickets WHERE ticket = ?", (ticket,))
-            connection.execute("UPDATE trajectories SET state = 'arrived', step = 0 WHERE ticket = ?", (ticket,))
+            connection.execute(
+                "UPDATE trajectories SET state = 'arrived', step = 0 WHERE ticket = ?", (ticket,)
+            )
             continue
         found = ticket_summary(lines)
         values = [found.get(name, -1) for name in ("task_index", "min_version")]
         versions = [found.get(name, -1) for name in ("oldest_version", "newest_version")]
-        head = (ticket, found["state"], found.get("domain", ""), *values, record_of(lines), found.get("step", 0))
+        head = (
+            ticket,
+            found["state"],
+            found.get("domain", ""),
+            *values,
+            record_of(lines),
+            found.get("step", 0),
+        )
         row = (*head, *versions, found.get("reason", ""))
-        connection.execute("INSERT OR REPLACE INTO tickets VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+        connection.execute(
+            "INSERT OR REPLACE INTO tickets VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row
+        )
         states = _states(lines)
         for (seq,) in connection.execute(
             "SELECT DISTINCT seq FROM trajectories WHERE ticket = ?", (ticket,)
         ).fetchall():
             state = (*states.get(seq, ("arrived", 0)), ticket, seq)
-            connection.execute("UPDATE trajectories SET state = ?, step = ? WHERE ticket = ? AND seq = ?", state)
+            connection.execute(
+                "UPDATE trajectories SET state = ?, step = ? WHERE ticket = ? AND seq = ?", state
+            )
 
 
 def _states(lines: Iterable[LedgerLine]) -> dict[int, tuple[str, int]]:

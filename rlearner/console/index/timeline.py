@@ -1,7 +1,9 @@
-"""Queries of spans: those that processes reported, and the learner's phases, which follow from metrics.jsonl.
+"""Queries of spans: those that processes reported, and the learner's phases, which follow from
+metrics.jsonl.
 
-Where the learner's own reports were recorded they are shown; elsewhere each step's waiting, training and offering of
-weights, one after the other at the end of the step, because the file has only their sums.
+Where the learner's own reports were recorded they are shown; elsewhere each step's waiting,
+training and offering of weights, one after the other at the end of the step, because the file has
+only their sums.
 """
 
 from __future__ import annotations
@@ -25,16 +27,23 @@ Floats = npt.NDArray[np.float64]
 
 
 def extent(connection: sqlite3.Connection) -> tuple[float, float]:
-    steps = connection.execute("SELECT min(time - coalesce(wall, 0)), max(time) FROM steps WHERE step >= 0").fetchone()
+    steps = connection.execute(
+        "SELECT min(time - coalesce(wall, 0)), max(time) FROM steps WHERE step >= 0"
+    ).fetchone()
     ends = list(steps) if steps[0] is not None else []
     if (since := _live_since(connection)) is not None:
-        newest = connection.execute("SELECT max(end) FROM (SELECT end FROM spans ORDER BY start DESC LIMIT 256)")
+        newest = connection.execute(
+            "SELECT max(end) FROM (SELECT end FROM spans ORDER BY start DESC LIMIT 256)"
+        )
         ends += [since, *(one for one in newest.fetchone() if one is not None)]
     return (min(ends), max(ends)) if ends else (0.0, 0.0)
 
 
-def spans(connection: sqlite3.Connection, start: float, end: float, resolution_s: float, max_spans: int) -> Timeline:
-    phases, width = _phases(connection, start, end), 0.0
+def spans(
+    connection: sqlite3.Connection, start: float, end: float, resolution_s: float, max_spans: int
+) -> Timeline:
+    phases = _phases(connection, start, end)
+    width = 0.0
     found = None
     if start >= kept_since(connection, 0):
         found = _single(connection, start, end, max_spans - len(PHASES) * len(phases))
@@ -47,14 +56,18 @@ def spans(connection: sqlite3.Connection, start: float, end: float, resolution_s
 
 
 def _live_since(connection: sqlite3.Connection) -> float | None:
-    """Return since when there are reports, to the second unless the first ones were deleted; None: there are none."""
+    """Return since when there are reports, to the second unless the first ones were deleted; None:
+    there are none.
+    """
     row = connection.execute("SELECT min(start) FROM spans").fetchone()
     if not kept_since(connection, 0):
         return None if row[0] is None else float(row[0])
     for width in WIDTHS:
         if not kept_since(connection, width):
             break
-    row = connection.execute("SELECT min(bucket) * width FROM buckets WHERE width = ?", (width,)).fetchone()
+    row = connection.execute(
+        "SELECT min(bucket) * width FROM buckets WHERE width = ?", (width,)
+    ).fetchone()
     return None if row[0] is None else float(row[0])
 
 
@@ -63,10 +76,13 @@ def _lane_order(lane: str) -> tuple[int, str]:
     return (ROLES.index(role) if role in ROLES else len(ROLES)), lane
 
 
-# ------------------------------------------------------------------------------------------------- single spans
+# -------------------------------------------------------------------------------------------------
+# single spans
 
 
-def _single(connection: sqlite3.Connection, start: float, end: float, most: int) -> list[TimelineSpan] | None:
+def _single(
+    connection: sqlite3.Connection, start: float, end: float, most: int
+) -> list[TimelineSpan] | None:
     """Return the reported spans of a range, None if there are more than ``most``."""
     rows = connection.execute(
         "SELECT l.name, s.kind, s.start, s.end, s.seconds, s.count, s.ticket, s.step, s.sample"
@@ -82,7 +98,9 @@ def _span(row: Sequence[Any]) -> TimelineSpan:
     return TimelineSpan(lane, kind, start, end, seconds, count, ticket, step, bool(sample))
 
 
-def _phases(connection: sqlite3.Connection, start: float, end: float) -> list[tuple[int, float, float, float, float]]:
+def _phases(
+    connection: sqlite3.Connection, start: float, end: float
+) -> list[tuple[int, float, float, float, float]]:
     """Return (step, end, length, training, offering), in seconds, of the steps in a range."""
     return connection.execute(
         "SELECT step, time, coalesce(wall, 0), coalesce(train, 0), coalesce(offer, 0) FROM steps"
@@ -96,7 +114,9 @@ def _phase_spans(
 ) -> list[TimelineSpan]:
     """Return the phases of the steps of which the learner reported nothing."""
     begins = np.array([one.start for one in reported])
-    ends = np.maximum.accumulate(np.array([one.end for one in reported])) if reported else np.zeros(0)
+    ends = (
+        np.maximum.accumulate(np.array([one.end for one in reported])) if reported else np.zeros(0)
+    )
     found = []
     for step, time, wall, train, offer in phases:
         middle = time - wall / 2
@@ -106,18 +126,25 @@ def _phase_spans(
         edges = _edges(time, wall, train, offer)
         for kind, first, last in zip(PHASES, edges, edges[1:], strict=False):
             if last > first:
-                found.append(TimelineSpan(LEARNER, kind, float(first), float(last), float(last - first), 1, 0, step))
+                found.append(
+                    TimelineSpan(
+                        LEARNER, kind, float(first), float(last), float(last - first), 1, 0, step
+                    )
+                )
     return found
 
 
 def _edges(time: Any, wall: Any, train: Any, offer: Any) -> list[Any]:
-    """Return begin of waiting, of training, of offering, and the end of a step; of numbers or arrays."""
+    """Return begin of waiting, of training, of offering, and the end of a step; of numbers or
+    arrays.
+    """
     offer = np.minimum(offer, wall)
     train = np.minimum(train, wall - offer)
     return [time - wall, time - offer - train, time - offer, time]
 
 
-# ------------------------------------------------------------------------------------------------------ buckets
+# ------------------------------------------------------------------------------------------------------
+# buckets
 
 
 def _added_up(
@@ -135,14 +162,17 @@ def _added_up(
         level = _level(connection, wanted, start)
         width = wanted if level is None else max(1, math.ceil(wanted / level)) * level
         found = _reported(connection, start, end, level, width) if level else []
-        found += _phase_buckets(phases, start, end, width, {one.start for one in found if one.lane == LEARNER})
+        found += _phase_buckets(
+            phases, start, end, width, {one.start for one in found if one.lane == LEARNER}
+        )
         if len(found) <= max_spans or width >= length:
             return width, found
         wanted = max(wanted, width) * max(1.2, len(found) / max_spans)
 
 
 def _level(connection: sqlite3.Connection, wanted: float, start: float) -> int | None:
-    """Return the widest buckets of at most half the wanted width that are kept from the start on; None: there are none.
+    """Return the widest buckets of at most half the wanted width that are kept from the start on;
+    None: there are none.
 
     The narrowest of those that are kept if all are wider.
     """
@@ -152,7 +182,9 @@ def _level(connection: sqlite3.Connection, wanted: float, start: float) -> int |
     return max([width for width in kept if width <= wanted / 2], default=kept[0])
 
 
-def _reported(connection: sqlite3.Connection, start: float, end: float, level: int, width: float) -> list[TimelineSpan]:
+def _reported(
+    connection: sqlite3.Connection, start: float, end: float, level: int, width: float
+) -> list[TimelineSpan]:
     rows = connection.execute(
         "SELECT l.name, b.kind, (b.bucket * b.width) / ? AS wide, sum(b.seconds), sum(b.count)"
         " FROM buckets b JOIN lanes l ON l.id = b.lane WHERE b.width = ? AND b.bucket BETWEEN ? AND ?"
@@ -166,7 +198,11 @@ def _reported(connection: sqlite3.Connection, start: float, end: float, level: i
 
 
 def _phase_buckets(
-    phases: Sequence[tuple[int, float, float, float, float]], start: float, end: float, width: float, known: set[float]
+    phases: Sequence[tuple[int, float, float, float, float]],
+    start: float,
+    end: float,
+    width: float,
+    known: set[float],
 ) -> list[TimelineSpan]:
     """Return the learner's phases in buckets, except in those where it reported itself."""
     if not phases:
@@ -179,7 +215,9 @@ def _phase_buckets(
     for kind, first, last in zip(PHASES, edges, edges[1:], strict=False):
         busy = np.diff(_integral(first, last, grid))
         ended = np.diff(np.searchsorted(np.sort(last), grid))
-        for begin, seconds, count in zip(begins.tolist(), busy.tolist(), ended.tolist(), strict=True):
+        for begin, seconds, count in zip(
+            begins.tolist(), busy.tolist(), ended.tolist(), strict=True
+        ):
             if seconds > 0 and begin not in known:
                 found.append(TimelineSpan(LEARNER, kind, begin, begin + width, seconds, count))
     return found

@@ -1,4 +1,6 @@
-"""Messages that no process could use: why, by whom, what they hold; run again or deleted with ``--actions``."""
+"""Messages that no process could use: why, by whom, what they hold; run again or deleted with
+``--actions``.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ async def dead_letters_page(state: ConsoleState, run: ConsoleRun) -> None:
 
     async def again() -> None:
         found.clear()
-        found.update({record.seq: record for record in await actions.letters(await run.live.connected())})
+        found.update(
+            {record.seq: record for record in await actions.letters(await run.live.connected())}
+        )
         grid.change(_rows(found))
         count._text = _count(found)
         count.update()
@@ -74,7 +78,10 @@ async def dead_letters_page(state: ConsoleState, run: ConsoleRun) -> None:
 
     grid.on("press", look)
     if state.actions and found:
-        confirm(button, f"Delete all dead letters of run {run.name} up to number {max(found)}, also those not shown?")
+        confirm(
+            button,
+            f"Delete all dead letters of run {run.name} up to number {max(found)}, also those not shown?",
+        )
         button.on("confirmed", lambda: perform(purged, button, purge))
     page.until_gone(run.live.listen(lambda: None))
 
@@ -92,13 +99,28 @@ def _rows(found: dict[int, LogRecord]) -> list[dict[str, Any]]:
     rows = []
     for seq, record in found.items():
         letter = record.message
-        row: dict[str, Any] = {"key": str(seq), "number": seq, "look": "show", "bytes": len(record.data)}
+        row: dict[str, Any] = {
+            "key": str(seq),
+            "number": seq,
+            "look": "show",
+            "bytes": len(record.data),
+        }
         if isinstance(letter, wire.DeadLetter):
             where = f"{letter.stream} {letter.sequence}" if letter.sequence else letter.stream
-            row |= {"stream": where, "ticket": letter.ticket or None, "by": letter.by, "bytes": len(letter.data)}
+            row |= {
+                "stream": where,
+                "ticket": letter.ticket or None,
+                "by": letter.by,
+                "bytes": len(letter.data),
+            }
             row["reason"] = visible(letter.reason)
         else:
-            row |= {"stream": None, "ticket": None, "by": None, "reason": f"does not decode: {visible(record.error)}"}
+            row |= {
+                "stream": None,
+                "ticket": None,
+                "by": None,
+                "reason": f"does not decode: {visible(record.error)}",
+            }
         rows.append(row)
     return rows
 
@@ -108,7 +130,13 @@ def _detail(page: Page, state: ConsoleState, run: ConsoleRun, record: LogRecord)
     with tag("div", classes="panel"):
         tag("h2", f"Dead letter {record.seq}")
         if isinstance(letter, wire.DeadLetter):
-            tag("pre", visible(letter.reason, newlines=True), "log", tabindex="0", aria_label="reason and traceback")
+            tag(
+                "pre",
+                visible(letter.reason, newlines=True),
+                "log",
+                tabindex="0",
+                aria_label="reason and traceback",
+            )
             tag("p", f"{len(letter.data)} bytes, begin of what they hold:", "dim")
             tag("pre", described_data(letter.data), "log", tabindex="0", aria_label="content")
         else:
@@ -117,7 +145,12 @@ def _detail(page: Page, state: ConsoleState, run: ConsoleRun, record: LogRecord)
             tag("p", "Run it again: broker dead retry, or start the console with --actions.", "dim")
             return
         output = tag("div", classes="mono", aria_live="polite")
-        button = tag("button", "Run it again", "btn", title="for inspection; nothing of it is stored or trained on")
+        button = tag(
+            "button",
+            "Run it again",
+            "btn",
+            title="for inspection; nothing of it is stored or trained on",
+        )
 
         async def retry() -> AsyncGenerator[str, None]:
             async for line in actions.retry(await run.live.connected(), record, page.session):

@@ -40,7 +40,8 @@ COLUMNS: Final[list[dict[str, Any]]] = [
 
 async def fleet_page(state: ConsoleState, run: ConsoleRun, log_name: str) -> None:
     """Build the page; ``log_name``: the file whose end is shown."""
-    page, live = Page(state), run.live
+    page = Page(state)
+    live = run.live
     names = await asyncio.to_thread(log_files, run.folder)
     chosen = log_name if log_name in names else next(iter(names), "")
     end = await asyncio.to_thread(tail, run.folder, chosen)
@@ -58,10 +59,20 @@ async def fleet_page(state: ConsoleState, run: ConsoleRun, log_name: str) -> Non
                 with tag("nav", classes="form", aria_label="log files"):
                     for name in names:
                         here = {"aria_current": "true"} if name == chosen else {}
-                        tag("a", name, f"btn{' primary' if name == chosen else ''}", href=f"?log={name}", **here)
+                        tag(
+                            "a",
+                            name,
+                            f"btn{' primary' if name == chosen else ''}",
+                            href=f"?log={name}",
+                            **here,
+                        )
                 output = tag("pre", end, "log", tabindex="0", aria_label=f"end of {chosen}")
             else:
-                tag("p", "no logs in the run's folder: `rlearner up` writes them, and --log-file", "dim")
+                tag(
+                    "p",
+                    "no logs in the run's folder: `rlearner up` writes them, and --log-file",
+                    "dim",
+                )
 
     shown = ""
 
@@ -130,7 +141,8 @@ def _memory(one: wire.Presence) -> str | None:
         pages = int(Path(f"/proc/{one.pid}/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):
         return None
-    return f"{round(pages * os.sysconf('SC_PAGE_SIZE') / 2**24) * 16:,} MiB"  # coarse, so that it seldom changes
+    # coarse, so that it seldom changes
+    return f"{round(pages * os.sysconf('SC_PAGE_SIZE') / 2**24) * 16:,} MiB"
 
 
 def flow_parts(run: ConsoleRun, view: BrokerView) -> list[dict[str, Any]]:
@@ -143,7 +155,9 @@ def flow_parts(run: ConsoleRun, view: BrokerView) -> list[dict[str, Any]]:
     learner = by_role.get("learner", [])
     version = f"version {learner[0].policy_version}" if learner else "not running"
     tickets = ", ".join(
-        f"{name} {values[f'ticket/{name}']:.0f}" for name in ("open", "trained") if f"ticket/{name}" in values
+        f"{name} {values[f'ticket/{name}']:.0f}"
+        for name in ("open", "trained")
+        if f"ticket/{name}" in values
     )
 
     def waiting(stream: str) -> int | None:
@@ -151,8 +165,12 @@ def flow_parts(run: ConsoleRun, view: BrokerView) -> list[dict[str, Any]]:
 
     def several(role: str, word: str) -> list[str]:
         there = by_role.get(role, [])
-        running, slots = sum(one.running for one in there), sum(one.slots for one in there)
-        return [f"{len(there)} {'process' if len(there) == 1 else 'processes'}", f"{running} of {slots} {word}"]
+        running = sum(one.running for one in there)
+        slots = sum(one.slots for one in there)
+        return [
+            f"{len(there)} {'process' if len(there) == 1 else 'processes'}",
+            f"{running} of {slots} {word}",
+        ]
 
     speed = sum(one.speed for one in by_role.get("rollout", []))
     servers = [*several("rollout", "requests"), f"{speed:,.0f} tokens/s"]
@@ -180,7 +198,9 @@ def learner_step(learner: list[wire.Presence]) -> str:
 def log_files(folder: Path) -> list[str]:
     """Return the names of the run's logs."""
     try:
-        return sorted(path.name for path in (folder / "logs").iterdir() if LOG_NAME.fullmatch(path.name))
+        return sorted(
+            path.name for path in (folder / "logs").iterdir() if LOG_NAME.fullmatch(path.name)
+        )
     except OSError:
         return []
 

@@ -1,4 +1,6 @@
-"""What all pages have in common: header, tabs, banners, shortcuts, and the end of their subscriptions."""
+"""What all pages have in common: header, tabs, banners, shortcuts, and the end of their
+subscriptions.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,13 @@ SHORTCUTS: Final = (
     ("← → Home End", "chart: along the steps; episode: from token to token; timeline: earlier, later"),
     ("+ − f", "on the timeline: zoom in, out, whole run"), ("Esc", "leave a search field, end a zoom"),
 )  # fmt: skip
-HEAD: Final = '<link rel="stylesheet" href="/assets/console.css"><script src="/assets/console.js"></script>'
+HEAD: Final = (
+    '<link rel="stylesheet" href="/assets/console.css"><script src="/assets/console.js"></script>'
+)
 NO_INDEX: Final = (DatabaseUnavailableError, DatabaseDamagedError, sqlite3.Error)
 WAIT_FOR_INDEX_S: Final = 2.0
-ACTION_ERRORS: Final = (RlearnerError, ApiError, Disconnected, OSError)  # a refusal, or a broker that went away
+# a refusal, or a broker that went away
+ACTION_ERRORS: Final = (RlearnerError, ApiError, Disconnected, OSError)
 
 
 class Page:
@@ -53,7 +58,9 @@ class Page:
         self._ends.append(end)
 
     def soon(self, work: Callable[[], Awaitable[None]]) -> Callable[[], None]:
-        """Return a callback that runs ``work`` in the page; while it runs, further calls make it run once more."""
+        """Return a callback that runs ``work`` in the page; while it runs, further calls make it
+        run once more.
+        """
         waiting = running = False
 
         async def run() -> None:
@@ -95,8 +102,12 @@ def link(*parts: object) -> str:
 
 
 @contextlib.contextmanager
-def frame(state: ConsoleState, title: str, run: str = "", tab: str | None = None) -> Iterator[Element]:
-    """Build the header, and the element in which the page's content goes; yields that of its banners."""
+def frame(
+    state: ConsoleState, title: str, run: str = "", tab: str | None = None
+) -> Iterator[Element]:
+    """Build the header, and the element in which the page's content goes; yields that of its
+    banners.
+    """
     name = f"{title} · {run}" if run else title
     ui.page_title(f"{name} · rlearner")
     tag("a", "Skip to the content", "skip", href="#main")
@@ -110,8 +121,22 @@ def frame(state: ConsoleState, title: str, run: str = "", tab: str | None = None
                         here = {"aria_current": "page"} if path == tab else {}
                         tag("a", text, href=link("run", run, path), data_key=str(number), **here)
         with tag("div", classes="tools"):
-            tag("button", "◐", "icon", data_do="theme", title="dark or light (t)", aria_label="dark or light")
-            tag("button", "?", "icon", data_do="help", title="shortcuts (?)", aria_label="keyboard shortcuts")
+            tag(
+                "button",
+                "◐",
+                "icon",
+                data_do="theme",
+                title="dark or light (t)",
+                aria_label="dark or light",
+            )
+            tag(
+                "button",
+                "?",
+                "icon",
+                data_do="help",
+                title="shortcuts (?)",
+                aria_label="keyboard shortcuts",
+            )
             with tag("form", method="post", action="/logout", style="margin:0"):
                 tag("button", "Log out", "icon", style="font-size:12.5px")
     with tag("dialog", id="shortcuts", aria_label="keyboard shortcuts"):
@@ -159,19 +184,29 @@ def index_lines(run: ConsoleRun) -> list[tuple[str, str]]:
     status = run.follower.status()
     lines = []
     if status.state == "gone":
-        lines.append((f"{status.problem}: the run was moved or deleted; shown is what was indexed before", "bad"))
+        lines.append(
+            (
+                f"{status.problem}: the run was moved or deleted; shown is what was indexed before",
+                "bad",
+            )
+        )
     elif status.problem:
         lines.append((status.problem, "bad"))
     if status.state in ("building", "rebuilding") and status.done < 1.0:
         what = "rebuilt, because it was damaged" if status.state == "rebuilding" else "being built"
         lines.append(
-            (f"the index of this run is {what}: {status.done:.0%}; until then not everything is shown", "info")
+            (
+                f"the index of this run is {what}: {status.done:.0%}; until then not everything is shown",
+                "info",
+            )
         )
     return lines
 
 
 async def ask(question: Callable[[], T]) -> T | None:
-    """Return the index's answer, asked in a thread; None if there is still no index after a short wait."""
+    """Return the index's answer, asked in a thread; None if there is still no index after a short
+    wait.
+    """
     deadline = asyncio.get_running_loop().time() + WAIT_FOR_INDEX_S
     while True:
         try:

@@ -15,7 +15,9 @@ COLOURS: Final = ("logprob", "advantage", "entropy", "ratio", "version", "reward
 MAX_TOKENS: Final = 60_000  # that a browser lays out in a second or two
 
 
-async def group_page(state: ConsoleState, run: ConsoleRun, ticket: int, colour: str, episode: str) -> None:
+async def group_page(
+    state: ConsoleState, run: ConsoleRun, ticket: int, colour: str, episode: str
+) -> None:
     """Build the page of a ticket's group."""
     view: GroupView | None = None
     way: Provenance | None = None
@@ -37,10 +39,21 @@ async def group_page(state: ConsoleState, run: ConsoleRun, ticket: int, colour: 
                 tag("span", f"{way.state}{trained}; {way.domain}, task {way.task_index}", "dim")
             tag("span", classes="grow")
             with tag("div", classes="segment"):
-                tag("a", "previous", "btn", href=link("run", run.name, "group", ticket - 1), rel="prev")
+                tag(
+                    "a",
+                    "previous",
+                    "btn",
+                    href=link("run", run.name, "group", ticket - 1),
+                    rel="prev",
+                )
                 tag("a", "next", "btn", href=link("run", run.name, "group", ticket + 1), rel="next")
             if way is not None and way.step:
-                tag("a", "its step on the timeline", "btn", href=f"{link('run', run.name, 'timeline')}?step={way.step}")
+                tag(
+                    "a",
+                    "its step on the timeline",
+                    "btn",
+                    href=f"{link('run', run.name, 'timeline')}?step={way.step}",
+                )
         if problem:
             banner(problem, "bad")
         if view is not None:
@@ -63,7 +76,9 @@ def _group(view: GroupView, colour: str, episode: str) -> None:
         tag("dd", f"{view.temperature:g}")
         tag("dt", "rewards")
         tag("dd", ", ".join(f"{one.reward:g}" for one in view.trajectories))
-    shown = [one for one in view.trajectories if not episode.isdigit() or one.episode == int(episode)]
+    shown = [
+        one for one in view.trajectories if not episode.isdigit() or one.episode == int(episode)
+    ]
     episodes: list[dict[str, Any]] = []
     count = 0
     for one in shown or view.trajectories:
@@ -71,7 +86,9 @@ def _group(view: GroupView, colour: str, episode: str) -> None:
         tokens = sum(len(piece["tokens"]) for piece in plain["pieces"])
         count += tokens
         if count > MAX_TOKENS and episodes:
-            banner(f"{len(shown) - len(episodes)} more episodes are not shown; add ?episode=N to the address")
+            banner(
+                f"{len(shown) - len(episodes)} more episodes are not shown; add ?episode=N to the address"
+            )
             break
         episodes.append(plain)
     start = colour if colour in COLOURS and colour not in view.unavailable else "logprob"

@@ -1,4 +1,6 @@
-"""Operator's actions: pause, resume, drain, stop, checkpoint now, evaluate now. Only with ``--actions``."""
+"""Operator's actions: pause, resume, drain, stop, checkpoint now, evaluate now. Only with
+``--actions``.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,37 @@ from rlearner.console.state import ConsoleRun, ConsoleState
 from rlearner.ops.learner_requests import Action
 
 STATES: Final = (
-    ("pause", "Pause", "Take no new work until it is resumed. Work in progress is finished.", False),
+    (
+        "pause",
+        "Pause",
+        "Take no new work until it is resumed. Work in progress is finished.",
+        False,
+    ),
     ("resume", "Resume", "Continue after a pause.", False),
-    ("drain", "Drain", "Start no new work, finish what runs, write a checkpoint; learner and hubs exit.", True),
-    ("stop", "Stop", "Stop every process. The learner writes a checkpoint and can be started again.", True),
+    (
+        "drain",
+        "Drain",
+        "Start no new work, finish what runs, write a checkpoint; learner and hubs exit.",
+        True,
+    ),
+    (
+        "stop",
+        "Stop",
+        "Stop every process. The learner writes a checkpoint and can be started again.",
+        True,
+    ),
 )
 REQUESTS: Final[tuple[tuple[Action, str, str], ...]] = (
-    ("checkpoint", "Checkpoint now", "Write a checkpoint at the next step boundary, outside the schedule."),
-    ("evaluate", "Evaluate now", "Evaluate the current policy on the held-out tasks, outside the schedule."),
+    (
+        "checkpoint",
+        "Checkpoint now",
+        "Write a checkpoint at the next step boundary, outside the schedule.",
+    ),
+    (
+        "evaluate",
+        "Evaluate now",
+        "Evaluate the current policy on the held-out tasks, outside the schedule.",
+    ),
 )
 
 
@@ -36,11 +61,16 @@ async def actions_page(state: ConsoleState, run: ConsoleRun) -> None:
             about = tag("span", "", "dim")
         output = tag("div", classes="mono", role="status", aria_live="polite", data_output="")
         with tag("section", classes="panel"):
-            with tag("div", classes="form"), tag("label", "reason, for the processes' logs", "wide"):
+            with (
+                tag("div", classes="form"),
+                tag("label", "reason, for the processes' logs", "wide"),
+            ):
                 reason = tag("input", classes="in", name="reason", maxlength="200", data_search="")
             told = {"reason": ""}
             reason.on(
-                "change", lambda event: told.update(reason=str(event.args)), js_handler="(e) => emit(e.target.value)"
+                "change",
+                lambda event: told.update(reason=str(event.args)),
+                js_handler="(e) => emit(e.target.value)",
             )
             with tag("div", classes="actions"):
                 for command, title, text, asks in STATES:
@@ -74,7 +104,11 @@ async def actions_page(state: ConsoleState, run: ConsoleRun) -> None:
 
 
 def _action(
-    title: str, text: str, question: str, output: Element, lines: Callable[[], AsyncGenerator[str, None]]
+    title: str,
+    text: str,
+    question: str,
+    output: Element,
+    lines: Callable[[], AsyncGenerator[str, None]],
 ) -> None:
     with tag("div", classes="act"):
         button = tag("button", title, f"btn{' danger' if question else ''}")
@@ -84,8 +118,12 @@ def _action(
     button.on("confirmed" if question else "click", lambda: perform(output, button, lines))
 
 
-async def _set(page: Page, run: ConsoleRun, command: str, told: dict[str, str]) -> AsyncGenerator[str, None]:
-    for line in await actions.set_desired(await run.live.connected(), command, told["reason"], page.session):
+async def _set(
+    page: Page, run: ConsoleRun, command: str, told: dict[str, str]
+) -> AsyncGenerator[str, None]:
+    for line in await actions.set_desired(
+        await run.live.connected(), command, told["reason"], page.session
+    ):
         yield line
 
 

@@ -1,4 +1,6 @@
-"""One run: its newest figures, curves with events on the axis, evaluations with intervals, any metric by search."""
+"""One run: its newest figures, curves with events on the axis, evaluations with intervals, any
+metric by search.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,19 @@ from rlearner.up.live_state import duration
 
 POINTS: Final = 300  # of a curve, a few hundred pixels wide
 SLOWLY_S: Final = 5.0  # between looks for events and evaluations
-LIMIT_S: Final = 300.0  # between looks for the bottleneck, which is simulated; the first one is after
+# between looks for the bottleneck, which is simulated; the first one is after
+LIMIT_S: Final = 300.0
 FIRST_LIMIT_S: Final = 1.0
 REFRESHED_S: Final = 1.5  # within which a page is up to date
 EVENTS_SHOWN: Final = 12
 MARKS: Final = 400
 CURVES: Final[tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...]] = (
     ("Reward", ("reward/mean", "reward/max", "reward/min"), {}),
-    ("Success rate in training", ("env/success_rate", "env/valid_action_rate"), {"low": 0, "high": 1}),
+    (
+        "Success rate in training",
+        ("env/success_rate", "env/valid_action_rate"),
+        {"low": 0, "high": 1},
+    ),
     ("Staleness in versions", ("staleness/mean", "staleness/max"), {"low": 0}),
     ("Idle share", ("trainer/idle_ratio", "rollouter/idle_ratio"), {"low": 0, "high": 1}),
     ("Throughput in tokens per second", ("perf/tokens_per_s",), {"low": 0}),
@@ -55,7 +62,8 @@ class Curve:
 
 async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None:
     """Build the page of one run."""
-    page, queries = Page(state), run.queries
+    page = Page(state)
+    queries = run.queries
     wanted = [name for name in more.split(",") if name][:12]
     every = {name for _, names, _ in CURVES for name in names} | set(wanted)
     question = run.remember(
@@ -78,7 +86,11 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
         limit = tag("p", "", "dim", data_bottleneck="")
         with tag("form", classes="form", method="get"):
             with tag("label", "any metric, or several with commas", "wide"):
-                search = {"placeholder": "for example actor/grad_norm", "list": "metrics", "value": more}
+                search = {
+                    "placeholder": "for example actor/grad_norm",
+                    "list": "metrics",
+                    "value": more,
+                }
                 tag("input", classes="in", name="metrics", data_search="", **search)
             with tag("datalist", id="metrics"):
                 for name in metrics:
@@ -90,9 +102,14 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
             for name in wanted:
                 _curve(curves, name, (name,), {}, found, marks)
             with tag("section", classes="panel"):
-                evaluation = Chart("Evaluation, with 95 % intervals", _evaluations(results), marks, low=0, high=1)
+                evaluation = Chart(
+                    "Evaluation, with 95 % intervals", _evaluations(results), marks, low=0, high=1
+                )
             for title, names, bounds in CURVES:
-                if any(name in found for name in names) or title in ("Reward", "Success rate in training"):
+                if any(name in found for name in names) or title in (
+                    "Reward",
+                    "Success rate in training",
+                ):
                     _curve(curves, title, names, bounds, found, marks)
         with tag("section", classes="panel"):
             tag("h2", "Events")
@@ -105,15 +122,20 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
         for note in notes:
             tag("p", note, "dim")
 
-    newest, has_changed = _newest(found), False
-    clock, refreshed_at = time.monotonic, 0.0
+    newest = _newest(found)
+    has_changed = False
+    clock = time.monotonic
+    refreshed_at = 0.0
 
     async def refresh() -> None:
         nonlocal newest, last, has_changed, refreshed_at
         has_changed = True
-        goes_back = run.follower.status().steps < newest  # the learner resumed from an earlier checkpoint
+        # the learner resumed from an earlier checkpoint
+        goes_back = run.follower.status().steps < newest
         first = 0 if goes_back else newest + 1
-        answer = await ask(lambda: (queries.series(sorted(every), POINTS, first), queries.last_values(LAST)))
+        answer = await ask(
+            lambda: (queries.series(sorted(every), POINTS, first), queries.last_values(LAST))
+        )
         fresh, last = answer or ({}, last)
         if goes_back:
             for curve in curves:
@@ -145,7 +167,11 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
         evaluation.tell_all("marks", _marks(now))
 
     async def refresh_limit() -> None:
-        text = await ask(lambda: _bottleneck(queries.newest_rows(HISTORY), run.config)) if newest else ""
+        text = (
+            await ask(lambda: _bottleneck(queries.newest_rows(HISTORY), run.config))
+            if newest
+            else ""
+        )
         if text and limit._text != f"bottleneck: {text}":
             limit._text = f"bottleneck: {text}"
             limit.update()
@@ -198,7 +224,12 @@ def _stats(run: ConsoleRun, last: dict[str, float], live: BrokerView) -> list[di
     phase = heard.text.get("phase", "") if heard is not None else ""
     found: list[dict[str, Any]] = [
         {"key": "state", "label": "state", "value": state, "note": phase or note, "tone": tone},
-        {"key": "step", "label": "step", "value": f"{step:,}", "note": f"of {run.steps:,}{_left(run, step, last)}"},
+        {
+            "key": "step",
+            "label": "step",
+            "value": f"{step:,}",
+            "note": f"of {run.steps:,}{_left(run, step, last)}",
+        },
     ]
     for label, name, note in SHOWN:
         value = last.get(name)
@@ -206,10 +237,17 @@ def _stats(run: ConsoleRun, last: dict[str, float], live: BrokerView) -> list[di
         found.append({"key": name, "label": label, "value": text, "note": note})
     if "eval/success_rate" in last:
         at = f"after step {last['eval/step']:.0f}" if "eval/step" in last else ""
-        found.append({"key": "eval", "label": "evaluation", "value": last["eval/success_rate"], "note": at})
+        found.append(
+            {"key": "eval", "label": "evaluation", "value": last["eval/success_rate"], "note": at}
+        )
     if learner is not None:
         found.append(
-            {"key": "version", "label": "version", "value": learner.policy_version, "note": f"epoch {learner.epoch}"}
+            {
+                "key": "version",
+                "label": "version",
+                "value": learner.policy_version,
+                "note": f"epoch {learner.epoch}",
+            }
         )
     return found
 
@@ -228,14 +266,25 @@ def _state(run: ConsoleRun, step: int, live: BrokerView) -> tuple[str, str, str]
 
 def _left(run: ConsoleRun, step: int, last: dict[str, float]) -> str:
     seconds = last.get("time/step")
-    return f", {duration(seconds * (run.steps - step))} left" if seconds and 0 < step < run.steps else ""
+    return (
+        f", {duration(seconds * (run.steps - step))} left"
+        if seconds and 0 < step < run.steps
+        else ""
+    )
 
 
 def _evaluations(results: list[EvaluationResult]) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for one in results:
-        line = found.setdefault(one.policy, {"name": one.policy, "x": [], "y": [], "low": [], "high": [], "dots": True})
-        for name, value in (("x", one.step), ("y", one.success_rate), ("low", one.low), ("high", one.high)):
+        line = found.setdefault(
+            one.policy, {"name": one.policy, "x": [], "y": [], "low": [], "high": [], "dots": True}
+        )
+        for name, value in (
+            ("x", one.step),
+            ("y", one.success_rate),
+            ("low", one.low),
+            ("high", one.high),
+        ):
             line[name].append(value)
     return list(found.values())
 
@@ -255,11 +304,20 @@ def _evaluated(events: list[Event]) -> list[Event]:
 
 def _marks(events: list[Event]) -> list[dict[str, Any]]:
     marked = [one for one in events if one.step >= 0]
-    return [{"step": one.step, "kind": one.kind, "text": f"{one.kind}: {one.text}"[:160]} for one in marked]
+    return [
+        {"step": one.step, "kind": one.kind, "text": f"{one.kind}: {one.text}"[:160]}
+        for one in marked
+    ]
 
 
 def _event_rows(events: list[Event]) -> list[dict[str, Any]]:
-    tones = {"death": "bad", "failed": "bad", "epoch": "warn", "evaluation": "live", "checkpoint": "good"}
+    tones = {
+        "death": "bad",
+        "failed": "bad",
+        "epoch": "warn",
+        "evaluation": "live",
+        "checkpoint": "good",
+    }
     rows = []
     for one in events[::-1][:EVENTS_SHOWN]:
         when = time.strftime("%m-%d %H:%M:%S", time.localtime(one.time)) if one.time else "–"

@@ -1,4 +1,6 @@
-"""All runs: their state and newest figures, curves of several on one chart, and where their settings differ."""
+"""All runs: their state and newest figures, curves of several on one chart, and where their
+settings differ.
+"""
 
 from __future__ import annotations
 
@@ -56,10 +58,16 @@ async def runs_page(state: ConsoleState, compare: str, metric: str) -> None:
             tag("h1", "Runs")
             tag("span", f"{len(rows)} in {state.root}", "dim")
             tag("span", classes="grow")
-            search = {"placeholder": "filter ( / )", "type": "search", "data_search": "", "aria_label": "filter runs"}
+            search = {
+                "placeholder": "filter ( / )",
+                "type": "search",
+                "data_search": "",
+                "aria_label": "filter runs",
+            }
             field = tag("input", classes="in", **search)
             field.on(
-                "input", js_handler="(e) => dispatchEvent(new CustomEvent('grid-filter', {detail: e.target.value}))"
+                "input",
+                js_handler="(e) => dispatchEvent(new CustomEvent('grid-filter', {detail: e.target.value}))",
             )
         with tag("div", classes="panel"):
             shown = _rows(rows, chosen)
@@ -116,7 +124,9 @@ def _rows(rows: list[RunRow], chosen: list[str]) -> list[dict[str, Any]]:
 
 async def _compared(state: ConsoleState, chosen: list[str], metric: str) -> None:
     """Build the curves and the differences of several runs."""
-    series, names, folders = [], set[str](), list[Path]()
+    series = []
+    names = set[str]()
+    folders = list[Path]()
     for number, name in enumerate(chosen):
         try:
             run = state.run(name)
@@ -126,12 +136,21 @@ async def _compared(state: ConsoleState, chosen: list[str], metric: str) -> None
         found = await ask(partial(run.queries.series, [metric], POINTS)) or {}
         names |= set(await ask(run.queries.metric_names) or [])
         if (one := found.get(metric)) is not None:
-            series.append({"name": name, "x": one.steps, "y": one.values, "color": f"var(--c{number})"})
+            series.append(
+                {"name": name, "x": one.steps, "y": one.values, "color": f"var(--c{number})"}
+            )
     with tag("div", classes="panel"):
         with tag("form", classes="form", method="get", action="/"):
             tag("input", type="hidden", name="compare", value=",".join(chosen))
             with tag("label", "metric", "wide"):
-                tag("input", classes="in", name="metric", value=metric, list="metrics", data_search="")
+                tag(
+                    "input",
+                    classes="in",
+                    name="metric",
+                    value=metric,
+                    list="metrics",
+                    data_search="",
+                )
             with tag("datalist", id="metrics"):
                 for known in sorted(names):
                     tag("option", value=known)
@@ -150,7 +169,10 @@ def _differences(chosen: list[str], found: list[SettingDifference]) -> None:
     columns += [{"key": f"run_{i}", "title": name, "wrap": True} for i, name in enumerate(chosen)]
     rows = [
         {"key": one.key, "setting": one.key}
-        | {f"run_{i}": _text(one.values[name]) if name in one.values else "–" for i, name in enumerate(chosen)}
+        | {
+            f"run_{i}": _text(one.values[name]) if name in one.values else "–"
+            for i, name in enumerate(chosen)
+        }
         for one in found
     ]
     with tag("div", classes="panel"):
@@ -159,4 +181,8 @@ def _differences(chosen: list[str], found: list[SettingDifference]) -> None:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)[:400]
+    return (
+        value
+        if isinstance(value, str)
+        else json.dumps(value, ensure_ascii=False, default=str)[:400]
+    )

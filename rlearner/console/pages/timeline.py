@@ -36,7 +36,14 @@ async def timeline_page(state: ConsoleState, run: ConsoleRun, step: str) -> None
             tag("span", classes="grow")
             with tag("form", classes="form", method="get", style="margin:0"):
                 with tag("label", "step"):
-                    tag("input", classes="in", name="step", value=step, inputmode="numeric", data_search="")
+                    tag(
+                        "input",
+                        classes="in",
+                        name="step",
+                        value=step,
+                        inputmode="numeric",
+                        data_search="",
+                    )
                 tag("button", "Show", "btn", type="submit")
                 if step:
                     tag("a", "whole run", "btn", href="?")
@@ -47,7 +54,9 @@ async def timeline_page(state: ConsoleState, run: ConsoleRun, step: str) -> None
 
     async def answer(event: GenericEventArguments) -> None:
         asked = event.args
-        first, last, pixels = float(asked["start"]), float(asked["end"]), int(asked.get("px") or PIXELS)
+        first = float(asked["start"])
+        last = float(asked["end"])
+        pixels = int(asked.get("px") or PIXELS)
         if last > first:
             lanes.run_method("set", await _data(run, first, last, min(max(pixels, 100), 4000)))
 
@@ -67,7 +76,8 @@ def step_range(run: ConsoleRun, text: str) -> tuple[float, float] | None:
         return None
     if step > run.follower.status().steps:
         return None
-    end, before = run.queries.time_of(step), run.queries.time_of(step - 1) if step > 1 else None
+    end = run.queries.time_of(step)
+    before = run.queries.time_of(step - 1) if step > 1 else None
     if end is None:
         return None
     start = before if before is not None else run.queries.extent()[0]
@@ -87,12 +97,23 @@ async def _data(run: ConsoleRun, start: float, end: float, pixels: int) -> dict[
     return {
         "lanes": found.lanes,
         "spans": [
-            [number[one.lane], one.kind, one.start, one.end, one.seconds, one.count, one.ticket, one.step]
+            [
+                number[one.lane],
+                one.kind,
+                one.start,
+                one.end,
+                one.seconds,
+                one.count,
+                one.ticket,
+                one.step,
+            ]
             for one in found.spans
         ],
         "bucket_s": found.bucket_s,
         "extent": list(extent),
-        "marks": [{"time": one.time, "kind": one.kind, "text": one.text} for one in events if one.time],
+        "marks": [
+            {"time": one.time, "kind": one.kind, "text": one.text} for one in events if one.time
+        ],
         "live_since": found.live_since,
     }
 

@@ -43,7 +43,8 @@ async def trajectories_page(state: ConsoleState, run: ConsoleRun, query: dict[st
     wanted, problem = parse(query)
     order: Order = query["order"] if query.get("order") in get_args(Order) else "newest"  # type: ignore[assignment]
     after = query.get("after", "")
-    found, domains = TrajectoryPage([]), list[str]()
+    found = TrajectoryPage([])
+    domains = list[str]()
     if not problem:
         try:
             found, domains = await ask(
@@ -77,7 +78,9 @@ def _why_none(run: ConsoleRun) -> str:
 
 def parse(query: dict[str, str]) -> tuple[TrajectoryFilter, str]:
     """Return the filter of a query, and what is wrong with it in one line, empty if nothing is."""
-    values: dict[str, Any] = {name: query[name] for name in ("text", "domain", "server", "hub") if query.get(name)}
+    values: dict[str, Any] = {
+        name: query[name] for name in ("text", "domain", "server", "hub") if query.get(name)
+    }
     for name, label, kind in NUMBERS:
         text = query.get(name, "").strip()
         if not text:
@@ -120,13 +123,31 @@ def _page(query: dict[str, str], after: str) -> str:
 def _form(query: dict[str, str], domains: list[str], order: str) -> None:
     with tag("form", classes="form", method="get", role="search"):
         with tag("label", "words in prompt or last response", "wide"):
-            tag("input", classes="in", name="text", type="search", value=query.get("text", ""), data_search="")
+            tag(
+                "input",
+                classes="in",
+                name="text",
+                type="search",
+                value=query.get("text", ""),
+                data_search="",
+            )
         for name, label, _ in NUMBERS:
             with tag("label", label):
-                tag("input", classes="in", name=name, inputmode="decimal", value=query.get(name, ""))
-        _select("domain", "domain", {"": "any", **{one: one for one in domains}}, query.get("domain", ""))
-        _select("success", "solved", {"": "any", "yes": "yes", "no": "no"}, query.get("success", ""))
-        _select("state", "state", {"": "any", **{one: one for one in STATES}}, query.get("state", ""))
+                tag(
+                    "input", classes="in", name=name, inputmode="decimal", value=query.get(name, "")
+                )
+        _select(
+            "domain",
+            "domain",
+            {"": "any", **{one: one for one in domains}},
+            query.get("domain", ""),
+        )
+        _select(
+            "success", "solved", {"": "any", "yes": "yes", "no": "no"}, query.get("success", "")
+        )
+        _select(
+            "state", "state", {"": "any", **{one: one for one in STATES}}, query.get("state", "")
+        )
         _select("order", "order", ORDERS, order)
         tag("button", "Search", "btn primary", type="submit")
         if any(query.values()):
@@ -134,7 +155,10 @@ def _form(query: dict[str, str], domains: list[str], order: str) -> None:
 
 
 def _select(name: str, label: str, options: dict[str, str], chosen: str) -> None:
-    with tag("label", label), tag("select", classes="in", name=name, style="width:auto;min-width:84px"):
+    with (
+        tag("label", label),
+        tag("select", classes="in", name=name, style="width:auto;min-width:84px"),
+    ):
         for value, text in options.items():
             selected: dict[str, Any] = {"selected": True} if value == chosen else {}
             tag("option", text, value=value, **selected)

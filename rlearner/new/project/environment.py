@@ -23,7 +23,9 @@ class Guess(Environment):
     def reset(self, task_index: int, split: str, seed: int) -> Observation:
         """Choose the number: the same for equal arguments. ``split`` is "train" or "eval"."""
         self.secret = random.Random(f"{split} {task_index}").randint(0, self.args.largest)
-        self.low, self.high = 0, self.args.largest  # where the number can still be
+        # where the number can still be
+        self.low = 0
+        self.high = self.args.largest
         return Observation(f"A number from 0 to {self.args.largest}?")
 
     def step(self, text: str) -> StepResult:
@@ -41,7 +43,9 @@ class Guess(Environment):
         return StepResult(Observation("Lower."), reward=0.0, done=False)
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
-        """Return a guess for the warm start: the middle, or with the probability ``noise`` any number."""
+        """Return a guess for the warm start: the middle, or with the probability ``noise`` any
+        number.
+        """
         if rng.random() < noise:
             return str(rng.integers(self.args.largest + 1))
         return str((self.low + self.high) // 2)

@@ -1,12 +1,13 @@
 """Attention over KV slots for transformers models that use the AttentionInterface.
 
-A forward pass concatenates the new tokens of all sequences into one row without padding: one token of a decoding
-sequence, many of a sequence in prefill. Everything but attention treats them alike. Attention writes the new keys and
-values into the sequences' slots and reads each slot up to its length, so sequences of any length share a pass, and
-enter and leave between passes.
+A forward pass concatenates the new tokens of all sequences into one row without padding: one token
+of a decoding sequence, many of a sequence in prefill. Everything but attention treats them alike.
+Attention writes the new keys and values into the sequences' slots and reads each slot up to its
+length, so sequences of any length share a pass, and enter and leave between passes.
 
-What a token sees follows from the mask that transformers makes for the layer (``mask_rule``), not from the arguments of
-the attention function: windows and chunks are in the mask only, for some models.
+What a token sees follows from the mask that transformers makes for the layer (``mask_rule``), not
+from the arguments of the attention function: windows and chunks are in the mask only, for some
+models.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from rollout.engines.hf.mask_rule import MaskRule, mask_rule
 class SlotAttention:
     """The attention function of one model and its KV cache.
 
-    ``current`` is the pass under way: a Pass reads and writes slots; None is one causal sequence that uses no slot.
-    ``is_capped`` tells whether a layer caps its scores, which PyTorch's fused attention does not do. While
-    ``discovers`` is set, a pass finds out what each layer keeps.
+    ``current`` is the pass under way: a Pass reads and writes slots; None is one causal sequence
+    that uses no slot. ``is_capped`` tells whether a layer caps its scores, which PyTorch's fused
+    attention does not do. While ``discovers`` is set, a pass finds out what each layer keeps.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,7 +39,8 @@ class SlotAttention:
         self.current: ForwardPass | None = None
         self.is_capped = False
         self.discovers = False
-        self.shapes: dict[int, tuple[int, int, int, torch.dtype]] = {}  # layer: KV heads, key size, value size, dtype
+        # layer: KV heads, key size, value size, dtype
+        self.shapes: dict[int, tuple[int, int, int, torch.dtype]] = {}
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
 
@@ -64,7 +66,9 @@ class SlotAttention:
             cache[target, :, :length] = cache[source, :, :length]
 
     def wipe(self, slot: int) -> None:
-        """Zero a slot that may hold NaN: values beyond a sequence's end have weight 0, and 0 times NaN is NaN."""
+        """Zero a slot that may hold NaN: values beyond a sequence's end have weight 0, and 0 times
+        NaN is NaN.
+        """
         for cache in (*self._keys.values(), *self._values.values()):
             cache[slot].zero_()
 
@@ -81,9 +85,13 @@ class SlotAttention:
         s_aux: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """Compute attention as transformers calls it: query (1, heads, rows, size), result (1, rows, heads, size)."""
+        """Compute attention as transformers calls it: query (1, heads, rows, size), result (1,
+        rows, heads, size).
+        """
         if others.get("position_bias") is not None or others.get("is_causal") is False:
-            raise UserError(f"engine hf does not run {type(module).__name__}: only plain causal attention is supported")
+            raise UserError(
+                f"engine hf does not run {type(module).__name__}: only plain causal attention is supported"
+            )
         how = _How(key.shape[1], query.shape[1] // key.shape[1], scaling, softcap, s_aux)
         rule = mask_rule(attention_mask, type(module).__name__)
         self.is_capped = self.is_capped or softcap is not None
@@ -100,12 +108,24 @@ class SlotAttention:
         return self._slotted(self.current, layer, query, key, value, rule, how)[None], None
 
     def _slotted(
-        self, now: ForwardPass, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: MaskRule | None, how: _How
+        self,
+        now: ForwardPass,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rule: MaskRule | None,
+        how: _How,
     ) -> Tensor:
-        keys, values = self._keys[layer], self._values[layer]
+        keys = self._keys[layer]
+        values = self._values[layer]
         index = now.index(how.kv_heads)
-        keys.view(-1, keys.shape[-1]).index_copy_(0, index, key[0].transpose(0, 1).reshape(-1, keys.shape[-1]))
-        values.view(-1, values.shape[-1]).index_copy_(0, index, value[0].transpose(0, 1).reshape(-1, values.shape[-1]))
+        keys.view(-1, keys.shape[-1]).index_copy_(
+            0, index, key[0].transpose(0, 1).reshape(-1, keys.shape[-1])
+        )
+        values.view(-1, values.shape[-1]).index_copy_(
+            0, index, value[0].transpose(0, 1).reshape(-1, values.shape[-1])
+        )
         outputs = []
         for block in now.blocks:
             mask = now.mask(block, how.groups, rule, query.dtype)
@@ -125,12 +145,18 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """Return zeros; on the CPU from calloc, whose pages cost nothing until written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    return (
+        torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8))
+        .view(dtype)
+        .view(shape)
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _How:
-    """Attention parameters of a layer; ``groups``: query heads per KV head, ``sinks``: one logit per head."""
+    """Attention parameters of a layer; ``groups``: query heads per KV head, ``sinks``: one logit
+    per head.
+    """
 
     kv_heads: int
     groups: int
@@ -139,18 +165,26 @@ class _How:
     sinks: Tensor | None
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, block: SegmentBlock, how: _How) -> Tensor:
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, block: SegmentBlock, how: _How
+) -> Tensor:
     """Compute attention of one block, shape (rows of the block, heads, head size).
 
-    ``query`` is (1, heads, all rows of the pass, head size), ``keys`` and ``values`` are (segments, KV heads, length,
-    head size). Query heads that share a KV head are concatenated like additional queries, so no key is copied.
+    ``query`` is (1, heads, all rows of the pass, head size), ``keys`` and ``values`` are (segments,
+    KV heads, length, head size). Query heads that share a KV head are concatenated like additional
+    queries, so no key is copied.
     """
     head_dim = query.shape[-1]
-    if block.new == 1 and how.groups == 1 and how.softcap is None and how.sinks is None:  # nothing to fold
+    # nothing to fold
+    if block.new == 1 and how.groups == 1 and how.softcap is None and how.sinks is None:
         rows = query[0, :, block.rows].transpose(0, 1)[:, :, None]
-        return F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=how.scale)[:, :, 0]
+        return F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=how.scale)[
+            :, :, 0
+        ]
     folded = query[0, :, block.rows].view(how.kv_heads, how.groups, block.size, block.new, head_dim)
-    folded = folded.permute(2, 0, 1, 3, 4).reshape(block.size, how.kv_heads, how.groups * block.new, head_dim)
+    folded = folded.permute(2, 0, 1, 3, 4).reshape(
+        block.size, how.kv_heads, how.groups * block.new, head_dim
+    )
     if how.softcap is None and how.sinks is None:
         out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=how.scale)
     else:
@@ -162,7 +196,9 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, bl
 def _explicit(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, block: SegmentBlock, how: _How
 ) -> Tensor:
-    """Compute attention without the fused kernel, which lacks soft-capped logits (Gemma 2) and sinks (gpt-oss)."""
+    """Compute attention without the fused kernel, which lacks soft-capped logits (Gemma 2) and
+    sinks (gpt-oss).
+    """
     scale = how.scale if how.scale is not None else query.shape[-1] ** -0.5
     scores = torch.matmul(query, keys.transpose(2, 3)) * scale
     if how.softcap is not None:

@@ -1,4 +1,6 @@
-"""The engine ``hf``: continuous batching of a transformers causal language model in a separate thread."""
+"""The engine ``hf``: continuous batching of a transformers causal language model in a separate
+thread.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ Command = Callable[[EngineCore], None]
 class HFEngine:
     """See ``rollout.engines.base.Engine``.
 
-    The thread owns model, slots and queue. Commands reach it through one queue and run between two passes; all outputs
-    of a pass return to the event loop in one call.
+    The thread owns model, slots and queue. Commands reach it through one queue and run between two
+    passes; all outputs of a pass return to the event loop in one call.
     """
 
     has_weights = True
@@ -64,11 +66,15 @@ class HFEngine:
             await self.close()
             raise
 
-    async def generate(self, request: wire.GenerateRequest, tap: TokenListener | None = None) -> GenerationOutput:
+    async def generate(
+        self, request: wire.GenerateRequest, tap: TokenListener | None = None
+    ) -> GenerationOutput:
         if self._ended.done():
             raise RuntimeError("the engine has stopped")
         if request.request_id in self._waiting:
-            return GenerationOutput(error=f"request_id {request.request_id!r} is already running or waiting")
+            return GenerationOutput(
+                error=f"request_id {request.request_id!r} is already running or waiting"
+            )
         if request.prompt_top_k:
             return await self._call(lambda core: core.score(request))
         future: asyncio.Future[GenerationOutput] = self._loop.create_future()
@@ -83,7 +89,11 @@ class HFEngine:
                 made = await asyncio.to_thread(self._running_core().reshape, request.sampling)
                 if request.request_id not in self._preparing:
                     return GenerationOutput(finish_reason="abort")
-            self._commands.put(lambda core: core.submit(request, now, None if tap is None else tap.top_logprobs, made))
+            self._commands.put(
+                lambda core: core.submit(
+                    request, now, None if tap is None else tap.top_logprobs, made
+                )
+            )
             return await future
         finally:
             self._taps.pop(request.request_id, None)
@@ -99,7 +109,11 @@ class HFEngine:
         await self._call(lambda core: core.adopt(version))
 
     async def update_weights(
-        self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        version: int,
+        mode: UpdateMode,
+        probe: wire.Probe | None,
     ) -> float:
         whole = await asyncio.to_thread(materialized, tensors)  # while generation continues
         return await self._call(lambda core: core.update(whole, version, mode, probe))
@@ -157,7 +171,8 @@ class HFEngine:
         self._commands.put(command)
         return await future
 
-    # ------------------------------------------------------------------------------------- the engine's thread
+    # ------------------------------------------------------------------------------------- the
+    # engine's thread
 
     def _run(self, ready: asyncio.Future[EngineCore]) -> None:
         if self._config.section.num_threads:
@@ -181,15 +196,19 @@ class HFEngine:
             core.model.close()
 
     def _turn(self, core: EngineCore) -> bool:
-        """Admit, run one pass, send outputs, run commands; sleep without work. Return False once closed."""
+        """Admit, run one pass, send outputs, run commands; sleep without work. Return False once
+        closed.
+        """
         core.admit(time.monotonic())
         if core.can_step:
             core.step()
         if core.told:
-            told, core.told = core.told, []
+            told = core.told
+            core.told = []
             self._post(self._tell, told)
         if core.outbox:
-            outputs, core.outbox = core.outbox, []
+            outputs = core.outbox
+            core.outbox = []
             self._post(self._deliver, outputs)
         elif not core.can_step:  # only a command or a deadline can change anything
             with contextlib.suppress(queue.Empty):
@@ -214,7 +233,8 @@ class HFEngine:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *args)
 
-    # --------------------------------------------------------------------------------------- the event loop
+    # --------------------------------------------------------------------------------------- the
+    # event loop
 
     def _tell(self, told: list[tuple[str, TokenEvent]]) -> None:
         for request_id, piece in told:
@@ -230,7 +250,10 @@ class HFEngine:
 
     def _end(self, error: Exception | None) -> None:
         for future in self._waiting.values():
-            _fail(future, RuntimeError(f"the engine stopped: {error}" if error else "the engine was closed"))
+            _fail(
+                future,
+                RuntimeError(f"the engine stopped: {error}" if error else "the engine was closed"),
+            )
         self._waiting.clear()
         if error is None:
             _succeed(self._ended, None)

@@ -1,4 +1,6 @@
-"""The step loop of the Hugging Face engine, without threads: admit, forward, sample, finish, update."""
+"""The step loop of the Hugging Face engine, without threads: admit, forward, sample, finish,
+update.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,26 @@ from broker.weights.probe import check_probe
 from rlearner_text.guided_decoding import GuideCompiler, GuideError
 from rlearner_text.openai.token_events import TokenEvent
 from rlearner_text.tokenizer import Tokenizer
-from rollout.engines.base import NO_VERSION, EngineConfig, EngineStats, GenerationOutput, UpdateMode, request_problem
+from rollout.engines.base import (
+    NO_VERSION,
+    EngineConfig,
+    EngineStats,
+    GenerationOutput,
+    UpdateMode,
+    request_problem,
+)
 from rollout.engines.hf.forward_pass import Segment
 from rollout.engines.hf.logit_offsets import MOVED, LogitOffsets, is_reshaped
 from rollout.engines.hf.logit_offsets import offsets_problem as reshaping_problem
 from rollout.engines.hf.model import SlotModel, end_tokens
 from rollout.engines.hf.request_row import RequestRow, request_end_tokens
-from rollout.engines.hf.sampling import SamplingBatch, likeliest, probability_moved, sample, uniforms
+from rollout.engines.hf.sampling import (
+    SamplingBatch,
+    likeliest,
+    probability_moved,
+    sample,
+    uniforms,
+)
 from rollout.engines.stop_strings import StopStrings
 from rollout.job_queue import GenerationJob
 from rollout.scheduler import Scheduler
@@ -36,7 +51,9 @@ MAX_FAILURES: Final = 3  # consecutive failed passes before the engine gives up
 
 
 class EngineCore:
-    """Continuous batching over one model. All methods run on one thread; finished outputs collect in ``outbox``."""
+    """Continuous batching over one model. All methods run on one thread; finished outputs collect
+    in ``outbox``.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         section = config.section
@@ -51,18 +68,26 @@ class EngineCore:
             whole_prefixes=self.model.has_states,
         )
         self.outbox: list[tuple[str, GenerationOutput]] = []
-        self.told: list[tuple[str, TokenEvent]] = []  # of requests with a tap, until the engine takes them
-        self._taps: dict[str, int] = {}  # requests that stream, with the number of likeliest tokens at each position
+        # of requests with a tap, until the engine takes them
+        self.told: list[tuple[str, TokenEvent]] = []
+        # requests that stream, with the number of likeliest tokens at each position
+        self._taps: dict[str, int] = {}
         self._prefill_tokens = section.prefill_tokens
-        self._guides = GuideCompiler(self._tokenizer, self.model.vocab_size) if self._tokenizer is not None else None
+        self._guides = (
+            GuideCompiler(self._tokenizer, self.model.vocab_size)
+            if self._tokenizer is not None
+            else None
+        )
         self._reshapings: dict[str, LogitOffsets] = {}  # of queued requests
         eos = self._tokenizer.eos_token_ids if self._tokenizer else ()
         self._end_ids = end_tokens(self.model.model) | frozenset(eos)
         self._requests: dict[str, wire.GenerateRequest] = {}
         self._rows: dict[int, RequestRow] = {}  # by slot
-        self._reading: list[RequestRow] = []  # rows in prefill (more than one token to run), oldest first
+        # rows in prefill (more than one token to run), oldest first
+        self._reading: list[RequestRow] = []
         self._shares_prompts = section.prefix_cache
-        self._prompts: dict[bytes, RequestRow] = {}  # a running row with this prompt, computed by the current weights
+        # a running row with this prompt, computed by the current weights
+        self._prompts: dict[bytes, RequestRow] = {}
         self._stalled = False  # whether the current weights failed their probe
         self.asleep = False  # the weights are off the device
         self._failures = 0
@@ -92,10 +117,13 @@ class EngineCore:
         """Queue a request; answer it at once if it cannot run.
 
         Args:
-            top_logprobs: stream its tokens, each with this many of the likeliest; None: do not stream.
+            top_logprobs: stream its tokens, each with this many of the likeliest; None: do not
+                stream.
             reshaping: see ``reshape``.
         """
-        why = request_problem(request, max_context_tokens=self.model.max_context, vocab_size=self.model.vocab_size)
+        why = request_problem(
+            request, max_context_tokens=self.model.max_context, vocab_size=self.model.vocab_size
+        )
         if not why and request.sampling.stop and self._tokenizer is None:
             why = "stop strings need a tokenizer, and the model's folder has none"
         if not why and self.scheduler.job(request.request_id) is not None:
@@ -111,7 +139,9 @@ class EngineCore:
         self.scheduler.submit(GenerationJob.of(request, now))
 
     def reshape(self, sampling: wire.SamplingParams) -> LogitOffsets | str | None:
-        """Return a request's logit offsets, None without any, or an error; thread-safe, as a grammar takes a second."""
+        """Return a request's logit offsets, None without any, or an error; thread-safe, as a
+        grammar takes a second.
+        """
         if not is_reshaped(sampling):
             return None
         if why := reshaping_problem(sampling, self.model.vocab_size, self._tokenizer):
@@ -124,10 +154,16 @@ class EngineCore:
 
     def score(self, request: wire.GenerateRequest) -> GenerationOutput:
         """Return the likeliest tokens at each position of a context, without a slot."""
-        why = request_problem(request, max_context_tokens=self.model.max_context, vocab_size=self.model.vocab_size)
+        why = request_problem(
+            request, max_context_tokens=self.model.max_context, vocab_size=self.model.vocab_size
+        )
         if why or self.version < max(request.min_version, 0):
-            return GenerationOutput(error=why or f"no weights of version {request.min_version} or later to score with")
-        ids, logprobs = self.model.top_logprobs(request.token_ids.array().tolist(), request.prompt_top_k)
+            return GenerationOutput(
+                error=why or f"no weights of version {request.min_version} or later to score with"
+            )
+        ids, logprobs = self.model.top_logprobs(
+            request.token_ids.array().tolist(), request.prompt_top_k
+        )
         if not np.isfinite(logprobs).all():
             return GenerationOutput(error=self._not_finite())
         return GenerationOutput(finish_reason="stop", top_ids=ids, top_logprobs=logprobs)
@@ -144,7 +180,9 @@ class EngineCore:
         if self._stalled or self.asleep:
             return
         self._start(now)
-        while (yielding := self.scheduler.preempt(now, lambda job: len(self._rows[job.slot].logprobs))) is not None:
+        while (
+            yielding := self.scheduler.preempt(now, lambda job: len(self._rows[job.slot].logprobs))
+        ) is not None:
             self._end(yielding, "abort")
             self._start(now)
 
@@ -152,10 +190,16 @@ class EngineCore:
         """Start waiting jobs in the free slots."""
         for start in self.scheduler.admit(now):
             params = self._requests[start.job.request_id].sampling
-            stops = StopStrings(self._tokenizer, params.stop) if params.stop and self._tokenizer else None
+            stops = (
+                StopStrings(self._tokenizer, params.stop)
+                if params.stop and self._tokenizer
+                else None
+            )
             room = self.model.max_context - len(start.job.tokens)
             reshaping = self._reshapings.pop(start.job.request_id, None)
-            row = RequestRow(start.job, params, start.reused, self.version, room, self._end_ids, stops, reshaping)
+            row = RequestRow(
+                start.job, params, start.reused, self.version, room, self._end_ids, stops, reshaping
+            )
             self._rows[start.slot] = row
             self._hits += start.reused
             if row.length - row.cached > 1:
@@ -164,7 +208,9 @@ class EngineCore:
                 self._find_source(row, start.job.tokens.tobytes())
 
     def _find_source(self, row: RequestRow, prompt: bytes) -> None:
-        """Let a row wait for the KV of another one with its prompt, as the requests of a group have."""
+        """Let a row wait for the KV of another one with its prompt, as the requests of a group
+        have.
+        """
         source = self._prompts.get(prompt)
         if source is not None and self._is_usable(source, row.length - 1):
             row.source = source
@@ -175,15 +221,19 @@ class EngineCore:
     def _is_usable(self, source: RequestRow, length: int) -> bool:
         """Return whether a row has, or will have, ``length`` tokens of its prompt to copy.
 
-        A recurrent state is that of all tokens before it, so it can only be copied before the row goes on.
+        A recurrent state is that of all tokens before it, so it can only be copied before the row
+        goes on.
         """
         is_running = self._rows.get(source.job.slot) is source
         return is_running and (source.cached <= length or not self.model.has_states)
 
     def _copy_prompts(self) -> None:
-        """Give waiting rows the KV of their prompt that has been computed by now; the last token makes logits."""
+        """Give waiting rows the KV of their prompt that has been computed by now; the last token
+        makes logits.
+        """
         for row in [row for row in self._reading if row.source is not None]:
-            source, wanted = row.source, row.length - 1
+            source = row.source
+            wanted = row.length - 1
             if source is None or not self._is_usable(source, wanted):
                 row.source = None  # ended early: computed here
             elif source.cached >= wanted:
@@ -197,7 +247,8 @@ class EngineCore:
         """Run one forward pass and sample one token for every row whose context is complete.
 
         Raises:
-            RuntimeError: if passes keep failing (out of memory, device lost); one failure only ends its requests.
+            RuntimeError: if passes keep failing (out of memory, device lost); one failure only ends
+                its requests.
         """
         began = time.perf_counter()
         rows, segments = self._plan()
@@ -211,10 +262,21 @@ class EngineCore:
             for row in rows:
                 if row.job.slot in self._rows:
                     self.model.wipe(row.job.slot)
-                    self._end(row.job, "error", f"the forward pass failed: {str(error).splitlines()[0]}", keep=False)
+                    self._end(
+                        row.job,
+                        "error",
+                        f"the forward pass failed: {str(error).splitlines()[0]}",
+                        keep=False,
+                    )
         self._busy_s += time.perf_counter() - began
 
-    def update(self, tensors: Mapping[str, Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None) -> float:
+    def update(
+        self,
+        tensors: Mapping[str, Tensor],
+        version: int,
+        mode: UpdateMode,
+        probe: wire.Probe | None,
+    ) -> float:
         """See ``Engine.update_weights``."""
         began = time.perf_counter()
         self.model.load_weights(tensors)
@@ -301,7 +363,9 @@ class EngineCore:
         self._reading = [row for row in self._rows.values() if row.length > 1]
 
     def _plan(self) -> tuple[list[RequestRow], list[Segment]]:
-        """Return the rows of this pass by slot, and the tokens of each; prefill is bounded, decoding is not."""
+        """Return the rows of this pass by slot, and the tokens of each; prefill is bounded,
+        decoding is not.
+        """
         self._copy_prompts()
         if not self._reading:
             rows = [self._rows[slot] for slot in sorted(self._rows)]
@@ -319,14 +383,21 @@ class EngineCore:
 
     def _forward(self, rows: list[RequestRow], segments: list[Segment]) -> Tensor:
         """Return the logits of the rows that this pass completes."""
-        parts = [row.tokens[row.cached : row.cached + s.new] for row, s in zip(rows, segments, strict=True)]
+        parts = [
+            row.tokens[row.cached : row.cached + s.new]
+            for row, s in zip(rows, segments, strict=True)
+        ]
         ids = np.concatenate(parts)
         ends = np.cumsum([s.new for s in segments]) - 1
-        complete = np.array([row.cached + s.new == row.length for row, s in zip(rows, segments, strict=True)])
+        complete = np.array(
+            [row.cached + s.new == row.length for row, s in zip(rows, segments, strict=True)]
+        )
         self._prefilled += len(ids) if self._reading else 0
         device = self.model.device
         wanted = torch.from_numpy(ends[complete]).to(device)
-        return self.model.forward(segments, torch.from_numpy(ids.astype(np.int64)).to(device), wanted)
+        return self.model.forward(
+            segments, torch.from_numpy(ids.astype(np.int64)).to(device), wanted
+        )
 
     def _sample(self, rows: list[RequestRow], segments: list[Segment], logits: Tensor) -> None:
         for row, segment in zip(rows, segments, strict=True):
@@ -358,8 +429,12 @@ class EngineCore:
                 self._end(row.job, reason)
 
     @torch.inference_mode()
-    def _reshaped(self, rows: list[RequestRow], logits: Tensor) -> tuple[list[RequestRow], Tensor, dict[str, bool]]:
-        """Return the rows that continue, their logits, and for each request whether its distribution was changed."""
+    def _reshaped(
+        self, rows: list[RequestRow], logits: Tensor
+    ) -> tuple[list[RequestRow], Tensor, dict[str, bool]]:
+        """Return the rows that continue, their logits, and for each request whether its
+        distribution was changed.
+        """
         offsets: dict[int, npt.NDArray[np.float32]] = {}
         broken: set[int] = set()
         for index, row in enumerate(rows):
@@ -373,17 +448,26 @@ class EngineCore:
         shaped = logits.float()
         if at:
             own = shaped[at]
-            changed = own + torch.from_numpy(np.stack([offsets[index] for index in at])).to(own.device)
+            changed = own + torch.from_numpy(np.stack([offsets[index] for index in at])).to(
+                own.device
+            )
             shaped = shaped.index_copy(0, torch.tensor(at, device=own.device), changed)
-            distances = probability_moved(own, changed, [rows[index].params for index in at]).tolist()
+            distances = probability_moved(
+                own, changed, [rows[index].params for index in at]
+            ).tolist()
         else:
             distances = []
-        flags = {rows[index].job.request_id: distance > MOVED for index, distance in zip(at, distances, strict=True)}
+        flags = {
+            rows[index].job.request_id: distance > MOVED
+            for index, distance in zip(at, distances, strict=True)
+        }
         left = [index for index in range(len(rows)) if index not in broken]
         return [rows[index] for index in left], shaped[left] if broken else shaped, flags
 
     @torch.inference_mode()
-    def _tell(self, rows: list[RequestRow], tokens: list[int], logprobs: list[float], logits: Tensor) -> None:
+    def _tell(
+        self, rows: list[RequestRow], tokens: list[int], logprobs: list[float], logits: Tensor
+    ) -> None:
         """Collect the sampled tokens of requests that stream."""
         streamed = [index for index, row in enumerate(rows) if row.job.request_id in self._taps]
         tapped = [index for index in streamed if math.isfinite(logprobs[index])]
@@ -398,20 +482,33 @@ class EngineCore:
                 finite = [pair for pair in pairs if math.isfinite(pair[1])]
                 top[index] = finite[: self._taps[rows[index].job.request_id]]
         for index in tapped:
-            piece = TokenEvent([tokens[index]], [logprobs[index]], self.version, [top[index]] if index in top else ())
+            piece = TokenEvent(
+                [tokens[index]],
+                [logprobs[index]],
+                self.version,
+                [top[index]] if index in top else (),
+            )
             self.told.append((rows[index].job.request_id, piece))
 
     @torch.inference_mode()
     def _draw(self, rows: list[RequestRow], logits: Tensor) -> tuple[list[int], list[float]]:
         if rows != self._batch[0]:
             seeds = np.array([row.seed for row in rows], dtype=np.uint64)
-            self._batch = (rows, SamplingBatch.of([row.params for row in rows], self.model.device), seeds)
+            self._batch = (
+                rows,
+                SamplingBatch.of([row.params for row in rows], self.model.device),
+                seeds,
+            )
         _, batch, seeds = self._batch
         positions = np.array([row.length for row in rows], dtype=np.int64)
-        tokens, logprobs = sample(logits, batch, torch.from_numpy(uniforms(seeds, positions)).to(self.model.device))
+        tokens, logprobs = sample(
+            logits, batch, torch.from_numpy(uniforms(seeds, positions)).to(self.model.device)
+        )
         return tokens.tolist(), logprobs.tolist()
 
-    def _end(self, job: GenerationJob, reason: wire.FinishReason, error: str = "", *, keep: bool = True) -> None:
+    def _end(
+        self, job: GenerationJob, reason: wire.FinishReason, error: str = "", *, keep: bool = True
+    ) -> None:
         """Answer a job that left the queue or finished its row."""
         row = self._rows.pop(job.slot, None) if job.slot >= 0 else None
         if row is None:

@@ -19,7 +19,9 @@ from rollout.engines.hf.mask_rule import MaskRule
 
 
 class Segment(NamedTuple):
-    """The new tokens of one sequence: ``new`` tokens after the ``start`` tokens that its slot already holds."""
+    """The new tokens of one sequence: ``new`` tokens after the ``start`` tokens that its slot
+    already holds.
+    """
 
     slot: int
     start: int
@@ -61,11 +63,13 @@ def join_segments(segments: Sequence[Segment]) -> list[SegmentBlock]:
     blocks: list[SegmentBlock] = []
     row = 0
     groups = itertools.groupby(
-        enumerate(segments), lambda item: (item[1].slot - item[0], item[1].new, item[1].new > 1 and item[1].start)
+        enumerate(segments),
+        lambda item: (item[1].slot - item[0], item[1].new, item[1].new > 1 and item[1].start),
     )
     for _, group in groups:
         numbers, members = zip(*group, strict=True)
-        first, starts = members[0], tuple(segment.start for segment in members)
+        first = members[0]
+        starts = tuple(segment.start for segment in members)
         blocks.append(SegmentBlock(row, numbers[0], first.slot, len(members), first.new, starts))
         row += len(members) * first.new
     return blocks
@@ -105,7 +109,9 @@ class ForwardPass:
     blocks: list[SegmentBlock] = field(init=False)
     _groups: dict[bool, list[StateGroup]] = field(default_factory=dict)
     _index: dict[int, Tensor] = field(default_factory=dict)
-    _masks: dict[tuple[int, int, MaskRule | None, torch.dtype], Tensor | None] = field(default_factory=dict)
+    _masks: dict[tuple[int, int, MaskRule | None, torch.dtype], Tensor | None] = field(
+        default_factory=dict
+    )
     _decoding: dict[tuple[MaskRule | None, torch.dtype], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -114,7 +120,9 @@ class ForwardPass:
         starts = np.array([s.start for s in self.segments], dtype=np.int64)
         ends = np.cumsum(new)
         self._ends = ends
-        self.row_positions = np.repeat(starts - ends + new, new) + np.arange(int(ends[-1]), dtype=np.int64)
+        self.row_positions = np.repeat(starts - ends + new, new) + np.arange(
+            int(ends[-1]), dtype=np.int64
+        )
         self._slot = np.repeat(np.array([s.slot for s in self.segments], dtype=np.int64), new)
 
     def positions(self) -> Tensor:
@@ -122,7 +130,8 @@ class ForwardPass:
         return torch.from_numpy(self.row_positions)[None].to(self.device)
 
     def state_groups(self, *, singly: bool = False) -> list[StateGroup]:
-        """Return the sequences of this pass as layers with states compute them, one batch after another.
+        """Return the sequences of this pass as layers with states compute them, one batch after
+        another.
 
         Args:
             singly: a layer goes on from a state by one token at a time.
@@ -132,15 +141,22 @@ class ForwardPass:
         return self._groups[singly]
 
     def _group_sequences(self, singly: bool) -> list[StateGroup]:
-        decoding = [n for n, segment in enumerate(self.segments) if segment.new == 1 and segment.start]
+        decoding = [
+            n for n, segment in enumerate(self.segments) if segment.new == 1 and segment.start
+        ]
         groups = []
         if decoding:
             slots = np.array([self.segments[n].slot for n in decoding])
-            groups.append(StateGroup(self._indices(self._ends[decoding] - 1), self._indices(slots), len(decoding), 1))
+            groups.append(
+                StateGroup(
+                    self._indices(self._ends[decoding] - 1), self._indices(slots), len(decoding), 1
+                )
+            )
         for segment, end in zip(self.segments, self._ends.tolist(), strict=True):
             if segment.new == 1 and segment.start:
                 continue
-            slot, first = slice(segment.slot, segment.slot + 1), end - segment.new
+            slot = slice(segment.slot, segment.slot + 1)
+            first = end - segment.new
             step = 1 if singly and segment.start else segment.new
             for row in range(first, end, step):
                 groups.append(StateGroup(slice(row, row + step), slot, 1, segment.start))
@@ -152,16 +168,21 @@ class ForwardPass:
         return torch.from_numpy(values).to(self.device)
 
     def index(self, num_heads: int) -> Tensor:
-        """Return the cache row of each key, (rows * heads,), in a cache of (slots * heads * max_context, head_dim)."""
+        """Return the cache row of each key, (rows * heads,), in a cache of (slots * heads *
+        max_context, head_dim).
+        """
         if num_heads not in self._index:
-            flat = (self._slot[:, None] * num_heads + np.arange(num_heads)) * self.max_context + self.row_positions[
-                :, None
-            ]
+            flat = (
+                self._slot[:, None] * num_heads + np.arange(num_heads)
+            ) * self.max_context + self.row_positions[:, None]
             self._index[num_heads] = torch.from_numpy(flat.reshape(-1)).to(self.device)
         return self._index[num_heads]
 
-    def mask(self, block: SegmentBlock, groups: int, rule: MaskRule | None, dtype: torch.dtype) -> Tensor | None:
-        """Return an additive mask for (size, heads, groups * new, length); None if every row sees everything.
+    def mask(
+        self, block: SegmentBlock, groups: int, rule: MaskRule | None, dtype: torch.dtype
+    ) -> Tensor | None:
+        """Return an additive mask for (size, heads, groups * new, length); None if every row sees
+        everything.
 
         Args:
             rule: what the layer lets a token see; None: all earlier ones.
@@ -173,26 +194,40 @@ class ForwardPass:
             self._masks[key] = self._mask(block, groups, rule, dtype)
         return self._masks[key]
 
-    def _mask(self, block: SegmentBlock, groups: int, rule: MaskRule | None, dtype: torch.dtype) -> Tensor | None:
+    def _mask(
+        self, block: SegmentBlock, groups: int, rule: MaskRule | None, dtype: torch.dtype
+    ) -> Tensor | None:
         if block.new == 1:
             if rule is None and len(set(block.starts)) == 1:
                 return None
-            every = self._decoding_mask(rule, dtype)[block.segment : block.segment + block.size, :, :, : block.length]
+            every = self._decoding_mask(rule, dtype)[
+                block.segment : block.segment + block.size, :, :, : block.length
+            ]
             return every.expand(-1, -1, groups, -1)
         starts = torch.tensor(block.starts[:1], device=self.device)
         query = starts[:, None] + torch.arange(block.new, device=self.device)  # (1, new): positions
         return self._additive(query, block.length, rule, dtype).repeat(1, groups, 1)[:, None]
 
     def _decoding_mask(self, rule: MaskRule | None, dtype: torch.dtype) -> Tensor:
-        """Return the mask of all segments with one new token, (segments, 1, 1, longest); the others' is not read."""
+        """Return the mask of all segments with one new token, (segments, 1, 1, longest); the
+        others' is not read.
+        """
         if (rule, dtype) not in self._decoding:
             longest = max(block.length for block in self.blocks if block.new == 1)
             starts = torch.tensor([segment.start for segment in self.segments], device=self.device)
-            self._decoding[rule, dtype] = self._additive(starts[:, None, None], longest, rule, dtype)
+            self._decoding[rule, dtype] = self._additive(
+                starts[:, None, None], longest, rule, dtype
+            )
         return self._decoding[rule, dtype]
 
-    def _additive(self, query: Tensor, length: int, rule: MaskRule | None, dtype: torch.dtype) -> Tensor:
-        """Return what is added to the scores of ``length`` keys for queries at these positions, (…, length)."""
+    def _additive(
+        self, query: Tensor, length: int, rule: MaskRule | None, dtype: torch.dtype
+    ) -> Tensor:
+        """Return what is added to the scores of ``length`` keys for queries at these positions, (…,
+        length).
+        """
         keys = torch.arange(length, device=self.device)
         hidden = keys > query[..., None] if rule is None else ~rule.visible(query[..., None], keys)
-        return torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, float("-inf"))
+        return torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(
+            hidden, float("-inf")
+        )

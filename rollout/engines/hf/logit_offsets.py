@@ -12,21 +12,33 @@ from broker.contract import wire
 from rlearner_text.guided_decoding import GuideCompiler, GuideError, GuideMatcher
 from rlearner_text.tokenizer import Tokenizer
 
-# A token counts as drawn from the policy's own distribution if reshaping moved at most this much probability.
+# A token counts as drawn from the policy's own distribution if reshaping moved at most this much
+# probability.
 MOVED: Final = 1e-3
 
 
 def is_reshaped(sampling: wire.SamplingParams) -> bool:
     """Return whether a request may change the distribution beyond temperature and cut-offs."""
-    return bool(sampling.frequency_penalty or sampling.presence_penalty or sampling.logit_bias or sampling.guides)
+    return bool(
+        sampling.frequency_penalty
+        or sampling.presence_penalty
+        or sampling.logit_bias
+        or sampling.guides
+    )
 
 
-def offsets_problem(sampling: wire.SamplingParams, vocab_size: int, tokenizer: Tokenizer | None) -> str:
+def offsets_problem(
+    sampling: wire.SamplingParams, vocab_size: int, tokenizer: Tokenizer | None
+) -> str:
     """Return why a request cannot be reshaped, in one line; empty if it can."""
     if sampling.guides and tokenizer is None:
         return "guides need a tokenizer, and the model's folder has none"
     odd = next((token for token in sampling.logit_bias if token >= vocab_size), None)
-    return "" if odd is None else f"logit_bias: token id {odd} is outside the model's vocabulary of {vocab_size}"
+    return (
+        ""
+        if odd is None
+        else f"logit_bias: token id {odd} is outside the model's vocabulary of {vocab_size}"
+    )
 
 
 class LogitOffsets:
@@ -45,9 +57,14 @@ class LogitOffsets:
     """
 
     def __init__(
-        self, sampling: wire.SamplingParams, vocab_size: int, ends: Collection[int], guides: GuideCompiler | None
+        self,
+        sampling: wire.SamplingParams,
+        vocab_size: int,
+        ends: Collection[int],
+        guides: GuideCompiler | None,
     ) -> None:
-        self._sampling, self._ends = sampling, list(ends)
+        self._sampling = sampling
+        self._ends = list(ends)
         self._counts: npt.NDArray[np.float32] = np.zeros(vocab_size, np.float32)
         self._bias: npt.NDArray[np.float32] = np.zeros(vocab_size, np.float32)
         self._bias[list(sampling.logit_bias)] = list(sampling.logit_bias.values())
@@ -63,8 +80,13 @@ class LogitOffsets:
         Raises:
             GuideError: if the guide allows no further token.
         """
-        sampling, counts = self._sampling, self._counts
-        made = self._bias - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+        sampling = self._sampling
+        counts = self._counts
+        made = (
+            self._bias
+            - sampling.frequency_penalty * counts
+            - sampling.presence_penalty * (counts > 0)
+        )
         if self._matcher is not None:
             allowed = self._matcher.allowed()
             if self._matcher.complete:

@@ -1,8 +1,10 @@
-"""Takes the masks that transformers makes for a model's layers as rules, which apply to slots of any length.
+"""Takes the masks that transformers makes for a model's layers as rules, which apply to slots of
+any length.
 
-transformers builds a mask from a function of two positions: causal, a window, a chunk, or a combination. That function
-is the only place where every architecture says what its layers see. It is kept, in an empty tensor that passes through
-the model to the attention function, and evaluated there for the positions of each sequence.
+transformers builds a mask from a function of two positions: causal, a window, a chunk, or a
+combination. That function is the only place where every architecture says what its layers see. It
+is kept, in an empty tensor that passes through the model to the attention function, and evaluated
+there for the positions of each sequence.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ class MaskRule:
     """What a token of one kind of layer sees.
 
     Attributes:
-        function: of transformers: batch, head, query and key positions to whether the query sees the key.
+        function: of transformers: batch, head, query and key positions to whether the query sees
+            the key.
         reach: the length up to which a token sees all earlier ones; None: unknown.
     """
 
@@ -35,7 +38,11 @@ class MaskRule:
 
 
 def make_rule(
-    *, mask_function: Callable[..., Any], local_size: int | None = None, device: Any = "cpu", **_: Any
+    *,
+    mask_function: Callable[..., Any],
+    local_size: int | None = None,
+    device: Any = "cpu",
+    **_: Any,
 ) -> Tensor | None:
     """Return a layer's rule instead of its mask; transformers calls this as its mask function.
 

@@ -44,7 +44,8 @@ class SlotModel:
     """A model with its KV slots and weights; not thread-safe.
 
     Raises:
-        UserError: if the path has no causal language model, slots do not support its attention, or no slot fits.
+        UserError: if the path has no causal language model, slots do not support its attention, or
+            no slot fits.
     """
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None = None) -> None:
@@ -62,7 +63,9 @@ class SlotModel:
         self._native = self.model.config._attn_implementation
         self._cache = PassCache()
         self._plug_in()
-        self.num_slots, self.max_running = self._allocate(args, section.max_running, section.prefix_cache)
+        self.num_slots, self.max_running = self._allocate(
+            args, section.max_running, section.prefix_cache
+        )
         test_slots(self, tokenizer)
         self._offloaded = OffloadedMemory()
 
@@ -72,17 +75,23 @@ class SlotModel:
         return bool(self.states.layers)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Give a slot the first ``length`` tokens of another; all of them, if the model has recurrent states."""
+        """Give a slot the first ``length`` tokens of another; all of them, if the model has
+        recurrent states.
+        """
         self.attention.copy(source, target, length)
         self.states.copy(source, target)
 
     def wipe(self, slot: int) -> None:
-        """Zero a slot that may hold NaN: values beyond a sequence's end have weight 0, and 0 times NaN is NaN."""
+        """Zero a slot that may hold NaN: values beyond a sequence's end have weight 0, and 0 times
+        NaN is NaN.
+        """
         self.attention.wipe(slot)
         self.states.wipe(slot)
 
     def offload(self) -> None:
-        """Move the weights off the device and drop all slots' KV; use nothing of the model until ``reload``."""
+        """Move the weights off the device and drop all slots' KV; use nothing of the model until
+        ``reload``.
+        """
         self.attention.free()
         self.states.free()
         self._offloaded.release([*self.model.parameters(), *self.model.buffers()])
@@ -100,7 +109,9 @@ class SlotModel:
 
     @contextmanager
     def native_attention(self) -> Iterator[None]:
-        """Let the model compute as plain transformers does; with capped scores, as its own code does."""
+        """Let the model compute as plain transformers does; with capped scores, as its own code
+        does.
+        """
         self.model.set_attn_implementation("eager" if self.attention.is_capped else self._native)
         try:
             yield
@@ -108,7 +119,9 @@ class SlotModel:
             self.model.set_attn_implementation(self._name)
 
     @torch.inference_mode()
-    def forward(self, segments: Sequence[Segment], token_ids: torch.Tensor, sample_rows: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, segments: Sequence[Segment], token_ids: torch.Tensor, sample_rows: torch.Tensor
+    ) -> torch.Tensor:
         """Run the new tokens of many sequences.
 
         Args:
@@ -123,28 +136,38 @@ class SlotModel:
         with pass_over(now, self.attention, self.states, self._cache):
             return self._run(token_ids, now.positions(), sample_rows, self._cache)
 
-    def run_alone(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return the logits of some rows of one sequence, without using a slot; arguments are (n,), (n,) and (k,)."""
+    def run_alone(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the logits of some rows of one sequence, without using a slot; arguments are (n,),
+        (n,) and (k,).
+        """
         return self._run(token_ids, positions[None], rows)
 
     @torch.inference_mode()
     def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Return log p(token[i + 1] | token[: i + 1]), shape (n - 1,) float32 on the CPU, without using a slot."""
+        """Return log p(token[i + 1] | token[: i + 1]), shape (n - 1,) float32 on the CPU, without
+        using a slot.
+        """
         ids = torch.tensor(token_ids, device=self.device)
         rows = torch.arange(len(ids), device=self.device)
         logits = self.run_alone(ids, rows, rows)
         return logits[:-1].float().log_softmax(-1).gather(-1, ids[1:, None])[:, 0].cpu()
 
     @torch.inference_mode()
-    def top_logprobs(self, token_ids: Sequence[int], k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """Return the k likeliest tokens after each token but the last, and logprobs at temperature 1; (n - 1, k)
-        each.
+    def top_logprobs(
+        self, token_ids: Sequence[int], k: int
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """Return the k likeliest tokens after each token but the last, and logprobs at temperature
+        1; (n - 1, k) each.
         """
         if len(token_ids) < 2:
             return np.zeros((0, k), np.int32), np.zeros((0, k), np.float32)
         n = len(token_ids) - 1
         positions = torch.arange(n, device=self.device)
-        logits = self.run_alone(torch.tensor(token_ids[:-1], device=self.device), positions, positions)
+        logits = self.run_alone(
+            torch.tensor(token_ids[:-1], device=self.device), positions, positions
+        )
         best = logits.float().log_softmax(-1).topk(k, -1)
         return best.indices.int().cpu().numpy(), best.values.cpu().numpy()
 
@@ -157,7 +180,11 @@ class SlotModel:
         self._held.load(tensors)
 
     def _run(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, cache: Cache | None = None
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        cache: Cache | None = None,
     ) -> torch.Tensor:
         out = self.model(
             input_ids=token_ids[None],
@@ -170,7 +197,8 @@ class SlotModel:
         return logits
 
     def _plug_in(self) -> None:
-        """Replace attention, masks and states of the model's layers; a pass finds out what each layer keeps.
+        """Replace attention, masks and states of the model's layers; a pass finds out what each
+        layer keeps.
 
         Raises:
             UserError: if its layers cannot be taken over.
@@ -180,16 +208,29 @@ class SlotModel:
             raise UserError(f"engine hf cannot run {name}: {why}")
         ALL_ATTENTION_FUNCTIONS.register(self._name, self.attention)
         ALL_MASK_ATTENTION_FUNCTIONS.register(self._name, make_rule)
-        ids = torch.arange(min(_DISCOVERY_TOKENS, self.vocab_size, self.max_context), device=self.device)
+        ids = torch.arange(
+            min(_DISCOVERY_TOKENS, self.vocab_size, self.max_context), device=self.device
+        )
         try:
             self.model.set_attn_implementation(self._name)
             self.attention.discovers = True
             with torch.inference_mode():
-                self.states.adopt_layers(self.model, lambda cache: self._run(ids, ids[None], ids[-1:], cache))
+                self.states.adopt_layers(
+                    self.model, lambda cache: self._run(ids, ids[None], ids[-1:], cache)
+                )
             self.attention.discovers = False
             if not self.attention.shapes and not self.states.layers:
-                raise UserError("none of its layers has attention or a state that transformers' caches know")
-        except (TypeError, ValueError, AttributeError, KeyError, NotImplementedError, UserError) as error:
+                raise UserError(
+                    "none of its layers has attention or a state that transformers' caches know"
+                )
+        except (
+            TypeError,
+            ValueError,
+            AttributeError,
+            KeyError,
+            NotImplementedError,
+            UserError,
+        ) as error:
             self.close()
             raise UserError(f"engine hf cannot run {name}: {one_line(error)}") from error
 
@@ -198,7 +239,9 @@ class SlotModel:
         fit = int(args.kv_cache_gib * 2**30 // per_slot)
         if fit < 1:
             need = f"one slot of rollout.max_context_tokens={self.max_context} needs {per_slot / 2**30:.2f} GiB"
-            raise UserError(f"rollout.engine_args.kv_cache_gib: {args.kv_cache_gib} is not allowed; {need}")
+            raise UserError(
+                f"rollout.engine_args.kv_cache_gib: {args.kv_cache_gib} is not allowed; {need}"
+            )
         wanted = args.kv_slots or max_running * (2 if prefix_cache else 1)
         slots = min(wanted, fit)
         self.attention.allocate(slots, self.max_context)
@@ -210,14 +253,16 @@ def load_model(config: EngineConfig, device: torch.device) -> Any:
     """Load the model in evaluation mode on its device.
 
     Raises:
-        UserError: if there is no causal language model at the path, or its weights hold NaN or infinity.
+        UserError: if there is no causal language model at the path, or its weights hold NaN or
+            infinity.
     """
     transformers.utils.logging.disable_progress_bar()
     path = config.model_path
     if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "config.json")):
         raise UserError(f"model path {path!r}: no model there, the folder has no config.json")
     try:
-        dtype, trusted = getattr(torch, config.dtype), config.trust_remote_code
+        dtype = getattr(torch, config.dtype)
+        trusted = config.trust_remote_code
         if config.has_weights:
             folder = model_folder(path, trust_remote_code=trusted)
             named = {"dtype": dtype, "trust_remote_code": trusted, "use_safetensors": True}
@@ -228,7 +273,9 @@ def load_model(config: EngineConfig, device: torch.device) -> Any:
         known = isinstance(error, (OSError, ValueError, KeyError, RuntimeError))
         if not known and not type(error).__module__.startswith(("safetensors", "huggingface_hub")):
             raise
-        raise UserError(f"model path {path!r}: no causal language model could be loaded: {one_line(error)}") from error
+        raise UserError(
+            f"model path {path!r}: no causal language model could be loaded: {one_line(error)}"
+        ) from error
     model = model.requires_grad_(False).eval().to(device)
     if config.has_weights and (problem := weights_problem(dict(model.named_parameters()), folder)):
         raise UserError(f"model path {path!r}: its weights are not finite: {problem}")
@@ -238,7 +285,9 @@ def load_model(config: EngineConfig, device: torch.device) -> Any:
 def _without_weights(path: str, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
     """Return the model with random weights, which are replaced before it answers."""
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=dtype, trust_remote_code=trust_remote_code
+    )
     if os.path.isfile(os.path.join(path, "generation_config.json")):
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
     return model
@@ -258,7 +307,9 @@ def pick_device(wanted: str) -> torch.device:
         return torch.device("cpu")
     if torch.cuda.device_count() > 1:
         count = torch.cuda.device_count()
-        log.warning("engine hf uses only the first of %d GPUs; start one rollout-server per GPU", count)
+        log.warning(
+            "engine hf uses only the first of %d GPUs; start one rollout-server per GPU", count
+        )
     return numbered("cuda")
 
 
@@ -270,7 +321,9 @@ def fitting_context(model: Any, wanted: int) -> int:
     """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and wanted > positions:
-        raise UserError(f"rollout.max_context_tokens: {wanted} is not allowed; the model has {positions} positions")
+        raise UserError(
+            f"rollout.max_context_tokens: {wanted} is not allowed; the model has {positions} positions"
+        )
     return wanted
 
 
@@ -285,4 +338,6 @@ def end_tokens(model: Any) -> frozenset[int]:
 
 def one_line(error: BaseException) -> str:
     """Return the first non-empty line of an error."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return next(
+        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+    )

@@ -1,11 +1,13 @@
-"""Recurrent states per slot, for layers that have states instead of keys and values (Qwen3.5, LFM2, Falcon-H1).
+"""Recurrent states per slot, for layers that have states instead of keys and values (Qwen3.5, LFM2,
+Falcon-H1).
 
-Such a layer reads its sequence from a state: the last inputs of a short convolution, and a matrix that sums up all
-before. transformers computes them for whole batches. Here each sequence of a pass is computed with the state of its
-slot: those with one new token together, as a batch, each other one by itself. Everything around such a layer sees one
-row, as with attention.
+Such a layer reads its sequence from a state: the last inputs of a short convolution, and a matrix
+that sums up all before. transformers computes them for whole batches. Here each sequence of a pass
+is computed with the state of its slot: those with one new token together, as a batch, each other
+one by itself. Everything around such a layer sees one row, as with attention.
 
-A state belongs to one length. A prefix can be used again only where a state was kept: at the end of what a slot holds.
+A state belongs to one length. A prefix can be used again only where a state was kept: at the end of
+what a slot holds.
 """
 
 from __future__ import annotations
@@ -27,7 +29,14 @@ from broker.errors import UserError
 from rollout.engines.hf.forward_pass import ForwardPass
 
 # Arguments by which transformers tells packed sequences apart; each is computed alone here.
-_PACKING: Final = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "attention_mask")
+_PACKING: Final = (
+    "seq_idx",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "attention_mask",
+)
 
 _EXACT: Final = 1e-4  # relative, in float32; a state that is ignored differs by about 1
 
@@ -41,26 +50,33 @@ class StateKey(NamedTuple):
 
 
 class PassCache(Cache):  # type: ignore[misc]  # transformers has no types
-    """The cache that a model is given in a pass over slots: attention and layers with states keep theirs elsewhere.
+    """The cache that a model is given in a pass over slots: attention and layers with states keep
+    theirs elsewhere.
 
-    With it transformers makes masks for sequences, not for the row that holds them. ``current`` is the pass under way.
+    With it transformers makes masks for sequences, not for the row that holds them. ``current`` is
+    the pass under way.
     """
 
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.current: ForwardPass | None = None
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
-        """Return how far each row's position is ahead of its number in the pass, to a layer that asks for itself.
+        """Return how far each row's position is ahead of its number in the pass, to a layer that
+        asks for itself.
 
         A layer adds it to the numbers of its rows (Llama 4).
         """
         if layer_idx is None or self.current is None:
             return 0
-        return self.current.positions()[0] - torch.arange(len(self.current.row_positions), device=self.current.device)
+        return self.current.positions()[0] - torch.arange(
+            len(self.current.row_positions), device=self.current.device
+        )
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return 0
@@ -68,12 +84,15 @@ class PassCache(Cache):  # type: ignore[misc]  # transformers has no types
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return query_length, 0
 
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
         return False
 
 
 class LayerStates(PassCache):
-    """The states of one layer for a batch of sequences, as transformers' layers read and write them.
+    """The states of one layer for a batch of sequences, as transformers' layers read and write
+    them.
 
     Args:
         layer: number of the layer.
@@ -91,12 +110,15 @@ class LayerStates(PassCache):
                 getattr(states_of_layer, key.kind)[key.number] = state
                 getattr(states_of_layer, f"is_{key.kind}_initialized")[key.number] = True
                 states_of_layer.has_previous_state[key.number] = True
-                states_of_layer.dtype, states_of_layer.device = state.dtype, state.device
+                states_of_layer.dtype = state.dtype
+                states_of_layer.device = state.device
             if key.kind == "conv_states":
                 states_of_layer.conv_kernel_size[key.number] = state.shape[-1]
         self.layers = [None] * layer + [states_of_layer]
 
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
         known = self.layers[self._layer].has_previous_state
         return all(known.values()) if state_idx is None else bool(known[state_idx])
 
@@ -124,7 +146,8 @@ class _DiscoveryCache(PassCache):
 
     def __init__(self, count: int, innermost: list[torch.nn.Module]) -> None:
         super().__init__()
-        self._count, self._innermost = count, innermost
+        self._count = count
+        self._innermost = innermost
         self.of_layer: dict[int, tuple[torch.nn.Module, LayerStates]] = {}
 
     def _note(self, layer: int) -> LayerStates:
@@ -137,14 +160,20 @@ class _DiscoveryCache(PassCache):
             raise UserError(f"two modules of layer {layer} share a state")
         return self.of_layer[layer][1]
 
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        result: Tensor = self._note(layer_idx).update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        result: Tensor = self._note(layer_idx).update_conv_state(
+            conv_states, layer_idx, state_idx, **kwargs
+        )
         return result
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        result: Tensor = self._note(layer_idx).update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+        result: Tensor = self._note(layer_idx).update_recurrent_state(
+            recurrent_states, layer_idx, state_idx, **kwargs
+        )
         return result
 
     def get_linear_cache(self, layer_idx: int) -> None:
@@ -157,8 +186,8 @@ class _DiscoveryCache(PassCache):
 class RecurrentStates:
     """The states of all slots, and the layers that read and write them.
 
-    ``current`` is the pass under way, None for sequences that use no slot. ``reads_singly`` tells that a layer can only
-    go on from a state by one token at a time (Jamba).
+    ``current`` is the pass under way, None for sequences that use no slot. ``reads_singly`` tells
+    that a layer can only go on from a state by one token at a time (Jamba).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -195,7 +224,8 @@ class RecurrentStates:
             states[slot].zero_()
 
     def adopt_layers(self, model: Any, run: Callable[[Cache], Any]) -> None:
-        """Find the modules with states in a pass over one sequence, and let them use those of slots.
+        """Find the modules with states in a pass over one sequence, and let them use those of
+        slots.
 
         Args:
             run: computes a sequence with a cache.
@@ -214,8 +244,14 @@ class RecurrentStates:
         def leave(*_: Any) -> None:
             innermost.pop()
 
-        numbered = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
-        hooks: list[Any] = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in numbered]
+        numbered = [
+            module
+            for module in model.modules()
+            if isinstance(getattr(module, "layer_idx", None), int)
+        ]
+        hooks: list[Any] = [
+            module.register_forward_pre_hook(enter, with_kwargs=True) for module in numbered
+        ]
         hooks += [module.register_forward_hook(leave) for module in numbered]
         cache = _DiscoveryCache(self._count, innermost)
         try:
@@ -227,24 +263,37 @@ class RecurrentStates:
         for layer, (module, states) in cache.of_layer.items():
             if type(module) not in tested:
                 tested.add(type(module))
-                self.reads_singly = self.reads_singly or not self._continues(layer, module, calls[module])
+                self.reads_singly = self.reads_singly or not self._continues(
+                    layer, module, calls[module]
+                )
             self.layers.add(layer)
             self._shapes |= {key: (state.shape[1:], state.dtype) for key, state in states.tensors()}
             module.forward = partial(self._compute, layer, module, module.forward)
 
     def _continues(self, layer: int, module: torch.nn.Module, arguments: Mapping[str, Any]) -> bool:
-        """Return whether a layer goes on from a state with several tokens as with one; in float32, without its noise.
+        """Return whether a layer goes on from a state with several tokens as with one; in float32,
+        without its noise.
 
         Args:
             arguments: of its call in the pass over one sequence.
         """
         forward = copy.deepcopy(module).float()
         arguments = {name: _in_float32(value) for name, value in arguments.items()}
-        rows = next(value.shape[1] for value in arguments.values() if isinstance(value, Tensor) and value.dim() == 3)
+        rows = next(
+            value.shape[1]
+            for value in arguments.values()
+            if isinstance(value, Tensor) and value.dim() == 3
+        )
         states = LayerStates(layer, self._count, {})
         ends = (0, rows // 2, rows)
         try:
-            whole = _first(forward(**_pieces(arguments, LayerStates(layer, self._count, {}), slice(0, rows), 1, rows)))
+            whole = _first(
+                forward(
+                    **_pieces(
+                        arguments, LayerStates(layer, self._count, {}), slice(0, rows), 1, rows
+                    )
+                )
+            )
             parts = [
                 _first(forward(**_pieces(arguments, states, slice(start, end), 1, rows)))
                 for start, end in itertools.pairwise(ends)
@@ -254,9 +303,16 @@ class RecurrentStates:
         return bool((torch.cat(parts, 1) - whole).abs().max() <= _EXACT * whole.abs().max())
 
     def _compute(
-        self, layer: int, module: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+        self,
+        layer: int,
+        module: torch.nn.Module,
+        forward: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        """Compute a layer for each group of sequences of the current pass, each from its slots' states."""
+        """Compute a layer for each group of sequences of the current pass, each from its slots'
+        states.
+        """
         if self.current is None:
             return forward(*args, **kwargs)
         arguments = _named_arguments(module, args, kwargs)
@@ -264,7 +320,9 @@ class RecurrentStates:
         outputs: list[Any] = []
         groups = self.current.state_groups(singly=self.reads_singly)
         for group in groups:
-            states = LayerStates(layer, self._count, self._read(layer, group.slots) if group.start else {})
+            states = LayerStates(
+                layer, self._count, self._read(layer, group.slots) if group.start else {}
+            )
             result = forward(**_pieces(arguments, states, group.rows, group.size, rows))
             self._write(states, group.slots)
             outputs.append(_first(result))
@@ -285,8 +343,12 @@ class RecurrentStates:
                 own[slots] = state.to(own.dtype)
 
 
-def _named_arguments(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a layer's call by name, without those that tell packed sequences apart."""
+def _named_arguments(
+    module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a layer's call by name, without those that tell packed sequences
+    apart.
+    """
     names = inspect.signature(type(module).forward).parameters
     arguments = dict(zip(list(names)[1:], args, strict=False)) | dict(kwargs)
     return {name: None if name in _PACKING else value for name, value in arguments.items()}

@@ -21,7 +21,8 @@ class RequestRow:
         cached: leading tokens whose KV is in the slot; the others must still run.
         seed: random seed; drawn here if the request has none.
         reshaping: logit offsets; None: none.
-        source: a row that computes the same prompt, whose KV this one waits for; None: it computes its own.
+        source: a row that computes the same prompt, whose KV this one waits for; None: it computes
+            its own.
     """
 
     __slots__ = (
@@ -47,7 +48,9 @@ class RequestRow:
     ) -> None:  # fmt: skip
         self.reshaping = reshaping
         self.source: RequestRow | None = None
-        self.job, self.params, self.reused = job, params, reused
+        self.job = job
+        self.params = params
+        self.reused = reused
         self._num_prompt = self.length = len(job.tokens)
         self.cached = reused
         self.tokens: Tokens = np.empty(self.length + min(params.max_tokens, room), dtype=np.int32)
@@ -56,7 +59,11 @@ class RequestRow:
         self._marks = [(version, 0)]  # (version, index of the first token sampled with it)
         self._end_ids = request_end_tokens(params, end_ids)
         self._stops = stops
-        self.seed = int.from_bytes(os.urandom(8), "little") if params.seed is None else params.seed & (1 << 64) - 1
+        self.seed = (
+            int.from_bytes(os.urandom(8), "little")
+            if params.seed is None
+            else params.seed & (1 << 64) - 1
+        )
 
     def add(self, token: int, logprob: float) -> FinishReason | None:
         """Append a sampled token; return the finish reason if the request ends with it."""
@@ -65,7 +72,9 @@ class RequestRow:
         self.logprobs.append(logprob)
         if token in self._end_ids:
             return "stop"
-        if self._stops is not None and self._stops.hit(self.tokens[self._num_prompt : self.length].tolist()):
+        if self._stops is not None and self._stops.hit(
+            self.tokens[self._num_prompt : self.length].tolist()
+        ):
             return "stop"
         return "length" if self.length == len(self.tokens) else None
 
@@ -76,9 +85,15 @@ class RequestRow:
     def output(self, reason: FinishReason, error: str = "") -> GenerationOutput:
         """Return the output so far; an error has no tokens."""
         if reason == "error":
-            return GenerationOutput(finish_reason="error", error=error, prefix_hit_tokens=self.reused)
+            return GenerationOutput(
+                finish_reason="error", error=error, prefix_hit_tokens=self.reused
+            )
         ends = [start for _, start in self._marks[1:]] + [len(self.logprobs)]
-        runs = [(version, end - start) for (version, start), end in zip(self._marks, ends, strict=True) if end > start]
+        runs = [
+            (version, end - start)
+            for (version, start), end in zip(self._marks, ends, strict=True)
+            if end > start
+        ]
         flags = self.reshaping.flags if self.reshaping is not None else ()
         sampled = self.tokens[self._num_prompt : self.length].tolist()
         return GenerationOutput(sampled, self.logprobs, runs, reason, self.reused, reshaped=flags)
@@ -89,6 +104,8 @@ class RequestRow:
 
 
 def request_end_tokens(params: SamplingParams, end_ids: frozenset[int]) -> frozenset[int]:
-    """Return the tokens that end an output. With a guide the end tokens always count, so that the output can end."""
+    """Return the tokens that end an output. With a guide the end tokens always count, so that the
+    output can end.
+    """
     own = frozenset() if params.ignore_eos and not params.guides else end_ids
     return own | frozenset(params.stop_token_ids)

@@ -2,12 +2,14 @@
 
 Conventions:
 
-- Temperature first, then top-k, then top-p over the remaining candidates, then min-p relative to the best candidate;
-  the rest is renormalised. Candidates of equal probability are ranked by the sort, and top-k keeps exactly k of them.
+- Temperature first, then top-k, then top-p over the remaining candidates, then min-p relative to
+  the best candidate; the rest is renormalised. Candidates of equal probability are ranked by the
+  sort, and top-k keeps exactly k of them.
 - Temperature 0 is greedy: a distribution with all its mass on one token, so the logprob is 0.
-- Randomness is counter-based, not stateful: the uniform number of a token is a hash of the request's seed and the
-  token's position in its context. The same seed, context and weights therefore give the same token in any batch, and a
-  request resumed on another server from its partial output continues with the same numbers.
+- Randomness is counter-based, not stateful: the uniform number of a token is a hash of the
+  request's seed and the token's position in its context. The same seed, context and weights
+  therefore give the same token in any batch, and a request resumed on another server from its
+  partial output continues with the same numbers.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def uniforms(
+    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
     """Return numbers in [0, 1) that depend only on seed and position; both shape (n,)."""
     with np.errstate(over="ignore"):
         x = _mix(_mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
@@ -70,9 +74,15 @@ class SamplingBatch:
 
         greedy = [p.temperature == 0 for p in params]
         temperature = [p.temperature or 1.0 for p in params]
-        rows = [i for i, p in enumerate(params) if (p.top_k > 0 or p.top_p < 1 or p.min_p > 0) and p.temperature != 0]
+        rows = [
+            i
+            for i, p in enumerate(params)
+            if (p.top_k > 0 or p.top_p < 1 or p.min_p > 0) and p.temperature != 0
+        ]
         return SamplingBatch(
-            temperature=put(temperature, torch.float32)[:, None] if any(t != 1 for t in temperature) else None,
+            temperature=put(temperature, torch.float32)[:, None]
+            if any(t != 1 for t in temperature)
+            else None,
             greedy=put(greedy, torch.bool) if any(greedy) else None,
             filtered=put(rows, torch.long) if rows else None,
             top_k=put([params[i].top_k or _OFF for i in rows], torch.long)[:, None],
@@ -82,7 +92,9 @@ class SamplingBatch:
         )
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(
+    logits: torch.Tensor, batch: SamplingBatch, uniform: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row.
 
     Args:
@@ -91,7 +103,8 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, uniform: torch.Tensor) ->
         uniform: (n,) float64 in [0, 1), one number per row.
 
     Returns:
-        Tokens (n,) int64 and logprobs (n,) float32; a logprob is not finite if the row's logits are not.
+        Tokens (n,) int64 and logprobs (n,) float32; a logprob is not finite if the row's logits are
+        not.
     """
     logits = logits.float()
     best = logits.argmax(-1) if batch.greedy is not None else None
@@ -107,19 +120,24 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, uniform: torch.Tensor) ->
             tokens[rows], chosen[rows] = _draw_filtered(logprobs[rows], batch, uniform[rows])
     if batch.greedy is not None and best is not None:
         tokens = torch.where(batch.greedy, best, tokens)
-        chosen = torch.where(batch.greedy, chosen - chosen, chosen)  # 0, or NaN if the logits are not finite
+        # 0, or NaN if the logits are not finite
+        chosen = torch.where(batch.greedy, chosen - chosen, chosen)
     return tokens, chosen
 
 
-def likeliest(logits: torch.Tensor, params: Sequence[SamplingParams], k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's k likeliest tokens and logprobs under its sampling distribution (greedy rows: temperature 1).
+def likeliest(
+    logits: torch.Tensor, params: Sequence[SamplingParams], k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each row's k likeliest tokens and logprobs under its sampling distribution (greedy
+    rows: temperature 1).
 
     Args:
         logits: (n, vocabulary), as for ``sample``.
         params: of the n rows.
 
     Returns:
-        Tokens (n, k) int64 and logprobs (n, k) float32, descending; -inf for tokens that the row's cut-offs exclude.
+        Tokens (n, k) int64 and logprobs (n, k) float32, descending; -inf for tokens that the row's
+        cut-offs exclude.
     """
     batch = SamplingBatch.of(params, logits.device)
     logits = logits.float()
@@ -128,12 +146,16 @@ def likeliest(logits: torch.Tensor, params: Sequence[SamplingParams], k: int) ->
     if batch.filtered is not None:
         width = min(max(_CANDIDATES, batch.max_top_k, k), logprobs.shape[-1])
         kept, order = _kept(logprobs[batch.filtered], batch, width)
-        values[batch.filtered], tokens[batch.filtered] = kept.log_softmax(-1)[:, :k], order[:, :k]
+        values[batch.filtered] = kept.log_softmax(-1)[:, :k]
+        tokens[batch.filtered] = order[:, :k]
     return tokens, values
 
 
-def probability_moved(logits: torch.Tensor, reshaped: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Return how much probability a change of the logits moves between tokens, after temperature and cut-offs.
+def probability_moved(
+    logits: torch.Tensor, reshaped: torch.Tensor, params: Sequence[SamplingParams]
+) -> torch.Tensor:
+    """Return how much probability a change of the logits moves between tokens, after temperature
+    and cut-offs.
 
     Args:
         logits, reshaped: (n, vocabulary), the model's and the changed ones.
@@ -153,7 +175,9 @@ def _distribution(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     if batch.filtered is not None:
         some = logprobs[batch.filtered]
         kept, order = _kept(some, batch, min(max(_CANDIDATES, batch.max_top_k), logprobs.shape[-1]))
-        logprobs[batch.filtered] = torch.full_like(some, float("-inf")).scatter(-1, order, kept.log_softmax(-1))
+        logprobs[batch.filtered] = torch.full_like(some, float("-inf")).scatter(
+            -1, order, kept.log_softmax(-1)
+        )
     probs = logprobs.exp()
     if batch.greedy is None:
         return probs
@@ -162,7 +186,9 @@ def _distribution(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 
 def _draw(logprobs: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample by inverting the cumulative distribution, in float64 to keep a long tail of small probabilities."""
+    """Sample by inverting the cumulative distribution, in float64 to keep a long tail of small
+    probabilities.
+    """
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     target = uniform[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logprobs.shape[-1] - 1)
@@ -177,16 +203,23 @@ def _draw_filtered(
     return order.gather(-1, tokens[:, None])[:, 0], chosen
 
 
-def _kept(logprobs: torch.Tensor, batch: SamplingBatch, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logprobs (-inf: filtered out) and ids of the ``width`` best candidates, descending, both (m, width)."""
+def _kept(
+    logprobs: torch.Tensor, batch: SamplingBatch, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logprobs (-inf: filtered out) and ids of the ``width`` best candidates, descending,
+    both (m, width).
+    """
     best, order = logprobs.topk(width, dim=-1, sorted=True)
     probs = best.exp()
     rank = torch.arange(width, device=logprobs.device)
     in_k = rank < batch.top_k
     before = (probs * in_k).cumsum(-1) - probs  # mass of all better candidates
-    mass_k = torch.where(batch.top_k <= width, (probs * in_k).sum(-1, keepdim=True), torch.ones_like(batch.top_p))
+    mass_k = torch.where(
+        batch.top_k <= width, (probs * in_k).sum(-1, keepdim=True), torch.ones_like(batch.top_p)
+    )
     keep = in_k & (before < batch.top_p * mass_k) & (probs >= batch.min_p * probs[:, :1])
     keep[:, 0] = True
     if width < logprobs.shape[-1] and bool((keep[:, -1] & (batch.top_k[:, 0] > width)).any()):
-        return _kept(logprobs, batch, logprobs.shape[-1])  # the last candidate passes: there may be more
+        # the last candidate passes: there may be more
+        return _kept(logprobs, batch, logprobs.shape[-1])
     return best.masked_fill(~keep, float("-inf")), order

@@ -1,9 +1,9 @@
 """Compares a model over slots with plain transformers, before it answers anyone.
 
-The text is ordinary and passes every window, chunk and other switch of the model. It is read into a slot in parts, next
-to a neighbour of another length, and goes on token by token. How much may differ is the model's own noise: what
-transformers itself differs by when the embeddings are rounded otherwise, and, before a model is refused, when it reads
-the text in parts.
+The text is ordinary and passes every window, chunk and other switch of the model. It is read into a
+slot in parts, next to a neighbour of another length, and goes on token by token. How much may
+differ is the model's own noise: what transformers itself differs by when the embeddings are rounded
+otherwise, and, before a model is refused, when it reads the text in parts.
 """
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_SPLITS: Final = (1 / 2, 1 / 3, 3 / 4, 1 / 5, 9 / 10)  # where transformers reads its parts, before a refusal
+# where transformers reads its parts, before a refusal
+_SPLITS: Final = (1 / 2, 1 / 3, 3 / 4, 1 / 5, 9 / 10)
 _DECODED: Final = 4  # tokens at the end of a text that are read one by one
 _COLUMNS: Final = 512  # tokens of the vocabulary that are compared
-_NO_NOISE: Final = 100.0  # times the noise of rounding; more is a fault of transformers when it reads in parts
+# times the noise of rounding; more is a fault of transformers when it reads in parts
+_NO_NOISE: Final = 100.0
 
 
 @dataclass(frozen=True)
 class TestText:
-    """A text and the rows of it that are compared: those at its beginning, and those past each switch.
+    """A text and the rows of it that are compared: those at its beginning, and those past each
+    switch.
 
     Attributes:
         ids: (n,) int64, on the device.
@@ -58,7 +61,9 @@ def test_slots(slots: SlotModel, tokenizer: Tokenizer | None) -> None:
     test = _SelfTest(slots, tokenizer)
     problem = test.problem(())
     if problem and (problem := test.problem(_SPLITS)):
-        raise UserError(f"engine hf cannot run {type(slots.model).__name__}: {problem}{test.uncovered_layers()}")
+        raise UserError(
+            f"engine hf cannot run {type(slots.model).__name__}: {problem}{test.uncovered_layers()}"
+        )
 
 
 class _SelfTest:
@@ -88,7 +93,9 @@ class _SelfTest:
 
     @torch.inference_mode()
     def problem(self, splits: Sequence[float]) -> str:
-        """Return how slots differ from transformers, by its noise with these and all earlier splits."""
+        """Return how slots differ from transformers, by its noise with these and all earlier
+        splits.
+        """
         with self._slots.native_attention():
             if not self._samples:
                 self._samples.append(self._joined([self._native(text, ()) for text in self._texts]))
@@ -97,7 +104,8 @@ class _SelfTest:
             for split in splits:
                 self._add_rounding()
                 self._add_parts(split)
-        stretches, at = [], 0
+        stretches = []
+        at = 0
         for text in self._texts:
             stretches += [at, *(at + start for start in text.stretches)]
             at += len(text.rows)
@@ -110,11 +118,15 @@ class _SelfTest:
         return ""
 
     def uncovered_layers(self) -> str:
-        """Return which layers mix tokens otherwise than by attention or states, as an addition to a reason."""
+        """Return which layers mix tokens otherwise than by attention or states, as an addition to a
+        reason.
+        """
         count = self._slots.model.config.get_text_config().num_hidden_layers
         covered = len(set(self._slots.attention.shapes) | self._slots.states.layers)
         return (
-            f"; only {covered} of its {count} layers are known to have attention or a state" if covered < count else ""
+            f"; only {covered} of its {count} layers are known to have attention or a state"
+            if covered < count
+            else ""
         )
 
     def _check_finite(self) -> None:
@@ -122,15 +134,23 @@ class _SelfTest:
             return
         for name, tensor in self._slots.weights().items():
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-                raise UserError(f"model path: the weights hold values that are not finite, the first in {name}")
-        raise UserError(f"engine hf cannot run {type(self._slots.model).__name__}: its logits are not finite")
+                raise UserError(
+                    f"model path: the weights hold values that are not finite, the first in {name}"
+                )
+        raise UserError(
+            f"engine hf cannot run {type(self._slots.model).__name__}: its logits are not finite"
+        )
 
     def _add_parts(self, split: float) -> None:
         """Add what transformers computes when it reads the texts in parts."""
         try:
-            parts = [self._native(text, (max(1, int(len(text.ids) * split)),)) for text in self._texts]
+            parts = [
+                self._native(text, (max(1, int(len(text.ids) * split)),)) for text in self._texts
+            ]
         except (TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError) as error:
-            log.info("transformers cannot read %s in parts: %s", type(self._slots.model).__name__, error)
+            log.info(
+                "transformers cannot read %s in parts: %s", type(self._slots.model).__name__, error
+            )
             return
         sample = self._joined(parts)
         limit = noise_limit(self._samples, epsilon=self._epsilon, ratio=_NO_NOISE)
@@ -153,7 +173,9 @@ class _SelfTest:
 
     def _native(self, text: TestText, ends: Sequence[int]) -> Tensor:
         """Compute a text as plain transformers does, in parts that end there and at its end."""
-        found, cache, start = [], None, 0
+        found = []
+        cache = None
+        start = 0
         for end in (*ends, len(text.ids)):
             rows = [row - start for row in text.rows if start <= row < end]
             output = self._slots.model(
@@ -165,7 +187,8 @@ class _SelfTest:
             )
             if rows:
                 found.append(self._values(output.logits[0]))
-            cache, start = output.past_key_values if ends else None, end
+            cache = output.past_key_values if ends else None
+            start = end
         return torch.cat(found)
 
     def _without_slots(self, text: TestText) -> Tensor:
@@ -174,24 +197,34 @@ class _SelfTest:
         return self._values(self._slots.run_alone(text.ids, positions, rows))
 
     def _over_slots(self) -> list[Tensor]:
-        """Read the texts into the last slots: half, the rest but a few tokens, and those one by one."""
+        """Read the texts into the last slots: half, the rest but a few tokens, and those one by
+        one.
+        """
         first_slot = self._slots.num_slots - len(self._texts)
         plans = [_lengths(len(text.ids)) for text in self._texts]
         found: list[list[Tensor]] = [[] for _ in self._texts]
         starts = [0] * len(self._texts)
         for step in range(max(len(plan) for plan in plans)):
-            segments, ids, rows, owners, before = [], [], [], [], 0
+            segments = []
+            ids = []
+            rows = []
+            owners = []
+            before = 0
             for number, (text, plan) in enumerate(zip(self._texts, plans, strict=True)):
                 if step >= len(plan):
                     continue
-                start, new = starts[number], plan[step]
+                start = starts[number]
+                new = plan[step]
                 segments.append(Segment(first_slot + number, start, new))
                 ids.append(text.ids[start : start + new])
                 wanted = [row - start + before for row in text.rows if start <= row < start + new]
                 rows += wanted
                 owners += [number] * len(wanted)
-                starts[number], before = start + new, before + new
-            logits = self._slots.forward(segments, torch.cat(ids), torch.tensor(rows or [0], device=ids[0].device))
+                starts[number] = start + new
+                before = before + new
+            logits = self._slots.forward(
+                segments, torch.cat(ids), torch.tensor(rows or [0], device=ids[0].device)
+            )
             for owner, values in zip(owners, self._values(logits), strict=False):
                 found[owner].append(values)
         return [torch.stack(rows_of_text) for rows_of_text in found]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any, Final
 
-# Families whose class does not show the reason. A pass over a sequence would, but needs the weights.
+# Families whose class does not show the reason. A pass over a sequence would, but needs the
+# weights.
 _KNOWN: Final = {
     "zamba": "its layers share one attention module",
     "zamba2": "its layers share one attention module",
@@ -14,7 +15,8 @@ _KNOWN: Final = {
 
 
 def unsupported_reason(config: Any) -> str:
-    """Return why the engine cannot run models of a transformers configuration; empty if nothing speaks against it.
+    """Return why the engine cannot run models of a transformers configuration; empty if nothing
+    speaks against it.
 
     Models of a type that only remote code knows are left to the engine's self-test.
     """

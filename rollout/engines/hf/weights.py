@@ -15,11 +15,19 @@ class HeldWeights:
 
     def __init__(self, model: torch.nn.Module) -> None:
         every = dict(model.named_parameters(remove_duplicate=False))
-        every |= {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in every}
-        first: dict[int, str] = {}  # by address; meta tensors have none, but tied ones are one object
-        self._live: dict[str, list[torch.Tensor]] = {}  # all tensors that share the memory of the first
+        every |= {
+            name: tensor
+            for name, tensor in model.state_dict(keep_vars=True).items()
+            if name not in every
+        }
+        # by address; meta tensors have none, but tied ones are one object
+        first: dict[int, str] = {}
+        # all tensors that share the memory of the first
+        self._live: dict[str, list[torch.Tensor]] = {}
         for name, tensor in every.items():
-            holder = first.setdefault(tensor.data_ptr() or id(tensor), name) if tensor.numel() else name
+            holder = (
+                first.setdefault(tensor.data_ptr() or id(tensor), name) if tensor.numel() else name
+            )
             known = self._live.setdefault(holder, [])
             if not any(tensor is each for each in known):
                 known.append(tensor)
@@ -37,7 +45,9 @@ class HeldWeights:
         Raises:
             TransferFailed: if a name is missing or unknown, or a shape differs.
         """
-        held, given = self.tensors(), dict(tensors)  # read each once: some mappings compute them
+        # read each once: some mappings compute them
+        held = self.tensors()
+        given = dict(tensors)
         check_fit(held, given)
         copied = []
         for name, live in self._live.items():
@@ -48,7 +58,8 @@ class HeldWeights:
                 copied.append((held[name], given[name]))
         copy_all(copied, torch.get_num_threads())
         if any(tensor.is_cuda for tensor in held.values()):
-            torch.cuda.synchronize()  # no pass still reads the old tensors: the caller may overwrite their memory
+            # no pass still reads the old tensors: the caller may overwrite their memory
+            torch.cuda.synchronize()
 
 
 def _replaceable(held: torch.Tensor, new: torch.Tensor) -> bool:

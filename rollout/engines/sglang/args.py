@@ -8,7 +8,8 @@ from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
 from rollout.engines.args import EngineArgs
 
-OURS: Final = ("host", "port", "config", "api-key", "admin-api-key")  # its port is on loopback and requires a key
+# its port is on loopback and requires a key
+OURS: Final = ("host", "port", "config", "api-key", "admin-api-key")
 
 
 def _flag(name: str) -> str:
@@ -36,14 +37,19 @@ class SGLangArgs(EngineArgs):
     needs_gpu: ClassVar[bool] = True
     packages: ClassVar[tuple[str, ...]] = ("sglang",)
 
-    command: list[str] | None = None  # start command; None: this Python with -m sglang.launch_server
+    # start command; None: this Python with -m sglang.launch_server
+    command: list[str] | None = None
     tensor_parallel: PositiveInt = 1  # GPUs that share one copy of the model
     data_parallel: PositiveInt | None = None  # copies; None: as many as the visible GPUs hold
     # of a GPU's memory for weights and KV; None: SGLang decides
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] | None = None
-    deterministic: bool = False  # SGLang's deterministic inference, makes request seeds effective; slower
-    weights: Literal["disk", "distributed"] = "disk"  # a file in memory that it reads, or a gloo group that it joins
-    weights_dir: str | None = None  # folder of that file; None: /dev/shm if it fits, else the temporary folder
-    flags: dict[Flag, str | int | float | bool] = Field(default_factory=dict)  # options, no dashes; true: no value
+    # SGLang's deterministic inference, makes request seeds effective; slower
+    deterministic: bool = False
+    # a file in memory that it reads, or a gloo group that it joins
+    weights: Literal["disk", "distributed"] = "disk"
+    # folder of that file; None: /dev/shm if it fits, else the temporary folder
+    weights_dir: str | None = None
+    # options, no dashes; true: no value
+    flags: dict[Flag, str | int | float | bool] = Field(default_factory=dict)
     start_timeout_s: PositiveFloat = 900.0  # loading, compiling, warming up
     update_timeout_s: PositiveFloat = 300.0  # one update of the weights

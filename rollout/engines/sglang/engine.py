@@ -24,7 +24,13 @@ from broker.weights.carriers import of_workers
 from broker.weights.probe import check_probe
 from rlearner_text.config import check_model_path
 from rlearner_text.hub import model_folder
-from rollout.engines.base import EngineConfig, EngineStats, GenerationOutput, UpdateMode, request_problem
+from rollout.engines.base import (
+    EngineConfig,
+    EngineStats,
+    GenerationOutput,
+    UpdateMode,
+    request_problem,
+)
 from rollout.engines.sglang.args import SGLangArgs
 from rollout.engines.sglang.client import (
     GenerateLeg,
@@ -34,7 +40,12 @@ from rollout.engines.sglang.client import (
     read_leg,
     read_scores,
 )
-from rollout.engines.sglang.request_queue import ABORT_AGAIN_S, RETURN_WITHIN_S, SCORE_TIMEOUT_S, SGLangRequestQueue
+from rollout.engines.sglang.request_queue import (
+    ABORT_AGAIN_S,
+    RETURN_WITHIN_S,
+    SCORE_TIMEOUT_S,
+    SGLangRequestQueue,
+)
 from rollout.engines.sglang.server_process import (
     HOST,
     SGLangProcess,
@@ -66,12 +77,14 @@ class SGLangEngine:
 
     Requests are queued here, longest first, and as many run in the server as fit. For new weights:
 
-    - ``keep``: the server pauses with its requests in place, loads, and continues. Requires a server that returns the
-      version of each token; otherwise this is ``recompute``.
-    - ``recompute``: requests return, the weights are loaded, and requests are sent again with their output so far.
+    - ``keep``: the server pauses with its requests in place, loads, and continues. Requires a
+      server that returns the version of each token; otherwise this is ``recompute``.
+    - ``recompute``: requests return, the weights are loaded, and requests are sent again with their
+      output so far.
     - ``abort``: the same, but requests are not sent again.
 
-    Later requests never reuse KV of older weights: each set of weights has its own namespace of the prefix cache.
+    Later requests never reuse KV of older weights: each set of weights has its own namespace of the
+    prefix cache.
     """
 
     has_weights = True
@@ -96,33 +109,44 @@ class SGLangEngine:
     def policy_version(self) -> int:
         return self._requests.scheduler.version
 
-    # ------------------------------------------------------------------------------------------ start and end
+    # ------------------------------------------------------------------------------------------
+    # start and end
 
     async def start(self) -> None:
         self._ended = asyncio.get_running_loop().create_future()
-        config, section = self._config, self._config.section
+        config = self._config
+        section = self._config.section
         command = launch_command(self._args)
         from rlearner_text.stored_form import stored_views
         from rollout.engines.hf.engine_core import find_tokenizer  # these import torch
         from rollout.engines.sglang.weight_senders import make_sender, meta_tensors
 
         self._requests.tokenizer = await asyncio.to_thread(find_tokenizer, config)
-        path, trusted = config.model_path, config.trust_remote_code
+        path = config.model_path
+        trusted = config.trust_remote_code
         if config.has_weights:
             await asyncio.to_thread(check_model_path, path)
         folder = await asyncio.to_thread(model_folder, path, trust_remote_code=trusted)
-        self._held, model = await asyncio.to_thread(meta_tensors, folder, config.dtype, trust_remote_code=trusted)
+        self._held, model = await asyncio.to_thread(
+            meta_tensors, folder, config.dtype, trust_remote_code=trusted
+        )
         self._views = stored_views(model, self._held)
         if self._views and section.weights_into == "workers":
             why = f"the workers of SGLang receive {next(iter(self._views))} under its name here, not its file's"
-            raise ConfigError("rollout.weights_into", "workers", f"auto or server with this model: {why}")
+            raise ConfigError(
+                "rollout.weights_into", "workers", f"auto or server with this model: {why}"
+            )
         text = model.config.get_text_config()
         self._vocab_size = int(text.vocab_size)
         positions = getattr(text, "max_position_embeddings", None)
         if positions is not None and section.max_context_tokens > positions:
-            allowed = f"{section.max_context_tokens} is not allowed; the model has {positions} positions"
+            allowed = (
+                f"{section.max_context_tokens} is not allowed; the model has {positions} positions"
+            )
             raise UserError(f"rollout.max_context_tokens: {allowed}")
-        num_copies = data_parallel_copies(self._args, config.device, os.environ, int(text.num_attention_heads))
+        num_copies = data_parallel_copies(
+            self._args, config.device, os.environ, int(text.num_attention_heads)
+        )
         port = free_port()
         arguments = server_options(
             folder, section, self._args, port=port, dtype=config.dtype, device=config.device,
@@ -131,7 +155,12 @@ class SGLangEngine:
             shares_device=config.shares_device,
         )  # fmt: skip
         self._child = SGLangProcess([*command, *arguments], self._died)
-        log.info("SGLang started with pid %d at port %d, log in %s", self._child.pid, port, self._child.log_path)
+        log.info(
+            "SGLang started with pid %d at port %d, log in %s",
+            self._child.pid,
+            port,
+            self._child.log_path,
+        )
         self._api = self._requests.api = SGLangClient(f"http://{HOST}:{port}", self._child.key)
         self._sender = make_sender(self._api, self._args, config.model_path)
         try:
@@ -165,7 +194,10 @@ class SGLangEngine:
             lacks = "SGLang has not loaded this package's plugin: install rlearner in its environment, too"
             if into == "workers":
                 raise UserError(f"rollout.weights_into: workers is not possible; {lacks}")
-            log.warning("%s, for its workers to receive weights; until then they come through this process", lacks)
+            log.warning(
+                "%s, for its workers to receive weights; until then they come through this process",
+                lacks,
+            )
             return
         self._num_workers = count
 
@@ -185,7 +217,8 @@ class SGLangEngine:
         if self._api is not None:
             await self._api.close()
         if self._child is not None:
-            child, self._child = self._child, None
+            child = self._child
+            self._child = None
             await asyncio.to_thread(child.stop)
 
     def _died(self, why: str) -> None:
@@ -206,11 +239,14 @@ class SGLangEngine:
         sampling = wire.SamplingParams(max_tokens=1, ignore_eos=True)
         body = generate_body(uuid.uuid4().hex, [0], sampling, 1, "first")
         try:
-            return read_leg(await self._api.post("/generate", body, self._args.start_timeout_s), sampling)
+            return read_leg(
+                await self._api.post("/generate", body, self._args.start_timeout_s), sampling
+            )
         except (SGLangRequestError, ConnectionError) as error:
             raise UserError(f"SGLang started, but cannot be used: {error}") from None
 
-    # ------------------------------------------------------------------------------------------------ requests
+    # ------------------------------------------------------------------------------------------------
+    # requests
 
     async def generate(self, request: wire.GenerateRequest) -> GenerationOutput:
         self._check_alive()
@@ -227,7 +263,8 @@ class SGLangEngine:
     def abort(self, request_id: str) -> None:
         self._requests.abort(request_id)
 
-    # ------------------------------------------------------------------------------------------------- weights
+    # -------------------------------------------------------------------------------------------------
+    # weights
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         """Return meta tensors with names, shapes and dtypes: the values are in the server's memory."""
@@ -243,7 +280,9 @@ class SGLangEngine:
             raise RuntimeError(str(error)) from None
 
     async def adopt(self, version: int) -> None:
-        """See ``Engine.adopt``; tokens in flight count for the version that the server had when it sampled them."""
+        """See ``Engine.adopt``; tokens in flight count for the version that the server had when it
+        sampled them.
+        """
         assert self._api is not None
         async with self._requests.updating:
             try:
@@ -254,21 +293,31 @@ class SGLangEngine:
             self._requests.serve(version, changed=False)
 
     async def update_weights(
-        self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        version: int,
+        mode: UpdateMode,
+        probe: wire.Probe | None,
     ) -> float:
         self._check_alive()
         from rlearner_text.stored_form import as_stored
 
         check_fit(self._held, tensors)
-        tensors = dict(as_stored((await asyncio.to_thread(materialized, tensors)).items(), self._views))
+        tensors = dict(
+            as_stored((await asyncio.to_thread(materialized, tensors)).items(), self._views)
+        )
         assert self._sender is not None
         async with self._requests.updating:
             await self._sender.prepare(tensors)
-            return await self._load(partial(self._sender.send, tensors, version), version, mode, probe)
+            return await self._load(
+                partial(self._sender.send, tensors, version), version, mode, probe
+            )
 
     def worker_carriers(self) -> dict[wire.Carrier, int]:
-        into, on_gpu = self._config.section.weights_into, self._config.device != "cpu"
-        able = self._num_workers and not self._views  # they load what arrives under the learner's names
+        into = self._config.section.weights_into
+        on_gpu = self._config.device != "cpu"
+        # they load what arrives under the learner's names
+        able = self._num_workers and not self._views
         return of_workers(into, self._num_workers, on_gpu=on_gpu) if able else {}
 
     async def receive_weights(
@@ -288,10 +337,14 @@ class SGLangEngine:
             except BaseException:
                 await self._workers.cancel()
                 raise
-            paused_s = await self._load(partial(self._workers.send, {}, version), version, mode, probe)
+            paused_s = await self._load(
+                partial(self._workers.send, {}, version), version, mode, probe
+            )
             return paused_s, self._workers.digest
 
-    async def _load(self, send: Send, version: int, mode: UpdateMode, probe: wire.Probe | None) -> float:
+    async def _load(
+        self, send: Send, version: int, mode: UpdateMode, probe: wire.Probe | None
+    ) -> float:
         """Load a version that is ready to be sent, and serve it; return the seconds of pause."""
         began = time.monotonic()
         self._requests.open.clear()
@@ -319,7 +372,9 @@ class SGLangEngine:
         await self._probe(probe)
 
     async def _load_in_place(self, send: Send, version: int, probe: wire.Probe | None) -> None:
-        """Load with requests paused. They resume before the probe; if it fails, tokens of this version are dropped."""
+        """Load with requests paused. They resume before the probe; if it fails, tokens of this
+        version are dropped.
+        """
         assert self._api is not None
         try:
             await self._api.post("/pause_generation", {"mode": "in_place"}, SCORE_TIMEOUT_S)
@@ -330,7 +385,9 @@ class SGLangEngine:
         finally:
             self._requests.loads += 1
             with contextlib.suppress(ConnectionError, SGLangRequestError):
-                await self._api.post("/continue_generation", {"torch_empty_cache": False}, SCORE_TIMEOUT_S)
+                await self._api.post(
+                    "/continue_generation", {"torch_empty_cache": False}, SCORE_TIMEOUT_S
+                )
         try:
             await self._probe(probe)
         except BaseException:
@@ -338,7 +395,9 @@ class SGLangEngine:
             raise
 
     async def _take_back(self, version: int, *, older: bool = True) -> None:
-        """Abort the requests in the server; drop tokens of the new version, and of the old if indistinguishable."""
+        """Abort the requests in the server; drop tokens of the new version, and of the old if
+        indistinguishable.
+        """
         assert self._api is not None
         forbidden = {version, self.policy_version} if older else {version}
         for running in self._requests.sent():
@@ -372,10 +431,14 @@ class SGLangEngine:
                                 if running.rid:
                                     await running.quiet.wait()
         except TimeoutError:
-            raise TransferFailed(f"SGLang did not return the aborted requests within {RETURN_WITHIN_S:g} s") from None
+            raise TransferFailed(
+                f"SGLang did not return the aborted requests within {RETURN_WITHIN_S:g} s"
+            ) from None
 
     async def sleep(self) -> None:
-        """See ``SleepingEngine``: requests return from the server and are sent again with their output so far."""
+        """See ``SleepingEngine``: requests return from the server and are sent again with their
+        output so far.
+        """
         assert self._api is not None
         await self._requests.updating.acquire()
         self._requests.open.clear()
@@ -395,7 +458,8 @@ class SGLangEngine:
         self._requests.resume()
         self._requests.updating.release()
 
-    # --------------------------------------------------------------------------------------------------- stats
+    # ---------------------------------------------------------------------------------------------------
+    # stats
 
     def stats(self) -> EngineStats:
         return self._requests.stats()

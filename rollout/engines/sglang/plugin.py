@@ -1,7 +1,9 @@
-"""Plugin that SGLang loads in its processes, so that its workers receive the learner's transfers themselves.
+"""Plugin that SGLang loads in its processes, so that its workers receive the learner's transfers
+themselves.
 
-SGLang finds it by this package's entry point ``sglang.srt.plugins``; so the package must be installed in SGLang's
-environment. The rollout server makes the calls of SGLang's own update from a process group, under another group name:
+SGLang finds it by this package's entry point ``sglang.srt.plugins``; so the package must be
+installed in SGLang's environment. The rollout server makes the calls of SGLang's own update from a
+process group, under another group name:
 
     rollout server                                         each worker
     /destroy_weights_update_group    ------------------->  cancels what was begun, and says that the plugin is here
@@ -30,8 +32,10 @@ UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updat
 
 Outcome: TypeAlias = tuple[bool, str]  # as SGLang's: success, message
 
-_BEGUN: Final = object()  # in place of a list of tensors: they come from the transfer that was begun
-_receivers: Final[dict[int, WorkerReceiver]] = {}  # by tensor-parallel rank; a process of SGLang has one
+# in place of a list of tensors: they come from the transfer that was begun
+_BEGUN: Final = object()
+# by tensor-parallel rank; a process of SGLang has one
+_receivers: Final[dict[int, WorkerReceiver]] = {}
 
 
 def register() -> None:
@@ -60,10 +64,14 @@ def begin(
 ) -> Outcome:
     """Start to receive the transfer in the file ``master_address``, next to generation."""
     if group_name != GROUP:
-        return original(updater, master_address, master_port, rank_offset, world_size, group_name, backend)
+        return original(
+            updater, master_address, master_port, rank_offset, world_size, group_name, backend
+        )
     try:
         text = Path(master_address).read_text()
-        receiver = _receivers.setdefault(updater.tp_rank, WorkerReceiver(updater.tp_rank, _device(updater)))
+        receiver = _receivers.setdefault(
+            updater.tp_rank, WorkerReceiver(updater.tp_rank, _device(updater))
+        )
         receiver.begin(text)
     except (OSError, ValueError, RuntimeError) as error:
         return False, first_line(error)
@@ -100,16 +108,20 @@ def load(original: Callable[..., Outcome], updater: Any, named_tensors: Any) -> 
         receiver = _receivers.get(updater.tp_rank)
         if receiver is None:
             raise RuntimeError("no transfer was begun")
-        problem, digest = "", receiver.load(load_some)
+        problem = ""
+        digest = receiver.load(load_some)
     except Exception as error:  # noqa: BLE001 - the other workers wait for this one's word
-        problem, digest = first_line(error), ""
+        problem = first_line(error)
+        digest = ""
     if not _all_well(not problem):
         return False, problem or "another worker could not load the weights, see the server's log"
     return True, DIGEST + digest
 
 
 def _all_well(well: bool) -> bool:
-    """Return whether all tensor-parallel workers are well; they all call this: only the first one's answer is sent."""
+    """Return whether all tensor-parallel workers are well; they all call this: only the first one's
+    answer is sent.
+    """
     from sglang.srt.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
@@ -121,4 +133,8 @@ def _all_well(well: bool) -> bool:
 
 
 def _device(updater: Any) -> torch.device:
-    return torch.device("cuda", updater.gpu_id) if updater.device == "cuda" else torch.device(updater.device)
+    return (
+        torch.device("cuda", updater.gpu_id)
+        if updater.device == "cuda"
+        else torch.device(updater.device)
+    )

@@ -1,4 +1,6 @@
-"""Queues the requests of the engine ``sglang`` and runs them in the server, in one or more calls each."""
+"""Queues the requests of the engine ``sglang`` and runs them in the server, in one or more calls
+each.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +51,16 @@ class SGLangRequestQueue:
     Attributes:
         open: set while requests may be sent to the server.
         updating: held while the server's weights change.
-        loads: number of weight loads; each has its own namespace of the prefix cache, so no request reuses older KV.
+        loads: number of weight loads; each has its own namespace of the prefix cache, so no request
+            reuses older KV.
         pause_s: seconds in which generation paused.
         tokenizer: finds stop strings that an update splits.
     """
 
     def __init__(self, config: EngineConfig, spawn: Spawn) -> None:
         section = config.section
-        self._slots, self._max_context = section.max_running, section.max_context_tokens
+        self._slots = section.max_running
+        self._max_context = section.max_context_tokens
         self.scheduler = Scheduler(
             num_slots=section.max_running,
             max_running=section.max_running,
@@ -96,9 +100,12 @@ class SGLangRequestQueue:
 
     async def run(self, request: wire.GenerateRequest) -> GenerationOutput:
         """Run a valid request to its end."""
-        job, texts = GenerationJob.of(request, time.monotonic()), request.sampling.stop
+        job = GenerationJob.of(request, time.monotonic())
+        texts = request.sampling.stop
         stops = StopStrings(self.tokenizer, texts) if texts and self.tokenizer is not None else None
-        running = self._requests[request.request_id] = RunningRequest(request, job, self._max_context, stops)
+        running = self._requests[request.request_id] = RunningRequest(
+            request, job, self._max_context, stops
+        )
         self.scheduler.submit(job)
         self._admit()
         try:
@@ -135,16 +142,22 @@ class SGLangRequestQueue:
         self._admit()
 
     def stall(self) -> None:
-        """Stop serving the current weights: every request waits for the next update, or for its deadline."""
+        """Stop serving the current weights: every request waits for the next update, or for its
+        deadline.
+        """
         self.scheduler.update(NO_VERSION)
 
     async def score(self, request: wire.GenerateRequest) -> GenerationOutput:
         """Return the likeliest tokens at each position of a context."""
         if self.scheduler.version < max(request.min_version, 0):
-            return GenerationOutput(error=f"no weights of version {request.min_version} or later to score with")
-        tokens, k = request.token_ids.array().tolist(), request.prompt_top_k
+            return GenerationOutput(
+                error=f"no weights of version {request.min_version} or later to score with"
+            )
+        tokens = request.token_ids.array().tolist()
+        k = request.prompt_top_k
         if len(tokens) < 2:
-            ids, values = np.zeros((0, k), np.int32), np.zeros((0, k), np.float32)
+            ids = np.zeros((0, k), np.int32)
+            values = np.zeros((0, k), np.float32)
             return GenerationOutput(finish_reason="stop", top_ids=ids, top_logprobs=values)
         try:
             ids, logprobs = read_top(await self.ask_scores(tokens, k), len(tokens), k)
@@ -172,7 +185,8 @@ class SGLangRequestQueue:
 
     def stats(self) -> EngineStats:
         """See ``Engine.stats``."""
-        now, num_running = time.monotonic(), self.scheduler.num_running
+        now = time.monotonic()
+        num_running = self.scheduler.num_running
         return EngineStats(
             running=num_running,
             waiting=self.scheduler.num_waiting,
@@ -185,7 +199,8 @@ class SGLangRequestQueue:
             pause_s=self.pause_s,
         )
 
-    # --------------------------------------------------------------------------------------------- one request
+    # ---------------------------------------------------------------------------------------------
+    # one request
 
     def _admit(self) -> None:
         """Send what may run now; run again at the next deadline."""
@@ -197,7 +212,8 @@ class SGLangRequestQueue:
                 if self.scheduler.num_running == 1:
                     self._busy_since = now
                 self._spawn(self._run(self._requests[start.job.request_id]))
-            yielding = self.scheduler.preempt(now, lambda _: 0)  # SGLang does not say how far a request is
+            # SGLang does not say how far a request is
+            yielding = self.scheduler.preempt(now, lambda _: 0)
             if yielding is not None:
                 self._end(self._requests[yielding.request_id], "abort")
         if self._timer is not None:
@@ -206,10 +222,14 @@ class SGLangRequestQueue:
         due = min((time for time in times if time is not None), default=None)
         loop = asyncio.get_running_loop()
         waits = due is not None and not self._closed
-        self._timer = loop.call_later(max(0.0, due - now), self._admit) if due is not None and waits else None
+        self._timer = (
+            loop.call_later(max(0.0, due - now), self._admit) if due is not None and waits else None
+        )
 
     def _end(self, running: RunningRequest, reason: wire.FinishReason) -> None:
-        """End a request early: a waiting one at once, a running one when the server has returned its partial output."""
+        """End a request early: a waiting one at once, a running one when the server has returned
+        its partial output.
+        """
         running.end(reason)
         if running.job.slot < 0:
             self.scheduler.abort(running.job.request_id)
@@ -218,8 +238,11 @@ class SGLangRequestQueue:
             self._spawn(self._recall(running, self.api))
 
     async def _recall(self, running: RunningRequest, api: SGLangClient) -> None:
-        """Abort a call; on timeout answer with the output so far. The server cannot return while loading weights."""
-        rid, left_s = running.rid, RETURN_WITHIN_S
+        """Abort a call; on timeout answer with the output so far. The server cannot return while
+        loading weights.
+        """
+        rid = running.rid
+        left_s = RETURN_WITHIN_S
         while running.rid == rid and left_s > 0:
             await api.abort(rid)
             running.quiet.clear()
@@ -228,7 +251,11 @@ class SGLangRequestQueue:
                     await running.quiet.wait()
             left_s -= 0.0 if self.updating.locked() else ABORT_AGAIN_S
         if running.rid == rid and running.ended is not None and not running.answer.done():
-            log.error("SGLang did not return aborted request %s within %g s", running.job.request_id, RETURN_WITHIN_S)
+            log.error(
+                "SGLang did not return aborted request %s within %g s",
+                running.job.request_id,
+                RETURN_WITHIN_S,
+            )
             running.answer.set_result(running.output(running.ended))
 
     async def _run(self, running: RunningRequest) -> None:
@@ -243,7 +270,9 @@ class SGLangRequestQueue:
             output = GenerationOutput(error=str(error))
         except Exception as error:  # a malformed answer fails this request alone
             log.exception("request %s failed", running.job.request_id)
-            output = GenerationOutput(error=f"SGLang's answer cannot be read: {type(error).__name__}: {error}")
+            output = GenerationOutput(
+                error=f"SGLang's answer cannot be read: {type(error).__name__}: {error}"
+            )
         finally:
             if running.job.slot >= 0:
                 self.scheduler.finish(running.job.slot, None)
@@ -254,16 +283,22 @@ class SGLangRequestQueue:
 
     async def _legs(self, running: RunningRequest) -> GenerationOutput:
         assert self.api is not None
-        sampling, grammar = running.request.sampling, ""
+        sampling = running.request.sampling
+        grammar = ""
         if sampling.guides and self.tokenizer is not None:
             grammar = GuideCompiler(self.tokenizer).grammar(sampling.guides)
         while True:
             await self._allowed(running)
             if running.ended is not None:
                 return running.output(running.ended)
-            running.rid, running.sent_by, running.forbidden = uuid.uuid4().hex, self.scheduler.version, frozenset()
-            loads, sampling = self.loads, running.request.sampling
-            body = generate_body(running.rid, running.context(), sampling, running.left, f"weights-{loads}", grammar)
+            running.rid = uuid.uuid4().hex
+            running.sent_by = self.scheduler.version
+            running.forbidden = frozenset()
+            loads = self.loads
+            sampling = running.request.sampling
+            body = generate_body(
+                running.rid, running.context(), sampling, running.left, f"weights-{loads}", grammar
+            )
             try:
                 reply = await self.api.post("/generate", body)
             finally:
@@ -290,7 +325,10 @@ class SGLangRequestQueue:
         """Return once the request may be sent or must end."""
         if self.open.is_set() or running.ended is not None:
             return
-        waits = [asyncio.ensure_future(self.open.wait()), asyncio.ensure_future(running.over.wait())]
+        waits = [
+            asyncio.ensure_future(self.open.wait()),
+            asyncio.ensure_future(running.over.wait()),
+        ]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -22,7 +22,8 @@ class RunningRequest:
         sent_by: the version served when that call was sent.
         quiet: set when that call has returned.
         stopped: whether a stop string that began in an earlier call was found.
-        forbidden: versions whose tokens in the current call are dropped because their weights failed.
+        forbidden: versions whose tokens in the current call are dropped because their weights
+            failed.
         answer: result for the caller.
 
     Args:
@@ -30,9 +31,14 @@ class RunningRequest:
     """
 
     def __init__(
-        self, request: wire.GenerateRequest, job: GenerationJob, max_context_tokens: int, stops: StopStrings | None
+        self,
+        request: wire.GenerateRequest,
+        job: GenerationJob,
+        max_context_tokens: int,
+        stops: StopStrings | None,
     ) -> None:
-        self.request, self.job = request, job
+        self.request = request
+        self.job = job
         self.ended: wire.FinishReason | None = None
         self.over = asyncio.Event()
         self.rid = ""
@@ -67,7 +73,9 @@ class RunningRequest:
         before = len(self._token_ids)
         if not before:
             self._hits = min(leg.cached_tokens, len(self.job.tokens))
-        allowed = list(itertools.takewhile(lambda run: run[0] not in self.forbidden, leg.version_runs))
+        allowed = list(
+            itertools.takewhile(lambda run: run[0] not in self.forbidden, leg.version_runs)
+        )
         taken = sum(count for _, count in allowed)
         self._runs += shift_runs(allowed, self.sent_by)
         self._token_ids += leg.token_ids[:taken]
@@ -80,7 +88,8 @@ class RunningRequest:
         """Cut the output after a stop string that began before the last call, if there is one."""
         for count in range(before + 1, min(before + stops.window, len(self._token_ids)) + 1):
             if stops.hit(self._token_ids[:count]):
-                self._token_ids, self._logprobs = self._token_ids[:count], self._logprobs[:count]
+                self._token_ids = self._token_ids[:count]
+                self._logprobs = self._logprobs[:count]
                 self._runs = truncate_runs(self._runs, count)
                 self.stopped = True
                 return
@@ -90,8 +99,14 @@ class RunningRequest:
         # SGLang does not report which tokens were affected
         flags = [True] * len(self._token_ids) if is_reshaped(self.request.sampling) else ()
         runs = merge_runs(self._runs)
-        return GenerationOutput(self._token_ids, self._logprobs, runs, reason, self._hits, reshaped=flags)
+        return GenerationOutput(
+            self._token_ids, self._logprobs, runs, reason, self._hits, reshaped=flags
+        )
 
     def start_again(self) -> None:
-        """Drop the output: grammars and penalties start at its first token, and a call knows only its own tokens."""
-        self._token_ids, self._logprobs, self._runs = [], [], []
+        """Drop the output: grammars and penalties start at its first token, and a call knows only
+        its own tokens.
+        """
+        self._token_ids = []
+        self._logprobs = []
+        self._runs = []

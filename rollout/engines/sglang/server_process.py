@@ -27,10 +27,12 @@ from rollout.engines.sglang.args import SGLangArgs
 from rollout.engines.sglang.client import SERVER_CANDIDATES
 
 HOST: Final = "127.0.0.1"
-SPARE_TOKENS: Final = 8  # SGLang reserves a few positions of its context; none of them is ever reached
+# SGLang reserves a few positions of its context; none of them is ever reached
+SPARE_TOKENS: Final = 8
 ENVIRONMENT: Final = {
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for SPARE_TOKENS
-    "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # logprobs of the sampling distribution, after the temperature
+    # logprobs of the sampling distribution, after the temperature
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
 }
 POLL_S: Final = 0.2
 STOP_WITHIN_S: Final = 5.0
@@ -78,7 +80,8 @@ def server_options(
         "tp-size": args.tensor_parallel,
         "dp-size": copies,
         "weight-version": str(version),
-        "sampling-defaults": "openai",  # the model's generation_config.json must not change the distribution
+        # the model's generation_config.json must not change the distribution
+        "sampling-defaults": "openai",
         "grammar-backend": "llguidance",  # as in engine hf
         "sampling-mask-max-tokens": SERVER_CANDIDATES,
         "log-level": "warning",  # one line per batch and request would fill the disk
@@ -90,17 +93,24 @@ def server_options(
     }
     given["load-format"] = "safetensors" if has_weights else "dummy"
     given |= {"device": "cpu"} if device == "cpu" else {}
-    given |= {"mem-fraction-static": args.mem_fraction_static} if args.mem_fraction_static is not None else {}
+    given |= (
+        {"mem-fraction-static": args.mem_fraction_static}
+        if args.mem_fraction_static is not None
+        else {}
+    )
     given |= args.flags
     wanted = {name: value for name, value in given.items() if value is not False}
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in wanted.items()]
 
 
-def data_parallel_copies(args: SGLangArgs, device: str, environ: Mapping[str, str], heads: int) -> int:
+def data_parallel_copies(
+    args: SGLangArgs, device: str, environ: Mapping[str, str], heads: int
+) -> int:
     """Return how many copies of the model run on the visible GPUs.
 
     Raises:
-        ConfigError: if the tensor parallel size does not divide heads or GPUs, or too few GPUs are visible.
+        ConfigError: if the tensor parallel size does not divide heads or GPUs, or too few GPUs are
+            visible.
     """
     if heads % args.tensor_parallel:
         allowed = f"a divisor of the model's {heads} attention heads"
@@ -112,7 +122,9 @@ def data_parallel_copies(args: SGLangArgs, device: str, environ: Mapping[str, st
     else:
         if args.tensor_parallel * wanted > len(visible):
             product = args.tensor_parallel * wanted
-            allowed = f"tensor_parallel times data_parallel is {product}, and --gpus names {len(visible)}"
+            allowed = (
+                f"tensor_parallel times data_parallel is {product}, and --gpus names {len(visible)}"
+            )
             raise ConfigError("rollout.engine_args.tensor_parallel", args.tensor_parallel, allowed)
         if args.data_parallel is None and len(visible) % args.tensor_parallel:
             allowed = f"a divisor of the {len(visible)} GPUs that --gpus names"
@@ -135,7 +147,8 @@ class SGLangProcess:
     """The server's process; it exits with this process, along with everything that it started.
 
     Attributes:
-        key: that it requires of every request; it gets it in a private file, as other users see command lines.
+        key: that it requires of every request; it gets it in a private file, as other users see
+            command lines.
         keep_log: keep the log after the exit, because an error names its path.
     """
 
@@ -143,14 +156,19 @@ class SGLangProcess:
         self._folder = Path(tempfile.mkdtemp(prefix="rlearner-sglang-"))
         self.log_path = self._folder / "sglang.log"
         self.keep_log = False
-        self.key, keys = secrets.token_urlsafe(32), self._folder / "keys.yaml"
+        self.key = secrets.token_urlsafe(32)
+        keys = self._folder / "keys.yaml"
         private_write(keys, f"api-key: {self.key}\nadmin-api-key: {self.key}\n".encode())
-        self._loop, self._on_end = asyncio.get_running_loop(), on_end
+        self._loop = asyncio.get_running_loop()
+        self._on_end = on_end
         with self.log_path.open("wb") as output:
             try:
                 environment = {**os.environ, **ENVIRONMENT}
                 self._process = spawn(
-                    [*command, "--config", str(keys)], output, env=environment, death_signal=signal.SIGKILL
+                    [*command, "--config", str(keys)],
+                    output,
+                    env=environment,
+                    death_signal=signal.SIGKILL,
                 )
             except OSError as error:
                 shutil.rmtree(self._folder, ignore_errors=True)
@@ -178,8 +196,16 @@ class SGLangProcess:
         """Return the reason of the exit in one line: the last error in its log, and its exit code."""
         with self.log_path.open("rb") as log:
             log.seek(max(0, self.log_path.stat().st_size - TAIL_BYTES))
-            lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-        telling = [line for line in lines if any(word in line.lower() for word in _TELLING)] or lines or ["no output"]
+            lines = [
+                line.strip()
+                for line in log.read().decode(errors="replace").splitlines()
+                if line.strip()
+            ]
+        telling = (
+            [line for line in lines if any(word in line.lower() for word in _TELLING)]
+            or lines
+            or ["no output"]
+        )
         code = self._process.poll()
         said = f"{telling[-1][-300:]} (exit code {code}, see {self.log_path})"
         if any("out of memory" in line.lower() for line in lines):
@@ -202,7 +228,9 @@ class SGLangProcess:
     def _wait(self) -> None:
         self._process.wait()
         try:
-            self._loop.call_soon_threadsafe(lambda: self._on_end(self.why()) if self._folder.exists() else None)
+            self._loop.call_soon_threadsafe(
+                lambda: self._on_end(self.why()) if self._folder.exists() else None
+            )
         except RuntimeError:
             return  # the loop is closed
 

@@ -1,6 +1,7 @@
 """Sends new weights to an SGLang server: as a file in memory, or through a gloo process group.
 
-NCCL cannot be used: the rollout server has no GPU but those that SGLang uses, and NCCL allows one member per GPU.
+NCCL cannot be used: the rollout server has no GPU but those that SGLang uses, and NCCL allows one
+member per GPU.
 """
 
 from __future__ import annotations
@@ -60,14 +61,22 @@ class SGLangWeightSender(Protocol):
 
 def make_sender(api: SGLangClient, args: SGLangArgs, model_path: str) -> SGLangWeightSender:
     """Return the sender that ``engine_args.weights`` selects."""
-    return BroadcastSender(api, args) if args.weights == "distributed" else DiskSender(api, args, model_path)
+    return (
+        BroadcastSender(api, args)
+        if args.weights == "distributed"
+        else DiskSender(api, args, model_path)
+    )
 
 
 class DiskSender:
-    """Writes a safetensors file, in memory if it fits, of which every worker of the server reads its part."""
+    """Writes a safetensors file, in memory if it fits, of which every worker of the server reads
+    its part.
+    """
 
     def __init__(self, api: SGLangClient, args: SGLangArgs, model_path: str) -> None:
-        self._api, self._args, self._model_path = api, args, model_path
+        self._api = api
+        self._args = args
+        self._model_path = model_path
         self._folder: Path | None = None
         remove_stale_folders(Path(args.weights_dir or SHM))
 
@@ -91,7 +100,8 @@ class DiskSender:
             await self.close()
 
     async def close(self) -> None:
-        folder, self._folder = self._folder, None
+        folder = self._folder
+        self._folder = None
         if folder is not None:
             await asyncio.to_thread(shutil.rmtree, folder, True)
 
@@ -103,13 +113,17 @@ class DiskSender:
             for name in ("config.json", "generation_config.json"):
                 if (file := Path(self._model_path).expanduser() / name).is_file():
                     shutil.copyfile(file, self._folder / name)
-            held = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+            held = {
+                name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()
+            }
             save_file(held, self._folder / "model.safetensors", metadata={"format": "pt"})
         except (OSError, SafetensorError) as error:  # a full disk raises either
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)
                 self._folder = None
-            raise TransferFailed(f"the weights cannot be written for SGLang to read: {error}") from None
+            raise TransferFailed(
+                f"the weights cannot be written for SGLang to read: {error}"
+            ) from None
 
 
 def remove_stale_folders(folder: Path) -> None:
@@ -121,11 +135,17 @@ def remove_stale_folders(folder: Path) -> None:
 
 
 def weights_file_parent(wanted: str | None, size_bytes: int) -> str | None:
-    """Return the folder of the file: the configured one, else memory if it fits, else None for the temporary folder."""
+    """Return the folder of the file: the configured one, else memory if it fits, else None for the
+    temporary folder.
+    """
     if wanted is not None:
         return wanted
     try:
-        return SHM if shutil.disk_usage(SHM).free > size_bytes * 5 // 4 and os.access(SHM, os.W_OK) else None
+        return (
+            SHM
+            if shutil.disk_usage(SHM).free > size_bytes * 5 // 4 and os.access(SHM, os.W_OK)
+            else None
+        )
     except OSError:
         return None
 
@@ -134,7 +154,8 @@ class BroadcastSender:
     """Broadcasts the tensors over loopback as rank 0 of SGLang's own weight update group."""
 
     def __init__(self, api: SGLangClient, args: SGLangArgs) -> None:
-        self._api, self._args = api, args
+        self._api = api
+        self._args = args
         self._group: Any = None
         self._name = ""
         self._made = 0
@@ -147,19 +168,27 @@ class BroadcastSender:
         """
         if self._group is not None:
             return
-        port, size = free_port(), 1 + self._args.tensor_parallel
+        port = free_port()
+        size = 1 + self._args.tensor_parallel
         self._made += 1
-        self._name = f"rlearner_{os.getpid()}_{self._made}"  # neither side can create two groups of one name
+        # neither side can create two groups of one name
+        self._name = f"rlearner_{os.getpid()}_{self._made}"
         body = {
             "master_address": HOST, "master_port": port, "rank_offset": 1, "world_size": size,
             "group_name": self._name, "backend": "gloo",
         }  # fmt: skip
-        ours = _in_thread(lambda: join_group(self._name, port, 0, size, self._args.update_timeout_s))
-        theirs = asyncio.create_task(self._api.post("/init_weights_update_group", body, self._args.update_timeout_s))
+        ours = _in_thread(
+            lambda: join_group(self._name, port, 0, size, self._args.update_timeout_s)
+        )
+        theirs = asyncio.create_task(
+            self._api.post("/init_weights_update_group", body, self._args.update_timeout_s)
+        )
         try:
             self._group, _ = await asyncio.gather(ours, theirs)
         except (SGLangRequestError, ConnectionError, RuntimeError) as error:
-            raise TransferFailed(f"no group to send weights through: {str(error).splitlines()[0]}") from None
+            raise TransferFailed(
+                f"no group to send weights through: {str(error).splitlines()[0]}"
+            ) from None
         finally:
             theirs.cancel()
 
@@ -170,7 +199,9 @@ class BroadcastSender:
             for number, part in enumerate(parts, 1):
                 body = {
                     "names": list(part),
-                    "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in part.values()],
+                    "dtypes": [
+                        str(tensor.dtype).removeprefix("torch.") for tensor in part.values()
+                    ],
                     "shapes": [list(tensor.shape) for tensor in part.values()],
                     "group_name": self._name,
                     "flush_cache": flush and number == len(parts),
@@ -178,7 +209,9 @@ class BroadcastSender:
                 }
                 ours = _in_thread(functools.partial(self._broadcast, part))
                 limit = self._args.update_timeout_s
-                theirs = asyncio.create_task(self._api.post("/update_weights_from_distributed", body, limit))
+                theirs = asyncio.create_task(
+                    self._api.post("/update_weights_from_distributed", body, limit)
+                )
                 try:
                     await asyncio.gather(ours, theirs)
                 finally:
@@ -189,35 +222,48 @@ class BroadcastSender:
                 await self._api.post("/end_weight_update", {}, LEAVE_WITHIN_S)
             await self.close()  # it may hold half a broadcast; the next update creates another
             if isinstance(error, (SGLangRequestError, ConnectionError, RuntimeError)):
-                raise TransferFailed(f"SGLang did not load the weights: {str(error).splitlines()[0]}") from None
+                raise TransferFailed(
+                    f"SGLang did not load the weights: {str(error).splitlines()[0]}"
+                ) from None
             raise
 
     async def close(self) -> None:
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is None:
             return
         with contextlib.suppress(SGLangRequestError, ConnectionError):
-            await self._api.post("/destroy_weights_update_group", {"group_name": self._name}, LEAVE_WITHIN_S)
+            await self._api.post(
+                "/destroy_weights_update_group", {"group_name": self._name}, LEAVE_WITHIN_S
+            )
         with contextlib.suppress(RuntimeError, ValueError):
             torch.distributed.destroy_process_group(group)
 
     def _broadcast(self, part: Mapping[str, torch.Tensor]) -> None:
-        waiting = [self._group.broadcast([tensor.detach().to("cpu").contiguous()]) for tensor in part.values()]
+        waiting = [
+            self._group.broadcast([tensor.detach().to("cpu").contiguous()])
+            for tensor in part.values()
+        ]
         for work in waiting:
             work.wait()
 
 
 def join_group(name: str, port: int, rank: int, size: int, timeout_s: float) -> Any:
-    """Join a second process group at ``tcp://127.0.0.1:port`` under the keys that SGLang's workers use.
+    """Join a second process group at ``tcp://127.0.0.1:port`` under the keys that SGLang's workers
+    use.
 
-    They create theirs with torch's private helper and a store prefixed by the group's name, and so must this process: a
-    group composed from public parts would look for its peers under other keys.
+    They create theirs with torch's private helper and a store prefixed by the group's name, and so
+    must this process: a group composed from public parts would look for its peers under other keys.
     """
     timeout = timedelta(seconds=timeout_s)
     store, rank, size = next(rendezvous(f"tcp://{HOST}:{port}", rank, size, timeout=timeout))
     store.set_timeout(timeout)
     helper = distributed_c10d._new_process_group_helper
-    option = "backend_options" if "backend_options" in inspect.signature(helper).parameters else "pg_options"
+    option = (
+        "backend_options"
+        if "backend_options" in inspect.signature(helper).parameters
+        else "pg_options"
+    )
     options: dict[str, Any] = {"group_name": GroupName(name), "timeout": timeout, option: None}
     made: Any = helper(size, rank, [], Backend("gloo"), PrefixStore(name, store), **options)
     # destroying it needs them
@@ -228,21 +274,26 @@ def join_group(name: str, port: int, rank: int, size: int, timeout_s: float) -> 
 def split_tensors(
     tensors: Mapping[str, torch.Tensor], most_bytes: int = BUCKET_BYTES
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Split the tensors in order into parts of at most ``most_bytes``; a larger tensor is a part by itself."""
+    """Split the tensors in order into parts of at most ``most_bytes``; a larger tensor is a part by
+    itself.
+    """
     part: dict[str, torch.Tensor] = {}
     used = 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
         if part and used + size > most_bytes:
             yield part
-            part, used = {}, 0
+            part = {}
+            used = 0
         part[name] = tensor
         used += size
     if part:
         yield part
 
 
-def meta_tensors(model_path: str, dtype: str, *, trust_remote_code: bool) -> tuple[dict[str, torch.Tensor], Any]:
+def meta_tensors(
+    model_path: str, dtype: str, *, trust_remote_code: bool
+) -> tuple[dict[str, torch.Tensor], Any]:
     """Return the model's tensors by name as in an update, but on the meta device, and the model.
 
     The values are in the server's memory and cannot be read here.
@@ -254,7 +305,9 @@ def meta_tensors(model_path: str, dtype: str, *, trust_remote_code: bool) -> tup
     import transformers
 
     try:
-        config = transformers.AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+        config = transformers.AutoConfig.from_pretrained(
+            model_path, trust_remote_code=trust_remote_code
+        )
         with torch.device("meta"):
             options = {"dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
             model = transformers.AutoModelForCausalLM.from_config(config, **options)
@@ -267,7 +320,9 @@ def meta_tensors(model_path: str, dtype: str, *, trust_remote_code: bool) -> tup
 
 
 def _in_thread(work: Any) -> asyncio.Future[Any]:
-    """Run in a daemon thread: a broadcast whose peer is gone hangs until its timeout and must not delay the exit."""
+    """Run in a daemon thread: a broadcast whose peer is gone hangs until its timeout and must not
+    delay the exit.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
@@ -278,9 +333,11 @@ def _in_thread(work: Any) -> asyncio.Future[Any]:
 
     def run() -> None:
         try:
-            result, failed = work(), None
+            result = work()
+            failed = None
         except Exception as error:  # noqa: BLE001 - raised again in the caller
-            result, failed = None, error
+            result = None
+            failed = error
         try:
             loop.call_soon_threadsafe(settle, result, failed)
         except RuntimeError:

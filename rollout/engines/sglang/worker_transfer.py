@@ -1,4 +1,6 @@
-"""Has SGLang's workers receive a transfer of the learner themselves, by ``rollout.engines.sglang.plugin``."""
+"""Has SGLang's workers receive a transfer of the learner themselves, by
+``rollout.engines.sglang.plugin``.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,24 @@ PIPELINE_FLAGS = ("pp-size", "pipeline-parallel-size")
 
 
 class WorkerTransferSender:
-    """Sends nothing itself: see ``SGLangWeightSender`` for the methods that the engine calls while nothing runs.
+    """Sends nothing itself: see ``SGLangWeightSender`` for the methods that the engine calls while
+    nothing runs.
 
     Attributes:
         digest: of the bytes that the workers have loaded last.
     """
 
     def __init__(self, api: SGLangClient, args: SGLangArgs) -> None:
-        self._api, self._args, self.digest = api, args, ""
+        self._api = api
+        self._args = args
+        self.digest = ""
 
     async def has_plugin(self) -> bool:
         """Return whether SGLang has loaded the plugin."""
         try:
-            reply = await self._api.post("/destroy_weights_update_group", {"group_name": GROUP}, BEGIN_WITHIN_S)
+            reply = await self._api.post(
+                "/destroy_weights_update_group", {"group_name": GROUP}, BEGIN_WITHIN_S
+            )
         except (SGLangRequestError, ConnectionError):
             return False
         return HERE in str(reply.get("message"))
@@ -46,11 +53,16 @@ class WorkerTransferSender:
         Raises:
             TransferFailed: if it did not begin.
         """
-        with tempfile.TemporaryDirectory(prefix="rlearner-transfer-") as folder:  # a private file: it holds a key
+        # a private file: it holds a key
+        with tempfile.TemporaryDirectory(prefix="rlearner-transfer-") as folder:
             file = Path(folder) / "transfer.json"
             await asyncio.to_thread(private_write, file, transfer.encode())
             body: dict[str, Any] = {"master_address": str(file), "master_port": 0, "rank_offset": 0}
-            body |= {"world_size": self._args.tensor_parallel, "group_name": GROUP, "backend": "gloo"}
+            body |= {
+                "world_size": self._args.tensor_parallel,
+                "group_name": GROUP,
+                "backend": "gloo",
+            }
             try:
                 await self._api.post("/init_weights_update_group", body, BEGIN_WITHIN_S)
             except (SGLangRequestError, ConnectionError) as error:
@@ -80,7 +92,9 @@ class WorkerTransferSender:
                 await self._api.post("/end_weight_update", {}, limit)
         except (SGLangRequestError, ConnectionError) as error:
             await self.cancel()
-            raise TransferFailed(f"SGLang did not load the weights: {str(error).splitlines()[0]}") from None
+            raise TransferFailed(
+                f"SGLang did not load the weights: {str(error).splitlines()[0]}"
+            ) from None
         found = re.search(rf"{DIGEST}(\S+)", str(reply.get("message")))
         if found is None:
             raise TransferFailed("SGLang did not say which bytes its workers have received")
@@ -99,6 +113,14 @@ def num_workers(args: SGLangArgs, num_copies: int, into: str) -> int:
     if num_copies == 1 and not pipelines:
         return args.tensor_parallel
     if into == "workers":
-        why = f"{num_copies} copies of the model" if num_copies > 1 else f"engine_args.flags.{pipelines[0]}"
-        raise ConfigError("rollout.weights_into", into, f"auto or server with {why}: SGLang's update group holds one")
+        why = (
+            f"{num_copies} copies of the model"
+            if num_copies > 1
+            else f"engine_args.flags.{pipelines[0]}"
+        )
+        raise ConfigError(
+            "rollout.weights_into",
+            into,
+            f"auto or server with {why}: SGLang's update group holds one",
+        )
     return 0

@@ -12,7 +12,9 @@ from rlearner_text.openai.token_events import TokenEvent, TokenListener, TopLogp
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens from ``start`` to before ``end``, sampled under the label ``version``; like vLLM's own class."""
+    """Tokens from ``start`` to before ``end``, sampled under the label ``version``; like vLLM's own
+    class.
+    """
 
     version: str
     start: int
@@ -28,7 +30,9 @@ class SampledLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class FinalCompletion:
-    """A finished request in the form of vLLM's final-only output; see ``rollout.engines.vllm.conversion.output_of``."""
+    """A finished request in the form of vLLM's final-only output; see
+    ``rollout.engines.vllm.conversion.output_of``.
+    """
 
     token_ids: Sequence[int]
     logprobs: SampledLogprobs
@@ -44,8 +48,12 @@ class CompletionStream:
         good: returns whether tokens of the load with this label may be sent, once that is known.
     """
 
-    def __init__(self, tap: TokenListener, *, greedy: bool, good: Callable[[str], Awaitable[bool]]) -> None:
-        self._tap, self._greedy, self._good = tap, greedy, good
+    def __init__(
+        self, tap: TokenListener, *, greedy: bool, good: Callable[[str], Awaitable[bool]]
+    ) -> None:
+        self._tap = tap
+        self._greedy = greedy
+        self._good = good
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._top: list[TopLogprobs] = []
@@ -53,18 +61,25 @@ class CompletionStream:
         self._stopped = False
 
     async def take(self, completion: Any, spans: Sequence[Any]) -> None:
-        """Take a delta and send tokens as far as their versions are known; waits for the probe of new weights.
+        """Take a delta and send tokens as far as their versions are known; waits for the probe of
+        new weights.
 
         Args:
-            completion: CompletionOutput with flat logprobs: at each position the sampled token's, then the likeliest.
+            completion: CompletionOutput with flat logprobs: at each position the sampled token's,
+                then the likeliest.
             spans: of all tokens so far.
         """
         flat = completion.logprobs
         for at, token in enumerate(completion.token_ids):
-            start, end = flat.start_indices[at], flat.end_indices[at]
+            start = flat.start_indices[at]
+            end = flat.end_indices[at]
             self._token_ids.append(token)
             self._logprobs.append(flat.logprobs[start])
-            self._top.append(likeliest(flat.token_ids[start:end], flat.logprobs[start:end], self._tap.top_logprobs))
+            self._top.append(
+                likeliest(
+                    flat.token_ids[start:end], flat.logprobs[start:end], self._tap.top_logprobs
+                )
+            )
         for span in spans:
             await self._tell(span.version, min(span.end, len(self._token_ids)))
 
@@ -88,7 +103,9 @@ class CompletionStream:
 
 
 def likeliest(token_ids: Sequence[int], logprobs: Sequence[float], k: int) -> TopLogprobs:
-    """Return the k likeliest of vLLM's tokens at one position, descending, without those that were cut off."""
+    """Return the k likeliest of vLLM's tokens at one position, descending, without those that were
+    cut off.
+    """
     found = zip(token_ids, logprobs, strict=True)
     pairs = {token: value for token, value in found if math.isfinite(value)} if k else {}
     return sorted(pairs.items(), key=lambda pair: -pair[1])[:k]

@@ -23,7 +23,9 @@ _WORD: Final = (1 << 64) - 1
 
 
 def version_label(serial: int, version: int) -> str:
-    """Return the label that vLLM attaches to every token: serial number of the weight load, and policy version."""
+    """Return the label that vLLM attaches to every token: serial number of the weight load, and
+    policy version.
+    """
     return f"{serial}:{version}"
 
 
@@ -42,7 +44,8 @@ def version_runs(spans: Sequence[Any], keep_before: int | None = None) -> list[t
     for span in spans:
         if keep_before is not None and serial_of(span.version) >= keep_before:
             break
-        version, count = int(span.version.partition(":")[2]), span.end - span.start
+        version = int(span.version.partition(":")[2])
+        count = span.end - span.start
         if runs and runs[-1][0] == version:
             runs[-1] = (version, runs[-1][1] + count)
         elif count:
@@ -51,11 +54,13 @@ def version_runs(spans: Sequence[Any], keep_before: int | None = None) -> list[t
 
 
 def seed_of(seed: int | None, num_prompt: int) -> int | None:
-    """Return vLLM's seed for a request. It includes the position, because vLLM restarts its random numbers with every
-    request: one resumed from a partial output must not repeat the numbers that its context was drawn with."""
+    """Return vLLM's seed for a request. It includes the position, because vLLM restarts its random
+    numbers with every request: one resumed from a partial output must not repeat the numbers that
+    its context was drawn with."""
     if seed is None:
         return None
-    x = (seed + num_prompt * 0x9E3779B97F4A7C15) & _WORD  # splitmix64, as in rollout/engines/hf/sampling.py
+    # splitmix64, as in rollout/engines/hf/sampling.py
+    x = (seed + num_prompt * 0x9E3779B97F4A7C15) & _WORD
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _WORD
     return (x ^ (x >> 31)) >> 1  # vLLM accepts at most 63 bits
@@ -78,7 +83,8 @@ def sampling_fields(
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
-        "seed": seed_of(sampling.seed, num_prompt) if sampling.temperature else None,  # a separate generator takes time
+        # a separate generator takes time
+        "seed": seed_of(sampling.seed, num_prompt) if sampling.temperature else None,
         "stop": stop,
         "stop_token_ids": sorted(ends),
         "ignore_eos": True,  # stop_token_ids has the end tokens, so that no others end the output
@@ -91,7 +97,11 @@ def sampling_fields(
 
 
 def output_of(
-    completion: Any, cached: int | None, temperature: float, keep_before: int | None = None, reshaped: bool = False
+    completion: Any,
+    cached: int | None,
+    temperature: float,
+    keep_before: int | None = None,
+    reshaped: bool = False,
 ) -> GenerationOutput:
     """Convert vLLM's completion to an output.
 
@@ -99,8 +109,10 @@ def output_of(
         completion: a finished CompletionOutput.
         cached: context tokens found in the cache.
         temperature: as requested.
-        keep_before: cut off tokens of loads from this serial number on, whose weights failed their probe.
-        reshaped: whether the request reshapes distributions; vLLM does not report where, so all tokens count.
+        keep_before: cut off tokens of loads from this serial number on, whose weights failed their
+            probe.
+        reshaped: whether the request reshapes distributions; vLLM does not report where, so all
+            tokens count.
     """
     reason = _REASONS.get(completion.finish_reason)
     if reason is None:
@@ -108,15 +120,21 @@ def output_of(
     tokens = list(completion.token_ids)
     logprobs = list(completion.logprobs.logprobs) if completion.logprobs is not None else []
     if len(logprobs) != len(tokens):
-        return GenerationOutput(error=f"vLLM returned {len(logprobs)} logprobs for {len(tokens)} tokens")
+        return GenerationOutput(
+            error=f"vLLM returned {len(logprobs)} logprobs for {len(tokens)} tokens"
+        )
     if not all(map(math.isfinite, logprobs)):
         return GenerationOutput(error=NOT_FINITE)
     runs = version_runs(completion.weight_versions or (), keep_before)
     count = sum(number for _, number in runs)
     if count < len(tokens):
         if keep_before is None:
-            return GenerationOutput(error=f"vLLM returned the weight versions of {count} of {len(tokens)} tokens")
-        tokens, logprobs, reason = tokens[:count], logprobs[:count], "abort"
+            return GenerationOutput(
+                error=f"vLLM returned the weight versions of {count} of {len(tokens)} tokens"
+            )
+        tokens = tokens[:count]
+        logprobs = logprobs[:count]
+        reason = "abort"
     if temperature == 0:
         logprobs = [0.0] * len(tokens)
     flags = [True] * len(tokens) if reshaped else ()
@@ -124,7 +142,9 @@ def output_of(
 
 
 def top_rows(rows: Sequence[Any], k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """Return the k likeliest tokens at each position, descending, (n, k) each, from vLLM's rows of token to Logprob."""
+    """Return the k likeliest tokens at each position, descending, (n, k) each, from vLLM's rows of
+    token to Logprob.
+    """
     ids = np.zeros((len(rows), k), np.int32)
     logprobs = np.zeros((len(rows), k), np.float32)
     for index, row in enumerate(rows):

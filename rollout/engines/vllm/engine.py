@@ -1,9 +1,10 @@
 """The engine ``vllm``: AsyncLLM in this process, with the model in vLLM's own processes.
 
-Requests wait here, not in vLLM (``requests``). vLLM records the weight load of each token. New weights are written into
-shared memory while generation continues (``store``); it pauses only while the workers load them (``loading``). Or the
-workers receive them from the learner themselves, and it pauses for most of the transfer. In either case their probe
-runs alongside the requests in flight: their new tokens are released once it matches, and dropped if it does not.
+Requests wait here, not in vLLM (``requests``). vLLM records the weight load of each token. New
+weights are written into shared memory while generation continues (``store``); it pauses only while
+the workers load them (``loading``). Or the workers receive them from the learner themselves, and it
+pauses for most of the transfer. In either case their probe runs alongside the requests in flight:
+their new tokens are released once it matches, and dropped if it does not.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from broker.errors import TransferFailed
 from broker.weights.carriers import of_workers
 from broker.weights.probe import check_probe
 from rlearner_text.openai.token_events import TokenListener
-from rollout.engines.base import NO_VERSION, EngineConfig, EngineStats, GenerationOutput, UpdateMode, request_problem
+from rollout.engines.base import (
+    NO_VERSION,
+    EngineConfig,
+    EngineStats,
+    GenerationOutput,
+    UpdateMode,
+    request_problem,
+)
 from rollout.engines.hf.logit_offsets import offsets_problem as reshaping_problem
 from rollout.engines.update_check import check_fit
 from rollout.engines.vllm.conversion import NOT_FINITE, top_rows
@@ -68,12 +76,16 @@ class VLLMEngine:
             raise
         self._spawn(self._watch(loading.llm))
 
-    async def generate(self, request: wire.GenerateRequest, tap: TokenListener | None = None) -> GenerationOutput:
+    async def generate(
+        self, request: wire.GenerateRequest, tap: TokenListener | None = None
+    ) -> GenerationOutput:
         if self._closed or self._ended.done():
             raise RuntimeError("the engine has stopped")
         opened = self._open().opened
         if request.request_id in self._requests:
-            return GenerationOutput(error=f"request_id {request.request_id!r} is already running or waiting")
+            return GenerationOutput(
+                error=f"request_id {request.request_id!r} is already running or waiting"
+            )
         most = self._config.section.max_context_tokens
         why = request_problem(request, max_context_tokens=most, vocab_size=opened.vocab_size)
         if not why and request.sampling.stop and opened.tokenizer is None:
@@ -94,7 +106,11 @@ class VLLMEngine:
             self._requests.serve(version)
 
     async def update_weights(
-        self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        version: int,
+        mode: UpdateMode,
+        probe: wire.Probe | None,
     ) -> float:
         shared = self._open().opened.shared
         check_fit(shared.tensors, tensors)
@@ -103,7 +119,8 @@ class VLLMEngine:
             return await self._load(version, mode, probe)
 
     def worker_carriers(self) -> dict[wire.Carrier, int]:
-        loading, into = self._open(), self._config.section.weights_into
+        loading = self._open()
+        into = self._config.section.weights_into
         parallel = loading.llm.vllm_config.parallel_config
         num_workers = parallel.world_size * parallel.data_parallel_size
         from vllm.platforms import current_platform
@@ -128,22 +145,32 @@ class VLLMEngine:
                 await llm.collective_rpc("cancel_transfer", args=(first_line(error),))
                 raise
             paused_s = await self._load(version, mode, probe, received=True)
-            digests: list[str] = await llm.collective_rpc("received_digest")  # each is the learner's
+            # each is the learner's
+            digests: list[str] = await llm.collective_rpc("received_digest")
             return paused_s, digests[0]
 
-    async def _load(self, version: int, mode: UpdateMode, probe: wire.Probe | None, *, received: bool = False) -> float:
-        """Load new weights into the workers, check the probe, and serve them; return the seconds of pause."""
+    async def _load(
+        self, version: int, mode: UpdateMode, probe: wire.Probe | None, *, received: bool = False
+    ) -> float:
+        """Load new weights into the workers, check the probe, and serve them; return the seconds of
+        pause.
+        """
         loading = self._open()
         self._requests.held = True
         try:
-            paused_s = await loading.load(version, mode, self._requests.start_over, received=received)
+            paused_s = await loading.load(
+                version, mode, self._requests.start_over, received=received
+            )
             self._requests.pause_s += paused_s
             if probe is not None:
                 check_probe(probe, await self.logprobs(probe.token_ids.array().tolist()))
         except BaseException as error:
-            loading.judge(False)  # the workers' weights are unknown: hold requests until an update succeeds,
+            # the workers' weights are unknown: hold requests until an update succeeds,
+            loading.judge(False)
             self._requests.stall(NO_VERSION)  # and end those in flight with their valid tokens
-            if isinstance(error, (TransferFailed, asyncio.CancelledError)) or not isinstance(error, Exception):
+            if isinstance(error, (TransferFailed, asyncio.CancelledError)) or not isinstance(
+                error, Exception
+            ):
                 raise
             why = " ".join(str(error).split())[:400]
             raise TransferFailed(f"vLLM could not load version {version}: {why}") from error
@@ -154,7 +181,9 @@ class VLLMEngine:
         return paused_s
 
     async def sleep(self) -> None:
-        """See ``SleepingEngine``: vLLM keeps a copy of the weights in host memory and preempts what runs."""
+        """See ``SleepingEngine``: vLLM keeps a copy of the weights in host memory and preempts what
+        runs.
+        """
         await self._changing.acquire()
         self._requests.held = True
         await self._open().llm.sleep(level=1, mode="keep")
@@ -183,7 +212,8 @@ class VLLMEngine:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            loading, self._loading = self._loading, None
+            loading = self._loading
+            self._loading = None
             if loading is not None:
                 await asyncio.to_thread(loading.opened.close)
         if not self._ended.done():
@@ -192,8 +222,12 @@ class VLLMEngine:
     async def _score(self, request: wire.GenerateRequest) -> GenerationOutput:
         """Return the likeliest tokens at each position of a context."""
         if self.policy_version < max(request.min_version, 0):
-            return GenerationOutput(error=f"no weights of version {request.min_version} or later to score with")
-        rows = await self._open().asking.context_rows(request.token_ids.array().tolist(), request.prompt_top_k)
+            return GenerationOutput(
+                error=f"no weights of version {request.min_version} or later to score with"
+            )
+        rows = await self._open().asking.context_rows(
+            request.token_ids.array().tolist(), request.prompt_top_k
+        )
         ids, logprobs = top_rows(rows, request.prompt_top_k)
         if not np.isfinite(logprobs).all():
             return GenerationOutput(error=NOT_FINITE)

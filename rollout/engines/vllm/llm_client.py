@@ -39,13 +39,17 @@ class LLMClient:
         """Run one request in vLLM and return its last output.
 
         Args:
-            params: vLLM's SamplingParams, made with ``final_only``, or with ``as_deltas`` for streaming.
+            params: vLLM's SamplingParams, made with ``final_only``, or with ``as_deltas`` for
+                streaming.
             ended: returns whether the request was ended before vLLM knew it.
-            told: awaited with each completion and the spans of all tokens so far; vLLM does not wait for it.
+            told: awaited with each completion and the spans of all tokens so far; vLLM does not
+                wait for it.
         """
         from vllm.inputs.engine import tokens_input
 
-        queue = await self._llm.add_request(request_id, tokens_input(prompt, cache_salt=str(self.salt)), params)
+        queue = await self._llm.add_request(
+            request_id, tokens_input(prompt, cache_salt=str(self.salt)), params
+        )
         try:
             if ended():
                 await self._llm.abort(request_id)
@@ -62,7 +66,9 @@ class LLMClient:
             queue.close()
 
     def _spans(self, name: str, completion: Any) -> Sequence[Any]:
-        """Return which tokens of a request came from which load; empty if vLLM has dropped the request."""
+        """Return which tokens of a request came from which load; empty if vLLM has dropped the
+        request.
+        """
         if completion.weight_versions is not None:
             spans: Sequence[Any] = completion.weight_versions
             return spans
@@ -70,12 +76,16 @@ class LLMClient:
         return (state._weight_version_spans() or ()) if state is not None else ()
 
     async def context_rows(self, token_ids: list[int], k: int) -> Sequence[Any]:
-        """Return vLLM's logprobs of each context token but the first and of the k likeliest; ignores the cache."""
+        """Return vLLM's logprobs of each context token but the first and of the k likeliest;
+        ignores the cache.
+        """
         from vllm import SamplingParams
 
         if len(token_ids) < 2:
             return []
-        params = SamplingParams(max_tokens=1, prompt_logprobs=k, detokenize=False, ignore_eos=True, **final_only())
+        params = SamplingParams(
+            max_tokens=1, prompt_logprobs=k, detokenize=False, ignore_eos=True, **final_only()
+        )
         async with self._scoring:
             final = await self.ask(token_ids, params, f"{INTERNAL}{next(self._numbers)}")
         rows: Sequence[Any] = final.prompt_logprobs[1:]
@@ -84,7 +94,10 @@ class LLMClient:
     async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """Return log p(token[i + 1] | token[: i + 1]) at temperature 1, shape (n - 1,)."""
         rows = await self.context_rows(list(token_ids), 0)
-        return np.array([row[token].logprob for token, row in zip(token_ids[1:], rows, strict=True)], dtype=np.float32)
+        return np.array(
+            [row[token].logprob for token, row in zip(token_ids[1:], rows, strict=True)],
+            dtype=np.float32,
+        )
 
     def in_flight_tokens(self) -> int:
         """Return the number of tokens sampled by unanswered requests."""
@@ -95,15 +108,24 @@ class LLMClient:
     def generated(self, request_id: str) -> int:
         """Return the number of tokens sampled by a request, 0 if vLLM does not know it."""
         processor = self._llm.output_processor
-        states = [processor.request_states.get(name) for name in processor.external_req_ids.get(request_id, ())]
+        states = [
+            processor.request_states.get(name)
+            for name in processor.external_req_ids.get(request_id, ())
+        ]
         return sum(state.detokenizer.num_output_tokens() for state in states if state is not None)
 
     def tokenless(self, request_ids: Sequence[str]) -> list[str]:
         """Return the requests that are in vLLM and have no token yet."""
-        processor, found = self._llm.output_processor, []
+        processor = self._llm.output_processor
+        found = []
         for request_id in request_ids:
-            states = [processor.request_states.get(name) for name in processor.external_req_ids.get(request_id, ())]
-            if states and all(state is not None and not state.detokenizer.num_output_tokens() for state in states):
+            states = [
+                processor.request_states.get(name)
+                for name in processor.external_req_ids.get(request_id, ())
+            ]
+            if states and all(
+                state is not None and not state.detokenizer.num_output_tokens() for state in states
+            ):
                 found.append(request_id)
         return found
 
@@ -116,7 +138,9 @@ def final_only() -> dict[str, Any]:
 
 
 def as_deltas() -> dict[str, Any]:
-    """Return the field of SamplingParams for an output per token, or per several if the reader is slow."""
+    """Return the field of SamplingParams for an output per token, or per several if the reader is
+    slow.
+    """
     from vllm.sampling_params import RequestOutputKind
 
     return {"output_kind": RequestOutputKind.DELTA}
@@ -125,4 +149,6 @@ def as_deltas() -> dict[str, Any]:
 def first_line(error: BaseException) -> str:
     """Return the first line of a vLLM error, shortened."""
     whole = error.__cause__ if error.__cause__ is not None and not str(error) else error
-    return next((line.strip() for line in str(whole).splitlines() if line.strip()), type(whole).__name__)[:400]
+    return next(
+        (line.strip() for line in str(whole).splitlines() if line.strip()), type(whole).__name__
+    )[:400]

@@ -89,7 +89,9 @@ class VLLMRequestQueue:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._runs
 
-    async def run(self, request: wire.GenerateRequest, tap: TokenListener | None = None) -> GenerationOutput:
+    async def run(
+        self, request: wire.GenerateRequest, tap: TokenListener | None = None
+    ) -> GenerationOutput:
         """Run a valid request to its end."""
         job = GenerationJob.of(request, time.monotonic())
         run = QueuedRequest(request, job, asyncio.get_running_loop().create_future(), tap=tap)
@@ -130,7 +132,9 @@ class VLLMRequestQueue:
 
     async def start_over(self) -> None:
         """Restart the requests that have no token yet."""
-        if self._loading is not None and (tokenless := self._loading.asking.tokenless(list(self._runs))):
+        if self._loading is not None and (
+            tokenless := self._loading.asking.tokenless(list(self._runs))
+        ):
             for request_id in tokenless:
                 self._runs[request_id].again = True
             await self._loading.llm.abort(tokenless)
@@ -162,7 +166,8 @@ class VLLMRequestQueue:
             pause_s=self.pause_s,
         )
 
-    # --------------------------------------------------------------------------------------------- one request
+    # ---------------------------------------------------------------------------------------------
+    # one request
 
     def _admit(self) -> None:
         """End jobs past their deadline and start waiting ones."""
@@ -181,7 +186,9 @@ class VLLMRequestQueue:
                 self._spawn(self._drive(loading, self._runs[start.job.request_id]))
             if not before and self.scheduler.num_running:
                 self._busy_since = now
-            yielding = self.scheduler.preempt(now, lambda job: loading.asking.generated(job.request_id))
+            yielding = self.scheduler.preempt(
+                now, lambda job: loading.asking.generated(job.request_id)
+            )
             if yielding is not None:
                 self._end(self._runs[yielding.request_id], "abort")
         self._arm(now)
@@ -224,7 +231,9 @@ class VLLMRequestQueue:
 
         request = run.request
         prompt: list[int] = run.job.tokens.tolist()
-        fields = sampling_fields(request.sampling, len(prompt), self._max_context, loading.opened.end_ids)
+        fields = sampling_fields(
+            request.sampling, len(prompt), self._max_context, loading.opened.end_ids
+        )
         if request.sampling.guides:
             assert loading.opened.tokenizer is not None, "see reshaping.problem"
             grammar = GuideCompiler(loading.opened.tokenizer).grammar(request.sampling.guides)
@@ -233,18 +242,24 @@ class VLLMRequestQueue:
             fields["logprobs"] = run.tap.top_logprobs
         while True:
             run.again = False
-            tap, greedy = run.tap, request.sampling.temperature == 0
-            telling = None if tap is None else CompletionStream(tap, greedy=greedy, good=loading.good)
+            tap = run.tap
+            greedy = request.sampling.temperature == 0
+            telling = (
+                None if tap is None else CompletionStream(tap, greedy=greedy, good=loading.good)
+            )
             params = SamplingParams(**fields, **(final_only() if telling is None else as_deltas()))
             told = None if telling is None else telling.take
-            final = await loading.asking.ask(prompt, params, request.request_id, lambda: run.ended_by is not None, told)
+            final = await loading.asking.ask(
+                prompt, params, request.request_id, lambda: run.ended_by is not None, told
+            )
             if not run.again or run.ended_by is not None:
                 break
         completion = final.outputs[0] if telling is None else telling.whole(final.outputs[0])
         if run.ended_by is not None and not completion.token_ids:
             return GenerationOutput(finish_reason=run.ended_by)
         wrong = await loading.wrong_since(completion)
-        sampling, cached = request.sampling, final.num_cached_tokens
+        sampling = request.sampling
+        cached = final.num_cached_tokens
         output = output_of(completion, cached, sampling.temperature, wrong, is_reshaped(sampling))
         loading.poisoned |= output.error == NOT_FINITE
         self._hits += output.prefix_hit_tokens

@@ -1,9 +1,10 @@
 """Keeps a vLLM engine's weights in shared memory, written by the server and mapped by every worker.
 
-AsyncLLM has its model in separate processes, and vLLM would pickle tensors sent to them. Only a path and a table of
-names, dtypes, shapes and offsets are sent, as plain values in vLLM's own MessagePack. Every worker reads the same
-pages; a tensor-parallel one copies only its shard. The memory is a memfd: without a name in a file system it is not
-limited by a /dev/shm of 64 MiB, and nothing remains when processes are killed.
+AsyncLLM has its model in separate processes, and vLLM would pickle tensors sent to them. Only a
+path and a table of names, dtypes, shapes and offsets are sent, as plain values in vLLM's own
+MessagePack. Every worker reads the same pages; a tensor-parallel one copies only its shard. The
+memory is a memfd: without a name in a file system it is not limited by a /dev/shm of 64 MiB, and
+nothing remains when processes are killed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from broker.errors import UserError
 ALIGN_BYTES: Final = 64
 OWNER: Final = "RLEARNER_VLLM_OWNER"  # environment variable: process id of the workers' server
 
-Layout = list[tuple[str, str, list[int], int]]  # name, dtype without "torch.", shape, offset in bytes
+# name, dtype without "torch.", shape, offset in bytes
+Layout = list[tuple[str, str, list[int], int]]
 
 
 class SharedWeights:
@@ -39,12 +41,15 @@ class SharedWeights:
         self.layout: Layout = []
         offset = 0
         for name, tensor in tensors.items():
-            self.layout.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset))
+            self.layout.append(
+                (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset)
+            )
             offset += -(-tensor.nbytes // ALIGN_BYTES) * ALIGN_BYTES
         self.size_bytes = max(offset, ALIGN_BYTES)
         self._fd = os.memfd_create("rlearner-weights")
         try:
-            os.posix_fallocate(self._fd, 0, self.size_bytes)  # fail now, not with a SIGBUS at the first write
+            # fail now, not with a SIGBUS at the first write
+            os.posix_fallocate(self._fd, 0, self.size_bytes)
         except OSError as error:
             os.close(self._fd)
             need = f"{self.size_bytes / 2**30:.1f} GiB of the machine's memory for a copy of the weights"
@@ -58,7 +63,8 @@ class SharedWeights:
         """Copy new values in; names and shapes must fit."""
         for name, tensor in self.tensors.items():
             new = tensors[name]
-            if new.data_ptr() != tensor.data_ptr():  # a tensor that no adapter changes is the same one
+            # a tensor that no adapter changes is the same one
+            if new.data_ptr() != tensor.data_ptr():
                 tensor.copy_(new)
 
     def close(self) -> None:

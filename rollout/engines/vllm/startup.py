@@ -28,12 +28,14 @@ from rollout.engines.hf.model import end_tokens, fitting_context, load_model, on
 from rollout.engines.hf.weights import HeldWeights
 from rollout.engines.vllm.shared_weights import OWNER, SharedWeights
 
-SPARE_SEQUENCES: Final = 2  # in addition to generation: the probe of new weights, and one scoring request
+# in addition to generation: the probe of new weights, and one scoring request
+SPARE_SEQUENCES: Final = 2
 CPU_KV_CACHE_GIB: Final = 1.0
-# As on one GPU. On the CPU vLLM would use another process, and both spin while the other computes: they take two cores,
-# or slow each other to half speed.
+# As on one GPU. On the CPU vLLM would use another process, and both spin while the other computes:
+# they take two cores, or slow each other to half speed.
 IN_PROCESS: Final = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-CPU_BLOCK_TOKENS: Final = 32  # the prefix cache matches whole blocks; vLLM's 128 tokens match no short conversation
+# the prefix cache matches whole blocks; vLLM's 128 tokens match no short conversation
+CPU_BLOCK_TOKENS: Final = 32
 _CAUSE: Final = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception): .*\S", re.MULTILINE)
 _MEMORY: Final = re.compile(r"memory|KV cache|cache blocks", re.IGNORECASE)
 _LOWER: Final = (
@@ -67,11 +69,13 @@ class RunningVLLM:
 
     def close(self) -> None:
         """Stop vLLM's processes; blocks until they have exited."""
-        handler, self.llm.output_handler = self.llm.output_handler, None
+        handler = self.llm.output_handler
+        self.llm.output_handler = None
         if handler is not None:  # before the processes exit, which it would report as an error
             handler.get_loop().call_soon_threadsafe(handler.cancel)
         self.llm.shutdown()
-        self.llm.shutdown = lambda: None  # __del__ calls it again, with a traceback at interpreter exit
+        # __del__ calls it again, with a traceback at interpreter exit
+        self.llm.shutdown = lambda: None
         self.shared.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -88,7 +92,8 @@ def check_installed() -> None:
 
 
 def open_llm(config: EngineConfig) -> RunningVLLM:
-    """Load the model into shared memory, for names and updates, and into vLLM; blocks for about a minute.
+    """Load the model into shared memory, for names and updates, and into vLLM; blocks for about a
+    minute.
 
     Raises:
         UserError: if vLLM is missing, the model cannot be loaded, or a setting does not fit it.
@@ -113,7 +118,10 @@ def open_llm(config: EngineConfig) -> RunningVLLM:
         views = stored_views(model, {name: tensor.to("meta") for name, tensor in weights.items()})
         del model, weights
         _environment(config, folder, on_cpu=on_cpu)
-        llm = _open(engine_args(config, args, context, has_tokenizer=tokenizer is not None, on_cpu=on_cpu), folder)
+        llm = _open(
+            engine_args(config, args, context, has_tokenizer=tokenizer is not None, on_cpu=on_cpu),
+            folder,
+        )
         return RunningVLLM(llm, shared, views, vocab_size, ends, tokenizer, folder, text)
     except BaseException:
         if shared is not None:
@@ -121,7 +129,8 @@ def open_llm(config: EngineConfig) -> RunningVLLM:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     finally:
-        logging.setLogRecordFactory(records)  # vLLM's would add a field to every line of this process
+        # vLLM's would add a field to every line of this process
+        logging.setLogRecordFactory(records)
 
 
 def uses_cpu(config: EngineConfig, args: VLLMArgs) -> bool:
@@ -134,9 +143,13 @@ def uses_cpu(config: EngineConfig, args: VLLMArgs) -> bool:
 
     on_cpu = bool(current_platform.is_cpu())
     if on_cpu and config.device == "cuda":
-        raise UserError("GPUs are requested, but the installed vLLM is the CPU build; pip install 'rlearner[vllm]'")
+        raise UserError(
+            "GPUs are requested, but the installed vLLM is the CPU build; pip install 'rlearner[vllm]'"
+        )
     if on_cpu and args.quantization:
-        raise UserError(f"rollout.engine_args.quantization: {args.quantization!r} is not allowed on the CPU; use null")
+        raise UserError(
+            f"rollout.engine_args.quantization: {args.quantization!r} is not allowed on the CPU; use null"
+        )
     if on_cpu and config.shares_device:
         raise UserError("--share-gpus: vLLM does not free its memory on a CPU; use engine hf")
     return on_cpu
@@ -152,7 +165,9 @@ def check_heads(text_config: Any, tensor_parallel: int) -> None:
     if heads and heads % tensor_parallel:
         fitting = [n for n in range(1, heads + 1) if heads % n == 0]
         allowed = f"the model's {heads} attention heads divide by {', '.join(map(str, fitting))}"
-        raise UserError(f"rollout.engine_args.tensor_parallel: {tensor_parallel} is not allowed; {allowed}")
+        raise UserError(
+            f"rollout.engine_args.tensor_parallel: {tensor_parallel} is not allowed; {allowed}"
+        )
 
 
 def engine_args(
@@ -171,18 +186,22 @@ def engine_args(
         "max_model_len": context,
         "max_num_seqs": sequences,
         "max_num_batched_tokens": max(section.prefill_tokens, sequences, context if on_cpu else 0),
-        # vLLM 0.32 on the CPU crashes on chunked prefill of a seeded request ("CPU Generator does not use offset").
+        # vLLM 0.32 on the CPU crashes on chunked prefill of a seeded request ("CPU Generator does
+        # not use offset").
         "enable_chunked_prefill": not on_cpu,
         "enable_prefix_caching": section.prefix_cache,
         "tensor_parallel_size": args.tensor_parallel,
-        "distributed_executor_backend": IN_PROCESS if on_cpu and args.tensor_parallel == 1 else None,
+        "distributed_executor_backend": IN_PROCESS
+        if on_cpu and args.tensor_parallel == 1
+        else None,
         "gpu_memory_utilization": args.gpu_memory_utilization,
         "kv_cache_memory_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
         "block_size": CPU_BLOCK_TOKENS if on_cpu else None,
         "enforce_eager": on_cpu if args.enforce_eager is None else args.enforce_eager,
         "quantization": args.quantization,
         "enable_sleep_mode": config.shares_device,
-        "logprobs_mode": "processed_logprobs",  # of the sampling distribution, with temperature and filters
+        # of the sampling distribution, with temperature and filters
+        "logprobs_mode": "processed_logprobs",
         "max_logprobs": -1,  # up to the whole vocabulary
         "generation_config": "vllm",  # the model's folder must not change the sampling
         "disable_log_stats": True,
@@ -192,10 +211,17 @@ def engine_args(
 
 
 def _environment(config: EngineConfig, folder: Path, *, on_cpu: bool) -> None:
-    """Set vLLM's environment variables for this process and its workers, except those that the user has set."""
+    """Set vLLM's environment variables for this process and its workers, except those that the user
+    has set.
+    """
     # Forking a process with threads may hang, so vLLM's processes are spawned.
-    defaults = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    # its workers are on this host; by default it would listen at the address that reaches the Internet
+    defaults = {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    # its workers are on this host; by default it would listen at the address that reaches the
+    # Internet
     defaults |= {"VLLM_HOST_IP": "127.0.0.1", "VLLM_LOOPBACK_IP": "127.0.0.1"}
     if on_cpu:
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -204,14 +230,18 @@ def _environment(config: EngineConfig, folder: Path, *, on_cpu: bool) -> None:
     os.environ[OWNER] = str(os.getpid())
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    if "VLLM_LOGGING_CONFIG_PATH" not in os.environ or not os.path.exists(os.environ["VLLM_LOGGING_CONFIG_PATH"]):
+    if "VLLM_LOGGING_CONFIG_PATH" not in os.environ or not os.path.exists(
+        os.environ["VLLM_LOGGING_CONFIG_PATH"]
+    ):
         path = folder / "logging.json"
         path.write_text(json.dumps(_logging(folder / "errors.log")))
         os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(path)
 
 
 def _logging(errors: Path) -> dict[str, Any]:
-    """Return a logging configuration: warnings to stderr, errors also to a file, to find why a start failed."""
+    """Return a logging configuration: warnings to stderr, errors also to a file, to find why a
+    start failed.
+    """
     plain = {"format": "%(asctime)s %(levelname)s vllm %(processName)s %(message)s"}
     level = os.environ["VLLM_LOGGING_LEVEL"]
     to_file = {"formatter": "bare", "level": "ERROR", "filename": str(errors), "delay": True}
@@ -242,17 +272,32 @@ def _open(fields: Mapping[str, Any], folder: Path) -> Any:
 
     try:
         # as in engine hf
-        own: dict[str, Any] = {"structured_outputs_config": StructuredOutputsConfig(backend="guidance")}
-        own |= {"worker_extension_cls": EXTENSION, "weight_transfer_config": WeightTransferConfig(backend=BACKEND)}
+        own: dict[str, Any] = {
+            "structured_outputs_config": StructuredOutputsConfig(backend="guidance")
+        }
+        own |= {
+            "worker_extension_cls": EXTENSION,
+            "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        }
         arguments = AsyncEngineArgs(**(own | dict(fields)))
         return AsyncLLM.from_engine_args(arguments)
-    except (ValueError, TypeError, RuntimeError, OSError, KeyError, AssertionError, NotImplementedError) as error:
+    except (
+        ValueError,
+        TypeError,
+        RuntimeError,
+        OSError,
+        KeyError,
+        AssertionError,
+        NotImplementedError,
+    ) as error:
         why = startup_error(str(error), folder / "errors.log")
         raise UserError(f"engine vllm does not start with {fields['model']!r}: {why}") from error
 
 
 def startup_error(said: str, errors: Path) -> str:
-    """Return in one line why vLLM did not start: the first error in its processes' log, else the one raised here."""
+    """Return in one line why vLLM did not start: the first error in its processes' log, else the
+    one raised here.
+    """
     logged = _CAUSE.search(errors.read_text(errors="replace")) if errors.is_file() else None
     found = logged[0].strip() if logged else one_line(ValueError(_pydantic(said)))
     found = found if len(found) <= 400 else found[:400] + " …"
@@ -260,6 +305,8 @@ def startup_error(said: str, errors: Path) -> str:
 
 
 def _pydantic(said: str) -> str:
-    """Return the message of a pydantic validation error: the text after 'Value error', else all of it."""
+    """Return the message of a pydantic validation error: the text after 'Value error', else all of
+    it.
+    """
     match = re.search(r"Value error, (.+?)(?: \[type=|$)", said, re.MULTILINE)
     return match[1] if match else said

@@ -27,17 +27,22 @@ class VLLMWeightLoader:
     """
 
     def __init__(self, opened: RunningVLLM) -> None:
-        self.opened, self.llm, self.asking = opened, opened.llm, LLMClient(opened.llm)
+        self.opened = opened
+        self.llm = opened.llm
+        self.asking = LLMClient(opened.llm)
         self.poisoned = False
         self._serial = 0  # of the current load
-        self._verdict: tuple[int, asyncio.Future[bool]] | None = None  # whether the weights of that load may be served
+        # whether the weights of that load may be served
+        self._verdict: tuple[int, asyncio.Future[bool]] | None = None
         self._wrong: set[int] = set()  # loads whose weights may not
 
     async def prove(self, config: EngineConfig) -> None:
-        """Load the initial weights once the way updates do, and check that the logprobs do not change.
+        """Load the initial weights once the way updates do, and check that the logprobs do not
+        change.
 
         Raises:
-            UserError: if vLLM cannot load this model's weights by name, or computes something else from them.
+            UserError: if vLLM cannot load this model's weights by name, or computes something else
+                from them.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
@@ -51,7 +56,9 @@ class VLLMWeightLoader:
             after = await self.asking.logprobs(self.opened.text)
         except Exception as error:  # any error of a worker arrives as one
             why = first_line(error)
-            raise UserError(f"engine vllm cannot take new weights of {config.model_path!r}: {why}") from error
+            raise UserError(
+                f"engine vllm cannot take new weights of {config.model_path!r}: {why}"
+            ) from error
         spread = float(np.abs(before - after).max()) if len(before) else 0.0
         if not spread <= _SPREAD[config.dtype]:
             why = f"after loading the same weights again, logprobs differ by {spread:.2g}"
@@ -63,27 +70,40 @@ class VLLMWeightLoader:
         await self.llm.update_weight_version(version_label(self._serial, version))
 
     async def load(
-        self, version: int, mode: UpdateMode, start_over: Callable[[], Awaitable[None]], *, received: bool = False
+        self,
+        version: int,
+        mode: UpdateMode,
+        start_over: Callable[[], Awaitable[None]],
+        *,
+        received: bool = False,
     ) -> float:
-        """Load new weights between two tokens and return the seconds of pause. Later tokens wait for ``judge``.
+        """Load new weights between two tokens and return the seconds of pause. Later tokens wait
+        for ``judge``.
 
         Args:
-            received: take them from the transfer that the workers have begun, not from shared memory.
-            start_over: with ``keep``, restarts requests that have no token yet, which might reuse old blocks.
+            received: take them from the transfer that the workers have begun, not from shared
+                memory.
+            start_over: with ``keep``, restarts requests that have no token yet, which might reuse
+                old blocks.
         """
         core = self.llm.engine_core
         began = time.perf_counter()
-        # pause_generation would sleep another 20 ms. Clearing the cache makes running requests recompute their KV.
+        # pause_generation would sleep another 20 ms. Clearing the cache makes running requests
+        # recompute their KV.
         mode = "abort" if self.poisoned else mode
-        await core.pause_scheduler_async(mode="abort" if mode == "abort" else "keep", clear_cache=mode != "keep")
+        await core.pause_scheduler_async(
+            mode="abort" if mode == "abort" else "keep", clear_cache=mode != "keep"
+        )
         try:
             if self.poisoned:
                 await self.llm.collective_rpc("wipe_kv_cache")
                 self.poisoned = False
             self._verdict = (self._serial + 1, asyncio.get_running_loop().create_future())
-            await self.note(version)  # before the workers load: a failure halfway leaves unknown weights
+            # before the workers load: a failure halfway leaves unknown weights
+            await self.note(version)
             await reload_weights(self.llm, received=received)
-            if mode == "keep":  # the cache cannot be cleared while requests hold blocks; a new salt hides them
+            # the cache cannot be cleared while requests hold blocks; a new salt hides them
+            if mode == "keep":
                 self.asking.salt += 1
                 await start_over()
         finally:
@@ -113,7 +133,9 @@ class VLLMWeightLoader:
 
 
 async def reload_weights(llm: Any, *, received: bool = False) -> None:
-    """Make all workers load the weights in shared memory, or those of the transfer that they have begun."""
+    """Make all workers load the weights in shared memory, or those of the transfer that they have
+    begun.
+    """
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
     await llm.start_weight_update()

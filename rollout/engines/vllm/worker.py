@@ -1,4 +1,5 @@
-"""vLLM worker extension: a backend of its weight-transfer API, over shared memory or the learner's transfer.
+"""vLLM worker extension: a backend of its weight-transfer API, over shared memory or the learner's
+transfer.
 
 vLLM imports this module in every worker before it creates the model.
 """
@@ -16,7 +17,11 @@ from typing import Any, Final
 
 import torch
 from vllm import _custom_ops as ops
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.platforms import current_platform
@@ -40,7 +45,9 @@ class WorkerExtension:
     device: torch.device
 
     def begin_transfer(self, text: str) -> None:
-        """Start to receive a ``WorkerTransfer`` next to generation; loaded by an update with ``received``."""
+        """Start to receive a ``WorkerTransfer`` next to generation; loaded by an update with
+        ``received``.
+        """
         engine = self.weight_transfer_engine
         if engine.receiver is None:
             parallel = self.vllm_config.parallel_config
@@ -59,7 +66,9 @@ class WorkerExtension:
         return found
 
     def wipe_kv_cache(self) -> None:
-        """Zero the KV cache: a NaN in a block persists, because attention multiplies masked values by zero."""
+        """Zero the KV cache: a NaN in a block persists, because attention multiplies masked values
+        by zero.
+        """
         for cache in self.model_runner.kv_caches:
             for tensor in cache if isinstance(cache, (list, tuple)) else [cache]:
                 tensor.zero_()
@@ -67,7 +76,9 @@ class WorkerExtension:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Location of the weights, see ``SharedWeights``, and how vLLM reads them, see ``stored_views``."""
+    """Location of the weights, see ``SharedWeights``, and how vLLM reads them, see
+    ``stored_views``.
+    """
 
     path: str
     size_bytes: int
@@ -77,7 +88,9 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Where the weights are: in shared memory, or in the transfer that ``begin_transfer`` has begun."""
+    """Where the weights are: in shared memory, or in the transfer that ``begin_transfer`` has
+    begun.
+    """
 
     received: bool = False
 
@@ -150,7 +163,9 @@ class LearnerWeightsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
 
 
 def _end_with(pid: int) -> None:
-    """Kill this worker, and with it vLLM's other processes, once the server has exited; they would keep its memory."""
+    """Kill this worker, and with it vLLM's other processes, once the server has exited; they would
+    keep its memory.
+    """
     try:
         owner = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -166,9 +181,9 @@ def _end_with(pid: int) -> None:
 class PackedLinear:
     """Multiplies by a packed copy of a layer's weight, on the CPU.
 
-    vLLM's own kernel packs once and drops the original, so that an update would fail or, with tied embeddings, silently
-    keep the old output layer. Here an update only has to call ``forget``. Without packing, a product takes up to twice
-    as long (AVX-512, float32).
+    vLLM's own kernel packs once and drops the original, so that an update would fail or, with tied
+    embeddings, silently keep the old output layer. Here an update only has to call ``forget``.
+    Without packing, a product takes up to twice as long (AVX-512, float32).
     """
 
     def __init__(self) -> None:
@@ -178,7 +193,9 @@ class PackedLinear:
         """Pack the weight again before its next use."""
         self._handler = None
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         if self._handler is None:
             self._handler = ops.create_onednn_mm(weight.t(), KEPT_SHAPES)
         product: torch.Tensor = ops.onednn_mm(self._handler, x, bias)
@@ -191,7 +208,8 @@ def _updatable_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
     layer.cpu_linear = PackedLinear() if packs else torch.nn.functional.linear  # type: ignore[assignment]
 
 
-if os.environ.get(OWNER, str(os.getpid())) != str(os.getpid()):  # at import: the server may exit while vLLM starts
+# at import: the server may exit while vLLM starts
+if os.environ.get(OWNER, str(os.getpid())) != str(os.getpid()):
     _end_with(int(os.environ[OWNER]))
 if current_platform.is_cpu():
     layer_utils.dispatch_cpu_unquantized_gemm = _updatable_linear

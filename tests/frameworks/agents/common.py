@@ -11,8 +11,12 @@ QUESTION = f"Is {TASK['task_index']} even? Say yes or no."
 
 
 def done(said: object, **metrics: float) -> None:
-    """Print the reward of what was said: something that differs from answer to answer, so that there is something to
-    train on.
+    """Print the reward of what was said: something that differs from answer to answer, so that
+    there is something to train on.
     """
     text = str(said)
-    print(json.dumps({"reward": (sum(map(ord, text)) % 17) / 16, "response": text[:1000], "metrics": metrics}))
+    print(
+        json.dumps(
+            {"reward": (sum(map(ord, text)) % 17) / 16, "response": text[:1000], "metrics": metrics}
+        )
+    )

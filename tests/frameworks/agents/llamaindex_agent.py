@@ -1,4 +1,6 @@
-"""LlamaIndex: a chat and a streamed one. It knows models by OpenAI's names alone, so it gets one of those."""
+"""LlamaIndex: a chat and a streamed one. It knows models by OpenAI's names alone, so it gets one of
+those.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,11 @@ from common import QUESTION, done
 from llama_index.core.llms import ChatMessage
 from llama_index.llms.openai import OpenAI
 
-llm = OpenAI(model="gpt-4o-mini", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
+llm = OpenAI(
+    model="gpt-4o-mini",
+    api_base=os.environ["OPENAI_BASE_URL"],
+    api_key=os.environ["OPENAI_API_KEY"],
+)
 chat = [ChatMessage(role="user", content=QUESTION)]
 words = llm.chat(chat)
 chat += [words.message, ChatMessage(role="user", content="Again.")]

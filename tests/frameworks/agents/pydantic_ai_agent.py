@@ -1,4 +1,6 @@
-"""Pydantic AI: typed output by its default (a tool), by the model's own JSON, and plain text with a tool at hand."""
+"""Pydantic AI: typed output by its default (a tool), by the model's own JSON, and plain text with a
+tool at hand.
+"""
 
 from __future__ import annotations
 

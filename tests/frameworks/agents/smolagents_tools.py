@@ -19,6 +19,8 @@ def note(word: str) -> str:
 
 
 model = OpenAIServerModel(
-    os.environ["OPENAI_MODEL"], api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"]
+    os.environ["OPENAI_MODEL"],
+    api_base=os.environ["OPENAI_BASE_URL"],
+    api_key=os.environ["OPENAI_API_KEY"],
 )
 done(ToolCallingAgent(tools=[note], model=model, max_steps=2, verbosity_level=0).run(QUESTION))

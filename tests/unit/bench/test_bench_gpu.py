@@ -1,4 +1,6 @@
-"""bench/gpu without a GPU: its formulas, the model that it makes, what it says here; and one script on a CPU."""
+"""bench/gpu without a GPU: its formulas, the model that it makes, what it says here; and one script
+on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,14 @@ from broker.errors import UserError
 from broker.settings import runspec
 from rlearner_text.tokenizer import Tokenizer
 
-SMALL = common.ModelShape(hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=32, positions=64)
+SMALL = common.ModelShape(
+    hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=32, positions=64
+)
 
 
 def test_parameters_by_hand_and_by_the_model() -> None:
-    # a block: q and o 2 x 8 x 8, k and v 2 x 8 x 4, norms of q and k 2 x 4, mlp 3 x 8 x 16, two norms of 8; then the
-    # last norm
+    # a block: q and o 2 x 8 x 8, k and v 2 x 8 x 4, norms of q and k 2 x 4, mlp 3 x 8 x 16, two
+    # norms of 8; then the last norm
     assert common.num_parameters(SMALL) == (2 * (128 + 64 + 8 + 384 + 16) + 8, 256)
     assert sum(common.num_parameters(common.HALF_BILLION)) == 596_049_920  # Qwen3-0.6B's own count
     tensors = weights.tensors_of(SMALL, "meta")
@@ -34,8 +38,12 @@ def test_mfu_by_hand() -> None:
     assert common.train_flops_per_token(SMALL, 10, causal=True) == 8784 + 960
     assert common.mfu(tokens_per_s=1e6, flops_per_token=3e9, peak_flops=1e16) == pytest.approx(0.3)
     assert common.mfu(1e6, 3e9, None) is None
-    # PaLM's example of 540 billion is not ours to repeat; Qwen3-0.6B at 2048 tokens: 6 x 596 M + 12 x 28 x 2048 x 2048
-    assert common.train_flops_per_token(common.HALF_BILLION, 2048) == 6 * 596_049_920 + 12 * 28 * 2048 * 2048
+    # PaLM's example of 540 billion is not ours to repeat; Qwen3-0.6B at 2048 tokens: 6 x 596 M + 12
+    # x 28 x 2048 x 2048
+    assert (
+        common.train_flops_per_token(common.HALF_BILLION, 2048)
+        == 6 * 596_049_920 + 12 * 28 * 2048 * 2048
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,7 +60,11 @@ def test_the_model_that_is_made(tmp_path: Path) -> None:
     tensors = load_file(f"{path}/model.safetensors")
     assert sum(tensor.numel() for tensor in tensors.values()) == sum(common.num_parameters(SMALL))
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    assert (model.config.vocab_size, model.config.tie_word_embeddings, model.config.max_position_embeddings) == (
+    assert (
+        model.config.vocab_size,
+        model.config.tie_word_embeddings,
+        model.config.max_position_embeddings,
+    ) == (
         32,
         True,
         64,
@@ -87,7 +99,8 @@ def test_a_check_that_fails_is_named(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_requests_are_the_same_for_the_same_seed() -> None:
     one, other = (
-        load.make_requests(5, 100, prompt=(4, 9), output=(2, 3), temperature=1.0, name=name) for name in ("a", "b")
+        load.make_requests(5, 100, prompt=(4, 9), output=(2, 3), temperature=1.0, name=name)
+        for name in ("a", "b")
     )
     assert [r.token_ids for r in one] == [r.token_ids for r in other]
     assert [r.sampling for r in one] == [r.sampling for r in other]
@@ -103,19 +116,38 @@ def test_identical_tokens_count_up_to_the_first_difference() -> None:
 @pytest.mark.parametrize("tiny", [True, False])
 def test_the_run_is_one_that_can_be_started(tiny: bool) -> None:
     options = argparse.Namespace(
-        device="cpu", tiny=tiny, engine="hf", engine_args={}, steps=None, weights=None, overrides=["train.steps=7"]
+        device="cpu",
+        tiny=tiny,
+        engine="hf",
+        engine_args={},
+        steps=None,
+        weights=None,
+        overrides=["train.steps=7"],
     )
-    config = runspec.validate(runspec.load("configs/quickstart.yaml", run.settings(options, "/tmp")))
-    assert (config["train"]["steps"], config["model"]["tiny"]["num_layers"]) == (7, run.shape_of(options).layers)
+    config = runspec.validate(
+        runspec.load("configs/quickstart.yaml", run.settings(options, "/tmp"))
+    )
+    assert (config["train"]["steps"], config["model"]["tiny"]["num_layers"]) == (
+        7,
+        run.shape_of(options).layers,
+    )
     blocks, embedding = common.num_parameters(run.shape_of(options))
     assert (0.44e9 < blocks + embedding < 0.45e9) != tiny
 
 
 def test_a_run_whose_weights_go_by_cuda_ipc_is_asked_for() -> None:
     options = argparse.Namespace(
-        device="cuda", tiny=False, engine="hf", engine_args={}, steps=None, weights="ipc", overrides=[]
+        device="cuda",
+        tiny=False,
+        engine="hf",
+        engine_args={},
+        steps=None,
+        weights="ipc",
+        overrides=[],
     )
-    config = runspec.validate(runspec.load("configs/quickstart.yaml", run.settings(options, "/tmp")))
+    config = runspec.validate(
+        runspec.load("configs/quickstart.yaml", run.settings(options, "/tmp"))
+    )
     assert config["train"]["weights_backend"] == "ipc"
 
 
@@ -132,13 +164,21 @@ def test_the_learner_script_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None
     words = ["--device", "cpu", "--tiny", "--tokens", "128", "--lengths", "64,32", "--repeats", "1"]
     assert learner.main(words) == 0
     first, second, last = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (last["tokens_per_step"], last["tokens_per_step_32"], last["mfu"], last["failed"]) == (126, 124, None, [])
+    assert (last["tokens_per_step"], last["tokens_per_step_32"], last["mfu"], last["failed"]) == (
+        126,
+        124,
+        None,
+        [],
+    )
     assert last["tokens_per_s"] > 0
     assert "tokens_per_step_32" not in first
-    assert second.items() <= last.items()  # each length's figures are there as soon as they are measured
+    # each length's figures are there as soon as they are measured
+    assert second.items() <= last.items()
 
 
-def test_the_checks_script_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checks_script_on_a_cpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert checks.main(["--device", "cpu", "--tiny", "--only", "gradient_p"]) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (last["held"], last["checks"]) == (1, {"gradient_plain": True})
@@ -149,4 +189,7 @@ def test_the_checks_script_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypa
     monkeypatch.setattr(checks, "_same_fp8", lambda device: 1 / 0)
     assert checks.main(["--device", "cpu", "--tiny", "--only", "fp8"]) == 1
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (last["failed"], last["errors"]) == (["fp8"], {"fp8": "ZeroDivisionError: division by zero"})
+    assert (last["failed"], last["errors"]) == (
+        ["fp8"],
+        {"fp8": "ZeroDivisionError: division by zero"},
+    )

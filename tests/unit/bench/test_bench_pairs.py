@@ -21,7 +21,8 @@ def test_the_interval_holds_the_median_with_95_percent() -> None:
 def test_what_a_second_lacks_of_its_neighbours_is_a_share_of_all() -> None:
     assert by_second([90.0, 100.0, 80.0, 100.0, 50.0], 2) == pytest.approx([0.05, 0.1])
     assert by_second([70.0, 90.0, 110.0], 3) == pytest.approx([0.1])
-    assert by_second([0.0, 0.0, 90.0, 100.0], 2) == pytest.approx([0.05])  # a second without any says nothing
+    # a second without any says nothing
+    assert by_second([0.0, 0.0, 90.0, 100.0], 2) == pytest.approx([0.05])
 
 
 def test_own_work_is_not_that_of_others() -> None:
@@ -37,5 +38,7 @@ def test_own_work_is_not_that_of_others() -> None:
 def test_a_bench_measures_the_engines_that_are_installed(
     there: bool, engines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bench.engine.find_spec", lambda name: object() if there and name == "vllm" else None)
+    monkeypatch.setattr(
+        "bench.engine.find_spec", lambda name: object() if there and name == "vllm" else None
+    )
     assert measurable() == engines

@@ -26,13 +26,19 @@ LLAMA = next(each for each in ARCHITECTURES if each.name == "llama")
 
 
 def test_document_is_up_to_date() -> None:
-    assert docs.TARGET.read_text(encoding="utf-8") == docs.render(), "run `python -m bench.families.docs`"
+    assert docs.TARGET.read_text(encoding="utf-8") == docs.render(), (
+        "run `python -m bench.families.docs`"
+    )
 
 
 def test_every_architecture_has_a_row() -> None:
     rows = read_matrix().families
-    assert [row.name for row in rows] == [each.name for each in ARCHITECTURES], "run `python -m bench.families --write`"
-    assert {tuple(cell for cell in row.cells if cell != vllm.COLUMN) for row in rows} == {tuple(CELLS)}
+    assert [row.name for row in rows] == [each.name for each in ARCHITECTURES], (
+        "run `python -m bench.families --write`"
+    )
+    assert {tuple(cell for cell in row.cells if cell != vllm.COLUMN) for row in rows} == {
+        tuple(CELLS)
+    }
     assert [dict(row.when) for row in rows] == [dict(each.when) for each in ARCHITECTURES]
 
 
@@ -40,14 +46,23 @@ def test_every_architecture_has_a_row() -> None:
 def test_few_families_run() -> None:
     """A window, experts, and one that engine hf cannot run."""
     command = [sys.executable, "-m", "bench.families", "mistral", "qwen3_moe", "gptj"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=Path(docs.__file__).parents[2], check=False)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, cwd=Path(docs.__file__).parents[2], check=False
+    )
     found = json.loads(done.stdout.splitlines()[-1])
-    assert (found["families"], found["wrong"], found["refused_late"], found["needless"]) == (3, 0, 0, 0), done.stdout
+    assert (found["families"], found["wrong"], found["refused_late"], found["needless"]) == (
+        3,
+        0,
+        0,
+        0,
+    ), done.stdout
     assert found["missing"] == 0
     assert done.returncode == 0
 
 
-def _verdict(cell: str, outcome: str = "works", reason: str = "", dtype: str = "float32") -> Verdict:
+def _verdict(
+    cell: str, outcome: str = "works", reason: str = "", dtype: str = "float32"
+) -> Verdict:
     return Verdict("llama", dtype, cell, outcome, reason)  # type: ignore[arg-type]
 
 
@@ -70,21 +85,35 @@ def test_refusal_counts_only_with_its_reason() -> None:
     late, said = Summary(), Summary()
     late.judge(row, verdicts, _answers(2, "model.path: something else"))
     said.judge(
-        row, verdicts, {**_answers(2, "rollout.engine: no slots"), "sft": Answer(0, ""), "sft packed": Answer(0, "")}
+        row,
+        verdicts,
+        {
+            **_answers(2, "rollout.engine: no slots"),
+            "sft": Answer(0, ""),
+            "sft packed": Answer(0, ""),
+        },
     )
-    assert [line.split(":")[0] for line in late.refused_late] == ["llama, run", "llama, run with lora", "llama, plan"]
+    assert [line.split(":")[0] for line in late.refused_late] == [
+        "llama, run",
+        "llama, run with lora",
+        "llama, plan",
+    ]
     assert len(late.needless) == 2
     assert said == Summary()
 
 
 def test_rows_that_were_not_run_stay() -> None:
-    before = Matrix("5.0", [row_of(LLAMA, [_verdict("plan", "broken", "x")]), row_of(ARCHITECTURES[1], [])])
+    before = Matrix(
+        "5.0", [row_of(LLAMA, [_verdict("plan", "broken", "x")]), row_of(ARCHITECTURES[1], [])]
+    )
     after = matrix_of([row_of(LLAMA, [])], before)
     assert [row.name for row in after.families] == ["llama", ARCHITECTURES[1].name]
     assert after.families[0].cells["plan"] == "works"
 
 
-def test_column_of_vllm_stays_when_the_others_are_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_column_of_vllm_stays_when_the_others_are_run_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     other = row_of(ARCHITECTURES[1], [])
     file = tmp_path / "families.json"
     file.write_bytes(msgspec.json.encode(Matrix("5.0", [row_of(LLAMA, []), other])))
@@ -121,7 +150,9 @@ def test_crash_costs_one_cell() -> None:
 
     jobs = [Job(name, ["first", "deadly", "last"]) for name in ("a", "b")]
     crash = lambda job, cell, reason: {"cell": cell, "text": job.subject, "reason": reason}  # noqa: E731
-    found = sorted(run_jobs(jobs, run, crash, 2), key=lambda answer: (answer["text"], answer["cell"]))
+    found = sorted(
+        run_jobs(jobs, run, crash, 2), key=lambda answer: (answer["text"], answer["cell"])
+    )
     assert [(each["text"], each["cell"], each.get("reason")) for each in found] == [
         (name, cell, "its process ended with signal 9" if cell == "deadly" else None)
         for name in ("a", "b")

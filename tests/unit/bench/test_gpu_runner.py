@@ -1,4 +1,6 @@
-"""``python -m bench.gpu``: order, limits, resuming, failing steps, its last line and the table; with made-up steps."""
+"""``python -m bench.gpu``: order, limits, resuming, failing steps, its last line and the table;
+with made-up steps.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ sys.exit(name == "unchecked")
 
 @pytest.fixture
 def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file with the names of the steps that started; the module ``gpu_step`` can be imported by them."""
+    """A file with the names of the steps that started; the module ``gpu_step`` can be imported by
+    them.
+    """
     (tmp_path / "gpu_step.py").write_text(SCRIPT)
     path = tmp_path / "ran"
     path.write_text("")
@@ -59,7 +63,17 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def step(name: str, least_s: float = 1, limit_s: float = 30, **more: Any) -> Step:
-    return Step(name, f"shows {name}", "gpu_step", (name,), least_s, limit_s, ("speed",), cpu=(name,), **more)
+    return Step(
+        name,
+        f"shows {name}",
+        "gpu_step",
+        (name,),
+        least_s,
+        limit_s,
+        ("speed",),
+        cpu=(name,),
+        **more,
+    )
 
 
 def started(ran: Path) -> list[str]:
@@ -69,13 +83,22 @@ def started(ran: Path) -> list[str]:
 def test_the_order_begins_with_what_everything_else_needs() -> None:
     names = [step.name for step in STEPS]
     assert names[:3] == ["driver", "weights", "ipc"]
-    assert names.index("learner") < names.index("engine-hf") < names.index("quickstart") < names.index("shared")
+    assert (
+        names.index("learner")
+        < names.index("engine-hf")
+        < names.index("quickstart")
+        < names.index("shared")
+    )
     assert [step.name for step in STEPS if step.gpus == 2] == ["launch"]
     assert all(step.least_s < step.limit_s for step in STEPS)
 
 
 def test_all_steps_of_one_gpu_without_vllm_have_time_in_eight_minutes() -> None:
-    alone = [step for step in STEPS if step.gpus == 1 and not step.packages and step.name not in ("run", "real")]
+    alone = [
+        step
+        for step in STEPS
+        if step.gpus == 1 and not step.packages and step.name not in ("run", "real")
+    ]
     assert sum(step.least_s for step in alone) <= 8 * 60
 
 
@@ -96,11 +119,18 @@ def test_reasons_to_leave_a_step_out() -> None:
         return name in ("gpu_step", "there")
 
     assert why_left_out(step("a", packages=("there",)), ONE, 60, installed) == ""
-    assert why_left_out(step("a", packages=("vllm",)), ONE, 60, installed) == "vllm is not installed"
+    assert (
+        why_left_out(step("a", packages=("vllm",)), ONE, 60, installed) == "vllm is not installed"
+    )
     assert why_left_out(step("a", gpus=2), ONE, 60, installed) == "it needs 2 GPUs, and there is 1"
     assert why_left_out(step("a", gpus=2), TWO, 60, installed) == ""
-    assert why_left_out(step("a", 61), ONE, 60, installed).startswith("it takes 61 s, and 60 s are left")
-    assert why_left_out(step("a", files=("/no/such.gguf",)), ONE, 60, installed) == "there is no /no/such.gguf"
+    assert why_left_out(step("a", 61), ONE, 60, installed).startswith(
+        "it takes 61 s, and 60 s are left"
+    )
+    assert (
+        why_left_out(step("a", files=("/no/such.gguf",)), ONE, 60, installed)
+        == "there is no /no/such.gguf"
+    )
     assert why_left_out(step("a", files=(__file__,)), ONE, 60, installed) == ""
     assert why_left_out(step("a"), ONE, 60, lambda _: False) == "gpu_step is not in this version"
 
@@ -113,7 +143,13 @@ def test_steps_by_name() -> None:
 
 def test_a_failing_step_does_not_stop_the_rest(ran: Path, tmp_path: Path) -> None:
     state, out = State(), tmp_path / "out.json"
-    steps = [step("first"), step("broken"), step("unchecked"), step("slow", limit_s=1), step("last")]
+    steps = [
+        step("first"),
+        step("broken"),
+        step("unchecked"),
+        step("slow", limit_s=1),
+        step("last"),
+    ]
     steps.append(step("late", 1000, 1001))
     run_steps(steps, ONE, state, out, total_s=200, say=lambda _: None)
     assert started(ran) == ["first", "broken", "unchecked", "slow", "last"]
@@ -141,7 +177,9 @@ def test_what_ran_is_not_repeated_unless_asked(ran: Path, tmp_path: Path) -> Non
 
 def test_time_of_earlier_calls_counts(ran: Path, tmp_path: Path) -> None:
     state = State(steps={"before": Outcome("passed", 80.0)})
-    run_steps([step("first", 30)], ONE, state, tmp_path / "out.json", total_s=100, say=lambda _: None)
+    run_steps(
+        [step("first", 30)], ONE, state, tmp_path / "out.json", total_s=100, say=lambda _: None
+    )
     assert state.steps["first"].state == "left out"
     assert started(ran) == []
 
@@ -188,7 +226,11 @@ def test_the_command_writes_its_line_and_the_table(
     words = ["--cpu", "--out", str(tmp_path / "out.json"), "--docs", str(page)]
     assert command.main(words, steps) == 1
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (line["device"], line["passed"], line["failed"]) == ("2 x cpu", ["driver", "fast"], ["broken"])
+    assert (line["device"], line["passed"], line["failed"]) == (
+        "2 x cpu",
+        ["driver", "fast"],
+        ["broken"],
+    )
     assert line["figures"]["fast"] == {"speed": 1234.5}
     assert MODELS not in os.environ  # only the steps share models
     text = page.read_text()
@@ -197,11 +239,14 @@ def test_the_command_writes_its_line_and_the_table(
     assert "| fast | passed" in text
     assert "| speed 1,234 |" in text or "| speed 1,235 |" in text
     assert "| broken | failed: exit code 1: it is broken |  |" in text
-    assert command.main([*words, "--only", "fast"], steps) == 1  # the failure of before is still there
+    # the failure of before is still there
+    assert command.main([*words, "--only", "fast"], steps) == 1
     assert started(ran) == ["driver", "fast", "broken", "driver"]
 
 
-def test_outcomes_of_other_devices_are_not_mixed(ran: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_outcomes_of_other_devices_are_not_mixed(
+    ran: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out.json"
     out.write_text(json.dumps({"device": "1 x NVIDIA H100", "steps": {}}))
     assert command.main(["--cpu", "--out", str(out)], [step("driver")]) == 2
@@ -237,7 +282,9 @@ def test_a_gpu_that_cannot_be_measured_gets_one_line(
     assert capsys.readouterr() == ("", f"error: {error}\n")
 
 
-def test_a_busy_gpu_is_measured_if_asked(ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_gpu_is_measured_if_asked(
+    ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(command, "find_gpus", lambda: ([replace(GPU, used_mib=20_000)], ""))
     monkeypatch.setattr(command, "find_torch", lambda: CUDA)
     words = ["--busy", "--out", str(tmp_path / "out.json"), "--docs", str(tmp_path / "none.md")]
@@ -247,7 +294,9 @@ def test_a_busy_gpu_is_measured_if_asked(ran: Path, tmp_path: Path, monkeypatch:
 
 def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--cpu", "--out", "/no/such/out.json"]) == 2
-    assert capsys.readouterr().err == "error: --out /no/such/out.json: there is no folder /no/such\n"
+    assert (
+        capsys.readouterr().err == "error: --out /no/such/out.json: there is no folder /no/such\n"
+    )
 
 
 def test_figures_of_a_step_that_was_ended_are_kept(ran: Path, tmp_path: Path) -> None:
@@ -257,13 +306,18 @@ def test_figures_of_a_step_that_was_ended_are_kept(ran: Path, tmp_path: Path) ->
     partial_step = Step("partial", "", "gpu_partial", (), 1, 2, ("speed",))
     state = State()
     run_steps([partial_step], ONE, state, tmp_path / "out.json", total_s=100, say=lambda _: None)
-    assert (state.steps["partial"].state, state.steps["partial"].result) == ("timed out", {"speed": 7.0})
+    assert (state.steps["partial"].state, state.steps["partial"].result) == (
+        "timed out",
+        {"speed": 7.0},
+    )
 
 
 def test_a_step_gets_the_time_that_is_left(ran: Path, tmp_path: Path) -> None:
     state = State(steps={"earlier": Outcome("passed", 80.0)})
     began = time.monotonic()
-    run_steps([step("slow", 2, 90)], ONE, state, tmp_path / "out.json", total_s=92, say=lambda _: None)
+    run_steps(
+        [step("slow", 2, 90)], ONE, state, tmp_path / "out.json", total_s=92, say=lambda _: None
+    )
     assert state.steps["slow"].reason == "it did not end within 2 s"
     assert time.monotonic() - began < 30
 
@@ -278,9 +332,16 @@ def test_the_page_has_the_markers_and_every_step() -> None:
 
 def test_cells_of_the_table() -> None:
     state = State(
-        "1 x A", {"a": Outcome("passed", 61.4, result={"speed": 0.123456}), "b": Outcome("failed", 3, "x | y")}
+        "1 x A",
+        {
+            "a": Outcome("passed", 61.4, result={"speed": 0.123456}),
+            "b": Outcome("failed", 3, "x | y"),
+        },
     )
-    mixed = State("1 x A", {"a": Outcome("passed", 2, commit="0" * 40), "b": Outcome("passed", 2, commit="1" * 40)})
+    mixed = State(
+        "1 x A",
+        {"a": Outcome("passed", 2, commit="0" * 40), "b": Outcome("passed", 2, commit="1" * 40)},
+    )
     assert table([step("a"), step("b")], mixed, "2026-01-02", "1" * 40).splitlines() == [
         "1 x A, 2026-01-02, commit 11111111:", "", "| step | outcome | figures |", "|---|---|---|",
         "| a | passed, 2 s, commit 00000000 |  |", "| b | passed, 2 s |  |",

@@ -12,8 +12,12 @@ def test_words_are_counted_whole_and_across_lines() -> None:
 
 
 def test_public_classes_and_their_words() -> None:
-    assert house.public_classes(ast.parse("class A:\n  class B: ...\nclass _C: ...\ndef f():\n  class D: ...")) == ["A"]
-    assert [house.is_one_word(name) for name in ("Hub", "PPO", "FSDP2", "HubBroker", "HTTPServer")] == [
+    assert house.public_classes(
+        ast.parse("class A:\n  class B: ...\nclass _C: ...\ndef f():\n  class D: ...")
+    ) == ["A"]
+    assert [
+        house.is_one_word(name) for name in ("Hub", "PPO", "FSDP2", "HubBroker", "HTTPServer")
+    ] == [
         True,
         True,
         True,
@@ -27,13 +31,22 @@ def test_a_name_counts_once_it_is_in_two_modules() -> None:
 
 
 def test_folders_count_modules_without_init() -> None:
-    assert house.modules_per_folder(["a/__init__.py", "a/x.py", "a/y.py", "a/b/z.py"]) == {"a": 2, "a/b": 1}
+    assert house.modules_per_folder(["a/__init__.py", "a/x.py", "a/y.py", "a/b/z.py"]) == {
+        "a": 2,
+        "a/b": 1,
+    }
 
 
 def test_imports_name_modules_in_functions_and_relative_ones_too() -> None:
     source = "import os, p.a\nfrom p import b\nfrom p.q import NAME\ndef f():\n  from . import c\n  from .q.d import X"
     known = {"p", "p.a", "p.b", "p.c", "p.q", "p.q.d", "p.me"}
-    assert house.imports(ast.parse(source), "p.me", False, known) == {"p.a", "p.b", "p.q", "p.c", "p.q.d"}
+    assert house.imports(ast.parse(source), "p.me", False, known) == {
+        "p.a",
+        "p.b",
+        "p.q",
+        "p.c",
+        "p.q.d",
+    }
     assert house.imports(ast.parse("from .d import X"), "p.q", True, known) == {"p.q.d"}
 
 

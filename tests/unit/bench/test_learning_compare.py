@@ -1,5 +1,5 @@
-"""Comparing algorithms on one configuration: equal samples from one model, results that are kept, prompts that must be
-alike.
+"""Comparing algorithms on one configuration: equal samples from one model, results that are kept,
+prompts that must be alike.
 """
 
 from __future__ import annotations

@@ -18,8 +18,12 @@ CASE = SmokeCase("bench.codec", ("rate", "rows"))
 
 
 def named_benches() -> set[str]:
-    """Return the modules below bench/ that docs/performance.md names; parts of bench.gpu are its steps."""
-    found = re.findall(r"python -m (bench\.[a-z_.]+[a-z])", (ROOT / "docs" / "performance.md").read_text())
+    """Return the modules below bench/ that docs/performance.md names; parts of bench.gpu are its
+    steps.
+    """
+    found = re.findall(
+        r"python -m (bench\.[a-z_.]+[a-z])", (ROOT / "docs" / "performance.md").read_text()
+    )
     return {"bench.gpu" if name.startswith("bench.gpu.") else name for name in found}
 
 
@@ -31,7 +35,9 @@ def test_every_published_bench_has_a_small_form_or_a_test() -> None:
 
 
 def test_every_measurement_of_scale_has_a_small_form() -> None:
-    assert {case.arguments[-1] for case in CASES if case.module == "bench.scale"} == set(MEASUREMENTS)
+    assert {case.arguments[-1] for case in CASES if case.module == "bench.scale"} == set(
+        MEASUREMENTS
+    )
 
 
 @pytest.mark.parametrize("place", sorted({place for case in CASES for place in case.constants}))
@@ -75,7 +81,9 @@ def test_unknown_bench_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bench_that_fails_is_named_and_one_that_cannot_run_is_skipped(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = SmokeCase("bench.codec", ("encode_us", "lost_key"), ("--repeats", "20", "--tokens", "16"))
+    broken = SmokeCase(
+        "bench.codec", ("encode_us", "lost_key"), ("--repeats", "20", "--tokens", "16")
+    )
     absent = SmokeCase("bench.bus", (), problem=lambda: "there is no broker")
     monkeypatch.setattr(smoke, "CASES", (broken, absent))
     assert smoke.main([]) == 1

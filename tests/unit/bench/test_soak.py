@@ -16,8 +16,16 @@ Waiting = Mapping[int, str]
 
 @pytest.fixture
 def soaked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, Any]]:
-    """Runs 40 steps: 2 pauses of 8 hours, hubs and reward hubs away for a day, slow scoring, a domain renamed."""
-    small = {"STEPS": 40, "RENAME_AT": 20, "PAUSE_AT": (10, 25), "AWAY_AT": (15,), "REWARDS_AWAY_AT": (5,)}
+    """Runs 40 steps: 2 pauses of 8 hours, hubs and reward hubs away for a day, slow scoring, a
+    domain renamed.
+    """
+    small = {
+        "STEPS": 40,
+        "RENAME_AT": 20,
+        "PAUSE_AT": (10, 25),
+        "AWAY_AT": (15,),
+        "REWARDS_AWAY_AT": (5,),
+    }
     for name, value in (small | {"SLOW_AT": (28, 36), "PAUSE_EVERY_S": 7_200.0}).items():
         monkeypatch.setattr(soak, name, value)
     return lambda: dict(soak.measure()["soak"])
@@ -36,7 +44,9 @@ def test_no_ticket_dies_of_waiting(soaked: Callable[[], dict[str, Any]]) -> None
 def test_the_soak_notices_hubs_that_close_what_others_play(
     soaked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the abandoning, and with clocks that run on, hubs that wake find their groups beyond the deadline."""
+    """Without the abandoning, and with clocks that run on, hubs that wake find their groups beyond
+    the deadline.
+    """
 
     async def careless(fleet: SoakFleet, hub: SoakHub) -> None:
         if hub.lapsed:
@@ -57,11 +67,19 @@ def test_the_soak_notices_tickets_that_age_while_they_wait(
     passed, expired = TicketAges.passed, list[int]()
 
     def careless(
-        self: TicketAges, elapsed_s: float, waiting: Waiting, reports: Any, served: Any, *, paused: bool = False
+        self: TicketAges,
+        elapsed_s: float,
+        waiting: Waiting,
+        reports: Any,
+        served: Any,
+        *,
+        paused: bool = False,
     ) -> list[int]:
         everything: dict[str, Any] = {"paused": False, "reports": {"hubs": list(waiting)}}
         seen = {"reports": reports, "paused": paused} | {ignored: everything[ignored]}
-        expired.extend(passed(self, elapsed_s, waiting, seen["reports"], served, paused=seen["paused"]))
+        expired.extend(
+            passed(self, elapsed_s, waiting, seen["reports"], served, paused=seen["paused"])
+        )
         return []
 
     monkeypatch.setattr(TicketAges, "passed", careless)

@@ -7,7 +7,15 @@ import re
 
 import pytest
 
-from broker.contract.permissions import API, JOINING, LEARNER, OBSERVER, OPERATOR, inbox, permissions
+from broker.contract.permissions import (
+    API,
+    JOINING,
+    LEARNER,
+    OBSERVER,
+    OPERATOR,
+    inbox,
+    permissions,
+)
 from broker.contract.streams import BEST_EFFORT, STREAMS
 from broker.identity.accounts import (
     ACCOUNT,
@@ -27,7 +35,9 @@ ACCOUNTS = {account.name: account for account in accounts_of(USERS)}
 
 
 def test_an_account_per_run_and_joining_role() -> None:
-    names = {f"{ACCOUNT}_{run}_{role}" for run in ("quick", "other") for role in (*JOINING, OBSERVER)}
+    names = {
+        f"{ACCOUNT}_{run}_{role}" for run in ("quick", "other") for role in (*JOINING, OBSERVER)
+    }
     assert set(ACCOUNTS) == {ACCOUNT, *names}
     assert {account.name for account in accounts_of([(OPERATOR, "")])} == {ACCOUNT}
 
@@ -43,7 +53,9 @@ def test_the_joining_roles_of_a_run_get_their_accounts_together() -> None:
 def test_an_account_imports_exactly_the_services_that_its_role_may_publish_to(role: str) -> None:
     account = ACCOUNTS[account_of(role, "quick")]
     services = {one.local_subject for one in account.imports if one.kind == SERVICE}
-    unstored = {stream.all_subjects("quick", role) for stream in STREAMS if stream.kind is BEST_EFFORT}
+    unstored = {
+        stream.all_subjects("quick", role) for stream in STREAMS if stream.kind is BEST_EFFORT
+    }
     own = {f"{inbox(role, 'quick', '')}.>", "_R_.>"} | unstored
     assert services == {mapped(subject) for subject in permissions(role, "quick").publish} - own
 
@@ -52,7 +64,9 @@ def test_an_account_imports_exactly_the_services_that_its_role_may_publish_to(ro
 def test_an_account_imports_nothing_of_another_run_and_no_consumer(role: str) -> None:
     for one in ACCOUNTS[account_of(role, "quick")].imports:
         assert "other" not in f"{one.exporter}.{one.subject}"
-        assert not re.search(r"CONSUMER\.(CREATE|DURABLE|DELETE)|STREAM\.(CREATE|UPDATE|PURGE|DELETE)", one.subject)
+        assert not re.search(
+            r"CONSUMER\.(CREATE|DURABLE|DELETE)|STREAM\.(CREATE|UPDATE|PURGE|DELETE)", one.subject
+        )
 
 
 @pytest.mark.parametrize("name", ACCOUNTS)
@@ -62,21 +76,34 @@ def test_every_import_has_an_export_and_no_exports_overlap(name: str) -> None:
         exports = [export for export in ACCOUNTS[one.exporter].exports if export.kind == one.kind]
         assert sum(covers(export.subject, one.subject) for export in exports) == 1, one
     for one, other in itertools.combinations(account.exports, 2):
-        assert one.kind != other.kind or not (covers(one.subject, other.subject) or covers(other.subject, one.subject))
+        assert one.kind != other.kind or not (
+            covers(one.subject, other.subject) or covers(other.subject, one.subject)
+        )
 
 
 def covers(pattern: str, subject: str) -> bool:
     parts, there = pattern.split("."), subject.split(".")
-    return len(parts) == len(there) and all(a in ("*", b) for a, b in zip(parts, there, strict=True))
+    return len(parts) == len(there) and all(
+        a in ("*", b) for a, b in zip(parts, there, strict=True)
+    )
 
 
 def test_only_pulls_have_many_replies() -> None:
-    many = [one.subject for account in ACCOUNTS.values() for one in account.exports if one.has_many_replies]
+    many = [
+        one.subject
+        for account in ACCOUNTS.values()
+        for one in account.exports
+        if one.has_many_replies
+    ]
     assert many == [f"{API}.CONSUMER.MSG.NEXT.*.*"]
 
 
 def test_news_come_from_their_writers() -> None:
-    heard = {(one.exporter, one.subject) for one in ACCOUNTS[f"{ACCOUNT}_quick_envhub"].imports if one.kind == STREAM}
+    heard = {
+        (one.exporter, one.subject)
+        for one in ACCOUNTS[f"{ACCOUNT}_quick_envhub"].imports
+        if one.kind == STREAM
+    }
     assert (f"{ACCOUNT}_quick_rollout", "rl.quick.presence.rollout.*") in heard
     assert (ACCOUNT, "$KV.rl_quick_control.quick") in heard
     assert not any("envhub" in subject for _, subject in heard)  # it would hear its own twice
@@ -89,4 +116,5 @@ def test_names_in_the_configuration_and_of_refusals() -> None:
     assert "allow_responses" not in text
     for subject in ("$JS.API.STREAM.INFO.x", "rl.quick.samples", "$JS.ACK.x.>"):
         assert unmapped(mapped(subject)) == subject
-    assert unmapped("rljs.stream.info.x") == "$JS.API.stream.info.x"  # nats-py lowers what servers say
+    # nats-py lowers what servers say
+    assert unmapped("rljs.stream.info.x") == "$JS.API.stream.info.x"

@@ -12,7 +12,10 @@ from broker.system.batch_job import batch_job
     [
         ({}, ""),
         ({"SLURM_JOB_ID": "4711"}, "Slurm job 4711"),
-        ({"SLURM_JOB_ID": "4713", "SLURM_ARRAY_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "2"}, "Slurm job 4711_2"),
+        (
+            {"SLURM_JOB_ID": "4713", "SLURM_ARRAY_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "2"},
+            "Slurm job 4711_2",
+        ),
         ({"SLURM_JOB_ID": "4713", "SLURM_ARRAY_JOB_ID": "4711"}, "Slurm job 4713"),
         ({"SLURM_JOB_ID": "x\n4711"}, ""),
         ({"SLURM_JOB_ID": ""}, ""),

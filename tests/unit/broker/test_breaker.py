@@ -27,16 +27,17 @@ class Longest(random.Random):
 
 def opened(threshold: int = 3, now: float = 0.0) -> CircuitBreaker:
     breaker = CircuitBreaker(threshold, Longest())
-    assert [breaker.failed(f"t{n}", 1, "no\n disk", now) for n in range(threshold)] == [False] * (threshold - 1) + [
-        True
-    ]
+    assert [breaker.failed(f"t{n}", 1, "no\n disk", now) for n in range(threshold)] == [False] * (
+        threshold - 1
+    ) + [True]
     return breaker
 
 
 def test_it_opens_after_so_many_deliveries_in_a_row_and_says_why() -> None:
     breaker = CircuitBreaker(3)
     assert breaker.failed("a", 1, "x", 0.0) is False
-    assert [breaker.failed("a", 1, "x", 0.0) for _ in range(50)] == [False] * 50  # many episodes of one ticket
+    # many episodes of one ticket
+    assert [breaker.failed("a", 1, "x", 0.0) for _ in range(50)] == [False] * 50
     assert breaker.failed("a", 2, "x", 0.0) is False
     assert breaker.succeeded() is False
     assert [breaker.failed(name, 1, "no\n disk", 0.0) for name in "bcd"] == [False, False, True]
@@ -57,7 +58,9 @@ def test_pauses_double_until_real_work_succeeds() -> None:
         assert breaker.probed(False, "still no disk", now) is False
     assert pauses[:4] == [FIRST_PAUSE_S * 2**n for n in range(4)]
     assert pauses[-1] == LONGEST_PAUSE_S
-    assert breaker.problem == "3 tickets in a row and 10 trials failed here, the last: still no disk"
+    assert (
+        breaker.problem == "3 tickets in a row and 10 trials failed here, the last: still no disk"
+    )
     now = breaker.until
     breaker.probe()
     assert breaker.probed(True, "", now) is True
@@ -111,8 +114,8 @@ def test_a_ticket_that_fails_again_and_again_is_to_blame_while_nothing_else_fail
 
 
 def test_a_ticket_that_fails_although_a_trial_went_well_is_to_blame() -> None:
-    """Else a few bad tickets of a domain, with nothing good among them, would be handed back until their deliveries ran
-    out.
+    """Else a few bad tickets of a domain, with nothing good among them, would be handed back until
+    their deliveries ran out.
     """
     breaker = opened()
     assert not breaker.blames("t0", 1)
@@ -130,7 +133,11 @@ def test_it_remembers_so_many_tickets_and_no_more() -> None:
     for number in range(MAX_REMEMBERED + 1):
         breaker.failed(str(number), 1, "x", 0.0)
     breaker.succeeded()
-    assert (breaker.blames("0", 1), breaker.blames("1", 1), breaker.blames(str(MAX_REMEMBERED), 1)) == (
+    assert (
+        breaker.blames("0", 1),
+        breaker.blames("1", 1),
+        breaker.blames(str(MAX_REMEMBERED), 1),
+    ) == (
         False,
         True,
         True,
@@ -153,7 +160,8 @@ class Interleavings(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.breaker, self.now, self.delivery = CircuitBreaker(3, random.Random(0)), 0.0, 0
-        self.row: set[int] = set()  # deliveries that failed since the newest success, while it was closed
+        # deliveries that failed since the newest success, while it was closed
+        self.row: set[int] = set()
         # ticket -> whether something succeeded, or a trial did, since its first failure
         self.first: dict[str, bool] = {}
 

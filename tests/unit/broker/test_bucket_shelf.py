@@ -16,10 +16,16 @@ def made(*servers: str, buckets: int = 2) -> tuple[BucketShelf, threading.Condit
 
 
 def fetch(shelf: BucketShelf, server: str, index: int, start: int, size: int) -> None:
-    shelf.fetch(server, (server, index, start), BoardRequest("fetch", ["t"], number=index, start=start, size=size))
+    shelf.fetch(
+        server,
+        (server, index, start),
+        BoardRequest("fetch", ["t"], number=index, start=start, size=size),
+    )
 
 
-def parts(shelf: BucketShelf, changed: threading.Condition, now: float = 0.0) -> dict[object, bytes | None]:
+def parts(
+    shelf: BucketShelf, changed: threading.Condition, now: float = 0.0
+) -> dict[object, bytes | None]:
     with changed:
         return dict(shelf.parts(now))
 

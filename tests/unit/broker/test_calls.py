@@ -13,9 +13,11 @@ from broker.nats.nats_errors import Disconnected
 
 
 @pytest.mark.parametrize("cancelled", [True, False])
-async def test_who_stops_waiting_as_the_connection_goes_leaves_nothing_behind(cancelled: bool) -> None:
-    """A request that is overdue is given up in the moment in which the connection breaks: nobody takes its error, and
-    none is logged.
+async def test_who_stops_waiting_as_the_connection_goes_leaves_nothing_behind(
+    cancelled: bool,
+) -> None:
+    """A request that is overdue is given up in the moment in which the connection breaks: nobody
+    takes its error, and none is logged.
     """
     calls, logged = PendingCalls(), list[dict[str, Any]]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))

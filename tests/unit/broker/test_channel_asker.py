@@ -39,7 +39,9 @@ async def failed_after(asker: RequestClient, name: str, timeout_s: float) -> flo
     """Seconds until the request gives up."""
     began = time.monotonic()
     with pytest.raises(RequestFailed, match=f"a: no answer within {timeout_s:g} s"):
-        await asker.generate("a", msgspec.structs.replace(REQUEST, request_id=name), timeout_s=timeout_s)
+        await asker.generate(
+            "a", msgspec.structs.replace(REQUEST, request_id=name), timeout_s=timeout_s
+        )
     return time.monotonic() - began
 
 
@@ -85,7 +87,9 @@ async def test_many_requests_take_one_timer(monkeypatch: pytest.MonkeyPatch) -> 
     carrier = Carrier()
     asker = RequestClient(cast(Any, None), carrier)
     tasks = [
-        asyncio.create_task(asker.generate("a", msgspec.structs.replace(REQUEST, request_id=f"r{n}"), timeout_s=50))
+        asyncio.create_task(
+            asker.generate("a", msgspec.structs.replace(REQUEST, request_id=f"r{n}"), timeout_s=50)
+        )
         for n in range(100)
     ]
     await asyncio.sleep(0)
@@ -93,5 +97,7 @@ async def test_many_requests_take_one_timer(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(timers) == 1
     for token, name in carrier.posted:
         asker.answered(token, codec.encode(msgspec.structs.replace(REPLY, request_id=name)))
-    assert [reply.request_id for reply in await asyncio.gather(*tasks)] == [f"r{n}" for n in range(100)]
+    assert [reply.request_id for reply in await asyncio.gather(*tasks)] == [
+        f"r{n}" for n in range(100)
+    ]
     await asker.close()

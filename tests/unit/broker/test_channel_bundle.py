@@ -1,4 +1,6 @@
-"""Messages of the request channel travel in bundles: none is lost, their order is kept, a burst takes few."""
+"""Messages of the request channel travel in bundles: none is lost, their order is kept, a burst
+takes few.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waits import until
 
-from broker.channel.bundle import FULL_AT, FULL_BYTES, MAX_BUNDLE_BYTES, MAX_TOKEN_CHARS, Entry, cut, pack, unpack
+from broker.channel.bundle import (
+    FULL_AT,
+    FULL_BYTES,
+    MAX_BUNDLE_BYTES,
+    MAX_TOKEN_CHARS,
+    Entry,
+    cut,
+    pack,
+    unpack,
+)
 from broker.channel.zmq_socket import SEND_AT, Frames, LoopSocket
 from broker.contract.sizes import MAX_PAYLOAD_BYTES
 from broker.errors import WireError
 
 ENTRIES = st.lists(
-    st.tuples(st.text(max_size=3), st.sampled_from([b"", b"x", b"y" * 1000, b"z" * 40_000, b"w" * 70_000])),
+    st.tuples(
+        st.text(max_size=3), st.sampled_from([b"", b"x", b"y" * 1000, b"z" * 40_000, b"w" * 70_000])
+    ),
     max_size=600,
 )
 
@@ -34,7 +47,10 @@ def test_cutting_keeps_every_entry_in_order_and_within_bounds(entries: list[Entr
         assert 1 <= len(bundle) <= FULL_AT
         assert len(bundle) == 1 or sum(len(data) for _, data in bundle) <= FULL_BYTES
     for bundle, following in itertools.pairwise(bundles):  # none ends before it is full
-        assert len(bundle) == FULL_AT or sum(len(data) for _, data in [*bundle, following[0]]) > FULL_BYTES
+        assert (
+            len(bundle) == FULL_AT
+            or sum(len(data) for _, data in [*bundle, following[0]]) > FULL_BYTES
+        )
 
 
 @settings(deadline=None)
@@ -72,7 +88,9 @@ def test_the_largest_message_fits() -> None:
 async def pair(
     received: Callable[[Frames], None], *, listening: bool = True
 ) -> AsyncIterator[tuple[LoopSocket, Callable[[], object]]]:
-    """An asker's socket, connected to a server's; the second value starts the server where it is not listening yet."""
+    """An asker's socket, connected to a server's; the second value starts the server where it is
+    not listening yet.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     server, asker = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
     port = server.bind_to_random_port("tcp://127.0.0.1")
@@ -106,9 +124,14 @@ async def test_a_burst_travels_in_few_messages_and_in_order() -> None:
     assert [len(bundle) for bundle in got] == [1, SEND_AT, SEND_AT, SEND_AT, 100 - 3 * SEND_AT]
 
 
-async def test_what_was_posted_before_somebody_listens_arrives_unless_nobody_waits_for_it_any_more() -> None:
+async def test_what_was_posted_before_somebody_listens_arrives_unless_nobody_waits_for_it_any_more() -> (
+    None
+):
     got: list[Entry] = []
-    async with pair(lambda frames: got.extend(unpack(frames[1])), listening=False) as (asker, listen):
+    async with pair(lambda frames: got.extend(unpack(frames[1])), listening=False) as (
+        asker,
+        listen,
+    ):
         loop = asyncio.get_running_loop()
         gone, waits = loop.create_future(), loop.create_future()
         for number in range(90):
@@ -144,7 +167,9 @@ async def test_answers_to_several_askers_each_travel_in_a_bundle_of_their_own() 
     for number in got:
         socket = context.socket(zmq.DEALER)
         socket.connect(f"tcp://127.0.0.1:{port}")
-        askers.append(LoopSocket(socket, lambda frames, number=number: got[number].append(unpack(frames[0]))))  # type: ignore[misc]
+        askers.append(
+            LoopSocket(socket, lambda frames, number=number: got[number].append(unpack(frames[0])))
+        )  # type: ignore[misc]
         askers[-1].post(b"", "hello", b"")
         await until(lambda: len(routes) == len(askers))
     for index in range(20):
@@ -153,4 +178,6 @@ async def test_answers_to_several_askers_each_travel_in_a_bundle_of_their_own() 
     for one in (*askers, there):
         one.close()
     await asyncio.to_thread(context.term)
-    assert got == {number: [[(str(index), b"") for index in range(number, 20, 2)]] for number in (0, 1)}
+    assert got == {
+        number: [[(str(index), b"") for index in range(number, 20, 2)]] for number in (0, 1)
+    }

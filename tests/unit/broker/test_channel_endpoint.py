@@ -25,11 +25,21 @@ def request(name: str, tokens: int = 3) -> wire.GenerateRequest:
     ("limits", "tokens", "text"),
     [
         (RequestLimits(count=2), 3, "too many requests at once: 2, of 0 MiB"),
-        (RequestLimits(count_of_client=2), 3, "too many requests of this client at once: 2, of 0 MiB"),
-        (RequestLimits(bytes_of_client=5 << 19), 1 << 18, "too many requests of this client at once: 2, of 2 MiB"),
+        (
+            RequestLimits(count_of_client=2),
+            3,
+            "too many requests of this client at once: 2, of 0 MiB",
+        ),
+        (
+            RequestLimits(bytes_of_client=5 << 19),
+            1 << 18,
+            "too many requests of this client at once: 2, of 2 MiB",
+        ),
     ],
 )
-async def test_request_without_room_gets_a_busy_reply(limits: RequestLimits, tokens: int, text: str) -> None:
+async def test_request_without_room_gets_a_busy_reply(
+    limits: RequestLimits, tokens: int, text: str
+) -> None:
     release, replies = asyncio.Event(), list[Any]()
 
     async def handle(asked: wire.GenerateRequest) -> wire.GenerateReply:
@@ -52,7 +62,9 @@ async def test_request_without_room_gets_a_busy_reply(limits: RequestLimits, tok
     for name in ("r1", "r2", "r3"):
         endpoint.receive(codec.encode(request(name, tokens)), note, "hub")
     await until(lambda: replies)
-    assert [(one.request_id, one.finish_reason, one.error) for one in replies] == [("r3", "busy", text)]
+    assert [(one.request_id, one.finish_reason, one.error) for one in replies] == [
+        ("r3", "busy", text)
+    ]
     release.set()
     await until(lambda: len(replies) == 3 and not endpoint._held)
     endpoint.receive(codec.encode(request("r4", tokens)), note, "hub")  # there is room again
@@ -60,7 +72,9 @@ async def test_request_without_room_gets_a_busy_reply(limits: RequestLimits, tok
     assert sorted(one.finish_reason for one in replies) == ["busy", "stop", "stop", "stop"]
 
 
-async def test_flood_of_one_client_drops_no_request_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_flood_of_one_client_drops_no_request_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """All that arrived between two turns of the loop becomes tasks before any of them is answered."""
     monkeypatch.setattr("broker.channel.endpoint.MAX_TASKS", 64)
     release, replies = asyncio.Event(), list[Any]()

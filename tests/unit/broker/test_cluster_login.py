@@ -1,4 +1,6 @@
-"""Which login the environment names for a user's own cluster, and which mistakes are refused in one line."""
+"""Which login the environment names for a user's own cluster, and which mistakes are refused in one
+line.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ import pytest
 from broker.contract.permissions import OPERATOR
 from broker.errors import UserError, WireError
 from broker.identity import tokens
-from broker.identity.cluster_login import CA, CERT, CERT_KEY, CREDS, NKEY, PASSWORD, USER, from_environment
+from broker.identity.cluster_login import (
+    CA,
+    CERT,
+    CERT_KEY,
+    CREDS,
+    NKEY,
+    PASSWORD,
+    USER,
+    from_environment,
+)
 from broker.identity.key_folder import KeyFolder
 from broker.identity.keys import Key
 from broker.identity.login import KEYS, find_login, keys_of
@@ -49,7 +60,12 @@ def test_nothing_is_named() -> None:
 def test_a_key_has_the_role_of_its_process(monkeypatch: pytest.MonkeyPatch, files: Path) -> None:
     name(monkeypatch, files, **{NKEY: "key"})
     login = find_login(URL, "envhub", "quick")
-    assert (login.key, login.role, login.inbox, login.manages) == (KEY, "envhub", "_INBOX.envhub.quick.local", False)
+    assert (login.key, login.role, login.inbox, login.manages) == (
+        KEY,
+        "envhub",
+        "_INBOX.envhub.quick.local",
+        False,
+    )
     assert find_login(URL, "envhub", "").inbox == "_INBOX.operator.all.local"
 
 
@@ -61,14 +77,20 @@ def test_a_user_of_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hunter2" not in repr(login)
 
 
-def test_a_token_next_to_another_login_signs_only(monkeypatch: pytest.MonkeyPatch, files: Path) -> None:
+def test_a_token_next_to_another_login_signs_only(
+    monkeypatch: pytest.MonkeyPatch, files: Path
+) -> None:
     keys = KeyFolder(files / "folder")
     made = tokens.invite(keys, URL, "envhub", "quick", expires_s=60)
     alone = made.login
     assert (alone.key, alone.inbox) == (Key(made.seed), f"_INBOX.envhub.quick.{made.name}")
     name(monkeypatch, files, **{NKEY: "key"})
     login = made.login
-    assert (login.key, login.inbox, login.owner) == (KEY, "_INBOX.envhub.quick.local", keys.owner("quick").public)
+    assert (login.key, login.inbox, login.owner) == (
+        KEY,
+        "_INBOX.envhub.quick.local",
+        keys.owner("quick").public,
+    )
     for one in (alone, login):
         alone.check_voucher("quick", "envhub", b"here", one.vouch("quick", b"here"))
     with pytest.raises(WireError):
@@ -131,8 +153,14 @@ def test_mistakes_are_one_line(
             "RL_BROKER_CA: cannot use {files}/missing (No such file or directory); expected",
         ),
         ({CA: "pem"}, "RL_BROKER_CA: cannot use {files}/pem ("),
-        ({CERT: "pem", CERT_KEY: "key"}, "RL_BROKER_CERT, RL_BROKER_KEY: cannot use {files}/pem and {files}/key ("),
-        ({CERT: "pem", CERT_KEY: "missing"}, "RL_BROKER_KEY: cannot read {files}/missing: No such file or directory"),
+        (
+            {CERT: "pem", CERT_KEY: "key"},
+            "RL_BROKER_CERT, RL_BROKER_KEY: cannot use {files}/pem and {files}/key (",
+        ),
+        (
+            {CERT: "pem", CERT_KEY: "missing"},
+            "RL_BROKER_KEY: cannot read {files}/missing: No such file or directory",
+        ),
     ],
 )
 def test_unusable_certificates_are_one_line(
@@ -147,7 +175,13 @@ def test_unusable_certificates_are_one_line(
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o620, 0o604])
 @pytest.mark.parametrize(
-    "variables", [{NKEY: "key"}, {CREDS: "creds"}, {USER: "me", PASSWORD: "password"}, {CERT: "pem", CERT_KEY: "key"}]
+    "variables",
+    [
+        {NKEY: "key"},
+        {CREDS: "creds"},
+        {USER: "me", PASSWORD: "password"},
+        {CERT: "pem", CERT_KEY: "key"},
+    ],
 )
 def test_files_that_others_can_read_are_refused(
     variables: dict[str, str], mode: int, monkeypatch: pytest.MonkeyPatch, files: Path
@@ -168,10 +202,13 @@ def test_a_group_may_read_a_secret_of_root(monkeypatch: pytest.MonkeyPatch, file
     assert find_login(URL, "learner", "quick").key == KEY
 
 
-# ------------------------------------------------------------------------------------------------- a folder of keys
+# -------------------------------------------------------------------------------------------------
+# a folder of keys
 
 
-def test_a_folder_of_keys_signs_and_makes_no_new_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_folder_of_keys_signs_and_makes_no_new_ones(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     made = KeyFolder(tmp_path / "keys")
     key, owner, operator = made.role("learner", "quick"), made.owner("quick"), made.operator()
     monkeypatch.setenv(KEYS, str(made.path))
@@ -191,7 +228,9 @@ def test_a_folder_of_keys_signs_and_makes_no_new_ones(monkeypatch: pytest.Monkey
         assert not file.exists()
 
 
-def test_another_login_signs_with_the_folder_of_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_login_signs_with_the_folder_of_keys(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     made = KeyFolder(tmp_path / "keys")
     made.owner("quick")
     monkeypatch.setenv(KEYS, str(made.path))

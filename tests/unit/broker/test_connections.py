@@ -7,7 +7,13 @@ import socket
 import pytest
 
 from broker.errors import ConfigError
-from broker.system.connections import address_of, address_towards, addresses, interface_of, is_loopback
+from broker.system.connections import (
+    address_of,
+    address_towards,
+    addresses,
+    interface_of,
+    is_loopback,
+)
 from broker.weights.group import nccl_environment
 from learner.weights.addresses import weights_address
 
@@ -34,7 +40,8 @@ def test_an_unknown_host_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "expected"), [("localhost", True), ("::1", True), ("127.9.9.9", True), ("10.0.0.1", False), ("web", False)]
+    ("host", "expected"),
+    [("localhost", True), ("::1", True), ("127.9.9.9", True), ("10.0.0.1", False), ("web", False)],
 )
 def test_loopback_is_recognized(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
@@ -50,10 +57,16 @@ def test_nccl_is_told_the_interface() -> None:
 
 def test_weights_are_where_the_setting_or_the_broker_says(caplog: pytest.LogCaptureFixture) -> None:
     assert weights_address("lo", "nats://192.0.2.1:4222") == "127.0.0.1"
-    assert weights_address(None, "nats://user:secret@localhost:4222,nats://192.0.2.1:4222") == "127.0.0.1"
-    assert weights_address(None, "nats://localhost:4222", "10.9.8.7") == "10.9.8.7"  # of other hosts
+    assert (
+        weights_address(None, "nats://user:secret@localhost:4222,nats://192.0.2.1:4222")
+        == "127.0.0.1"
+    )
+    # of other hosts
+    assert weights_address(None, "nats://localhost:4222", "10.9.8.7") == "10.9.8.7"
     assert weights_address("lo", "nats://localhost:4222", "10.9.8.7") == "127.0.0.1"
-    with pytest.raises(ConfigError, match=r"train\.weights_interface: 'eth77' is not allowed; expected .*lo"):
+    with pytest.raises(
+        ConfigError, match=r"train\.weights_interface: 'eth77' is not allowed; expected .*lo"
+    ):
         weights_address("eth77", "nats://localhost:4222")
     assert weights_address(None, "nats://user:secret@no-such-host.invalid:4222") == "127.0.0.1"
     assert "no route to the broker's no-such-host.invalid" in caplog.text

@@ -44,14 +44,24 @@ def keys(config: dict[str, Any], rules: HostRules | None = None) -> list[tuple[s
         domain(env="sokoban", isolation="sandbox", group_size=4, sampling={"temperature": 0.7}),
         domain(isolation="process"),  # stricter than its own
         domain(rewards=[{"name": "format", "args": {"pattern": "a+"}, "weight": 0.5}]),
-        domain(rewards=[{"name": "code", "args": {"sandbox": "bubblewrap", "all_or_nothing": True}}]),
+        domain(
+            rewards=[{"name": "code", "args": {"sandbox": "bubblewrap", "all_or_nothing": True}}]
+        ),
         domain(length_estimator="mean", memory="recent"),
         domain(env="gymnasium", env_args={"id": "CartPole-v1", "actions": ["l", "r"]}),
-        {"model": {"path": "Qwen/Qwen3-0.6B", "trust_remote_code": False, "chat_template": "plain"}},
+        {
+            "model": {
+                "path": "Qwen/Qwen3-0.6B",
+                "trust_remote_code": False,
+                "chat_template": "plain",
+            }
+        },
         {"model": {"tiny": {"hidden_size": 16, "corpus": None}}},
         rollout(engine="vllm", engine_args={"tensor_parallel": 2, "extra": {}}, max_running=8),
         rollout(engine="sglang", engine_args={"command": None, "flags": {}}),
-        rollout(engine="openai", engine_args={"base_url": "https://api.openai.com/v1", "model": "m"}),
+        rollout(
+            engine="openai", engine_args={"base_url": "https://api.openai.com/v1", "model": "m"}
+        ),
         {"envhub": {"n": 8, "pass_env": []}, "rewardhub": {"workers": 4}},
         {"train": {"backend": "mine:Backend"}},  # of the learner alone
         {"domains": None},
@@ -71,16 +81,24 @@ def test_undeclared_value_needs_trust_even_without_a_colon() -> None:
 
 
 def test_trusted_owner_is_refused_secrets_alone() -> None:
-    judge = {"name": "judge", "args": {"base_url": "https://h/v1", "api_key": {"env": "AWS_SECRET_ACCESS_KEY"}}}
+    judge = {
+        "name": "judge",
+        "args": {"base_url": "https://h/v1", "api_key": {"env": "AWS_SECRET_ACCESS_KEY"}},
+    }
     config = domain(env="mine.py:Env", rewards=[judge])
     refusals = refused_settings(config, HostRules(), is_trusted=True)
     assert [(each.key, each.text) for each in refusals] == [
         ("domains.a.rewards.0.args.api_key", "AWS_SECRET_ACCESS_KEY for https://h/v1")
     ]
-    assert refused_settings(config, HostRules.of(["AWS_SECRET_ACCESS_KEY=h"], []), is_trusted=True) == []
+    assert (
+        refused_settings(config, HostRules.of(["AWS_SECRET_ACCESS_KEY=h"], []), is_trusted=True)
+        == []
+    )
 
 
-@pytest.mark.parametrize("preset", sorted(Path("rlearner/configs").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "preset", sorted(Path("rlearner/configs").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_shipped_configurations(preset: Path) -> None:
     config = load(str(preset))
     if "domains" in config and "sft" not in config:
@@ -95,22 +113,39 @@ def test_validated_configuration_is_refused_as_before() -> None:
 
 
 def test_every_declared_field_exists() -> None:
-    """A misspelt name would silently need trust; a field that names files or code is never harmless as it is."""
+    """A misspelt name would silently need trust; a field that names files or code is never harmless
+    as it is.
+    """
     from broker.settings.config import Section
 
     for target in runspec.SECTIONS.values():
         runspec._attribute(target)
-    for registry in ("envhub.envs:ENVS", "rewardhub.rewards:REWARDS", "rollout.engines:ENGINE_ARGS"):
+    for registry in (
+        "envhub.envs:ENVS",
+        "rewardhub.rewards:REWARDS",
+        "rollout.engines:ENGINE_ARGS",
+    ):
         for place in runspec._attribute(registry).values():
             runspec._attribute(place)
     seen, waiting = [], [Section]
     while waiting:
         model = waiting.pop()
         waiting += model.__subclasses__()
-        if model.__module__.startswith(("broker", "envhub", "rewardhub", "rollout", "rlearner_text")):
+        if model.__module__.startswith(
+            ("broker", "envhub", "rewardhub", "rollout", "rlearner_text")
+        ):
             seen.append(model)
             assert set(model.harmless or ()) <= set(model.model_fields), model
-            risky = {"command", "extra", "flags", "sandbox", "packages", "make_args", "trust_remote_code", "pass_env"}
+            risky = {
+                "command",
+                "extra",
+                "flags",
+                "sandbox",
+                "packages",
+                "make_args",
+                "trust_remote_code",
+                "pass_env",
+            }
             assert not risky & set(model.harmless or ()), model
     assert len(seen) > 30
 
@@ -130,8 +165,17 @@ def test_files_are_read_below_the_folders_of_the_host(tmp_path: Path) -> None:
         (tmp_path / "database", False),
     ):
         config = domain(env="qa", env_args={"path": str(path)})
-        assert keys(config, rules) == ([] if allowed else [("domains.a.env_args.path", "data")]), path
-        spec = wire.RunSpec(run="r", wire_version=1, epoch=1, config={}, model_path="", data_digests={str(path): "0"})
+        assert keys(config, rules) == ([] if allowed else [("domains.a.env_args.path", "data")]), (
+            path
+        )
+        spec = wire.RunSpec(
+            run="r",
+            wire_version=1,
+            epoch=1,
+            config={},
+            model_path="",
+            data_digests={str(path): "0"},
+        )
         if allowed:
             check_consent(spec, rules, is_trusted=False)
         else:
@@ -177,7 +221,9 @@ def test_enforced_rules_reach_child_processes(monkeypatch: pytest.MonkeyPatch) -
     HostRules.of(["JUDGE_KEY=h"], ["/data"]).enforce()
     assert "RL_HOST_RULES" in worker_environment()
     assert (key.find("https://h/v1"), key.find("https://evil/v1"), key.find()) == ("abc", "", "")
-    with pytest.raises(UserError, match=r"which this host's rules do not allow; see --allow-secret"):
+    with pytest.raises(
+        UserError, match=r"which this host's rules do not allow; see --allow-secret"
+    ):
         key.require("args.api_key", "https://evil/v1")
     monkeypatch.setenv("RL_HOST_RULES", "damaged")
     assert enforced_rules() == HostRules()
@@ -185,7 +231,9 @@ def test_enforced_rules_reach_child_processes(monkeypatch: pytest.MonkeyPatch) -
     assert key.find("https://evil/v1") == "abc"  # on the machine of the run's owner
 
 
-def test_rules_of_the_host_file_and_the_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rules_of_the_host_file_and_the_options(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     parser = argparse.ArgumentParser()
     add_rule_options(parser)
@@ -195,7 +243,9 @@ def test_rules_of_the_host_file_and_the_options(monkeypatch: pytest.MonkeyPatch,
     file.parent.mkdir()
     file.write_text('allow-secret = ["A=y", "B=*"]\nallow-data = ["/data/two"]\n')
     file.chmod(0o600)
-    expected = HostRules({"A": frozenset({"x", "y"}), "B": frozenset({"*"})}, ("/data/two", "/data/one"))
+    expected = HostRules(
+        {"A": frozenset({"x", "y"}), "B": frozenset({"*"})}, ("/data/two", "/data/one")
+    )
     assert host_rules(options) == expected
     for text, problem in (
         ("allow-secret = 'A=y'", "allow-secret must be a list of texts"),

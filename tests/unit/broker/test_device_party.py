@@ -1,4 +1,6 @@
-"""A lease on a device under any interleaving of reads, writes, crashes, silences and clocks that differ."""
+"""A lease on a device under any interleaving of reads, writes, crashes, silences and clocks that
+differ.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def settle(processes: list[Process], store: Store, time: float, seconds: float) 
 
 
 class Machine(RuleBasedStateMachine):
-    """Two learners (one takes over) and three servers; users of the device leave it once it is lost or asked for."""
+    """Two learners (one takes over) and three servers; users of the device leave it once it is lost
+    or asked for.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +72,9 @@ class Machine(RuleBasedStateMachine):
     def begin(self, *, exclusive: bool, offset: float, rate: float) -> None:
         self.serial += 1
         holder = f"{'learner' if exclusive else 'rollout'}-{self.serial}"
-        self.processes.append(Process(DeviceParty(holder, exclusive=exclusive), exclusive, offset, rate))
+        self.processes.append(
+            Process(DeviceParty(holder, exclusive=exclusive), exclusive, offset, rate)
+        )
 
     @initialize(offsets=st.lists(st.floats(-1e6, 1e6), min_size=5, max_size=5),
                 rates=st.lists(st.floats(0.97, 1.03), min_size=5, max_size=5))  # fmt: skip
@@ -87,7 +93,9 @@ class Machine(RuleBasedStateMachine):
     def reads(self, pick: int) -> None:
         process = self.processes[pick]
         wanted = process.party.next(self.store.lease, process.now(self.time))
-        process.pending = (wanted, self.store.revision, process.now(self.time)) if wanted is not None else None
+        process.pending = (
+            (wanted, self.store.revision, process.now(self.time)) if wanted is not None else None
+        )
         self.obey()
 
     @rule(pick=st.integers(0, 4))
@@ -191,8 +199,12 @@ class Scene:
 
     store: Store = field(default_factory=lambda: Store(wire.DeviceLease()))
     time: float = 0.0
-    learner: Process = field(default_factory=lambda: Process(DeviceParty("learner", exclusive=True), True, 5e5, 1.0))
-    server: Process = field(default_factory=lambda: Process(DeviceParty("server", exclusive=False), False, -7.0, 1.0))
+    learner: Process = field(
+        default_factory=lambda: Process(DeviceParty("learner", exclusive=True), True, 5e5, 1.0)
+    )
+    server: Process = field(
+        default_factory=lambda: Process(DeviceParty("server", exclusive=False), False, -7.0, 1.0)
+    )
 
     def run(self, seconds: float, *processes: Process) -> None:
         self.time = settle(list(processes), self.store, self.time, seconds)

@@ -7,7 +7,10 @@ from broker.nats.server_health import ServerHealth
 
 def test_silence_for_eight_seconds_is_enough() -> None:
     doubts = ServerHealth()
-    assert [doubts.doubt("a", now, waited) for now, waited in [(2.0, 2.0), (5.0, 3.0), (7.9, 2.9), (8.0, 0.1)]] == [
+    assert [
+        doubts.doubt("a", now, waited)
+        for now, waited in [(2.0, 2.0), (5.0, 3.0), (7.9, 2.9), (8.0, 0.1)]
+    ] == [
         False,
         False,
         False,

@@ -72,12 +72,23 @@ def caught(function: Callable[[], Any]) -> BaseException:
     ("call", "expected"),
     [
         (lambda users: users.raises({}), "KeyError: 'no such column' (bad_rewards.py:6 in raises)"),
-        (lambda users: users.through_itself({}), "KeyError: 'no such column' (bad_rewards.py:6 in raises)"),
-        (lambda users: asyncio.run(users.asynchronous({})), "KeyError: 'no such column' (bad_rewards.py:6 in raises)"),
-        (lambda users: users.mute(0), "Mute: (and cannot say what, RuntimeError) (bad_rewards.py:32 in mute)"),
+        (
+            lambda users: users.through_itself({}),
+            "KeyError: 'no such column' (bad_rewards.py:6 in raises)",
+        ),
+        (
+            lambda users: asyncio.run(users.asynchronous({})),
+            "KeyError: 'no such column' (bad_rewards.py:6 in raises)",
+        ),
+        (
+            lambda users: users.mute(0),
+            "Mute: (and cannot say what, RuntimeError) (bad_rewards.py:32 in mute)",
+        ),
     ],
 )
-def test_the_line_of_the_users_file_is_named(users: Any, call: Callable[[Any], Any], expected: str) -> None:
+def test_the_line_of_the_users_file_is_named(
+    users: Any, call: Callable[[Any], Any], expected: str
+) -> None:
     assert told(caught(lambda: call(users))) == expected
 
 
@@ -102,14 +113,21 @@ def test_a_long_traceback_is_cut_in_its_middle(users: Any) -> None:
     assert len(trace(caught(lambda: users.deep(0)))) < MAX_TRACE_CHARS + 100
 
 
-def test_a_traceback_is_logged_once_for_each_place(users: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_traceback_is_logged_once_for_each_place(
+    users: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     log, traces = logging.getLogger("test"), TracebackLog()
     for key in ("a", "b"):
         traces.say(log, f"ticket {key}", trace(caught(lambda: users.raises({}))))
     traces.say(log, "ticket c", trace(caught(lambda: users.mute(0))))
     traces.say(log, "ticket d", "")
     lines = [LineFormatter().format(record) for record in caplog.records]
-    assert [line.partition("\n")[0].partition("ticket ")[2] for line in lines] == ["a", "b", "c", "d"]
+    assert [line.partition("\n")[0].partition("ticket ")[2] for line in lines] == [
+        "a",
+        "b",
+        "c",
+        "d",
+    ]
     assert ["Traceback" in line for line in lines] == [True, False, True, False]
     assert 'bad_rewards.py", line 6, in raises' in lines[0]
     assert lines[0].endswith("\nKeyError: 'no such column'")

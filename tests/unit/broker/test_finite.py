@@ -15,11 +15,18 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_first_by_name_with_its_place_and_count(dtype: torch.dtype, value: float) -> None:
-    tensors = {"a": torch.ones(3, 4, dtype=dtype), "b": torch.ones(2, 5, dtype=dtype), "c": torch.ones(6, dtype=dtype)}
+    tensors = {
+        "a": torch.ones(3, 4, dtype=dtype),
+        "b": torch.ones(2, 5, dtype=dtype),
+        "c": torch.ones(6, dtype=dtype),
+    }
     assert first_non_finite(tensors) == ""
     tensors["c"][0] = value
     tensors["b"][1, 2:4] = value
-    assert first_non_finite(tensors) == f"b holds {value} at [1, 2] (2 of its 10 values are not finite)"
+    assert (
+        first_non_finite(tensors)
+        == f"b holds {value} at [1, 2] (2 of its 10 values are not finite)"
+    )
 
 
 def test_tensors_without_such_values_are_passed_over() -> None:
@@ -37,7 +44,10 @@ def test_tensors_without_such_values_are_passed_over() -> None:
     assert first_non_finite(tensors) == "scalar holds nan at [] (1 of its 1 values are not finite)"
 
 
-@given(st.lists(st.floats(width=32), max_size=20), st.lists(st.floats(width=32), min_size=1, max_size=20))
+@given(
+    st.lists(st.floats(width=32), max_size=20),
+    st.lists(st.floats(width=32), min_size=1, max_size=20),
+)
 def test_as_elementwise(first: list[float], second: list[float]) -> None:
     tensors = {"first": torch.tensor(first), "second": torch.tensor(second)}
     broken = [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]

@@ -1,6 +1,6 @@
-"""Every decoder against inputs that nobody would send: the documented error or a value, at once, and without more
-memory than the input could be worth. ``RL_FUZZ=100000`` sets how many inputs there are in all, ``RL_FUZZ_SEED``
-which."""
+"""Every decoder against inputs that nobody would send: the documented error or a value, at once,
+and without more memory than the input could be worth. ``RL_FUZZ=100000`` sets how many inputs there
+are in all, ``RL_FUZZ_SEED`` which."""
 
 from __future__ import annotations
 
@@ -62,7 +62,12 @@ replace = msgspec.structs.replace
 GROUP = cast(wire.Group, EXAMPLES[wire.Group])
 MESSAGES = [codec.encode(EXAMPLES[kind]) for kind in wire.MESSAGES]
 RULES = TicketRules(
-    steps=12, groups_per_step=1, max_staleness=1, on_late="wait", seed=0, domains=(DomainRule("lake", 1.0, 2, 2, 1.0),)
+    steps=12,
+    groups_per_step=1,
+    max_staleness=1,
+    on_late="wait",
+    seed=0,
+    domains=(DomainRule("lake", 1.0, 2, 2, 1.0),),
 )
 
 
@@ -120,7 +125,9 @@ def taken_in(data: bytes) -> None:
     ledger = Ledger(RULES)
     ledger.open_credit()
     message, error = decode(data, SAMPLES.messages)
-    ledger.apply(record_intake.read_record(LogRecord(1, message, error, 1, data), ledger, 100).record, 1)
+    ledger.apply(
+        record_intake.read_record(LogRecord(1, message, error, 1, data), ledger, 100).record, 1
+    )
 
 
 def joined(data: bytes) -> None:
@@ -143,7 +150,9 @@ class Store:
 
 
 def heard(data: bytes) -> None:
-    assert StoreMessages(cast(Any, Store(data)), "1-1.0", WaitMonitor()).heard("ready/1") is not None
+    assert (
+        StoreMessages(cast(Any, Store(data)), "1-1.0", WaitMonitor()).heard("ready/1") is not None
+    )
 
 
 def planned(data: bytes) -> None:
@@ -199,13 +208,17 @@ class Backend:
     """Takes any state."""
 
     def load_state(self, parts: Sequence[PartFile]) -> None:
-        assert all(tensor.nbytes >= 0 for tensor in StoredTensors(part.path for part in parts).values())
+        assert all(
+            tensor.nbytes >= 0 for tensor in StoredTensors(part.path for part in parts).values()
+        )
 
 
 def state_of(folder: Path) -> Callable[[bytes], None]:
     own = folder / "step-000002" / "learner"
     own.mkdir(parents=True)
-    made = checkpoint.Checkpoint(folder / "step-000002", 2, 1, {}, [PartFile(str(own / "state.safetensors"))])
+    made = checkpoint.Checkpoint(
+        folder / "step-000002", 2, 1, {}, [PartFile(str(own / "state.safetensors"))]
+    )
 
     def call(data: bytes) -> None:
         (own / "state.safetensors").write_bytes(data)
@@ -236,7 +249,10 @@ def safetensors() -> bytes:
 
 def frame(number: int, data: bytes) -> bytes:
     return (
-        archive._HEADER.pack(archive.MAGIC, number, number, len(data), bytes.fromhex(ledger_file.digest(data))) + data
+        archive._HEADER.pack(
+            archive.MAGIC, number, number, len(data), bytes.fromhex(ledger_file.digest(data))
+        )
+        + data
     )
 
 
@@ -246,28 +262,42 @@ def decoders(folder: Path) -> list[Decoder]:
     ledger = Ledger(RULES)
     ledger.open_credit()
     held = ledger_file.LedgerLine(state="arrived", ticket=1, seq=1)
-    summary = ledger_file.encode([ledger_file.LedgerLine(state="summary", held=(held,), reasons={"env_error": 2})])
+    summary = ledger_file.encode(
+        [ledger_file.LedgerLine(state="summary", held=(held,), reasons={"env_error": 2})]
+    )
     lines = [
         summary + ledger_file.encode([ledger_file.boundary(ledger)]) * 2,
         summary + b'{"state":"issued","ticket":1,"domain":"a"}\n',
     ]
     made = json.dumps({"format": 1, "step": 0, "epoch": 1, "ledger": ledger.dump()}).encode()
-    plan = plans.make_plan([plans.TensorSpec("a", (3, 4), "float32"), plans.TensorSpec("b", (), "int8")], 0.01)
+    plan = plans.make_plan(
+        [plans.TensorSpec("a", (3, 4), "float32"), plans.TensorSpec("b", (), "int8")], 0.01
+    )
     spec = codec.encode(EXAMPLES[wire.RunSpec])
     return [
         Decoder("messages", round_trip, MESSAGES, 0.26, (WireError,)),
-        Decoder("parts", put_together, [codec.encode(GROUP), codec.encode(EXAMPLES[wire.Parted])], 0.04, (WireError,)),
+        Decoder(
+            "parts",
+            put_together,
+            [codec.encode(GROUP), codec.encode(EXAMPLES[wire.Parted])],
+            0.04,
+            (WireError,),
+        ),
         Decoder("streams and buckets", of_each_stream, MESSAGES, 0.12),
         Decoder("header", header, [b"417", b"0", b"9" * 5000, "٣".encode()], 0.02),
         Decoder("samples into the ledger", taken_in, groups, 0.12),
         Decoder("settings of a run", joined, [spec], 0.04, (WireError, UserError)),
-        Decoder("weights: words", heard, [b"ok", b"digest of version 3: \xff"], 0.03, (TransferFailed,)),
+        Decoder(
+            "weights: words", heard, [b"ok", b"digest of version 3: \xff"], 0.03, (TransferFailed,)
+        ),
         Decoder("weights: plan", planned, [plan.text.encode()], 0.1, (WireError,)),
         Decoder("weights: session", session, [b"3-14.2", b"1-1.0"], 0.02, (WireError,)),
         Decoder("archive", frames_of(folder), frames, 0.07),
         Decoder("ledger file", ledger_lines(folder), lines, 0.06),
         Decoder("checkpoint: learner.json", checkpoint_of(folder), [made], 0.05, (UserError,)),
-        Decoder("checkpoint: state.safetensors", state_of(folder), [safetensors()], 0.03, (UserError,)),
+        Decoder(
+            "checkpoint: state.safetensors", state_of(folder), [safetensors()], 0.03, (UserError,)
+        ),
         Decoder("tap", on_the_wire(folder), MESSAGES, 0.04),
     ]
 
@@ -284,22 +314,40 @@ def test_every_decoder_survives_what_nobody_would_send(tmp_path: Path) -> None:
     try:
         for decoder in made:
             rng = random.Random(f"{SEED} {decoder.name}")
-            for data in itertools.islice(fuzz_kit.mutations(decoder.seeds, rng), round(TOTAL * decoder.share)):
+            for data in itertools.islice(
+                fuzz_kit.mutations(decoder.seeds, rng), round(TOTAL * decoder.share)
+            ):
                 tracemalloc.reset_peak()
                 before, began = tracemalloc.get_traced_memory()[0], time.thread_time()
                 attempt(decoder, data)
-                took_s, used = time.thread_time() - began, tracemalloc.get_traced_memory()[1] - before
+                took_s, used = (
+                    time.thread_time() - began,
+                    tracemalloc.get_traced_memory()[1] - before,
+                )
                 assert took_s < SLOW_S, f"{decoder.name}: {took_s:.1f} s for {data[:200]!r}"
                 assert used <= MEMORY, f"{decoder.name}: {used} bytes for {data[:200]!r}"
                 slowest, most, count = max(slowest, took_s), max(most, used), count + 1
     finally:
         tracemalloc.stop()
     refused = {decoder.name: decoder.raised for decoder in made}
-    print(json.dumps({"inputs": count, "slowest_s": round(slowest, 3), "most_bytes": most, "refused": refused}))
+    print(
+        json.dumps(
+            {
+                "inputs": count,
+                "slowest_s": round(slowest, 3),
+                "most_bytes": most,
+                "refused": refused,
+            }
+        )
+    )
 
 
-def dense(kind: type[wire.Message], path: list[Any], count: int, item: bytes, head: bytes = b"\xdd") -> bytes:
-    """An example with so many of the same in one place; each counts one in a list, two in a mapping."""
+def dense(
+    kind: type[wire.Message], path: list[Any], count: int, item: bytes, head: bytes = b"\xdd"
+) -> bytes:
+    """An example with so many of the same in one place; each counts one in a list, two in a
+    mapping.
+    """
     plain = msgpack.unpackb(codec.encode(EXAMPLES[kind]))
     inner, mark = plain, "here they stand"
     for key in path[:-1]:
@@ -315,17 +363,27 @@ DENSE = [
     (wire.RunSpec, dense(wire.RunSpec, ["config", "x"], 190_000, b"\x90" * 190_000)),
     (wire.Metrics, dense(wire.Metrics, ["values"], 30_000, b"".join(SHORT[:30_000]), b"\xdf")),
     (wire.Group, dense(wire.Group, ["pools"], 1_000_000, b"\xa0" * 1_000_000)),
-    (wire.Group, dense(wire.Group, ["trajectories", 0, "metrics"], 65_536, b"".join(SHORT), b"\xdf")),
+    (
+        wire.Group,
+        dense(wire.Group, ["trajectories", 0, "metrics"], 65_536, b"".join(SHORT), b"\xdf"),
+    ),
     (wire.Group, dense(wire.Group, ["pools"], 8_000_000, b"\xa0" * 8_000_000)),
-    (wire.GenerateRequest, dense(wire.GenerateRequest, ["sampling", "stop_token_ids"], 8_000_000, b"\x01" * 8_000_000)),
+    (
+        wire.GenerateRequest,
+        dense(wire.GenerateRequest, ["sampling", "stop_token_ids"], 8_000_000, b"\x01" * 8_000_000),
+    ),
     (wire.RunSpec, dense(wire.RunSpec, ["config", "x"], 8_000_000, b"\x90" * 8_000_000)),
 ]
 
 
 @pytest.mark.parametrize(
-    ("kind", "data"), DENSE, ids=lambda value: value.__name__ if isinstance(value, type) else len(value)
+    ("kind", "data"),
+    DENSE,
+    ids=lambda value: value.__name__ if isinstance(value, type) else len(value),
 )
-def test_a_message_as_dense_as_it_can_be_takes_no_more_memory(kind: type[wire.Message], data: bytes) -> None:
+def test_a_message_as_dense_as_it_can_be_takes_no_more_memory(
+    kind: type[wire.Message], data: bytes
+) -> None:
     began = time.thread_time()
     with contextlib.suppress(WireError):
         codec.decode(data, kind)
@@ -342,8 +400,14 @@ def test_a_message_as_dense_as_it_can_be_takes_no_more_memory(kind: type[wire.Me
 def test_the_largest_group_passes() -> None:
     n = 900_000
     turn = replace(GROUP.trajectories[0].turns[0], start=0, end=n)
-    columns = {"token_ids": ones(n, "<i4"), "loss_mask": ones(n, "|u1"), "logprobs": ones(n, "<f4", -1.0)}
-    whole = replace(GROUP.trajectories[0], **columns, version_runs=wire.column([1, n], "<i4"), turns=[turn])
+    columns = {
+        "token_ids": ones(n, "<i4"),
+        "loss_mask": ones(n, "|u1"),
+        "logprobs": ones(n, "<f4", -1.0),
+    }
+    whole = replace(
+        GROUP.trajectories[0], **columns, version_runs=wire.column([1, n], "<i4"), turns=[turn]
+    )
     data = codec.encode(replace(GROUP, trajectories=[whole]))
     assert len(data) > 8_100_000
     tracemalloc.start()
@@ -361,11 +425,17 @@ def ones(n: int, dtype: Any, value: float = 1) -> wire.Column:
 @pytest.mark.parametrize("many", [80_000, 80_001])
 def test_values_are_counted_in_a_large_message(many: int) -> None:
     body = msgpack.packb(
-        [b"x" * (1 << 20), {"a": [1, -1, 300, 1e9, "x" * 300, None], "b": True}, msgpack.ExtType(3, b"abc")]
+        [
+            b"x" * (1 << 20),
+            {"a": [1, -1, 300, 1e9, "x" * 300, None], "b": True},
+            msgpack.ExtType(3, b"abc"),
+        ]
     )
     own = (
         1 + 1 + 1 + 2 + 1 + 6 + 1 + 1
-    )  # the list, its bytes, the mapping, its keys, the list in it, that one's values, True, the extension
+        # the list, its bytes, the mapping, its keys, the list in it, that one's values, True, the
+        # extension
+    )
     data = msgpack.packb([0] * (many - own - 2)) + body
     assert not sizes.has_too_many_items(body)
     assert sizes.has_too_many_items(b"\x92" + data) == (many > 80_000)
@@ -374,7 +444,9 @@ def test_values_are_counted_in_a_large_message(many: int) -> None:
 
 @pytest.mark.timeout(120 + TOTAL / 50)
 async def test_a_server_goes_on_whatever_frames_arrive() -> None:
-    """Real sockets; what is no request goes to the dead letters, and a right one is answered all the same."""
+    """Real sockets; what is no request goes to the dead letters, and a right one is answered all
+    the same.
+    """
     buried: list[bytes] = []
     enough, count = asyncio.Event(), TOTAL // 20
 
@@ -385,7 +457,9 @@ async def test_a_server_goes_on_whatever_frames_arrive() -> None:
                 enough.set()
 
     async def handle(request: wire.GenerateRequest) -> wire.GenerateReply:
-        return replace(cast(wire.GenerateReply, EXAMPLES[wire.GenerateReply]), request_id=request.request_id)
+        return replace(
+            cast(wire.GenerateReply, EXAMPLES[wire.GenerateReply]), request_id=request.request_id
+        )
 
     server = ZmqServer(cast(Any, Bus()), "s", "")
     await server.start(handle, lambda request_id: None)
@@ -418,7 +492,9 @@ async def test_a_server_goes_on_whatever_frames_arrive() -> None:
             writer.write(rng.choice((b"", b"\xff" + bytes(8) + b"\x7f\x03" + bytes(53))) + data)
             writer.close()
         reply = await client.generate(
-            server.address, cast(wire.GenerateRequest, EXAMPLES[wire.GenerateRequest]), timeout_s=60 + TOTAL / 100
+            server.address,
+            cast(wire.GenerateRequest, EXAMPLES[wire.GenerateRequest]),
+            timeout_s=60 + TOTAL / 100,
         )
         assert reply.token_ids == cast(wire.GenerateReply, EXAMPLES[wire.GenerateReply]).token_ids
         async with asyncio.timeout(PATIENCE_S):
@@ -434,7 +510,9 @@ async def test_an_asker_goes_on_whatever_a_server_answers() -> None:
     class Bus:
         async def dead_letter(self, *_: object, **more: object) -> None: ...
 
-    answers = fuzz_kit.mutations([codec.encode(EXAMPLES[wire.GenerateReply])], random.Random(f"{SEED} answers"))
+    answers = fuzz_kit.mutations(
+        [codec.encode(EXAMPLES[wire.GenerateReply])], random.Random(f"{SEED} answers")
+    )
 
     class Carrier:
         def post(self, address: str, token: str, data: bytes, asker: object) -> bool:
@@ -447,7 +525,9 @@ async def test_an_asker_goes_on_whatever_a_server_answers() -> None:
     refused = 0
     for _ in range(TOTAL // 40):
         try:
-            await asked.generate("a", cast(wire.GenerateRequest, EXAMPLES[wire.GenerateRequest]), timeout_s=10)
+            await asked.generate(
+                "a", cast(wire.GenerateRequest, EXAMPLES[wire.GenerateRequest]), timeout_s=10
+            )
         except RequestFailed:
             refused += 1
     assert refused > 0
@@ -462,5 +542,7 @@ def attempt(decoder: Decoder, data: bytes) -> None:
         decoder.raised += 1
         said = str(error)
     except Exception as error:
-        raise AssertionError(f"{decoder.name}: {type(error).__name__}: {error} for {data[:300]!r}") from error
+        raise AssertionError(
+            f"{decoder.name}: {type(error).__name__}: {error} for {data[:300]!r}"
+        ) from error
     assert "\n" not in said, f"{decoder.name}: {data[:200]!r}: {said}"

@@ -13,7 +13,14 @@ from broker.system import gpus
 
 @pytest.mark.parametrize(
     ("spec", "numbers"),
-    [("0", [0]), ("4-7", [4, 5, 6, 7]), ("0,2", [0, 2]), ("2, 0-1", [2, 0, 1]), ("3-3", [3]), ("10-11", [10, 11])],
+    [
+        ("0", [0]),
+        ("4-7", [4, 5, 6, 7]),
+        ("0,2", [0, 2]),
+        ("2, 0-1", [2, 0, 1]),
+        ("3-3", [3]),
+        ("10-11", [10, 11]),
+    ],
 )
 def test_lists_and_ranges(spec: str, numbers: list[int]) -> None:
     assert gpus.parse(spec) == numbers
@@ -21,7 +28,9 @@ def test_lists_and_ranges(spec: str, numbers: list[int]) -> None:
 
 @pytest.mark.parametrize("spec", ["", "a", "1-", "-1", "0,,1", "0;1", "1.5", "cuda:0", "0x1"])
 def test_anything_else_is_refused_with_what_is_allowed(spec: str) -> None:
-    with pytest.raises(UserError, match=r"expected cpu, auto, a list such as 0,2 or a range such as 4-7, got "):
+    with pytest.raises(
+        UserError, match=r"expected cpu, auto, a list such as 0,2 or a range such as 4-7, got "
+    ):
         gpus.parse(spec)
 
 
@@ -40,9 +49,13 @@ def test_existing_gpus_become_visible_in_order() -> None:
 
 def test_a_missing_gpu_is_named_with_those_that_exist() -> None:
     environ: dict[str, str] = {}
-    with pytest.raises(UserError, match=r"^--gpus 2-5: GPUs 4, 5 not on this machine; it has 0, 1, 2, 3$"):
+    with pytest.raises(
+        UserError, match=r"^--gpus 2-5: GPUs 4, 5 not on this machine; it has 0, 1, 2, 3$"
+    ):
         gpus.select("2-5", environ, lambda: [0, 1, 2, 3])
-    with pytest.raises(UserError, match=r"^--gpus 0: GPU 0 not on this machine; it has no NVIDIA GPU$"):
+    with pytest.raises(
+        UserError, match=r"^--gpus 0: GPU 0 not on this machine; it has no NVIDIA GPU$"
+    ):
         gpus.select("0", environ, lambda: [])
     assert environ == {}
 
@@ -57,5 +70,7 @@ def test_cpu_hides_all_and_auto_leaves_all() -> None:
 
 def test_nothing_loads_torch_before_the_gpus_are_chosen() -> None:
     code = "import sys, rollout.cli, rollout.engines.random; assert 'torch' not in sys.modules; print('ok')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.stdout.strip() == "ok", done.stderr

@@ -11,16 +11,23 @@ from broker.runtime.member import Stop
 
 
 def presence(**values: object) -> wire.Presence:
-    return wire.Presence(**{"role": "rollout", "id": "r", "host": "h", "pid": 1, "state": "serving", **values})  # type: ignore[arg-type]
+    return wire.Presence(
+        **{"role": "rollout", "id": "r", "host": "h", "pid": 1, "state": "serving", **values}
+    )  # type: ignore[arg-type]
 
 
 def test_a_presence_gives_state_and_status() -> None:
     server = presence(policy_version=7, slots=64, running=3, waiting=2)
-    assert report_of("lake", server) == ("ready", "run lake: version 7, 3 of 64 requests, 2 waiting")
+    assert report_of("lake", server) == (
+        "ready",
+        "run lake: version 7, 3 of 64 requests, 2 waiting",
+    )
     learner = presence(role="learner", policy_version=7, slots=8, running=3)
     expected = ("ready", "run lake: step 7, 3 of 8 groups, waiting for environment hubs")
     assert report_of("lake", learner, "waiting for environment hubs") == expected
-    hub = presence(role="envhub", state="failed", slots=4, serves=["lake", "sums"], problem="no display")
+    hub = presence(
+        role="envhub", state="failed", slots=4, serves=["lake", "sums"], problem="no display"
+    )
     assert report_of("lake", hub) == ("failed", "run lake: 0 of 4 episodes, lake,sums, no display")
     assert report_of("lake", presence(state="draining"))[0] == "draining"
     assert report_of("lake", presence(state="starting")) == ("starting", "run lake: starting")
@@ -47,7 +54,10 @@ def test_listeners_hear_each_change_and_a_stop_stays() -> None:
 def test_a_source_that_fails_is_a_failed_process() -> None:
     health = Health()
     health.follow(lambda: ("ready", str(1 // 0)))
-    assert (health.state, health.status) == ("failed", "ZeroDivisionError: integer division or modulo by zero")
+    assert (health.state, health.status) == (
+        "failed",
+        "ZeroDivisionError: integer division or modulo by zero",
+    )
 
 
 async def test_a_blocked_loop_does_not_turn_and_is_measured() -> None:

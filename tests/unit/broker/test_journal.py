@@ -40,15 +40,23 @@ def entry(data: bytes) -> dict[str, str]:
     return fields
 
 
-def run(tmp_path: Path, stream: str | None, *environ: tuple[str, str]) -> tuple[list[dict[str, str]], str]:
-    """Return the entries that the journal got, and stderr; ``stream``: JOURNAL_STREAM, by default stderr's own."""
+def run(
+    tmp_path: Path, stream: str | None, *environ: tuple[str, str]
+) -> tuple[list[dict[str, str]], str]:
+    """Return the entries that the journal got, and stderr; ``stream``: JOURNAL_STREAM, by default
+    stderr's own.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
         server.bind(str(tmp_path / "journal"))
         server.setblocking(False)
         behind = tmp_path / "stderr"
         with behind.open("wb") as errors:
             there = os.fstat(errors.fileno())
-            told = {**os.environ, "JOURNAL_STREAM": stream or f"{there.st_dev}:{there.st_ino}", **dict(environ)}
+            told = {
+                **os.environ,
+                "JOURNAL_STREAM": stream or f"{there.st_dev}:{there.st_ino}",
+                **dict(environ),
+            }
             command = [sys.executable, "-c", SCRIPT, str(tmp_path / "journal")]
             subprocess.run(command, env=told, stderr=errors, check=True, timeout=60)
         entries = []
@@ -62,14 +70,27 @@ def run(tmp_path: Path, stream: str | None, *environ: tuple[str, str]) -> tuple[
 def test_records_become_entries_with_fields(tmp_path: Path) -> None:
     (info, failure), err = run(tmp_path, None)
     assert info["MESSAGE"] == "a line with api_key=*** step=3"  # no time, level or names twice
-    names = {name: info[name] for name in ("PRIORITY", "RL_RUN", "RL_ROLE", "RL_ID", "LOGGER", "SYSLOG_IDENTIFIER")}
-    expected = {"PRIORITY": "6", "RL_RUN": "lake", "RL_ROLE": "envhub", "RL_ID": "h1", "LOGGER": "some.module"}
+    names = {
+        name: info[name]
+        for name in ("PRIORITY", "RL_RUN", "RL_ROLE", "RL_ID", "LOGGER", "SYSLOG_IDENTIFIER")
+    }
+    expected = {
+        "PRIORITY": "6",
+        "RL_RUN": "lake",
+        "RL_ROLE": "envhub",
+        "RL_ID": "h1",
+        "LOGGER": "some.module",
+    }
     assert names == {**expected, "SYSLOG_IDENTIFIER": "-c"}
     lines = failure["MESSAGE"].splitlines()
-    assert (failure["PRIORITY"], lines[:2]) == ("3", ["it failed", "Traceback (most recent call last):"])
+    assert (failure["PRIORITY"], lines[:2]) == (
+        "3",
+        ["it failed", "Traceback (most recent call last):"],
+    )
     assert lines[-1] == "ZeroDivisionError: division by zero"
     long, error = err.splitlines()
-    assert long.endswith(" WARNING lake envhub h1 " + "x" * 4_000_000)  # beyond a datagram: by the stream
+    # beyond a datagram: by the stream
+    assert long.endswith(" WARNING lake envhub h1 " + "x" * 4_000_000)
     assert error == "<3>error: port 4222 is taken"  # a process that ends: the stream knows its unit
 
 

@@ -32,7 +32,9 @@ def options(*words: str) -> argparse.Namespace:
 
 def test_a_record_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     logs.apply(options("--log-format", "json"))
-    record = logging.getLogger("hub").makeRecord("hub", logging.INFO, __file__, 1, "took\n%d \x1b[31m", (3,), None)
+    record = logging.getLogger("hub").makeRecord(
+        "hub", logging.INFO, __file__, 1, "took\n%d \x1b[31m", (3,), None
+    )
     record.created = 1795612801.0425
     record.step, record.share, record.what = 7, float("nan"), "a 'b'"
     logging.getLogger().handle(record)
@@ -70,28 +72,42 @@ def test_secrets_are_hidden_and_the_line_stays_json(
     monkeypatch.setenv("JUDGE_API_KEY", 'quo"te\\d-secret')
     logs.apply(options("--log-format", "json"))
     said = f'token {KEY}, api_key=abc\\" and quo"te\\d-secret'
-    logging.getLogger("hub").warning(said, extra={"api_key": "hunter2", "url": "nats://me:pw@host:1", "traceback": KEY})
+    logging.getLogger("hub").warning(
+        said, extra={"api_key": "hunter2", "url": "nats://me:pw@host:1", "traceback": KEY}
+    )
     line = json.loads(capsys.readouterr().err)
     assert line["message"] == 'token ***, api_key=***" and ***'
     assert line["extra"] == {"api_key": "***", "url": "nats://***@host:1"}
     assert line["traceback"] == "***"
 
 
-def test_the_log_file_and_a_refusal_have_the_same_format(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_log_file_and_a_refusal_have_the_same_format(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     file = tmp_path / "hub.log"
     logs.apply(options("--log-format", "json", "--log-file", str(file)))
     logging.getLogger("hub").info("joined")
     logs.say_error("--run: no such run")
-    assert [json.loads(line)["message"] for line in file.read_text().splitlines()] == ["joined", "--run: no such run"]
+    assert [json.loads(line)["message"] for line in file.read_text().splitlines()] == [
+        "joined",
+        "--run: no such run",
+    ]
     last = capsys.readouterr().err.splitlines()[-1]
     assert json.loads(last)["message"] == "error: --run: no such run"
     assert logs.error_of(last) == "--run: no such run"
     logging.getLogger().handlers[-1].close()
     assert logs.error_of("error: port 1 is taken") == "port 1 is taken"
-    assert logs.error_of('{"message": "joined"}') == logs.error_of("{broken") == logs.error_of("[1]") == ""
+    assert (
+        logs.error_of('{"message": "joined"}')
+        == logs.error_of("{broken")
+        == logs.error_of("[1]")
+        == ""
+    )
 
 
-def test_children_inherit_the_format(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_children_inherit_the_format(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     logs.apply(options("--log-format", "json"))
     assert os.environ[logs.FORMAT] == "json"
     assert options().log_format == "json"

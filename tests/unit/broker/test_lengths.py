@@ -28,11 +28,15 @@ def test_without_a_prediction_or_room_there_is_none(expected: int, limit: int) -
 
 
 def test_at_the_median_the_upper_half_is_left() -> None:
-    # median 100, 0.9 quantile 400: at 100 tokens the median of what is left is the 0.75 quantile, the 0.9 quantile of
-    # what is left is the 0.95 quantile
+    # median 100, 0.9 quantile 400: at 100 tokens the median of what is left is the 0.75 quantile,
+    # the 0.9 quantile of what is left is the 0.95 quantile
     spread = math.log(4) / NormalDist().inv_cdf(0.9)
     whole = [100 * math.exp(spread * NormalDist().inv_cdf(p)) for p in (0.75, 0.95)]
-    assert remaining(100, 400, 100, 10_000) == (round(whole[0] - 100), round(whole[1] - 100)) == (107, 493)
+    assert (
+        remaining(100, 400, 100, 10_000)
+        == (round(whole[0] - 100), round(whole[1] - 100))
+        == (107, 493)
+    )
 
 
 @pytest.mark.parametrize("generated", [20, 100, 300, 900])
@@ -46,7 +50,9 @@ def test_the_quantiles_are_those_of_the_answers_that_got_so_far(generated: int) 
 
 
 @given(expected=MANY, high=MANY, generated=MANY, limit=MANY)
-def test_it_is_within_the_request_and_in_order(expected: int, high: int, generated: int, limit: int) -> None:
+def test_it_is_within_the_request_and_in_order(
+    expected: int, high: int, generated: int, limit: int
+) -> None:
     median, top = remaining(expected, high, generated, limit)
     if expected and limit:
         assert 1 <= median <= top <= limit
@@ -55,6 +61,13 @@ def test_it_is_within_the_request_and_in_order(expected: int, high: int, generat
 
 
 @given(expected=st.integers(1, 500), wider=st.integers(0, 2000), generated=st.integers(0, 20_000))
-def test_the_whole_never_shrinks_while_the_answer_grows(expected: int, wider: int, generated: int) -> None:
-    one, other = (remaining(expected, expected + wider, at, 10**9) for at in (generated, generated + 1))
-    assert all(after + generated + 1 >= before + generated for before, after in zip(one, other, strict=True))
+def test_the_whole_never_shrinks_while_the_answer_grows(
+    expected: int, wider: int, generated: int
+) -> None:
+    one, other = (
+        remaining(expected, expected + wider, at, 10**9) for at in (generated, generated + 1)
+    )
+    assert all(
+        after + generated + 1 >= before + generated
+        for before, after in zip(one, other, strict=True)
+    )

@@ -14,7 +14,9 @@ from broker.runtime.load_curve import LoadCurve
 
 @pytest.mark.parametrize(("base_s", "each_s"), [(0.01, 0.001), (0.01, 0.0), (0.0005, 0.002)])
 def test_it_finds_the_speed_of_a_queue_with_few_slots(base_s: float, each_s: float) -> None:
-    """40 requests of random lengths share 16 slots, again and again; the rest wait, which is not their work."""
+    """40 requests of random lengths share 16 slots, again and again; the rest wait, which is not
+    their work.
+    """
 
     async def work() -> tuple[float, float]:
         queue, curve, rng = PacedQueue(16, base_s, each_s), LoadCurve(lambda: 16), random.Random(1)

@@ -34,7 +34,14 @@ def everything(path: Path) -> str:
 def run(path: Path, mib: str, **more: str) -> None:
     environment = {**os.environ, "RL_LOG_OUTPUT": str(path), "RL_LOG_MIB": mib, **more}
     with path.open("ab") as out:
-        subprocess.run([sys.executable, "-c", WRITES], stdout=out, stderr=out, check=True, env=environment, cwd=ROOT)
+        subprocess.run(
+            [sys.executable, "-c", WRITES],
+            stdout=out,
+            stderr=out,
+            check=True,
+            env=environment,
+            cwd=ROOT,
+        )
 
 
 def test_the_output_of_a_process_is_rotated_without_losing_a_line(tmp_path: Path) -> None:
@@ -44,7 +51,9 @@ def test_the_output_of_a_process_is_rotated_without_losing_a_line(tmp_path: Path
     text = everything(path)
     assert re.findall(r"line (\d{4})", text) == [f"{number:04d}" for number in range(400)]
     for kind in ("printed", "child"):
-        assert re.findall(rf"{kind} (\d{{4}})", text) == [f"{number:04d}" for number in range(0, 400, 50)]
+        assert re.findall(rf"{kind} (\d{{4}})", text) == [
+            f"{number:04d}" for number in range(0, 400, 50)
+        ]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["hub.log", "hub.log.1", "hub.log.2"]
     assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o600}
     assert all(file.stat().st_size < 23_000 for file in tmp_path.iterdir())
@@ -81,11 +90,15 @@ def test_a_log_file_is_private_and_rotated(tmp_path: Path, monkeypatch: pytest.M
     for number in range(30):
         handler.handle(logging.makeLogRecord({"msg": f"line {number:04d} {'x' * 60}"}))
     handler.close()
-    assert re.findall(r"line (\d{4})", everything(path)) == [f"{number:04d}" for number in range(30)]
+    assert re.findall(r"line (\d{4})", everything(path)) == [
+        f"{number:04d}" for number in range(30)
+    ]
     assert path.with_name("a.log.1").stat().st_mode & 0o777 == 0o600
 
 
-def test_two_processes_with_one_file_lose_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_with_one_file_lose_no_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import logging
 
     monkeypatch.setenv("RL_LOG_MIB", "0.001")
@@ -96,17 +109,26 @@ def test_two_processes_with_one_file_lose_no_line(tmp_path: Path, monkeypatch: p
         handler.handle(logging.makeLogRecord({"msg": f"line {number:04d} {'x' * 60}"}))
     first.close()
     second.close()
-    assert sorted(re.findall(r"line (\d{4})", everything(path))) == [f"{number:04d}" for number in range(55)]
-    assert path.stat().st_size > 500  # 55 lines of 71 bytes fill four files; rotated twice, the first would be gone
+    assert sorted(re.findall(r"line (\d{4})", everything(path))) == [
+        f"{number:04d}" for number in range(55)
+    ]
+    # 55 lines of 71 bytes fill four files; rotated twice, the first would be gone
+    assert path.stat().st_size > 500
 
 
-@pytest.mark.parametrize(("given", "expected"), [("", 64 << 20), ("1", 1 << 20), ("-3", 64 << 20), ("many", 64 << 20)])
-def test_the_size_comes_from_the_environment(given: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("given", "expected"), [("", 64 << 20), ("1", 1 << 20), ("-3", 64 << 20), ("many", 64 << 20)]
+)
+def test_the_size_comes_from_the_environment(
+    given: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RL_LOG_MIB", given)
     assert limit_bytes() == expected
 
 
-def test_the_log_of_a_private_server_is_rotated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_of_a_private_server_is_rotated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RL_LOG_MIB", "0.002")
     server = BrokerServer(str(tmp_path / "store"))
     for _ in range(6):

@@ -1,4 +1,6 @@
-"""Who may end a message, under any interleaving of processes that freeze, lose their connection or their packets."""
+"""Who may end a message, under any interleaving of processes that freeze, lose their connection or
+their packets.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class Pending:
 
 @dataclass
 class Link:
-    """A process's connection. While packets are lost nobody knows it; they arrive later if it does not break."""
+    """A process's connection. While packets are lost nobody knows it; they arrive later if it does
+    not break.
+    """
 
     mark: Callable[[str], None]
     is_up: bool = True
@@ -117,7 +121,12 @@ class Marks(RuleBasedStateMachine):
     @rule(process=st.integers(0, PROCESSES - 1), number=st.integers(0, MESSAGES - 1))
     def deliver(self, process: int, number: int) -> None:
         message, link = self.messages[number], self.links[process]
-        if message.due_at > self.now or process in self.frozen or not link.is_up or link.loses_packets:
+        if (
+            message.due_at > self.now
+            or process in self.frozen
+            or not link.is_up
+            or link.loses_packets
+        ):
             return
         message.num_delivered, message.holder = message.num_delivered + 1, process
         message.due_at = self.now + ACK_WAIT_S
@@ -142,7 +151,9 @@ class Marks(RuleBasedStateMachine):
 
     @rule(process=st.integers(0, PROCESSES - 1))
     def break_or_connect(self, process: int) -> None:
-        """Break the connection, which a frozen process learns later, or connect to the same server again."""
+        """Break the connection, which a frozen process learns later, or connect to the same server
+        again.
+        """
         if process in self.frozen:
             return
         link = self.links[process]

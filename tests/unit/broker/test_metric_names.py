@@ -16,10 +16,20 @@ from learner.credit.ledger import Ledger
 from learner.credit.ticket_rules import TicketRules
 
 ROOT = Path(__file__).parents[3]
-ROOMS = ("broker/weights", "broker/server", "broker/system", "learner", "rollout", "envhub", "rewardhub")
+ROOMS = (
+    "broker/weights",
+    "broker/server",
+    "broker/system",
+    "learner",
+    "rollout",
+    "envhub",
+    "rewardhub",
+)
 # beginnings of the names that processes report
 GROUPS = "reward|reward_parts|env|eval|response_length|staleness|off_policy|actor|critic|rollout_corr|filter|trainer"
-GROUPS += "|disk|broker|rollouter|time|perf|queue|ticket|weights|envhub|rewardhub|rollout|process|turns"
+GROUPS += (
+    "|disk|broker|rollouter|time|perf|queue|ticket|weights|envhub|rewardhub|rollout|process|turns"
+)
 REPORTED = re.compile(rf'(f?)"((?:{GROUPS})/[a-z_{{}}./]+[a-z_}}])"')
 OTHER_USES = {
     "eval/loss",
@@ -53,12 +63,22 @@ def reported() -> set[str]:
             {"policy": "random", "domain": "lake"},
             1,
         ),
-        ("eval/domain/lake/success_rate", "rlearner_eval_domain_success_rate", {"domain": "lake"}, 1),
+        (
+            "eval/domain/lake/success_rate",
+            "rlearner_eval_domain_success_rate",
+            {"domain": "lake"},
+            1,
+        ),
         ("eval/pass@4", "rlearner_eval_pass_4", {}, 1),
         ("reward_parts/format/mean", "rlearner_reward_parts_reward_mean", {"reward": "format"}, 1),
         ("ticket/issued", "rlearner_ticket_issued_total", {}, 1),
         ("ticket/open", "rlearner_ticket_open", {}, 1),
-        ("ticket/closed_env_error", "rlearner_ticket_closed_reason_total", {"reason": "env_error"}, 1),
+        (
+            "ticket/closed_env_error",
+            "rlearner_ticket_closed_reason_total",
+            {"reason": "env_error"},
+            1,
+        ),
         ("rollout/finished/stop", "rlearner_rollout_finished_reason_total", {"reason": "stop"}, 1),
         ("time/generate", "rlearner_time_generate_seconds", {}, 1),
         ("time/env_step", "rlearner_time_env_step_seconds", {}, 1),
@@ -76,7 +96,13 @@ def test_the_rule(metric: str, sample: str, labels: dict[str, str], scale: float
 
 def test_no_two_metrics_have_the_same_name() -> None:
     names = reported() | set(PATTERNS) | {one for one in COUNTERS if "<" not in one}
-    assert {"actor/grad_norm", "weights/failures", "envhub/groups", "ticket/issued", "time/wait_for_batch"} <= names
+    assert {
+        "actor/grad_norm",
+        "weights/failures",
+        "envhub/groups",
+        "ticket/issued",
+        "time/wait_for_batch",
+    } <= names
     by_name: dict[str, set[str]] = {}
     for name in names:
         found = prometheus_name(re.sub(r"<\w+>", "x", name))
@@ -86,10 +112,16 @@ def test_no_two_metrics_have_the_same_name() -> None:
 
 
 def test_counters_are_metrics_that_the_code_reports() -> None:
-    rules = TicketRules(steps=1, groups_per_step=1, max_staleness=0, on_late="wait", seed=0, domains=())
+    rules = TicketRules(
+        steps=1, groups_per_step=1, max_staleness=0, on_late="wait", seed=0, domains=()
+    )
     tickets = {f"ticket/{name}" for name in Ledger(rules).counts()}
     names = reported() | tickets
-    unknown = {one for one in COUNTERS if not any(re.fullmatch(re.sub(r"<\w+>", "[a-z_]+", one), it) for it in names)}
+    unknown = {
+        one
+        for one in COUNTERS
+        if not any(re.fullmatch(re.sub(r"<\w+>", "[a-z_]+", one), it) for it in names)
+    }
     assert unknown == set()
     assert tickets - COUNTERS == {"ticket/open"}, "only these go down"
 
@@ -105,13 +137,21 @@ class Fixed(Collector):
 def text_of(families: Families) -> list[str]:
     registry = CollectorRegistry()
     registry.register(Fixed(families))
-    return [line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")]
+    return [
+        line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")
+    ]
 
 
 def test_samples_have_the_labels_of_their_process(caplog: pytest.LogCaptureFixture) -> None:
     families_module._said.clear()
     families, labels = Families(), {"run": "quick", "role": "learner", "id": "learner"}
-    values = {"reward/mean": 0.5, "reward/lake/mean": 0.25, "ticket/issued": 8.0, "time": 1.0, "actor/lr": float("nan")}
+    values = {
+        "reward/mean": 0.5,
+        "reward/lake/mean": 0.25,
+        "ticket/issued": 8.0,
+        "time": 1.0,
+        "actor/lr": float("nan"),
+    }
     families.metrics(values | {"env/a.b": 1.0, "env/a_b": 2.0, "weights/gbytes_per_s": 2.0}, labels)
     where = 'id="learner",role="learner",run="quick"'
     assert sorted(text_of(families)) == [
@@ -123,4 +163,6 @@ def test_samples_have_the_labels_of_their_process(caplog: pytest.LogCaptureFixtu
     ]
     families.metrics({"env/a_b": 3.0}, labels)
     said = [record.message for record in caplog.records if "several metrics" in record.message]
-    assert said == ["several metrics are called rlearner_env_a_b in Prometheus; one of them is shown"]
+    assert said == [
+        "several metrics are called rlearner_env_a_b in Prometheus; one of them is shown"
+    ]

@@ -1,4 +1,6 @@
-"""Tensors come back with the same bytes and share memory as before; in between their memory is the system's."""
+"""Tensors come back with the same bytes and share memory as before; in between their memory is the
+system's.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,12 @@ def _shown(_: Path) -> torch.Tensor:
     return made
 
 
-@pytest.mark.parametrize("make", [_mapped, _shown, lambda _: torch.randn(64, 16), lambda _: torch.arange(7)])
-def test_the_bytes_come_back_and_are_shared_as_before(make: Callable[[Path], torch.Tensor], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "make", [_mapped, _shown, lambda _: torch.randn(64, 16), lambda _: torch.arange(7)]
+)
+def test_the_bytes_come_back_and_are_shared_as_before(
+    make: Callable[[Path], torch.Tensor], tmp_path: Path
+) -> None:
     tensor = make(tmp_path)
     parameter, part = torch.nn.Parameter(tensor.double()), tensor.flatten()[1:5]
     moved = OffloadedMemory(tmp_path)

@@ -1,4 +1,6 @@
-"""A log's reader while the broker restarts with its own store or an older one: it reads one history or says so."""
+"""A log's reader while the broker restarts with its own store or an older one: it reads one history
+or says so.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from broker.jetstream.api import StoredEntry
 from broker.jetstream.bus import Bus
 from broker.jetstream.stream_counts import StreamCounts
 
-DATA = codec.encode(wire.Closed(ticket=1, domain="lake", reason="deadline", detail="", by="hub"))  # all are equal
+# all are equal
+DATA = codec.encode(wire.Closed(ticket=1, domain="lake", reason="deadline", detail="", by="hub"))
 
 
 class Store:
@@ -140,5 +143,6 @@ def test_older_store_under_any_interleaving() -> None:
         patch.object(jetstream, "find", _find),
     ):
         run_state_machine_as_test(
-            OlderStoreMachine, settings=settings(max_examples=200, stateful_step_count=25, deadline=None)
+            OlderStoreMachine,
+            settings=settings(max_examples=200, stateful_step_count=25, deadline=None),
         )

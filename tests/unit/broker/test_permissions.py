@@ -16,12 +16,23 @@ def allows(patterns: tuple[str, ...], subject: str) -> bool:
 
 def matches(pattern: list[str], parts: list[str]) -> bool:
     if pattern[-1] == ">":
-        return len(parts) >= len(pattern) and matches(pattern[:-1], parts[: len(pattern) - 1]) if pattern[:-1] else True
-    return len(pattern) == len(parts) and all(a in ("*", b) for a, b in zip(pattern, parts, strict=True))
+        return (
+            len(parts) >= len(pattern) and matches(pattern[:-1], parts[: len(pattern) - 1])
+            if pattern[:-1]
+            else True
+        )
+    return len(pattern) == len(parts) and all(
+        a in ("*", b) for a, b in zip(pattern, parts, strict=True)
+    )
 
 
-CREATE = [f"$JS.API.{one}" for one in ("STREAM.CREATE.rl_r_tickets", "CONSUMER.DURABLE.CREATE.rl_r_tickets.lake")]
-DELETE = [f"$JS.API.STREAM.{one}.rl_r_samples" for one in ("DELETE", "UPDATE", "SNAPSHOT", "RESTORE")]
+CREATE = [
+    f"$JS.API.{one}"
+    for one in ("STREAM.CREATE.rl_r_tickets", "CONSUMER.DURABLE.CREATE.rl_r_tickets.lake")
+]
+DELETE = [
+    f"$JS.API.STREAM.{one}.rl_r_samples" for one in ("DELETE", "UPDATE", "SNAPSHOT", "RESTORE")
+]
 TRIM = ["$JS.API.STREAM.PURGE.rl_r_samples", "$JS.API.STREAM.MSG.DELETE.rl_r_tickets"]
 
 # subject -> roles that may publish to it, besides the operator
@@ -77,19 +88,28 @@ SUBSCRIBERS = {
 
 @pytest.mark.parametrize("subject", PUBLISHERS)
 def test_who_may_publish(subject: str) -> None:
-    assert {role for role in ROLES if allows(permissions(role, "r").publish, subject)} == PUBLISHERS[subject]
+    assert {
+        role for role in ROLES if allows(permissions(role, "r").publish, subject)
+    } == PUBLISHERS[subject]
 
 
 @pytest.mark.parametrize("subject", SUBSCRIBERS)
 def test_who_may_subscribe(subject: str) -> None:
-    assert {role for role in ROLES if allows(permissions(role, "r").subscribe, subject)} == SUBSCRIBERS[subject]
+    assert {
+        role for role in ROLES if allows(permissions(role, "r").subscribe, subject)
+    } == SUBSCRIBERS[subject]
 
 
 @pytest.mark.parametrize("subject", [*PUBLISHERS, *SUBSCRIBERS])
 def test_an_observer_changes_nothing_and_reads_no_message(subject: str) -> None:
     allowed = permissions(OBSERVER, "r")
     reads = {"$JS.API.STREAM.MSG.GET.KV_rl_r_runs", "$JS.API.INFO"}
-    hears = {"rl.r.metrics.envhub.h1", "rl.r.presence.rollout.s1", "$KV.rl_r_control.r", "$KV.rl_r_runs.r"}
+    hears = {
+        "rl.r.metrics.envhub.h1",
+        "rl.r.presence.rollout.s1",
+        "$KV.rl_r_control.r",
+        "$KV.rl_r_runs.r",
+    }
     hears |= {"rl.r.weights"}
     hears |= {"$KV.rl_r_members.r.envhub.h1", "$KV.rl_r_members.r.rollout.s1"}
     assert allows(allowed.publish, subject) == (subject in reads)
@@ -98,7 +118,11 @@ def test_an_observer_changes_nothing_and_reads_no_message(subject: str) -> None:
 
 def test_an_observer_asks_only_what_has_a_reply_in_json() -> None:
     own = f"{inbox(OBSERVER, 'r', '')}.>"
-    asked = {subject.removeprefix("$JS.API.") for subject in permissions(OBSERVER, "r").publish if subject != own}
+    asked = {
+        subject.removeprefix("$JS.API.")
+        for subject in permissions(OBSERVER, "r").publish
+        if subject != own
+    }
     questions = {subject.rpartition(".")[0] for subject in asked - {"INFO"}}
     assert questions == {"STREAM.INFO", "STREAM.MSG.GET", "CONSUMER.LIST"}
 
@@ -108,9 +132,12 @@ def test_no_subject_of_another_run_and_no_other_inbox(role: str) -> None:
     allowed, others = permissions(role, "r", "host2"), permissions(role, "r2")
     for name in ("publish", "subscribe"):
         mine, theirs = getattr(allowed, name), getattr(others, name)
-        shared = {"$JS.API.INFO", "_R_.>", f"{inbox(OPERATOR, '', '')}.>"}  # replies, which name no run
+        # replies, which name no run
+        shared = {"$JS.API.INFO", "_R_.>", f"{inbox(OPERATOR, '', '')}.>"}
         assert set(mine) & set(theirs) == shared & set(mine)
-        assert not any(allows(mine, one.replace("*", "x").replace(">", "x")) for one in set(theirs) - shared)
+        assert not any(
+            allows(mine, one.replace("*", "x").replace(">", "x")) for one in set(theirs) - shared
+        )
         assert ">" not in mine
     assert allows(allowed.subscribe, f"{inbox(role, 'r', 'host2')}.a.1")
     assert not allows(allowed.subscribe, f"{inbox(role, 'r', '')}.a.1")
@@ -136,5 +163,7 @@ def test_the_operator_may_do_everything() -> None:
 
 
 def test_an_unknown_role_is_refused() -> None:
-    with pytest.raises(ConfigError, match="role: 'king' is not allowed; one of learner, rollout, envhub, rewardhub"):
+    with pytest.raises(
+        ConfigError, match="role: 'king' is not allowed; one of learner, rollout, envhub, rewardhub"
+    ):
         permissions("king", "r")

@@ -15,7 +15,13 @@ from broker.errors import UserError
 from broker.system import private_files
 from broker.system.children import spawn
 from broker.system.entry import enter
-from broker.system.private_files import draft_of, open_private, private_folder, private_write, replace
+from broker.system.private_files import (
+    draft_of,
+    open_private,
+    private_folder,
+    private_write,
+    replace,
+)
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 STRANGER = 65534
@@ -47,7 +53,9 @@ def test_an_older_folder_becomes_private(tmp_path: Path, before: int) -> None:
 def test_a_folder_that_everyone_can_write_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run").chmod(0o777)
-    with pytest.raises(UserError, match=rf"run can be written by every user; .*chmod 700 {tmp_path}/run$"):
+    with pytest.raises(
+        UserError, match=rf"run can be written by every user; .*chmod 700 {tmp_path}/run$"
+    ):
         private_folder(tmp_path / "run")
     assert mode(tmp_path / "run") == 0o777, "nothing is changed"
 
@@ -56,7 +64,9 @@ def test_a_folder_that_everyone_can_write_is_refused(tmp_path: Path) -> None:
 def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o755)
     os.chown(tmp_path / "run", STRANGER, STRANGER)
-    with pytest.raises(UserError, match=r"belongs to another user \(uid 65534\); name a folder of yours"):
+    with pytest.raises(
+        UserError, match=r"belongs to another user \(uid 65534\); name a folder of yours"
+    ):
         private_folder(tmp_path / "run")
     assert mode(tmp_path / "run") == 0o755
 
@@ -183,7 +193,9 @@ def test_a_killed_writer_leaves_the_old_or_the_new_file(tmp_path: Path) -> None:
         "os.replace = lambda source, target: os.kill(os.getpid(), signal.SIGKILL)\n"
         "private_files.private_write(pathlib.Path(sys.argv[1]), b'after')\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "a")], check=False, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "a")], check=False, timeout=60
+    )
     assert done.returncode == -9
     assert (tmp_path / "a").read_bytes() == b"before"
     drafts = [path for path in tmp_path.iterdir() if path.name != "a"]

@@ -26,7 +26,10 @@ def say(text): print(text, flush=True)
 def start(body: str) -> subprocess.Popen[str]:
     script = HEAD + textwrap.dedent(body) + "\nsys.exit(main('envhub', body))\n"
     return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-W", "error", "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -65,7 +68,10 @@ def test_a_user_error_is_one_line_and_exit_code_2() -> None:
         async def body(stop):
             raise ConfigError("train.lr", -1, "input should be\\ngreater than 0")
     """)
-    assert (code, err) == (2, "error: train.lr: -1 is not allowed; input should be greater than 0\n")
+    assert (code, err) == (
+        2,
+        "error: train.lr: -1 is not allowed; input should be greater than 0\n",
+    )
 
 
 def test_missing_nodes_are_one_line_and_exit_code_1_for_a_supervisor() -> None:
@@ -73,7 +79,10 @@ def test_missing_nodes_are_one_line_and_exit_code_1_for_a_supervisor() -> None:
         async def body(stop):
             raise NodesMissing("not all nodes came within 8 s; here: node 0 (a); missing: node 1")
     """)
-    assert (code, err) == (1, "error: not all nodes came within 8 s; here: node 0 (a); missing: node 1\n")
+    assert (code, err) == (
+        1,
+        "error: not all nodes came within 8 s; here: node 0 (a); missing: node 1\n",
+    )
 
 
 def test_a_user_error_out_of_a_task_group_too() -> None:

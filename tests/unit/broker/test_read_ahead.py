@@ -1,4 +1,6 @@
-"""A log that is read ahead gives the records, and the groups, that reading them one at a time gives."""
+"""A log that is read ahead gives the records, and the groups, that reading them one at a time
+gives.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,12 @@ class StoredParts(GroupParts):
     def store(self, ticket: int, upload: str) -> wire.Parted:
         data = self.uploads[upload] = codec.encode(group(ticket, SIZE, pools=[]))
         return wire.Parted(
-            ticket=ticket, domain="lake", upload=upload, size=len(data), part_bytes=65536, digest=digest(data)
+            ticket=ticket,
+            domain="lake",
+            upload=upload,
+            size=len(data),
+            part_bytes=65536,
+            digest=digest(data),
         )
 
     async def fetch(self, parted: wire.Parted) -> FetchedParts:
@@ -75,9 +82,13 @@ def closed(ticket: int) -> wire.Closed:
 
 
 async def read(log: MadeUpLog, live: set[int], window_bytes: int) -> list[LogRecord]:
-    """Read the log as a learner that ends a ticket with its first record, and issues ticket n + 10 at the end of n."""
+    """Read the log as a learner that ends a ticket with its first record, and issues ticket n + 10
+    at the end of n.
+    """
     found = []
-    async with aclosing(log.read_log(SAMPLES, 1, wanted=live.__contains__, window_bytes=window_bytes)) as records:
+    async with aclosing(
+        log.read_log(SAMPLES, 1, wanted=live.__contains__, window_bytes=window_bytes)
+    ) as records:
         async for record in records:
             found.append(record)
             if record.ticket in live:

@@ -31,8 +31,14 @@ SEED = "SUAMK2FG4MI6UE3ACF3FK3OIQBCEIEZV7NSWFFEW63UXMRLFM2XLAXK4GY"
         ("Authorization: Bearer abc.def", "Authorization: Bearer ***"),
         ("a.b.api_key: 'abc' is not allowed", "a.b.api_key: '***' is not allowed"),
         ("-----BEGIN PRIVATE KEY-----\nMIIE\n-----END PRIVATE KEY-----\nthen", "***\nthen"),
-        ("max_tokens=256 token=5 eos_token: '<e>' keys: 3", "max_tokens=256 token=5 eos_token: '<e>' keys: 3"),
-        ("api_key needs the variable JUDGE_KEY, not set", "api_key needs the variable JUDGE_KEY, not set"),
+        (
+            "max_tokens=256 token=5 eos_token: '<e>' keys: 3",
+            "max_tokens=256 token=5 eos_token: '<e>' keys: 3",
+        ),
+        (
+            "api_key needs the variable JUDGE_KEY, not set",
+            "api_key needs the variable JUDGE_KEY, not set",
+        ),
     ],
 )
 def test_secrets_are_found_by_format_name_or_login(text: str, expected: str) -> None:
@@ -52,8 +58,25 @@ def test_values_of_variables_with_names_of_secrets_are_found() -> None:
 
 
 def test_names_of_secrets() -> None:
-    secret = ["api_key", "OPENAI_API_KEY", "password", "hf_token", "client_secret", "aws_secret_access_key", "token"]
-    plain = ["key", "eos_token", "max_tokens", "tokenizer", "api_key_env", "secret_word", "score_pattern", "monkey"]
+    secret = [
+        "api_key",
+        "OPENAI_API_KEY",
+        "password",
+        "hf_token",
+        "client_secret",
+        "aws_secret_access_key",
+        "token",
+    ]
+    plain = [
+        "key",
+        "eos_token",
+        "max_tokens",
+        "tokenizer",
+        "api_key_env",
+        "secret_word",
+        "score_pattern",
+        "monkey",
+    ]
     assert [name for name in (*secret, *plain) if is_secret_name(name)] == secret
 
 
@@ -66,7 +89,13 @@ def test_literal_secrets_are_recognized() -> None:
 
 
 def test_a_child_without_need_gets_no_secrets() -> None:
-    environ = {"PATH": "/bin", "HF_TOKEN": "x", "RL_API_KEY": "y", "RL_BROKER": "nats://u:p@h", "HOME": "/root"}
+    environ = {
+        "PATH": "/bin",
+        "HF_TOKEN": "x",
+        "RL_API_KEY": "y",
+        "RL_BROKER": "nats://u:p@h",
+        "HOME": "/root",
+    }
     assert without_secrets(environ) == {"PATH": "/bin", "HOME": "/root"}
 
 
@@ -79,7 +108,10 @@ def test_log_lines_errors_and_tracebacks_hide_secrets(
     record.traceback = "  boom very secret value"
     assert logs.LineFormatter().format(record).count("***") == 3
     logs.say_error(str(ConfigError("rewards.0.args.api_key", "abc", "write a reference")))
-    assert capsys.readouterr().err == "error: rewards.0.args.api_key: '***' is not allowed; write a reference\n"
+    assert (
+        capsys.readouterr().err
+        == "error: rewards.0.args.api_key: '***' is not allowed; write a reference\n"
+    )
     with pytest.raises(ValueError) as raised:
         raise ValueError(os.environ["MY_KEY"])
     assert fault.told(raised.value).startswith("ValueError: ***")
@@ -88,11 +120,23 @@ def test_log_lines_errors_and_tracebacks_hide_secrets(
 
 @given(st.text())
 def test_text_without_secrets_stays(text: str) -> None:
-    assert redact(f"step {text.replace('=', '').replace(':', '').replace('bearer', '')[:40]}", {}).startswith("step ")
+    assert redact(
+        f"step {text.replace('=', '').replace(':', '').replace('bearer', '')[:40]}", {}
+    ).startswith("step ")
 
 
 @pytest.mark.parametrize(
-    "unit", ["a_", "://", "http://", "sk-", "api_key", "-----BEGIN PRIVATE KEY-----", "eyJaaaaaaaaaaa.", "bearer "]
+    "unit",
+    [
+        "a_",
+        "://",
+        "http://",
+        "sk-",
+        "api_key",
+        "-----BEGIN PRIVATE KEY-----",
+        "eyJaaaaaaaaaaa.",
+        "bearer ",
+    ],
 )
 def test_hostile_text_costs_little_time(unit: str) -> None:
     text = unit * (100_000 // len(unit))

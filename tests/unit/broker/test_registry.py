@@ -1,4 +1,6 @@
-"""Looking up plug-ins: the table, a dotted path, a file, an entry point, and every way to get it wrong."""
+"""Looking up plug-ins: the table, a dotted path, a file, an entry point, and every way to get it
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,18 @@ def test_an_unknown_name_lists_the_known_and_the_nearest() -> None:
 
 def test_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    file.write_text("from dataclasses import dataclass\n\n@dataclass\nclass Score:\n    value: int = 7\n")
+    file.write_text(
+        "from dataclasses import dataclass\n\n@dataclass\nclass Score:\n    value: int = 7\n"
+    )
     score = registry.resolve("rewards", f"{file}:Score", {})
     assert score().value == 7
     assert registry.resolve("rewards", f"{file}:Score", {}) is score  # loaded once
     assert score.__module__ in sys.modules
 
 
-def test_a_module_beside_the_user_is_found_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_beside_the_user_is_found_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "my_own_rewards.py").write_text("def score():\n    return 3\n")
     (tmp_path / "json").mkdir()
     (tmp_path / "json" / "__init__.py").write_text("shadow = True\n")
@@ -82,28 +88,37 @@ def test_what_cannot_be_found(name: str, says: str) -> None:
     assert str(caught.value) == f"engines: {name!r} is not allowed; {says}"
 
 
-def test_a_plug_in_that_needs_a_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plug_in_that_needs_a_missing_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "wants_vllm_here.py").write_text("import no_such_engine\n")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    with pytest.raises(ConfigError, match="it needs the package 'no_such_engine', which is not installed"):
+    with pytest.raises(
+        ConfigError, match="it needs the package 'no_such_engine', which is not installed"
+    ):
         registry.resolve("engines", "vllm", {"vllm": "wants_vllm_here:Engine"})
 
 
 def test_a_file_that_fails_is_one_line_and_may_be_mended(tmp_path: Path) -> None:
     file = tmp_path / "bad.py"
     file.write_text("1 / 0\n")
-    with pytest.raises(ConfigError, match=r"bad\.py fails to import: ZeroDivisionError: division by zero"):
+    with pytest.raises(
+        ConfigError, match=r"bad\.py fails to import: ZeroDivisionError: division by zero"
+    ):
         registry.resolve("rewards", f"{file}:f", {})
     file.write_text("def f():\n    return 1\n\n\n# longer, so that its cached byte code is stale\n")
     assert registry.resolve("rewards", f"{file}:f", {})() == 1
 
 
-def test_a_plug_in_that_ends_the_program_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plug_in_that_ends_the_program_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "says_bye.py").write_text('raise SystemExit("bye")\n')
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     for name in (f"{tmp_path}/says_bye.py:f", "says_bye:f"):
         with pytest.raises(
-            ConfigError, match=r"says_bye(\.py)? fails to import: SystemExit: bye \(says_bye\.py:\d+ in <module>\)$"
+            ConfigError,
+            match=r"says_bye(\.py)? fails to import: SystemExit: bye \(says_bye\.py:\d+ in <module>\)$",
         ):
             registry.resolve("envs", name, {})
 

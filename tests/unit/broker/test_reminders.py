@@ -13,8 +13,22 @@ def test_intervals_grow_to_five_minutes() -> None:
 
 def test_a_wait_that_is_over_begins_again() -> None:
     reminders = Reminders()
-    assert [reminders.due(float(now)) for now in range(6)] == [True, False, False, False, False, True]
+    assert [reminders.due(float(now)) for now in range(6)] == [
+        True,
+        False,
+        False,
+        False,
+        False,
+        True,
+    ]
     assert reminders.said
     reminders.over()
     assert not reminders.said
-    assert [reminders.due(float(now)) for now in range(6, 12)] == [True, False, False, False, False, True]
+    assert [reminders.due(float(now)) for now in range(6, 12)] == [
+        True,
+        False,
+        False,
+        False,
+        False,
+        True,
+    ]

@@ -23,7 +23,12 @@ def test_values_are_set_added_compared_and_deleted() -> None:
     board = Board()
     board.set("a", b"1")
     board.append("a", b"2")
-    assert (board.get("a"), board.get("b"), board.has(["a"]), board.has(["a", "b"])) == (b"12", None, True, False)
+    assert (board.get("a"), board.get("b"), board.has(["a"]), board.has(["a", "b"])) == (
+        b"12",
+        None,
+        True,
+        False,
+    )
     assert (board.add("n", 3), board.add("n", -1)) == (3, 2)
     assert board.compare_set("c", b"x", b"y") == b"x"  # missing, and not expected to be
     assert board.compare_set("c", b"", b"y") == b"y"
@@ -56,7 +61,11 @@ def test_a_board_is_bounded_and_sealed_keys_stay() -> None:
         board.set("c", b"")
     board.set("a", b"")  # smaller than before
     board.seal("a")
-    for change in (lambda: board.set("a", b"2"), lambda: board.append("a", b"2"), lambda: board.delete("a")):
+    for change in (
+        lambda: board.set("a", b"2"),
+        lambda: board.append("a", b"2"),
+        lambda: board.delete("a"),
+    ):
         with pytest.raises(BoardFull, match="read-only"):
             change()
     assert board.get("a") == b""
@@ -85,7 +94,11 @@ def test_an_admitted_member_and_the_learner_share_a_torch_store(server: BoardSer
         assert (member.add("n", 2), learner.add("n", 3), member.num_keys()) == (2, 5, 2)
         learner.multi_set(["x", "y"], ["1", b"2"])
         assert member.multi_get(["x", "y"]) == [b"1", b"2"]
-        assert (member.check(["x", "z"]), member.delete_key("x"), member.check(["x"])) == (False, True, False)
+        assert (member.check(["x", "z"]), member.delete_key("x"), member.check(["x"])) == (
+            False,
+            True,
+            False,
+        )
         with pytest.raises(RuntimeError, match=r"wait timeout after 0\.3 s, keys: never"):
             member.wait(["never"], timedelta(seconds=0.3))
         server.keep("plan", b"text")
@@ -106,7 +119,14 @@ def test_gloo_connects_through_it(server: BoardServer) -> None:
 
         def end(rank: int, store: object, bucket: torch.Tensor) -> None:
             group = WeightGroup(
-                store, "g", rank, 2, backend="gloo", host="127.0.0.1", timeout_s=5.0, connect_timeout_s=5.0
+                store,
+                "g",
+                rank,
+                2,
+                backend="gloo",
+                host="127.0.0.1",
+                timeout_s=5.0,
+                connect_timeout_s=5.0,
             )
             group.broadcast([bucket], WaitMonitor(), done=lambda index: None, peek=lambda: None)
             group.close().join()
@@ -122,10 +142,15 @@ def test_strangers_get_nothing(server: BoardServer) -> None:
     keys = KeyPair.make()
     server.admit("r1", keys.public)
     server.keep("plan", b"secret")
-    with pytest.raises(TransferFailed, match=r"no answer from the learner's rendezvous 127\.0\.0\.1:\d+ within 0\.5 s"):
-        BoardClient(address(server), KeyPair.make(), 0.5)  # it knows the address, but its key was not admitted
+    with pytest.raises(
+        TransferFailed,
+        match=r"no answer from the learner's rendezvous 127\.0\.0\.1:\d+ within 0\.5 s",
+    ):
+        # it knows the address, but its key was not admitted
+        BoardClient(address(server), KeyPair.make(), 0.5)
     with pytest.raises(TransferFailed, match="no answer"):
-        BoardClient(address(server, KeyPair.make().public), keys, 0.5)  # the learner's key is another's
+        # the learner's key is another's
+        BoardClient(address(server, KeyPair.make().public), keys, 0.5)
     with zmq.Context() as context, context.socket(zmq.DEALER) as plain:  # it does not encrypt
         plain.linger = 0
         plain.connect(f"tcp://127.0.0.1:{server.port}")
@@ -144,12 +169,16 @@ def test_a_stranger_is_refused_before_it_can_send_anything(server: BoardServer) 
             socket.curve_serverkey = server.key.encode()
             socket.curve_publickey, socket.curve_secretkey = pair.public.encode(), pair.secret
             done = (
-                zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+                zmq.Event.HANDSHAKE_SUCCEEDED
+                | zmq.Event.HANDSHAKE_FAILED_AUTH
+                | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
             )
             monitor = socket.get_monitor_socket(done)
             socket.connect(f"tcp://127.0.0.1:{server.port}")
             assert monitor.poll(3000)
-            assert (recv_monitor_message(monitor)["event"] == zmq.Event.HANDSHAKE_SUCCEEDED) is expected
+            assert (
+                recv_monitor_message(monitor)["event"] == zmq.Event.HANDSHAKE_SUCCEEDED
+            ) is expected
             socket.disable_monitor()
             monitor.close()
 
@@ -194,7 +223,9 @@ def test_a_member_that_waits_while_it_is_expelled_gets_nothing(server: BoardServ
     keys = KeyPair.make()
     server.admit("r1", keys.public)
     with closing(BoardClient(address(server), keys, 0.5)) as member:
-        threading.Timer(0.1, lambda: (server.expel("r1"), server.store(1.0).set("secret", "1"))).start()
+        threading.Timer(
+            0.1, lambda: (server.expel("r1"), server.store(1.0).set("secret", "1"))
+        ).start()
         with pytest.raises(RuntimeError, match="did not answer"):
             member.wait_for("secret", 0.5)
 
@@ -203,7 +234,14 @@ def test_odd_requests_harm_nobody(server: BoardServer) -> None:
     keys = KeyPair.make()
     server.admit("r1", keys.public)
     with closing(BoardClient(address(server), keys, 2.0)) as member, member.connect() as raw:
-        for body in (b"", b"\xc1", b"\x91\xa4sing", b"\x92\xa5fetch\x91\xa1x", b"\x92\xa3add\x90", b"\x91" * 10_000):
+        for body in (
+            b"",
+            b"\xc1",
+            b"\x91\xa4sing",
+            b"\x92\xa5fetch\x91\xa1x",
+            b"\x92\xa3add\x90",
+            b"\x91" * 10_000,
+        ):
             raw.send_multipart([b"1", body])
             assert raw.poll(2000), body[:20]
             assert raw.recv_multipart()[1] == b"!"

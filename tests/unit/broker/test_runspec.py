@@ -22,13 +22,18 @@ def write(folder: Path, name: str, text: str) -> str:
     return str(path)
 
 
-# ------------------------------------------------------------------------------------------------------- load
+# -------------------------------------------------------------------------------------------------------
+# load
 
 
 def test_the_file_wins_over_what_it_inherits_and_overrides_over_all(tmp_path: Path) -> None:
     write(tmp_path, "base.yaml", "train: {steps: 1, lr: 0.1, betas: [0.9, 0.99]}\nrun: {seed: 5}\n")
     write(tmp_path, "more/second.yaml", "train: {steps: 2}\neval: {tasks: 8}\n")
-    path = write(tmp_path, "more/x.yaml", "inherit: [../base.yaml, second.yaml]\ntrain: {lr: 0.3, betas: [0.5, 0.6]}\n")
+    path = write(
+        tmp_path,
+        "more/x.yaml",
+        "inherit: [../base.yaml, second.yaml]\ntrain: {lr: 0.3, betas: [0.5, 0.6]}\n",
+    )
     assert runspec.load(path, ["train.lr=1e-3", "run.name=abc", "eval.every_steps=4"]) == {
         "train": {"steps": 2, "lr": 0.001, "betas": [0.5, 0.6]},
         "run": {"seed": 5, "name": "abc"},
@@ -52,24 +57,32 @@ def test_the_file_wins_over_what_it_inherits_and_overrides_over_all(tmp_path: Pa
     ],
 )
 def test_override_values_are_yaml(tmp_path: Path, override: str, value: object) -> None:
-    assert runspec.load(write(tmp_path, "x.yaml", "run: {seed: 5}\n"), [override])["train"]["x"] == value
+    assert (
+        runspec.load(write(tmp_path, "x.yaml", "run: {seed: 5}\n"), [override])["train"]["x"]
+        == value
+    )
 
 
 def test_overrides_merge_into_mappings_and_reach_into_lists(tmp_path: Path) -> None:
     path = write(tmp_path, "x.yaml", "domains: {d: {sampling: {top_k: 5}, rewards: [{name: a}]}}\n")
     config = runspec.load(path, ["domains.d.sampling={top_p: 0.5}", "domains.d.rewards.0.weight=2"])
     assert config == {
-        "domains": {"d": {"sampling": {"top_k": 5, "top_p": 0.5}, "rewards": [{"name": "a", "weight": 2}]}}
+        "domains": {
+            "d": {"sampling": {"top_k": 5, "top_p": 0.5}, "rewards": [{"name": "a", "weight": 2}]}
+        }
     }
 
 
-def test_shipped_configurations_are_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_configurations_are_found_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     by_path = runspec.load("configs/quickstart.yaml")
     assert by_path["domains"]["lake"]["env"] == "frozenlake"
     assert runspec.load("quickstart.yaml") == runspec.load("quickstart") == by_path
     write(tmp_path, "configs/quickstart.yaml", "run: {seed: 99}\n")
-    assert runspec.load("configs/quickstart.yaml") == {"run": {"seed": 99}}  # the user's own comes first
+    # the user's own comes first
+    assert runspec.load("configs/quickstart.yaml") == {"run": {"seed": 99}}
 
 
 @pytest.mark.parametrize(
@@ -83,16 +96,27 @@ def test_shipped_configurations_are_found_from_anywhere(tmp_path: Path, monkeypa
             "train: {lr: 1}\nrun: {seed: 1}\ntrain: {lr: 1}\n",
             "x.yaml:3: train is given twice, first in line 1; keep one of them",
         ),
-        ("train: {lr: 1, lr: 1}\n", "x.yaml:1: train.lr is given twice, first in line 1; keep one of them"),
-        ("train:\n  lr:\n  steps: 4\n", "x.yaml:2: train.lr has no value; give one, write null, or remove the key"),
+        (
+            "train: {lr: 1, lr: 1}\n",
+            "x.yaml:1: train.lr is given twice, first in line 1; keep one of them",
+        ),
+        (
+            "train:\n  lr:\n  steps: 4\n",
+            "x.yaml:2: train.lr has no value; give one, write null, or remove the key",
+        ),
         (
             "run: {seed: 1}\ntrain:\n  # lr: 1\n",
             "x.yaml:2: train has no value; give one, write null, or remove the key",
         ),
-        ("a:\n- b: 1\n- c:\n", "x.yaml:3: a.1.c has no value; give one, write null, or remove the key"),
+        (
+            "a:\n- b: 1\n- c:\n",
+            "x.yaml:3: a.1.c has no value; give one, write null, or remove the key",
+        ),
     ],
 )
-def test_keys_given_twice_and_empty_values_are_refused_with_their_line(tmp_path: Path, text: str, says: str) -> None:
+def test_keys_given_twice_and_empty_values_are_refused_with_their_line(
+    tmp_path: Path, text: str, says: str
+) -> None:
     with pytest.raises(UserError) as caught:
         runspec.load(write(tmp_path, "x.yaml", text))
     assert str(caught.value).endswith(f"/{says}")
@@ -107,22 +131,30 @@ def test_an_empty_override_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         runspec.load(path, ["train.lr="])
     assert (
-        str(caught.value) == """override 'train.lr=' has no value; give one, or write train.lr=null or train.lr="''\""""
+        str(caught.value)
+        == """override 'train.lr=' has no value; give one, or write train.lr=null or train.lr="''\""""
     )
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nothing\.yaml: no such file; the package has .*quickstart, "):
+    with pytest.raises(
+        UserError, match=r"nothing\.yaml: no such file; the package has .*quickstart, "
+    ):
         runspec.load("nothing.yaml")
     with pytest.raises(UserError, match=r"inherit: 'gone\.yaml': no such file"):
         runspec.load(write(tmp_path, "x.yaml", "inherit: gone.yaml\n"))
     with pytest.raises(UserError, match=r"inherit: 'configs/gone\.yaml': no such file"):
         runspec.load(write(tmp_path, "x.yaml", "inherit: configs/gone.yaml\n"))
-    with pytest.raises(UserError, match=r"^quikstart: no such file; did you mean quickstart\? the package has agent, "):
+    with pytest.raises(
+        UserError,
+        match=r"^quikstart: no such file; did you mean quickstart\? the package has agent, ",
+    ):
         runspec.load("quikstart")
 
 
-def test_a_file_may_inherit_from_one_of_the_package_and_its_own_folder_comes_first(tmp_path: Path) -> None:
+def test_a_file_may_inherit_from_one_of_the_package_and_its_own_folder_comes_first(
+    tmp_path: Path,
+) -> None:
     path = write(tmp_path, "x.yaml", "inherit: configs/frozenlake.yaml\ntrain: {steps: 7}\n")
     expected = runspec.load("configs/frozenlake.yaml", ["train.steps=7"])
     assert runspec.load(path) == expected
@@ -133,13 +165,25 @@ def test_a_file_may_inherit_from_one_of_the_package_and_its_own_folder_comes_fir
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("train: {steps: 1\n", r"x\.yaml:2: not valid YAML: expected ',' or '}', but got '<stream end>'"),
-        ("train:\n\tsteps: 1\n", r"x\.yaml:2: not valid YAML: found character '\\t' that cannot start any token"),
-        ("run: {}\nhello world: a: b\n", r"x\.yaml:2: not valid YAML: mapping values are not allowed here"),
+        (
+            "train: {steps: 1\n",
+            r"x\.yaml:2: not valid YAML: expected ',' or '}', but got '<stream end>'",
+        ),
+        (
+            "train:\n\tsteps: 1\n",
+            r"x\.yaml:2: not valid YAML: found character '\\t' that cannot start any token",
+        ),
+        (
+            "run: {}\nhello world: a: b\n",
+            r"x\.yaml:2: not valid YAML: mapping values are not allowed here",
+        ),
         ("- a\n- b\n", "expected a mapping of sections at the top"),
         ("train:\n  steps: ${nowhere}\n", "Interpolation key 'nowhere' not found"),
         ("train: 1\ntrain: 2\n", "train is given twice"),
-        ("inherit: 3\n", r"inherit: 3 is not allowed; a file name relative to this one, or a list of them"),
+        (
+            "inherit: 3\n",
+            r"inherit: 3 is not allowed; a file name relative to this one, or a list of them",
+        ),
         ("inherit: {a: 1}\n", r"inherit: \{'a': 1\} is not allowed; a file name relative"),
         ("inherit: x.yaml\n", r"inherits itself through x\.yaml -> x\.yaml"),
     ],
@@ -173,7 +217,8 @@ def test_malformed_overrides_are_refused(tmp_path: Path, override: str) -> None:
     assert str(caught.value).startswith(f"override {override!r} is not allowed; ")
 
 
-# --------------------------------------------------------------------------------------------------- validate
+# ---------------------------------------------------------------------------------------------------
+# validate
 
 
 @pytest.fixture
@@ -201,7 +246,9 @@ def test_typed_sections() -> None:
     assert runspec.section(config, "run", RunSection) == RunSection(dir="runs", seed=0)
     domains = runspec.domains(config)
     assert isinstance(domains["lake"], DomainSection)
-    assert domains["lake"].sampling == Sampling(max_tokens=config["domains"]["lake"]["sampling"]["max_tokens"])
+    assert domains["lake"].sampling == Sampling(
+        max_tokens=config["domains"]["lake"]["sampling"]["max_tokens"]
+    )
 
 
 @pytest.mark.usefixtures("no_role_checks")
@@ -209,24 +256,45 @@ def test_typed_sections() -> None:
     ("config", "says"),
     [
         ({"tarin": {}}, "tarin: {} is not allowed; unknown key, did you mean 'train'?"),
-        ({"train": {"lrr": 1}}, "train.lrr: 1 is not allowed; unknown key, did you mean 'train.lr'?"),
+        (
+            {"train": {"lrr": 1}},
+            "train.lrr: 1 is not allowed; unknown key, did you mean 'train.lr'?",
+        ),
         (
             {"train": {"stepz": 1, "steps": "x"}},
             "train.stepz: 1 is not allowed; unknown key, did you mean 'train.steps'?",
         ),
-        ({"run": {"xyzzy": 1}}, "run.xyzzy: 1 is not allowed; unknown key, known here: name, dir, seed"),
-        ({"train": {"steps": "ten"}}, "train.steps: 'ten' is not allowed; input should be a valid integer"),
-        ({"train": {"steps": "10"}}, "train.steps: '10' is not allowed; input should be a valid integer"),
-        ({"train": {"steps": True}}, "train.steps: True is not allowed; input should be a valid integer"),
+        (
+            {"run": {"xyzzy": 1}},
+            "run.xyzzy: 1 is not allowed; unknown key, known here: name, dir, seed",
+        ),
+        (
+            {"train": {"steps": "ten"}},
+            "train.steps: 'ten' is not allowed; input should be a valid integer",
+        ),
+        (
+            {"train": {"steps": "10"}},
+            "train.steps: '10' is not allowed; input should be a valid integer",
+        ),
+        (
+            {"train": {"steps": True}},
+            "train.steps: True is not allowed; input should be a valid integer",
+        ),
         ({"train": {"steps": 0}}, "train.steps: 0 is not allowed; input should be greater than 0"),
-        ({"train": {"on_late": "no"}}, "train.on_late: 'no' is not allowed; input should be 'drop' or 'wait'"),
+        (
+            {"train": {"on_late": "no"}},
+            "train.on_late: 'no' is not allowed; input should be 'drop' or 'wait'",
+        ),
         ({"train": 3}, "train: 3 is not allowed; expected a mapping"),
         (
             {"model": {"tiny": {"hidden": 3}}},
             "model.tiny.hidden: 3 is not allowed; unknown key, did you mean 'model.tiny.hidden_size'?",
         ),
         ({"domains": {"d": {}}}, "domains.d.env: None is not allowed; it must be given"),
-        ({"domains": {"a b": DOMAIN}}, "domains: 'a b' is not allowed; use 1-64 letters, digits, '_' or '-'"),
+        (
+            {"domains": {"a b": DOMAIN}},
+            "domains: 'a b' is not allowed; use 1-64 letters, digits, '_' or '-'",
+        ),
         ({"domains": {"d": 5}}, "domains.d: 5 is not allowed; input should be an object"),
         (
             {"domains": {"d": {**DOMAIN, "sampling": {"topp": 1}}}},
@@ -236,7 +304,10 @@ def test_typed_sections() -> None:
             {"domains": {"d": {**DOMAIN, "rewards": [{"name": "a"}, {"name": "b", "wight": 2}]}}},
             "domains.d.rewards.1.wight: 2 is not allowed; unknown key, did you mean 'domains.d.rewards.1.weight'?",
         ),
-        ({"run": {"name": "a.b"}}, "run.name: 'a.b' is not allowed; use 1-64 letters, digits, '_' or '-'"),
+        (
+            {"run": {"name": "a.b"}},
+            "run.name: 'a.b' is not allowed; use 1-64 letters, digits, '_' or '-'",
+        ),
         (
             {"broker": {"bind": "0.0.0.0"}},
             "broker.bind: '0.0.0.0' is not allowed; only a loopback address such as 127.0.0.1, "
@@ -252,7 +323,11 @@ def test_typed_sections() -> None:
             "left out, or domains.d.min_group_size below group_size: only then can a group close early",
         ),
         (
-            {"domains": {"d": {**DOMAIN, "max_context_tokens": 64, "sampling": {"max_tokens": 64}}}},
+            {
+                "domains": {
+                    "d": {**DOMAIN, "max_context_tokens": 64, "sampling": {"max_tokens": 64}}
+                }
+            },
             "domains.d.sampling.max_tokens: 64 is not allowed; below max_context_tokens, which is 64",
         ),
     ],
@@ -281,7 +356,9 @@ def test_an_inherited_domain_is_taken_out_by_null(tmp_path: Path) -> None:
     child = write(tmp_path, "child.yaml", "inherit: base.yaml\ndomains: {lake: null}\n")
     assert list(runspec.validate(runspec.load(child))["domains"]) == ["other"]
     assert list(
-        runspec.validate(runspec.load(child, ["domains.lake.env=sokoban", "domains.other=null"]))["domains"]
+        runspec.validate(runspec.load(child, ["domains.lake.env=sokoban", "domains.other=null"]))[
+            "domains"
+        ]
     ) == ["lake"]
 
 
@@ -297,7 +374,8 @@ def test_every_section_and_check_exists() -> None:
         assert callable(runspec._attribute(check)), check
 
 
-# ----------------------------------------------------------------------------------------------- data digests
+# -----------------------------------------------------------------------------------------------
+# data digests
 
 
 def test_digests_tell_other_content(tmp_path: Path) -> None:

@@ -34,7 +34,9 @@ def test_the_newest_warning_or_error_for_ten_minutes(said: RecentWarning) -> Non
 
 def warning(text: str) -> logging.LogRecord:
     """Goes to no other handler: a parallel test run cannot pass half a character on."""
-    return logging.makeLogRecord({"msg": text, "levelno": logging.WARNING, "levelname": "WARNING", "created": 0.0})
+    return logging.makeLogRecord(
+        {"msg": text, "levelno": logging.WARNING, "levelname": "WARNING", "created": 0.0}
+    )
 
 
 def test_it_fits_and_can_be_encoded(said: RecentWarning) -> None:

@@ -58,13 +58,19 @@ def start(manager: Manager, body: str, **environ: str) -> subprocess.Popen[str]:
     script = HEAD + textwrap.dedent(body) + "\nsys.exit(main('envhub', body))\n"
     told = {**os.environ, "NOTIFY_SOCKET": manager.address, **environ}
     return subprocess.Popen(
-        [sys.executable, "-c", script], env=told, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", script],
+        env=told,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
 @pytest.mark.parametrize("address", ["path", "abstract"])
 def test_a_manager_hears_readiness_status_and_the_drain(address: str, tmp_path: Path) -> None:
-    manager = Manager(str(tmp_path / "notify") if address == "path" else f"@rlearner-test-{os.getpid()}")
+    manager = Manager(
+        str(tmp_path / "notify") if address == "path" else f"@rlearner-test-{os.getpid()}"
+    )
     with start(
         manager,
         """
@@ -85,7 +91,8 @@ def test_a_manager_hears_readiness_status_and_the_drain(address: str, tmp_path: 
         stopping = manager.lines[manager.lines.index("STOPPING=1") :]
         assert child.wait(30) == 0
     manager.close()
-    assert before[:2] == ["STATUS=waiting for a broker", "EXTEND_TIMEOUT_USEC=60000000"]  # while it starts
+    # while it starts
+    assert before[:2] == ["STATUS=waiting for a broker", "EXTEND_TIMEOUT_USEC=60000000"]
     assert stopping == ["STOPPING=1", "STATUS=stopping: SIGTERM", "EXTEND_TIMEOUT_USEC=60000000"]
     assert "STATUS=run lake: step 3 MAINPID=1" in manager.lines  # one line, not a second assignment
     assert manager.lines.count("READY=1") == manager.lines.count("STOPPING=1") == 1
@@ -134,12 +141,19 @@ def test_no_child_may_speak_for_the_process(manager: Manager) -> None:
 
 
 def test_a_watchdog_for_another_process_is_left_alone() -> None:
-    environ = {"NOTIFY_SOCKET": "@x", "WATCHDOG_USEC": "5000000", "WATCHDOG_PID": "1", "OTHER": "stays"}
+    environ = {
+        "NOTIFY_SOCKET": "@x",
+        "WATCHDOG_USEC": "5000000",
+        "WATCHDOG_PID": "1",
+        "OTHER": "stays",
+    }
     manager = ServiceManager.take(environ)
     assert manager is not None
     assert manager.watchdog_s is None
     assert environ == {"OTHER": "stays"}
-    own = ServiceManager.take({"NOTIFY_SOCKET": "@x", "WATCHDOG_USEC": "5000000", "WATCHDOG_PID": str(os.getpid())})
+    own = ServiceManager.take(
+        {"NOTIFY_SOCKET": "@x", "WATCHDOG_USEC": "5000000", "WATCHDOG_PID": str(os.getpid())}
+    )
     assert own is not None
     assert own.watchdog_s == 5.0
 
@@ -147,7 +161,9 @@ def test_a_watchdog_for_another_process_is_left_alone() -> None:
 def test_a_manager_that_is_gone_costs_one_warning(tmp_path: Path) -> None:
     script = f"{HEAD}\nasync def body(stop):\n    await asyncio.sleep(1.2)\nsys.exit(main('envhub', body))"
     environ = {**os.environ, "NOTIFY_SOCKET": str(tmp_path / "none")}
-    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0
     assert done.stderr.count("does not listen: No such file or directory") == 1
     assert len(done.stderr.splitlines()) == 1

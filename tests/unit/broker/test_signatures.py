@@ -29,7 +29,9 @@ def test_a_later_value_has_a_larger_stamp_even_if_the_clock_went_back() -> None:
     future = 10**14
     first = stamp(OWNER.public, SUBJECT, signed(OWNER, SUBJECT, b"x", above=future), b"x")
     assert first == future + 1
-    assert stamp(OWNER.public, SUBJECT, signed(OWNER, SUBJECT, b"y", above=first), b"y") == future + 2
+    assert (
+        stamp(OWNER.public, SUBJECT, signed(OWNER, SUBJECT, b"y", above=first), b"y") == future + 2
+    )
 
 
 GOOD = signed(OWNER, SUBJECT, b"value")[HEADER]
@@ -109,7 +111,9 @@ def test_trust_is_remembered_for_one_owner(tmp_path: Path, monkeypatch: pytest.M
     assert file.read_text() == f"{OWNER.public}\n"
     assert file.stat().st_mode & 0o777 == 0o600
     file.chmod(0o622)
-    with pytest.raises(UserError, match=r"trusted_owners could be written by other users; remove it$"):
+    with pytest.raises(
+        UserError, match=r"trusted_owners could be written by other users; remove it$"
+    ):
         is_trusted(OWNER.public)
     file.chmod(0o600)
     os.chown(file, 65534, 65534)

@@ -25,7 +25,11 @@ class Clock:
 
 
 def told(spans: list[wire.Span]) -> list[tuple[Any, ...]]:
-    shown = [(one.kind, one.start - BORN, one.end - BORN, one.seconds, one.count) for one in spans if not one.sample]
+    shown = [
+        (one.kind, one.start - BORN, one.end - BORN, one.seconds, one.count)
+        for one in spans
+        if not one.sample
+    ]
     return [(kind, *(round(value, 6) for value in values)) for kind, *values in shown]
 
 
@@ -78,7 +82,8 @@ def test_short_gaps_are_bridged_and_long_ones_are_not() -> None:
 
 Piece = tuple[str, float, float]
 PIECES = st.lists(
-    st.tuples(st.sampled_from(["generate", "env_step"]), st.floats(0.0, 0.5), st.floats(0.0, 0.5)), max_size=80
+    st.tuples(st.sampled_from(["generate", "env_step"]), st.floats(0.0, 0.5), st.floats(0.0, 0.5)),
+    max_size=80,
 )
 
 

@@ -1,5 +1,5 @@
-"""What storing does with every answer that a cluster gives while its leaders change. The link is a script of
-answers.
+"""What storing does with every answer that a cluster gives while its leaders change. The link is a
+script of answers.
 """
 
 from __future__ import annotations
@@ -32,11 +32,15 @@ def refusal(err_code: int, code: int = 400) -> Answer:
 
 
 class Script:
-    """Stands for a link: publishes get ``answers`` in turn, requests of the management API those of ``api``."""
+    """Stands for a link: publishes get ``answers`` in turn, requests of the management API those of
+    ``api``.
+    """
 
     where, inbox, has_jetstream = "here", "_INBOX", True
 
-    def __init__(self, *answers: Answer | Exception, api: dict[str, list[Answer]] | None = None) -> None:
+    def __init__(
+        self, *answers: Answer | Exception, api: dict[str, list[Answer]] | None = None
+    ) -> None:
         self.answers, self.asked = list(answers), api or {}
         self.doubts = self.trusts = 0
         self.refusals = RefusalTracker("here")
@@ -70,7 +74,13 @@ def found(seq: int, message_id: str) -> Answer:
 
 
 async def put(script: Script, **headers: str) -> int | None:
-    return await store(script, "S", "s", b"x", ID | {name.replace("_", "-"): value for name, value in headers.items()})  # type: ignore[arg-type]
+    return await store(
+        script,
+        "S",
+        "s",
+        b"x",
+        ID | {name.replace("_", "-"): value for name, value in headers.items()},
+    )  # type: ignore[arg-type]
 
 
 def expecting(seq: int) -> dict[str, str]:
@@ -88,7 +98,9 @@ async def test_what_is_refused_for_good_is_raised() -> None:
         await put(Script(refusal(10054)))
 
 
-@pytest.mark.parametrize(("code", "err_code"), [(400, 10002), (503, 10023), (500, 10047), (503, 10077)])
+@pytest.mark.parametrize(
+    ("code", "err_code"), [(400, 10002), (503, 10023), (500, 10047), (503, 10077)]
+)
 async def test_no_room_is_waited_for_whatever_the_server_calls_it(
     code: int, err_code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,7 +112,9 @@ async def test_no_room_is_waited_for_whatever_the_server_calls_it(
     assert not script.refusals.full
 
 
-async def test_what_must_be_stored_makes_room_before_each_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_must_be_stored_makes_room_before_each_repetition(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.01)
     script = Script(refusal(10023, 503), refusal(10023, 503), Answer(seq=8))
     made: list[int] = []
@@ -113,22 +127,27 @@ async def test_what_must_be_stored_makes_room_before_each_repetition(monkeypatch
 
 
 async def test_a_wrong_last_sequence_that_is_right_waits_for_a_majority() -> None:
-    """The first attempt is proposed but not stored, the second is refused for it; then the first is given up with its
-    leader.
+    """The first attempt is proposed but not stored, the second is refused for it; then the first is
+    given up with its leader.
     """
     script = Script(TimeoutError(), refusal(10164), Answer(seq=5), api={"INFO": [info(4)]})
     assert await put(script, **expecting(4)) == 5
 
 
 async def test_a_wrong_last_sequence_of_our_own_making_counts_as_stored() -> None:
-    script = Script(TimeoutError(), refusal(10071), api={"INFO": [info(5)], "MSG": [found(5, "mine")]})
+    script = Script(
+        TimeoutError(), refusal(10071), api={"INFO": [info(5)], "MSG": [found(5, "mine")]}
+    )
     assert await put(script, **expecting(4)) == 5
 
 
 async def test_a_wrong_last_sequence_of_anothers_making_is_told() -> None:
     assert (
         await put(
-            Script(TimeoutError(), refusal(10071), api={"INFO": [info(5)], "MSG": [found(5, "theirs")]}), **expecting(4)
+            Script(
+                TimeoutError(), refusal(10071), api={"INFO": [info(5)], "MSG": [found(5, "theirs")]}
+            ),
+            **expecting(4),
         )
         is None
     )
@@ -143,7 +162,13 @@ async def test_the_same_for_a_key() -> None:
     assert await put(script, **revision) == 6
     assert await put(Script(refusal(10071), api={"MSG": [found(5, "theirs")]}), **revision) is None
     missing = refusal(NO_MESSAGE, 404)
-    assert await put(Script(refusal(10071), Answer(seq=1), api={"MSG": [missing]}), **{EXPECTED_LAST_KEY_SEQ: "0"}) == 1
+    assert (
+        await put(
+            Script(refusal(10071), Answer(seq=1), api={"MSG": [missing]}),
+            **{EXPECTED_LAST_KEY_SEQ: "0"},
+        )
+        == 1
+    )
 
 
 async def test_a_stream_without_a_leader_is_waited_for_and_one_that_is_gone_is_told(

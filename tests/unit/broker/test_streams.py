@@ -63,10 +63,14 @@ def test_what_is_no_part_of_a_subject_is_refused(bad: str) -> None:
 
 
 def test_a_stream_in_memory_is_one_that_every_process_writes_again() -> None:
-    """It is gone when the broker restarts, so no promise may depend on it: without attempts a deadly ticket kills a few
-    hubs more. Who has a device claims it again, see ``device_party``.
+    """It is gone when the broker restarts, so no promise may depend on it: without attempts a
+    deadly ticket kills a few hubs more. Who has a device claims it again, see ``device_party``.
     """
-    assert [stream.name for stream in STREAMS if stream.memory] == ["attempts", "members", "devices"]
+    assert [stream.name for stream in STREAMS if stream.memory] == [
+        "attempts",
+        "members",
+        "devices",
+    ]
     assert all(stream.ttl_s for stream in STREAMS if stream.memory)
 
 

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from broker.contract import strict
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec=None)), st.lists, max_leaves=8
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec=None)),
+    st.lists,
+    max_leaves=8,
 )
 
 

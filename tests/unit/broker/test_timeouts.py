@@ -1,5 +1,5 @@
-"""The chain of timeouts: a turn < an episode < a group < a ticket; derived outward, bounded by what is set, never
-contradicting.
+"""The chain of timeouts: a turn < an episode < a group < a ticket; derived outward, bounded by what
+is set, never contradicting.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ LAKE: dict[str, Any] = {
     "sampling": {"max_tokens": 4},
     "max_turns": 10,
 }
-MATH: dict[str, Any] = {"env": "qa", "group_size": 4, "max_context_tokens": 40_000, "sampling": {"max_tokens": 32_768}}
+MATH: dict[str, Any] = {
+    "env": "qa",
+    "group_size": 4,
+    "max_context_tokens": 40_000,
+    "sampling": {"max_tokens": 32_768},
+}
 
 
 def chain(config: dict[str, Any]) -> tuple[float, ...]:
@@ -43,12 +48,17 @@ def checked(*, domain: dict[str, Any] | None = None, **sections: Any) -> tuple[f
 
 
 def test_each_is_derived_from_the_next_inner_one() -> None:
-    # 10 turns of 120 + 30 s and two more calls of the environment; one wave of 8 episodes and one more; twice that.
+    # 10 turns of 120 + 30 s and two more calls of the environment; one wave of 8 episodes and one
+    # more; twice that.
     assert checked() == (120, 1560, 3120, 6240, 6240)
 
 
 def test_long_outputs_and_slow_servers_take_longer() -> None:
-    long: dict[str, Any] = {"max_context_tokens": 40_000, "sampling": {"max_tokens": 32_768}, "max_turns": 1}
+    long: dict[str, Any] = {
+        "max_context_tokens": 40_000,
+        "sampling": {"max_tokens": 32_768},
+        "max_turns": 1,
+    }
     roomy: dict[str, Any] = {
         "rollout": {"max_context_tokens": 40_000},
         "train": {"micro_batch_tokens": 40_000},
@@ -66,15 +76,18 @@ def test_a_group_larger_than_the_hub_runs_in_waves() -> None:
 
 
 def test_a_ticket_waits_for_the_rewards_of_its_group() -> None:
-    # 16 groups of 8 in one hub, 128 scores by 2 workers, each 3 tries of 10 s: 1,920 s; in another pool 4 workers'
-    # worth less.
+    # 16 groups of 8 in one hub, 128 scores by 2 workers, each 3 tries of 10 s: 1,920 s; in another
+    # pool 4 workers' worth less.
     math = {"name": "math_answer"}
     assert checked(domain={"rewards": [math]})[3] == 2 * (3120 + 1920)
     assert checked(domain={"rewards": [math, math]})[3] == 2 * (3120 + 3840)
-    assert checked(domain={"rewards": [math, {**math, "pool": "b"}]}, rewardhub={"workers": 4})[3] == 2 * (
-        3120 + 960 + 960
-    )
-    judge = {"name": "judge", "args": {"base_url": "http://h/v1", "timeout_s": 50, "max_concurrency": 32}}
+    assert checked(domain={"rewards": [math, {**math, "pool": "b"}]}, rewardhub={"workers": 4})[
+        3
+    ] == 2 * (3120 + 960 + 960)
+    judge = {
+        "name": "judge",
+        "args": {"base_url": "http://h/v1", "timeout_s": 50, "max_concurrency": 32},
+    }
     assert checked(domain={"rewards": [judge]})[3] == 2 * (3120 + 4 * 150)
 
 
@@ -84,7 +97,13 @@ def test_what_is_set_bounds_what_is_derived_inside_it() -> None:
     assert checked(train={"ticket_timeout_s": 1000}) == (120, 500, 500, 1000, 1000)
     assert checked(envhub={"episode_timeout_s": 100}) == (100, 100, 200, 400, 600)
     assert checked(envhub={"generate_timeout_s": 5}) == (5, 410, 820, 1640, 1640)
-    assert checked(envhub={"episode_timeout_s": 300}, train={"ticket_timeout_s": 400}) == (120, 300, 300, 400, 600)
+    assert checked(envhub={"episode_timeout_s": 300}, train={"ticket_timeout_s": 400}) == (
+        120,
+        300,
+        300,
+        400,
+        600,
+    )
 
 
 def test_the_hub_takes_the_longest_of_all_domains() -> None:
@@ -113,13 +132,19 @@ def test_the_hub_takes_the_longest_of_all_domains() -> None:
             "envhub.generate_timeout_s: 400.0 is not allowed; at most envhub.episode_timeout_s, which is 300",
         ),
         (
-            {"envhub": {"episode_timeout_s": 300}, "domains": {"lake": {**LAKE, "deadline_s": 200}}},
+            {
+                "envhub": {"episode_timeout_s": 300},
+                "domains": {"lake": {**LAKE, "deadline_s": 200}},
+            },
             "envhub.episode_timeout_s: 300.0 is not allowed; at most domains.lake.deadline_s, which is 200",
         ),
         (
             {
                 "envhub": {"generate_timeout_s": 300},
-                "domains": {"lake": {**LAKE, "deadline_s": 200}, "pond": {**LAKE, "deadline_s": 250}},
+                "domains": {
+                    "lake": {**LAKE, "deadline_s": 200},
+                    "pond": {**LAKE, "deadline_s": 250},
+                },
             },
             "envhub.generate_timeout_s: 300.0 is not allowed; at most domains.pond.deadline_s, the longest, which is "
             "250",
@@ -142,7 +167,12 @@ def test_a_contradiction_names_both_keys_and_values(sections: dict[str, Any], sa
 
 def test_one_short_deadline_among_several_domains_is_no_contradiction() -> None:
     domains = {"lake": {**LAKE, "deadline_s": 100}, "pond": LAKE}
-    assert chain(validate({"domains": domains, "envhub": {"episode_timeout_s": 300}}))[:4] == (120, 300, 100, 600)
+    assert chain(validate({"domains": domains, "envhub": {"episode_timeout_s": 300}}))[:4] == (
+        120,
+        300,
+        100,
+        600,
+    )
 
 
 maybe = st.none() | st.floats(1, 1e5).map(lambda value: round(value, 1))
@@ -150,7 +180,13 @@ maybe = st.none() | st.floats(1, 1e5).map(lambda value: round(value, 1))
 
 @settings(deadline=None)
 @given(
-    turn=maybe, episode=maybe, first=maybe, second=maybe, ticket=maybe, n=st.integers(1, 64), turns=st.integers(1, 50)
+    turn=maybe,
+    episode=maybe,
+    first=maybe,
+    second=maybe,
+    ticket=maybe,
+    n=st.integers(1, 64),
+    turns=st.integers(1, 50),
 )
 def test_the_chain_holds_and_a_resolved_configuration_resolves_to_itself(
     turn: float | None,
@@ -162,7 +198,10 @@ def test_the_chain_holds_and_a_resolved_configuration_resolves_to_itself(
     turns: int,
 ) -> None:
     sections: dict[str, Any] = {
-        "domains": {"lake": {**LAKE, "max_turns": turns, "deadline_s": first}, "pond": {**LAKE, "deadline_s": second}},
+        "domains": {
+            "lake": {**LAKE, "max_turns": turns, "deadline_s": first},
+            "pond": {**LAKE, "deadline_s": second},
+        },
         "envhub": {"generate_timeout_s": turn, "episode_timeout_s": episode, "n": n},
         "train": {"ticket_timeout_s": ticket},
     }
@@ -173,7 +212,9 @@ def test_the_chain_holds_and_a_resolved_configuration_resolves_to_itself(
     turn_s, episode_s, *deadlines, ticket_s, evaluation_s = chain(config)
     assert turn_s <= episode_s <= max(deadlines) < ticket_s <= evaluation_s
     for given_s, resolved in zip(
-        (turn, episode, first, second, ticket), (turn_s, episode_s, *deadlines, ticket_s), strict=True
+        (turn, episode, first, second, ticket),
+        (turn_s, episode_s, *deadlines, ticket_s),
+        strict=True,
     ):
         assert given_s is None or resolved == given_s
     assert validate(config) == config

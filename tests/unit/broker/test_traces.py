@@ -14,7 +14,8 @@ from broker.telemetry.traces import TicketTraces, open_traces, require_installed
 
 
 def test_ids_follow_from_run_and_ticket() -> None:
-    assert trace_ids("quick", 17) == (0xA189A599CC8F411A94AAD3CE46CF7A74, 0xD332ED5F29FD4E10)  # for ever
+    # for ever
+    assert trace_ids("quick", 17) == (0xA189A599CC8F411A94AAD3CE46CF7A74, 0xD332ED5F29FD4E10)
     found = {trace_ids(run, ticket) for run in ("quick", "slow") for ticket in range(1, 100)}
     assert len(found) == 198
     assert all(0 < trace < 1 << 128 and 0 < root < 1 << 64 for trace, root in found)
@@ -23,7 +24,9 @@ def test_ids_follow_from_run_and_ticket() -> None:
 def test_spans_of_two_processes_meet_below_the_learners(monkeypatch: pytest.MonkeyPatch) -> None:
     with OtlpReceiver() as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
-        learner, hub = (TicketTraces("quick", role, f"{role}-1", 5) for role in ("learner", "envhub"))
+        learner, hub = (
+            TicketTraces("quick", role, f"{role}-1", 5) for role in ("learner", "envhub")
+        )
         learner.granted(10, 1000.0)
         learner.add("grant", 10, 1000.0, 1000.5)
         hub.add("deliver", 10, 1001.0, 1000.9, deliveries=2)  # the broker's clock is ahead
@@ -83,5 +86,7 @@ def test_off_is_free_and_without_the_packages_it_says_so(
     monkeypatch.setattr(traces_module, "find_spec", lambda name: None)
     assert open_traces(3, "quick", "envhub", "e") is None
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    with pytest.raises(UserError, match=r"^telemetry\.traces: OpenTelemetry is not installed; pip install"):
+    with pytest.raises(
+        UserError, match=r"^telemetry\.traces: OpenTelemetry is not installed; pip install"
+    ):
         require_installed()

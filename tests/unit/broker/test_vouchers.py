@@ -47,18 +47,28 @@ def test_a_certified_key_speaks_for_its_role_and_run() -> None:
     assert accepted(voucher, run="other") == uncertified + "envhub"
     assert accepted(voucher, said=b"else") == "it has no valid voucher"
     assert accepted(vouchers.vouch(MEMBER, SAID, certificate())) == "accepted"
-    renewed = vouchers.vouch(MEMBER, SAID, certificate(time.time() - 1))  # the broker decides until when
+    # the broker decides until when
+    renewed = vouchers.vouch(MEMBER, SAID, certificate(time.time() - 1))
     assert accepted(renewed) == accepted(vouchers.vouch(MEMBER, SAID, certificate()))
     assert accepted(vouchers.vouch(STRANGER, SAID, certificate())) == "it has no valid voucher"
-    assert accepted(vouchers.vouch(MEMBER, SAID, certificate(by=STRANGER))) == uncertified + "envhub"
+    assert (
+        accepted(vouchers.vouch(MEMBER, SAID, certificate(by=STRANGER))) == uncertified + "envhub"
+    )
     assert accepted(vouchers.vouch(MEMBER, SAID, certificate(by=MEMBER))) == uncertified + "envhub"
 
 
 def test_a_certificate_cannot_be_changed() -> None:
     public, expires, signature = certificate(time.time() + 60).split(".")
-    for changed in (f"{STRANGER.public}.{expires}.{signature}", f"{public}.{int(expires) + 1}.{signature}"):
-        assert accepted(vouchers.vouch(MEMBER, SAID, changed)).startswith("the owner of the run did not certify")
-        assert accepted(vouchers.vouch(STRANGER, SAID, changed)).startswith("the owner of the run did not certify")
+    for changed in (
+        f"{STRANGER.public}.{expires}.{signature}",
+        f"{public}.{int(expires) + 1}.{signature}",
+    ):
+        assert accepted(vouchers.vouch(MEMBER, SAID, changed)).startswith(
+            "the owner of the run did not certify"
+        )
+        assert accepted(vouchers.vouch(STRANGER, SAID, changed)).startswith(
+            "the owner of the run did not certify"
+        )
 
 
 @pytest.mark.parametrize("voucher", ["", ".", "...", "a.b.c.d.e", "é", "A" * 88, "UABC.²3.aa.bb"])

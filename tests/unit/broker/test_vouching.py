@@ -14,7 +14,9 @@ from broker.identity.keys import Key
 from broker.runtime.vouching import PresenceSigner, PresenceVerifier
 
 OWNER = Key.generate()
-REFUSAL = wire.OfferRefusal(epoch=2, version=5, kind="layout", difference="x is in the offer but not here")
+REFUSAL = wire.OfferRefusal(
+    epoch=2, version=5, kind="layout", difference="x is in the offer but not here"
+)
 
 
 class Login:

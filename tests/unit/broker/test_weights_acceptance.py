@@ -52,7 +52,10 @@ def test_older_offers_are_refused_and_epochs_go_before_versions() -> None:
     state.offered(offer(2, 5))
     assert state.offered(offer(2, 4)) == "epoch 2 version 4 is not newer than epoch 2 version 5"
     assert state.offered(offer(1, 9)) == "epoch 1 version 9 is not newer than epoch 2 version 5"
-    assert state.offered(offer(2, 5, digest="other")) == "epoch 2 version 5 is not newer than epoch 2 version 5"
+    assert (
+        state.offered(offer(2, 5, digest="other"))
+        == "epoch 2 version 5 is not newer than epoch 2 version 5"
+    )
     assert state.offered(offer(2, 5)) == ""  # the same again, after a reconnection
     assert state.offered(offer(3, 1)) == ""
     assert state.next(0.0) == JoinTransfer(offer(3, 1))
@@ -128,7 +131,9 @@ def test_another_model_is_refused_until_the_right_one_is_offered() -> None:
     assert state.next(0.0) == JoinTransfer(offer(2, 0))
 
 
-def fail_load(state: OfferAcceptance, made: wire.WeightsOffer, difference: str = "token 1 differs") -> None:
+def fail_load(
+    state: OfferAcceptance, made: wire.WeightsOffer, difference: str = "token 1 differs"
+) -> None:
     state.loading()
     state.failed(0.0, offer=made, difference=difference)
 
@@ -144,7 +149,8 @@ def test_load_that_fails_more_than_three_times_is_told() -> None:
     assert state.refusal == wire.OfferRefusal(
         epoch=1, version=3, kind="logprobs", difference="token 1 differs", loads=4
     )
-    state.failed(0.0, offer=offer(1, 3))  # a transfer that broke before the load says nothing about it
+    # a transfer that broke before the load says nothing about it
+    state.failed(0.0, offer=offer(1, 3))
     assert (state.failed_loads, state.refusal is not None) == (4, True)
     fail_load(state, offer(1, 3), "")  # out of memory, say: repeated, but no fault of the offer
     assert (state.failed_loads, state.refusal) == (5, None)
@@ -170,13 +176,22 @@ def test_another_model_is_told_at_once_and_the_text_is_bounded() -> None:
     state.offered(other := offer(1, 3, plan="q"))
     state.refuse(other, "layout", "x" * 10_000)
     assert state.refusal is not None
-    assert (state.refusal.kind, state.refusal.loads, len(state.refusal.difference)) == ("layout", 0, 512)
+    assert (state.refusal.kind, state.refusal.loads, len(state.refusal.difference)) == (
+        "layout",
+        0,
+        512,
+    )
     newer = offer(1, 4, plan="q")
     state.refuse(newer, "layout", "y")  # not the newest: explained after the next came
     assert state.refusal.version == 3
 
 
-@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4), st.sampled_from(["ok", "fail", "busy"])), max_size=30))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 3), st.integers(0, 4), st.sampled_from(["ok", "fail", "busy"])),
+        max_size=30,
+    )
+)
 @settings(deadline=None)
 def test_served_version_never_goes_back(events: list[tuple[int, int, str]]) -> None:
     state, now, before = OfferAcceptance("p", None), 0.0, (0, -1)
@@ -197,14 +212,15 @@ def test_served_version_never_goes_back(events: list[tuple[int, int, str]]) -> N
 
 
 class Interleavings(RuleBasedStateMachine):
-    """A server under learners that come, go and wake up again, with attempts that offers overtake, and restarts of its
-    own.
+    """A server under learners that come, go and wake up again, with attempts that offers overtake,
+    and restarts of its own.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.bytes: str | None = "0"  # digest of what the engine really holds, None while half of it is overwritten
+        # digest of what the engine really holds, None while half of it is overwritten
+        self.bytes: str | None = "0"
         self.versions: dict[int, int] = {1: -1}  # epoch: newest version it has offered
         self.published: list[wire.WeightsOffer] = []
         self.attempt: AdoptVersion | JoinTransfer | None = None
@@ -222,11 +238,14 @@ class Interleavings(RuleBasedStateMachine):
         self.seen.append(made)
         newest = self.state.newest
         assert newest is not None
-        assert (newest.epoch, newest.version) == max(best, (made.epoch, made.version)), "ordered by epoch, then version"
+        assert (newest.epoch, newest.version) == max(best, (made.epoch, made.version)), (
+            "ordered by epoch, then version"
+        )
         if (made.epoch, made.version) > best:
             assert bool(refused) == (made.plan != "p")
 
-    # ------------------------------------------------------------------------------------------ the world
+    # ------------------------------------------------------------------------------------------ the
+    # world
 
     @rule(
         epoch_after=st.integers(0, 1),
@@ -235,8 +254,8 @@ class Interleavings(RuleBasedStateMachine):
         plan=st.sampled_from("ppppq"),
     )
     def learner_offers(self, epoch_after: int, behind: int, digest: str, plan: str) -> None:
-        """The newest learner goes on; or a new one does, from a checkpoint that may be older. Equal bytes may come
-        again.
+        """The newest learner goes on; or a new one does, from a checkpoint that may be older. Equal
+        bytes may come again.
         """
         newest = max(self.versions)
         if epoch_after:
@@ -250,7 +269,9 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: self.published)
     @rule(pick=st.integers(0, 50))
     def offer_comes_again(self, pick: int) -> None:
-        """After a reconnection, or from a learner that was frozen and does not know yet that it was succeeded."""
+        """After a reconnection, or from a learner that was frozen and does not know yet that it was
+        succeeded.
+        """
         self.deliver(self.published[pick % len(self.published)])
 
     @rule(seconds=st.floats(0.01, 6.0))
@@ -259,13 +280,16 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule()
     def server_restarts(self) -> None:
-        """With the weights of its model folder, or of nobody knows what; the newest offer comes at once."""
+        """With the weights of its model folder, or of nobody knows what; the newest offer comes at
+        once.
+        """
         self.bytes, self.attempt, self.loading = "0", None, False
         self.start()
         if self.published:
             self.deliver(max(self.published, key=lambda one: (one.epoch, one.version)))
 
-    # ------------------------------------------------------------------------------------------ the server
+    # ------------------------------------------------------------------------------------------ the
+    # server
 
     @precondition(lambda self: self.attempt is None)
     @rule()
@@ -273,7 +297,11 @@ class Interleavings(RuleBasedStateMachine):
         action, newest = self.state.next(self.now), self.state.newest
         if isinstance(action, WaitForOffer):
             if action.until is None:
-                assert newest is None or newest.plan != "p" or (newest.epoch, newest.version) == self.state.served
+                assert (
+                    newest is None
+                    or newest.plan != "p"
+                    or (newest.epoch, newest.version) == self.state.served
+                )
             else:
                 assert self.now < action.until <= self.now + LAST_RETRY_S
             return
@@ -312,7 +340,8 @@ class Interleavings(RuleBasedStateMachine):
             self.state.failed(self.now)
         self.attempt, self.loading = None, False
 
-    # ------------------------------------------------------------------------------------------ what holds
+    # ------------------------------------------------------------------------------------------
+    # what holds
 
     @invariant()
     def never_back_and_never_other_bytes(self) -> None:
@@ -378,7 +407,10 @@ def test_with_snapshots_only_the_learner_is_never_asked() -> None:
 
 def test_snapshots_of_no_use() -> None:
     state = OfferAcceptance("p", None, "fallback")
-    assert state.useful(offer(1, 3, plan="q")) == "epoch 1 version 3 is another model than the one here"
+    assert (
+        state.useful(offer(1, 3, plan="q"))
+        == "epoch 1 version 3 is another model than the one here"
+    )
     state.offered(offer(2, 20))
     assert state.useful(offer(1, 20)) == ""
     assert state.useful(offer(1, 21)) == "epoch 1 version 21 was overtaken by epoch 2 version 20"

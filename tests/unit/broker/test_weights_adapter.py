@@ -1,5 +1,5 @@
-"""Adapters on the weight channel: names and shapes of factors, merging, the digest of the model below, and who is
-refused.
+"""Adapters on the weight channel: names and shapes of factors, merging, the digest of the model
+below, and who is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ from torch import Tensor
 from broker.contract import codec, wire
 from broker.contract.examples import EXAMPLES
 from broker.errors import UserError, WireError
-from broker.weights.adapter import AdapterBase, MergedModel, adapted, digest_of, factor_names, factor_shapes, merge
+from broker.weights.adapter import (
+    AdapterBase,
+    MergedModel,
+    adapted,
+    digest_of,
+    factor_names,
+    factor_shapes,
+    merge,
+)
 from broker.weights.memory.staging import FlatBuffer, plan_of
 
 MIB = 2**-20
@@ -39,14 +47,17 @@ def factors(tensors: Mapping[str, Tensor], rank: int = 2) -> dict[str, Tensor]:
 
 
 def adapter_of(tensors: Mapping[str, Tensor], bucket_mib: float = 1) -> wire.Adapter:
-    return wire.Adapter(base=digest_of(plan_of(tensors, bucket_mib), tensors), targets=["q_proj"], rank=2, scale=1.5)
+    return wire.Adapter(
+        base=digest_of(plan_of(tensors, bucket_mib), tensors), targets=["q_proj"], rank=2, scale=1.5
+    )
 
 
 @pytest.mark.parametrize("bucket_bytes", [4096, 1 << 20])
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_the_digest_is_that_of_the_whole_buffer(bucket_bytes: int, dtype: str | None) -> None:
     tensors = {
-        f"t{i}": torch.randn(size) for i, size in enumerate([(), (1,), (37, 41), (3000,), (0,), (1024,), (5, 7, 11)])
+        f"t{i}": torch.randn(size)
+        for i, size in enumerate([(), (1,), (37, 41), (3000,), (0,), (1024,), (5, 7, 11)])
     }
     tensors["ints"] = torch.arange(500)
     plan = plan_of(tensors, bucket_bytes * MIB, dtype=dtype)
@@ -68,7 +79,11 @@ def test_which_weights_have_factors_and_what_these_are_like() -> None:
 
 
 def test_merging_by_hand() -> None:
-    weight, a, b = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, -1.0]]), torch.tensor([[2.0], [0.5]])
+    weight, a, b = (
+        torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
+        torch.tensor([[1.0, -1.0]]),
+        torch.tensor([[2.0], [0.5]]),
+    )
     assert merge(weight, a, b, 0.5).tolist() == [[2.0, 1.0], [3.25, 3.75]]
     low = merge(weight.bfloat16(), a, b, 0.01)
     assert low.dtype == torch.bfloat16
@@ -143,7 +158,9 @@ def test_a_model_that_cannot_be_read_is_refused_in_one_line() -> None:
 
 def test_a_model_without_such_layers_plans_the_whole_of_itself() -> None:
     made = AdapterBase(plan_of(model(), 1), 1, model())
-    assert made.plan(wire.Adapter(base="0", targets=["k_proj"], rank=2, scale=1.0)) == plan_of(model(), 1)
+    assert made.plan(wire.Adapter(base="0", targets=["k_proj"], rank=2, scale=1.0)) == plan_of(
+        model(), 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,17 +178,26 @@ def test_an_offer_of_a_senseless_adapter_is_refused(wrong: dict[str, object], wh
     assert offer.adapter is not None
     assert codec.decode(codec.encode(offer), wire.WeightsOffer) == offer
     with pytest.raises(WireError, match=rf"Adapter\W.*{why}"):
-        codec.encode(msgspec.structs.replace(offer, adapter=msgspec.structs.replace(offer.adapter, **wrong)))
+        codec.encode(
+            msgspec.structs.replace(offer, adapter=msgspec.structs.replace(offer.adapter, **wrong))
+        )
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_experts_are_merged_one_by_one(transposed: bool) -> None:
-    """As peft lays them out: A has the rows of one expert after those of another, B its columns in turn."""
+    """As peft lays them out: A has the rows of one expert after those of another, B its columns in
+    turn.
+    """
     experts, outputs, inputs, rank = 3, 6, 6, 2  # a square does not tell which axis is which
     name = "layers.0.experts.up"
     weight, random = torch.zeros(experts, outputs, inputs), torch.Generator().manual_seed(0)
-    shapes = factor_shapes({name: weight}, ["layers.*.experts.up"], rank, ["layers.*.experts.up"] * transposed)
-    assert [list(factor.shape) for factor in shapes.values()] == [[experts * rank, inputs], [outputs, rank * experts]]
+    shapes = factor_shapes(
+        {name: weight}, ["layers.*.experts.up"], rank, ["layers.*.experts.up"] * transposed
+    )
+    assert [list(factor.shape) for factor in shapes.values()] == [
+        [experts * rank, inputs],
+        [outputs, rank * experts],
+    ]
     a, b = (torch.randn(factor.shape, generator=random) for factor in shapes.values())
     found = merge(weight, a, b, 0.5, transposed=transposed)
     for expert in range(experts):
@@ -180,7 +206,10 @@ def test_experts_are_merged_one_by_one(transposed: bool) -> None:
 
 
 def test_factors_of_experts_have_their_own_shapes() -> None:
-    weights = {"layers.10.experts.up": torch.zeros(4, 6, 5), "layers.10.gate.weight": torch.zeros(4, 5)}
+    weights = {
+        "layers.10.experts.up": torch.zeros(4, 6, 5),
+        "layers.10.gate.weight": torch.zeros(4, 5),
+    }
     shapes = factor_shapes(weights, ["layers.*.experts.up"], 2, ["layers.*.experts.up"])
     assert {name: list(factor.shape) for name, factor in shapes.items()} == {
         "base_model.model.layers.10.experts.up.lora_A.weight": [8, 6],

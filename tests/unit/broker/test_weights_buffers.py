@@ -1,5 +1,5 @@
-"""Which buffer a version arrives in: never one that an engine computes from, and never one that a broken transfer may
-write into.
+"""Which buffer a version arrives in: never one that an engine computes from, and never one that a
+broken transfer may write into.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def test_another_plan_takes_another_buffer() -> None:
     assert (arrival.flat.plan, arrival.held) == (other, "")
 
 
-def test_changes_of_a_version_that_is_in_use_arrive_in_the_other_buffer_and_leave_it_as_it_is() -> None:
+def test_changes_of_a_version_that_is_in_use_arrive_in_the_other_buffer_and_leave_it_as_it_is() -> (
+    None
+):
     buffers, staging, base, store = (
         ReceiveBuffers(kept=True),
         StagingBuffers(PLAN),

@@ -1,4 +1,6 @@
-"""What a transfer carries: whole buckets or changes, and when which; the store is torch's own, in this process."""
+"""What a transfer carries: whole buckets or changes, and when which; the store is torch's own, in
+this process.
+"""
 
 from __future__ import annotations
 
@@ -53,18 +55,32 @@ def carry(
 
 
 def test_changes_only_while_the_receiver_holds_the_base_and_everything_now_and_then() -> None:
-    staging, base, held, store = StagingBuffers(PLAN), ReferenceBytes(PLAN, full_every=4), FlatBuffer(PLAN), HashStore()
+    staging, base, held, store = (
+        StagingBuffers(PLAN),
+        ReferenceBytes(PLAN, full_every=4),
+        FlatBuffer(PLAN),
+        HashStore(),
+    )
     digest, sizes = "", []
     for version, changed in enumerate([(), (7,), (7, 4999), (8,), (9,), (10,)]):
         staging.write(version, tensors(*changed))
         staging.digest(version)
-        sizes.append(carry(staging, version, base, held, digest, StoreMessages(store, f"s{version}", WaitMonitor())))
+        sizes.append(
+            carry(
+                staging,
+                version,
+                base,
+                held,
+                digest,
+                StoreMessages(store, f"s{version}", WaitMonitor()),
+            )
+        )
         digest = held.digest()
         assert torch.equal(held.tensors["w"], tensors(*changed)["w"])
     whole, num_buckets = PLAN.size_bytes, len(PLAN.buckets)
     assert num_buckets == 5
-    # of each bucket a count and positions, together a multiple of 8 bytes, and the values: one change or two take 4 or
-    # 8 more than none
+    # of each bucket a count and positions, together a multiple of 8 bytes, and the values: one
+    # change or two take 4 or 8 more than none
     assert sizes == [
         (whole, True),
         (40 + 4, False),
@@ -142,7 +158,11 @@ def test_a_version_that_cannot_be_packed_ends_whoever_sends_it() -> None:
 def test_a_size_that_cannot_be_is_refused(size: str) -> None:
     store = HashStore()
     store.set("s/size/0", size or "ok")
-    incoming = IncomingBuckets(FlatBuffer(PLAN), StoreMessages(store, "s", WaitMonitor()), whole=False)
+    incoming = IncomingBuckets(
+        FlatBuffer(PLAN), StoreMessages(store, "s", WaitMonitor()), whole=False
+    )
     assert incoming[1] is None  # not announced yet
-    with pytest.raises(TransferFailed, match="bucket 0 of 4096 bytes was announced with a difference of"):
+    with pytest.raises(
+        TransferFailed, match="bucket 0 of 4096 bytes was announced with a difference of"
+    ):
         incoming[0]

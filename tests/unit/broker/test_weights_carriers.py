@@ -13,12 +13,15 @@ from broker.weights.carriers import SETTINGS, choose, offered, takes
     [
         ("auto", True, takes(on_gpu=True), "nccl"),  # hf on another GPU
         ("auto", True, takes(reads="shared", on_gpu=True), "nccl"),
-        ("auto", True, takes(reads="shared"), "shared"),  # hf on the learner's GPU, or on the CPU next to it
-        ("auto", True, takes(workers={"nccl": 4}, reads="shared"), "nccl"),  # vllm with four workers
+        # hf on the learner's GPU, or on the CPU next to it
+        ("auto", True, takes(reads="shared"), "shared"),
+        # vllm with four workers
+        ("auto", True, takes(workers={"nccl": 4}, reads="shared"), "nccl"),
         ("auto", True, takes(), "gloo"),  # an engine that takes host memory, on another host
         ("auto", False, takes(on_gpu=True), "gloo"),  # a learner on a CPU
         ("auto", False, takes(reads="shared"), "shared"),
-        ("auto", False, takes(workers={"gloo": 2}, reads="shared"), "gloo"),  # as rollout.weights_into asks
+        # as rollout.weights_into asks
+        ("auto", False, takes(workers={"gloo": 2}, reads="shared"), "gloo"),
         ("ipc", True, takes(reads="ipc", on_gpu=True), "ipc"),
         ("ipc", True, takes(on_gpu=True), "gloo"),  # the GPU's memory cannot be opened there
         ("shared", True, takes(on_gpu=True), "gloo"),
@@ -34,7 +37,11 @@ def test_a_pair_uses_the_servers_best_that_is_offered(
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_auto_never_ends_in_a_refusal(on_gpu: bool) -> None:
-    plain = [takes(reads=reads, on_gpu=here) for reads in (None, "ipc", "shared") for here in (False, True)]
+    plain = [
+        takes(reads=reads, on_gpu=here)
+        for reads in (None, "ipc", "shared")
+        for here in (False, True)
+    ]
     failed: list[Carrier] = ["nccl", "ipc", "shared", "gloo", "curve"]
     everything_failed = takes(workers={"nccl": 2}, reads="ipc", on_gpu=True, failed=failed)
     for server in [*plain, everything_failed]:

@@ -11,8 +11,20 @@ from broker.weights.memory.copying import PIECE_BYTES, copy_all, copy_into, is_p
 @pytest.mark.parametrize("num_threads", [1, 3, None])
 def test_all_kinds_of_pairs_arrive(num_threads: int | None) -> None:
     large = torch.rand(PIECE_BYTES // 4 * 2 + 17)  # three pieces, the last one small
-    sources = [large, large[:5], large[: 200 * 300].view(200, 300).t(), large[:100_000].bfloat16(), torch.tensor(7.0)]
-    targets = [torch.zeros_like(large), torch.zeros(5), torch.zeros(300, 200), torch.zeros(100_000), torch.tensor(0.0)]
+    sources = [
+        large,
+        large[:5],
+        large[: 200 * 300].view(200, 300).t(),
+        large[:100_000].bfloat16(),
+        torch.tensor(7.0),
+    ]
+    targets = [
+        torch.zeros_like(large),
+        torch.zeros(5),
+        torch.zeros(300, 200),
+        torch.zeros(100_000),
+        torch.tensor(0.0),
+    ]
     copy_all(zip(targets, sources, strict=True), num_threads)
     assert [is_plain(target, source) for target, source in zip(targets, sources, strict=True)] == [
         True,

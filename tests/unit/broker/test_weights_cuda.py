@@ -1,5 +1,5 @@
-"""CUDA IPC without a GPU: that the driver is called as its reference says, and what is said where it refuses; not what
-it then does.
+"""CUDA IPC without a GPU: that the driver is called as its reference says, and what is said where
+it refuses; not what it then does.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ UNIT = bytes.fromhex("0123456789abcdef0123456789abcdef")
 
 
 class Library:
-    """Functions behind C pointers of the declared types, so that arguments travel as they would to the driver;
-    ``fails`` names some.
+    """Functions behind C pointers of the declared types, so that arguments travel as they would to
+    the driver; ``fails`` names some.
     """
 
     def __init__(self, **fails: int) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self._fails, self._names = fails, {2: b"CUDA_ERROR_OUT_OF_MEMORY", 801: b"CUDA_ERROR_NOT_SUPPORTED"}
+        self._fails, self._names = (
+            fails,
+            {2: b"CUDA_ERROR_OUT_OF_MEMORY", 801: b"CUDA_ERROR_NOT_SUPPORTED"},
+        )
         for name, types in FUNCTIONS.items():
             setattr(self, name, ctypes.CFUNCTYPE(ctypes.c_int, *types)(self._answering(name)))
 
@@ -46,7 +49,14 @@ class Library:
                 arguments[1][0] = self._names[arguments[0]]
                 return 0
             self.calls.append(
-                (name, *(self._seen(argument) for argument in arguments if not hasattr(argument, "contents")))
+                (
+                    name,
+                    *(
+                        self._seen(argument)
+                        for argument in arguments
+                        if not hasattr(argument, "contents")
+                    ),
+                )
             )
             if name in self._fails:
                 return self._fails[name]
@@ -109,7 +119,9 @@ def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         CudaDriver(Library(cuInit=100))
 
 
-def test_a_handle_of_a_hidden_gpu_or_of_no_gpu_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handle_of_a_hidden_gpu_or_of_no_gpu_is_not_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     library = Library()
     mine = CudaDevice("cuda:0", CudaDriver(library))
@@ -139,18 +151,24 @@ def test_memory_that_torch_cannot_take_is_closed_again(monkeypatch: pytest.Monke
 def test_a_gpu_that_has_none_to_share_leaves_host_memory(caplog: pytest.LogCaptureFixture) -> None:
     library = Library(cuIpcGetMemHandle=801)
     with caplog.at_level(logging.WARNING):
-        segment = segment_of(plan_of({"a": torch.zeros(100)}, 1), CudaDevice("cuda:0", CudaDriver(library)))
+        segment = segment_of(
+            plan_of({"a": torch.zeros(100)}, 1), CudaDevice("cuda:0", CudaDriver(library))
+        )
     assert segment is not None
     assert segment.device == torch.device("cpu")
     said = "weights: servers of this host read host memory, because the device has none to share: "
-    assert [record.message for record in caplog.records] == [f"{said}cuIpcGetMemHandle: CUDA_ERROR_NOT_SUPPORTED"]
-    assert ("cuMemAlloc_v2", 2 << 20) in library.calls  # of two buffers of a page, for it is shared in whole blocks
+    assert [record.message for record in caplog.records] == [
+        f"{said}cuIpcGetMemHandle: CUDA_ERROR_NOT_SUPPORTED"
+    ]
+    # of two buffers of a page, for it is shared in whole blocks
+    assert ("cuMemAlloc_v2", 2 << 20) in library.calls
     assert library.calls[-2] == ("cuMemFree_v2", 0x7F00_0000_0000)  # nobody was told of it
 
 
 def test_only_weights_on_a_gpu_are_read_there() -> None:
     assert device_of(torch.device("cpu")) is None
-    assert isinstance(device_of(torch.device("cuda:1")), CudaDevice)  # asks nothing of the driver yet
+    # asks nothing of the driver yet
+    assert isinstance(device_of(torch.device("cuda:1")), CudaDevice)
 
 
 def test_a_gpu_has_a_number_wherever_a_thread_selects_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +180,9 @@ def test_a_gpu_has_a_number_wherever_a_thread_selects_it(monkeypatch: pytest.Mon
     assert cuda.numbered("cuda:1") == torch.device("cuda", 1)
     assert cuda.numbered("cpu") == torch.device("cpu")
     devices = [policy.pick_device("auto"), policy.pick_device("cuda"), policy.pick_device("cuda:1")]
-    assert [device.index for device in (*devices, model.pick_device("cuda"), model.pick_device("auto"))] == [
+    assert [
+        device.index for device in (*devices, model.pick_device("cuda"), model.pick_device("auto"))
+    ] == [
         0,
         0,
         1,
@@ -170,5 +190,7 @@ def test_a_gpu_has_a_number_wherever_a_thread_selects_it(monkeypatch: pytest.Mon
         0,
     ]
     settings = TransferSettings(("gloo",))
-    sender = WeightSender(None, plan_of({"w": torch.zeros(2)}, 1), epoch=1, settings=settings, device="cuda")  # type: ignore[arg-type]
+    sender = WeightSender(
+        None, plan_of({"w": torch.zeros(2)}, 1), epoch=1, settings=settings, device="cuda"
+    )  # type: ignore[arg-type]
     assert sender._gpu == torch.device("cuda", 0)

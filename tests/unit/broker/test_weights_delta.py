@@ -1,4 +1,6 @@
-"""Differences of buckets: exact for any bits, small where little has changed, harmless where they are wrong."""
+"""Differences of buckets: exact for any bits, small where little has changed, harmless where they
+are wrong.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ def test_layout_by_hand() -> None:
     new = as_bytes([1.0, 7.0, 3.0, 9.0] + [0.0] * 60, torch.float32)
     made = difference(new, base, 4)
     assert made is not None
-    expected = np.uint32(2).tobytes() + np.array([1, 3], "<u2").tobytes() + np.array([7, 9], "<f4").tobytes()
+    expected = (
+        np.uint32(2).tobytes()
+        + np.array([1, 3], "<u2").tobytes()
+        + np.array([7, 9], "<f4").tobytes()
+    )
     assert made.numpy().tobytes() == expected
     apply(made, base, 4)
     assert torch.equal(base, new)
@@ -39,9 +45,16 @@ def test_signed_zeros_and_nans_are_changes() -> None:
     assert torch.equal(base, new)
 
 
-@given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 3000), st.floats(0, 0.4), st.integers(0, 2**32 - 1))
+@given(
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(1, 3000),
+    st.floats(0, 0.4),
+    st.integers(0, 2**32 - 1),
+)
 @settings(deadline=None)
-def test_any_change_comes_back_bit_by_bit(word: int, num_lines: int, share: float, seed: int) -> None:
+def test_any_change_comes_back_bit_by_bit(
+    word: int, num_lines: int, share: float, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     size = 64 * num_lines
     base = torch.from_numpy(rng.integers(0, 256, size, np.uint8))
@@ -96,7 +109,10 @@ def wrong(*parts: bytes) -> torch.Tensor:
         (wrong(b"\1\0"), "lacks the counts of 1 blocks"),
         (wrong(np.int32(-1).tobytes(), bytes(8)), "announces -1 words"),
         (wrong(np.int32(2).tobytes(), bytes(4), bytes(4)), "announces 2 words"),
-        (wrong(np.int32(1).tobytes(), np.uint16(16).tobytes(), bytes(2), bytes(4)), "changes word 16 of 16"),
+        (
+            wrong(np.int32(1).tobytes(), np.uint16(16).tobytes(), bytes(2), bytes(4)),
+            "changes word 16 of 16",
+        ),
     ],
 )
 def test_nonsense_changes_nothing(data: torch.Tensor, said: str) -> None:

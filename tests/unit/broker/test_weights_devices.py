@@ -1,4 +1,6 @@
-"""The learner's memory on a device: the card by which it is found, and what is read there is one version or nothing."""
+"""The learner's memory on a device: the card by which it is found, and what is read there is one
+version or nothing.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,12 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
 def read(window: SegmentReader, version: int) -> tuple[FlatBuffer, str]:
     flat = FlatBuffer(PLAN)
     digests = window.take(
-        version, flat.bucket, WaitMonitor(), timeout_s=60.0, done=lambda index: None, peek=lambda: None
+        version,
+        flat.bucket,
+        WaitMonitor(),
+        timeout_s=60.0,
+        done=lambda index: None,
+        peek=lambda: None,
     )
     return flat, combine(digests)
 
@@ -42,7 +49,9 @@ def lent() -> tuple[SharedSegment, StagingBuffers]:
 
 def test_a_card_comes_back_as_it_was_written() -> None:
     card = MemoryCard("cuda", bytes(range(16)), 2**34, bytes(range(64)))
-    assert card.text == f"cuda/000102030405060708090a0b0c0d0e0f/17179869184/{bytes(range(64)).hex()}"
+    assert (
+        card.text == f"cuda/000102030405060708090a0b0c0d0e0f/17179869184/{bytes(range(64)).hex()}"
+    )
     assert MemoryCard.from_text(card.text) == card
 
 
@@ -68,7 +77,9 @@ def test_what_is_no_card_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("piece", [1 << 16, 1 << 21, 1 << 30])
-def test_versions_are_read_in_pieces_of_any_size(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_are_read_in_pieces_of_any_size(
+    piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shared, "DEVICE_PIECE_BYTES", piece)
     segment, staging = lent()
     window = SegmentReader(segment.address, PLAN, Memfd(own=True))
@@ -112,7 +123,9 @@ async def test_a_page_without_a_card_is_none_of_ours() -> None:
 def test_a_device_that_fails_and_a_learner_that_ends_are_said_in_one_line() -> None:
     class Broken(Memfd):
         def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with TORCH_USE_CUDA_DSA")
+            raise RuntimeError(
+                "CUDA error: an illegal memory access was encountered\nCompile with TORCH_USE_CUDA_DSA"
+            )
 
     segment, _ = lent()
     with pytest.raises(

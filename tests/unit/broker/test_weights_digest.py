@@ -8,14 +8,23 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from broker.weights import digest as module
-from broker.weights.digest import ROW_BYTES, ROW_WORDS, TILE_ROWS, BucketDigest, combine, digest_bucket
+from broker.weights.digest import (
+    ROW_BYTES,
+    ROW_WORDS,
+    TILE_ROWS,
+    BucketDigest,
+    combine,
+    digest_bucket,
+)
 
 # from less than a row to more than a tile, with and without a rest
 SIZES = [1, 64, ROW_BYTES, ROW_BYTES + 7, 9 * ROW_BYTES, (TILE_ROWS + 3) * ROW_BYTES + 40]
 
 
 def random_bucket(size: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 BUCKETS = {size: random_bucket(size) for size in SIZES}
@@ -49,9 +58,15 @@ def test_any_flipped_bit_changes_it(size: int, data: st.DataObject) -> None:
     assert digest_bucket(bucket) != digest_bucket(BUCKETS[size])
 
 
-@given(st.sampled_from(SIZES), st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64]), st.data())
+@given(
+    st.sampled_from(SIZES),
+    st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64]),
+    st.data(),
+)
 @settings(max_examples=200, deadline=None)
-def test_any_two_swapped_elements_change_it(size: int, dtype: torch.dtype, data: st.DataObject) -> None:
+def test_any_two_swapped_elements_change_it(
+    size: int, dtype: torch.dtype, data: st.DataObject
+) -> None:
     usable = size // dtype.itemsize * dtype.itemsize
     assume(usable >= 2 * dtype.itemsize)
     bucket = BUCKETS[size].clone()
@@ -60,7 +75,10 @@ def test_any_two_swapped_elements_change_it(size: int, dtype: torch.dtype, data:
         .view(dtype)
         .view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
     )
-    first, second = data.draw(st.integers(0, len(elements) - 1)), data.draw(st.integers(0, len(elements) - 1))
+    first, second = (
+        data.draw(st.integers(0, len(elements) - 1)),
+        data.draw(st.integers(0, len(elements) - 1)),
+    )
     assume(elements[first] != elements[second])
     elements[[first, second]] = elements[[second, first]]
     assert digest_bucket(bucket) != digest_bucket(BUCKETS[size])
@@ -83,7 +101,9 @@ def test_neighbours_that_differ_in_the_sign_only(first: int, second: int) -> Non
 @settings(deadline=None)
 def test_any_other_order_of_buckets_changes_it(order: list[int]) -> None:
     digests = [digest_bucket(random_bucket(4096, seed)) for seed in range(5)]
-    assert (combine([digests[index] for index in order]) == combine(digests)) == (order == sorted(order))
+    assert (combine([digests[index] for index in order]) == combine(digests)) == (
+        order == sorted(order)
+    )
 
 
 def test_lost_repeated_and_empty_data_change_it() -> None:
@@ -93,8 +113,12 @@ def test_lost_repeated_and_empty_data_change_it() -> None:
     shifted = torch.cat([whole[ROW_BYTES:], whole[:ROW_BYTES]])
     half_missing = whole.clone()
     half_missing[len(whole) // 2 :] = 0
-    stale_half = torch.cat([whole[: len(whole) // 2], random_bucket(9 * ROW_BYTES, 1)[len(whole) // 2 :]])
-    assert len({digest_bucket(bucket) for bucket in (whole, shifted, half_missing, stale_half)}) == 4
+    stale_half = torch.cat(
+        [whole[: len(whole) // 2], random_bucket(9 * ROW_BYTES, 1)[len(whole) // 2 :]]
+    )
+    assert (
+        len({digest_bucket(bucket) for bucket in (whole, shifted, half_missing, stale_half)}) == 4
+    )
     one = digest_bucket(whole)
     assert len({combine([]), combine([one]), combine([one, one])}) == 3
 

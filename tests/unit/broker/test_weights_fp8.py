@@ -25,7 +25,10 @@ FP8 = torch.float8_e4m3fn
 
 
 def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
-    found, scales = torch.empty(weight.shape, dtype=FP8), torch.full(fp8.scale_shape(weight.shape), math.pi)
+    found, scales = (
+        torch.empty(weight.shape, dtype=FP8),
+        torch.full(fp8.scale_shape(weight.shape), math.pi),
+    )
     told = list(fp8.quantise(weight, found, scales))
     assert told == sorted(told)
     assert told[-1] == weight.numel()
@@ -34,7 +37,9 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def spread(scales: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The scale of each element."""
-    return scales.repeat_interleave(128, -2).repeat_interleave(128, -1)[..., : shape[-2], : shape[-1]]
+    return scales.repeat_interleave(128, -2).repeat_interleave(128, -1)[
+        ..., : shape[-2], : shape[-1]
+    ]
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -56,7 +61,8 @@ def test_blocks_by_hand() -> None:
     whole = fp8.dequantise(found, scales, torch.float32)
     assert whole[0, :6].tolist() == [448.0, 16.0, 18.0, -20.0, 2.0**-9, 0.0]
     assert whole[129, 0] == 480.0
-    assert whole.count_nonzero() == 8  # all else stayed zero, the block of zeros at the lower right too
+    # all else stayed zero, the block of zeros at the lower right too
+    assert whole.count_nonzero() == 8
 
 
 SHAPES = st.tuples(st.integers(1, 300), st.integers(1, 300)) | st.tuples(
@@ -75,9 +81,11 @@ def test_error_is_bounded_and_quantising_again_gives_the_same_bits(
     shape: tuple[int, ...], seed: int, power: int, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    weight = (torch.randn(shape, generator=generator) * 2.0**power * torch.rand(shape[-1], generator=generator)).to(
-        dtype
-    )
+    weight = (
+        torch.randn(shape, generator=generator)
+        * 2.0**power
+        * torch.rand(shape[-1], generator=generator)
+    ).to(dtype)
     found, scales = quantised(weight)
     whole = fp8.dequantise(found, scales, torch.float32)
     each = spread(scales, shape)
@@ -109,8 +117,11 @@ def test_wide_matrices_are_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) -
     parts = quantised(weight)
     assert torch.equal(bits(parts[0]), bits(whole[0]))
     assert torch.equal(parts[1], whole[1])
-    assert torch.equal(fp8.dequantise(*parts, torch.float32), whole[0].float() * spread(whole[1], (300, 1000)))
-    assert torch.equal(bits(quantised(weight.T.contiguous().T)[0]), bits(whole[0]))  # whatever the strides
+    assert torch.equal(
+        fp8.dequantise(*parts, torch.float32), whole[0].float() * spread(whole[1], (300, 1000))
+    )
+    # whatever the strides
+    assert torch.equal(bits(quantised(weight.T.contiguous().T)[0]), bits(whole[0]))
 
 
 @pytest.mark.parametrize(
@@ -149,12 +160,18 @@ def model(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         "layers.0.experts.down": (2, 130, 5),
         "layers.0.up.bias": (300,),
     }
-    return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()} | {"layers.0.steps": torch.arange(3)}
+    return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()} | {
+        "layers.0.steps": torch.arange(3)
+    }
 
 
-@pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, "float32"), (torch.bfloat16, "bfloat16")])
+@pytest.mark.parametrize(
+    ("dtype", "bias"), [(torch.float32, "float32"), (torch.bfloat16, "bfloat16")]
+)
 def test_plan_names_what_travels(dtype: torch.dtype, bias: str) -> None:
-    plan = plan_of({name: tensor.to("meta") for name, tensor in model(dtype).items()}, 1, dtype="fp8")
+    plan = plan_of(
+        {name: tensor.to("meta") for name, tensor in model(dtype).items()}, 1, dtype="fp8"
+    )
     assert {str(slot.spec) for slot in plan.slots} == {
         "embed.weight bfloat16[300, 60]",
         "layers.0.up.weight float8_e4m3fn[300, 200]",
@@ -197,20 +214,30 @@ def test_filled_as_it_is_told_and_given_to_an_engine() -> None:
     flat.fill(given, reached)
     assert given.asked == sorted(tensors)
     assert len(plan.buckets) > 5  # each can leave while the next is made
-    assert all(any(stop <= offset < stop + plan.bucket_bytes for offset in seen) for _, stop in plan.buckets)
+    assert all(
+        any(stop <= offset < stop + plan.bucket_bytes for offset in seen)
+        for _, stop in plan.buckets
+    )
     assert flat.digest() == whole.digest()
-    engine = fp8.DequantizedModel(flat.tensors, {name: tensor.dtype for name, tensor in tensors.items()})
+    engine = fp8.DequantizedModel(
+        flat.tensors, {name: tensor.dtype for name, tensor in tensors.items()}
+    )
     assert set(engine) == set(tensors)
     whole_model = engine.made()
     for name, tensor in tensors.items():
         assert whole_model[name].shape == tensor.shape
         if fp8.is_linear(name, tensor.shape):
             found, scales = quantised(tensor)
-            assert torch.equal(whole_model[name], found.float() * spread(scales, tuple(tensor.shape)))
+            assert torch.equal(
+                whole_model[name], found.float() * spread(scales, tuple(tensor.shape))
+            )
         else:
             assert torch.equal(whole_model[name], tensor.bfloat16() if tensor.ndim > 1 else tensor)
         assert torch.equal(whole_model[name].to(tensor.dtype), fp8.as_sent(name, tensor))
-        assert whole_model[name].untyped_storage().data_ptr() != flat.buffer.untyped_storage().data_ptr()
+        assert (
+            whole_model[name].untyped_storage().data_ptr()
+            != flat.buffer.untyped_storage().data_ptr()
+        )
     held = {name: tensor.to(tensors[name].dtype) for name, tensor in whole_model.items()}
     again = FlatBuffer(plan)
     again.fill(held)
@@ -221,7 +248,9 @@ def test_engines_take_it_as_any_update() -> None:
     tensors = model()
     flat = FlatBuffer(plan_of(tensors, 1, dtype="fp8"))
     flat.fill(tensors)
-    update = fp8.DequantizedModel(flat.tensors, {name: tensor.dtype for name, tensor in tensors.items()})
+    update = fp8.DequantizedModel(
+        flat.tensors, {name: tensor.dtype for name, tensor in tensors.items()}
+    )
     sent = {name: fp8.as_sent(name, tensor) for name, tensor in tensors.items()}
     shared = SharedWeights(tensors)  # vLLM's
     try:
@@ -232,16 +261,23 @@ def test_engines_take_it_as_any_update() -> None:
         shared.close()
     assert isinstance(materialized(update), dict)  # what SGLang writes and hf computes from
     assert materialized(update).keys() == tensors.keys()
-    with pytest.raises(TransferFailed, match=r"the update lacks 1 of 6 tensors, the first is layers.1.up.weight"):
+    with pytest.raises(
+        TransferFailed, match=r"the update lacks 1 of 6 tensors, the first is layers.1.up.weight"
+    ):
         check_fit({**tensors, "layers.1.up.weight": torch.zeros(2, 2)}, update)
 
 
 def test_a_model_of_fp8_travels_as_it_is() -> None:
-    own = {"layers.0.up.weight": torch.ones(130, 130).to(FP8), "layers.0.up.weight_scale_inv": torch.full((2, 2), 3.0)}
+    own = {
+        "layers.0.up.weight": torch.ones(130, 130).to(FP8),
+        "layers.0.up.weight_scale_inv": torch.full((2, 2), 3.0),
+    }
     flat = FlatBuffer(plan_of(own, 1, dtype="fp8"))
     flat.fill(own)
     given = fp8.DequantizedModel(flat.tensors, {name: tensor.dtype for name, tensor in own.items()})
-    assert {name: (tensor.dtype, tensor.float().unique().tolist()) for name, tensor in given.items()} == {
+    assert {
+        name: (tensor.dtype, tensor.float().unique().tolist()) for name, tensor in given.items()
+    } == {
         "layers.0.up.weight": (FP8, [1.0]),
         "layers.0.up.weight_scale_inv": (torch.float32, [3.0]),
     }
@@ -257,7 +293,15 @@ async def test_who_holds_the_first_weights_computes_from_what_fp8_makes_of_them(
     async def landing() -> tuple[WeightLoader, OfferAcceptance, wire.WeightsOffer]:
         state = OfferAcceptance(plan.digest, None)
         landed = WeightLoader(
-            state, plan, tensors, load, bucket_mib=1, device=None, kept=True, first=None, quantised=True
+            state,
+            plan,
+            tensors,
+            load,
+            bucket_mib=1,
+            device=None,
+            kept=True,
+            first=None,
+            quantised=True,
         )
         await landed.begin()
         probe = make_probe([1, 2], [0.0], tolerance=1.0)
@@ -275,7 +319,8 @@ async def test_who_holds_the_first_weights_computes_from_what_fp8_makes_of_them(
     first, _, offer = await landing()
     await first.adopt(offer)
     assert all(
-        torch.equal(loads[0][name].to(tensor.dtype), fp8.as_sent(name, tensor)) for name, tensor in tensors.items()
+        torch.equal(loads[0][name].to(tensor.dtype), fp8.as_sent(name, tensor))
+        for name, tensor in tensors.items()
     )
     await first.adopt(offer)  # by a new learner: it holds these bytes now
     assert loads[1] == {}

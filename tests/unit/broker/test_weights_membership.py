@@ -27,11 +27,15 @@ def join(
     server: str, version: int, *, epoch: int = 1, plan: str = "p", shared: bool = False, **ways: int
 ) -> wire.WeightsJoin:
     carriers: Any = ways or ({"shared": int(shared), "gloo": 1} if shared else {"gloo": 1})
-    return wire.WeightsJoin(server=server, epoch=epoch, version=version, plan=plan, key="k" * 40, carriers=carriers)
+    return wire.WeightsJoin(
+        server=server, epoch=epoch, version=version, plan=plan, key="k" * 40, carriers=carriers
+    )
 
 
 def make(version: int = 1) -> TransferMembership:
-    state = TransferMembership(1, "p", gather_s=GATHER_S, join_ttl_s=TTL_S, carriers=["shared", "gloo"])
+    state = TransferMembership(
+        1, "p", gather_s=GATHER_S, join_ttl_s=TTL_S, carriers=["shared", "gloo"]
+    )
     assert state.offered(version) == []
     return state
 
@@ -64,7 +68,13 @@ def test_same_members_use_the_communicator_again() -> None:
         assert isinstance(start, StartTransfer)
         sessions.append((start.session, start.fresh))
         state.ended(0.0, None)
-    assert sessions == [("1-1.0", True), ("1-1.1", False), ("1-2.0", True), ("1-2.1", False), ("1-3.0", True)]
+    assert sessions == [
+        ("1-1.0", True),
+        ("1-1.1", False),
+        ("1-2.0", True),
+        ("1-2.1", False),
+        ("1-3.0", True),
+    ]
 
 
 def test_independent_members_are_not_ended_by_one_that_leaves_or_fails() -> None:
@@ -85,7 +95,9 @@ def test_independent_members_are_not_ended_by_one_that_leaves_or_fails() -> None
 
 
 def test_each_carrier_has_its_own_transfer_and_communicator_and_follows_at_once() -> None:
-    state = TransferMembership(1, "p", gather_s=GATHER_S, join_ttl_s=TTL_S, carriers=["nccl", "shared", "gloo"])
+    state = TransferMembership(
+        1, "p", gather_s=GATHER_S, join_ttl_s=TTL_S, carriers=["nccl", "shared", "gloo"]
+    )
     starts = []
     for version in (1, 2):
         state.offered(version)
@@ -93,10 +105,13 @@ def test_each_carrier_has_its_own_transfer_and_communicator_and_follows_at_once(
         state.joined(join("b", version, nccl=2, gloo=1), 0.0)  # two workers
         state.joined(join("c", version, shared=2), 0.0)  # two workers, which read
         state.joined(join("d", version, curve=1, gloo=1), 0.0)  # its best is not offered
-        for expected in ({"a", "b", "c", "d"}, {"a", "d", "nobody"}):  # nobody is not waited for a second time
+        # nobody is not waited for a second time
+        for expected in ({"a", "b", "c", "d"}, {"a", "d", "nobody"}):
             (start,) = state.tick(0.0, expected, None)
             assert isinstance(start, StartTransfer)
-            starts.append((start.session, start.carrier, start.members, start.num_sent, start.fresh))
+            starts.append(
+                (start.session, start.carrier, start.members, start.num_sent, start.fresh)
+            )
             state.ended(0.0, None)
         assert state.tick(0.0, set(), None) == []
     assert starts == [
@@ -108,7 +123,9 @@ def test_each_carrier_has_its_own_transfer_and_communicator_and_follows_at_once(
 
 
 def test_a_failure_costs_only_the_communicator_of_its_carrier() -> None:
-    state = TransferMembership(1, "p", gather_s=GATHER_S, join_ttl_s=TTL_S, carriers=["nccl", "gloo"])
+    state = TransferMembership(
+        1, "p", gather_s=GATHER_S, join_ttl_s=TTL_S, carriers=["nccl", "gloo"]
+    )
     for version, sessions in ((1, ["1-1.0", "1-2.0"]), (2, ["1-3.0", "1-2.1"])):
         state.offered(version)
         state.joined(join("a", version, nccl=1), 0.0)
@@ -123,14 +140,17 @@ def test_a_failure_costs_only_the_communicator_of_its_carrier() -> None:
 def test_without_a_common_carrier_both_sides_are_named() -> None:
     state = TransferMembership(1, "p", gather_s=GATHER_S, join_ttl_s=TTL_S, carriers=["nccl"])
     state.offered(1)
-    reason = "the learner sends by nccl, this server takes gloo, curve; set train.weights_backend=auto"
+    reason = (
+        "the learner sends by nccl, this server takes gloo, curve; set train.weights_backend=auto"
+    )
     assert state.joined(join("a", 1, gloo=1, curve=1), 0.0) == [RefuseJoin("a", reason)]
 
 
 def test_who_reads_the_senders_memory_is_in_no_communicator_and_ends_none() -> None:
     state = make()
     starts = []
-    for version, members in ((1, "aBcD"), (2, "aBcD"), (3, "BD"), (4, "ac"), (5, "a")):  # capitals can
+    # capitals can
+    for version, members in ((1, "aBcD"), (2, "aBcD"), (3, "BD"), (4, "ac"), (5, "a")):
         if version > 1:
             state.offered(version)
         for server in members:
@@ -161,7 +181,9 @@ def test_failure_ends_the_communicator_and_the_failed_are_not_waited_for() -> No
     state.joined(join("a", 1), 3.0)
     assert state.tick(3.0, {"a"}, None) == []  # not yet
     state.joined(join("a", 1), 1.0 + FIRST_DELAY_S)  # it was only slow
-    assert state.tick(1.0 + FIRST_DELAY_S, {"a"}, None) == [StartTransfer("1-3.0", 1, ("a",), fresh=True, alone=True)]
+    assert state.tick(1.0 + FIRST_DELAY_S, {"a"}, None) == [
+        StartTransfer("1-3.0", 1, ("a",), fresh=True, alone=True)
+    ]
 
 
 def test_a_server_on_probation_is_served_alone_after_growing_delays_until_it_succeeds() -> None:
@@ -237,12 +259,16 @@ def test_what_is_the_senders_own_fault_puts_nobody_on_probation() -> None:
     state.ended(1.0, set(), ours=True)
     for server in "ab":
         state.joined(join(server, 1), 1.0)
-    assert state.tick(1.0, {"a", "b"}, {"a", "b"}) == [StartTransfer("1-2.0", 1, ("a", "b"), fresh=True)]
+    assert state.tick(1.0, {"a", "b"}, {"a", "b"}) == [
+        StartTransfer("1-2.0", 1, ("a", "b"), fresh=True)
+    ]
     assert state.tick(2.0, set(), {"b"}) == [CancelTransfer("a went away")]
     state.ended(2.0, set(), ours=True)
     for server in "ab":
         state.joined(join(server, 1), 2.0)
-    assert state.tick(2.0, {"a", "b"}, {"a", "b"}) == [StartTransfer("1-3.0", 1, ("b",), fresh=True)]
+    assert state.tick(2.0, {"a", "b"}, {"a", "b"}) == [
+        StartTransfer("1-3.0", 1, ("b",), fresh=True)
+    ]
 
 
 def test_a_transfer_on_probation_gives_way_to_other_servers_and_is_not_counted() -> None:
@@ -278,9 +304,11 @@ def test_server_that_asks_again_for_what_it_got_gets_a_new_communicator() -> Non
         state.ended(0.0, None)
 
 
-def test_server_that_asks_again_in_its_transfer_gets_a_new_communicator_for_the_next_version() -> None:
-    """It was started anew behind its last byte, so its end of the communicator is gone, and a newer version comes up
-    before the end.
+def test_server_that_asks_again_in_its_transfer_gets_a_new_communicator_for_the_next_version() -> (
+    None
+):
+    """It was started anew behind its last byte, so its end of the communicator is gone, and a newer
+    version comes up before the end.
     """
     state = make()
     state.joined(join("a", 1), 0.0)
@@ -294,7 +322,9 @@ def test_server_that_asks_again_in_its_transfer_gets_a_new_communicator_for_the_
 
 def test_refusals() -> None:
     state = make(version=4)
-    assert state.joined(join("a", 4, epoch=2), 0.0) == [RefuseJoin("a", "epoch 2 is over, this is epoch 1")]
+    assert state.joined(join("a", 4, epoch=2), 0.0) == [
+        RefuseJoin("a", "epoch 2 is over, this is epoch 1")
+    ]
     assert state.joined(join("a", 3), 0.0) == [RefuseJoin("a", "superseded by version 4")]
     assert state.joined(join("a", 4, plan="q"), 0.0) == [
         RefuseJoin("a", "another model: bucket plan q is not the offer's p")
@@ -351,15 +381,19 @@ class Interleavings(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now, self.version = 0.0, 0
-        self.state = TransferMembership(1, "p", gather_s=GATHER_S, join_ttl_s=TTL_S, carriers=["shared", "gloo"])
+        self.state = TransferMembership(
+            1, "p", gather_s=GATHER_S, join_ttl_s=TTL_S, carriers=["shared", "gloo"]
+        )
         self.state.offered(0)
         self.waiting: dict[str, int] = {}  # server -> version it asked for
         self.since: dict[str, float] = {}  # server -> when it asked
-        self.shared: dict[str, bool] = {}  # server -> whether it said that it reads the sender's memory
+        # server -> whether it said that it reads the sender's memory
+        self.shared: dict[str, bool] = {}
         self.known: dict[str, str] = {}  # server -> the communicator it has
         self.running: StartTransfer | None = None
         self.gives_way = False  # the running transfer was cancelled because others wait
-        self.suspects: set[str] = set()  # were in a transfer that failed, by their fault or for all that is known
+        # were in a transfer that failed, by their fault or for all that is known
+        self.suspects: set[str] = set()
 
     def perform(self, actions: list[Action]) -> None:
         for action in actions:
@@ -374,12 +408,18 @@ class Interleavings(RuleBasedStateMachine):
                 assert self.running is None, "two transfers at once"
                 assert action.version == self.version, "only the newest is started"
                 sent, read = action.members[: action.num_sent], action.members[action.num_sent :]
-                assert list(sent) == sorted({server for server in action.members if not self.shared[server]})
-                assert list(read) == sorted({server for server in action.members if self.shared[server]})
+                assert list(sent) == sorted(
+                    {server for server in action.members if not self.shared[server]}
+                )
+                assert list(read) == sorted(
+                    {server for server in action.members if self.shared[server]}
+                )
                 name, uses = parse_session(action.session)
                 assert action.fresh == (bool(sent) and uses == 0)
                 for server in action.members:
-                    assert self.waiting.pop(server) == action.version, "only those who asked and still wait"
+                    assert self.waiting.pop(server) == action.version, (
+                        "only those who asked and still wait"
+                    )
                     assert server not in self.suspects or len(action.members) == 1, (
                         "nobody waits twice for the same peer"
                     )
@@ -388,7 +428,9 @@ class Interleavings(RuleBasedStateMachine):
                     if action.fresh:
                         self.known[server] = name
                     else:
-                        assert self.known[server] == name, "used again only where every member has it"
+                        assert self.known[server] == name, (
+                            "used again only where every member has it"
+                        )
                 assert action.alone == (action.members[0] in self.suspects)
                 if action.alone:
                     assert self.waiting.keys() <= self.suspects, "only while no other server waits"
@@ -396,9 +438,17 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(server=st.sampled_from("abcd"), shared=st.booleans())
     def join_newest(self, server: str, shared: bool) -> None:
-        if self.running is not None and server in self.running.members and self.running.version == self.version:
+        if (
+            self.running is not None
+            and server in self.running.members
+            and self.running.version == self.version
+        ):
             self.known.pop(server, None)  # it was restarted
-        self.waiting[server], self.since[server], self.shared[server] = self.version, self.now, shared
+        self.waiting[server], self.since[server], self.shared[server] = (
+            self.version,
+            self.now,
+            shared,
+        )
         self.perform(self.state.joined(join(server, self.version, shared=shared), self.now))
 
     @rule(server=st.sampled_from("abcd"))
@@ -414,17 +464,26 @@ class Interleavings(RuleBasedStateMachine):
         self.perform(self.state.offered(self.version))
         assert not self.waiting, "whoever waited was told"
 
-    @rule(seconds=st.floats(0.01, 2.0) | st.just(FIRST_DELAY_S), expected=st.none() | st.sets(st.sampled_from("abcd")))
+    @rule(
+        seconds=st.floats(0.01, 2.0) | st.just(FIRST_DELAY_S),
+        expected=st.none() | st.sets(st.sampled_from("abcd")),
+    )
     def time_passes(self, seconds: float, expected: set[str] | None) -> None:
         self.now += seconds
-        if self.running is None:  # who has waited longer, behind a slow transfer, has given up and will ask again
+        # who has waited longer, behind a slow transfer, has given up and will ask again
+        if self.running is None:
             self.waiting = {
-                server: version for server, version in self.waiting.items() if self.now - self.since[server] <= TTL_S
+                server: version
+                for server, version in self.waiting.items()
+                if self.now - self.since[server] <= TTL_S
             }
         self.perform(self.state.tick(self.now, expected, None))
 
     @precondition(lambda self: self.running is not None)
-    @rule(failed=st.none() | st.sets(st.sampled_from("abcd")), ours=st.sampled_from([False, False, False, True]))
+    @rule(
+        failed=st.none() | st.sets(st.sampled_from("abcd")),
+        ours=st.sampled_from([False, False, False, True]),
+    )
     def transfer_ends(self, failed: set[str] | None, ours: bool) -> None:
         assert self.running is not None
         members = set(self.running.members)

@@ -33,7 +33,8 @@ def test_largest_difference_within_the_tolerance() -> None:
 
 
 @pytest.mark.parametrize(
-    "logprobs", [[-1.0, -2.02], [-1.0, float("nan")], [float("-inf"), -2.0], [-1.0], [-1.0, -2.0, -3.0], []]
+    "logprobs",
+    [[-1.0, -2.02], [-1.0, float("nan")], [float("-inf"), -2.0], [-1.0], [-1.0, -2.0, -3.0], []],
 )
 def test_anything_else_is_refused(logprobs: list[float]) -> None:
     with pytest.raises(TransferFailed, match="probe"):
@@ -42,7 +43,8 @@ def test_anything_else_is_refused(logprobs: list[float]) -> None:
 
 def test_message_names_the_worst_token() -> None:
     with pytest.raises(
-        TransferFailed, match=r"token 2 has logprob -2\.500000, the learner's is -2\.000000, tolerance 0\.01"
+        TransferFailed,
+        match=r"token 2 has logprob -2\.500000, the learner's is -2\.000000, tolerance 0\.01",
     ):
         check_probe(PROBE, np.array([-1.1, -2.5]))
 

@@ -53,7 +53,13 @@ async def test_a_snapshot_of_another_model_is_refused_with_the_first_difference(
     made, other = receiver(), plan_of({"w": torch.zeros(11)}, 1)
     probe = make_probe([1, 2], [-1.0], tolerance=0.1)
     offer = wire.WeightsOffer(
-        epoch=1, version=5, digest="d", plan=other.digest, size_bytes=other.size_bytes, carriers=["gloo"], probe=probe
+        epoch=1,
+        version=5,
+        digest="d",
+        plan=other.digest,
+        size_bytes=other.size_bytes,
+        carriers=["gloo"],
+        probe=probe,
     )
     why = (
         r"^snapshot here: epoch 1 version 5 is another model than the one here: w float32\[10\] "
@@ -62,7 +68,10 @@ async def test_a_snapshot_of_another_model_is_refused_with_the_first_difference(
     with pytest.raises(TransferFailed, match=why):
         await made._wants(SnapshotManifest("r", offer, other, "f"), "here")
     assert await made._wants(
-        SnapshotManifest("r", msgspec.structs.replace(offer, plan=made.plan.digest), made.plan, "f"), "here"
+        SnapshotManifest(
+            "r", msgspec.structs.replace(offer, plan=made.plan.digest), made.plan, "f"
+        ),
+        "here",
     )
 
 
@@ -71,7 +80,13 @@ async def test_memory_that_was_no_use_three_times_is_not_read_again() -> None:
     segment = SharedSegment(made.plan)
     probe = make_probe([1, 2], [-1.0], tolerance=0.1)
     offer = wire.WeightsOffer(
-        epoch=1, version=5, digest="", plan=made.plan.digest, size_bytes=1, carriers=["shared", "gloo"], probe=probe
+        epoch=1,
+        version=5,
+        digest="",
+        plan=made.plan.digest,
+        size_bytes=1,
+        carriers=["shared", "gloo"],
+        probe=probe,
     )
     assert made._look_over(offer) is None
     offer = msgspec.structs.replace(offer, segment=segment.address)

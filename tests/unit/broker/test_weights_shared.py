@@ -16,7 +16,13 @@ import torch
 from broker.errors import TransferFailed
 from broker.weights.digest import combine
 from broker.weights.group import WaitMonitor
-from broker.weights.memory.shared import F_SEAL_FUTURE_WRITE, LocalLearner, SegmentReader, SharedSegment, size_of
+from broker.weights.memory.shared import (
+    F_SEAL_FUTURE_WRITE,
+    LocalLearner,
+    SegmentReader,
+    SharedSegment,
+    size_of,
+)
 from broker.weights.memory.staging import FlatBuffer, StagingBuffers, plan_of
 from broker.weights.sender import transfer
 from broker.weights.sender.membership import StartTransfer
@@ -31,11 +37,16 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
 
 
 def read(
-    window: SegmentReader, version: int, done: Callable[[int], None] = lambda index: None, timeout_s: float = 60.0
+    window: SegmentReader,
+    version: int,
+    done: Callable[[int], None] = lambda index: None,
+    timeout_s: float = 60.0,
 ) -> tuple[FlatBuffer, str]:
     flat = FlatBuffer(PLAN)
     return flat, combine(
-        window.take(version, flat.bucket, WaitMonitor(), timeout_s=timeout_s, done=done, peek=lambda: None)
+        window.take(
+            version, flat.bucket, WaitMonitor(), timeout_s=timeout_s, done=done, peek=lambda: None
+        )
     )
 
 
@@ -99,7 +110,8 @@ def test_packing_that_fails_or_stands_still_ends_the_reading() -> None:
     staging._sides[0].open(7)
     staging._sides[0].reached(PLAN.buckets[2][1])
     with pytest.raises(
-        TransferFailed, match=rf"^version 7 was packed up to byte {PLAN.buckets[2][1]}, then nothing came for 0\.05 s$"
+        TransferFailed,
+        match=rf"^version 7 was packed up to byte {PLAN.buckets[2][1]}, then nothing came for 0\.05 s$",
     ):
         read(window, 7, timeout_s=0.05)
     with pytest.raises(TransferFailed, match="overwritten"):
@@ -110,7 +122,8 @@ def test_others_can_neither_write_nor_cut_it() -> None:
     segment = SharedSegment(PLAN)
     pid, file, name = segment.address.split("/")
     assert not any(name in entry for entry in os.listdir("/dev/shm"))
-    other = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR)  # the same user may; the seals are what holds
+    # the same user may; the seals are what holds
+    other = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR)
     try:
         for attempt in (
             lambda: os.pwrite(other, b"x", 4096),
@@ -184,7 +197,9 @@ def test_a_reader_is_waited_for_as_long_as_it_comes_on(monkeypatch: pytest.Monke
     start = StartTransfer("1-1.0", 1, ("r1",), fresh=False, num_shared=1)
     for buckets in (10, 5):
         lines = Slow(buckets)
-        monkeypatch.setattr(transfer, "time", SimpleNamespace(monotonic=lambda lines=lines: lines.now))
+        monkeypatch.setattr(
+            transfer, "time", SimpleNamespace(monotonic=lambda lines=lines: lines.now)
+        )
         if buckets == 10:
             transfer.collect(lines, "done", start, 3.0)
             assert 10 <= lines.now <= 11

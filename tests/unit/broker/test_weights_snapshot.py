@@ -29,7 +29,10 @@ PLAN = plan_of({"a": torch.zeros(3000), "b": torch.zeros(2, 5, dtype=torch.bfloa
 
 
 def tensors(version: int) -> dict[str, torch.Tensor]:
-    return {"a": torch.arange(3000.0) + version, "b": torch.full((2, 5), version, dtype=torch.bfloat16)}
+    return {
+        "a": torch.arange(3000.0) + version,
+        "b": torch.full((2, 5), version, dtype=torch.bfloat16),
+    }
 
 
 def flat(version: int) -> FlatBuffer:
@@ -65,7 +68,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "folder":
         yield str(tmp_path)
         return
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(tmp_path))) as server:
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Quiet, directory=str(tmp_path))
+    ) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield f"http://127.0.0.1:{server.server_address[1]}/"
@@ -79,7 +84,12 @@ def test_what_is_read_is_what_was_written(place: str, tmp_path: Path) -> None:
     assert written(tmp_path, 20)
     manifest = source.newest()
     assert manifest is not None
-    assert (manifest.run, manifest.offer, manifest.plan, manifest.file) == ("r", offer(20), PLAN, "1-000020.weights")
+    assert (manifest.run, manifest.offer, manifest.plan, manifest.file) == (
+        "r",
+        offer(20),
+        PLAN,
+        "1-000020.weights",
+    )
     made = FlatBuffer(PLAN)
     source.fill(manifest, made, WaitMonitor())
     assert all(torch.equal(made.tensors[name], tensor) for name, tensor in tensors(20).items())
@@ -103,12 +113,17 @@ def flip(path: Path) -> None:
     ("spoil", "why"),
     [
         (cut, f"{PLAN.size_bytes - 1} bytes, its plan has {PLAN.size_bytes}; nothing was loaded"),
-        (lengthen, f"{PLAN.size_bytes + 1} bytes, its plan has {PLAN.size_bytes}; nothing was loaded"),
+        (
+            lengthen,
+            f"{PLAN.size_bytes + 1} bytes, its plan has {PLAN.size_bytes}; nothing was loaded",
+        ),
         (flip, "digest [0-9a-f]{32}, its offer says [0-9a-f]{32}; nothing was loaded"),
         (Path.unlink, "the file is gone"),
     ],
 )
-def test_other_bytes_are_refused(place: str, tmp_path: Path, spoil: Callable[[Path], None], why: str) -> None:
+def test_other_bytes_are_refused(
+    place: str, tmp_path: Path, spoil: Callable[[Path], None], why: str
+) -> None:
     written(tmp_path, 20)
     manifest = SnapshotSource(place).newest()
     assert manifest is not None
@@ -144,7 +159,11 @@ def test_two_versions_stay_and_no_drafts(tmp_path: Path) -> None:
     for version in (4, 8, 12, 16):
         assert written(tmp_path, version)
         os.utime(tmp_path / f"1-{version:06d}.weights", ns=(version, version))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1-000012.weights", "1-000016.weights", "newest.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "1-000012.weights",
+        "1-000016.weights",
+        "newest.json",
+    ]
 
 
 def test_a_newer_learners_snapshot_is_not_replaced(tmp_path: Path) -> None:
@@ -168,14 +187,18 @@ async def test_a_snapshot_of_another_run_is_refused(tmp_path: Path) -> None:
         await SnapshotPoller(SnapshotSource(str(tmp_path)), "q").newest()
 
 
-@pytest.mark.parametrize("where", ["http://", "http://:80/x", "http://h:99999", "https://u:p@h/x", "http://h/x?y=1"])
+@pytest.mark.parametrize(
+    "where", ["http://", "http://:80/x", "http://h:99999", "https://u:p@h/x", "http://h/x?y=1"]
+)
 def test_addresses_that_are_none(where: str) -> None:
     with pytest.raises(UserError, match="is not allowed; a folder, or http://host:port/path"):
         SnapshotSource(where)
 
 
 def test_nobody_there_is_one_line() -> None:
-    with pytest.raises(TransferFailed, match=r"^snapshot http://127.0.0.1:9/newest.json: .*refused"):
+    with pytest.raises(
+        TransferFailed, match=r"^snapshot http://127.0.0.1:9/newest.json: .*refused"
+    ):
         SnapshotSource("http://127.0.0.1:9").newest()
 
 
@@ -217,7 +240,9 @@ async def test_a_version_that_was_overwritten_is_made_up_for_by_the_next(tmp_pat
     assert manifest.offer.version == 3
 
 
-async def test_a_full_disk_is_said_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_full_disk_is_said_and_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
     staging, publisher = StagingBuffers(PLAN), SnapshotPublisher(tmp_path / "file", "r", every=100)
     staging.write(1, tensors(1))

@@ -94,7 +94,9 @@ def test_cast_on_the_way_in() -> None:
     assert torch.equal(flat.tensors["w"], source["w"].to(torch.bfloat16))
 
 
-def test_the_digest_that_follows_the_copy_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_that_follows_the_copy_is_that_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("broker.weights.memory.staging.PIECE_BYTES", 1000)
     tensors = {name: torch.randn(size) for name, size in (("a", 3001), ("b", 5), ("c", 9000))}
     staging = StagingBuffers(plan_of(tensors, 3 * 4096 / 2**20))
@@ -104,7 +106,11 @@ def test_the_digest_that_follows_the_copy_is_that_of_the_whole(monkeypatch: pyte
             tensors["c"][version] = 7.0
             followed: list[Future[str | None]] = []
             staging.write(
-                version, tensors, lambda version=version, to=followed: to.append(pool.submit(staging.digest, version))
+                version,
+                tensors,
+                lambda version=version, to=followed: to.append(
+                    pool.submit(staging.digest, version)
+                ),
             )
             expected.fill(tensors)
             assert followed[0].result(10) == staging.digest(version) == expected.digest()

@@ -10,18 +10,32 @@ from hypothesis import strategies as st
 from broker.errors import WireError
 from broker.weights.memory.staging import FlatBuffer, plan_of
 from broker.weights.plan import LayoutPlan
-from broker.weights.stripes.layout import ElementRun, check_cover, even_runs, placed_runs, row_run, stripe_plan
+from broker.weights.stripes.layout import (
+    ElementRun,
+    check_cover,
+    even_runs,
+    placed_runs,
+    row_run,
+    stripe_plan,
+)
 from broker.weights.stripes.partial_digest import digest_of_parts, partial_sums
 
 TINY = 4096 / 2**20  # MiB, the smallest bucket
 
 
-def stripes_of(tensors: dict[str, torch.Tensor], plan: LayoutPlan, divided: list[list[ElementRun]]) -> list[FlatBuffer]:
+def stripes_of(
+    tensors: dict[str, torch.Tensor], plan: LayoutPlan, divided: list[list[ElementRun]]
+) -> list[FlatBuffer]:
     """Return each rank's stripe, filled."""
     found = []
     for runs in divided:
         flat = FlatBuffer(stripe_plan(plan, runs))
-        flat.fill({run.key: tensors[run.name].flatten()[run.first : run.first + run.count] for run in runs})
+        flat.fill(
+            {
+                run.key: tensors[run.name].flatten()[run.first : run.first + run.count]
+                for run in runs
+            }
+        )
         found.append(flat)
     return found
 
@@ -51,7 +65,11 @@ def test_stripes_cover_the_model_and_their_sums_give_its_digest(
     tensors = {f"t{index}": torch.randn(shape).to(dtype) for index, shape in enumerate(shapes)}
     plan = plan_of(tensors, TINY)
     sizes = {name: tensor.numel() for name, tensor in tensors.items()}
-    divided = by_rows(tensors, num_ranks) if rows else [even_runs(sizes, rank, num_ranks) for rank in range(num_ranks)]
+    divided = (
+        by_rows(tensors, num_ranks)
+        if rows
+        else [even_runs(sizes, rank, num_ranks) for rank in range(num_ranks)]
+    )
     stripes = stripes_of(tensors, plan, [runs for runs in divided if runs])
     check_cover(plan, [stripe.plan for stripe in stripes])
     whole, rebuilt = FlatBuffer(plan), FlatBuffer(plan)
@@ -61,7 +79,9 @@ def test_stripes_cover_the_model_and_their_sums_give_its_digest(
         placed = placed_runs(plan, stripe.plan)
         sums = sums + partial_sums(plan, placed, stripe.buffer)
         for run in placed:
-            rebuilt.buffer[run.offset : run.offset + run.stop - run.start] = stripe.buffer[run.start : run.stop]
+            rebuilt.buffer[run.offset : run.offset + run.stop - run.start] = stripe.buffer[
+                run.start : run.stop
+            ]
     assert torch.equal(rebuilt.buffer, whole.buffer)
     assert digest_of_parts(plan, sums) == whole.digest()
 
@@ -73,9 +93,12 @@ def test_rows_are_divided_by_hand() -> None:
         [ElementRun("a", 4, 2), ElementRun("b", 3, 2)],
     ]
     assert even_runs({"b": 5, "a": 6}, 1, 2) == [ElementRun("a", 5, 1), ElementRun("b", 0, 5)]
-    (first, second) = placed_runs(plan, stripe_plan(plan, [ElementRun("b", 3, 2), ElementRun("a", 4, 2)]))
+    (first, second) = placed_runs(
+        plan, stripe_plan(plan, [ElementRun("b", 3, 2), ElementRun("a", 4, 2)])
+    )
     assert (first.offset, first.stop - first.start) == (16, 8)  # a, after four floats
-    assert (second.offset, second.stop - second.start) == (64 + 12, 8)  # b begins at the next 64 bytes
+    # b begins at the next 64 bytes
+    assert (second.offset, second.stop - second.start) == (64 + 12, 8)
 
 
 def test_gaps_overlaps_and_foreign_runs_are_named() -> None:
@@ -89,4 +112,6 @@ def test_gaps_overlaps_and_foreign_runs_are_named() -> None:
     with pytest.raises(WireError, match="'a@0' is longer than the tensor"):
         placed_runs(plan, stripe_plan(other, [ElementRun("a", 0, 7)]))
     with pytest.raises(WireError, match=r"'c@0' is not a part of the model"):
-        placed_runs(plan, stripe_plan(plan_of({"c": torch.zeros(1)}, TINY), [ElementRun("c", 0, 1)]))
+        placed_runs(
+            plan, stripe_plan(plan_of({"c": torch.zeros(1)}, TINY), [ElementRun("c", 0, 1)])
+        )

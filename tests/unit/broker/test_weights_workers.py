@@ -29,18 +29,27 @@ CPU = torch.device("cpu")
 LINES = cast(StoreMessages, None)
 
 
-def streamed(tensors: dict[str, torch.Tensor], bucket_mib: float, order: Sequence[int]) -> dict[str, torch.Tensor]:
+def streamed(
+    tensors: dict[str, torch.Tensor], bucket_mib: float, order: Sequence[int]
+) -> dict[str, torch.Tensor]:
     """Send a model through a stream; buckets complete in an order of at most three at a time."""
     flat = FlatBuffer(plan_of(tensors, bucket_mib))
     flat.fill(tensors)
-    stream, loaded = BucketStream(flat.plan, CPU).incoming(LINES, whole=True), dict[str, torch.Tensor]()
+    stream, loaded = (
+        BucketStream(flat.plan, CPU).incoming(LINES, whole=True),
+        dict[str, torch.Tensor](),
+    )
 
     def receive() -> None:
         waiting: list[int] = []
         following = 0
         picks = iter(order)
         while following < len(stream) or waiting:
-            while following < len(stream) and len(waiting) < 3 and (bucket := stream[following]) is not None:
+            while (
+                following < len(stream)
+                and len(waiting) < 3
+                and (bucket := stream[following]) is not None
+            ):
                 bucket.copy_(flat.bucket(following))
                 waiting.append(following)
                 following += 1
@@ -71,7 +80,9 @@ def test_every_tensor_comes_once_and_whole(sizes: list[int], order: list[int]) -
 
 def test_a_real_model_with_several_dtypes() -> None:
     tensors = make_tensors(3)
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in streamed(tensors, 1, ()).items())
+    assert all(
+        torch.equal(tensor, tensors[name]) for name, tensor in streamed(tensors, 1, ()).items()
+    )
 
 
 def test_only_a_few_buckets_are_in_memory_until_they_are_loaded() -> None:
@@ -104,18 +115,26 @@ def test_workers_take_what_their_host_and_their_gpus_allow() -> None:
     every = of_workers("workers", 2, on_gpu=True)
     assert list(every) == ["ipc", "nccl", "shared", "gloo"]
     workers = EngineWorkers(every, receive, frozenset({"GPU-1", "GPU-2"}))
-    probe, segment = make_probe([1, 2], [-1.0], tolerance=0.1), SharedSegment(plan_of({"w": torch.zeros(10)}, 1))
+    probe, segment = (
+        make_probe([1, 2], [-1.0], tolerance=0.1),
+        SharedSegment(plan_of({"w": torch.zeros(10)}, 1)),
+    )
     near = wire.WeightsOffer(
         epoch=1, version=5, digest="", plan="p", size_bytes=1, carriers=["nccl", "gloo"], probe=probe,
         devices=["GPU-3"], segment=segment.address,
     )  # fmt: skip
     assert workers.takes(near) == every
-    far = msgspec.structs.replace(near, segment=segment.address.replace("rlearner-weights-", "rlearner-weights-f")[:-1])
+    far = msgspec.structs.replace(
+        near, segment=segment.address.replace("rlearner-weights-", "rlearner-weights-f")[:-1]
+    )
     assert workers.takes(far) == {"nccl": 2, "gloo": 2}
     assert workers.takes(msgspec.structs.replace(far, devices=["GPU-2"])) == {"gloo": 2}
     adapter = wire.Adapter(base="b", targets=["w"], rank=1, scale=1.0)
     assert workers.takes(msgspec.structs.replace(near, adapter=adapter)) == {}
-    assert (of_workers("auto", 2, on_gpu=True), of_workers("auto", 2, on_gpu=False)) == ({"ipc": 2, "nccl": 2}, {})
+    assert (of_workers("auto", 2, on_gpu=True), of_workers("auto", 2, on_gpu=False)) == (
+        {"ipc": 2, "nccl": 2},
+        {},
+    )
     assert (of_workers("server", 2, on_gpu=True), of_workers("workers", 1, on_gpu=False)) == (
         {},
         {"shared": 1, "gloo": 1},
@@ -129,5 +148,10 @@ def test_the_word_to_begin_stays_until_the_next_transfer_for_a_server_that_looks
         for word in ("ready/1", "go", "digest", "done/1"):
             lines.say(word)
         lines.forget(1, 0, session_before("1-1.0" if lines is first else "1-1.1"))
-        assert [lines.heard(word) for word in ("ready/1", "go", "digest", "done/1")] == [None, "", None, None]
+        assert [lines.heard(word) for word in ("ready/1", "go", "digest", "done/1")] == [
+            None,
+            "",
+            None,
+            None,
+        ]
     assert first.heard("go") is None

@@ -38,7 +38,8 @@ def in_group(**changes: Any) -> wire.Group:
     return replace(GROUP, trajectories=[TRAJECTORY, replace(TRAJECTORY, **changes)])
 
 
-# ------------------------------------------------------------------------------------------------------- columns
+# -------------------------------------------------------------------------------------------------------
+# columns
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,8 @@ def test_a_column_of_a_big_endian_strided_array_is_little_endian_and_dense() -> 
     assert wire.column(np.arange(6, dtype=">i8")[::2], "<i4").data == struct.pack("<3i", 0, 2, 4)
 
 
-# ------------------------------------------------------------------------------------------------- encode, decode
+# -------------------------------------------------------------------------------------------------
+# encode, decode
 
 
 @pytest.mark.parametrize("kind", wire.MESSAGES)
@@ -109,7 +111,9 @@ def test_wrong_types_are_refused() -> None:
             codec.decode(msgpack.packb(plain | {field: value}), wire.Group)
 
 
-def test_too_large_is_refused_before_decoding_and_before_sending(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_is_refused_before_decoding_and_before_sending(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     data = codec.encode(GROUP)
     monkeypatch.setitem(wire.MAX_BYTES, wire.Group, len(data))
     monkeypatch.setattr(codec, "_DECODERS", {})
@@ -146,7 +150,8 @@ def test_what_cannot_be_encoded_is_a_wire_error(change: dict[str, Any]) -> None:
         codec.encode(replace(GROUP, **change))
 
 
-# ------------------------------------------------------------------------------------------------------- numbers
+# -------------------------------------------------------------------------------------------------------
+# numbers
 
 
 def _number_fields() -> list[tuple[type, str]]:
@@ -159,13 +164,17 @@ def _number_fields() -> list[tuple[type, str]]:
 
 
 def test_every_number_has_a_range_and_every_range_a_number() -> None:
-    assert {(kind, name) for kind, ranges in checks.RANGES.items() for name in ranges} == set(_number_fields())
+    assert {(kind, name) for kind, ranges in checks.RANGES.items() for name in ranges} == set(
+        _number_fields()
+    )
     assert set(wire.MESSAGES) <= set(checks.RANGES)
 
 
 @pytest.mark.parametrize("kind", wire.MESSAGES)
 def test_every_number_of_a_message_is_checked(kind: type[wire.Message]) -> None:
-    """One below and one above its range, NaN and infinity are refused; the bounds themselves pass the range check."""
+    """One below and one above its range, NaN and infinity are refused; the bounds themselves pass
+    the range check.
+    """
     for name, (least, most, _) in checks.RANGES[kind].items():
         is_float = isinstance(getattr(EXAMPLES[kind], name), float)
         below = math.nextafter(least, -math.inf) if is_float else int(least) - 1
@@ -191,7 +200,10 @@ def test_numbers_of_nested_structs_are_checked() -> None:
         refused(replace(REQUEST, sampling=sampling), rf"SamplingParams\.{name}: {value}; ")
     offer = EXAMPLES[wire.WeightsOffer]
     assert isinstance(offer, wire.WeightsOffer)
-    refused(replace(offer, probe=replace(offer.probe, tolerance=math.nan)), r"Probe\.tolerance: nan; >= 0")
+    refused(
+        replace(offer, probe=replace(offer.probe, tolerance=math.nan)),
+        r"Probe\.tolerance: nan; >= 0",
+    )
 
 
 def test_the_upper_quantile_of_a_length_is_not_below_its_median() -> None:
@@ -214,19 +226,29 @@ def test_the_upper_quantile_of_a_length_is_not_below_its_median() -> None:
             {"values": wire.column([math.nan], "<f4")},
             r"LengthRecord.values: another value; must be numbers from -1000000",
         ),
-        ({"means": wire.column([2e6], "<f4")}, r"LengthRecord.means: another value; must be numbers from -1000000"),
-        ({"counts": wire.column([-1.0], "<f4")}, r"LengthRecord.counts: another value; must be numbers from 0 "),
+        (
+            {"means": wire.column([2e6], "<f4")},
+            r"LengthRecord.means: another value; must be numbers from -1000000",
+        ),
+        (
+            {"counts": wire.column([-1.0], "<f4")},
+            r"LengthRecord.counts: another value; must be numbers from 0 ",
+        ),
         ({"tasks": wire.column([1], "<f4")}, r"LengthRecord.tasks.dtype: <f4; must be <i4"),
         ({"tasks": wire.column(range(4097), "<i4")}, r"LengthRecord.tasks: 4097; at most 4096"),
         ({"estimator": ""}, r"LengthRecord.estimator: 0 characters; 1 to 256"),
-        ({"values": wire.column([0.0] * 17_000, "<f4")}, r"LengthRecord is .* bytes, the limit is 65536"),
+        (
+            {"values": wire.column([0.0] * 17_000, "<f4")},
+            r"LengthRecord is .* bytes, the limit is 65536",
+        ),
     ],
 )
 def test_a_record_of_lengths_is_bounded_and_finite(changes: dict[str, Any], problem: str) -> None:
     refused(replace(EXAMPLES[wire.LengthRecord], **changes), problem)
 
 
-# -------------------------------------------------------------------------------------------------- trajectories
+# --------------------------------------------------------------------------------------------------
+# trajectories
 
 
 def i4(values: Iterable[int]) -> wire.Column:
@@ -254,12 +276,24 @@ BAD_TRAJECTORIES: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": f4([0, 0, 0, math.nan, -1, 0, 0, -1, -1])}, "logprobs: nan; must be finite"),
     ({"logprobs": f4([0, 0, 0, -math.inf, -1, 0, 0, -1, -1])}, "logprobs: -inf; must be finite"),
     ({"logprobs": f4([0, 0, 0, math.inf, -1, 0, 0, -1, -1])}, "logprobs: inf; must be finite"),
-    ({"logprobs": f4([0, 0, 0, 0.01, -1, 0, 0, -1, -1])}, r"logprobs: 0\.0\d+; must be finite and at most 0\.001"),
-    ({"logprobs": f4([-0.1, 0, 0, -1, -1, 0, 0, -1, -1])}, r"must be 0 where the mask is 0, in 0:3"),
-    ({"logprobs": f4([0, 0, 0, -1, -1, 0, math.nan, -1, -1])}, r"must be 0 where the mask is 0, in 5:7"),
+    (
+        {"logprobs": f4([0, 0, 0, 0.01, -1, 0, 0, -1, -1])},
+        r"logprobs: 0\.0\d+; must be finite and at most 0\.001",
+    ),
+    (
+        {"logprobs": f4([-0.1, 0, 0, -1, -1, 0, 0, -1, -1])},
+        r"must be 0 where the mask is 0, in 0:3",
+    ),
+    (
+        {"logprobs": f4([0, 0, 0, -1, -1, 0, math.nan, -1, -1])},
+        r"must be 0 where the mask is 0, in 5:7",
+    ),
     ({"loss_mask": i4([0, 0, 0])}, r"loss_mask\.dtype: <i4; must be \|u1"),
     ({"loss_mask": u1([0, 0, 0, 1, 1, 0, 0, 1, 2])}, "must be 0 or 1 in the turn 7:9"),
-    ({"loss_mask": u1([0, 0, 0, 1, 0, 0, 0, 1, 1])}, "logprobs: another value; must be 0 where the mask is 0, in 3:5"),
+    (
+        {"loss_mask": u1([0, 0, 0, 1, 0, 0, 0, 1, 1])},
+        "logprobs: another value; must be 0 where the mask is 0, in 3:5",
+    ),
     ({"loss_mask": u1([0, 0, 1, 1, 1, 0, 0, 1, 1])}, "must be 0 outside the turns, in 0:3"),
     ({"loss_mask": u1([0, 0, 0, 1, 1, 0, 255, 1, 1])}, "must be 0 outside the turns, in 5:7"),
     ({"turns": [T0]}, "must be 0 outside the turns, in 5:9"),
@@ -283,14 +317,22 @@ BAD_TRAJECTORIES: list[tuple[dict[str, Any], str]] = [
     ({"reward_parts": {"env": 1.0, "judge": math.nan}}, r"reward_parts\['judge'\]: nan; finite"),
     ({"metrics": {"x": -math.inf}}, r"metrics\['x'\]: -inf; finite"),
     (
-        {"token_ids": i4([]), "loss_mask": u1([]), "logprobs": f4([]), "version_runs": i4([]), "turns": []},
+        {
+            "token_ids": i4([]),
+            "loss_mask": u1([]),
+            "logprobs": f4([]),
+            "version_runs": i4([]),
+            "turns": [],
+        },
         "at least one token",
     ),
 ]
 
 
 @pytest.mark.parametrize(("changes", "pattern"), BAD_TRAJECTORIES)
-def test_a_trajectory_that_contradicts_itself_is_refused(changes: dict[str, Any], pattern: str) -> None:
+def test_a_trajectory_that_contradicts_itself_is_refused(
+    changes: dict[str, Any], pattern: str
+) -> None:
     with pytest.raises(WireError, match=pattern):
         checks.check_trajectory(replace(TRAJECTORY, **changes))
     refused(in_group(**changes), rf"Group\.trajectories\[1\]: .*{pattern}")
@@ -301,16 +343,22 @@ def test_a_trajectory_that_contradicts_itself_is_refused(changes: dict[str, Any]
     [
         {},
         {"logprobs": f4([-0.0, 0, 0, -1, 0, 0, -0.0, 5e-4, -1e30])},  # negative zero is zero
-        {"version_runs": i4([11, 1, 11, 1, 10, 2])},  # a conversation may move to a server with an older version
+        # a conversation may move to a server with an older version
+        {"version_runs": i4([11, 1, 11, 1, 10, 2])},
         {"turns": [T0, replace(T0, start=5, end=5), T1]},  # a turn may end before its first token
         {"turns": [T0, replace(T1, end=8), replace(T1, start=8)]},  # turns may touch
-        {"loss_mask": u1([0] * 9), "logprobs": f4([0] * 9), "version_runs": i4([]), "turns": []},  # nothing sampled
+        # nothing sampled
+        {"loss_mask": u1([0] * 9), "logprobs": f4([0] * 9), "version_runs": i4([]), "turns": []},
         {
             "loss_mask": u1([0, 0, 0, 1, 0, 0, 0, 1, 1]),
             "logprobs": f4([0, 0, 0, -1, 0, 0, 0, -1, -1]),
             "version_runs": i4([11, 3]),
         },  # reshaped
-        {"loss_mask": u1([1] * 9), "version_runs": i4([0, 9]), "turns": [replace(T0, start=0, end=9)]},
+        {
+            "loss_mask": u1([1] * 9),
+            "version_runs": i4([0, 9]),
+            "turns": [replace(T0, start=0, end=9)],
+        },
     ],
 )
 def test_unusual_trajectories_that_are_right_pass(changes: dict[str, Any]) -> None:
@@ -334,7 +382,9 @@ def test_the_fast_check_agrees_with_the_plain_one(data: st.DataObject) -> None:
         if what == "mask":
             mask[where] = data.draw(st.integers(0, 3))
         elif what == "logprob":
-            logprobs[where] = data.draw(st.sampled_from([0.0, -0.0, -2.0, 1.0, math.nan, -math.inf]))
+            logprobs[where] = data.draw(
+                st.sampled_from([0.0, -0.0, -2.0, 1.0, math.nan, -math.inf])
+            )
         elif what == "id":
             ids[where] = data.draw(st.integers(-2, 2))
         else:
@@ -343,7 +393,10 @@ def test_the_fast_check_agrees_with_the_plain_one(data: st.DataObject) -> None:
     right = (
         # in a turn 0: drawn from a reshaped distribution
         all(bit in (0, inside) for bit, inside in zip(mask, covered, strict=True))
-        and all(math.isfinite(p) and (p <= 1e-3 if bit else p == 0) for p, bit in zip(logprobs, mask, strict=True))
+        and all(
+            math.isfinite(p) and (p <= 1e-3 if bit else p == 0)
+            for p, bit in zip(logprobs, mask, strict=True)
+        )
         and all(token >= 0 for token in ids)
         and len(runs) % 2 == 0
         and all(version >= 0 for version in runs[::2])
@@ -351,7 +404,12 @@ def test_the_fast_check_agrees_with_the_plain_one(data: st.DataObject) -> None:
         and sum(runs[1::2]) == sum(mask)
     )
     trajectory = replace(
-        TRAJECTORY, token_ids=i4(ids), loss_mask=u1(mask), logprobs=f4(logprobs), version_runs=i4(runs), turns=turns
+        TRAJECTORY,
+        token_ids=i4(ids),
+        loss_mask=u1(mask),
+        logprobs=f4(logprobs),
+        version_runs=i4(runs),
+        turns=turns,
     )
     try:
         checks.check_trajectory(trajectory)
@@ -361,7 +419,8 @@ def test_the_fast_check_agrees_with_the_plain_one(data: st.DataObject) -> None:
         assert right
 
 
-# -------------------------------------------------------------------------------------------------- other messages
+# --------------------------------------------------------------------------------------------------
+# other messages
 
 
 @pytest.mark.parametrize(
@@ -370,13 +429,19 @@ def test_the_fast_check_agrees_with_the_plain_one(data: st.DataObject) -> None:
         (replace(GROUP, trajectories=[]), r"Group\.trajectories: \[\]; at least one"),
         (replace(GROUP, domain="a.b"), r"Group\.domain: a\.b; must be 1-64 letters"),
         (replace(GROUP, pools=["ok", ""]), r"Group\.pools: ; must be"),
-        (replace(EXAMPLES[wire.Ticket], min_group_size=9), "min_group_size: 9; must be at most group_size, 8"),
+        (
+            replace(EXAMPLES[wire.Ticket], min_group_size=9),
+            "min_group_size: 9; must be at most group_size, 8",
+        ),
         (replace(REQUEST, token_ids=i4([])), "at least one token"),
         (replace(REQUEST, token_ids=i4([1, -1])), "token_ids: -1"),
         (replace(REQUEST, token_ids=wire.Column("<i4", b"abc")), "multiple of 4 bytes"),
         (replace(REQUEST, request_id=""), "request_id"),
         (replace(REQUEST, sampling=wire.SamplingParams(max_tokens=1, stop=["a", ""])), "stop"),
-        (replace(REQUEST, sampling=wire.SamplingParams(max_tokens=1, stop_token_ids=[5, -4])), "stop_token_ids: -4"),
+        (
+            replace(REQUEST, sampling=wire.SamplingParams(max_tokens=1, stop_token_ids=[5, -4])),
+            "stop_token_ids: -4",
+        ),
         (
             replace(REQUEST, sampling=wire.SamplingParams(max_tokens=1, presence_penalty=2.5)),
             r"presence_penalty: 2\.5; -2 to 2",
@@ -390,41 +455,71 @@ def test_the_fast_check_agrees_with_the_plain_one(data: st.DataObject) -> None:
             r"logit_bias: \{-7: 1\.0\}; must be token ids",
         ),
         (
-            replace(REQUEST, sampling=wire.SamplingParams(max_tokens=1, guides=[wire.Guide(schema="")])),
+            replace(
+                REQUEST, sampling=wire.SamplingParams(max_tokens=1, guides=[wire.Guide(schema="")])
+            ),
             r"Guide\.schema: ''; must not be empty",
         ),
         (
             replace(
                 REQUEST,
-                sampling=wire.SamplingParams(max_tokens=1, guides=[wire.Guide(schema="{}", before="x" * 65535)]),
+                sampling=wire.SamplingParams(
+                    max_tokens=1, guides=[wire.Guide(schema="{}", before="x" * 65535)]
+                ),
             ),
             "guides: of 65537 characters; must have at most 65536",
         ),
         (replace(REPLY, reshaped=u1([1])), "reshaped: another value; must be 2 bytes"),
         (replace(REPLY, reshaped=u1([1, 2])), "reshaped: another value; must be 2 bytes of dtype"),
-        (replace(REPLY, top_ids=i4([1, 2, 3]), top_logprobs=f4([-1, -2, -3])), "must be as many for each of 2 tokens"),
+        (
+            replace(REPLY, top_ids=i4([1, 2, 3]), top_logprobs=f4([-1, -2, -3])),
+            "must be as many for each of 2 tokens",
+        ),
         (wire.AbortRequest(request_id=""), r"AbortRequest\.request_id"),
         (replace(REPLY, logprobs=f4([-0.5])), "must be 8 bytes for 2 values"),
         (replace(REPLY, logprobs=f4([-0.5, math.nan])), "logprobs: nan"),
         (replace(REPLY, version_runs=i4([11, 1])), "must count the 2 sampled tokens"),
-        (replace(REPLY, finish_reason="error", error="broken"), "must come with a text in `error` and without tokens"),
         (
-            replace(REPLY, finish_reason="error", token_ids=i4([]), logprobs=f4([]), version_runs=i4([])),
+            replace(REPLY, finish_reason="error", error="broken"),
+            "must come with a text in `error` and without tokens",
+        ),
+        (
+            replace(
+                REPLY, finish_reason="error", token_ids=i4([]), logprobs=f4([]), version_runs=i4([])
+            ),
             "must come with a text in `error`",
         ),
-        (replace(EXAMPLES[wire.WeightsSession], carrier="gloo"), "rank: 3; must be below world_size, 3"),
-        (replace(EXAMPLES[wire.WeightsSession], rank=2), "rank: 2; must not be below world_size, 3"),
+        (
+            replace(EXAMPLES[wire.WeightsSession], carrier="gloo"),
+            "rank: 3; must be below world_size, 3",
+        ),
+        (
+            replace(EXAMPLES[wire.WeightsSession], rank=2),
+            "rank: 2; must not be below world_size, 3",
+        ),
         (
             replace(EXAMPLES[wire.WeightsJoin], carriers={}),
             "carriers: {}; must be at least one, each with 1 to 4096 ranks",
         ),
-        (replace(EXAMPLES[wire.WeightsJoin], carriers={"gloo": 0}), r"carriers: .*; must be at least one"),
+        (
+            replace(EXAMPLES[wire.WeightsJoin], carriers={"gloo": 0}),
+            r"carriers: .*; must be at least one",
+        ),
         (wire.Metrics(role="r", id="i", time=0.0, values={"a": math.nan}), r"values\['a'\]: nan"),
         (wire.Metrics(role="r", id="i.j", time=0.0, values={}), r"Metrics\.id"),
-        (replace(EXAMPLES[wire.DeadLetter], data=bytes(2**20 + 1)), "1048577 bytes; at most 1048576"),
-        (replace(EXAMPLES[wire.RunSpec], config={"a": {"b": [1, math.inf]}}), r"config\.a\.b\[1\]: inf; finite"),
+        (
+            replace(EXAMPLES[wire.DeadLetter], data=bytes(2**20 + 1)),
+            "1048577 bytes; at most 1048576",
+        ),
+        (
+            replace(EXAMPLES[wire.RunSpec], config={"a": {"b": [1, math.inf]}}),
+            r"config\.a\.b\[1\]: inf; finite",
+        ),
         (replace(EXAMPLES[wire.RunSpec], config={"a": {1: 2}}), "keys must be strings"),
-        (replace(EXAMPLES[wire.RunSpec], config={"a": b"x"}), r"config\.a: b'x'; must be a mapping"),
+        (
+            replace(EXAMPLES[wire.RunSpec], config={"a": b"x"}),
+            r"config\.a: b'x'; must be a mapping",
+        ),
     ],
 )
 def test_other_rules(message: wire.Message, pattern: str) -> None:
@@ -449,7 +544,8 @@ def test_a_run_spec_nested_without_end_is_refused() -> None:
         codec.decode(spec[:start] + b"\x81\xa1a" * 1_000_000, wire.RunSpec)
 
 
-# -------------------------------------------------------------------------------------------------------- fuzzing
+# --------------------------------------------------------------------------------------------------------
+# fuzzing
 
 EVERY = [codec.encode(EXAMPLES[kind]) for kind in wire.MESSAGES]
 
@@ -472,7 +568,9 @@ def survives(data: bytes) -> None:
 @given(st.sampled_from(EVERY), st.data())
 def test_flipped_bits(original: bytes, data: st.DataObject) -> None:
     changed = bytearray(original)
-    for position in data.draw(st.lists(st.integers(0, len(original) * 8 - 1), min_size=1, max_size=4)):
+    for position in data.draw(
+        st.lists(st.integers(0, len(original) * 8 - 1), min_size=1, max_size=4)
+    ):
         changed[position // 8] ^= 1 << position % 8
     survives(bytes(changed))
 
@@ -506,7 +604,9 @@ _VALUES = st.recursive(
     | st.floats()
     | st.text(max_size=8)
     | st.binary(max_size=12),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
@@ -533,9 +633,9 @@ def test_any_field_of_a_trajectory_with_any_value(data: st.DataObject) -> None:
         }
     elif field == "turns":
         bound = st.integers(-(2**63), 2**64 - 1) | st.integers(-1, 10)
-        trajectory[field][data.draw(st.integers(0, 1))][data.draw(st.sampled_from(["start", "end", "reward"]))] = (
-            data.draw(bound)
-        )
+        trajectory[field][data.draw(st.integers(0, 1))][
+            data.draw(st.sampled_from(["start", "end", "reward"]))
+        ] = data.draw(bound)
     else:
         trajectory[field] = data.draw(_VALUES)
     survives(msgpack.packb(plain))
@@ -558,9 +658,12 @@ def test_a_negative_token_id_is_found_in_columns_of_any_length(length: int, at: 
 
 
 @pytest.mark.parametrize(
-    ("values", "dtype"), [(array("i", [1, -2]), "<i4"), (array("f", [0.5]), "<f4"), (array("B", [1, 0]), "|u1")]
+    ("values", "dtype"),
+    [(array("i", [1, -2]), "<i4"), (array("f", [0.5]), "<f4"), (array("B", [1, 0]), "|u1")],
 )
-def test_a_column_of_an_array_holds_the_bytes_that_numpy_would_make(values: array[float], dtype: wire.Dtype) -> None:
+def test_a_column_of_an_array_holds_the_bytes_that_numpy_would_make(
+    values: array[float], dtype: wire.Dtype
+) -> None:
     assert wire.column(values, dtype) == wire.column(list(values), dtype)
 
 
@@ -569,7 +672,8 @@ def test_an_array_of_another_type_is_converted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "numbers"), [("<i4", [0, -1, 2**31 - 1]), ("<f4", [0.5, -1.0, 0.0]), ("|u1", [0, 1, 255])]
+    ("dtype", "numbers"),
+    [("<i4", [0, -1, 2**31 - 1]), ("<f4", [0.5, -1.0, 0.0]), ("|u1", [0, 1, 255])],
 )
 def test_a_column_grows_as_an_array_and_goes_back(dtype: wire.Dtype, numbers: list[float]) -> None:
     column = wire.column(numbers, dtype)

@@ -15,7 +15,13 @@ import pytest
 from waits import LONG_S, runs, until
 
 from broker.errors import described, reason_of
-from broker.system.workers.work_clock import OutOfTime, WorkClock, answer_within, output_within, wait_for_bytes
+from broker.system.workers.work_clock import (
+    OutOfTime,
+    WorkClock,
+    answer_within,
+    output_within,
+    wait_for_bytes,
+)
 
 SPIN = "import time\nend = time.process_time() + {cpu_s}\nwhile time.process_time() < end: pass\n"
 LIMIT_S = 1.0
@@ -76,7 +82,9 @@ async def test_the_works_own_error_and_a_cancellation_pass() -> None:
         await task
 
 
-def test_waiting_for_bytes(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_bytes(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("broker.system.workers.work_clock.SLOW_AFTER_S", 0.2)
     ours, theirs = socket.socketpair()
     with ours, theirs, one_processor(["import time; time.sleep(60)"]) as (pid,):
@@ -87,9 +95,13 @@ def test_waiting_for_bytes(caplog: pytest.LogCaptureFixture, monkeypatch: pytest
         wait_for_bytes(ours, pid, 0.5)
 
 
-@pytest.mark.parametrize(("program", "output"), [("print('done')", "done\n"), ("import time; time.sleep(60)", None)])
+@pytest.mark.parametrize(
+    ("program", "output"), [("print('done')", "done\n"), ("import time; time.sleep(60)", None)]
+)
 def test_output_of_a_process(program: str, output: str | None) -> None:
-    with subprocess.Popen([sys.executable, "-S", "-c", program], stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", program], stdout=subprocess.PIPE, text=True
+    ) as child:
         if output is not None:
             assert output_within(child, LONG_S) == output
             return
@@ -98,7 +110,9 @@ def test_output_of_a_process(program: str, output: str | None) -> None:
         assert child.returncode == -9
 
 
-@pytest.mark.parametrize("error", [TimeoutError(), asyncio.CancelledError(), ValueError("two\nlines")])
+@pytest.mark.parametrize(
+    "error", [TimeoutError(), asyncio.CancelledError(), ValueError("two\nlines")]
+)
 def test_each_error_has_a_reason(error: BaseException) -> None:
     assert reason_of(error) in ("TimeoutError", "CancelledError", "two lines")
     assert described(error) in ("TimeoutError", "CancelledError", "ValueError: two lines")

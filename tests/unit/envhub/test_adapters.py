@@ -1,5 +1,5 @@
-"""Environments of other libraries: gymnasium itself; the others' documented interfaces as small doubles, for they are
-extras.
+"""Environments of other libraries: gymnasium itself; the others' documented interfaces as small
+doubles, for they are extras.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from envhub.envs.adapters.gymnasium_env import GymnasiumArgs, GymnasiumEnv, plai
 from envhub.envs.adapters.reasoning_gym_env import ReasoningGymArgs, ReasoningGymEnv
 from envhub.envs.adapters.textarena_env import TextArenaArgs, TextArenaEnv
 
-LAKE = {"id": "FrozenLake-v1", "make_args": {"is_slippery": False}, "actions": ["left", "down", "right", "up"]}
+LAKE = {
+    "id": "FrozenLake-v1",
+    "make_args": {"is_slippery": False},
+    "actions": ["left", "down", "right", "up"],
+}
 
 
 def gym(**args: Any) -> GymnasiumEnv:
@@ -42,7 +46,8 @@ def test_seeds_keep_evaluation_apart_from_training() -> None:
     assert max(train | held_out) < 1 << 31
 
 
-# ------------------------------------------------------------------------------------------------- gymnasium
+# -------------------------------------------------------------------------------------------------
+# gymnasium
 
 
 def test_a_gymnasium_environment_is_played_by_names_of_actions() -> None:
@@ -50,10 +55,17 @@ def test_a_gymnasium_environment_is_played_by_names_of_actions() -> None:
     seen = env.reset(0, "train", 0)
     assert (seen.text, seen.anchor) == ("0", "0")
     nothing = env.step("fly")
-    assert (nothing.reward, nothing.done, nothing.valid, nothing.observation.text) == (-0.5, False, False, "0")
+    assert (nothing.reward, nothing.done, nothing.valid, nothing.observation.text) == (
+        -0.5,
+        False,
+        False,
+        "0",
+    )
     steps = [env.step(word) for word in ("down", " Down\n", "RIGHT", "right", "down", "right")]
     assert [step.observation.text for step in steps] == ["4", "8", "9", "10", "14", "15"]
-    assert [(step.reward, step.done, step.success) for step in steps] == [(0.0, False, False)] * 5 + [(1.0, True, True)]
+    assert [(step.reward, step.done, step.success) for step in steps] == [
+        (0.0, False, False)
+    ] * 5 + [(1.0, True, True)]
     env.close()
 
 
@@ -64,7 +76,9 @@ def test_observations_become_text_by_a_function_of_ones_own(tmp_path: Path) -> N
     )
     env = gym(observe=f"{file}:say", answer_tag=True, actions=[])
     assert env.reset(0, "eval", 0).text == "cell 0 of 16"
-    assert env.step("I go <answer>1</answer>").observation.text == env.text_frame() == "cell 4 of 16"
+    assert (
+        env.step("I go <answer>1</answer>").observation.text == env.text_frame() == "cell 4 of 16"
+    )
     assert not env.step("1").valid
     env.close()
 
@@ -84,7 +98,9 @@ class Echo(gymnasium.Env[str, str]):
     observation_space = gymnasium.spaces.Text(20)
     action_space = gymnasium.spaces.Text(5)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed)
         self.word = str(self.np_random.integers(10**5))
         return self.word, {}
@@ -108,7 +124,9 @@ def test_actions_and_observations_may_be_texts() -> None:
 
 def test_numbers_are_written_with_four_digits() -> None:
     assert plain((12, 3.14159), None) == "12\n3.142"
-    assert plain({"board": [[1, 0], [0, 2]], "turn": "white"}, None) == "board: 1 0\n0 2\nturn: white"
+    assert (
+        plain({"board": [[1, 0], [0, 2]], "turn": "white"}, None) == "board: 1 0\n0 2\nturn: white"
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,7 +146,8 @@ def test_what_gymnasium_cannot_make_is_refused(args: dict[str, Any], key: str) -
     assert caught.value.key == key
 
 
-# ------------------------------------------------------------------------------------------------------- GEM
+# -------------------------------------------------------------------------------------------------------
+# GEM
 
 
 class Guess:
@@ -162,27 +181,42 @@ def test_gem_environments_plug_in_unchanged(monkeypatch: pytest.MonkeyPatch) -> 
     assert env.reset(0, "train", 3).text == "A number up to 5.\nGuess."
     number = env._env.number
     wrong = env.step("0")
-    assert (wrong.reward, wrong.done, wrong.success, wrong.observation.text) == (-0.1, False, False, "No.\nAgain.")
+    assert (wrong.reward, wrong.done, wrong.success, wrong.observation.text) == (
+        -0.1,
+        False,
+        False,
+        "No.\nAgain.",
+    )
     right = env.step(str(number))
-    assert (right.reward, right.done, right.success, right.observation.text) == (1.0, True, True, "Yes.")
+    assert (right.reward, right.done, right.success, right.observation.text) == (
+        1.0,
+        True,
+        True,
+        "Yes.",
+    )
     for bad in (GemArgs(id="game:None"), GemArgs(id="game:Guess-v0", make_args={"bottom": 1})):
         with pytest.raises(ConfigError, match=r"gem\.make makes"):
             GemEnv.check(bad)
 
 
-# ------------------------------------------------------------------------------------------------- TextArena
+# -------------------------------------------------------------------------------------------------
+# TextArena
 
 
 class Game:
-    """As textarena.Env under its default wrapper, which repeats the whole game: count down from 3 in turn; who says 0
-    wins.
+    """As textarena.Env under its default wrapper, which repeats the whole game: count down from 3
+    in turn; who says 0 wins.
     """
 
     def __init__(self, start: int = 3) -> None:
         self.start = start
 
     def reset(self, num_players: int, seed: int) -> None:
-        self.players, self.left, self.told = num_players, self.start, [f"[GAME] Count down from {self.start}."]
+        self.players, self.left, self.told = (
+            num_players,
+            self.start,
+            [f"[GAME] Count down from {self.start}."],
+        )
         roles = {player: f"Player {player}" for player in range(num_players)}
         self.state = types.SimpleNamespace(current_player_id=0, error_count=0, role_mapping=roles)
 
@@ -209,7 +243,9 @@ class Game:
         }
 
 
-def test_a_textarena_game_is_played_and_only_what_is_new_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_textarena_game_is_played_and_only_what_is_new_is_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     install(monkeypatch, "textarena", make=lambda env_id, **args: Game(**args))
     TextArenaEnv.check(TextArenaArgs(id="Down-v0"))
     env = TextArenaEnv(TextArenaArgs(id="Down-v0", make_args={"start": 2}))
@@ -227,7 +263,9 @@ def test_a_textarena_game_is_played_and_only_what_is_new_is_shown(monkeypatch: p
     )
 
 
-def test_other_seats_are_played_by_an_opponent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_other_seats_are_played_by_an_opponent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     install(monkeypatch, "textarena", make=lambda env_id, **args: Game(**args))
     file = tmp_path / "them.py"
     file.write_text(
@@ -235,7 +273,9 @@ def test_other_seats_are_played_by_an_opponent(monkeypatch: pytest.MonkeyPatch, 
         "'2'\n"
     )
     env = TextArenaEnv(TextArenaArgs(id="Down-v0", num_players=2, seat=1, opponent=f"{file}:play"))
-    assert env.reset(0, "train", 0).text == "[GAME] Count down from 3.\n[Player 0] 2\n[GAME] 2 left."
+    assert (
+        env.reset(0, "train", 0).text == "[GAME] Count down from 3.\n[Player 0] 2\n[GAME] 2 left."
+    )
     lost = env.step("1")  # and the opponent says 0
     assert (lost.done, lost.valid, lost.reward, lost.success) == (True, True, -1.0, False)
     for args, key in (({"num_players": 2}, "opponent"), ({"seat": 1}, "seat")):
@@ -244,7 +284,8 @@ def test_other_seats_are_played_by_an_opponent(monkeypatch: pytest.MonkeyPatch, 
         assert caught.value.key == key
 
 
-# --------------------------------------------------------------------------------------------- reasoning-gym
+# ---------------------------------------------------------------------------------------------
+# reasoning-gym
 
 
 class Sums:
@@ -268,11 +309,18 @@ def create_dataset(name: str, **args: Any) -> Sums:
     return Sums(**args)
 
 
-def test_reasoning_gym_questions_are_scored_by_their_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasoning_gym_questions_are_scored_by_their_data_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     install(monkeypatch, "reasoning_gym", create_dataset=create_dataset)
-    args = ReasoningGymArgs(dataset="sums", size=500, eval_size=40, dataset_seed=77, answer_tag=True)
+    args = ReasoningGymArgs(
+        dataset="sums", size=500, eval_size=40, dataset_seed=77, answer_tag=True
+    )
     ReasoningGymEnv.check(args)
-    assert (ReasoningGymEnv.num_tasks(args, "train"), ReasoningGymEnv.num_tasks(args, "eval")) == (500, 40)
+    assert (ReasoningGymEnv.num_tasks(args, "train"), ReasoningGymEnv.num_tasks(args, "eval")) == (
+        500,
+        40,
+    )
     env = ReasoningGymEnv(args)
     assert env.reset(3, "train", 0).text == env.reset(503, "train", 9).text == env.prompt
     right = env.step(f"so <answer> {env.reference} </answer>")
@@ -285,15 +333,23 @@ def test_reasoning_gym_questions_are_scored_by_their_data_set(monkeypatch: pytes
 
 def test_training_passes_over_questions_of_the_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "reasoning_gym", create_dataset=create_dataset)
-    args = ReasoningGymArgs(dataset="sums", dataset_args={"top": 60}, size=300, eval_size=30, dataset_seed=5)
+    args = ReasoningGymArgs(
+        dataset="sums", dataset_args={"top": 60}, size=300, eval_size=30, dataset_seed=5
+    )
     env = ReasoningGymEnv(args)
     held_out = {env.reset(index, "eval", 0).text for index in range(30)}
     seen = {env.reset(index, "train", 0).text for index in range(300)}
     assert len(seen) > 20
     assert not seen & held_out
-    for bad in ({"dataset": "nonsums"}, {"dataset_args": {"bottom": 1}}, {"dataset_args": {"top": 3}}):
+    for bad in (
+        {"dataset": "nonsums"},
+        {"dataset_args": {"bottom": 1}},
+        {"dataset_args": {"top": 3}},
+    ):
         with pytest.raises(ConfigError):
-            ReasoningGymEnv.check(ReasoningGymArgs.model_validate({"dataset": "sums", "dataset_seed": 6, **bad}))
+            ReasoningGymEnv.check(
+                ReasoningGymArgs.model_validate({"dataset": "sums", "dataset_seed": 6, **bad})
+            )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Stitching: the tokens of a call are those of the sample that it goes on from, whatever tokenising its text would
-give.
+"""Stitching: the tokens of a call are those of the sample that it goes on from, whatever tokenising
+its text would give.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ VOCABULARY = [".", "a", "b", "ab", "?"]
 
 
 class Greedy:
-    """A tokenizer that always takes the longest token, so that what was sampled as "a", "b" comes back as "ab"."""
+    """A tokenizer that always takes the longest token, so that what was sampled as "a", "b" comes
+    back as "ab".
+    """
 
     def encode(self, text: str) -> list[int]:
         ids = []
@@ -98,11 +100,17 @@ def test_the_longest_beginning_counts() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.text("ab?", min_size=1, max_size=4), st.lists(st.integers(1, 4), max_size=5), st.booleans()),
+        st.tuples(
+            st.text("ab?", min_size=1, max_size=4),
+            st.lists(st.integers(1, 4), max_size=5),
+            st.booleans(),
+        ),
         max_size=6,
     )
 )
-def test_a_growing_conversation_is_one_sample_of_exactly_its_tokens(turns: list[tuple[str, list[int], bool]]) -> None:
+def test_a_growing_conversation_is_one_sample_of_exactly_its_tokens(
+    turns: list[tuple[str, list[int], bool]],
+) -> None:
     one, text, said, asked = record(), "", [], 0
     for number, (user, answer, closed) in enumerate(turns, start=1):
         text += user
@@ -116,6 +124,8 @@ def test_a_growing_conversation_is_one_sample_of_exactly_its_tokens(turns: list[
     if turns:
         (sample,) = one.samples
         assert len(sample.token_ids) == len(sample.loss_mask) == len(sample.logprobs) == asked
-        assert [token for token, mask in zip(sample.token_ids, sample.loss_mask, strict=True) if mask] == said
+        assert [
+            token for token, mask in zip(sample.token_ids, sample.loss_mask, strict=True) if mask
+        ] == said
         assert sum(sample.version_runs[1::2]) == len(said)
         assert len(sample.turns) == len(turns)

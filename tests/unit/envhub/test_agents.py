@@ -1,5 +1,5 @@
-"""Agents as real processes: what they ask is recorded token for token, what they come to is the reward, a failure costs
-an episode.
+"""Agents as real processes: what they ask is recorded token for token, what they come to is the
+reward, a failure costs an episode.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class Policy(Scripted):
         sampled = await super().turn(ask)
         number = len(self.asks)
         count, reason = len(sampled.token_ids), sampled.finish_reason if not self.close else "stop"
-        return SampledTurn.of(sampled.token_ids, [-number / 8] * count, [number, count], reason, f"s{number}")
+        return SampledTurn.of(
+            sampled.token_ids, [-number / 8] * count, [number, count], reason, f"s{number}"
+        )
 
 
 Play = Callable[..., Any]
@@ -54,13 +56,17 @@ Play = Callable[..., Any]
 
 @pytest.fixture
 async def play(tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[Play]:
-    """Plays one episode with a program of ``agent_programs``; the policy says "yes" unless told otherwise."""
+    """Plays one episode with a program of ``agent_programs``; the policy says "yes" unless told
+    otherwise.
+    """
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"q": "A", "a": 1}\n{"q": "B", "a": "two"}\n')
     made: list[EpisodeRunners] = []
     versions: list[int] = []
 
-    async def run(name: str, policy: Any = None, timeout_s: float = 30.0, **fields: Any) -> EpisodeResult:
+    async def run(
+        name: str, policy: Any = None, timeout_s: float = 30.0, **fields: Any
+    ) -> EpisodeResult:
         tokens = fields.pop("tokenizer", tokenizer)
         args = {
             "command": ["python", PROGRAMS, name],
@@ -80,10 +86,15 @@ async def play(tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[Play]:
         of = domain("agent", env_args=args, **section)
         of.check()
         players = EpisodeRunners(
-            tokens, policy or Policy(tokenizer, lambda _: "yes"), EnvironmentCalls(5.0), EpisodeLimits(timeout_s, 10.0)
+            tokens,
+            policy or Policy(tokenizer, lambda _: "yes"),
+            EnvironmentCalls(5.0),
+            EpisodeLimits(timeout_s, 10.0),
         )
         made.append(players)
-        task = EpisodeTask(id="hub.1", domain=of, task_index=3, split="eval", seed=11, episode=2, min_version=1)
+        task = EpisodeTask(
+            id="hub.1", domain=of, task_index=3, split="eval", seed=11, episode=2, min_version=1
+        )
         return await players.play(task, versions.append)
 
     run.versions = versions  # type: ignore[attr-defined]
@@ -98,21 +109,34 @@ async def fails(play: Play, name: str, **fields: Any) -> EpisodeFailed:
     return caught.value
 
 
-async def test_calls_become_samples_of_exactly_what_was_sampled(play: Play, tokenizer: Tokenizer) -> None:
+async def test_calls_become_samples_of_exactly_what_was_sampled(
+    play: Play, tokenizer: Tokenizer
+) -> None:
     policy = Policy(tokenizer, lambda context: "right" if context.count("user") > 1 else "yes")
-    played = await play("talks", policy, sampling={"max_tokens": 12, "temperature": 0.7, "top_k": 3, "stop": ["#"]})
+    played = await play(
+        "talks", policy, sampling={"max_tokens": 12, "temperature": 0.7, "top_k": 3, "stop": ["#"]}
+    )
     long, short = played.trajectories
-    assert (played.prompt, played.reference) == ("B", "two")  # the second row is held out for evaluation
+    # the second row is held out for evaluation
+    assert (played.prompt, played.reference) == ("B", "two")
     text = tokenizer.decode(long.token_ids.array(), skip_special_tokens=False)
     opening = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "row B"}]
-    more = [*opening, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "again after yes"}]
+    more = [
+        *opening,
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "again after yes"},
+    ]
     assert text == tokenizer.render_chat(more) + "right<|im_end|>"
     end = tokenizer.token_id("<|im_end|>")
     first, second = [*tokenizer.encode("yes"), end], [*tokenizer.encode("right"), end]
     spans = [(turn.start, turn.end) for turn in long.turns]
-    ids, mask, logprobs = (column.array().tolist() for column in (long.token_ids, long.loss_mask, long.logprobs))
+    ids, mask, logprobs = (
+        column.array().tolist() for column in (long.token_ids, long.loss_mask, long.logprobs)
+    )
     assert [ids[start:stop] for start, stop in spans] == [first, second]
-    assert [index for index, one in enumerate(mask) if one] == [i for start, stop in spans for i in range(start, stop)]
+    assert [index for index, one in enumerate(mask) if one] == [
+        i for start, stop in spans for i in range(start, stop)
+    ]
     assert [logprobs[start] for start, _ in spans] == [-1 / 8, -2 / 8]
     assert sum(logprobs) == -len(first) / 8 - len(second) * 2 / 8
     assert long.version_runs.array().tolist() == [1, len(first), 2, len(second)]
@@ -131,10 +155,14 @@ async def test_calls_become_samples_of_exactly_what_was_sampled(play: Play, toke
         checks.check_trajectory(one)
     # How it is sampled is the run's business, not the agent's; only how much may be less.
     samplings = [ask.sampling for ask in policy.asks]
-    assert {(one.temperature, one.top_k, tuple(one.stop)) for one in samplings} == {(0.7, 3, ("#",))}
+    assert {(one.temperature, one.top_k, tuple(one.stop)) for one in samplings} == {
+        (0.7, 3, ("#",))
+    }
     assert [one.max_tokens for one in samplings] == [9, 12, 12]
     assert len({one.seed for one in samplings}) == 3
-    assert {(ask.policy, ask.min_version, ask.conversation_id) for ask in policy.asks[:2]} == {("actor", 1, "hub.1.0")}
+    assert {(ask.policy, ask.min_version, ask.conversation_id) for ask in policy.asks[:2]} == {
+        ("actor", 1, "hub.1.0")
+    }
     assert (policy.asks[1].sticky, policy.asks[2].conversation_id) == ("s1", "hub.1.1")
 
 
@@ -173,22 +201,34 @@ async def test_tool_calls_are_read_as_the_template_writes_them_and_kept_as_they_
 ) -> None:
     policy = Policy(with_tools, calling)
     played = await play(
-        "calls_tools", policy, tokenizer=with_tools, max_context_tokens=900, sampling={"max_tokens": 200}
+        "calls_tools",
+        policy,
+        tokenizer=with_tools,
+        max_context_tokens=900,
+        sampling={"max_tokens": 200},
     )
     (one,) = played.trajectories
     assert (one.reward, one.metrics["turns"], len(one.turns)) == (1.0, 4.0, 2)
     text = with_tools.decode(one.token_ids.array(), skip_special_tokens=False)
     assert '"name": "add", "description": "adds"' in text or '"description": "adds"' in text
-    assert f"assistant\n{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>" in text
+    assert (
+        f"assistant\n{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>"
+        in text
+    )
     spans = [one.token_ids.array()[turn.start : turn.end].tolist() for turn in one.turns]
     end = with_tools.token_id("<|im_end|>")
     assert spans == [[*with_tools.encode(CALL), end], [*with_tools.encode("5"), end]]
     changed = await play(
-        "changes_calls", policy, tokenizer=with_tools, max_context_tokens=900, sampling={"max_tokens": 200}
+        "changes_calls",
+        policy,
+        tokenizer=with_tools,
+        max_context_tokens=900,
+        sampling={"max_tokens": 200},
     )
     assert len(changed.trajectories) == 2  # what was not said is not trained on as if it were
     refused = await fails(play, "calls_tools")
-    assert refused.detail.endswith("HTTP Error 400: Bad Request")  # the small model's template has no calls
+    # the small model's template has no calls
+    assert refused.detail.endswith("HTTP Error 400: Bad Request")
 
 
 @pytest.mark.parametrize("program", ["calls_tools", "responds"])
@@ -201,9 +241,14 @@ async def test_a_call_that_is_cut_before_its_end_token_is_a_call(
     (one,) = (await play(program, policy, **fields)).trajectories
     assert (one.reward, [turn.end - turn.start for turn in one.turns]) == (1.0, [most, 1])
     text = with_tools.decode(one.token_ids.array(), skip_special_tokens=False)
-    assert f"assistant\n{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>" in text
+    assert (
+        f"assistant\n{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>"
+        in text
+    )
     cut = await play(
-        program, policy, **(fields | {"sampling": {"max_tokens": most - len(with_tools.encode("}\n</tool_call>"))}})
+        program,
+        policy,
+        **(fields | {"sampling": {"max_tokens": most - len(with_tools.encode("}\n</tool_call>"))}}),
     )
     assert (cut.trajectory.reward, len(cut.trajectory.turns)) == (0.0, 1)  # half a call is words
 
@@ -239,7 +284,9 @@ class Reshaped(Policy):
         return sampled
 
 
-async def test_tokens_of_a_reshaped_distribution_are_not_trained_on(play: Play, with_tools: Tokenizer) -> None:
+async def test_tokens_of_a_reshaped_distribution_are_not_trained_on(
+    play: Play, with_tools: Tokenizer
+) -> None:
     policy = Reshaped(with_tools, lambda _: "12345")
     fields = {"tokenizer": with_tools, "max_context_tokens": 900, "sampling": {"max_tokens": 200}}
     played = await play("wants_forms", policy, **fields)
@@ -248,7 +295,9 @@ async def test_tokens_of_a_reshaped_distribution_are_not_trained_on(play: Play, 
         checks.check_trajectory(one)
         (turn,) = one.turns
         assert one.token_ids.array()[turn.start :].tolist() == said
-        mask, logprobs = (column.array()[turn.start :].tolist() for column in (one.loss_mask, one.logprobs))
+        mask, logprobs = (
+            column.array()[turn.start :].tolist() for column in (one.loss_mask, one.logprobs)
+        )
         assert mask == [1 - n % 2 for n in range(len(said))]
         assert logprobs == [-number / 8 * bit for bit in mask]
         own = sum(mask[:-1])
@@ -258,55 +307,100 @@ async def test_tokens_of_a_reshaped_distribution_are_not_trained_on(play: Play, 
     )
     assert played.trajectory.metrics["tops"] == 2 * len(said)
     first, second = (ask.sampling for ask in policy.asks)
-    assert (first.frequency_penalty, first.presence_penalty, first.logit_bias, first.top_logprobs) == (
+    assert (
+        first.frequency_penalty,
+        first.presence_penalty,
+        first.logit_bias,
+        first.top_logprobs,
+    ) == (
         0.5,
         -0.5,
         {7: -100.0},
         2,
     )
     (form,), (call,) = first.guides, second.guides
-    assert (json.loads(form.schema)["properties"], form.before, form.after) == ({"a": {"type": "integer"}}, "", "")
+    assert (json.loads(form.schema)["properties"], form.before, form.after) == (
+        {"a": {"type": "integer"}},
+        "",
+        "",
+    )
     assert (call.before, call.after) == ("<tool_call>\n", "\n</tool_call>")
     assert json.loads(call.schema)["properties"]["name"] == {"const": "add"}
 
 
-async def test_top_logprobs_of_an_engine_without_them_are_refused(play: Play, with_tools: Tokenizer) -> None:
+async def test_top_logprobs_of_an_engine_without_them_are_refused(
+    play: Play, with_tools: Tokenizer
+) -> None:
     failed = await fails(
-        play, "wants_forms", policy=Policy(with_tools, lambda _: "1"), tokenizer=with_tools, max_context_tokens=900
+        play,
+        "wants_forms",
+        policy=Policy(with_tools, lambda _: "1"),
+        tokenizer=with_tools,
+        max_context_tokens=900,
     )
     assert (failed.kind, failed.detail.endswith("HTTP Error 400: Bad Request")) == ("env", True)
 
 
-async def test_a_form_that_no_grammar_supports_is_the_agents_failure(play: Play, with_tools: Tokenizer) -> None:
+async def test_a_form_that_no_grammar_supports_is_the_agents_failure(
+    play: Play, with_tools: Tokenizer
+) -> None:
     failed = await fails(play, "wants_no_form", tokenizer=with_tools)
     assert failed.kind == "env"
-    assert failed.detail.endswith("response_format: its schema cannot be compiled to a grammar: Invalid type: thing")
+    assert failed.detail.endswith(
+        "response_format: its schema cannot be compiled to a grammar: Invalid type: thing"
+    )
 
 
-async def test_a_request_that_nothing_here_serves_is_the_agents_failure(play: Play, with_tools: Tokenizer) -> None:
+async def test_a_request_that_nothing_here_serves_is_the_agents_failure(
+    play: Play, with_tools: Tokenizer
+) -> None:
     failed = await fails(play, "asks_for_search", tokenizer=with_tools)
     assert (failed.kind, failed.detail.endswith("HTTP Error 400: Bad Request")) == ("env", True)
 
 
 async def test_a_function_is_an_agent_too(play: Play, tokenizer: Tokenizer) -> None:
     policy = Policy(tokenizer, lambda _: "ok")
-    played = await play("", policy, env_args={"command": [], "function": f"{PROGRAMS}:asynchronous"})
-    assert "user|>eval 3 11<|im_end|>" in tokenizer.decode(policy.asks[0].token_ids, skip_special_tokens=False)
-    assert (played.trajectory.reward, played.trajectory.success, played.trajectory.response) == (2.0, False, "ok")
+    played = await play(
+        "", policy, env_args={"command": [], "function": f"{PROGRAMS}:asynchronous"}
+    )
+    assert "user|>eval 3 11<|im_end|>" in tokenizer.decode(
+        policy.asks[0].token_ids, skip_special_tokens=False
+    )
+    assert (played.trajectory.reward, played.trajectory.success, played.trajectory.response) == (
+        2.0,
+        False,
+        "ok",
+    )
     failed = await fails(play, "", env_args={"command": [], "function": f"{PROGRAMS}:raises"})
     assert failed.detail == "the agent ended with exit code 1: KeyError: 'no such thing'"
 
 
 async def test_where_the_reward_is(play: Play) -> None:
-    zero, one = await play("exits", env_args={"reward": "exit"}), await play("no_result", env_args={"reward": "exit"})
-    assert [(x.trajectory.reward, x.trajectory.success) for x in (zero, one)] == [(0.0, False), (1.0, True)]
+    zero, one = (
+        await play("exits", env_args={"reward": "exit"}),
+        await play("no_result", env_args={"reward": "exit"}),
+    )
+    assert [(x.trajectory.reward, x.trajectory.success) for x in (zero, one)] == [
+        (0.0, False),
+        (1.0, True),
+    ]
     hub = await play("no_result", env_args={"reward": "none"}, rewards=[{"name": "math_answer"}])
-    assert (hub.trajectory.reward, hub.trajectory.reward_parts, hub.trajectory.response) == (0.0, {}, "yes")
+    assert (hub.trajectory.reward, hub.trajectory.reward_parts, hub.trajectory.response) == (
+        0.0,
+        {},
+        "yes",
+    )
 
 
-async def test_a_policy_that_uses_up_its_calls_or_its_context_is_judged_and_not_tried_again(play: Play) -> None:
+async def test_a_policy_that_uses_up_its_calls_or_its_context_is_judged_and_not_tried_again(
+    play: Play,
+) -> None:
     played = await play("too_many", max_turns=3)
-    assert (played.trajectory.end, played.trajectory.reward, len(played.trajectories)) == ("truncated", 0.0, 3)
+    assert (played.trajectory.end, played.trajectory.reward, len(played.trajectories)) == (
+        "truncated",
+        0.0,
+        3,
+    )
     knows = await play("too_many_but_knows", max_turns=3)
     assert (knows.trajectory.end, knows.trajectory.reward, knows.trajectory.metrics["status"]) == (
         "truncated",
@@ -314,7 +408,11 @@ async def test_a_policy_that_uses_up_its_calls_or_its_context_is_judged_and_not_
         400.0,
     )
     long = await play("too_long")
-    assert (long.trajectory.end, long.trajectory.reward, len(long.trajectory.turns)) == ("length", 0.0, 3)
+    assert (long.trajectory.end, long.trajectory.reward, len(long.trajectory.turns)) == (
+        "length",
+        0.0,
+        3,
+    )
     megabytes = await play("writes_megabytes")
     assert (megabytes.trajectory.end, len(megabytes.trajectory.turns)) == ("length", 1)
     first = await fails(play, "too_long", max_context_tokens=50)
@@ -328,7 +426,9 @@ async def test_an_agent_that_gives_up_on_a_cut_answer_is_judged_and_not_tried_ag
     play: Play, tokenizer: Tokenizer
 ) -> None:
     played = await play(
-        "wants_whole_answers", Policy(tokenizer, lambda _: "without end", close=False), sampling={"max_tokens": 5}
+        "wants_whole_answers",
+        Policy(tokenizer, lambda _: "without end", close=False),
+        sampling={"max_tokens": 5},
     )
     assert (played.trajectory.end, played.trajectory.reward, played.trajectory.reward_parts) == (
         "length",
@@ -336,7 +436,10 @@ async def test_an_agent_that_gives_up_on_a_cut_answer_is_judged_and_not_tried_ag
         {"env": 0.0},
     )
     whole = await fails(play, "wants_whole_answers")
-    assert (whole.kind, whole.detail) == ("env", "the agent ended with exit code 1: KeyError: 'no such thing'")
+    assert (whole.kind, whole.detail) == (
+        "env",
+        "the agent ended with exit code 1: KeyError: 'no such thing'",
+    )
 
 
 @pytest.mark.parametrize(
@@ -351,25 +454,39 @@ async def test_an_agent_that_gives_up_on_a_cut_answer_is_judged_and_not_tried_ag
         ),
         ("nan", "the agent's result has reward nan, not a finite number"),
         ("huge_number", f"the agent's result has reward 1{'0' * 116}..., not a finite number"),
-        ("cut_emoji", "the agent's result has a response that is not valid Unicode: half of a surrogate pair at 0"),
-        ("cut_name", r"the agent's result has a metric named 'words\ud83d'; a name has 1-100 printable characters"),
-        ("long_line", f"the last line that the agent printed is longer than 65536 bytes: '{'x' * 116}..."),
+        (
+            "cut_emoji",
+            "the agent's result has a response that is not valid Unicode: half of a surrogate pair at 0",
+        ),
+        (
+            "cut_name",
+            r"the agent's result has a metric named 'words\ud83d'; a name has 1-100 printable characters",
+        ),
+        (
+            "long_line",
+            f"the last line that the agent printed is longer than 65536 bytes: '{'x' * 116}...",
+        ),
         (
             "no_utf8",
             "the last line that the agent printed is not a JSON number or object with a reward: '\ufffd\ufffd'",
         ),
     ],
 )
-async def test_a_program_that_fails_is_an_episode_that_failed(play: Play, name: str, detail: str) -> None:
+async def test_a_program_that_fails_is_an_episode_that_failed(
+    play: Play, name: str, detail: str
+) -> None:
     failed = await fails(play, name)
     assert (failed.kind, failed.detail) == ("env", detail)
-    assert failed.trace.endswith("in raises\n    raise KeyError(\"no such thing\")\nKeyError: 'no such thing'") == (
-        name == "raises"
-    )
+    assert failed.trace.endswith(
+        "in raises\n    raise KeyError(\"no such thing\")\nKeyError: 'no such thing'"
+    ) == (name == "raises")
 
 
 async def test_characters_that_only_look_odd_pass(play: Play) -> None:
-    assert [(await play(name)).trajectory.response for name in ("nul", "line_separator")] == ["a\0b", "a\u2028b"]
+    assert [(await play(name)).trajectory.response for name in ("nul", "line_separator")] == [
+        "a\0b",
+        "a\u2028b",
+    ]
 
 
 async def test_a_policy_that_cannot_be_had_is_nobodys_fault_here(play: Play) -> None:
@@ -381,7 +498,9 @@ async def test_a_policy_that_cannot_be_had_is_nobodys_fault_here(play: Play) -> 
 
     failed = await fails(play, "no_result", policy=Nobody())
     assert failed.kind == "generate"
-    assert failed.detail.endswith("HTTP Error 503: Service Unavailable (there is no rollout server)")
+    assert failed.detail.endswith(
+        "HTTP Error 503: Service Unavailable (there is no rollout server)"
+    )
 
 
 async def gone(pids: list[int]) -> None:
@@ -401,7 +520,9 @@ async def test_nothing_of_an_agent_outlives_its_episode(play: Play, tmp_path: Pa
     await gone([int(pid) for pid in (tmp_path / "pids").read_text().split()])
 
 
-async def test_an_assistant_message_that_the_policy_never_said_opens_no_turn(play: Play, tokenizer: Tokenizer) -> None:
+async def test_an_assistant_message_that_the_policy_never_said_opens_no_turn(
+    play: Play, tokenizer: Tokenizer
+) -> None:
     policy = Policy(tokenizer, lambda _: "yes")
     await play("forges", policy)
     ids = list(policy.asks[0].token_ids)
@@ -440,7 +561,10 @@ async def test_an_agent_in_a_sandbox_plays_and_sees_no_file_of_its_host(
 
 
 def test_an_agent_in_a_sandbox_needs_the_network() -> None:
-    for more, key in (({"isolation": "sandbox"}, "network"), ({"isolation": "process"}, "isolation")):
+    for more, key in (
+        ({"isolation": "sandbox"}, "network"),
+        ({"isolation": "process"}, "isolation"),
+    ):
         made = domain("agent", env_args={"command": ["python", PROGRAMS]}, context="steps", **more)
         with pytest.raises(ConfigError, match=rf"^domains\.d\.{key}: .* with env agent"):
             agent_env.check_section("d", made.section, made.args)
@@ -448,27 +572,40 @@ def test_an_agent_in_a_sandbox_needs_the_network() -> None:
 
 async def test_a_key_is_of_one_episode_alone(play: Play, tmp_path: Path) -> None:
     script = tmp_path / "tells.py"
-    script.write_text("import os; print(os.environ['OPENAI_BASE_URL'], os.environ['OPENAI_API_KEY'])")
+    script.write_text(
+        "import os; print(os.environ['OPENAI_BASE_URL'], os.environ['OPENAI_API_KEY'])"
+    )
     failed = await fails(play, "", env_args={"command": ["python", str(script)]})
     found = re.search(r"'(http://127\.0\.0\.1:\d+/v1) (rl-[\w-]{32})'", failed.detail)
     assert found is not None
     key = {"Authorization": f"Bearer {found[2]}"}
-    async with aiohttp.ClientSession(headers=key) as client, client.get(f"{found[1]}/models") as response:
+    async with (
+        aiohttp.ClientSession(headers=key) as client,
+        client.get(f"{found[1]}/models") as response,
+    ):
         assert response.status == 401  # the episode is over
 
 
 async def test_an_agent_on_the_openai_client(play: Play, tokenizer: Tokenizer) -> None:
-    pytest.importorskip("openai", reason="the openai client is not installed: pip install 'rlearner[agents]'")
+    pytest.importorskip(
+        "openai", reason="the openai client is not installed: pip install 'rlearner[agents]'"
+    )
     guesses = {1: "3", 2: "12", 3: "14"}  # which is what its seed makes the secret
     policy = Policy(tokenizer, lambda context: guesses[context.count("assistant")])
-    played = await play("", policy, env_args={"command": ["python", str(ROOT / "rlearner/configs/agents/guess.py")]})
+    played = await play(
+        "", policy, env_args={"command": ["python", str(ROOT / "rlearner/configs/agents/guess.py")]}
+    )
     (one,) = played.trajectories
     text = tokenizer.decode(one.token_ids.array(), skip_special_tokens=False)
     chat = [{"role": "user", "content": "guess 0-15"}]
     for answer, reply in (("3", "no, 4-15"), ("12", "no, 13-15")):
         chat += [{"role": "assistant", "content": answer}, {"role": "user", "content": reply}]
     assert text == tokenizer.render_chat(chat) + "14<|im_end|>"
-    assert (one.reward, one.success, one.metrics["guesses"]) == (pytest.approx(1 - 2 / 6), True, 3.0)
+    assert (one.reward, one.success, one.metrics["guesses"]) == (
+        pytest.approx(1 - 2 / 6),
+        True,
+        3.0,
+    )
     assert one.version_runs.array().tolist() == [1, 2, 2, 3, 3, 3]
     assert [turn.server for turn in one.turns] == ["s1", "s2", "s3"]
 

@@ -24,7 +24,9 @@ TICKET = msgspec.structs.replace(EXAMPLES[wire.Ticket], max_staleness=2)
         (33, 9, 9),  # groups_per_step was larger before
     ],
 )
-def test_the_number_says_the_step_within_the_staleness_bound(number: int, min_version: int, step: int) -> None:
+def test_the_number_says_the_step_within_the_staleness_bound(
+    number: int, min_version: int, step: int
+) -> None:
     asked = assignment(msgspec.structs.replace(TICKET, number=number, min_version=min_version))
     assert asked.step(groups_per_step=4) == step
 

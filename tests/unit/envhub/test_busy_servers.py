@@ -40,7 +40,9 @@ async def test_many_turns_share_full_servers() -> None:
     servers = {"a": FullServer(PLACES), "b": FullServer(2 * PLACES)}
     client = Client(**{name: server.answer for name, server in servers.items()})
     turns = generator(client, presence("a"), presence("b"))
-    sampled = await asyncio.gather(*(turns.turn(ask(conversation_id=f"c{n}", timeout_s=300.0)) for n in range(TURNS)))
+    sampled = await asyncio.gather(
+        *(turns.turn(ask(conversation_id=f"c{n}", timeout_s=300.0)) for n in range(TURNS))
+    )
     assert [list(one.token_ids) for one in sampled] == [[7]] * TURNS
     assert turns.retries == 0
     assert {name: server.most for name, server in servers.items()} == {"a": PLACES, "b": 2 * PLACES}
@@ -57,7 +59,9 @@ async def test_waiting_for_room_is_no_part_of_a_turns_time(monkeypatch: pytest.M
         nonlocal refusals
         refusals -= 1
         full = refusals >= 0  # of requests of other hubs
-        return reply(request, [], "busy", error="too many requests") if full else reply(request, [7])
+        return (
+            reply(request, [], "busy", error="too many requests") if full else reply(request, [7])
+        )
 
     turns = generator(Client(a=answer), presence("a"))
     sampled = await turns.turn(ask(timeout_s=0.5))  # less than it waits

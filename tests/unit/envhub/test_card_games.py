@@ -1,5 +1,5 @@
-"""The number and card games: rules and rewards as published, formulas against Python's own arithmetic, tasks kept
-apart.
+"""The number and card games: rules and rewards as published, formulas against Python's own
+arithmetic, tasks kept apart.
 """
 
 from __future__ import annotations
@@ -81,8 +81,10 @@ def test_easy_points_by_hand() -> None:
     solved = env.step("=")
     assert (solved.reward, solved.done, solved.success) == (10.0, True, True)
     assert env.text_frame().endswith("Formula: 5 + 7")
-    assert play(dealt(env, 5, 7), ["5", "="]) == [(0.0, False, True), (-1.0, True, True)]  # not all cards
-    assert play(dealt(env, 12, 2), ["10", "*", "2", "="])[-1] == (-1.0, True, True)  # a queen counts 10: 20
+    # not all cards
+    assert play(dealt(env, 5, 7), ["5", "="]) == [(0.0, False, True), (-1.0, True, True)]
+    # a queen counts 10: 20
+    assert play(dealt(env, 12, 2), ["10", "*", "2", "="])[-1] == (-1.0, True, True)
     assert play(dealt(env, 6, 6), ["6", "6", "+", "="])[-1] == (-1.0, True, True)
 
 
@@ -102,7 +104,8 @@ def test_a_blank_place_does_not_spoil_a_formula() -> None:
 
 def test_points_to_24_by_hand() -> None:
     env = dealt(Points24(Points24Args()), 3, 3, 8, 8)
-    assert play(env, [*"8/(3-8/3)="])[-1] == (10.0, True, True)  # exact: floating point gives 23.99…
+    # exact: floating point gives 23.99…
+    assert play(env, [*"8/(3-8/3)="])[-1] == (10.0, True, True)
     assert play(dealt(env, 4, 6, 1, 1), [*"4*6="])[-1] == (-1.0, True, True)
     assert play(dealt(env, 4, 6, 1, 1), [*"4*6*1/1="])[-1] == (10.0, True, True)
     long = dealt(env, 4, 6, 1, 1)
@@ -112,7 +115,10 @@ def test_points_to_24_by_hand() -> None:
 
 
 def test_hands_can_be_solved_unless_any_will_do() -> None:
-    fair, any_hand = Points24(Points24Args()), Points24(Points24Args(solvable=False, faces_as_ten=False))
+    fair, any_hand = (
+        Points24(Points24Args()),
+        Points24(Points24Args(solvable=False, faces_as_ten=False)),
+    )
     unsolvable = 0
     for index in range(60):
         fair.reset(index, "train", 1)
@@ -124,7 +130,11 @@ def test_hands_can_be_solved_unless_any_will_do() -> None:
 
 
 def test_the_solver_knows_the_classic_hands() -> None:
-    for hand, units in (((3, 3, 8, 8), "8 / ( 3 - 8 / 3 )"), ((1, 1, 1, 1), None), ((1, 5, 5, 5), "5 * ( 5 - 1 / 5 )")):
+    for hand, units in (
+        ((3, 3, 8, 8), "8 / ( 3 - 8 / 3 )"),
+        ((1, 1, 1, 1), None),
+        ((1, 5, 5, 5), "5 * ( 5 - 1 / 5 )"),
+    ):
         found = reach(hand, 24, "+-*/")
         assert (
             (found is None)
@@ -153,7 +163,9 @@ def test_whether_a_hand_can_be_solved_is_known_by_brute_force_too() -> None:
                         text = shape.format(
                             *(
                                 x
-                                for pair in zip(map("Fraction({})".format, order), (a, b, c, ""), strict=True)
+                                for pair in zip(
+                                    map("Fraction({})".format, order), (a, b, c, ""), strict=True
+                                )
                                 for x in pair
                                 if x
                             )
@@ -180,10 +192,16 @@ def test_formulas_are_worth_what_python_says(units: list[str]) -> None:
     plain = "".join(units)
     apart = all(not (one.isdecimal() and other.isdecimal()) for one, other in pairwise(units))
     # a sign is no unit of ours
-    signs = any(one in "+-" and (at == 0 or units[at - 1] in "+-*/(") for at, one in enumerate(units))
+    signs = any(
+        one in "+-" and (at == 0 or units[at - 1] in "+-*/(") for at, one in enumerate(units)
+    )
     try:
         ast.parse(plain, mode="eval")
-        wanted = None if not apart or signs or "**" in plain or "//" in plain else eval(text, {"F": Fraction})
+        wanted = (
+            None
+            if not apart or signs or "**" in plain or "//" in plain
+            else eval(text, {"F": Fraction})
+        )
     except (SyntaxError, ZeroDivisionError, TypeError):
         wanted = None
     if isinstance(wanted, Fraction):
@@ -219,17 +237,22 @@ def test_blackjack_by_hand() -> None:
     env = table([1, 6], [13, 4], [5, 3], format_penalty=0.5)
     assert env.text_frame() == "Your hand: A 6 (soft 17)\nDealer shows: K\nDealer's hand: K 4"
     # 12 against 17
-    assert play(env, ["double", "hit", "Stand"]) == [(-0.5, False, False), (0.0, False, True), (-1.0, True, True)]
+    assert play(env, ["double", "hit", "Stand"]) == [
+        (-0.5, False, False),
+        (0.0, False, True),
+        (-1.0, True, True),
+    ]
     assert play(table([10, 6], [10, 7], [9]), ["hit"]) == [(-1.0, True, True)]  # 25
     assert play(table([10, 7], [10, 7], []), ["stick"]) == [(0.0, True, True)]
-    assert play(table([10, 7], [10, 6], [10]), ["stand"]) == [(1.0, True, True)]  # the dealer has 26
+    # the dealer has 26
+    assert play(table([10, 7], [10, 6], [10]), ["stand"]) == [(1.0, True, True)]
     assert play(table([1, 13], [10, 9], []), ["stand"])[0][0] == 1.0
     assert play(table([1, 13], [10, 9], [], natural=True), ["stand"])[0][0] == 1.5
 
 
 def test_the_plain_strategy_of_blackjack_loses_little() -> None:
-    """Near the -0.04 to -0.05 a deal of the best one without doubling and splitting; players by chance lose about
-    0.4.
+    """Near the -0.04 to -0.05 a deal of the best one without doubling and splitting; players by
+    chance lose about 0.4.
     """
     env, rng = Blackjack(BlackjackArgs()), np.random.default_rng(0)
     won = {0.0: 0.0, 1.0: 0.0}
@@ -247,7 +270,11 @@ def test_first_tasks_stay_what_they_are() -> None:
     """Frozen, so that evaluations of different releases can be compared."""
     shown = [
         game.reset(0, "eval", 5).text
-        for game in (NumberLine(NumberLineArgs()), EZPoints(PointsArgs()), Blackjack(BlackjackArgs()))
+        for game in (
+            NumberLine(NumberLineArgs()),
+            EZPoints(PointsArgs()),
+            Blackjack(BlackjackArgs()),
+        )
     ]
     assert shown == [
         "Target: 3\nCurrent: 0",

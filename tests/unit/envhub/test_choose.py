@@ -12,9 +12,17 @@ from envhub.servers.choose import ServerLoad, choose
 
 
 def server(
-    name: str, load: int = 0, *, version: int = 5, slots: int = 8, speed: float | None = None, weight: float = 1.0
+    name: str,
+    load: int = 0,
+    *,
+    version: int = 5,
+    slots: int = 8,
+    speed: float | None = None,
+    weight: float = 1.0,
 ) -> ServerLoad:
-    return ServerLoad(name, f"tcp://{name}", version, slots, load, slots if speed is None else speed, weight)
+    return ServerLoad(
+        name, f"tcp://{name}", version, slots, load, slots if speed is None else speed, weight
+    )
 
 
 def name(*servers: ServerLoad, seed: int = 0, **kwargs: object) -> str | None:
@@ -40,14 +48,16 @@ def test_the_least_loaded_of_all_is_not_where_everyone_goes() -> None:
     counts = Counter(name(*servers, seed=seed) for seed in range(2000))
     assert 300 < counts["s0"] < 500
     assert len(counts) == 10
-    assert max(count for one, count in counts.items() if one != "s0") < 300  # nor does a name come first among equals
+    # nor does a name come first among equals
+    assert max(count for one, count in counts.items() if one != "s0") < 300
 
 
 def test_a_server_is_compared_as_often_as_its_weight_says() -> None:
     servers = [server("a", weight=8.0), *(server(f"s{n}", 1, weight=1.0) for n in range(8))]
     assert 0.5 < sum(name(*servers, seed=seed) == "a" for seed in range(1000)) / 1000 < 0.85
     idle = [server("a", 0, weight=0.0), server("b", 5), server("c", 5)]
-    assert "a" not in {name(*idle, seed=seed) for seed in range(100)}  # it takes no new conversations
+    # it takes no new conversations
+    assert "a" not in {name(*idle, seed=seed) for seed in range(100)}
     assert name(*idle, sticky="a") == "a"
     assert name(server("a", 0, weight=0.0), server("b", 5), avoid=frozenset({"b"})) == "a"
 
@@ -61,8 +71,11 @@ def test_a_conversation_stays_until_its_server_is_full_and_another_clearly_empti
 
 def test_a_server_that_is_new_enough_goes_before_an_emptier_one() -> None:
     assert name(server("a", 0, version=4), server("b", 7, version=5), min_version=5) == "b"
-    assert name(server("a", 0, version=4), server("b", 7, version=5), min_version=5, sticky="a") == "b"
-    assert name(server("a", 1, version=3), server("b", 0, version=4), min_version=5) == "b"  # it waits there
+    assert (
+        name(server("a", 0, version=4), server("b", 7, version=5), min_version=5, sticky="a") == "b"
+    )
+    # it waits there
+    assert name(server("a", 1, version=3), server("b", 0, version=4), min_version=5) == "b"
 
 
 def test_who_just_failed_is_asked_only_when_there_is_nobody_else() -> None:
@@ -85,12 +98,18 @@ SERVERS = st.lists(
 
 
 @given(
-    SERVERS, st.integers(0, 4), st.sampled_from("abcdef"), st.frozensets(st.sampled_from("abcdef")), st.integers(0, 9)
+    SERVERS,
+    st.integers(0, 4),
+    st.sampled_from("abcdef"),
+    st.frozensets(st.sampled_from("abcdef")),
+    st.integers(0, 9),
 )
 def test_any_servers(
     servers: list[ServerLoad], min_version: int, sticky: str, avoid: frozenset[str], seed: int
 ) -> None:
-    found = choose(servers, random.Random(seed), min_version=min_version, sticky=sticky, avoid=avoid)
+    found = choose(
+        servers, random.Random(seed), min_version=min_version, sticky=sticky, avoid=avoid
+    )
     if found is None:
         assert not servers
         return
@@ -99,5 +118,9 @@ def test_any_servers(
     new = [one for one in free or servers if one.policy_version >= min_version]
     assert found in (new or free or servers)
     able = new or free or servers
-    if len(able) == 2 and sticky not in {one.id for one in able} and all(one.weight for one in able):
+    if (
+        len(able) == 2
+        and sticky not in {one.id for one in able}
+        and all(one.weight for one in able)
+    ):
         assert found.rank == min(one.rank for one in able)

@@ -1,4 +1,6 @@
-"""Step-independent prompts: what each turn sees, what an episode leaves, and a memory of the user's that misbehaves."""
+"""Step-independent prompts: what each turn sees, what an episode leaves, and a memory of the user's
+that misbehaves.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,12 @@ def test_a_prompt_shows_the_opening_the_last_turns_and_the_present(
     assert recent("a", past, "d" if past else "a", length) == prompt
 
 
-@given(st.lists(st.tuples(st.text(max_size=3), st.text(max_size=3)), max_size=12), st.integers(0, 4))
-def test_a_prompt_is_bounded_by_the_history_length(past: list[tuple[str, str]], length: int) -> None:
+@given(
+    st.lists(st.tuples(st.text(max_size=3), st.text(max_size=3)), max_size=12), st.integers(0, 4)
+)
+def test_a_prompt_is_bounded_by_the_history_length(
+    past: list[tuple[str, str]], length: int
+) -> None:
     assert len(recent("o", past, "n", length).split("\n")) <= 2 + 2 * length + sum(
         part.count("\n") for turn in past for part in turn
     )
@@ -50,7 +56,11 @@ def test_a_prompt_is_bounded_by_the_history_length(past: list[tuple[str, str]], 
 
 def test_a_context_remembers_what_was_seen_and_done() -> None:
     context = StepContext(recent, 1)
-    assert [context.open("a"), context.acted("1", "b"), context.acted("2", "c")] == ["a", "a\n1\nb", "a\nb\n2\nc"]
+    assert [context.open("a"), context.acted("1", "b"), context.acted("2", "c")] == [
+        "a",
+        "a\n1\nb",
+        "a\nb\n2\nc",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -66,30 +76,46 @@ async def played(tokenizer: Tokenizer, chosen: Domain) -> tuple[Scripted, list[w
 
 
 async def test_each_turn_is_a_sample_of_its_own(tokenizer: Tokenizer) -> None:
-    chosen = domain("frozenlake", max_turns=3, sampling={"max_tokens": 4}, context="steps", history_length=1)
+    chosen = domain(
+        "frozenlake", max_turns=3, sampling={"max_tokens": 4}, context="steps", history_length=1
+    )
     scripted, samples = await played(tokenizer, chosen)
     for sample in samples:
         checks.check_trajectory(sample)
-    assert [tokenizer.decode(one.token_ids.array().tolist(), skip_special_tokens=False) for one in samples] == [
+    assert [
+        tokenizer.decode(one.token_ids.array().tolist(), skip_special_tokens=False)
+        for one in samples
+    ] == [
         "<|im_user|>PFFF\nFFFH\nFFFF\nFFFG<|im_end|><|im_assistant|>R<|im_end|>",
         "<|im_user|>PFFF\nFFFH\nFFFF\nFFFG\nR\nSPFF\nFFFH\nFFFF\nFFFG<|im_end|><|im_assistant|>R<|im_end|>",
         "<|im_user|>PFFF\nFFFH\nFFFF\nFFFG\nSPFF\nFFFH\nFFFF\nFFFG\nR\nSFPF\nFFFH\nFFFF\nFFFG<|im_end|><|im_assistant|>R<|im_end|>",
     ]
     assert [one.episode for one in samples] == [4, 4, 4]
-    assert [[(turn.end - turn.start, turn.anchor[:4]) for turn in one.turns] for one in samples] == [
+    assert [
+        [(turn.end - turn.start, turn.anchor[:4]) for turn in one.turns] for one in samples
+    ] == [
         [(2, "PFFF")],
         [(2, "SPFF")],
         [(2, "SFPF")],
     ]
     assert [int(one.loss_mask.array().sum()) for one in samples] == [2, 2, 2]
-    assert [one.metrics for one in samples] == [{}, {}, {"valid_action_rate": 1.0, "num_turns": 3.0}]
+    assert [one.metrics for one in samples] == [
+        {},
+        {},
+        {"valid_action_rate": 1.0, "num_turns": 3.0},
+    ]
     assert [ask.conversation_id for ask in scripted.asks] == ["c.0", "c.1", "c.2"]
     assert len({ask.sampling.seed for ask in scripted.asks}) == 3
 
 
 async def test_a_prompt_without_room_ends_the_episode(tokenizer: Tokenizer) -> None:
     chosen = domain(
-        "frozenlake", max_turns=9, sampling={"max_tokens": 4}, context="steps", history_length=9, max_context_tokens=60
+        "frozenlake",
+        max_turns=9,
+        sampling={"max_tokens": 4},
+        context="steps",
+        history_length=9,
+        max_context_tokens=60,
     )
     _, samples = await played(tokenizer, chosen)
     assert len(samples) == 2  # 24, 46 and 68 tokens with the third
@@ -97,7 +123,8 @@ async def test_a_prompt_without_room_ends_the_episode(tokenizer: Tokenizer) -> N
 
 
 @pytest.mark.parametrize(
-    ("body", "says"), [("return 7", "memory returned int, not a text"), ("return past[9]", "IndexError")]
+    ("body", "says"),
+    [("return 7", "memory returned int, not a text"), ("return past[9]", "IndexError")],
 )
 async def test_a_memory_that_fails_closes_its_ticket(
     tokenizer: Tokenizer, tmp_path: Path, body: str, says: str
@@ -107,24 +134,41 @@ async def test_a_memory_that_fails_closes_its_ticket(
     with pytest.raises(EpisodeFailed, match=says) as caught:
         await played(
             tokenizer,
-            domain("frozenlake", max_turns=3, sampling={"max_tokens": 4}, context="steps", memory=f"{file}:remember"),
+            domain(
+                "frozenlake",
+                max_turns=3,
+                sampling={"max_tokens": 4},
+                context="steps",
+                memory=f"{file}:remember",
+            ),
         )
     assert caught.value.kind == "fatal"
 
 
 def test_an_unknown_memory_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"domains\.d\.memory: 'recnt' is not allowed; did you mean 'recent'"):
+    with pytest.raises(
+        ConfigError, match=r"domains\.d\.memory: 'recnt' is not allowed; did you mean 'recent'"
+    ):
         domain("frozenlake", context="steps", memory="recnt")
 
 
-async def test_thinking_is_kept_in_the_sample_and_dropped_from_what_others_see(tokenizer: Tokenizer) -> None:
+async def test_thinking_is_kept_in_the_sample_and_dropped_from_what_others_see(
+    tokenizer: Tokenizer,
+) -> None:
     scripted = Scripted(tokenizer, lambda _: "<think>L or U?</think>R")
     chosen = domain(
-        "frozenlake", max_turns=2, sampling={"max_tokens": 40}, context="steps", history_length=1, thinking="drop"
+        "frozenlake",
+        max_turns=2,
+        sampling={"max_tokens": 40},
+        context="steps",
+        history_length=1,
+        thinking="drop",
     )
     crew = EpisodeRunners(tokenizer, scripted, EnvironmentCalls(5.0), EpisodeLimits(20.0, 10.0))
     samples = (
-        await crew.play(EpisodeTask("c", chosen, task_index=0, split="eval", seed=77, episode=4), lambda _: None)
+        await crew.play(
+            EpisodeTask("c", chosen, task_index=0, split="eval", seed=77, episode=4), lambda _: None
+        )
     ).trajectories
     # R, not the L that it thinks of first
     assert [turn.valid for sample in samples for turn in sample.turns] == [True, True]
@@ -135,7 +179,16 @@ async def test_thinking_is_kept_in_the_sample_and_dropped_from_what_others_see(t
 
 def lake(**section: object) -> dict[str, object]:
     return validate(
-        {"domains": {"lake": {"env": "frozenlake", "max_turns": 4, "sampling": {"max_tokens": 4}, **section}}}
+        {
+            "domains": {
+                "lake": {
+                    "env": "frozenlake",
+                    "max_turns": 4,
+                    "sampling": {"max_tokens": 4},
+                    **section,
+                }
+            }
+        }
     )
 
 
@@ -148,7 +201,11 @@ def test_auto_is_steps_for_gigpo_alone() -> None:
 
 def test_demonstrations_have_the_prompts_that_the_hub_makes(tmp_path: Path) -> None:
     write_demonstrations(
-        lake(context="steps", history_length=1), None, episodes=3, noise=0.0, out=str(tmp_path / "steps")
+        lake(context="steps", history_length=1),
+        None,
+        episodes=3,
+        noise=0.0,
+        out=str(tmp_path / "steps"),
     )
     write_demonstrations(lake(), None, episodes=3, noise=0.0, out=str(tmp_path / "full"))
     steps, full = (
@@ -163,10 +220,19 @@ def test_demonstrations_have_the_prompts_that_the_hub_makes(tmp_path: Path) -> N
     assert len(full) == 3
     assert [messages[1]["content"] for messages in steps] == [action for _, _, action in turns]
     assert all(
-        messages[0]["content"].startswith(opening) for messages, (opening, _, _) in zip(steps, turns, strict=True)
+        messages[0]["content"].startswith(opening)
+        for messages, (opening, _, _) in zip(steps, turns, strict=True)
     )
-    assert all(messages[0]["content"].endswith(now) for messages, (_, now, _) in zip(steps, turns, strict=True))
+    assert all(
+        messages[0]["content"].endswith(now)
+        for messages, (_, now, _) in zip(steps, turns, strict=True)
+    )
     with pytest.raises(UserError, match="pairs need whole conversations"):
         write_demonstrations(
-            lake(context="steps"), None, episodes=3, noise=0.0, out=str(tmp_path / "pairs"), against=1.0
+            lake(context="steps"),
+            None,
+            episodes=3,
+            noise=0.0,
+            out=str(tmp_path / "pairs"),
+            against=1.0,
         )

@@ -31,7 +31,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_demonstrations_are_conversations_of_the_hubs_own_prompts(tmp_path: Path) -> None:
     out = tmp_path / "sub" / "demos.jsonl"
-    assert write_demonstrations(config(), "lake", episodes=5, noise=0.0, out=str(out), seed=1) == 1.0
+    assert (
+        write_demonstrations(config(), "lake", episodes=5, noise=0.0, out=str(out), seed=1) == 1.0
+    )
     rows = lines(out)
     assert len(rows) == 5
     for row in rows:
@@ -45,8 +47,14 @@ def test_demonstrations_are_conversations_of_the_hubs_own_prompts(tmp_path: Path
 
 def test_demonstrations_are_a_function_of_their_seed(tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        write_demonstrations(config(), None, episodes=20, noise=0.5, out=str(tmp_path / name), seed=seed)
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() != (tmp_path / "c").read_bytes()
+        write_demonstrations(
+            config(), None, episodes=20, noise=0.5, out=str(tmp_path / name), seed=seed
+        )
+    assert (
+        (tmp_path / "a").read_bytes()
+        == (tmp_path / "b").read_bytes()
+        != (tmp_path / "c").read_bytes()
+    )
 
 
 def test_noise_makes_the_solver_imperfect_and_max_turns_ends_it(tmp_path: Path) -> None:
@@ -56,7 +64,9 @@ def test_noise_makes_the_solver_imperfect_and_max_turns_ends_it(tmp_path: Path) 
     assert max(len(row["messages"]) for row in lines(out)) == 1 + 2 * 12
 
 
-def test_the_command_writes_the_file_and_one_line_about_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_file_and_one_line_about_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "demos.jsonl"
     arguments = [
         "demos",
@@ -80,17 +90,39 @@ def test_the_command_writes_the_file_and_one_line_about_it(tmp_path: Path, capsy
     [
         (["demos", "nowhere.yaml", "--episodes", "3", "--out", "x"], "nowhere.yaml: no such file"),
         (
-            ["demos", "configs/quickstart.yaml", "--domain", "sea", "--episodes", "3", "--out", "x"],
+            [
+                "demos",
+                "configs/quickstart.yaml",
+                "--domain",
+                "sea",
+                "--episodes",
+                "3",
+                "--out",
+                "x",
+            ],
             "--domain: 'sea' is not allowed; one of lake",
         ),
-        (["demos", "configs/quickstart.yaml", "--episodes", "3", "--out", "/proc/no/x"], "/proc/no/x: "),
         (
-            ["demos", "configs/quickstart.yaml", "--episodes", "3", "--out", "x", "domains.lake.env=frozenlak"],
+            ["demos", "configs/quickstart.yaml", "--episodes", "3", "--out", "/proc/no/x"],
+            "/proc/no/x: ",
+        ),
+        (
+            [
+                "demos",
+                "configs/quickstart.yaml",
+                "--episodes",
+                "3",
+                "--out",
+                "x",
+                "domains.lake.env=frozenlak",
+            ],
             "domains.lake.env: 'frozenlak' is not allowed; did you mean 'frozenlake'? known: agent, alfworld, ",
         ),
     ],
 )
-def test_bad_input_is_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {said}")
@@ -114,25 +146,52 @@ def test_a_replay_is_a_picture_of_each_state(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("step", "is_last", "said"),
     [
-        (StepResult(Observation("x"), 0.0, done=False, valid=True, success=False), False, "reward +0"),
-        (StepResult(Observation("x"), 0.5, done=False, valid=True, success=False), True, "reward +0.5, out of turns"),
+        (
+            StepResult(Observation("x"), 0.0, done=False, valid=True, success=False),
+            False,
+            "reward +0",
+        ),
+        (
+            StepResult(Observation("x"), 0.5, done=False, valid=True, success=False),
+            True,
+            "reward +0.5, out of turns",
+        ),
         (
             StepResult(Observation("x"), -0.1, done=False, valid=False, success=False),
             False,
             "reward -0.1, not a valid action",
         ),
-        (StepResult(Observation("x"), 0.99, done=True, valid=True, success=True), True, "reward +0.99, solved"),
-        (StepResult(Observation("x"), 0.0, done=True, valid=True, success=False), False, "reward +0, failed"),
+        (
+            StepResult(Observation("x"), 0.99, done=True, valid=True, success=True),
+            True,
+            "reward +0.99, solved",
+        ),
+        (
+            StepResult(Observation("x"), 0.0, done=True, valid=True, success=False),
+            False,
+            "reward +0, failed",
+        ),
     ],
 )
-def test_the_caption_says_what_came_of_an_action(step: StepResult, is_last: bool, said: str) -> None:
+def test_the_caption_says_what_came_of_an_action(
+    step: StepResult, is_last: bool, said: str
+) -> None:
     assert outcome(step, is_last=is_last) == said
 
 
-def test_an_environment_without_pictures_is_not_even_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_without_pictures_is_not_even_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(envhub_kit.Count, "__init__", lambda *_: pytest.fail("it was built"))
     with pytest.raises(NotSupported, match="environment Count draws no pictures"):
-        write_gif(config(domains={"d": {"env": "envhub_kit:Count"}}), "d", 0, 1, [], str(tmp_path / "x.gif"))
+        write_gif(
+            config(domains={"d": {"env": "envhub_kit:Count"}}),
+            "d",
+            0,
+            1,
+            [],
+            str(tmp_path / "x.gif"),
+        )
 
 
 def test_the_render_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +219,12 @@ def test_the_render_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_recorded_frames_read_back() -> None:
     frames = [first_frame(3, "eval", 77, "P\nG"), frame("go, R\n", "S\n*")]
     recorded = read_frames(frames)
-    assert (recorded.task_index, recorded.split, recorded.seed, recorded.actions) == (3, "eval", 77, ["go, R\n"])
+    assert (recorded.task_index, recorded.split, recorded.seed, recorded.actions) == (
+        3,
+        "eval",
+        77,
+        ["go, R\n"],
+    )
     with pytest.raises(UserError, match="no recorded frames"):
         read_frames(["P\nG"])
 
@@ -215,14 +279,19 @@ QA = {"env": "qa", "rewards": [{"name": "math"}]}
             {"eval": {"every_steps": 5, "tasks": 513}},
             "eval.tasks: 513 is not allowed; at most 512, the held-out tasks of domain lake",
         ),
-        ({"warm_start": {"steps": 5, "domain": "sea"}}, "warm_start.domain: 'sea' is not allowed; one of lake"),
+        (
+            {"warm_start": {"steps": 5, "domain": "sea"}},
+            "warm_start.domain: 'sea' is not allowed; one of lake",
+        ),
         (
             {"domains": {"d": {"env": "envhub_kit:Count"}}, "warm_start": {"steps": 5}},
             "warm_start.domain: 'd' .* has no solver; give warm_start.data",
         ),
     ],
 )
-def test_what_cannot_run_is_refused_before_anything_starts(changes: dict[str, Any], said: str) -> None:
+def test_what_cannot_run_is_refused_before_anything_starts(
+    changes: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         check(config(**changes))
 
@@ -235,7 +304,9 @@ def test_questions_need_a_reward_and_sound_rows(tmp_path: Path) -> None:
         check(config(domains={"d": {"env": "qa", "env_args": args}}))
     check(config(domains={"d": {**QA, "env_args": args}}))
     path.write_text('{"question": "q"}\n')
-    with pytest.raises(DataError, match=r"q\.jsonl:1: no column 'answer'; it has question \(domain d\)"):
+    with pytest.raises(
+        DataError, match=r"q\.jsonl:1: no column 'answer'; it has question \(domain d\)"
+    ):
         check(config(domains={"d": {**QA, "env_args": {**args, "eval_share": 0.1}}}))
 
 
@@ -244,7 +315,10 @@ def test_the_digests_name_every_data_file_of_the_run(tmp_path: Path) -> None:
     one.write_text("one")
     two.write_text("two")
     given = config(
-        domains={"lake": {"env": "frozenlake"}, "d": {**QA, "env_args": {"path": str(one), "eval_path": str(two)}}}
+        domains={
+            "lake": {"env": "frozenlake"},
+            "d": {**QA, "env_args": {"path": str(one), "eval_path": str(two)}},
+        }
     )
     digests = data_digests(given)
     assert sorted(digests) == [str(one), str(two)]

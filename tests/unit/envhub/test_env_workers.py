@@ -1,4 +1,6 @@
-"""Environments in real worker processes: each fault costs one episode, names itself, and leaves nothing behind."""
+"""Environments in real worker processes: each fault costs one episode, names itself, and leaves
+nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -59,11 +61,15 @@ async def gone(*pids: int, within_s: float = 30.0) -> None:
 
 
 def bad(*does: str, name: str = "d", cls: str = "Bad", **args: Any) -> Domain:
-    return domain(f"envhub_bad:{cls}", name, max_turns=5, isolation="process", env_args={"does": does, **args})
+    return domain(
+        f"envhub_bad:{cls}", name, max_turns=5, isolation="process", env_args={"does": does, **args}
+    )
 
 
 async def play(crew: EpisodeRunners, chosen: Domain, index: int = 0) -> EpisodeResult:
-    return await crew.play(EpisodeTask("c", chosen, task_index=index, split="train", seed=7, episode=0), lambda _: None)
+    return await crew.play(
+        EpisodeTask("c", chosen, task_index=index, split="train", seed=7, episode=0), lambda _: None
+    )
 
 
 async def fails(crew: EpisodeRunners, chosen: Domain, index: int = 0) -> str:
@@ -75,9 +81,17 @@ async def fails(crew: EpisodeRunners, chosen: Domain, index: int = 0) -> str:
 
 async def test_an_environment_plays_the_same_wherever_it_runs(crew: EpisodeRunners) -> None:
     def lake(isolation: str) -> Domain:
-        return domain("frozenlake", isolation, max_turns=9, isolation=isolation, env_args={"is_slippery": True})
+        return domain(
+            "frozenlake",
+            isolation,
+            max_turns=9,
+            isolation=isolation,
+            env_args={"is_slippery": True},
+        )
 
-    played = [await play(crew, lake(isolation), index=3) for isolation in ("none", "thread", "process")]
+    played = [
+        await play(crew, lake(isolation), index=3) for isolation in ("none", "thread", "process")
+    ]
     assert played[0].trajectory == played[1].trajectory == played[2].trajectory
     assert len(played[0].trajectory.turns) >= 2
 
@@ -92,7 +106,8 @@ async def test_a_worker_serves_one_episode_after_another(crew: EpisodeRunners, c
         "task 1",
         "task 2",
     )
-    assert first.reference == second.reference != str(os.getpid())  # the same process, and not this one
+    # the same process, and not this one
+    assert first.reference == second.reference != str(os.getpid())
     assert crew.nurseries.living == 1
     both = await asyncio.gather(play(crew, chosen), play(crew, chosen))
     assert both[0].reference != both[1].reference  # a process for each that runs
@@ -127,7 +142,9 @@ FAULTS = {
 }
 
 
-async def test_each_fault_names_itself_and_costs_its_own_episode(crew: EpisodeRunners, tmp_path: Path) -> None:
+async def test_each_fault_names_itself_and_costs_its_own_episode(
+    crew: EpisodeRunners, tmp_path: Path
+) -> None:
     chosen = bad(*FAULTS, folder=str(tmp_path))
     await play(crew, chosen, len(FAULTS))
     good = [asyncio.create_task(play(crew, chosen, len(FAULTS))) for _ in range(4)]
@@ -148,7 +165,10 @@ async def test_each_fault_names_itself_and_costs_its_own_episode(crew: EpisodeRu
 
 @pytest.mark.parametrize(
     ("fault", "detail"),
-    [("holds_the_lock", f"constructor {LATE}"), ("aborts", "constructor: the worker process died by SIGABRT")],
+    [
+        ("holds_the_lock", f"constructor {LATE}"),
+        ("aborts", "constructor: the worker process died by SIGABRT"),
+    ],
 )
 async def test_a_constructor_is_no_better(crew: EpisodeRunners, fault: str, detail: str) -> None:
     assert await fails(crew, bad(constructor=fault)) == detail
@@ -170,7 +190,9 @@ async def test_what_it_started_dies_with_it(crew: EpisodeRunners, tmp_path: Path
     await gone(int((tmp_path / "child").read_text()))  # although it leads a session of its own
 
 
-async def test_memory_is_limited_in_it_and_counted_over_all_that_it_started(crew: EpisodeRunners) -> None:
+async def test_memory_is_limited_in_it_and_counted_over_all_that_it_started(
+    crew: EpisodeRunners,
+) -> None:
     crew.calls = EnvironmentCalls(20.0)
     chosen = bad("leaks", "leaks_through_children")
     alone, with_children = await asyncio.gather(fails(crew, chosen, 0), fails(crew, chosen, 1))
@@ -188,7 +210,9 @@ async def test_a_worker_that_has_used_much_is_not_used_again(crew: EpisodeRunner
     assert len(crew.idle["d"]) == 1
 
 
-async def test_a_gigabyte_of_output_is_dropped(crew: EpisodeRunners, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_gigabyte_of_output_is_dropped(
+    crew: EpisodeRunners, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     before = limits.resident_mib([os.getpid()])
     crew.calls = EnvironmentCalls(20.0)
@@ -200,7 +224,9 @@ async def test_a_gigabyte_of_output_is_dropped(crew: EpisodeRunners, caplog: pyt
     assert limits.resident_mib([os.getpid()]) - before < 50
 
 
-async def test_what_it_prints_stands_in_the_log(crew: EpisodeRunners, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_it_prints_stands_in_the_log(
+    crew: EpisodeRunners, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     await play(crew, bad("prints_to_both"))
     async with asyncio.timeout(LONG_S):
@@ -269,7 +295,9 @@ async def test_a_module_that_starts_threads_is_imported_by_each_worker(
         "import threading, time\nfrom envhub_bad import Bad\n"
         "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\nclass Threaded(Bad): pass\n"
     )
-    assert (await play(crew, domain(f"{file}:Threaded", max_turns=5, isolation="process"))).trajectory.success
+    assert (
+        await play(crew, domain(f"{file}:Threaded", max_turns=5, isolation="process"))
+    ).trajectory.success
     assert "starts threads when it is imported, so each worker imports it for itself" in caplog.text
 
 
@@ -289,7 +317,10 @@ def test_workers_do_not_outlive_a_hub_that_is_killed(tmp_path: Path) -> None:
         "asyncio.run(main())\n"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[3],
     ) as hub:
         assert hub.stdout is not None
         pids = [int(pid) for pid in hub.stdout.readline().split()]

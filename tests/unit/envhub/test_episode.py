@@ -29,15 +29,24 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def players(
-    tokenizer: Tokenizer, script: Callable[[str], str] = lambda _: "R", *, step_s: float = 5.0, episode_s: float = 20.0
+    tokenizer: Tokenizer,
+    script: Callable[[str], str] = lambda _: "R",
+    *,
+    step_s: float = 5.0,
+    episode_s: float = 20.0,
 ) -> EpisodeRunners:
     return EpisodeRunners(
-        tokenizer, Scripted(tokenizer, script), EnvironmentCalls(step_s), EpisodeLimits(episode_s, 10.0)
+        tokenizer,
+        Scripted(tokenizer, script),
+        EnvironmentCalls(step_s),
+        EpisodeLimits(episode_s, 10.0),
     )
 
 
 def task(chosen: Domain, *, record: bool = False, episode: int = 0) -> EpisodeTask:
-    return EpisodeTask("c", chosen, task_index=0, split="eval", seed=77, episode=episode, record=record)
+    return EpisodeTask(
+        "c", chosen, task_index=0, split="eval", seed=77, episode=episode, record=record
+    )
 
 
 async def play(crew: EpisodeRunners, chosen: Domain, **kwargs: object) -> EpisodeResult:
@@ -63,11 +72,15 @@ async def test_the_whole_conversation_token_by_token(tokenizer: Tokenizer) -> No
         "<|im_user|>SFPF\nFFFH\nFFFF\nFFFG<|im_end|><|im_assistant|>no<|im_end|>"
     )
     sampled = [token for token, one in zip(ids, mask, strict=True) if one]
-    assert tokenizer.decode(sampled, skip_special_tokens=False) == "R<|im_end|>R<|im_end|>no<|im_end|>"
+    assert (
+        tokenizer.decode(sampled, skip_special_tokens=False) == "R<|im_end|>R<|im_end|>no<|im_end|>"
+    )
     assert trajectory.logprobs.array().tolist() == [-0.5 * one for one in mask]
     assert trajectory.version_runs.array().tolist() == [3, 7]
     assert seen == [3, 3, 3]
-    assert [(turn.end - turn.start, turn.valid, turn.finish_reason) for turn in trajectory.turns] == [
+    assert [
+        (turn.end - turn.start, turn.valid, turn.finish_reason) for turn in trajectory.turns
+    ] == [
         (2, True, "stop"),
         (2, True, "stop"),
         (3, False, "stop"),
@@ -103,7 +116,12 @@ async def test_the_goal_ends_it(tokenizer: Tokenizer) -> None:
     assert (trajectory.end, trajectory.reward, trajectory.success) == ("terminated", 1.0, True)
     assert [turn.reward for turn in trajectory.turns] == [0, 0, 0, 0, 0, 1]
     recorded = read_frames(played.frames)
-    assert (recorded.task_index, recorded.split, recorded.seed, recorded.actions) == (0, "eval", 77, list("RRDDDR"))
+    assert (recorded.task_index, recorded.split, recorded.seed, recorded.actions) == (
+        0,
+        "eval",
+        77,
+        list("RRDDDR"),
+    )
     assert json.loads(played.frames[-1]) == {"action": "R", "text": "SFFF\nFFFH\nFFFF\nFFF*"}
 
 
@@ -148,14 +166,20 @@ async def test_a_turn_that_was_cut_off_is_closed_unmasked(tokenizer: Tokenizer) 
 
 async def test_a_prompt_without_room_for_an_answer_is_fatal(tokenizer: Tokenizer) -> None:
     lake = domain("frozenlake", max_context_tokens=22)
-    with pytest.raises(EpisodeFailed, match="the prompt has 22 tokens and max_context_tokens is 22") as caught:
+    with pytest.raises(
+        EpisodeFailed, match="the prompt has 22 tokens and max_context_tokens is 22"
+    ) as caught:
         await play(players(tokenizer), lake)
     assert caught.value.kind == "fatal"
 
 
 async def test_questions_carry_prompt_and_reference(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "q.jsonl").write_text('{"question": "1+1", "answer": "#### 2"}\n')
-    qa = domain("qa", env_args={"path": str(tmp_path / "q.jsonl"), "eval_share": 0}, rewards=[{"name": "math"}])
+    qa = domain(
+        "qa",
+        env_args={"path": str(tmp_path / "q.jsonl"), "eval_share": 0},
+        rewards=[{"name": "math"}],
+    )
     chosen = EpisodeTask("c", qa, task_index=0, split="train", seed=1, episode=0)
     played = await players(tokenizer, lambda _: "two").play(chosen, lambda _: None)
     assert (played.prompt, played.reference, played.trajectory.response) == ("1+1", "#### 2", "two")
@@ -168,7 +192,11 @@ async def test_environments_of_either_kind_are_used_again(tokenizer: Tokenizer, 
     crew, chosen = players(tokenizer), domain(env, max_turns=5)
     for _ in range(3):
         played = await play(crew, chosen)
-        assert (played.trajectory.reward, played.trajectory.success, played.trajectory.metrics["at"]) == (
+        assert (
+            played.trajectory.reward,
+            played.trajectory.success,
+            played.trajectory.metrics["at"],
+        ) == (
             1.0,
             True,
             2.0,
@@ -181,7 +209,10 @@ async def test_environments_of_either_kind_are_used_again(tokenizer: Tokenizer, 
 @pytest.mark.parametrize(
     ("trouble", "detail"),
     [
-        ("raise in reset", "reset raised ValueError: broken in reset (envhub_kit.py:96 in _trouble)"),
+        (
+            "raise in reset",
+            "reset raised ValueError: broken in reset (envhub_kit.py:96 in _trouble)",
+        ),
         ("raise in step", "step raised ValueError: broken in step (envhub_kit.py:96 in _trouble)"),
         ("nan", "step returned reward nan; it must be finite"),
     ],
@@ -220,7 +251,9 @@ async def test_a_hanging_environment_costs_a_thread_and_not_the_loop(
 
 
 async def test_an_asynchronous_environment_is_timed_out(tokenizer: Tokenizer) -> None:
-    chosen = domain("envhub_kit:AsyncCount", max_turns=5, env_args={"trouble": "await in step", "seconds": 600})
+    chosen = domain(
+        "envhub_kit:AsyncCount", max_turns=5, env_args={"trouble": "await in step", "seconds": 600}
+    )
     with pytest.raises(EpisodeFailed, match=r"step did not return within 0\.5 s"):
         await play(players(tokenizer, step_s=0.5), chosen)
 

@@ -17,7 +17,9 @@ from envhub.tickets.feed import QueueTurns, TicketFeed
 
 
 class Queue:
-    """Empty; every fetch comes back at once and tells how many tickets it was for and how long it would have waited."""
+    """Empty; every fetch comes back at once and tells how many tickets it was for and how long it
+    would have waited.
+    """
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, float]] = []
@@ -38,9 +40,22 @@ def feed(queue: Queue, turnstile: QueueTurns, stream: Stream, group_size: int) -
 
     running, pausing = asyncio.Event(), asyncio.Event()
     running.set()
-    member = cast(Member, SimpleNamespace(bus=SimpleNamespace(work_queue=work_queue), running=running, pausing=pausing))
+    member = cast(
+        Member,
+        SimpleNamespace(
+            bus=SimpleNamespace(work_queue=work_queue), running=running, pausing=pausing
+        ),
+    )
     return TicketFeed(
-        member, turnstile, stream, "lake", group_size, lambda *_: group_size, lambda _: 0, lambda _: True, asyncio.sleep
+        member,
+        turnstile,
+        stream,
+        "lake",
+        group_size,
+        lambda *_: group_size,
+        lambda _: 0,
+        lambda _: True,
+        asyncio.sleep,
     )
 
 

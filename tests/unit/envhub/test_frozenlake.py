@@ -25,7 +25,9 @@ def placed(rows: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, **kwargs: obj
 
 @given(st.integers(0, 10**6), st.integers(0, 10**4), st.sampled_from([4, 5, 8]))
 @settings(max_examples=40, deadline=None)
-def test_training_maps_are_solvable_reproducible_and_never_held_out(seed: int, task_index: int, size: int) -> None:
+def test_training_maps_are_solvable_reproducible_and_never_held_out(
+    seed: int, task_index: int, size: int
+) -> None:
     rows = lakes.train_map(size, 0.2, seed, task_index)
     lakes.train_map.cache_clear()
     assert lakes.train_map(size, 0.2, seed, task_index) == rows
@@ -71,14 +73,24 @@ def test_a_walk_to_the_goal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_hole_ends_it_without_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     step = placed(("SF", "HG"), monkeypatch).step("D")
-    assert (step.reward, step.done, step.success, step.observation.text) == (0.0, True, False, "SF\nXG")
+    assert (step.reward, step.done, step.success, step.observation.text) == (
+        0.0,
+        True,
+        False,
+        "SF\nXG",
+    )
 
 
 def test_text_that_is_no_move_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     env = placed(("SF", "HG"), monkeypatch, format_penalty=0.25, step_penalty=0.125)
     for text in ("", "RD", "go right", "Ж"):
         step = env.step(text)
-        assert (step.reward, step.done, step.valid, step.observation.text) == (-0.375, False, False, "PF\nHG")
+        assert (step.reward, step.done, step.valid, step.observation.text) == (
+            -0.375,
+            False,
+            False,
+            "PF\nHG",
+        )
     assert env.step("l").valid
     assert env.step("R").reward == -0.125
     assert env.step("D").reward == 0.875
@@ -161,10 +173,13 @@ def test_arguments_that_leave_no_maps_are_refused() -> None:
         FrozenLake.check(FrozenLakeArgs(hole_probability=0.0))
 
 
-def test_observing_cells_shows_the_map_once_and_then_the_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_observing_cells_shows_the_map_once_and_then_the_surroundings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     env = placed(("SFH", "HFF", "FFG"), monkeypatch, observe="cell")
     first = env.reset(0, "train", 0)
-    assert first.text == "PFH\nHFF\nFFG\n0 0 #HF#"  # left edge, hole below, ice to the right, upper edge
+    # left edge, hole below, ice to the right, upper edge
+    assert first.text == "PFH\nHFF\nFFG\n0 0 #HF#"
     moved = env.step("R").observation
     assert moved.text == "0 1 SFH#"
     assert moved.anchor == "SPH\nHFF\nFFG"

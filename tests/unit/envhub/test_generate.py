@@ -1,4 +1,6 @@
-"""The hub's side of generation: elsewhere after a failure, on from a partial output, aborted when nobody waits."""
+"""The hub's side of generation: elsewhere after a failure, on from a partial output, aborted when
+nobody waits.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class Client:
         self.servers = servers
         self.asked: list[tuple[str, wire.GenerateRequest]] = []
 
-    async def generate(self, address: str, request: wire.GenerateRequest, *, timeout_s: float) -> wire.GenerateReply:
+    async def generate(
+        self, address: str, request: wire.GenerateRequest, *, timeout_s: float
+    ) -> wire.GenerateReply:
         self.asked.append((address, request))
         answer = self.servers[address](request)
         return answer if isinstance(answer, wire.GenerateReply) else await answer
@@ -86,7 +90,13 @@ def reply(
 
 def ask(**kwargs: object) -> TurnRequest:
     sampling = wire.SamplingParams(max_tokens=8, seed=5)
-    fields = {"conversation_id": "c", "token_ids": [1, 2, 3], "sampling": sampling, "timeout_s": 5.0, **kwargs}
+    fields = {
+        "conversation_id": "c",
+        "token_ids": [1, 2, 3],
+        "sampling": sampling,
+        "timeout_s": 5.0,
+        **kwargs,
+    }
     return TurnRequest(**fields)  # type: ignore[arg-type]
 
 
@@ -158,8 +168,12 @@ async def test_a_continued_request_expects_what_is_still_to_come() -> None:
         return reply(request, [7, 8], "deadline")
 
     client = Client(a=first)
-    await generator(client, presence("a")).turn(ask(expected_tokens=4, expected_high=8, priority=1, step=2))
-    asked = [(one.expected_tokens, one.expected_high, one.priority, one.step) for _, one in client.asked]
+    await generator(client, presence("a")).turn(
+        ask(expected_tokens=4, expected_high=8, priority=1, step=2)
+    )
+    asked = [
+        (one.expected_tokens, one.expected_high, one.priority, one.step) for _, one in client.asked
+    ]
     assert asked == [(4, 8, 1, 2), (*remaining(4, 8, 2, 6), 1, 2)]
     assert asked[1][:2] == (2, 6)
 
@@ -172,8 +186,14 @@ async def test_an_output_that_cannot_be_continued_starts_over(reason: str) -> No
 
     client = Client(a=first, b=lambda request: reply(request, [9], version=2, server="b"))
     sampling = wire.SamplingParams(max_tokens=8, seed=5, stop=["ab"])  # 8 may be "a", and 9 "b"
-    sampled = await generator(client, presence("a"), presence("b", running=1)).turn(ask(sampling=sampling))
-    assert (list(sampled.token_ids), list(sampled.version_runs), list(sampled.logprobs)) == ([9], [2, 1], [-1.0])
+    sampled = await generator(client, presence("a"), presence("b", running=1)).turn(
+        ask(sampling=sampling)
+    )
+    assert (list(sampled.token_ids), list(sampled.version_runs), list(sampled.logprobs)) == (
+        [9],
+        [2, 1],
+        [-1.0],
+    )
     (_, before), (_, again) = client.asked
     assert again.token_ids.array().tolist() == [1, 2, 3]
     assert again.sampling == sampling
@@ -183,9 +203,12 @@ async def test_an_output_that_cannot_be_continued_starts_over(reason: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("engine", "tokens", "one"), [("vllm", 300, True), ("vllm", 20, False), ("hf", 300, True), ("openai", 300, False)]
+    ("engine", "tokens", "one"),
+    [("vllm", 300, True), ("vllm", 20, False), ("hf", 300, True), ("openai", 300, False)],
 )
-async def test_a_groups_prompts_go_to_one_server_while_it_has_slots(engine: str, tokens: int, one: bool) -> None:
+async def test_a_groups_prompts_go_to_one_server_while_it_has_slots(
+    engine: str, tokens: int, one: bool
+) -> None:
     client = Client(**{name: lambda request: reply(request, [9]) for name in "abcd"})
     asking = generator(client, *(presence(name, engine=engine) for name in "abcd"))
     for episode in range(20):
@@ -194,7 +217,9 @@ async def test_a_groups_prompts_go_to_one_server_while_it_has_slots(engine: str,
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-async def test_when_a_groups_server_leaves_or_fails_its_prompts_go_to_another_one(leaves: bool) -> None:
+async def test_when_a_groups_server_leaves_or_fails_its_prompts_go_to_another_one(
+    leaves: bool,
+) -> None:
     client = Client(**{name: lambda request: reply(request, [9]) for name in "abcd"})
     directory = Servers(*(presence(name, engine="vllm") for name in "abcd"))
     asking = TurnGenerator(client, directory, name="hub", max_retries=2)
@@ -297,13 +322,25 @@ async def test_a_request_that_cannot_be_sent_fails_its_turn() -> None:
 
 def test_seeds_are_spread_and_stable() -> None:
     assert mix(0) == 0xE220A8397B1D  # splitmix64's first output from 0, without its low 16 bits
-    assert len({mix(seed, episode, at) for seed in range(10) for episode in range(10) for at in range(10)}) == 1000
+    assert (
+        len(
+            {
+                mix(seed, episode, at)
+                for seed in range(10)
+                for episode in range(10)
+                for at in range(10)
+            }
+        )
+        == 1000
+    )
     assert all(0 <= mix(seed) < 2**48 for seed in range(100))
     assert mix(1, 2, 3) == stirred(stirred(0, 1, 2), 3) >> 16
 
 
 async def test_time_in_which_the_servers_sleep_is_no_time_of_a_turn() -> None:
-    """Requests that wait in a server that sleeps come back empty at their deadlines, and are sent again."""
+    """Requests that wait in a server that sleeps come back empty at their deadlines, and are sent
+    again.
+    """
     clock = AwakeClock()
 
     async def waits(request: wire.GenerateRequest) -> wire.GenerateReply:
@@ -331,7 +368,9 @@ async def test_time_in_which_the_servers_sleep_is_no_time_of_a_turn() -> None:
 async def test_trials_and_reruns_leave_no_open_episode(
     trouble: str, max_turns: int, hangs: bool, tmp_path: Path
 ) -> None:
-    """However they end: well, with an error of the environment, or cancelled or late in their second turn."""
+    """However they end: well, with an error of the environment, or cancelled or late in their
+    second turn.
+    """
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path))
 
     async def answers(request: wire.GenerateRequest) -> wire.GenerateReply:
@@ -342,7 +381,9 @@ async def test_trials_and_reruns_leave_no_open_episode(
     client = Client(a=answers)
     asking = generator(client, presence("a"))
     crew = EpisodeRunners(tokenizer, asking, EnvironmentCalls(5.0), EpisodeLimits(20.0, 10.0))
-    count = domain("envhub_kit:Count", max_turns=max_turns, env_args={"until": 9, "trouble": trouble})
+    count = domain(
+        "envhub_kit:Count", max_turns=max_turns, env_args={"until": 9, "trouble": trouble}
+    )
 
     async def left_by(work: Any) -> dict[str, int]:
         client.asked.clear()
@@ -363,6 +404,8 @@ async def test_trials_and_reruns_leave_no_open_episode(
         number=7, domain="d", task_index=0, seed=1, min_version=0, max_staleness=1, group_size=1, min_group_size=1,
         deadline_s=9.0,
     )  # fmt: skip
-    ((name, length),) = (await left_by(TicketReruns(member, crew, {"d": count}).answer(ticket))).items()
+    ((name, length),) = (
+        await left_by(TicketReruns(member, crew, {"d": count}).answer(ticket))
+    ).items()
     assert (name.startswith("hub.rerun1."), length) == (True, 0)
     await crew.close()

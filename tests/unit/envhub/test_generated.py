@@ -1,4 +1,6 @@
-"""Generated questions: their answers by hand, what counts as right, and held-out tasks that no training seed shows."""
+"""Generated questions: their answers by hand, what counts as right, and held-out tasks that no
+training seed shows.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,15 @@ def test_no_held_out_task_is_trained_on(kind: type[GeneratedEnvironment], args: 
     environment = kind(args)
     count = kind.num_tasks(args, "eval")
     assert count is not None
-    held_out = {environment.reset(index, "eval", 7) and environment.task.identity for index in range(count)}
+    held_out = {
+        environment.reset(index, "eval", 7) and environment.task.identity for index in range(count)
+    }
     assert len(held_out) == count >= 250
     for seed in (0, 1):
-        trained = {environment.reset(index, "train", seed) and environment.task.identity for index in range(2000)}
+        trained = {
+            environment.reset(index, "train", seed) and environment.task.identity
+            for index in range(2000)
+        }
         assert not trained & held_out
     assert kind.num_tasks(args, "train") is None
 
@@ -41,14 +48,20 @@ def test_no_held_out_task_is_trained_on(kind: type[GeneratedEnvironment], args: 
 def test_sums_and_their_mirror_images_are_one_task() -> None:
     environment = Arithmetic(ArithmeticArgs())
     environment.reset(0, "train", 0)
-    assert (environment.task.question, environment.reference) == ("What is 86 + 67? Reply with the number only.", "153")
+    assert (environment.task.question, environment.reference) == (
+        "What is 86 + 67? Reply with the number only.",
+        "153",
+    )
     assert environment.task.identity == "67 + 86"
     for operator, expected in (("-", "19"), ("*", "5762")):
         environment = Arithmetic(ArithmeticArgs(operator=operator))
         environment.reset(0, "train", 0)
         assert environment.prompt == f"What is 86 {operator} 67? Reply with the number only."
         assert environment.reference == expected
-    assert len(re.findall(r"\d{4}", Arithmetic(ArithmeticArgs(digits=4)).reset(1, "train", 0).text)) == 2
+    assert (
+        len(re.findall(r"\d{4}", Arithmetic(ArithmeticArgs(digits=4)).reset(1, "train", 0).text))
+        == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,7 +136,8 @@ def test_each_form_by_hand(form: str, number: int, right: str, wrong: list[str])
     environment.task = InstructionTask("?", "", "", "lake", form, number)
     assert step(environment, right).reward == 1.0
     assert [
-        step(environment, text).reward for text in (*wrong, right.replace("lake", "sea").replace("LAKE", "SEA"))
+        step(environment, text).reward
+        for text in (*wrong, right.replace("lake", "sea").replace("LAKE", "SEA"))
     ] == [0.0] * (len(wrong) + 1)
 
 
@@ -139,7 +153,9 @@ def test_every_form_is_asked_for_and_has_a_right_answer() -> None:
     assert forms == set(FORMS)
 
 
-@pytest.mark.parametrize(("held_out", "problem"), [(True, "all of these are held out"), (False, "none is held out")])
+@pytest.mark.parametrize(
+    ("held_out", "problem"), [(True, "all of these are held out"), (False, "none is held out")]
+)
 def test_arguments_that_leave_one_side_empty_are_refused(held_out: bool, problem: str) -> None:
     only = next(name for name in map(str, range(99)) if is_held_out(name) is held_out)
 

@@ -15,7 +15,9 @@ TICKET = EXAMPLES[wire.Ticket]
 
 def test_the_last_episodes_are_greedy() -> None:
     assert isinstance(TICKET, wire.Ticket)
-    asked = assignment(msgspec.structs.replace(TICKET, group_size=5, min_group_size=4, num_greedy=2))
+    asked = assignment(
+        msgspec.structs.replace(TICKET, group_size=5, min_group_size=4, num_greedy=2)
+    )
     assert [asked.is_greedy(episode) for episode in range(5)] == [False, False, False, True, True]
     assert not any(assignment(TICKET).is_greedy(episode) for episode in range(TICKET.group_size))
     assert not any(assignment(EXAMPLES[wire.EvalTicket]).is_greedy(episode) for episode in range(1))

@@ -11,18 +11,30 @@ from envhub.tally import HubMetrics
 
 
 def presence(name: str, **more: object) -> wire.Presence:
-    fields = {"id": name, "host": "here", "pid": 1, "state": "serving", "address": name, "slots": 4, **more}
+    fields = {
+        "id": name,
+        "host": "here",
+        "pid": 1,
+        "state": "serving",
+        "address": name,
+        "slots": 4,
+        **more,
+    }
     return wire.Presence(role="rollout", **fields)  # type: ignore[arg-type]
 
 
 def test_requests_weigh_as_much_as_their_predicted_tokens() -> None:
-    requests, servers = RequestsInFlight(), [presence("a", speed=8.0), presence("b", speed=8.0, running=1)]
+    requests, servers = (
+        RequestsInFlight(),
+        [presence("a", speed=8.0), presence("b", speed=8.0, running=1)],
+    )
     requests.loads(servers, {})
     requests.sent("a", 900)
     requests.sent("b", 100)
     requests.sent("b", 200)
     loads = {one.id: one for one in requests.loads(servers, {"a": 1.0})}
-    assert {name: one.load for name, one in loads.items()} == {"a": 1, "b": 3}  # b: one of another hub
+    # b: one of another hub
+    assert {name: one.load for name, one in loads.items()} == {"a": 1, "b": 3}
     assert loads["a"].work == pytest.approx(900 / 400)
     assert loads["b"].work == pytest.approx(1 + 300 / 400)
     assert loads["b"].rank < loads["a"].rank

@@ -1,4 +1,6 @@
-"""What the estimators of lengths predict: hand-computed quantiles, and that they find what there is to find."""
+"""What the estimators of lengths predict: hand-computed quantiles, and that they find what there is
+to find.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from envhub.lengths.shared import averaged
 Z_HIGH = 1.2815515655446004  # 0.9 quantile of the normal distribution
 
 
-def turn(task: int = 0, number: int = 0, prompt: list[int] | None = None, previous: int = 0) -> UpcomingTurn:
+def turn(
+    task: int = 0, number: int = 0, prompt: list[int] | None = None, previous: int = 0
+) -> UpcomingTurn:
     return UpcomingTurn(array("i", prompt or [1, 2, 3]), 4096, task, number, previous)
 
 
@@ -65,7 +69,8 @@ def test_the_first_turns_set_the_level_and_the_spread() -> None:
     play(history, turn(task=2), 400)
     spread = math.sqrt(math.log(4) ** 2 / 2)  # one error of 0 and one of log(4)
     assert quantiles(history, turn(task=3)) == pytest.approx((200, 200 * math.exp(Z_HIGH * spread)))
-    assert quantiles(history, turn(task=2))[0] == pytest.approx(200)  # no two turns of a task yet: no effect is known
+    # no two turns of a task yet: no effect is known
+    assert quantiles(history, turn(task=2))[0] == pytest.approx(200)
 
 
 def test_a_task_is_predicted_from_its_own_turns_and_an_unknown_one_from_all() -> None:
@@ -100,7 +105,12 @@ def test_each_turn_of_an_episode_has_its_level() -> None:
     for _ in range(LEVEL_MEMORY):
         for number, tokens in enumerate((30, 60, 120)):
             play(history, turn(number=number), tokens)
-    assert [round(quantiles(history, turn(number=number))[0]) for number in range(4)] == [30, 60, 120, 120]
+    assert [round(quantiles(history, turn(number=number))[0]) for number in range(4)] == [
+        30,
+        60,
+        120,
+        120,
+    ]
 
 
 def test_a_table_of_tasks_keeps_the_newest_of_those_that_share_a_place() -> None:
@@ -116,7 +126,9 @@ def test_a_table_of_tasks_keeps_the_newest_of_those_that_share_a_place() -> None
     assert effects.get(0) == (0.0, 0.0)
 
 
-def learned(kind: Callable[[Section], LengthEstimator], sample: Callable[[np.random.Generator], Any]) -> float:
+def learned(
+    kind: Callable[[Section], LengthEstimator], sample: Callable[[np.random.Generator], Any]
+) -> float:
     """Mean error of log lengths over the last of 600 turns, each of a new task."""
     estimator, rng, errors = kind(Section()), np.random.default_rng(1), []
     for number in range(600):
@@ -149,7 +161,9 @@ def alike_turns(rng: np.random.Generator) -> tuple[list[int], int, int]:
     return [1, 2, 3], previous, previous
 
 
-@pytest.mark.parametrize(("sample", "most"), [(long_prompts, 0.15), (telling_tokens, 0.45), (alike_turns, 0.1)])
+@pytest.mark.parametrize(
+    ("sample", "most"), [(long_prompts, 0.15), (telling_tokens, 0.45), (alike_turns, 0.1)]
+)
 def test_the_regression_finds_what_the_history_cannot_know(sample: Any, most: float) -> None:
     assert learned(OnlineRegression, sample) < most < learned(TaskHistory, sample)
 
@@ -166,14 +180,21 @@ def test_what_was_learnt_is_taken_over(name: str) -> None:
     assert second.adopt(known)
     for task in range(10):
         of = turn(task + 1, task % 3, prompts[task], 20)
-        assert second.predict(of) == pytest.approx(first.predict(of), rel=0.05)  # it solves with all turns
+        # it solves with all turns
+        assert second.predict(of) == pytest.approx(first.predict(of), rel=0.05)
     assert not second.adopt(known._replace(values=known.values[:-1]))  # of another version
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 @settings(max_examples=40, deadline=None)
-@given(turns=st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 20), st.integers(0, 10**6)), max_size=40))
-def test_predictions_are_positive_and_in_order_whatever_came(name: str, turns: list[tuple[int, int, int]]) -> None:
+@given(
+    turns=st.lists(
+        st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 20), st.integers(0, 10**6)), max_size=40
+    )
+)
+def test_predictions_are_positive_and_in_order_whatever_came(
+    name: str, turns: list[tuple[int, int, int]]
+) -> None:
     estimator = made(name)
     for task, number, tokens in turns:
         of = turn(task, number, [task % 1000] * (number + 1), tokens)
@@ -192,14 +213,19 @@ def test_a_regression_that_has_learnt_for_long_can_still_be_stored() -> None:
     assert estimator.adopt(estimator.knowledge())
 
 
-def known(values: list[float], tasks: list[int], counts: list[float], means: list[float]) -> LengthKnowledge:
+def known(
+    values: list[float], tasks: list[int], counts: list[float], means: list[float]
+) -> LengthKnowledge:
     numbers = (np.array(one, np.float32) for one in (values, counts, means))
     first, *others = numbers
     return LengthKnowledge(first, np.array(tasks, np.int32), *others)
 
 
 def test_two_hubs_knowledge_is_averaged_by_the_turns_since_they_met() -> None:
-    ours, theirs = known([1, 10], [5, 7], [2, 4], [0.5, 1.0]), known([2, 20], [7, 9], [12, 1], [2.0, -1.0])
+    ours, theirs = (
+        known([1, 10], [5, 7], [2, 4], [0.5, 1.0]),
+        known([2, 20], [7, 9], [12, 1], [2.0, -1.0]),
+    )
     found = averaged(ours, theirs, own_turns=100, other_turns=300)
     assert found.values.tolist() == [1.75, 17.5]
     assert found.tasks.tolist() == [5, 7, 9]
@@ -224,9 +250,21 @@ def test_too_many_tasks_lose_the_other_sides_that_are_known_least() -> None:
             r"domains.d.length_estimator: 'hystory' is not allowed; did you mean 'history'\? known: history",
         ),
         ("history", {"tasks": 3}, r"domains.d.length_estimator_args.tasks: "),
-        ("math:pi", {}, r"domains.d.length_estimator: 'math:pi' is not allowed; it must be a function of \(turn\)"),
-        ("calendar:isleap", {"depth": 3}, r"domains.d.length_estimator_args: .*arguments of calendar:isleap: "),
-        ("array:array", {}, r"a class that derives from envhub.lengths.base.LengthEstimator, or a function"),
+        (
+            "math:pi",
+            {},
+            r"domains.d.length_estimator: 'math:pi' is not allowed; it must be a function of \(turn\)",
+        ),
+        (
+            "calendar:isleap",
+            {"depth": 3},
+            r"domains.d.length_estimator_args: .*arguments of calendar:isleap: ",
+        ),
+        (
+            "array:array",
+            {},
+            r"a class that derives from envhub.lengths.base.LengthEstimator, or a function",
+        ),
     ],
 )
 def test_a_wrong_setting_names_its_key(name: str, args: dict[str, Any], problem: str) -> None:
@@ -238,7 +276,9 @@ def test_a_class_without_predict_is_refused(tmp_path: Any) -> None:
     (tmp_path / "mine.py").write_text(
         "from envhub.lengths.base import LengthEstimator\nclass Mine(LengthEstimator):\n    pass\n"
     )
-    with pytest.raises(ConfigError, match=r"class Mine \(mine.py:2\) has no method predict\(self, turn\)"):
+    with pytest.raises(
+        ConfigError, match=r"class Mine \(mine.py:2\) has no method predict\(self, turn\)"
+    ):
         load_estimator("d", f"{tmp_path}/mine.py:Mine", {})
 
 

@@ -1,4 +1,6 @@
-"""A domain's predictions: calibrated in the long run, within the request, and never at the mercy of a user's code."""
+"""A domain's predictions: calibrated in the long run, within the request, and never at the mercy of
+a user's code.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,14 @@ def turn(max_tokens: int = 4096) -> UpcomingTurn:
 def predictor(says: Any, calibration: LengthCalibration | None = None) -> LengthPredictor:
     """A predictor with a function that returns a value, or the value of a call."""
     function = says if callable(says) else lambda turn: says
-    return LengthPredictor("lake", FunctionEstimator(function, {}), calibration or LengthCalibration())
+    return LengthPredictor(
+        "lake", FunctionEstimator(function, {}), calibration or LengthCalibration()
+    )
 
 
-def play(using: LengthPredictor, lengths: Any, max_tokens: int = 10**6) -> list[tuple[int, int, int]]:
+def play(
+    using: LengthPredictor, lengths: Any, max_tokens: int = 10**6
+) -> list[tuple[int, int, int]]:
     """Rows (median, high, length)."""
     rows = []
     for length in lengths:
@@ -45,7 +51,9 @@ def play(using: LengthPredictor, lengths: Any, max_tokens: int = 10**6) -> list[
 
 
 def shares(rows: list[tuple[int, int, int]]) -> tuple[float, float]:
-    return float(np.mean([row[2] <= row[0] for row in rows])), float(np.mean([row[2] <= row[1] for row in rows]))
+    return float(np.mean([row[2] <= row[0] for row in rows])), float(
+        np.mean([row[2] <= row[1] for row in rows])
+    )
 
 
 def test_a_thousand_turns_in_flight_do_not_correct_the_same_error_a_thousand_times() -> None:
@@ -100,7 +108,10 @@ ODD = st.one_of(
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(answers=st.lists(ODD, max_size=20), lengths=st.lists(st.integers(0, 5000), min_size=20, max_size=20))
+@given(
+    answers=st.lists(ODD, max_size=20),
+    lengths=st.lists(st.integers(0, 5000), min_size=20, max_size=20),
+)
 def test_whatever_a_users_function_does_costs_its_prediction_only(
     answers: list[Any], lengths: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -147,7 +158,9 @@ def test_a_function_that_fails_is_noted_once_and_the_mean_is_used(
     assert line.endswith("; the running mean is used instead")
 
 
-def test_a_function_that_lies_is_noted_once_and_the_mean_is_used(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_function_that_lies_is_noted_once_and_the_mean_is_used(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     rng = np.random.default_rng(3)
     using = predictor(lambda turn: float(rng.choice([2.0, 60_000.0])))
     with caplog.at_level(logging.WARNING):
@@ -237,7 +250,9 @@ class Forgetful(LengthEstimator):
 @pytest.mark.parametrize(
     ("name", "fault"), [("Broken", "OSError: no such model"), ("Forgetful", "KeyError: 'weights'")]
 )
-def test_a_class_that_fails_is_noted_once(name: str, fault: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_class_that_fails_is_noted_once(
+    name: str, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
     lengths = HubLengths()
     choice = load_estimator("lake", f"{__file__}:{name}", {})
     with caplog.at_level(logging.WARNING):
@@ -256,11 +271,17 @@ def test_a_baseline_neither_teaches_nor_counts() -> None:
     play(trained, [30] * 20)
     assert trained is lengths.of("lake", load_estimator("lake", "history", {}), wire.ACTOR)
     assert trained.predict(turn()).expected == pytest.approx(30, abs=1)
-    assert lengths.of("lake", choice, "random").predict(turn()).expected == pytest.approx(900, rel=0.01)
+    assert lengths.of("lake", choice, "random").predict(turn()).expected == pytest.approx(
+        900, rel=0.01
+    )
 
 
 def test_new_settings_begin_again_and_tickets_of_the_old_ones_teach_them() -> None:
-    lengths, old, new = HubLengths(), load_estimator("lake", "history", {}), load_estimator("lake", "mean", {})
+    lengths, old, new = (
+        HubLengths(),
+        load_estimator("lake", "history", {}),
+        load_estimator("lake", "mean", {}),
+    )
     first = lengths.of("lake", old, wire.ACTOR)
     lengths.renew("lake", new)
     for choice in (old, new) * 10:

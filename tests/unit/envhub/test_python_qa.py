@@ -1,5 +1,5 @@
-"""The Python tool: programs in the real sandbox, names that stay defined, output that is cut and says so, answers as
-numbers.
+"""The Python tool: programs in the real sandbox, names that stay defined, output that is cut and
+says so, answers as numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from envhub.envs.tools.python_qa import PythonArgs, PythonQA, bare, same
 
 def asked(folder: Path, **args: object) -> PythonQA:
     file = folder / "questions.jsonl"
-    file.write_text('{"question": "6 * 7?", "answer": "42"}\n{"question": "1 + 1?", "answer": "2"}\n')
+    file.write_text(
+        '{"question": "6 * 7?", "answer": "42"}\n{"question": "1 + 1?", "answer": "2"}\n'
+    )
     env = PythonQA(PythonArgs.model_validate({"path": str(file), **args}))
     env.reset(0, "train", 0)
     return env
@@ -33,14 +35,20 @@ def test_a_program_runs_in_the_sandbox_and_names_stay_defined(tmp_path: Path) ->
         True,
     )
     assert (
-        env.step('<tool_call>{"name": "python", "arguments": {"code": "print(x * 7)"}}</tool_call>').observation.text
+        env.step(
+            '<tool_call>{"name": "python", "arguments": {"code": "print(x * 7)"}}</tool_call>'
+        ).observation.text
         == "<output>\n42\n</output>"
     )
     failed = env.step("<python>y = 1\nraise ValueError('no')").observation.text
     assert "ValueError: no" in failed
     assert failed.endswith("(the program ended by exit code 1)\n</output>")
-    assert "NameError" in env.step("<python>print(y)</python>").observation.text  # what failed is not kept
-    assert env.step("<python>print(1)</python>").observation.text == "<output>No more programs are run.</output>"
+    # what failed is not kept
+    assert "NameError" in env.step("<python>print(y)</python>").observation.text
+    assert (
+        env.step("<python>print(1)</python>").observation.text
+        == "<output>No more programs are run.</output>"
+    )
     nothing = env.step("hm")
     assert (nothing.reward, nothing.valid, nothing.metrics) == (-0.5, False, {"programs": 4.0})
     last = env.step("<answer>42.0</answer>")
@@ -64,13 +72,18 @@ def test_a_program_cannot_leave_the_sandbox_nor_run_on(tmp_path: Path) -> None:
 def test_long_output_is_cut_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = SimpleNamespace(stdout=b"x" * 50, stderr=b"", killed_for="", exit_code=0)
     sandbox = SimpleNamespace(run=lambda program: ended)
-    monkeypatch.setattr(python_qa, "_sandbox", lambda args: (sandbox, python_qa.threading.Semaphore(1)))
+    monkeypatch.setattr(
+        python_qa, "_sandbox", lambda args: (sandbox, python_qa.threading.Semaphore(1))
+    )
     assert (
         asked(tmp_path, output_chars=8).step("<python>1</python>").observation.text
         == "<output>\nxxxxxxxx\n(cut: it printed 50 characters)\n</output>"
     )
     ended.stdout = b""
-    assert asked(tmp_path).step("<python>1</python>").observation.text == "<output>\n(nothing was printed)\n</output>"
+    assert (
+        asked(tmp_path).step("<python>1</python>").observation.text
+        == "<output>\n(nothing was printed)\n</output>"
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,7 +99,9 @@ def test_long_output_is_cut_and_says_so(tmp_path: Path, monkeypatch: pytest.Monk
         ("", "0", False),
     ],
 )
-def test_answers_are_compared_as_numbers_where_they_are(answer: str, reference: str, right: bool) -> None:
+def test_answers_are_compared_as_numbers_where_they_are(
+    answer: str, reference: str, right: bool
+) -> None:
     assert same(answer, reference) is right
 
 

@@ -43,7 +43,9 @@ def test_an_epoch_meets_every_row_once_in_an_order_of_its_own(tmp_path: Path) ->
 
 
 def test_question_and_answer_belong_together_and_one_turn_ends_it(tmp_path: Path) -> None:
-    env = QuestionAnswer(args(write(tmp_path / "a.jsonl", numbered(10)), template="Q: {question}\nA:"))
+    env = QuestionAnswer(
+        args(write(tmp_path / "a.jsonl", numbered(10)), template="Q: {question}\nA:")
+    )
     observation = env.reset(3, "train", 0)
     assert observation.text == f"Q: {env.prompt}\nA:"
     assert env.reference == env.prompt.replace("q", "a")
@@ -73,16 +75,22 @@ def test_a_file_of_its_own_for_evaluation(tmp_path: Path) -> None:
 
 def test_parquet_reads_the_same(tmp_path: Path) -> None:
     path = str(tmp_path / "a.parquet")
-    pyarrow.parquet.write_table(pyarrow.table({"ask": ["p", "q"], "say": ["1", "2"], "more": [0, 0]}), path)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"ask": ["p", "q"], "say": ["1", "2"], "more": [0, 0]}), path
+    )
     env = QuestionAnswer(args(path, question="ask", answer="say", eval_share=0))
     assert sorted(asked(env, 2)) == ["p", "q"]
     with pytest.raises(DataError, match=r"a\.parquet:1: no column 'answer'; it has ask, more, say"):
         QuestionAnswer.check(args(path, question="ask", eval_share=0))
     (tmp_path / "b.parquet").write_bytes(b"no parquet")
-    with pytest.raises(ConfigError, match=r"^path: .*b\.parquet' is not allowed; not a Parquet file: "):
+    with pytest.raises(
+        ConfigError, match=r"^path: .*b\.parquet' is not allowed; not a Parquet file: "
+    ):
         QuestionAnswer.check(args(str(tmp_path / "b.parquet")))
     null = str(tmp_path / "c.parquet")
-    pyarrow.parquet.write_table(pyarrow.table({"question": ["p", None], "answer": ["1", "2"]}), null)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"question": ["p", None], "answer": ["1", "2"]}), null
+    )
     with pytest.raises(DataError, match=r"c\.parquet:2: column 'question' holds None, not a text"):
         QuestionAnswer.check(args(null))
 
@@ -118,9 +126,13 @@ def test_a_malformed_row_is_named_by_file_and_line(tmp_path: Path, line: str, pr
 def test_arguments_that_cannot_work_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", numbered(1))
     empty = write(tmp_path / "empty.jsonl", [])
-    with pytest.raises(ConfigError, match=r"path: 'nowhere\.jsonl' is not allowed; there is no such file"):
+    with pytest.raises(
+        ConfigError, match=r"path: 'nowhere\.jsonl' is not allowed; there is no such file"
+    ):
         QuestionAnswer.check(args("nowhere.jsonl"))
-    with pytest.raises(ConfigError, match=r"eval_path: 'nowhere\.jsonl' is not allowed; there is no such file"):
+    with pytest.raises(
+        ConfigError, match=r"eval_path: 'nowhere\.jsonl' is not allowed; there is no such file"
+    ):
         QuestionAnswer.check(args(path, eval_path="nowhere.jsonl"))
     with pytest.raises(ConfigError, match="the file holds no rows"):
         QuestionAnswer.check(args(empty))

@@ -25,17 +25,22 @@ def sample_of(speeds: dict[str, float], seed: int) -> ServerSample:
 def test_a_few_servers_are_all_followed() -> None:
     sample = sample_of({"a": 10.0, "b": 0.0, "c": 30.0}, seed=1)
     assert sample.followed == {"a", "b", "c"}
-    assert sample.weights() == {"a": 10.0, "b": 20.0, "c": 30.0}  # in proportion to speed; the mean where it is unknown
+    # in proportion to speed; the mean where it is unknown
+    assert sample.weights() == {"a": 10.0, "b": 20.0, "c": 30.0}
 
 
 def test_of_many_as_many_as_fit_in_proportion_to_speed() -> None:
     speeds = {f"s{n}": float((1, 2, 4)[n % 3]) for n in range(99)}
     counts = Counter(server for seed in range(1000) for server in sample_of(speeds, seed).drawn)
     assert sum(counts.values()) == 1000 * SIZE
-    by_speed = [sum(counts[server] for server in speeds if speeds[server] == speed) for speed in (1.0, 2.0, 4.0)]
+    by_speed = [
+        sum(counts[server] for server in speeds if speeds[server] == speed)
+        for speed in (1.0, 2.0, 4.0)
+    ]
     assert by_speed[1] / by_speed[0] == pytest.approx(2.0, rel=0.15)
     assert by_speed[2] / by_speed[0] == pytest.approx(4.0, rel=0.15)
-    assert len(set(sample_of(speeds, 0).weights().values())) == 1  # the draw has taken account of speed already
+    # the draw has taken account of speed already
+    assert len(set(sample_of(speeds, 0).weights().values())) == 1
 
 
 def test_a_server_that_joins_a_full_sample_gets_its_share_at_once() -> None:
@@ -49,7 +54,9 @@ def test_a_server_that_joins_a_full_sample_gets_its_share_at_once() -> None:
     assert entered / 1000 == pytest.approx(SIZE / 32, abs=0.05)
 
 
-def test_servers_are_exchanged_now_and_then_but_not_while_conversations_are_with_all_of_them() -> None:
+def test_servers_are_exchanged_now_and_then_but_not_while_conversations_are_with_all_of_them() -> (
+    None
+):
     sample = sample_of({f"s{n}": 1.0 for n in range(40)}, seed=3)
     seen, now = set(sample.drawn), 0.0
     for _ in range(500):
@@ -82,12 +89,23 @@ def test_who_is_silent_is_replaced_until_it_is_heard_of_again() -> None:
     assert sample.followed == {"a"}
 
 
-@pytest.mark.parametrize("speeds", [[1.0] * 20, [1.0, 2.0, 4.0] * 10, [1000.0] + [1.0] * 20, [5.0] * 3])
+@pytest.mark.parametrize(
+    "speeds", [[1.0] * 20, [1.0, 2.0, 4.0] * 10, [1000.0] + [1.0] * 20, [5.0] * 3]
+)
 def test_the_probabilities_sum_to_the_size(speeds: list[float]) -> None:
     shares = inclusion(speeds, SIZE)
     assert sum(shares) == pytest.approx(min(SIZE, len(speeds)))
     assert all(0 < share <= 1 for share in shares)
-    assert len({round(share / speed, 9) for share, speed in zip(shares, speeds, strict=True) if share < 1}) <= 1
+    assert (
+        len(
+            {
+                round(share / speed, 9)
+                for share, speed in zip(shares, speeds, strict=True)
+                if share < 1
+            }
+        )
+        <= 1
+    )
 
 
 class Fleet(RuleBasedStateMachine):
@@ -122,7 +140,8 @@ class Fleet(RuleBasedStateMachine):
         followed = sorted(self.sample.followed)
         self.in_use = data.draw(st.sets(st.sampled_from(followed))) if followed else set()
         self.sample.tick(self.now, self.in_use)
-        assert self.in_use & self.there <= self.sample.followed  # a conversation's server stays followed
+        # a conversation's server stays followed
+        assert self.in_use & self.there <= self.sample.followed
         assert len(self.sample.drawn) == min(3, len(self.there))
 
     @invariant()
@@ -140,9 +159,12 @@ TestFleet.settings = settings(max_examples=60, stateful_step_count=40, deadline=
 
 
 @pytest.mark.parametrize(
-    ("episodes", "max_context_tokens", "size"), [(64, 4096, SIZE), (1000, 32768, SIZE), (10_000, 65_536, 20)]
+    ("episodes", "max_context_tokens", "size"),
+    [(64, 4096, SIZE), (1000, 32768, SIZE), (10_000, 65_536, 20)],
 )
-def test_sample_grows_with_what_a_hub_sends(episodes: int, max_context_tokens: int, size: int) -> None:
+def test_sample_grows_with_what_a_hub_sends(
+    episodes: int, max_context_tokens: int, size: int
+) -> None:
     assert sample_size(episodes, max_context_tokens) == size
     most = RequestLimits()
     assert episodes * 4 * max_context_tokens <= size * most.bytes_of_client

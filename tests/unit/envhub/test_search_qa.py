@@ -19,7 +19,10 @@ from envhub.envs.tools.tool_calls import exact, f1, parse, plain, scored
         ("<search>mayor", ("search", "mayor")),  # the server stopped at the closing tag
         ("<ANSWER>42</Answer> and <search>x</search>", ("answer", "42")),
         ("<search>x</search><information>made up</information><answer>y</answer>", ("search", "x")),
-        ('<tool_call>\n{"name": "search", "arguments": {"query": "x y"}}\n</tool_call>', ("search", "x y")),
+        (
+            '<tool_call>\n{"name": "search", "arguments": {"query": "x y"}}\n</tool_call>',
+            ("search", "x y"),
+        ),
         ('<tool_call>{"name": "search", "arguments": {"query": ["x"]}}</tool_call>', None),
         ('<tool_call>{"name": "delete", "arguments": {"query": "x"}}</tool_call>', None),
         ("<tool_call>[]</tool_call>", None),
@@ -74,12 +77,26 @@ def test_an_episode_by_hand(tmp_path: Path) -> None:
     nothing = env.step("hm")
     assert (nothing.reward, nothing.done, nothing.valid) == (-0.25, False, False)
     found = env.step("<search>scarves, or red hats?</search>")
-    assert found.observation.text == "<information>\n(1) Hats: Red hats ar…\n(2) Scarves com…\n</information>"
+    assert (
+        found.observation.text
+        == "<information>\n(1) Hats: Red hats ar…\n(2) Scarves com…\n</information>"
+    )
     assert (found.reward, found.valid, found.metrics) == (0.0, True, {"searches": 1.0})
-    assert env.step("<search>zebra</search>").observation.text == "<information>\nNothing was found.\n</information>"
-    assert env.step("<search>hats</search>").observation.text == "<information>No more searches.</information>"
+    assert (
+        env.step("<search>zebra</search>").observation.text
+        == "<information>\nNothing was found.\n</information>"
+    )
+    assert (
+        env.step("<search>hats</search>").observation.text
+        == "<information>No more searches.</information>"
+    )
     last = env.step("<answer>milano</answer>")
-    assert (last.reward, last.done, last.success, last.metrics) == (1.0, True, True, {"searches": 2.0})
+    assert (last.reward, last.done, last.success, last.metrics) == (
+        1.0,
+        True,
+        True,
+        {"searches": 2.0},
+    )
 
 
 def test_a_part_of_the_answer_counts_with_f1(tmp_path: Path) -> None:
@@ -88,7 +105,11 @@ def test_a_part_of_the_answer_counts_with_f1(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    for key, value in (("corpus", str(tmp_path / "none")), ("path", str(tmp_path / "none")), ("title", "contents")):
+    for key, value in (
+        ("corpus", str(tmp_path / "none")),
+        ("path", str(tmp_path / "none")),
+        ("title", "contents"),
+    ):
         with pytest.raises(ConfigError) as caught:
             world(tmp_path, **{key: value})
         assert caught.value.key == key

@@ -1,5 +1,5 @@
-"""OpenEnv against a server that speaks its protocol; ALFWorld and AppWorld, which are not here, against doubles of what
-they document.
+"""OpenEnv against a server that speaks its protocol; ALFWorld and AppWorld, which are not here,
+against doubles of what they document.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from envhub.envs.adapters.appworld_env import AppworldArgs, AppworldEnv
 from envhub.envs.adapters.foreign import seed_of
 from envhub.envs.adapters.openenv_env import OpenEnv, OpenEnvArgs, ServerError
 
-# --------------------------------------------------------------------------------------------------- OpenEnv
+# ---------------------------------------------------------------------------------------------------
+# OpenEnv
 
 
 class Counting:
-    """A server of one environment: it counts the characters of messages; each connection has a count of its own."""
+    """A server of one environment: it counts the characters of messages; each connection has a
+    count of its own.
+    """
 
     def __init__(self) -> None:
         self.received: list[dict[str, Any]] = []
@@ -70,7 +73,11 @@ class Counting:
 
     async def schema(self, request: web.Request) -> web.Response:
         return web.json_response(
-            {"action": {"properties": {"message": {}, "metadata": {}}}, "observation": {}, "state": {}}
+            {
+                "action": {"properties": {"message": {}, "metadata": {}}},
+                "observation": {},
+                "state": {},
+            }
         )
 
 
@@ -87,11 +94,17 @@ async def served() -> AsyncIterator[tuple[str, Counting]]:
     await runner.cleanup()
 
 
-async def test_a_served_environment_is_played_over_one_connection(served: tuple[str, Counting]) -> None:
+async def test_a_served_environment_is_played_over_one_connection(
+    served: tuple[str, Counting],
+) -> None:
     url, server = served
     env = OpenEnv(
         OpenEnvArgs(
-            url=url, observation_field="text", reset_args={"size": 3}, action_args={"metadata": {}}, success_reward=6.0
+            url=url,
+            observation_field="text",
+            reset_args={"size": 3},
+            action_args={"metadata": {}},
+            success_reward=6.0,
         )
     )
     assert (await env.reset(7, "train", 1)).text == "count 0"
@@ -128,7 +141,10 @@ async def test_actions_in_json_that_are_malformed_are_counted(served: tuple[str,
             '{"text": "count 0", "count": 0}',
         )
     refused = await env.step('{"text": "x"}')
-    assert (refused.valid, refused.observation.text) == (False, "Field required: message (VALIDATION_ERROR)")
+    assert (refused.valid, refused.observation.text) == (
+        False,
+        "Field required: message (VALIDATION_ERROR)",
+    )
     assert (await env.step('{"message": "x"}')).reward == 1.0
     await env.close()
 
@@ -166,7 +182,9 @@ def shout(observation: dict[str, Any]) -> str:
     return str(observation["text"]).upper()
 
 
-async def test_what_a_server_takes_is_checked_before_anything_starts(served: tuple[str, Counting]) -> None:
+async def test_what_a_server_takes_is_checked_before_anything_starts(
+    served: tuple[str, Counting],
+) -> None:
     import asyncio
 
     url = served[0]
@@ -188,7 +206,8 @@ async def test_a_server_that_is_not_there_fails_the_episode() -> None:
         await env.reset(0, "train", 0)
 
 
-# -------------------------------------------------------------------------------------------------- ALFWorld
+# --------------------------------------------------------------------------------------------------
+# ALFWorld
 
 
 def install(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> None:
@@ -214,7 +233,11 @@ class Game:
         Game.open_games += 1
 
     def state(self, feedback: str, won: bool = False) -> dict[str, Any]:
-        return {"feedback": feedback, "won": won, "admissible_commands": ["look", "put mug 1 in/on desk 1"]}
+        return {
+            "feedback": feedback,
+            "won": won,
+            "admissible_commands": ["look", "put mug 1 in/on desk 1"],
+        }
 
     def reset(self) -> dict[str, Any]:
         return self.state(f"\nYou are in {self.file}. Your task is to: put a mug on the desk.\n")
@@ -235,11 +258,17 @@ def alfworld(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         def __init__(self, config: dict[str, Any], train_eval: str = "train") -> None:
             configs.append(config)
             self.game_files = (
-                [] if config["env"]["task_types"] == [6] else [f"{train_eval}/{name}.tw-pddl" for name in "cab"]
+                []
+                if config["env"]["task_types"] == [6]
+                else [f"{train_eval}/{name}.tw-pddl" for name in "cab"]
             )
 
     def start(path: str, request_infos: Any, wrappers: list[Any]) -> Game:
-        assert (request_infos.won, request_infos.admissible_commands, wrappers) == (True, True, ["demangler"])
+        assert (request_infos.won, request_infos.admissible_commands, wrappers) == (
+            True,
+            True,
+            ["demangler"],
+        )
         return Game(path)
 
     install(monkeypatch, "alfworld.info", ALFWORLD_DATA="/data/alfworld")
@@ -249,7 +278,12 @@ def alfworld(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         AlfredTWEnv=AlfredTWEnv,
         AlfredDemangler=lambda shuffle: "demangler",
     )
-    install(monkeypatch, "textworld", start=start, EnvInfos=lambda **wanted: types.SimpleNamespace(**wanted))
+    install(
+        monkeypatch,
+        "textworld",
+        start=start,
+        EnvInfos=lambda **wanted: types.SimpleNamespace(**wanted),
+    )
     alfworld_env._game_files.cache_clear()
     return configs
 
@@ -283,23 +317,33 @@ def test_an_alfworld_game_by_hand(alfworld: list[dict[str, Any]]) -> None:
 def test_alfworld_without_games_or_without_itself_says_what_to_do(
     alfworld: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match="it has none for train; pip install alfworld, then alfworld-download"):
+    with pytest.raises(
+        ConfigError, match="it has none for train; pip install alfworld, then alfworld-download"
+    ):
         AlfworldEnv.check(AlfworldArgs(task_types=[6]))
     monkeypatch.setitem(sys.modules, "alfworld.info", None)
     alfworld_env._game_files.cache_clear()
-    with pytest.raises(NotInstalled, match=r"environment alfworld: .*; pip install alfworld, then alfworld-download"):
+    with pytest.raises(
+        NotInstalled,
+        match=r"environment alfworld: .*; pip install alfworld, then alfworld-download",
+    ):
         AlfworldEnv.check(AlfworldArgs())
 
 
-# -------------------------------------------------------------------------------------------------- AppWorld
+# --------------------------------------------------------------------------------------------------
+# AppWorld
 
 
 class World:
     """What ``appworld.AppWorld`` documents: task, execute, task_completed, evaluate, close."""
 
     def __init__(self, task_id: str, experiment_name: str) -> None:
-        person = types.SimpleNamespace(first_name="Ann", last_name="Lee", email="a@x.org", phone_number="1")
-        self.task = types.SimpleNamespace(instruction=f"Do {task_id} of {experiment_name}.", supervisor=person)
+        person = types.SimpleNamespace(
+            first_name="Ann", last_name="Lee", email="a@x.org", phone_number="1"
+        )
+        self.task = types.SimpleNamespace(
+            instruction=f"Do {task_id} of {experiment_name}.", supervisor=person
+        )
         self.codes: list[str] = []
         self.closed = False
 
@@ -312,7 +356,9 @@ class World:
 
     def evaluate(self) -> Any:
         right = any("right" in code for code in self.codes)
-        return types.SimpleNamespace(success=right, passes=[{}] * (4 if right else 3), failures=[] if right else [{}])
+        return types.SimpleNamespace(
+            success=right, passes=[{}] * (4 if right else 3), failures=[] if right else [{}]
+        )
 
     def close(self) -> None:
         self.closed = True
@@ -336,9 +382,17 @@ def test_an_appworld_task_by_hand() -> None:
     assert AppworldEnv.num_tasks(args, "eval") == 2
     env = AppworldEnv(args)
     seen = env.reset(0, "train", 0)
-    assert seen.text == "My name is Ann Lee, my e-mail is a@x.org, my phone number 1.\nTask: Do train_1 of rlearner."
+    assert (
+        seen.text
+        == "My name is Ann Lee, my e-mail is a@x.org, my phone number 1.\nTask: Do train_1 of rlearner."
+    )
     step = env.step("Let me see.\n```python\nprint(1)\n```\nSo")
-    assert (step.observation.text, step.reward, step.done, step.valid) == ("ran print(1)", 0.0, False, True)
+    assert (step.observation.text, step.reward, step.done, step.valid) == (
+        "ran print(1)",
+        0.0,
+        False,
+        True,
+    )
     assert not env.step("``` ```".replace("` `", "`\n`")).valid
     last = env.step("apis.supervisor.complete_task()")
     assert (last.reward, last.done, last.success, last.truncated) == (0.75, True, False, False)
@@ -361,8 +415,13 @@ def test_an_appworld_task_by_hand() -> None:
 
 
 @pytest.mark.usefixtures("appworld")
-def test_appworld_without_tasks_or_without_itself_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    for args, key in (({"eval_tasks": "train"}, "eval_tasks"), ({"eval_tasks": "test_normal"}, "eval_tasks")):
+def test_appworld_without_tasks_or_without_itself_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for args, key in (
+        ({"eval_tasks": "train"}, "eval_tasks"),
+        ({"eval_tasks": "test_normal"}, "eval_tasks"),
+    ):
         with pytest.raises(ConfigError) as caught:
             AppworldEnv.check(AppworldArgs.model_validate(args))
         assert caught.value.key == key

@@ -97,7 +97,8 @@ def test_the_log_says_what_a_failure_leads_to() -> None:
         "its ticket goes back to the queue and will be played again",
     ]
     assert after("env", 2) == ["the episode starts again", ""]  # its closing is logged
-    assert after("env", 2, min_size=1) == ["the episode starts again", ""]  # the group does without it
+    # the group does without it
+    assert after("env", 2, min_size=1) == ["the episode starts again", ""]
 
 
 def test_fatal_is_not_tried_again() -> None:
@@ -146,7 +147,9 @@ def test_the_last_episodes_that_wait_for_a_slot_start_before_those_of_other_grou
 
 
 def test_a_group_does_not_wait_for_what_is_expected_to_take_far_longer() -> None:
-    def ends(at: float, factor: float | None = 2.0, least: int = 2, **left_s: float) -> list[object]:
+    def ends(
+        at: float, factor: float | None = 2.0, least: int = 2, **left_s: float
+    ) -> list[object]:
         slots = EpisodeSlots(4, max_retries=0)
         slots.offer(job(size=4, least=least, deadline_s=1000.0, straggler_factor=factor), 100.0)
         slots.finished("a", 0)
@@ -213,7 +216,9 @@ def test_late_groups_are_given_up_as_soon_as_they_cannot_be_trained() -> None:
     assert slots.advanced(4) == []
     assert slots.advanced(5) == [
         AbortEpisode("drop", 0),
-        CloseTicket("drop", "late", "oldest token of version 3, learner at version 5, max_staleness 1"),
+        CloseTicket(
+            "drop", "late", "oldest token of version 3, learner at version 5, max_staleness 1"
+        ),
     ]
     assert slots.jobs == ["wait"]
     slots.offer(job("again", size=1, max_staleness=1), 0.0)
@@ -226,7 +231,9 @@ def test_a_ticket_that_comes_too_often_is_closed_unread() -> None:
     slots = EpisodeSlots(4, max_retries=0)
     assert isinstance(slots.offer(job(num_delivered=MAX_DELIVERIES - 1), 0.0)[0], StartEpisode)
     closed = slots.offer(job("b", num_delivered=MAX_DELIVERIES), 0.0)
-    assert closed == [CloseTicket("b", "too_many_deliveries", "delivered 20 times and never finished")]
+    assert closed == [
+        CloseTicket("b", "too_many_deliveries", "delivered 20 times and never finished")
+    ]
 
 
 def test_a_redelivery_of_a_ticket_in_hand_changes_nothing() -> None:
@@ -241,7 +248,9 @@ def test_a_suspect_group_is_played_alone() -> None:
     assert slots.offer(job("a", size=1), 0.0) == [StartEpisode("a", 0, 0)]
     assert slots.hold(job("s", size=1)) == []
     assert slots.reserve(1, limit=1) == 0, "takes tickets while one is judged"
-    assert slots.offer(job("b", size=1), 0.0) == [], "it was fetched with the others and must wait its turn"
+    assert slots.offer(job("b", size=1), 0.0) == [], (
+        "it was fetched with the others and must wait its turn"
+    )
     assert slots.free == 1
     assert slots.admit("s", 0.0, alone=True) == []
     assert slots.finished("a", 0) == [FinishGroup("a", (0,))]
@@ -276,7 +285,11 @@ def test_a_held_ticket_is_handed_back_with_the_others() -> None:
     slots = EpisodeSlots(4, max_retries=0)
     slots.offer(job("a", size=1), 0.0)
     slots.hold(job("b"))
-    assert slots.expire() == [AbortEpisode("a", 0), HandBack("a", 0.0, "draining"), HandBack("b", 0.0, "draining")]
+    assert slots.expire() == [
+        AbortEpisode("a", 0),
+        HandBack("a", 0.0, "draining"),
+        HandBack("b", 0.0, "draining"),
+    ]
     assert slots.admit("b", 0.0, alone=False) == []
     assert slots.free == 4
 
@@ -336,7 +349,11 @@ class SlotsMachine(RuleBasedStateMachine):
                 case FinishGroup(key, episodes):
                     assert set(episodes) == self.done[key]
                     asked = self.open[key]
-                    assert asked.min_group_size <= len(episodes) <= asked.group_size - asked.num_redundant
+                    assert (
+                        asked.min_group_size
+                        <= len(episodes)
+                        <= asked.group_size - asked.num_redundant
+                    )
                     self.end(key)
                 case CloseTicket(key, _, _):
                     assert key not in self.lapsed, "closed what another hub may play"
@@ -346,7 +363,9 @@ class SlotsMachine(RuleBasedStateMachine):
 
     def end(self, key: str) -> None:
         del self.open[key]
-        assert not [entry for entry in self.running if entry[0] == key], "ended with episodes still running"
+        assert not [entry for entry in self.running if entry[0] == key], (
+            "ended with episodes still running"
+        )
         self.ended.append(key)
 
     @rule(
@@ -356,14 +375,22 @@ class SlotsMachine(RuleBasedStateMachine):
         redundant=st.integers(0, 3),
         factor=st.sampled_from([None, 0.5]),
     )
-    def ticket(self, size: int, least: int, staleness: int | None, redundant: int, factor: float | None) -> None:
+    def ticket(
+        self, size: int, least: int, staleness: int | None, redundant: int, factor: float | None
+    ) -> None:
         if self.slots.reserve(size, 1):
             self.slots.release(size, 1)
             self.next_key += 1
             key = str(self.next_key)
             spare = min(redundant, size - min(size, least))
             self.open[key] = GroupJob(
-                key, size, min(size, least), 10.0, staleness, num_redundant=spare, straggler_factor=factor
+                key,
+                size,
+                min(size, least),
+                10.0,
+                staleness,
+                num_redundant=spare,
+                straggler_factor=factor,
             )
             self.done[key] = set()
             self.perform(self.slots.offer(self.open[key], self.now))
@@ -457,7 +484,9 @@ class SlotsMachine(RuleBasedStateMachine):
     def slots_are_counted(self) -> None:
         assert self.slots.running == len(self.running) <= self.slots.n
         assert self.slots.jobs == list(self.open)
-        assert self.slots.waiting == 0 or self.slots.running == self.slots.n, "an episode waits beside a free slot"
+        assert self.slots.waiting == 0 or self.slots.running == self.slots.n, (
+            "an episode waits beside a free slot"
+        )
         assert self.slots.waiting <= 8 - 1, "took a ticket without having room for it"
         assert len(self.ended) == len(set(self.ended))
 

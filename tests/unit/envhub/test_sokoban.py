@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from broker.errors import ConfigError, DataError
 from envhub.envs.games import sokoban_levels as levels
 from envhub.envs.games.sokoban import PIXELS, Sokoban, SokobanArgs
-from envhub.envs.games.sokoban_board import LETTERS, XSB, SokobanLevel, draw, move, push_distances, reachable
+from envhub.envs.games.sokoban_board import (
+    LETTERS,
+    XSB,
+    SokobanLevel,
+    draw,
+    move,
+    push_distances,
+    reachable,
+)
 from envhub.envs.games.sokoban_solver import solve
 
 ROOM = "#######\n#@ $ .#\n#  #  #\n#######"  # the player at row 1, column 1; two more cells below
@@ -53,9 +61,15 @@ def test_a_game_by_hand_has_the_rewards_of_gym_sokoban(tmp_path: Path) -> None:
     assert env.text_frame() == ROOM
     right = env.step("R")
     assert (right.reward, right.done, right.valid, right.success) == (-0.1, False, True, False)
-    assert right.observation.text == right.observation.anchor == "#######\n# @$ .#\n#  #  #\n#######"
+    assert (
+        right.observation.text == right.observation.anchor == "#######\n# @$ .#\n#  #  #\n#######"
+    )
     wall = env.step(" up\n")
-    assert (wall.reward, wall.valid, wall.metrics) == (-0.1, True, {"boxes_on_target": 0.0, "effective_moves": 0.5})
+    assert (wall.reward, wall.valid, wall.metrics) == (
+        -0.1,
+        True,
+        {"boxes_on_target": 0.0, "effective_moves": 0.5},
+    )
     assert env.step("right").observation.text == "#######\n#  @$.#\n#  #  #\n#######"
     solved = env.step("R")
     assert (solved.reward, solved.done, solved.success) == (pytest.approx(10.9), True, True)
@@ -66,7 +80,8 @@ def test_a_game_by_hand_has_the_rewards_of_gym_sokoban(tmp_path: Path) -> None:
 def test_a_box_pushed_off_its_target_costs_what_it_gave(tmp_path: Path) -> None:
     env = placed(tmp_path, TWO, vocab="xsb", step_penalty=0.0, box_reward=2.0)
     assert [env.step("R").reward for _ in range(3)] == [0.0, 2.0, -2.0]
-    assert [env.step("R").reward for _ in range(2)] == [2.0, 0.0]  # then against a box that stands at the wall
+    # then against a box that stands at the wall
+    assert [env.step("R").reward for _ in range(2)] == [2.0, 0.0]
     assert env.text_frame().splitlines()[1] == "#   .@*#"
 
 
@@ -74,10 +89,18 @@ def test_text_that_is_no_move_moves_nothing(tmp_path: Path) -> None:
     env = placed(tmp_path, ROOM, vocab="xsb", format_penalty=0.25)
     for text in ("", "RR", "go right", "Ж"):
         step = env.step(text)
-        assert (step.reward, step.done, step.valid, step.observation.text) == (-0.35, False, False, ROOM)
+        assert (step.reward, step.done, step.valid, step.observation.text) == (
+            -0.35,
+            False,
+            False,
+            ROOM,
+        )
     tagged = placed(tmp_path, ROOM, answer_tag=True)
     assert not tagged.step("R").valid
-    assert tagged.step("L <answer>D</answer> then <ANSWER> Right </ANSWER>").metrics["effective_moves"] == 0.5
+    assert (
+        tagged.step("L <answer>D</answer> then <ANSWER> Right </ANSWER>").metrics["effective_moves"]
+        == 0.5
+    )
 
 
 def test_the_difficulties_differ_in_size_boxes_and_characters() -> None:
@@ -86,8 +109,14 @@ def test_the_difficulties_differ_in_size_boxes_and_characters() -> None:
         env = Sokoban(SokobanArgs.model_validate({"difficulty": difficulty}))
         shown[difficulty] = env.reset(3, "eval", 0).text
     assert [len(shown[name].split("\n")) for name in shown] == [6, 8, 6]
-    assert [shown["simple"].count("X"), shown["larger"].count("X"), shown["different_vocab"].count("B")] == [1, 2, 1]
-    assert shown["different_vocab"] == shown["simple"].translate(str.maketrans("#_O*XPS", "W.GCBA@"))
+    assert [
+        shown["simple"].count("X"),
+        shown["larger"].count("X"),
+        shown["different_vocab"].count("B"),
+    ] == [1, 2, 1]
+    assert shown["different_vocab"] == shown["simple"].translate(
+        str.maketrans("#_O*XPS", "W.GCBA@")
+    )
     bare = Sokoban(SokobanArgs(border=False)).reset(3, "eval", 0).text
     assert bare == "\n".join(row[1:-1] for row in shown["simple"].split("\n")[1:-1])
 
@@ -138,7 +167,9 @@ def test_the_first_task_stays_what_it_is() -> None:
     """Frozen, so that evaluations of different releases can be compared."""
     env = Sokoban(SokobanArgs())
     assert (
-        env.reset(0, "eval", 1).text == env.reset(0, "eval", 2).text == "######\n#O___#\n#__X_#\n##___#\n#_P#_#\n######"
+        env.reset(0, "eval", 1).text
+        == env.reset(0, "eval", 2).text
+        == "######\n#O___#\n#__X_#\n##___#\n#_P#_#\n######"
     )
 
 
@@ -195,7 +226,9 @@ def test_the_demonstrator_solves_everything_without_noise_and_little_with_it() -
         ("#####\n#@ *#\n#####", 2, "solved already"),
     ],
 )
-def test_malformed_levels_are_named_by_file_and_line(tmp_path: Path, text: str, line: int, problem: str) -> None:
+def test_malformed_levels_are_named_by_file_and_line(
+    tmp_path: Path, text: str, line: int, problem: str
+) -> None:
     file = written(tmp_path, text)
     levels.read_levels.cache_clear()
     with pytest.raises(DataError) as caught:
@@ -239,7 +272,9 @@ def test_pictures_show_what_stands_where(tmp_path: Path) -> None:
     before = env.render_frame()
     assert (before.shape, before.dtype) == ((4 * PIXELS, 7 * PIXELS, 3), np.uint8)
     env.step("R")
-    changed = (env.render_frame() != before).any(axis=2).reshape(4, PIXELS, 7, PIXELS).any(axis=(1, 3))
+    changed = (
+        (env.render_frame() != before).any(axis=2).reshape(4, PIXELS, 7, PIXELS).any(axis=(1, 3))
+    )
     assert [tuple(cell) for cell in np.argwhere(changed)] == [(1, 1), (1, 2)]
 
 

@@ -17,14 +17,16 @@ def playing(deaths: int, *, alone: bool = False) -> Attempt:
     [
         (1, None, False, TicketJudgement(0)),
         (2, None, False, TicketJudgement(1)),  # the first hub left no note: it may have died
-        (9, None, False, TicketJudgement(1)),  # what nobody played was handed back by whoever fetched it
+        # what nobody played was handed back by whoever fetched it
+        (9, None, False, TicketJudgement(1)),
         (2, Attempt(deaths=0), False, TicketJudgement(0)),  # handed back
         (3, playing(0), True, TicketJudgement(1)),
         (3, playing(1), True, TicketJudgement(2)),
         (3, playing(1), False, TicketJudgement(1)),  # cut off for a while, not dead
         (4, playing(2, alone=True), True, TicketJudgement(3, poisonous=True)),
         (4, playing(2, alone=True), False, TicketJudgement(2)),
-        (9, Attempt(deaths=2), False, TicketJudgement(2)),  # a hub that was to play it alone drained
+        # a hub that was to play it alone drained
+        (9, Attempt(deaths=2), False, TicketJudgement(2)),
     ],
 )
 def test_a_delivery_is_judged_by_who_died(

@@ -1,4 +1,6 @@
-"""Tool calls as chat templates spell them: found out by a probe, read from what a policy says, answered by tools."""
+"""Tool calls as chat templates spell them: found out by a probe, read from what a policy says,
+answered by tools.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ from rlearner_text.tool_calls import ToolCall, ToolCallError, ToolSyntax
 TOOLS = [
     {
         "type": "function",
-        "function": {"name": "add", "parameters": {"type": "object", "properties": {"to": {"type": "number"}}}},
+        "function": {
+            "name": "add",
+            "parameters": {"type": "object", "properties": {"to": {"type": "number"}}},
+        },
     }
 ]
 ADD_3, ADD_4 = '{"name": "add", "arguments": {"to": 3}}', '{"name": "add", "arguments": {"to": 4}}'
@@ -39,14 +44,18 @@ ADD_3, ADD_4 = '{"name": "add", "arguments": {"to": 3}}', '{"name": "add", "argu
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     root = tmp_path_factory.mktemp("templates")
     return {
-        name: Tokenizer.load(make_tokenizer_folder(root / name, name)) for name in ("hermes", "bare", "listed", "plain")
+        name: Tokenizer.load(make_tokenizer_folder(root / name, name))
+        for name in ("hermes", "bare", "listed", "plain")
     }
 
 
 @pytest.mark.parametrize(
     ("family", "spelling"),
     [
-        ("hermes", ToolSyntax("<tool_call>", "name", "arguments", "<tool_call>\n", "\n</tool_call>")),
+        (
+            "hermes",
+            ToolSyntax("<tool_call>", "name", "arguments", "<tool_call>\n", "\n</tool_call>"),
+        ),
         ("bare", ToolSyntax("", "name", "parameters")),
         ("listed", ToolSyntax("[TOOL_CALLS]", "name", "arguments", "[TOOL_CALLS][", "]")),
     ],
@@ -55,13 +64,19 @@ def test_the_spelling_is_read_off_the_template(
     tokenizers: dict[str, Tokenizer], family: str, spelling: ToolSyntax
 ) -> None:
     assert tool_calls.tool_syntax(tokenizers[family]) == spelling
-    assert TemplateRules(tokenizers[family], tools=json.dumps(TOOLS))._spelling.opener == spelling.opener
+    assert (
+        TemplateRules(tokenizers[family], tools=json.dumps(TOOLS))._spelling.opener
+        == spelling.opener
+    )
 
 
-def test_a_template_without_tool_calls_is_refused_where_there_are_tools(tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_template_without_tool_calls_is_refused_where_there_are_tools(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     TemplateRules(tokenizers["plain"])
     with pytest.raises(
-        ConfigError, match=r"model\.path.*cannot be used with tools: it does not write tool calls as JSON"
+        ConfigError,
+        match=r"model\.path.*cannot be used with tools: it does not write tool calls as JSON",
     ):
         TemplateRules(tokenizers["plain"], tools=json.dumps(TOOLS))
 
@@ -76,10 +91,13 @@ def test_a_template_without_tool_calls_is_refused_where_there_are_tools(tokenize
         ("bare", ' {"name": "add", "parameters": {"to": 3}}<|im_end|>', [3]),
         ("bare", "The object is {}.", []),
         ("listed", f"[TOOL_CALLS][{ADD_3}, {ADD_4}]</s>", [3, 4]),
-        ("listed", '[TOOL_CALLS]{"name": "add", "arguments": "{\\"to\\": 3}"}', [3]),  # arguments as a text
+        # arguments as a text
+        ("listed", '[TOOL_CALLS]{"name": "add", "arguments": "{\\"to\\": 3}"}', [3]),
     ],
 )
-def test_calls_are_read(tokenizers: dict[str, Tokenizer], family: str, text: str, calls: list[int]) -> None:
+def test_calls_are_read(
+    tokenizers: dict[str, Tokenizer], family: str, text: str, calls: list[int]
+) -> None:
     rules = TemplateRules(tokenizers[family], tools=json.dumps(TOOLS))
     assert rules.calls(text) == [ToolCall("add", {"to": number}) for number in calls]
 
@@ -91,13 +109,19 @@ def test_calls_are_read(tokenizers: dict[str, Tokenizer], family: str, text: str
         (f"<tool_call>{ADD_3[:-1]}", "the tool call is not valid JSON: Expecting ',' delimiter"),
         ('<tool_call>{"arguments": {}}</tool_call>', 'the tool call has no string as "name"'),
         ("<tool_call>7</tool_call>", 'the tool call has no string as "name"'),
-        ('<tool_call>{"name": "add", "arguments": [3]}</tool_call>', 'the tool call\'s "arguments" is not an object'),
+        (
+            '<tool_call>{"name": "add", "arguments": [3]}</tool_call>',
+            'the tool call\'s "arguments" is not an object',
+        ),
         ("<tool_call>" + "[" * 100_000, "the tool call is not valid JSON: "),
         (
             r'<tool_call>{"name": "add", "arguments": {"to": "\ud83d"}}',
             "the tool call is not valid JSON: it holds half of a surrogate pair",
         ),
-        ('<tool_call>{"name": "add", "arguments": {"to": NaN}}', "the tool call is not valid JSON: it holds NaN"),
+        (
+            '<tool_call>{"name": "add", "arguments": {"to": NaN}}',
+            "the tool call is not valid JSON: it holds NaN",
+        ),
         (
             '<tool_call>{"name": "add", "arguments": {"to": 1e999}}',
             "the tool call is not valid JSON: the number 1e999 is too large",
@@ -140,16 +164,24 @@ def test_a_conversation_with_tools_grows_into_the_whole_rendering(
         call,
         {"role": "tool", "content": "x 7 x"},
     ]
-    messages += [{"role": "assistant", "content": "It is 7."}, {"role": "user", "content": "Once more."}]
+    messages += [
+        {"role": "assistant", "content": "It is 7."},
+        {"role": "user", "content": "Once more."},
+    ]
     rendered = [
-        tokenizer.render_chat(messages[:n], add_generation_prompt=n in (1, 3, 5), tools=TOOLS) for n in range(1, 6)
+        tokenizer.render_chat(messages[:n], add_generation_prompt=n in (1, 3, 5), tools=TOOLS)
+        for n in range(1, 6)
     ]
     conversation = Conversation(tokenizer, tools=json.dumps(TOOLS))
     for turn, role in ((0, "user"), (2, "tool"), (4, "user")):
         conversation.observe(str(messages[turn]["content"]), role)  # type: ignore[arg-type]
         assert tokenizer.decode(conversation.token_ids, skip_special_tokens=False) == rendered[turn]
         if turn < 4:
-            said = rendered[turn + 1].removeprefix(rendered[turn]).removesuffix(conversation.rules.end_of_turn)
+            said = (
+                rendered[turn + 1]
+                .removeprefix(rendered[turn])
+                .removesuffix(conversation.rules.end_of_turn)
+            )
             ids = [*tokenizer.encode(said), *conversation.rules.closing]
             conversation.sampled(ids, [-0.5] * len(ids), [1, len(ids)])
 
@@ -190,7 +222,9 @@ async def test_an_episode_calls_tools_and_then_says_the_answer(
         ]
     )
     scripted = Scripted(tokenizers["hermes"], lambda _: next(said))
-    crew = EpisodeRunners(tokenizers["hermes"], scripted, EnvironmentCalls(20.0), EpisodeLimits(60.0, 10.0))
+    crew = EpisodeRunners(
+        tokenizers["hermes"], scripted, EnvironmentCalls(20.0), EpisodeLimits(60.0, 10.0)
+    )
     section: dict[str, Any] = {
         "isolation": isolation,
         "max_turns": 9,
@@ -199,7 +233,9 @@ async def test_an_episode_calls_tools_and_then_says_the_answer(
     }
     chosen = domain(f"{Path(__file__).stem}:Calculator", **section)
     (trajectory,) = (
-        await crew.play(EpisodeTask("c", chosen, task_index=0, split="train", seed=1, episode=0), lambda _: None)
+        await crew.play(
+            EpisodeTask("c", chosen, task_index=0, split="train", seed=1, episode=0), lambda _: None
+        )
     ).trajectories
     await crew.close()
     checks.check_trajectory(trajectory)
@@ -210,7 +246,9 @@ async def test_an_episode_calls_tools_and_then_says_the_answer(
         (1.0, True),
     ]
     assert (trajectory.success, trajectory.end, trajectory.reward) == (True, "terminated", 1.5)
-    shown = tokenizers["hermes"].decode(trajectory.token_ids.array().tolist(), skip_special_tokens=False)
+    shown = tokenizers["hermes"].decode(
+        trajectory.token_ids.array().tolist(), skip_special_tokens=False
+    )
     answers = [part.split("\n</tool_response>")[0] for part in shown.split("<tool_response>\n")[1:]]
     assert answers == ["sum 3", "error: the tool call is not valid JSON: Expecting value", "sum 7"]
     assert '"name": "add"' in shown.split("<|im_end|>")[0]  # the template tells of the tools

@@ -1,4 +1,6 @@
-"""WebShop: actions and pages, the paper's score by hand, the generated catalogue, WebShop's own files, bad input."""
+"""WebShop: actions and pages, the paper's score by hand, the generated catalogue, WebShop's own
+files, bad input.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from broker.errors import ConfigError, DataError
 from envhub.envs.tools import webshop_files as files
 from envhub.envs.tools.bm25 import SearchIndex
 from envhub.envs.tools.webshop import WebShop, WebShopArgs
-from envhub.envs.tools.webshop_catalogue import NO_LIMIT, ShoppingGoal, ShopProduct, generate, price_limit
+from envhub.envs.tools.webshop_catalogue import (
+    NO_LIMIT,
+    ShoppingGoal,
+    ShopProduct,
+    generate,
+    price_limit,
+)
 from envhub.envs.tools.webshop_pages import wish
 from envhub.envs.tools.webshop_reward import alike, best_options, score, type_score
 
@@ -60,7 +68,12 @@ HUMAN: dict[str, Any] = {
             "instruction_attributes": ["machine wash", "cotton"],
             "instruction_options": ["red"],
         },
-        {"asin": "B00SHIRT01", "instruction": "any shirt", "instruction_attributes": [], "instruction_options": []},
+        {
+            "asin": "B00SHIRT01",
+            "instruction": "any shirt",
+            "instruction_attributes": [],
+            "instruction_options": [],
+        },
     ]
 }
 
@@ -75,19 +88,28 @@ def product(asin: str = "b1", **changes: Any) -> ShopProduct:
             "category": "clothing › hat",
             "price": 20.0,
         },
-        **{"options": {"color": ("red", "blue"), "size": ("small", "large")}, "attributes": ("wool", "washable")},
+        **{
+            "options": {"color": ("red", "blue"), "size": ("small", "large")},
+            "attributes": ("wool", "washable"),
+        },
     }
     return ShopProduct(**{**whole, **changes})
 
 
 GOAL = ShoppingGoal(
-    product(), "a washable wool hat, red, large, below 30", ("wool", "washable"), ("red", "large"), 30.0
+    product(),
+    "a washable wool hat, red, large, below 30",
+    ("wool", "washable"),
+    ("red", "large"),
+    30.0,
 )
 
 
 def written(folder: Path, **contents: Any) -> dict[str, str]:
     for name, content in contents.items():
-        (folder / f"{name}.json").write_text(content if isinstance(content, str) else json.dumps(content))
+        (folder / f"{name}.json").write_text(
+            content if isinstance(content, str) else json.dumps(content)
+        )
     return {name: str(folder / f"{name}.json") for name in contents}
 
 
@@ -133,7 +155,9 @@ def test_the_best_options_are_found() -> None:
 def test_a_visit_by_hand() -> None:
     shop = WebShop(WebShopArgs(products=40, window=3, format_penalty=0.25))
     shop.reset(0, "train", 0)
-    shop.goal = goal = next(goal for goal in generate(40, 0, 3, 1, 2).goals if len(goal.options) == 2)
+    shop.goal = goal = next(
+        goal for goal in generate(40, 0, 3, 1, 2).goals if len(goal.options) == 2
+    )
     own = goal.product
     assert shop.text_frame() == f"Instruction: {goal.instruction}\n[search]"
     for text in (
@@ -171,7 +195,8 @@ def test_a_visit_by_hand() -> None:
     assert chosen.metrics == {"score": 0.0}
     bought = shop.step("click[Buy Now]")
     assert (bought.done, bought.success) == (True, False)
-    assert bought.reward == bought.metrics["score"] == pytest.approx(4 / 5)  # all but the second option
+    # all but the second option
+    assert bought.reward == bought.metrics["score"] == pytest.approx(4 / 5)
 
 
 def test_only_a_whole_success_counts_if_that_is_asked() -> None:
@@ -211,13 +236,17 @@ def test_the_demonstrator_buys_what_is_wanted_without_noise() -> None:
     wins = {0.0: 0, 0.4: 0, 1.0: 0}
     for observe, window in (("full", 10), ("compact", 3)):
         shop, rng = (
-            WebShop(WebShopArgs.model_validate({"products": 100, "observe": observe, "window": window})),
+            WebShop(
+                WebShopArgs.model_validate({"products": 100, "observe": observe, "window": window})
+            ),
             np.random.default_rng(0),
         )
         for noise in wins:
             for index in range(20):
                 shop.reset(index, "train", 0)
-                wins[noise] += any(shop.step(shop.demonstrate(rng, noise)).success for _ in range(12))
+                wins[noise] += any(
+                    shop.step(shop.demonstrate(rng, noise)).success for _ in range(12)
+                )
     assert wins[0.0] == 40
     assert wins[0.0] > wins[0.4] > wins[1.0]
 
@@ -225,7 +254,12 @@ def test_the_demonstrator_buys_what_is_wanted_without_noise() -> None:
 def test_compact_pages_say_it_in_few_characters() -> None:
     shop = WebShop(
         WebShopArgs(
-            products=40, product_attributes=1, hidden_attributes=0, goal_attributes=1, window=2, observe="compact"
+            products=40,
+            product_attributes=1,
+            hidden_attributes=0,
+            goal_attributes=1,
+            window=2,
+            observe="compact",
         )
     )
     text = shop.reset(0, "train", 0).text
@@ -250,13 +284,21 @@ def test_a_price_limit_is_one_of_the_next_four_tens() -> None:
 
 
 def test_webshops_files_are_read_by_its_rules(tmp_path: Path) -> None:
-    paths = written(tmp_path, items=[SHIRT, {**SHIRT, "asin": "nan"}, SHIRT, LAMP], attributes=ATTRIBUTES, human=HUMAN)
+    paths = written(
+        tmp_path,
+        items=[SHIRT, {**SHIRT, "asin": "nan"}, SHIRT, LAMP],
+        attributes=ATTRIBUTES,
+        human=HUMAN,
+    )
     synthetic = files.load(paths["items"], paths["attributes"], None, None)
     shirt, lamp = synthetic.products
     assert (shirt.asin, shirt.price, lamp.price) == ("b00shirt01", 19.99, 100.0)
     assert shirt.options == {"color": ("navy | white", "red"), "size": ("large",)}
     assert shirt.nouns == {"acme", "cotton", "shirt", "men"}
-    assert shirt.text == "Acme Cotton Shirt for Men A shirt. Machine wash color: navy | white, red size: large"
+    assert (
+        shirt.text
+        == "Acme Cotton Shirt for Men A shirt. Machine wash color: navy | white, red size: large"
+    )
     starts = {goal.instruction.partition(", and price")[0] for goal in synthetic.goals}
     assert starts == {
         "i want a shirt with color: navy | white, and size: large",
@@ -281,12 +323,17 @@ def test_webshops_files_are_read_by_its_rules(tmp_path: Path) -> None:
     [
         ({"name": None}, "items.json:2: name is None, not a text"),
         ({"pricing": "cheap $x"}, "items.json:2: pricing is 'cheap $x'"),
-        ({"customization_options": {"Color": ["red"]}}, "items.json:2: customization_options.Color"),
+        (
+            {"customization_options": {"Color": ["red"]}},
+            "items.json:2: customization_options.Color",
+        ),
         ({"customization_options": ["red"]}, "items.json:2: customization_options is list"),
         ({"small_description": [1]}, "items.json:2: small_description is [1]"),
     ],
 )
-def test_malformed_products_are_named_by_file_and_row(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
+def test_malformed_products_are_named_by_file_and_row(
+    tmp_path: Path, change: dict[str, Any], problem: str
+) -> None:
     paths = written(tmp_path, items=[LAMP, {**SHIRT, **change}], attributes=ATTRIBUTES)
     with pytest.raises(DataError) as caught:
         files.load(paths["items"], paths["attributes"], None, None)
@@ -306,7 +353,9 @@ def test_malformed_products_are_named_by_file_and_row(tmp_path: Path, change: di
         ("items", b'[{"asin": "a"}, {"asin": [' + b"[" * 100_000, ":2: not JSON: "),
     ],
 )  # fmt: skip
-def test_what_json_must_not_hold_is_named_by_file_and_row(tmp_path: Path, key: str, raw: bytes, problem: str) -> None:
+def test_what_json_must_not_hold_is_named_by_file_and_row(
+    tmp_path: Path, key: str, raw: bytes, problem: str
+) -> None:
     paths = written(tmp_path, items=[SHIRT], attributes=ATTRIBUTES, human=HUMAN)
     Path(paths[key]).write_bytes(raw)
     with pytest.raises(DataError) as caught:

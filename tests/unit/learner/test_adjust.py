@@ -14,7 +14,12 @@ from learner.algorithm.batch_adjust import Mode, adjust
 MODES = get_args(Mode)
 
 
-@given(n=st.integers(1, 60), divisor=st.integers(1, 17), mode=st.sampled_from(MODES), seed=st.integers(0, 9))
+@given(
+    n=st.integers(1, 60),
+    divisor=st.integers(1, 17),
+    mode=st.sampled_from(MODES),
+    seed=st.integers(0, 9),
+)
 def test_the_number_divides_and_only_samples_that_were_there_come_out(
     n: int, divisor: int, mode: Mode, seed: int
 ) -> None:
@@ -46,7 +51,8 @@ def test_deleting_keeps_the_order() -> None:
     assert found == sorted(set(found))
 
 
-@pytest.mark.parametrize(("n", "size"), [(9, 8), (10, 12), (11, 12), (3, 4), (1, 4)])  # 10: two either way, so copies
+# 10: two either way, so copies
+@pytest.mark.parametrize(("n", "size"), [(9, 8), (10, 12), (11, 12), (3, 4), (1, 4)])
 def test_auto_changes_as_few_as_it_can(n: int, size: int) -> None:
     assert len(adjust(list(range(n)), 4, "auto", 0)) == size
 

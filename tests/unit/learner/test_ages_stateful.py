@@ -1,5 +1,5 @@
-"""When tickets expire, under any interleaving of time, pauses, hubs that come, go, freeze and hand back, reward hubs
-that do the same, renamed domains and changed rules.
+"""When tickets expire, under any interleaving of time, pauses, hubs that come, go, freeze and hand
+back, reward hubs that do the same, renamed domains and changed rules.
 """
 
 from __future__ import annotations
@@ -32,24 +32,36 @@ SCORER = "scorer"
 def rules(names: set[str], groups: int, staleness: int) -> TicketRules:
     domains = tuple(DomainRule(name, 1.0, 2, 2, 9.0) for name in sorted(names))
     return TicketRules(
-        steps=1000, groups_per_step=groups, max_staleness=staleness, on_late="wait", seed=0, domains=domains
+        steps=1000,
+        groups_per_step=groups,
+        max_staleness=staleness,
+        on_late="wait",
+        seed=0,
+        domains=domains,
     )
 
 
 @dataclass
 class Hub:
-    """A process: what it works on, and for how long by its own clock, which stands while it is frozen."""
+    """A process: what it works on, and for how long by its own clock, which stands while it is
+    frozen.
+    """
 
-    tickets: dict[int, float] = field(default_factory=dict)  # ticket -> seconds since it was first reported
+    # ticket -> seconds since it was first reported
+    tickets: dict[int, float] = field(default_factory=dict)
     reported: set[int] = field(default_factory=set)
     is_frozen: bool = False
 
 
 class Patience(RuleBasedStateMachine):
-    """A ledger whose tickets age, and hubs with clocks of their own that run only while they work on a ticket."""
+    """A ledger whose tickets age, and hubs with clocks of their own that run only while they work
+    on a ticket.
+    """
 
     @initialize(
-        names=st.sets(st.sampled_from(NAMES), min_size=1), groups=st.integers(1, 3), staleness=st.integers(0, 2)
+        names=st.sets(st.sampled_from(NAMES), min_size=1),
+        groups=st.integers(1, 3),
+        staleness=st.integers(0, 2),
     )
     def start(self, names: set[str], groups: int, staleness: int) -> None:
         self.ledger, self.ages = Ledger(rules(names, groups, staleness)), TicketAges(TIMEOUT_S)
@@ -127,7 +139,9 @@ class Patience(RuleBasedStateMachine):
     @precondition(lambda self: any(self.hubs[name].tickets for name in self.working()))
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from([name for name in self.working() if self.hubs[name].tickets]))
+        name = data.draw(
+            st.sampled_from([name for name in self.working() if self.hubs[name].tickets])
+        )
         number = data.draw(st.sampled_from(sorted(self.hubs[name].tickets)))
         del self.hubs[name].tickets[number]
         if number not in self.ledger.waiting_for:
@@ -137,7 +151,11 @@ class Patience(RuleBasedStateMachine):
         else:
             self.put(GroupArrival(number, self.ledger.state.version, (0.0, 1.0)))
 
-    @rule(names=st.sets(st.sampled_from(NAMES), min_size=1), groups=st.integers(1, 3), staleness=st.integers(0, 2))
+    @rule(
+        names=st.sets(st.sampled_from(NAMES), min_size=1),
+        groups=st.integers(1, 3),
+        staleness=st.integers(0, 2),
+    )
     def start_again_with_other_rules(self, names: set[str], groups: int, staleness: int) -> None:
         """The new learner knows no ages: its tickets age from the beginning."""
         self.epoch += 1
@@ -158,10 +176,14 @@ class Patience(RuleBasedStateMachine):
                 if hub.tickets[number] >= TIMEOUT_S:
                     late.add(number)
             hub.reported = set(hub.tickets)
-        reports = {name: None if hub.is_frozen else list(hub.tickets) for name, hub in self.hubs.items()}
+        reports = {
+            name: None if hub.is_frozen else list(hub.tickets) for name, hub in self.hubs.items()
+        }
         fresh = late - self.expired
         self.expired |= late
-        assert self.ages.passed(elapsed_s, waiting, reports, served, paused=self.paused) == sorted(fresh)
+        assert self.ages.passed(elapsed_s, waiting, reports, served, paused=self.paused) == sorted(
+            fresh
+        )
         for number in fresh:
             self.put(TicketEnd(number, "timeout"))
 

@@ -42,7 +42,9 @@ def test_by_hand(mode, expected):
 def test_cutting_changes_nothing(mode, rows, cuts):
     edges = [0, *sorted(min(cut, len(rows)) for cut in cuts), len(rows)]
     parts = [rows[a:b] for a, b in itertools.pairwise(edges)]
-    assert aggregate(mode, parts, 7) == pytest.approx(aggregate(mode, [rows], 7), rel=1e-6, abs=1e-9)
+    assert aggregate(mode, parts, 7) == pytest.approx(
+        aggregate(mode, [rows], 7), rel=1e-6, abs=1e-9
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -56,7 +58,9 @@ def test_equals_the_definition(mode, rows):
         "seq-mean-token-mean": lambda: sum(means) / len(full),
         "seq-mean-token-sum-norm": lambda: sum(sums) / (len(full) * 7),
     }[mode]
-    assert aggregate(mode, [rows], 7) == pytest.approx(definition() if full else 0.0, rel=1e-5, abs=1e-5)
+    assert aggregate(mode, [rows], 7) == pytest.approx(
+        definition() if full else 0.0, rel=1e-5, abs=1e-5
+    )
 
 
 def test_norm_needs_its_constant():

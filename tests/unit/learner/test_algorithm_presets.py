@@ -1,4 +1,6 @@
-"""Presets, documentation and registries name the same algorithms, and every preset is a configuration that works."""
+"""Presets, documentation and registries name the same algorithms, and every preset is a
+configuration that works.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def test_every_name_of_the_registries_has_a_preset() -> None:
 
 def test_every_documented_preset_exists() -> None:
     rows = [
-        line.split("|")[1].strip(" `") for line in DOC.split("## Offline")[0].splitlines() if line.startswith("| `")
+        line.split("|")[1].strip(" `")
+        for line in DOC.split("## Offline")[0].splitlines()
+        if line.startswith("| `")
     ]
     assert sorted(rows) == PRESETS
 
@@ -56,7 +60,11 @@ def test_the_documentation_names_everything_in_the_registries() -> None:
 
 def test_a_preset_takes_the_place_of_the_section_and_later_overrides_change_it() -> None:
     assert preset("ppo", "algorithm=gspo", "algorithm.clip_high=0.5") == AlgorithmSection(
-        adv_estimator="grpo", pg_variant="gspo", clip_low=3e-4, clip_high=0.5, loss_agg_mode="seq-mean-token-mean"
+        adv_estimator="grpo",
+        pg_variant="gspo",
+        clip_low=3e-4,
+        clip_high=0.5,
+        loss_agg_mode="seq-mean-token-mean",
     )
 
 
@@ -85,7 +93,11 @@ def test_what_the_estimators_and_losses_declare() -> None:
         "greedy_baseline": ["remax"],
     }
     traits = {name: resolve("losses", name, LOSSES).traits for name in LOSSES}
-    assert {name for name, found in traits.items() if found.dual_clip} == {"ppo", "starpo", "starpo_s"}
+    assert {name for name, found in traits.items() if found.dual_clip} == {
+        "ppo",
+        "starpo",
+        "starpo_s",
+    }
     assert {name for name, found in traits.items() if not found.kl} == {"starpo_s"}
 
 
@@ -101,11 +113,17 @@ def test_a_users_estimator_and_loss_are_checked_by_what_they_declare(tmp_path: P
     )
     config = load("quickstart", [f"algorithm.adv_estimator={file}:with_critic"])
     with pytest.raises(
-        ConfigError, match=r"critic\.enabled: False is not allowed; true with .*:with_critic, which needs"
+        ConfigError,
+        match=r"critic\.enabled: False is not allowed; true with .*:with_critic, which needs",
     ):
         validate(config)
-    config = load("quickstart", [f"algorithm.pg_variant={file}:without_kl", "algorithm.kl_coef=0.1"])
-    with pytest.raises(ConfigError, match=r"kl_coef: 0\.1 is not allowed; 0 with algorithm\.pg_variant .*:without_kl"):
+    config = load(
+        "quickstart", [f"algorithm.pg_variant={file}:without_kl", "algorithm.kl_coef=0.1"]
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"kl_coef: 0\.1 is not allowed; 0 with algorithm\.pg_variant .*:without_kl",
+    ):
         validate(config)
     validate(load("quickstart", [f"algorithm.adv_estimator={file}:free"]))
 
@@ -127,31 +145,52 @@ LAKE = {
             {"algorithm": {"adv_estimator": "gae"}},
             "algorithm.critic.enabled: False is not allowed; true with algorithm.adv_estimator gae",
         ),
-        ({"algorithm": {"critic": {"enabled": True}}}, "algorithm.critic.enabled: True is not allowed; false with"),
         (
-            {"algorithm": {"adv_estimator": "gigpo"}, "domains": {"lake": {**LAKE, "max_turns": 1}}},
+            {"algorithm": {"critic": {"enabled": True}}},
+            "algorithm.critic.enabled: True is not allowed; false with",
+        ),
+        (
+            {
+                "algorithm": {"adv_estimator": "gigpo"},
+                "domains": {"lake": {**LAKE, "max_turns": 1}},
+            },
             "domains.lake.max_turns: 1 is not allowed; above 1 with algorithm.adv_estimator gigpo",
         ),
         (
-            {"algorithm": {"adv_estimator": "gigpo"}, "domains": {"lake": {**LAKE, "context": "full"}}},
+            {
+                "algorithm": {"adv_estimator": "gigpo"},
+                "domains": {"lake": {**LAKE, "context": "full"}},
+            },
             "domains.lake.context: 'full' is not allowed; auto or steps with algorithm.adv_estimator gigpo",
         ),
         (
-            {"algorithm": {"adv_estimator": "remax"}, "domains": {"lake": {**LAKE, "context": "steps"}}},
+            {
+                "algorithm": {"adv_estimator": "remax"},
+                "domains": {"lake": {**LAKE, "context": "steps"}},
+            },
             "domains.lake.context: 'steps' is not allowed; full with algorithm.adv_estimator remax; with steps: "
             "dr_grpo, gigpo, grpo, rloo",
         ),
         (
-            {"algorithm": {"format_penalty": 0.1}, "domains": {"lake": {**LAKE, "context": "steps"}}},
+            {
+                "algorithm": {"format_penalty": 0.1},
+                "domains": {"lake": {**LAKE, "context": "steps"}},
+            },
             "domains.lake.context: 'steps' is not allowed; full with algorithm.format_penalty",
         ),
         (
-            {"algorithm": {"pass_rate": [0.9, 0.95]}, "domains": {"lake": {**LAKE, "group_size": 8}}},
+            {
+                "algorithm": {"pass_rate": [0.9, 0.95]},
+                "domains": {"lake": {**LAKE, "group_size": 8}},
+            },
             "algorithm.pass_rate: [0.9, 0.95] is not allowed; bounds with a share of successes between them that a "
             "group of domains.lake, 8 episodes, can have",
         ),
         (
-            {"algorithm": {"adv_estimator": "remax"}, "domains": {"lake": {**LAKE, "group_size_redundancy": 2}}},
+            {
+                "algorithm": {"adv_estimator": "remax"},
+                "domains": {"lake": {**LAKE, "group_size_redundancy": 2}},
+            },
             "domains.lake.group_size_redundancy: 2 is not allowed; 0 with algorithm.adv_estimator remax",
         ),
         (
@@ -178,7 +217,10 @@ LAKE = {
             {"algorithm": {"pg_variant": "starpo_s"}, "train": {"streaming": "always"}},
             "auto or never with algorithm.pg_variant starpo_s",
         ),
-        ({"model": {"dtype": "float16"}}, "model.dtype: 'float16' is not allowed; float32 or bfloat16"),
+        (
+            {"model": {"dtype": "float16"}},
+            "model.dtype: 'float16' is not allowed; float32 or bfloat16",
+        ),
         (
             {"algorithm": {"overlong_buffer": 8}},
             "algorithm.overlong_length: None is not allowed; at least algorithm.overlong_buffer",
@@ -208,9 +250,15 @@ LAKE = {
             {"algorithm": {"correction": "icepop", "correction_low": 1.1}},
             "algorithm.correction_low: 1.1 is not allowed; at most 1",
         ),
-        ({"algorithm": {"correction": "tsi"}}, "algorithm.correction: 'tsi' is not allowed; did you mean 'tis'?"),
         (
-            {"algorithm": {"adv_estimator": "dr_grpo"}, "domains": {"lake": {**LAKE, "group_size": 1}}},
+            {"algorithm": {"correction": "tsi"}},
+            "algorithm.correction: 'tsi' is not allowed; did you mean 'tis'?",
+        ),
+        (
+            {
+                "algorithm": {"adv_estimator": "dr_grpo"},
+                "domains": {"lake": {**LAKE, "group_size": 1}},
+            },
             "domains.lake.group_size: 1 is not allowed; at least 2 with algorithm.adv_estimator dr_grpo",
         ),
         (
@@ -222,20 +270,29 @@ LAKE = {
         ),
     ],
 )
-def test_senseless_combinations_are_refused_in_one_line(sections: dict[str, object], says: str) -> None:
+def test_senseless_combinations_are_refused_in_one_line(
+    sections: dict[str, object], says: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         validate({"domains": {"lake": LAKE}, **sections})
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("option", "value", "off"), [("top_p", 0.9, "1"), ("top_k", 20, "0"), ("min_p", 0.1, "0")])
+@pytest.mark.parametrize(
+    ("option", "value", "off"), [("top_p", 0.9, "1"), ("top_k", 20, "0"), ("min_p", 0.1, "0")]
+)
 def test_filters_need_an_engine_that_returns_the_logprobs_of_what_is_left(
     option: str, value: float, off: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lake = {**LAKE, "sampling": {"max_tokens": 4, option: value}}
     for engine in ("hf", "vllm", "sglang", "random"):
-        assert validate({"domains": {"lake": lake}, "rollout": {"engine": engine}})["rollout"]["engine"] == engine
+        assert (
+            validate({"domains": {"lake": lake}, "rollout": {"engine": engine}})["rollout"][
+                "engine"
+            ]
+            == engine
+        )
     monkeypatch.setattr(HFArgs, "processed_logprobs", False)
     with pytest.raises(ConfigError) as caught:
         validate({"domains": {"lake": lake}})
@@ -246,7 +303,9 @@ def test_filters_need_an_engine_that_returns_the_logprobs_of_what_is_left(
 
 
 def test_groups_of_one_are_enough_for_remax() -> None:
-    assert validate({"domains": {"lake": {**LAKE, "group_size": 1}}, "algorithm": {"adv_estimator": "remax"}})
+    assert validate(
+        {"domains": {"lake": {**LAKE, "group_size": 1}}, "algorithm": {"adv_estimator": "remax"}}
+    )
 
 
 @pytest.mark.parametrize(
@@ -258,7 +317,9 @@ def test_groups_of_one_are_enough_for_remax() -> None:
         ({"pg_variant": "cispo"}, "token-mean"),
     ],
 )
-def test_gspo_averages_over_sequences_unless_told_otherwise(section: dict[str, str], mode: str) -> None:
+def test_gspo_averages_over_sequences_unless_told_otherwise(
+    section: dict[str, str], mode: str
+) -> None:
     resolved = validate({"domains": {"lake": LAKE}, "algorithm": section})["algorithm"]
     assert resolved["loss_agg_mode"] == mode
     assert AlgorithmSection.model_validate(resolved).loss_agg_mode == mode
@@ -267,8 +328,8 @@ def test_gspo_averages_over_sequences_unless_told_otherwise(section: dict[str, s
 @pytest.mark.parametrize("loss", ["ppo", "starpo", "starpo_s"])
 def test_dual_clip_goes_with_the_losses_that_read_it(loss: str) -> None:
     assert (
-        validate({"domains": {"lake": LAKE}, "algorithm": {"pg_variant": loss, "dual_clip": 3.0}})["algorithm"][
-            "dual_clip"
-        ]
+        validate({"domains": {"lake": LAKE}, "algorithm": {"pg_variant": loss, "dual_clip": 3.0}})[
+            "algorithm"
+        ]["dual_clip"]
         == 3.0
     )

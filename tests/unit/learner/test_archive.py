@@ -10,7 +10,14 @@ import run_folder_kit as kit
 
 from broker.jetstream.bus import LogRecord
 from learner.credit import archive
-from learner.credit.archive import SampleArchive, archive_files, find_frame, frames, select_frames, truncate_after
+from learner.credit.archive import (
+    SampleArchive,
+    archive_files,
+    find_frame,
+    frames,
+    select_frames,
+    truncate_after,
+)
 from learner.credit.ledger_file import digest
 
 
@@ -29,14 +36,20 @@ def write(folder: Path, *seqs: int, position: int = 0, max_file_bytes: int = 300
 def held(folder: Path, start: int = 1) -> list[int]:
     found = list(frames(folder, start))
     assert all(not frame.error for frame in found)
-    assert all((frame.ticket, frame.data) == (frame.seq + 100, bytes([frame.seq]) * 100) for frame in found)
+    assert all(
+        (frame.ticket, frame.data) == (frame.seq + 100, bytes([frame.seq]) * 100) for frame in found
+    )
     return [frame.seq for frame in found]
 
 
 def test_files_of_bounded_size(tmp_path: Path) -> None:
     write(tmp_path, *range(1, 8))
     # a frame is 32 + 100 bytes; a file is left once it holds 300
-    assert [(first, path.stat().st_size) for first, path in archive_files(tmp_path)] == [(1, 396), (4, 396), (7, 132)]
+    assert [(first, path.stat().st_size) for first, path in archive_files(tmp_path)] == [
+        (1, 396),
+        (4, 396),
+        (7, 132),
+    ]
     assert held(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
     assert held(tmp_path, 5) == [5, 6, 7]
     frame = find_frame(tmp_path, 6)
@@ -64,9 +77,11 @@ def test_a_file_is_bounded_in_frames_too(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("moment", [1, 2, 3])
-def test_a_sync_while_a_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
-    """Another thread appends, and leaves a file, while the sync has done half its work: what was there before is synced
-    nevertheless.
+def test_a_sync_while_a_file_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
+) -> None:
+    """Another thread appends, and leaves a file, while the sync has done half its work: what was
+    there before is synced nevertheless.
     """
     opened, synced, real = SampleArchive(tmp_path, 0, 1), list[str](), os.fsync
 
@@ -109,12 +124,18 @@ def test_a_record_is_found_without_reading_those_before_it(tmp_path: Path) -> No
     frame = find_frame(tmp_path, 6)
     assert frame is not None
     assert frame.data == bytes([6]) * 100
-    assert [(frame.seq, frame.error) for frame in frames(tmp_path, 5)] == [(5, ""), (6, ""), (7, "")]
+    assert [(frame.seq, frame.error) for frame in frames(tmp_path, 5)] == [
+        (5, ""),
+        (6, ""),
+        (7, ""),
+    ]
 
 
 def test_some_records_are_picked_from_several_files(tmp_path: Path) -> None:
     write(tmp_path, *range(1, 8))
-    assert [(frame.seq, frame.data[0]) for frame in select_frames(tmp_path, [9, 6, 2, 7, 4, 2])] == [
+    assert [
+        (frame.seq, frame.data[0]) for frame in select_frames(tmp_path, [9, 6, 2, 7, 4, 2])
+    ] == [
         (2, 2),
         (4, 4),
         (6, 6),
@@ -145,13 +166,16 @@ def test_what_an_earlier_incarnation_goes_on_to_write_is_not_read(tmp_path: Path
     # behind a hole in its own file, which the new incarnation has left
     zombie.append(record(4), digest(record(4).data))
     zombie.close()
-    assert [path.name for _, path in archive_files(tmp_path)] == ["000000000001.frames", "000000000002.frames"]
+    assert [path.name for _, path in archive_files(tmp_path)] == [
+        "000000000001.frames",
+        "000000000002.frames",
+    ]
     assert held(tmp_path) == [1, 2, 3, 4]
 
 
 def test_nor_what_it_writes_behind_a_hole(tmp_path: Path) -> None:
-    """The new incarnation begins at a later record than the file, so the file stays, cut: the zombie's next frame
-    leaves a hole.
+    """The new incarnation begins at a later record than the file, so the file stays, cut: the
+    zombie's next frame leaves a hole.
     """
     zombie = SampleArchive(tmp_path, 0, 10_000)
     for seq in (1, 2, 3):
@@ -179,7 +203,9 @@ def test_damage_is_named(tmp_path: Path) -> None:
         "000000000004.frames: no frame at byte 132, after record 4"
     ]
     path.write_bytes(whole[132:])
-    assert [frame.error for frame in frames(tmp_path) if frame.error] == ["000000000004.frames: begins with record 5"]
+    assert [frame.error for frame in frames(tmp_path) if frame.error] == [
+        "000000000004.frames: begins with record 5"
+    ]
 
 
 async def test_a_learner_keeps_every_record_however_often_it_dies(tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ from learner.config import AlgorithmSection, CriticSection, RewardNormalization
 
 
 def group(ticket: int, rewards: list[float], **more: Any) -> wire.Group:
-    trajectories = [trajectory([(1, 3, 0.0, "A"), (4, 5, r, "B")], 6, episode=i) for i, r in enumerate(rewards)]
+    trajectories = [
+        trajectory([(1, 3, 0.0, "A"), (4, 5, r, "B")], 6, episode=i) for i, r in enumerate(rewards)
+    ]
     plain = wire.Group(
         ticket=ticket,
         domain="lake",
@@ -48,7 +50,12 @@ def constant(**columns: float) -> Any:
 
     def score(samples: Sequence[TrainSample]) -> list[SampleScores]:
         return [
-            SampleScores(**{name: np.full(one.num_tokens, value, np.float32) for name, value in columns.items()})
+            SampleScores(
+                **{
+                    name: np.full(one.num_tokens, value, np.float32)
+                    for name, value in columns.items()
+                }
+            )
             for one in samples
         ]
 
@@ -74,7 +81,8 @@ def test_a_whole_step_gives_what_streaming_gives(name: str) -> None:
 def test_what_waits_for_the_whole_step() -> None:
     assert not assembly().needs_batch
     assert all(
-        assembly(name, critic=CriticSection(enabled=name == "gae")).needs_batch for name in declaring("whole_batch")
+        assembly(name, critic=CriticSection(enabled=name == "gae")).needs_batch
+        for name in declaring("whole_batch")
     )
     reasons: list[dict[str, Any]] = [
         {"num_epochs": 2},
@@ -86,35 +94,45 @@ def test_what_waits_for_the_whole_step() -> None:
     ]
     assert all(assembly(**reason).needs_batch for reason in reasons)
     assert assembly(stream=False).needs_batch
-    assert not assembly(kl_coef=0.1, correction="tis", advantage_clip=1.0, mask_truncated=True).needs_batch
+    assert not assembly(
+        kl_coef=0.1, correction="tis", advantage_clip=1.0, mask_truncated=True
+    ).needs_batch
 
 
 def test_when_the_models_are_asked() -> None:
     # one update: its own forward pass is the proximal policy
     assert not scores_needed(AlgorithmSection(correction="tis"))
     assert scores_needed(AlgorithmSection(correction="tis", num_minibatches=2))
-    assert not scores_needed(AlgorithmSection(correction="tis", num_minibatches=2, prox_logp_method="interpolate"))
+    assert not scores_needed(
+        AlgorithmSection(correction="tis", num_minibatches=2, prox_logp_method="interpolate")
+    )
     assert not scores_needed(AlgorithmSection(num_epochs=2))
     assert scores_needed(AlgorithmSection(kl_coef=0.1, kl_placement="reward"))
     assert scores_needed(AlgorithmSection(critic=CriticSection(enabled=True)))
 
 
 def test_kl_in_the_reward_of_a_group_by_hand() -> None:
-    # Three tokens a trajectory, kl 0.5 nats each with a coefficient of 0.2: 0.3 off every reward, which the group's
-    # mean takes back. For reinforce++ each token pays its own 0.1; returns of rewards 1 and 0: 0.7, 0.8, 0.9 and -0.3,
-    # -0.2, -0.1.
+    # Three tokens a trajectory, kl 0.5 nats each with a coefficient of 0.2: 0.3 off every reward,
+    # which the group's mean takes back. For reinforce++ each token pays its own 0.1; returns of
+    # rewards 1 and 0: 0.7, 0.8, 0.9 and -0.3, -0.2, -0.1.
     section: dict[str, Any] = {"kl_coef": 0.2, "kl_placement": "reward"}
-    found = assembly("grpo", norm_std=False, **section).batch([group(1, [1.0, 0.0])], constant(kl=0.5), 0.2)
+    found = assembly("grpo", norm_std=False, **section).batch(
+        [group(1, [1.0, 0.0])], constant(kl=0.5), 0.2
+    )
     assert trained(found) == [pytest.approx([0.5] * 3), pytest.approx([-0.5] * 3)]
     found = assembly("reinforce", **section).batch([group(1, [1.0, 0.0])], constant(kl=0.5), 0.2)
-    assert trained(found)[0] == pytest.approx([0.7, 0.7, 0.9])  # by turns: 0.2 off the first, 0.1 off the second
+    # by turns: 0.2 off the first, 0.1 off the second
+    assert trained(found)[0] == pytest.approx([0.7, 0.7, 0.9])
     found = assembly("reinforce++", **section).batch([group(1, [1.0, 0.0])], constant(kl=0.5), 0.2)
     returns = np.array([0.7, 0.8, 0.9, -0.3, -0.2, -0.1])
-    assert np.concatenate(trained(found)) == pytest.approx((returns - returns.mean()) / returns.std(ddof=1), abs=1e-6)
+    assert np.concatenate(trained(found)) == pytest.approx(
+        (returns - returns.mean()) / returns.std(ddof=1), abs=1e-6
+    )
 
 
 def test_the_critics_columns_reach_the_samples() -> None:
-    # gamma and lambda 1: targets are returns, 1 on every token of the good one, whatever the values are.
+    # gamma and lambda 1: targets are returns, 1 on every token of the good one, whatever the values
+    # are.
     found = assembly("gae", critic=CriticSection(enabled=True)).batch(
         [group(1, [1.0, 0.0])], constant(values=0.25, logprobs=-2.0)
     )
@@ -128,13 +146,15 @@ def test_the_critics_columns_reach_the_samples() -> None:
 
 
 def test_whitening_is_over_trained_tokens_and_before_the_clip() -> None:
-    # Advantages 0.5 and -0.5 on three tokens each: std sqrt(6 * 0.25 / 5) = 0.5477226, so +-0.9128709; the clip at 0.9
-    # comes after.
+    # Advantages 0.5 and -0.5 on three tokens each: std sqrt(6 * 0.25 / 5) = 0.5477226, so
+    # +-0.9128709; the clip at 0.9 comes after.
     settings: dict[str, Any] = {"norm_std": False, "whiten_advantages": True}
-    assert trained(assembly(**settings).batch([group(1, [1.0, 0.0])]))[0] == pytest.approx([0.9128709] * 3)
-    assert trained(assembly(**settings, advantage_clip=0.9).batch([group(1, [1.0, 0.0])]))[0] == pytest.approx(
-        [0.9] * 3
+    assert trained(assembly(**settings).batch([group(1, [1.0, 0.0])]))[0] == pytest.approx(
+        [0.9128709] * 3
     )
+    assert trained(assembly(**settings, advantage_clip=0.9).batch([group(1, [1.0, 0.0])]))[
+        0
+    ] == pytest.approx([0.9] * 3)
 
 
 def test_truncated_samples_count_in_the_mean_and_are_not_trained() -> None:
@@ -152,15 +172,18 @@ def test_truncated_samples_count_in_the_mean_and_are_not_trained() -> None:
 def test_greedy_baselines_are_never_trained_on() -> None:
     baseline = group(1, [1.0, 0.0, 0.25])
     baseline.trajectories[2] = msgspec.structs.replace(baseline.trajectories[2], greedy=True)
-    for found in (assembly("remax").stream(baseline), assembly("remax", stream=False).batch([baseline])):
+    for found in (
+        assembly("remax").stream(baseline),
+        assembly("remax", stream=False).batch([baseline]),
+    ):
         assert [one.num_tokens for one in found] == [3, 3, 0]
         assert trained(found)[:2] == [[0.75] * 3, [-0.25] * 3]
 
 
 def test_a_greedy_baseline_pays_for_its_divergence_as_the_others_do() -> None:
-    # Rewards 1, 0 and greedy 0.25, three tokens each. Divergences of 0.5, 1, 0.75 nats a token at 0.2: 0.3, 0.6, 0.45
-    # off the rewards. So 0.7, -0.6 against -0.2. A baseline that paid nothing would leave every advantage too low by
-    # what the policy has moved so far.
+    # Rewards 1, 0 and greedy 0.25, three tokens each. Divergences of 0.5, 1, 0.75 nats a token at
+    # 0.2: 0.3, 0.6, 0.45 off the rewards. So 0.7, -0.6 against -0.2. A baseline that paid nothing
+    # would leave every advantage too low by what the policy has moved so far.
     asked = group(1, [1.0, 0.0, 0.25])
     asked.trajectories[2] = msgspec.structs.replace(asked.trajectories[2], greedy=True)
 
@@ -183,5 +206,7 @@ def test_a_trajectory_without_tokens_passes_through() -> None:
     empty = group(1, [1.0, 0.0])
     empty.trajectories[1] = trajectory([], 4, total=0.5)
     for name in ("gae", "reinforce++", "reinforce++_baseline", "grpo", "reinforce"):
-        found = assembly(name, stream=False, critic=CriticSection(enabled=True)).batch([empty], constant(values=0.0))
+        found = assembly(name, stream=False, critic=CriticSection(enabled=True)).batch(
+            [empty], constant(values=0.0)
+        )
         assert [one.num_tokens for one in found] == [3, 0]

@@ -1,4 +1,6 @@
-"""The largest group of a configuration against the real encoding, and what is said and refused of it."""
+"""The largest group of a configuration against the real encoding, and what is said and refused of
+it.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,18 @@ def config(domain: dict[str, Any] | None = None, **sections: Any) -> dict[str, A
     """One of a context of any length."""
     lake = {**LAKE, **(domain or {})}
     longest = lake["max_context_tokens"]
-    rest = {"rollout": {"max_context_tokens": longest}, "model": {"tiny": {"max_position_embeddings": longest}}}
+    rest = {
+        "rollout": {"max_context_tokens": longest},
+        "model": {"tiny": {"max_position_embeddings": longest}},
+    }
     train = {"micro_batch_tokens": max(longest, 8192), **sections.pop("train", {})}
     return validate({"domains": {"lake": lake}, "train": train, **rest, **sections})
 
 
 def encoded(group: LargestGroup) -> int:
-    """Bytes of a group in which everything is as large as it may be: long numbers, long ids, and all text once more."""
+    """Bytes of a group in which everything is as large as it may be: long numbers, long ids, and
+    all text once more.
+    """
     text = "four" * (group.tokens // group.turns)
 
     def sample(episode: int) -> wire.Trajectory:
@@ -87,8 +94,10 @@ def test_the_estimate_is_just_above_the_real_encoding(group: LargestGroup, share
 def test_which_group_is_the_largest() -> None:
     full = config()["domains"]["lake"]
     assert largest_group("lake", full, "grpo") == LargestGroup("lake", 8, 1, 256, 10)
-    assert largest_group("lake", full, "remax") == LargestGroup("lake", 9, 1, 256, 10)  # and its greedy episode
-    assert largest_group("lake", full, "gigpo") == LargestGroup("lake", 8, 10, 256, 1)  # each turn is a sample
+    # and its greedy episode
+    assert largest_group("lake", full, "remax") == LargestGroup("lake", 9, 1, 256, 10)
+    # each turn is a sample
+    assert largest_group("lake", full, "gigpo") == LargestGroup("lake", 8, 10, 256, 1)
     assert largest_group("lake", full | {"group_size_redundancy": 2}, "grpo").episodes == 10
     assert largest_group("lake", full | {"context": "steps"}, "grpo").samples == 10
     # 8 x (256 x 13 + 10 x 128 + 512) + 1,024
@@ -114,12 +123,19 @@ def test_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
         "that is more than broker.store_max_gib, which is 3: with such groups tickets wait for room"
     )
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"total": 2 << 30}))
-    assert capacity_notes(checked)[2].startswith("that is more than the memory of this machine, 2 GiB: ")
+    assert capacity_notes(checked)[2].startswith(
+        "that is more than the memory of this machine, 2 GiB: "
+    )
 
 
 def test_domains_count_by_their_share() -> None:
     pond = {**LAKE, "weight": 3.0, "group_size": 80}
-    checked = validate({"domains": {"lake": LAKE, "pond": pond}, "train": {"groups_per_step": 4, "max_staleness": 0}})
+    checked = validate(
+        {
+            "domains": {"lake": LAKE, "pond": pond},
+            "train": {"groups_per_step": 4, "max_staleness": 0},
+        }
+    )
     # 41,984 bytes in one group of four, 80 x 5,120 + 1,024 = 410,624 in three
     assert capacity_notes(checked)[2].startswith(
         f"a step takes at most {(41_984 + 3 * 410_624) / (1 << 20):.3g} MiB, the open tickets 1.21 MiB (1 x "
@@ -128,8 +144,11 @@ def test_domains_count_by_their_share() -> None:
 
 def test_a_group_that_cannot_travel_is_refused() -> None:
     fits = {"group_size": 80, "max_context_tokens": 1_032_000, "max_turns": 1}
-    assert largest_group("lake", config(fits)["domains"]["lake"], "grpo").size_bytes <= MAX_GROUP_BYTES
-    # (2**30 - 1,024) // 80 = 13,421,759 bytes for a sample, of which 640 are no tokens, 13 bytes for each
+    assert (
+        largest_group("lake", config(fits)["domains"]["lake"], "grpo").size_bytes <= MAX_GROUP_BYTES
+    )
+    # (2**30 - 1,024) // 80 = 13,421,759 bytes for a sample, of which 640 are no tokens, 13 bytes
+    # for each
     with pytest.raises(ConfigError) as caught:
         config(fits | {"max_context_tokens": 1_048_576})
     assert str(caught.value) == (
@@ -144,11 +163,16 @@ def test_a_group_that_cannot_travel_is_refused() -> None:
         config({"context": "steps", "max_turns": 100, "max_context_tokens": 131_072})
 
 
-def test_the_command_check_notes_sizes_and_timeouts_and_prints_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_check_notes_sizes_and_timeouts_and_prints_numbers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["check", "configs/quickstart.yaml"]) == 0
     out, err = capsys.readouterr()
     assert "note: domains.lake: a group takes at most 41 KiB: 8 episodes of 256 tokens\n" in err
-    assert "note: timeouts: a turn 120 s, an episode 1560 s, a group 3120 s, a ticket 6240 s in one hub" in err
+    assert (
+        "note: timeouts: a turn 120 s, an episode 1560 s, a group 3120 s, a ticket 6240 s in one hub"
+        in err
+    )
     resolved = yaml.safe_load(out)
     assert resolved["envhub"]["episode_timeout_s"] == 1560.0
     assert resolved["train"]["ticket_timeout_s"] == resolved["eval"]["timeout_s"] == 6240.0

@@ -52,16 +52,25 @@ def test_written_found_and_loaded(tmp_path: Path) -> None:
         assert path == folder / f"step-{step:06d}"
     found = checkpoint.newest_checkpoint(folder)
     assert found is not None
-    assert (found.path, found.step, found.epoch, found.ledger) == (folder / "step-000010", 10, 3, ledger_at(10))
+    assert (found.path, found.step, found.epoch, found.ledger) == (
+        folder / "step-000010",
+        10,
+        3,
+        ledger_at(10),
+    )
     checkpoint.load_state(found, backend)  # type: ignore[arg-type]
-    assert {name: tensor.tolist() for name, tensor in backend.loaded.items()} == {"optimizer.step": [7]}
+    assert {name: tensor.tolist() for name, tensor in backend.loaded.items()} == {
+        "optimizer.step": [7]
+    }
     assert (found.path / "config.json").read_text() == "{}"
 
 
 def test_the_same_step_is_replaced(tmp_path: Path) -> None:
     checkpoint.write(tmp_path, Stub(), ledger_at(1), epoch=1)  # type: ignore[arg-type]
     checkpoint.write(tmp_path, Stub(), ledger_at(1), epoch=2)  # type: ignore[arg-type]
-    assert [checkpoint.read_checkpoint(path).epoch for path in checkpoint.list_checkpoints(tmp_path)] == [2]
+    assert [
+        checkpoint.read_checkpoint(path).epoch for path in checkpoint.list_checkpoints(tmp_path)
+    ] == [2]
 
 
 def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
@@ -77,7 +86,11 @@ def test_pruned_from_the_oldest(tmp_path: Path) -> None:
         checkpoint.write(tmp_path, Stub(), ledger_at(step), epoch=1)  # type: ignore[arg-type]
     (tmp_path / "step-notes").mkdir()
     assert [path.name for path in checkpoint.prune(tmp_path, 2)] == ["step-000003", "step-000004"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000003", "step-000004", "step-notes"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-000003",
+        "step-000004",
+        "step-notes",
+    ]
     assert [path.name for path in checkpoint.prune(tmp_path, 5)] == ["step-000003", "step-000004"]
 
 

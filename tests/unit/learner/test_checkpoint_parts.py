@@ -27,14 +27,20 @@ from learner.backends.staged_part import StagedPart
 def parts(folder: Path, tensor: torch.Tensor, size: int) -> list[PartFile]:
     """A tensor that every rank holds, as they write it."""
     whole = [Slice.whole("w", tensor), Slice.whole("count", torch.tensor(7))]
-    return [write_part(folder / f"{rank}.safetensors", stage(whole, rank, size)) for rank in range(size)]
+    return [
+        write_part(folder / f"{rank}.safetensors", stage(whole, rank, size)) for rank in range(size)
+    ]
 
 
 def test_what_all_hold_is_written_once_in_equal_ranges(tmp_path: Path) -> None:
     tensor = torch.arange(35.0).view(5, 7)
     made = parts(tmp_path, tensor, 3)
     found = [load_file(part.path) for part in made]
-    assert [one["w"].tolist() for one in found] == [list(range(11)), list(range(11, 23)), list(range(23, 35))]
+    assert [one["w"].tolist() for one in found] == [
+        list(range(11)),
+        list(range(11, 23)),
+        list(range(23, 35)),
+    ]
     assert [one.get("count") for one in found] == [None, None, torch.tensor([7])]
     stored = StoredTensors(part.path for part in made)
     assert torch.equal(stored["w"], tensor)
@@ -76,9 +82,13 @@ def test_damage_is_named(tmp_path: Path) -> None:
     with pytest.raises(DamagedFileError, match=rf"^{file} is damaged: its digest"):
         part.verify()
     file.write_bytes(data[:-1])
-    with pytest.raises(DamagedFileError, match=rf"^{file} is damaged: {len(data) - 1} bytes instead of {len(data)}"):
+    with pytest.raises(
+        DamagedFileError, match=rf"^{file} is damaged: {len(data) - 1} bytes instead of {len(data)}"
+    ):
         part.check_size()
-    with pytest.raises(DamagedFileError, match=rf"^{file} cannot be read: not safetensors: w is not where"):
+    with pytest.raises(
+        DamagedFileError, match=rf"^{file} cannot be read: not safetensors: w is not where"
+    ):
         StoredTensors([file])
     file.unlink()
     with pytest.raises(DamagedFileError, match=rf"^{file} cannot be read: No such file"):
@@ -88,13 +98,17 @@ def test_damage_is_named(tmp_path: Path) -> None:
 def test_files_of_two_models_do_not_mix(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(2, 3)}, tmp_path / "a")
     save_file({"w": torch.zeros(3, 2)}, tmp_path / "b")
-    with pytest.raises(DamagedFileError, match=r"w has another shape or dtype than in another file"):
+    with pytest.raises(
+        DamagedFileError, match=r"w has another shape or dtype than in another file"
+    ):
         StoredTensors([tmp_path / "a", tmp_path / "b"])
 
 
 def test_weights_are_divided_among_files_in_order() -> None:
     sizes = {"a": 2, "b": 2, "large": 9, "c": 1}
-    like = {name: torch.empty(size, dtype=torch.uint8, device="meta") for name, size in sizes.items()}
+    like = {
+        name: torch.empty(size, dtype=torch.uint8, device="meta") for name, size in sizes.items()
+    }
     assert shards_of(like, 4) == [["a", "b"], ["large"], ["c"]]
     assert shards_of(like, 100) == [["a", "b", "large", "c"]]
     model = StoredModel({name: ("U8", [size]) for name, size in sizes.items()}, same_names=True)
@@ -102,7 +116,9 @@ def test_weights_are_divided_among_files_in_order() -> None:
 
 
 def test_a_rank_that_does_not_see_the_folder_says_so(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"^rank 2 on {socket.gethostname()} does not see {tmp_path}/gone"):
+    with pytest.raises(
+        UserError, match=rf"^rank 2 on {socket.gethostname()} does not see {tmp_path}/gone"
+    ):
         StagedPart([], 2, 4).write(tmp_path / "gone")
 
 
@@ -116,7 +132,9 @@ def test_reports_of_checkpoints_and_replies_of_training_come_to_who_waits_for_th
         if number == 30:
             theirs.send(WrittenReply(PartFile("p", 3, "d")))
     found = [ours.reply() for _ in range(50)]
-    assert [one.slices[0]["tokens"] for one in found if isinstance(one, SumsReply)] == list(np.arange(50.0))
+    assert [one.slices[0]["tokens"] for one in found if isinstance(one, SumsReply)] == list(
+        np.arange(50.0)
+    )
     waiting.join(10)
     assert written == [WrittenReply(PartFile("p", 3, "d"))]
     theirs.send(VerifiedReply("bad"))

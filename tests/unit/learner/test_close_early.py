@@ -1,4 +1,6 @@
-"""Groups that are closed early: only those that the filter would have dropped however they had ended."""
+"""Groups that are closed early: only those that the filter would have dropped however they had
+ended.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ from learner.credit.ledger import ForgetTicket, GroupArrival, IssueTicket, Ledge
 from learner.credit.record_intake import read_record
 from learner.credit.ticket_rules import DomainRule, TicketRules
 
-BOUNDS = st.tuples(st.sampled_from([0.0, 0.1, 0.2, 1 / 3, 0.5, 0.8, 1.0]), st.floats(0, 1)).map(sorted).map(tuple)
+BOUNDS = (
+    st.tuples(st.sampled_from([0.0, 0.1, 0.2, 1 / 3, 0.5, 0.8, 1.0]), st.floats(0, 1))
+    .map(sorted)
+    .map(tuple)
+)
 
 
 def group(successes: dict[int, bool], num_greedy: int = 0, size: int = 0) -> wire.Group:
@@ -39,7 +45,9 @@ def group(successes: dict[int, bool], num_greedy: int = 0, size: int = 0) -> wir
 
 
 @given(st.integers(0, 6), st.integers(0, 6), st.integers(0, 6), BOUNDS)
-def test_what_is_certain_is_certain_for_every_completion(solved: int, failed: int, left: int, bounds: Any) -> None:
+def test_what_is_certain_is_certain_for_every_completion(
+    solved: int, failed: int, left: int, bounds: Any
+) -> None:
     certain = never_within(solved, solved + failed, left, *bounds)
     kept = False
     for joined in range(left + 1):
@@ -53,21 +61,33 @@ def test_what_is_certain_is_certain_for_every_completion(solved: int, failed: in
 
 
 @given(st.data())
-def test_a_group_that_a_hub_closes_would_have_been_dropped_however_it_had_ended(data: st.DataObject) -> None:
-    """Any order of ends, scores and losses; after the closing, every way to go on that the hub knows is filtered."""
+def test_a_group_that_a_hub_closes_would_have_been_dropped_however_it_had_ended(
+    data: st.DataObject,
+) -> None:
+    """Any order of ends, scores and losses; after the closing, every way to go on that the hub
+    knows is filtered.
+    """
     size, greedy = data.draw(st.integers(1, 7)), data.draw(st.integers(0, 1))
     size += greedy
     least = data.draw(st.integers(1, size))
     bounds = data.draw(BOUNDS)
     redundant = data.draw(st.integers(0, size - least))
-    job = GroupJob("t", size, least, 60.0, num_redundant=redundant, num_greedy=greedy, pass_rate=bounds)
+    job = GroupJob(
+        "t", size, least, 60.0, num_redundant=redundant, num_greedy=greedy, pass_rate=bounds
+    )
     truth = [data.draw(st.booleans()) for _ in range(size)]
 
     slots = EpisodeSlots(size, max_retries=0)
-    running = {action.episode for action in slots.offer(job, 0.0) if isinstance(action, StartEpisode)}
+    running = {
+        action.episode for action in slots.offer(job, 0.0) if isinstance(action, StartEpisode)
+    }
     done, unjudged, ends = set[int](), set[int](), list[Any]()
     while not ends and (running or unjudged):
-        what = data.draw(st.sampled_from((["finish", "lose"] if running else []) + (["judge"] if unjudged else [])))
+        what = data.draw(
+            st.sampled_from(
+                (["finish", "lose"] if running else []) + (["judge"] if unjudged else [])
+            )
+        )
         episode = data.draw(st.sampled_from(sorted(unjudged if what == "judge" else running)))
         if what == "judge":
             unjudged.remove(episode)
@@ -86,7 +106,8 @@ def test_a_group_that_a_hub_closes_would_have_been_dropped_however_it_had_ended(
     assert slots.running == 0
     known = {one: truth[one] for one in done - unjudged}
     still_open = [one for one in running | unjudged if one < size - greedy]
-    for joined in range(len(still_open) + 1):  # those that end in the group, and those of them that succeed
+    # those that end in the group, and those of them that succeed
+    for joined in range(len(still_open) + 1):
         for good in range(joined + 1):
             outcomes = known | {one: i < good for i, one in enumerate(still_open[:joined])}
             assert not passes_pass_rate(bounds, group(outcomes, greedy, size))
@@ -94,17 +115,23 @@ def test_a_group_that_a_hub_closes_would_have_been_dropped_however_it_had_ended(
 
 def rules(**more: Any) -> TicketRules:
     domains = (DomainRule("lake", 1.0, 4, 4, 60.0),)
-    return TicketRules(4, 2, 1, "wait", 0, domains, **{"pass_rate": (0.2, 0.8), "close_early": True} | more)
+    return TicketRules(
+        4, 2, 1, "wait", 0, domains, **{"pass_rate": (0.2, 0.8), "close_early": True} | more
+    )
 
 
 @given(st.data(), st.integers(0, 4))
-def test_closings_never_exceed_the_bound_of_a_step_and_the_ledger_adds_up(data: st.DataObject, bound: int) -> None:
+def test_closings_never_exceed_the_bound_of_a_step_and_the_ledger_adds_up(
+    data: st.DataObject, bound: int
+) -> None:
     ledger = Ledger(rules(max_replacements_per_step=bound))
     tickets: dict[int, wire.Ticket] = {}
     by_filter = closed = 0
 
     def note(actions: list[Any]) -> None:
-        tickets.update({one.ticket.number: one.ticket for one in actions if isinstance(one, IssueTicket)})
+        tickets.update(
+            {one.ticket.number: one.ticket for one in actions if isinstance(one, IssueTicket)}
+        )
 
     note(ledger.open_credit())
     for seq in range(1, data.draw(st.integers(1, 40))):
@@ -133,7 +160,9 @@ def test_closings_never_exceed_the_bound_of_a_step_and_the_ledger_adds_up(data: 
         by_filter += list(outcomes.values()).count("filtered")
         assert by_filter <= bound
         count = ledger.counts()
-        assert count["issued"] == sum(count[name] for name in ("trained", "filtered", "dropped", "dead", "open"))
+        assert count["issued"] == sum(
+            count[name] for name in ("trained", "filtered", "dropped", "dead", "open")
+        )
         assert count["open"] <= 2 * 2
     assert ledger.state.reasons.get("filtered", 0) == closed
     if not bound:
@@ -145,8 +174,13 @@ def test_a_complete_group_outside_of_the_bounds_is_filtered(num_solved: int, wan
     ledger = Ledger(rules(close_early=False))
     ledger.open_credit()
     there = group({i: i < num_solved for i in range(4)})
-    trajectories = [msgspec.structs.replace(one, version_runs=wire.column([0, 4], "<i4")) for one in there.trajectories]
-    there = msgspec.structs.replace(there, ticket=1, task_index=0, pools=[], trajectories=trajectories)
+    trajectories = [
+        msgspec.structs.replace(one, version_runs=wire.column([0, 4], "<i4"))
+        for one in there.trajectories
+    ]
+    there = msgspec.structs.replace(
+        there, ticket=1, task_index=0, pools=[], trajectories=trajectories
+    )
     read = read_record(LogRecord(1, there, "", 1, b""), ledger, 1 << 30)
     assert isinstance(read.record, GroupArrival), read
     assert read.record.wanted is wanted
@@ -174,8 +208,14 @@ def test_tickets_say_nothing_of_filters_unless_they_may_be_closed_early() -> Non
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"pass_rate": [0.8, 0.2]}, "algorithm.pass_rate: [0.8, 0.2] is not allowed; the lower share first"),
-        ({"close_early": True}, "algorithm.close_early: True is not allowed; false without algorithm.pass_rate"),
+        (
+            {"pass_rate": [0.8, 0.2]},
+            "algorithm.pass_rate: [0.8, 0.2] is not allowed; the lower share first",
+        ),
+        (
+            {"close_early": True},
+            "algorithm.close_early: True is not allowed; false without algorithm.pass_rate",
+        ),
     ],
 )
 def test_bad_settings_get_one_line(settings: dict[str, Any], line: str) -> None:

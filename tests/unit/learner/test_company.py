@@ -19,7 +19,9 @@ def test_who_is_missing_is_said_once_and_again_when_they_came() -> None:
         (50.0, False, True, True),
         (51.0, False, True, True),
     ]:
-        said += [(now, line) for line in company.look({"envhub": hub, "rollout": server}, work, now)]
+        said += [
+            (now, line) for line in company.look({"envhub": hub, "rollout": server}, work, now)
+        ]
     missing = "waiting: no envhub has joined; start one with `envhub --run demo`"
     assert said == [(30.0, missing), (40.0, "envhub has joined"), (51.0, missing)]
 
@@ -32,7 +34,10 @@ def test_a_wait_is_said_again_at_growing_intervals() -> None:
 
 
 def test_a_run_with_rewards_needs_a_hub_for_them() -> None:
-    plain, judged = DomainSection(env="qa"), DomainSection(env="qa", rewards=[RewardConfig(name="math_answer")])
+    plain, judged = (
+        DomainSection(env="qa"),
+        DomainSection(env="qa", rewards=[RewardConfig(name="math_answer")]),
+    )
     assert required_roles({"a": plain}) == ["envhub", "rollout"]
     assert required_roles({"a": plain, "b": judged}) == ["envhub", "rollout", "rewardhub"]
     company = MissingRoles("demo")

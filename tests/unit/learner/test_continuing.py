@@ -16,13 +16,22 @@ from learner.run_folder import note_epoch
 from rlearner_text.config import TinyModel
 from rlearner_text.tiny import build_tiny
 
-SIZES = {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 32}
+SIZES = {
+    "hidden_size": 16,
+    "num_layers": 1,
+    "num_heads": 1,
+    "num_kv_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 32,
+}
 TINY = TinyModel.model_validate(SIZES)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders: ``first``, ``again`` of the same shapes, ``wider``, ``wordy`` with one more token in the same shapes."""
+    """Folders: ``first``, ``again`` of the same shapes, ``wider``, ``wordy`` with one more token in
+    the same shapes.
+    """
     folder = tmp_path_factory.mktemp("models")
     build_tiny(folder / "first", TINY)
     build_tiny(folder / "again", TINY, seed=1)
@@ -38,8 +47,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(models: Path, **model: Any) -> dict[str, Any]:
-    named = {"path": str(models / "first"), "seed": 0, "tiny": TINY.model_dump(), "dtype": "float32"} | model
-    return {"run": {"name": "mine"}, "model": named, "domains": {"lake": {"env": "frozenlake"}}, "train": {"lr": 1e-5}}
+    named = {
+        "path": str(models / "first"),
+        "seed": 0,
+        "tiny": TINY.model_dump(),
+        "dtype": "float32",
+    } | model
+    return {
+        "run": {"name": "mine"},
+        "model": named,
+        "domains": {"lake": {"env": "frozenlake"}},
+        "train": {"lr": 1e-5},
+    }
 
 
 @pytest.fixture
@@ -52,7 +71,10 @@ def begun(tmp_path: Path, models: Path) -> Path:
 
 
 def test_each_setting_that_changed_is_one_line() -> None:
-    before = {"train": {"lr": 1e-5, "steps": 4}, "domains": {"a": {"env": "qa"}, "b": {"env": "x" * 99}}}
+    before = {
+        "train": {"lr": 1e-5, "steps": 4},
+        "domains": {"a": {"env": "qa"}, "b": {"env": "x" * 99}},
+    }
     after = {
         "train": {"lr": 2e-5, "steps": 4, "lora": {"rank": 8}},
         "domains": {"a": {"env": "qa", "args": {"n": [1]}}},
@@ -65,7 +87,9 @@ def test_each_setting_that_changed_is_one_line() -> None:
     ]
 
 
-def test_what_may_change_is_listed_and_a_new_run_has_nothing_to_compare(begun: Path, models: Path) -> None:
+def test_what_may_change_is_listed_and_a_new_run_has_nothing_to_compare(
+    begun: Path, models: Path
+) -> None:
     after = settings(models, dtype="bfloat16")
     after["train"]["lr"] = 2e-5
     assert check_changes(begun, after, force=False) == [
@@ -87,7 +111,10 @@ def test_what_may_change_is_listed_and_a_new_run_has_nothing_to_compare(begun: P
             "wordy",
             "its tokenizer is not that of {held} (2 tokens differ): a run cannot change that; choose another run.name",
         ),
-        ("none", "no such folder; give a Hugging Face model folder or hub name such as Qwen/Qwen3-0.6B"),
+        (
+            "none",
+            "no such folder; give a Hugging Face model folder or hub name such as Qwen/Qwen3-0.6B",
+        ),
     ],
 )
 def test_a_model_of_another_shape_or_tokenizer_is_refused(
@@ -96,10 +123,15 @@ def test_a_model_of_another_shape_or_tokenizer_is_refused(
     with pytest.raises(ConfigError) as refused:
         check_changes(begun, settings(models, path=str(models / name)), force=force)
     held = begun / "checkpoints" / "step-000004"
-    assert str(refused.value) == f"model.path: {str(models / name)!r} is not allowed; {said.format(held=held)}"
+    assert (
+        str(refused.value)
+        == f"model.path: {str(models / name)!r} is not allowed; {said.format(held=held)}"
+    )
 
 
-def test_a_model_that_is_replaced_under_the_same_path_is_refused(begun: Path, models: Path, tmp_path: Path) -> None:
+def test_a_model_that_is_replaced_under_the_same_path_is_refused(
+    begun: Path, models: Path, tmp_path: Path
+) -> None:
     moving = tmp_path / "moving"
     shutil.copytree(models / "first", moving)
     (begun / "config.yaml").write_text(to_yaml(settings(models, path=str(moving))))
@@ -134,13 +166,17 @@ def test_a_changed_tiny_model_is_not_ignored(tmp_path: Path, models: Path, place
     ):
         check_changes(tmp_path, wider, force=True)
     with pytest.raises(
-        ConfigError, match=r"^model.seed: 7 is not allowed; run mine began with 0: choose another run.name, or --force"
+        ConfigError,
+        match=r"^model.seed: 7 is not allowed; run mine began with 0: choose another run.name, or --force",
     ):
         check_changes(tmp_path, settings(models, path=None, seed=7), force=False)
-    assert check_changes(tmp_path, settings(models, path=None, seed=7), force=True) == ["model.seed: 0 -> 7"]
+    assert check_changes(tmp_path, settings(models, path=None, seed=7), force=True) == [
+        "model.seed: 0 -> 7"
+    ]
     (tmp_path / "config.yaml").write_text(to_yaml(settings(models)))
     with pytest.raises(
-        ConfigError, match=r"^model.path: None is not allowed; run mine began with '.*first': a run cannot change that"
+        ConfigError,
+        match=r"^model.path: None is not allowed; run mine began with '.*first': a run cannot change that",
     ):
         check_changes(tmp_path, settings(models, path=None), force=True)
 
@@ -152,7 +188,9 @@ def test_a_run_keeps_one_of_its_domains(begun: Path, models: Path) -> None:
     del after["domains"]["lake"]
     with pytest.raises(ConfigError) as refused:
         check_changes(begun, after, force=False)
-    allowed = "run mine has trained lake: keep one of them, choose another run.name, or give --force"
+    allowed = (
+        "run mine has trained lake: keep one of them, choose another run.name, or give --force"
+    )
     assert str(refused.value) == f"domains: 'sums' is not allowed; {allowed}"
     assert check_changes(begun, after, force=True) == [
         'domains.lake: {"env": "frozenlake"} -> null',

@@ -28,7 +28,9 @@ def test_what_the_stages_take():
     assert refused({"backend": "deepspeed", "deepspeed": {"stage": 4}}).startswith(
         "train.deepspeed.stage: 4 is not allowed; "
     )
-    assert "did you mean 'train.deepspeed.stage'?" in refused({"backend": "deepspeed", "deepspeed": {"stages": 1}})
+    assert "did you mean 'train.deepspeed.stage'?" in refused(
+        {"backend": "deepspeed", "deepspeed": {"stages": 1}}
+    )
     line = (
         "train.deepspeed.offload_param: True is not allowed; false with train.deepspeed.stage 2: only stage 3 "
         "divides weights"
@@ -40,13 +42,15 @@ def test_what_the_stages_take():
     for option in ({"activation_offload": True}, {"compile": True, "deepspeed": {"stage": 3}}):
         assert validate({"domains": {"lake": LAKE}, "train": {"backend": "deepspeed", **option}})
     ppo = {"adv_estimator": "gae", "critic": {"enabled": True}}
-    assert validate({"domains": {"lake": LAKE}, "train": {"backend": "deepspeed"}, "algorithm": ppo})
+    assert validate(
+        {"domains": {"lake": LAKE}, "train": {"backend": "deepspeed"}, "algorithm": ppo}
+    )
     checked = validate({"domains": {"lake": LAKE}, "train": {"backend": "deepspeed", "ranks": 2}})
     assert checked["train"]["deepspeed"]["stage"] == 2
     assert (
-        validate({"domains": {"lake": LAKE}, "train": {"backend": "deepspeed", "lora": {"rank": 8}}})["train"]["lora"][
-            "rank"
-        ]
+        validate(
+            {"domains": {"lake": LAKE}, "train": {"backend": "deepspeed", "lora": {"rank": 8}}}
+        )["train"]["lora"]["rank"]
         == 8
     )
 
@@ -54,7 +58,14 @@ def test_what_the_stages_take():
 def test_its_keys_belong_to_it_alone(tmp_path):
     line = "train.deepspeed.stage: 3 is not allowed; unset with train.backend fsdp2"
     assert refused({"backend": "fsdp2", "deepspeed": {"stage": 3}}) == line
-    with pytest.raises(ConfigError, match=r"^train.backend: 'deepspeed' is not allowed; torch, ddp or fsdp2"):
+    with pytest.raises(
+        ConfigError, match=r"^train.backend: 'deepspeed' is not allowed; torch, ddp or fsdp2"
+    ):
         offline.validate(
-            "sft", {"model": {"path": str(tmp_path)}, "data": {"train": "x.jsonl"}, "train": {"backend": "deepspeed"}}
+            "sft",
+            {
+                "model": {"path": str(tmp_path)},
+                "data": {"train": "x.jsonl"},
+                "train": {"backend": "deepspeed"},
+            },
         )

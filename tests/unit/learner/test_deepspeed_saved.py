@@ -1,4 +1,6 @@
-"""Views of gathered weights are kept as places: what is dropped after a layer's forward pass is dropped."""
+"""Views of gathered weights are kept as places: what is dropped after a layer's forward pass is
+dropped.
+"""
 
 from types import SimpleNamespace
 
@@ -14,8 +16,8 @@ HERE, GONE = SimpleNamespace(name="AVAILABLE"), SimpleNamespace(name="NOT_AVAILA
 
 
 class Divided:
-    """A layer's weight as ZeRO's stage 3 has it: whole while it is gathered, each time somewhere else, and otherwise
-    nothing.
+    """A layer's weight as ZeRO's stage 3 has it: whole while it is gathered, each time somewhere
+    else, and otherwise nothing.
     """
 
     def __init__(self, layer):
@@ -27,7 +29,9 @@ class Divided:
         self.gathered += 1
         flat = torch.full((self._whole.numel() + 9,), torch.nan)  # among others, in one buffer
         flat[self.gathered : self.gathered + self._whole.numel()] = self._whole.flatten()
-        self.weight.data = flat[self.gathered : self.gathered + self._whole.numel()].view_as(self._whole)
+        self.weight.data = flat[self.gathered : self.gathered + self._whole.numel()].view_as(
+            self._whole
+        )
         self.weight.ds_status = HERE
 
     def drop(self):
@@ -71,8 +75,10 @@ def test_nothing_of_a_gathered_weight_is_held(monkeypatch, trained, offloaded):
     assert torch.equal(ours.grad, expected[0])
     assert torch.equal(made.weight.grad, expected[1]) if trained else made.weight.grad is None
     assert divided.gathered == 2
-    assert made.weight.ds_status is (HERE if trained else GONE)  # what was gathered for the view alone is dropped again
-    kept = [(8, 5), (2, 4, 3)] if trained else [(2, 4, 3)]  # the layer's input, for its weight, and output: no weight
+    # what was gathered for the view alone is dropped again
+    assert made.weight.ds_status is (HERE if trained else GONE)
+    # the layer's input, for its weight, and output: no weight
+    kept = [(8, 5), (2, 4, 3)] if trained else [(2, 4, 3)]
     assert left == (kept if offloaded else [])
 
 

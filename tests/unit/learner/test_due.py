@@ -10,8 +10,8 @@ from learner.disk_retry import RetryBackoff
 
 
 def steps_due(due: CheckpointSchedule, ends: list[float]) -> list[int]:
-    """Steps after which a checkpoint is taken, if each is taken at once; ``ends`` are the times at which steps 1, 2 …
-    end.
+    """Steps after which a checkpoint is taken, if each is taken at once; ``ends`` are the times at
+    which steps 1, 2 … end.
     """
     taken = []
     for step, now in enumerate(ends, start=1):
@@ -32,7 +32,12 @@ def steps_due(due: CheckpointSchedule, ends: list[float]) -> list[int]:
     ],
 )
 def test_either_triggers(every_steps: int, every_s: float, taken: list[int]) -> None:
-    assert steps_due(CheckpointSchedule(every_steps, every_s, 0.0, 2), [10.0 * step for step in range(1, 10)]) == taken
+    assert (
+        steps_due(
+            CheckpointSchedule(every_steps, every_s, 0.0, 2), [10.0 * step for step in range(1, 10)]
+        )
+        == taken
+    )
 
 
 def test_one_that_cannot_be_taken_stays_due_and_counts_once() -> None:
@@ -66,7 +71,15 @@ def test_by_the_clock_one_falls_due_each_interval_while_none_is_taken() -> None:
 
 def test_waits_double_up_to_a_limit_and_begin_anew() -> None:
     backoff = RetryBackoff()
-    assert [backoff.failed("full", float(n))[0] for n in range(7)] == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
+    assert [backoff.failed("full", float(n))[0] for n in range(7)] == [
+        0.5,
+        1.0,
+        2.0,
+        4.0,
+        8.0,
+        10.0,
+        10.0,
+    ]
     backoff.worked()
     assert backoff.failed("full", 7.0)[0] == 0.5
 

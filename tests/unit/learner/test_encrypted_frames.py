@@ -40,7 +40,11 @@ def test_threads_put_while_another_takes(ends: tuple[EncryptedFrames, EncryptedF
             theirs.put(theirs.take())
 
     takes = threading.Thread(target=lambda: answers.extend(ours.take() for _ in range(2 * FRAMES)))
-    threads = [takes, threading.Thread(target=echo), *(threading.Thread(target=put, args=(name,)) for name in "ab")]
+    threads = [
+        takes,
+        threading.Thread(target=echo),
+        *(threading.Thread(target=put, args=(name,)) for name in "ab"),
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -51,7 +55,9 @@ def test_threads_put_while_another_takes(ends: tuple[EncryptedFrames, EncryptedF
         ]
 
 
-def test_frames_that_came_before_the_end_are_taken_first(ends: tuple[EncryptedFrames, EncryptedFrames]) -> None:
+def test_frames_that_came_before_the_end_are_taken_first(
+    ends: tuple[EncryptedFrames, EncryptedFrames],
+) -> None:
     ours, theirs = ends
     theirs.put(b"last")
     ours.lost.set()

@@ -1,5 +1,5 @@
-"""What the engine says it sampled with is what the trainer computes for the same tokens; a stale engine is found
-out.
+"""What the engine says it sampled with is what the trainer computes for the same tokens; a stale
+engine is found out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ def sampled(path: Path, temperature: float) -> list[TrainSample]:
     )
     prompts = {str(i): [2 + (7 * i + j) % 100 for j in range(3 + 2 * i)] for i in range(6)}
     for name, prompt in prompts.items():
-        core.submit(models.request(name, prompt, seed=int(name), temperature=temperature, max_tokens=12), 0.0)
+        core.submit(
+            models.request(name, prompt, seed=int(name), temperature=temperature, max_tokens=12),
+            0.0,
+        )
     while core.scheduler.num_running + core.scheduler.num_waiting:
         core.admit(0.0)
         if core.can_step:
@@ -63,7 +66,11 @@ def sampled(path: Path, temperature: float) -> list[TrainSample]:
 
 def largest_difference(path: Path, samples: list[TrainSample]) -> tuple[float, dict[str, float]]:
     trainer = TorchBackend(
-        str(path), train=TrainSection(lr=1e-3, device="cpu"), algorithm=AlgorithmSection(), model=ModelSection(), seed=0
+        str(path),
+        train=TrainSection(lr=1e-3, device="cpu"),
+        algorithm=AlgorithmSection(),
+        model=ModelSection(),
+        seed=0,
     )
     scores = trainer.score(samples)
     gaps = [
@@ -89,7 +96,9 @@ def test_a_stale_engine_is_found_out(tmp_path: Path) -> None:
     old, new = models.make("qwen3", tmp_path), tmp_path / "new"
     model = models.load(old)
     with torch.no_grad():
-        for parameter, other in zip(model.parameters(), models.changed(model, 1).values(), strict=True):
+        for parameter, other in zip(
+            model.parameters(), models.changed(model, 1).values(), strict=True
+        ):
             parameter.lerp_(other, 0.01)
     model.save_pretrained(new)
     gap, metrics = largest_difference(new, sampled(old, 1.0))

@@ -34,7 +34,8 @@ class Log:
 
     def __init__(self) -> None:
         self.records: asyncio.Queue[LogRecord] = asyncio.Queue()
-        self.kept: list[list[int]] = []  # tickets below 20 whose parts are kept, after each evaluation
+        # tickets below 20 whose parts are kept, after each evaluation
+        self.kept: list[list[int]] = []
 
     async def last_seq(self, stream: object) -> int:
         return 0
@@ -54,10 +55,14 @@ class Log:
             min_group_size=2,
             deadline_s=9.0,
         )
-        self.records.put_nowait(LogRecord(asked.number, group(made, eval_step=0), "", asked.number, b""))
+        self.records.put_nowait(
+            LogRecord(asked.number, group(made, eval_step=0), "", asked.number, b"")
+        )
         return asked.number
 
-    async def read_log(self, stream: object, start: int, *, wanted: Callable[[int], bool]) -> AsyncIterator[LogRecord]:
+    async def read_log(
+        self, stream: object, start: int, *, wanted: Callable[[int], bool]
+    ) -> AsyncIterator[LogRecord]:
         while True:
             yield await self.records.get()
 
@@ -82,12 +87,18 @@ class Full:
 
 def evaluator(folder: Path, stop: Stop) -> Evaluator:
     domains = {"lake": DomainSection(env="lake", max_turns=1, deadline_s=9)}
-    evaluations = EvaluationQueue(EvalSection(tasks=2, every_steps=1, timeout_s=600), domains, seed=1)
+    evaluations = EvaluationQueue(
+        EvalSection(tasks=2, every_steps=1, timeout_s=600), domains, seed=1
+    )
     patience = DiskRetry(folder, stop, "nothing is kept")
-    return Evaluator(Log(), evaluations, None, folder / "evals", "", patience, TranscriptFactory({}, folder))  # type: ignore[arg-type]
+    return Evaluator(
+        Log(), evaluations, None, folder / "evals", "", patience, TranscriptFactory({}, folder)
+    )  # type: ignore[arg-type]
 
 
-async def test_episodes_wait_for_space_and_so_does_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_episodes_wait_for_space_and_so_does_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk, stop = Full(monkeypatch, 3), Stop()
     evaluating = evaluator(tmp_path, stop)
     evaluating.start(4, "actor", 0)
@@ -99,15 +110,23 @@ async def test_episodes_wait_for_space_and_so_does_the_end(tmp_path: Path, monke
             task.cancel()
     assert disk.left == 0
     assert evaluating.completed[0].rows == []  # they stand in the file; numbers alone are kept
-    rows = [json.loads(line) for line in (tmp_path / "evals" / "actor-step-000004.jsonl").read_text().splitlines()]
-    assert [(row["domain"], row["task_index"], len(row["reward"])) for row in rows] == [("lake", 0, 2), ("lake", 1, 2)]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "evals" / "actor-step-000004.jsonl").read_text().splitlines()
+    ]
+    assert [(row["domain"], row["task_index"], len(row["reward"])) for row in rows] == [
+        ("lake", 0, 2),
+        ("lake", 1, 2),
+    ]
     # by their numbers, for there is no tokenizer
     assert [(row["prompt"], row["text"]) for row in rows] == [("3 7", "4 4")] * 2
     assert evaluating.take(last=True)["eval/num_episodes"] == 4
     assert evaluating._bus.kept == [list(range(3, 20))]  # type: ignore[attr-defined]  # 1 and 2 have ended
 
 
-async def test_a_measurement_alone_waits_for_its_episodes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_measurement_alone_waits_for_its_episodes_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk, stop = Full(monkeypatch, 50), Stop()
     evaluating = evaluator(tmp_path, stop)
     evaluating.start(0, "evaluated", 0)
@@ -116,7 +135,8 @@ async def test_a_measurement_alone_waits_for_its_episodes_too(tmp_path: Path, mo
     async with asyncio.TaskGroup() as group_of_tasks:
         tasks = [group_of_tasks.create_task(work) for work in evaluating.services()]
         await disk.refused.wait()
-        assert (asked.waiting, evaluating.completed, evaluating.busy) == (set(), [asked], True)  # all but the file
+        # all but the file
+        assert (asked.waiting, evaluating.completed, evaluating.busy) == (set(), [asked], True)
         disk.left = 2
         await wait_until_measured(fleet, evaluating, asked, stop, quiet=True)
         for task in tasks:
@@ -146,7 +166,9 @@ def won(policy: str, step: int, *successes: tuple[int, list[bool]]) -> Evaluatio
         )  # fmt: skip
         whole = group(ticket, eval_step=step)
         of_one = [
-            msgspec.structs.replace(whole.trajectories[0], episode=n, success=flag, reward=float(flag))
+            msgspec.structs.replace(
+                whole.trajectories[0], episode=n, success=flag, reward=float(flag)
+            )
             for n, flag in enumerate(flags)
         ]
         made.add(msgspec.structs.replace(whole, trajectories=of_one))
@@ -154,22 +176,32 @@ def won(policy: str, step: int, *successes: tuple[int, list[bool]]) -> Evaluatio
 
 
 def test_two_policies_on_the_same_tasks() -> None:
-    ours = won("actor", 10, (0, [True, True]), (1, [True, False]), (2, [True, True]), (3, [False, False]))
-    theirs = won("old", 10, (0, [True, False]), (1, [False, False]), (2, [True, True]))  # one task came to nothing
+    ours = won(
+        "actor", 10, (0, [True, True]), (1, [True, False]), (2, [True, True]), (3, [False, False])
+    )
+    # one task came to nothing
+    theirs = won("old", 10, (0, [True, False]), (1, [False, False]), (2, [True, True]))
     assert theirs.values() == {
         "eval/old/success_rate": 0.5,
         "eval/old/reward_mean": 0.5,
         "eval/old/domain/lake/success_rate": 0.5,
     }
     # Task by task the actor is ahead by 1/2, 1/2 and 0: mean 1/3, variance 1/12.
-    assert ours.ahead(theirs) == {"ahead": pytest.approx(1 / 3), "ahead_stderr": pytest.approx((1 / 12 / 3) ** 0.5)}
+    assert ours.ahead(theirs) == {
+        "ahead": pytest.approx(1 / 3),
+        "ahead_stderr": pytest.approx((1 / 12 / 3) ** 0.5),
+    }
     assert ours.ahead(won("old", 10, (0, [True]))) == {}
 
 
-async def test_others_are_measured_whenever_the_actor_is_and_shown_beside_it(tmp_path: Path) -> None:
+async def test_others_are_measured_whenever_the_actor_is_and_shown_beside_it(
+    tmp_path: Path,
+) -> None:
     stop = Stop()
     evaluations = EvaluationQueue(
-        EvalSection(tasks=2, every_steps=5, timeout_s=600), {"lake": DomainSection(env="lake", deadline_s=9)}, seed=1
+        EvalSection(tasks=2, every_steps=5, timeout_s=600),
+        {"lake": DomainSection(env="lake", deadline_s=9)},
+        seed=1,
     )
     roster: Any = Offers("actor", "old")
     made = Evaluator(
@@ -186,7 +218,10 @@ async def test_others_are_measured_whenever_the_actor_is_and_shown_beside_it(tmp
     assert evaluations.pending == []
     made.step_completed(5, 20)
     assert [(one.policy, one.step) for one in evaluations.pending] == [("actor", 5), ("old", 5)]
-    old, actor = won("old", 5, (0, [False]), (1, [False])), won("actor", 5, (0, [True]), (1, [False]))
+    old, actor = (
+        won("old", 5, (0, [False]), (1, [False])),
+        won("actor", 5, (0, [True]), (1, [False])),
+    )
     await made._finish(old)
     assert made.take(last=False) == {}  # it waits for the actor's
     await made._finish(actor)
@@ -196,7 +231,9 @@ async def test_others_are_measured_whenever_the_actor_is_and_shown_beside_it(tmp
     assert made.take(last=True) == {}
 
 
-async def test_a_stop_on_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stop_on_a_full_disk_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk, stop = Full(monkeypatch, 1_000_000), Stop()
     evaluating = evaluator(tmp_path, stop)
     evaluating.start(4, "actor", 0)

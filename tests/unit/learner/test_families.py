@@ -1,4 +1,6 @@
-"""Families of models: the learner's logprobs and gradients are those of transformers, one sequence at a time."""
+"""Families of models: the learner's logprobs and gradients are those of transformers, one sequence
+at a time.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,31 @@ from family_models import FAMILIES, VOCAB, family_config, save_family
 from broker.errors import ConfigError
 from learner.algorithm.samples import TrainSample
 from learner.backends.models import attention, attention_trial, mixers
-from learner.backends.models.attention import AttentionPattern, InexactAttentionError, SequenceAttention
+from learner.backends.models.attention import (
+    AttentionPattern,
+    InexactAttentionError,
+    SequenceAttention,
+)
 from learner.backends.models.batch import collate
 from learner.backends.models.policy import PolicyModel, load_model
 from learner.backends.models.support import training_problem
 from rlearner_text.config import ModelSection
 
 CPU = torch.device("cpu")
-CONTEXT = 80  # beyond every window, chunk and set of rotary factors of FAMILIES, as are the longest rows
+# beyond every window, chunk and set of rotary factors of FAMILIES, as are the longest rows
+CONTEXT = 80
 PADDED = {"llama4"}  # its attention scales with a token's index in the row
-GRADIENTS = ["mistral", "gemma2", "gemma3n", "gpt_oss", "qwen3_5", "lfm2", "falcon_h1", "phi4_longrope", "deepseek_v3"]
+GRADIENTS = [
+    "mistral",
+    "gemma2",
+    "gemma3n",
+    "gpt_oss",
+    "qwen3_5",
+    "lfm2",
+    "falcon_h1",
+    "phi4_longrope",
+    "deepseek_v3",
+]
 
 
 def make_rows() -> list[TrainSample]:
@@ -29,7 +46,8 @@ def make_rows() -> list[TrainSample]:
     prompt = rng.integers(2, VOCAB, 11).astype(np.int32)
     rows = [rng.integers(2, VOCAB, length).astype(np.int32) for length in (3, 12, 41, 40, 70)]
     rows += [
-        np.append(prompt, row[:length]).astype(np.int32) for row, length in zip(rows[2:], (3, 19, 20), strict=True)
+        np.append(prompt, row[:length]).astype(np.int32)
+        for row, length in zip(rows[2:], (3, 19, 20), strict=True)
     ]
     return [make_sample(ids) for ids in rows]
 
@@ -83,20 +101,30 @@ def test_gradients_are_those_of_single_sequences(tmp_path, name):
     path = save_family(tmp_path, name)
     logprobs, plain = plain_logprobs(path)
     (logprobs @ WEIGHTS).backward()
-    expected = {key: parameter.grad for key, parameter in plain.named_parameters() if parameter.grad is not None}
+    expected = {
+        key: parameter.grad
+        for key, parameter in plain.named_parameters()
+        if parameter.grad is not None
+    }
     for packing, repeated in ((False, False), (True, False), (True, True)):
         model = policy(path, packing=packing)
         if repeated:
             model.checkpoint_blocks()
         (scores(model) @ WEIGHTS).backward()
-        gradients = {key: value.grad for key, value in model.module.named_parameters() if value.grad is not None}
+        gradients = {
+            key: value.grad
+            for key, value in model.module.named_parameters()
+            if value.grad is not None
+        }
         assert gradients.keys() == expected.keys()
         for key, gradient in gradients.items():
             error = float((gradient - expected[key]).norm() / (expected[key].norm() + 1e-3))
             assert error < 1e-4, (key, error)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt_oss", "qwen3_5", "falcon_h1", "qwen3_moe", "lfm2"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "gemma2", "gpt_oss", "qwen3_5", "falcon_h1", "qwen3_moe", "lfm2"]
+)
 def test_bfloat16_is_as_near_as_rounding_allows(tmp_path, name):
     path = save_family(tmp_path, name)
     with torch.no_grad():
@@ -125,7 +153,9 @@ def test_windows_that_are_ignored_are_seen(tmp_path, monkeypatch, name, dtype):
     monkeypatch.setattr(AttentionPattern, "mask", lambda _, low, start, stop: torch.ones(
         stop - start, stop - low, dtype=torch.bool).tril(start - low))  # fmt: skip
     original = AttentionPattern.__init__
-    monkeypatch.setattr(AttentionPattern, "__init__", lambda self, f, _, d: original(self, f, 10**6, d))
+    monkeypatch.setattr(
+        AttentionPattern, "__init__", lambda self, f, _, d: original(self, f, 10**6, d)
+    )
     model = policy(save_family(tmp_path, name), dtype=dtype)
     assert model.unpackable
     assert model.module.config._attn_implementation == "eager"
@@ -161,7 +191,9 @@ def test_windows_longer_than_the_trial_are_crossed_in_it(tmp_path, monkeypatch):
     sizes = []
     original = AttentionPattern.__init__
     monkeypatch.setattr(
-        AttentionPattern, "__init__", lambda self, f, size, d: (sizes.append(size), original(self, f, size, d))[1]
+        AttentionPattern,
+        "__init__",
+        lambda self, f, size, d: (sizes.append(size), original(self, f, size, d))[1],
     )
     trained = policy(str(tmp_path))
     assert not trained.unpackable
@@ -188,16 +220,23 @@ def test_a_model_that_amplifies_rounding_errors_is_not_refused(tmp_path):
 
 def test_a_model_that_sees_later_tokens_is_refused(tmp_path):
     save_bert(tmp_path, is_decoder=False)
-    with pytest.raises(ConfigError, match=r"model.path: .* bert without is_decoder sees later tokens: it is no causal"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model.path: .* bert without is_decoder sees later tokens: it is no causal",
+    ):
         policy(str(tmp_path))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"model.path: .* BertLMHeadModel cannot be trained: states differ by"):
+    with pytest.raises(
+        ConfigError, match=r"model.path: .* BertLMHeadModel cannot be trained: states differ by"
+    ):
         attention_trial.choose_attention(model.eval(), CPU, "a/bert", packed=True)
 
 
 def save_bert(folder, *, is_decoder):
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48}
-    config = transformers.BertConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, is_decoder=is_decoder)
+    config = transformers.BertConfig(
+        **sizes, num_hidden_layers=2, num_attention_heads=4, is_decoder=is_decoder
+    )
     torch.manual_seed(0)
     model = transformers.BertLMHeadModel(config)
     for parameter in model.parameters():
@@ -213,7 +252,10 @@ def save_bert(folder, *, is_decoder):
         ({"model_type": "t5", "is_encoder_decoder": True}, "t5 has an encoder"),
         ({"model_type": "vit"}, "transformers has no causal language model of type 'vit'"),
         ({"model_type": "own", "auto_map": {"AutoModelForCausalLM": "code.Own"}}, ""),
-        ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "its weights are quantised (fp8)"),
+        (
+            {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}},
+            "its weights are quantised (fp8)",
+        ),
     ],
 )
 def test_what_a_configuration_shows(config, problem):
@@ -230,7 +272,9 @@ def test_no_family_is_refused_by_its_configuration(name):
 def test_an_argument_that_attention_does_not_know_is_an_error(name):
     states = torch.zeros(1, 2, 3, 4)
     with pytest.raises(InexactAttentionError, match=f"its attention has {name}"):
-        attention.compute_attention(torch.nn.Module(), states, states, states, None, **{name: torch.zeros(1)})
+        attention.compute_attention(
+            torch.nn.Module(), states, states, states, None, **{name: torch.zeros(1)}
+        )
 
 
 @pytest.mark.parametrize("step", [1, 7, 512])
@@ -246,7 +290,9 @@ def test_attention_in_blocks_equals_the_formula(monkeypatch, step, size, softcap
     places = torch.arange(length)
     distance = places[:, None] - places[None]
     seen = (distance >= 0) & (distance < (size or length))
-    scores = (query @ key.repeat_interleave(2, 1).transpose(2, 3) * 0.5).masked_fill(~seen, -torch.inf)
+    scores = (query @ key.repeat_interleave(2, 1).transpose(2, 3) * 0.5).masked_fill(
+        ~seen, -torch.inf
+    )
     if softcap:
         scores = torch.where(seen, softcap * torch.tanh(scores / softcap), -torch.inf)
     totals = scores.exp().sum(-1, keepdim=True)

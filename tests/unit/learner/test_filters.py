@@ -1,4 +1,6 @@
-"""Group filters: a function of the user's decides, the ledger replaces, at the bound what there is gets trained."""
+"""Group filters: a function of the user's decides, the ledger replaces, at the bound what there is
+gets trained.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from broker.errors import ConfigError, UserError
 from broker.jetstream.bus import LogRecord
 from learner.algorithm.filters import FILTERS, passes_filter
 from learner.credit import record_intake
-from learner.credit.ledger import ForgetTicket, GroupArrival, HoldGroup, IssueTicket, Ledger, TakeGroup
+from learner.credit.ledger import (
+    ForgetTicket,
+    GroupArrival,
+    HoldGroup,
+    IssueTicket,
+    Ledger,
+    TakeGroup,
+)
 from learner.credit.ticket_rules import DomainRule, TicketRules
 
 
@@ -31,7 +40,8 @@ def group(*successes: bool, ticket: int = 1) -> wire.Group:
 
 
 @pytest.mark.parametrize(
-    ("successes", "wanted"), [((True, False), True), ((True, True), False), ((False, False), False), ((True,), False)]
+    ("successes", "wanted"),
+    [((True, False), True), ((True, True), False), ((False, False), False), ((True,), False)],
 )
 def test_mixed_success(successes: tuple[bool, ...], wanted: bool) -> None:
     assert passes_filter("mixed_success", group(*successes)) is wanted
@@ -52,10 +62,19 @@ def write(folder: Path, body: str) -> str:
     return f"{file}:keep"
 
 
-def test_a_function_of_the_users_decides_and_the_ledger_replaces_up_to_the_bound(tmp_path: Path) -> None:
+def test_a_function_of_the_users_decides_and_the_ledger_replaces_up_to_the_bound(
+    tmp_path: Path,
+) -> None:
     name = write(tmp_path, "return group.ticket % 2 == 0")
     rules = TicketRules(
-        2, 1, 0, "wait", 0, (DomainRule("lake", 1.0, 2, 2, 60.0),), group_filter=name, max_replacements_per_step=2
+        2,
+        1,
+        0,
+        "wait",
+        0,
+        (DomainRule("lake", 1.0, 2, 2, 60.0),),
+        group_filter=name,
+        max_replacements_per_step=2,
     )
     ledger = Ledger(rules)
     ledger.open_credit()
@@ -64,13 +83,18 @@ def test_a_function_of_the_users_decides_and_the_ledger_replaces_up_to_the_bound
     def arrive(number: int) -> list[object]:
         ticket = ledger.ticket(number)
         there = msgspec.structs.replace(
-            group(True, False, ticket=number), domain="lake", task_index=ticket.task_index, policy="actor", pools=[]
+            group(True, False, ticket=number),
+            domain="lake",
+            task_index=ticket.task_index,
+            policy="actor",
+            pools=[],
         )
         there = msgspec.structs.replace(
             there,
             eval_step=-1,
             trajectories=[
-                msgspec.structs.replace(one, version_runs=wire.column([0, 1], "<i4")) for one in there.trajectories
+                msgspec.structs.replace(one, version_runs=wire.column([0, 1], "<i4"))
+                for one in there.trajectories
             ],
         )
         read = record_intake.read_record(
@@ -80,7 +104,8 @@ def test_a_function_of_the_users_decides_and_the_ledger_replaces_up_to_the_bound
         assert read.record.wanted is (number % 2 == 0)
         return list(
             ledger.apply(
-                dataclasses.replace(read.record, oldest_version=ledger.state.version), ledger.state.position + 1
+                dataclasses.replace(read.record, oldest_version=ledger.state.version),
+                ledger.state.position + 1,
             )
         )
 
@@ -108,15 +133,23 @@ def test_at_the_bound_an_unwanted_group_is_trained() -> None:
     )
     ledger = Ledger(rules)
     ledger.open_credit()
-    assert ledger.apply(GroupArrival(1, 0, (1.0, 1.0), wanted=False), 1)[0] == ForgetTicket(1, "filtered")
-    assert ledger.apply(GroupArrival(2, 0, (1.0, 1.0), wanted=False), 2) == [HoldGroup(2), TakeGroup(2)]
+    assert ledger.apply(GroupArrival(1, 0, (1.0, 1.0), wanted=False), 1)[0] == ForgetTicket(
+        1, "filtered"
+    )
+    assert ledger.apply(GroupArrival(2, 0, (1.0, 1.0), wanted=False), 2) == [
+        HoldGroup(2),
+        TakeGroup(2),
+    ]
 
 
 @pytest.mark.parametrize(
     ("body", "says"),
     [
         ("raise KeyError('x')", "keep raised KeyError for the group of ticket 7: 'x'"),
-        ("return 1.0", "keep returned 1.0 for the group of ticket 7; True keeps it, False filters it"),
+        (
+            "return 1.0",
+            "keep returned 1.0 for the group of ticket 7; True keeps it, False filters it",
+        ),
     ],
 )
 def test_a_filter_that_fails_stops_the_learner_with_its_name_and_the_ticket(

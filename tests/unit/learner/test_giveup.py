@@ -17,12 +17,20 @@ G = 2  # groups of a step
 
 
 def made(domains: dict[str, DomainSection] | None = None, **settings: float) -> FailureMonitor:
-    return FailureMonitor(FailuresSection.model_validate(settings), G, domains or {"a": DOMAINS["a"]})
+    return FailureMonitor(
+        FailuresSection.model_validate(settings), G, domains or {"a": DOMAINS["a"]}
+    )
 
 
 def hub(hub_id: str, role: str, serves: list[str], problem: str = "") -> wire.Presence:
     return wire.Presence(
-        role=role, id=hub_id, host="h", pid=1, state="serving" if serves else "failed", serves=serves, problem=problem
+        role=role,
+        id=hub_id,
+        host="h",
+        pid=1,
+        state="serving" if serves else "failed",
+        serves=serves,
+        problem=problem,
     )
 
 
@@ -78,15 +86,21 @@ def test_a_run_that_worked_ends_only_when_a_whole_window_of_every_domain_has_fai
     giveup.worked("b")
     for _ in range(LEAST_WINDOW - 1):
         assert giveup.failed("b", "env_error", "x") == ""
-    assert giveup.failed("b", "env_error", "x").startswith("100% of the last 32 groups of each domain failed")
+    assert giveup.failed("b", "env_error", "x").startswith(
+        "100% of the last 32 groups of each domain failed"
+    )
 
 
 def test_a_share_is_of_the_domains_by_their_weights_however_fast_one_fails() -> None:
-    giveup = made({"a": DomainSection(env="qa", weight=3.0), "b": DomainSection(env="qa")}, max_share=0.75)
+    giveup = made(
+        {"a": DomainSection(env="qa", weight=3.0), "b": DomainSection(env="qa")}, max_share=0.75
+    )
     giveup.worked("b")
     verdicts = [bool(giveup.failed("a", "env_error", "x")) for _ in range(LEAST_WINDOW)]
     assert verdicts.index(True) == LEAST_WINDOW - 1
-    other = made({"a": DomainSection(env="qa"), "b": DomainSection(env="qa", weight=3.0)}, max_share=0.75)
+    other = made(
+        {"a": DomainSection(env="qa"), "b": DomainSection(env="qa", weight=3.0)}, max_share=0.75
+    )
     other.worked("b")
     assert not any(other.failed("a", "env_error", "x") for _ in range(1000))
 
@@ -126,7 +140,9 @@ def test_a_reward_pool_too_and_not_while_it_is_paused() -> None:
 
 
 @pytest.mark.parametrize("domain", ["a", "b"])
-def test_a_domain_that_worked_is_waited_for_longer_and_others_that_train_reset_the_time(domain: str) -> None:
+def test_a_domain_that_worked_is_waited_for_longer_and_others_that_train_reset_the_time(
+    domain: str,
+) -> None:
     giveup = made(DOMAINS, give_up_after_s=10)
     broken = hub("h", "envhub", ["b"], "domain a: down")
     giveup.look([broken], 0.0)
@@ -134,7 +150,9 @@ def test_a_domain_that_worked_is_waited_for_longer_and_others_that_train_reset_t
     assert giveup.look([broken], 11.0) == ""
     after = 10.0 * (WORKED_TIMES if domain == "a" else 1)
     assert giveup.look([broken], 11.0 + after - 0.1) == ""
-    assert giveup.look([broken], 11.0 + after).startswith(f"for {after:g} s every hub of domain a was broken")
+    assert giveup.look([broken], 11.0 + after).startswith(
+        f"for {after:g} s every hub of domain a was broken"
+    )
 
 
 def test_steps_without_an_update_in_a_row_end_a_run() -> None:

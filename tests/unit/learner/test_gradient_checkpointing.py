@@ -12,7 +12,9 @@ from learner.config import TrainSection
 
 
 def settings(packing, checkpointing=False):
-    return TrainSection(lr=1e-3, device="cpu", packing=packing, gradient_checkpointing=checkpointing)
+    return TrainSection(
+        lr=1e-3, device="cpu", packing=packing, gradient_checkpointing=checkpointing
+    )
 
 
 @pytest.mark.parametrize("packing", ["packed", "padded"])
@@ -38,6 +40,7 @@ def test_a_model_without_blocks_is_refused(tmp_path):
     trainer = backend(str(tmp_path), train=settings("padded"))
     trainer.policy.module.supports_gradient_checkpointing = False
     with pytest.raises(
-        ConfigError, match=r"train.gradient_checkpointing: True is not allowed; false: MambaForCausalLM has no blocks"
+        ConfigError,
+        match=r"train.gradient_checkpointing: True is not allowed; false: MambaForCausalLM has no blocks",
     ):
         trainer.policy.checkpoint_blocks()

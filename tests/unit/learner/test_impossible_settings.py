@@ -1,4 +1,6 @@
-"""What a configuration cannot mean is refused before anything starts, with the key, the value and what is allowed."""
+"""What a configuration cannot mean is refused before anything starts, with the key, the value and
+what is allowed.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,10 @@ number = 3
             {"domains": {"lake": {**LAKE, "sampling": {"max_tokens": 4, "stop": [""]}}}},
             "domains.lake.sampling.stop.0: '' is not allowed; string should have at least 1 character",
         ),
-        ({"train": {"betas": [0.9, 1.0]}}, "train.betas.1: 1.0 is not allowed; input should be less than 1"),
+        (
+            {"train": {"betas": [0.9, 1.0]}},
+            "train.betas.1: 1.0 is not allowed; input should be less than 1",
+        ),
         (
             {"eval": {"every_steps": 2, "baseline": "random", "baseline_args": {"choises": ["L"]}}},
             "eval.baseline_args.choises: ['L'] is not allowed; unknown key, did you mean 'eval.baseline_args.choices'?",
@@ -58,13 +63,22 @@ number = 3
             {"train": {"steps": 2**31}},
             "train.steps: 2147483648 is not allowed; input should be less than or equal to 2147483647",
         ),
-        ({"train": {"lr": float("inf")}}, "train.lr: inf is not allowed; input should be a finite number"),
+        (
+            {"train": {"lr": float("inf")}},
+            "train.lr: inf is not allowed; input should be a finite number",
+        ),
         (
             {"domains": {"lake": {**LAKE, "deadline_s": float("inf")}}},
             "domains.lake.deadline_s: inf is not allowed; input should be",
         ),
-        ({"run": {"seed": 10**30}}, "run.seed: 1000000000000000000000000000000 is not allowed; input should be"),
-        ({"model": {"seed": 2**63}}, "model.seed: 9223372036854775808 is not allowed; input should be"),
+        (
+            {"run": {"seed": 10**30}},
+            "run.seed: 1000000000000000000000000000000 is not allowed; input should be",
+        ),
+        (
+            {"model": {"seed": 2**63}},
+            "model.seed: 9223372036854775808 is not allowed; input should be",
+        ),
         (
             {"train": {"weights_dtype": "fp8", "lora": {}}},
             "train.weights_dtype: 'fp8' is not allowed; null, float32, bfloat16 or float16 with train.lora.send "
@@ -111,19 +125,35 @@ number = 3
             "rollout.policy: 'actor' is not allowed; engine openai does not follow the learner's weights; name another",
         ),
         (
-            {"domains": {"lake": {**LAKE, "rewards": [{"name": "reward_model", "args": {"path": "/nope"}}]}}},
+            {
+                "domains": {
+                    "lake": {
+                        **LAKE,
+                        "rewards": [{"name": "reward_model", "args": {"path": "/nope"}}],
+                    }
+                }
+            },
             "domains.lake.rewards.0.args.path: '/nope' is not allowed; no such folder",
         ),
         (
             {
                 "domains": {
-                    "lake": {**LAKE, "rewards": [{"name": "reward_model", "args": {"path": "a/b", "device": "x"}}]}
+                    "lake": {
+                        **LAKE,
+                        "rewards": [
+                            {"name": "reward_model", "args": {"path": "a/b", "device": "x"}}
+                        ],
+                    }
                 }
             },
             "domains.lake.rewards.0.args.device: 'x' is not allowed; auto, cpu, cuda, or one GPU as cuda:1",
         ),
         (
-            {"domains": {"lake": {**LAKE, "rewards": [{"name": "judge", "args": {"base_url": "foo"}}]}}},
+            {
+                "domains": {
+                    "lake": {**LAKE, "rewards": [{"name": "judge", "args": {"base_url": "foo"}}]}
+                }
+            },
             "domains.lake.rewards.0.args.base_url: 'foo' is not allowed; expected http://host:port/v1 or https://",
         ),
     ],
@@ -156,11 +186,15 @@ def test_a_function_of_the_users_own_must_take_what_it_is_given(
         return
     with pytest.raises(ConfigError) as caught:
         check_name("key", kind, f"{file}:{name}", {})
-    assert str(caught.value) == f"key: '{file}:{name}' is not allowed; it must be a function of {says}"
+    assert (
+        str(caught.value) == f"key: '{file}:{name}' is not allowed; it must be a function of {says}"
+    )
 
 
 def test_the_layers_of_a_model_are_known_without_reading_it(tmp_path: Path) -> None:
-    tiny = TinyModel(hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16, intermediate_size=16)
+    tiny = TinyModel(
+        hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16, intermediate_size=16
+    )
     build_tiny(tmp_path / "model", tiny)
     assert layer_names(tmp_path / "model") == set(LAYERS)
     (tmp_path / "other").mkdir()
@@ -192,13 +226,17 @@ def test_adapters_of_experts_are_checked_before_the_model_is_loaded(
     assert str(caught.value).startswith(f"train.lora.{says}")
 
 
-def test_a_file_for_offline_training_is_none_for_a_run_and_the_other_way_round(tmp_path: Path) -> None:
+def test_a_file_for_offline_training_is_none_for_a_run_and_the_other_way_round(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(
-        UserError, match=r"^data: with that section it is a configuration for `rlearner sft`, not for a run"
+        UserError,
+        match=r"^data: with that section it is a configuration for `rlearner sft`, not for a run",
     ):
         validate(load("configs/sft.yaml"))
     with pytest.raises(
-        UserError, match=r"^domains: with that section it is a configuration for `rlearner up` and `rlearner start`"
+        UserError,
+        match=r"^domains: with that section it is a configuration for `rlearner up` and `rlearner start`",
     ):
         validate_offline("sft", load("configs/quickstart.yaml"))
 
@@ -209,7 +247,10 @@ def test_a_warmup_that_nobody_set_follows_the_steps(tmp_path: Path) -> None:
     for steps, warmup in ((200, 10), (100, 5), (6, 1), (2, 1), (1, 0)):
         checked = validate_offline("sft", load("configs/sft.yaml", [f"train.steps={steps}", data]))
         assert checked["train"]["warmup_steps"] is None  # so that a run may be given more steps
-        assert backend_train(OfflineTrainSection.model_validate(checked["train"])).warmup_steps == warmup
+        assert (
+            backend_train(OfflineTrainSection.model_validate(checked["train"])).warmup_steps
+            == warmup
+        )
     for name in ("dpo", "distill"):
         rest = ["train.steps=3", data, *(["distill.teacher=t"] if name == "distill" else [])]
         validate_offline(name, load(f"configs/{name}.yaml", rest))
@@ -218,7 +259,10 @@ def test_a_warmup_that_nobody_set_follows_the_steps(tmp_path: Path) -> None:
 def test_a_warmup_that_was_set_is_below_the_steps(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{}\n")
     asked = ["train.steps=2", "train.warmup_steps=10", f"data.train={tmp_path / 'rows.jsonl'}"]
-    with pytest.raises(ConfigError, match=r"^train\.warmup_steps: 10 is not allowed; below train\.steps, which is 2"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^train\.warmup_steps: 10 is not allowed; below train\.steps, which is 2",
+    ):
         validate_offline("sft", load("configs/sft.yaml", asked))
     kept = validate_offline("sft", load("configs/sft.yaml", [*asked, "train.warmup_steps=0"]))
     assert backend_train(OfflineTrainSection.model_validate(kept["train"])).warmup_steps == 0
@@ -226,4 +270,7 @@ def test_a_warmup_that_was_set_is_below_the_steps(tmp_path: Path) -> None:
 
 def test_defaults_stay_what_they_are() -> None:
     assert ModelSection().seed == 0
-    assert validate({"domains": {"lake": {**LAKE, "context": "full"}}})["domains"]["lake"]["memory"] == "recent"
+    assert (
+        validate({"domains": {"lake": {**LAKE, "context": "full"}}})["domains"]["lake"]["memory"]
+        == "recent"
+    )

@@ -6,8 +6,11 @@ import torch
 from learner.algorithm.kl import kl_penalty
 
 
-# p = 0.5, ref = 0.25: d = ln 2 = 0.693147. k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d = 0.5 - 1 + d.
-@pytest.mark.parametrize(("estimator", "expected"), [("k1", 0.693147), ("k2", 0.240227), ("k3", 0.193147)])
+# p = 0.5, ref = 0.25: d = ln 2 = 0.693147. k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d = 0.5 - 1 +
+# d.
+@pytest.mark.parametrize(
+    ("estimator", "expected"), [("k1", 0.693147), ("k2", 0.240227), ("k3", 0.193147)]
+)
 def test_by_hand(estimator, expected):
     got = kl_penalty(torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.25)]), estimator)
     assert got.item() == pytest.approx(expected, abs=1e-6)
@@ -15,8 +18,8 @@ def test_by_hand(estimator, expected):
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_expectation_against_the_true_divergence(estimator):
-    # All tokens of a small vocabulary, weighted by p: k1 and k3 give KL(p || ref) exactly, k2 comes near for near
-    # policies.
+    # All tokens of a small vocabulary, weighted by p: k1 and k3 give KL(p || ref) exactly, k2 comes
+    # near for near policies.
     p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     ref = torch.tensor([0.45, 0.33, 0.22], dtype=torch.float64)
     exact = (p * (p / ref).log()).sum().item()
@@ -29,10 +32,14 @@ def test_k2_has_the_gradient_of_the_true_divergence():
     logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True)
     ref = torch.tensor([0.1, 0.1, -0.3], dtype=torch.float64).log_softmax(0)
     logprobs = logits.log_softmax(0)
-    (true,) = torch.autograd.grad((logprobs.exp() * (logprobs - ref)).sum(), logits, retain_graph=True)
+    (true,) = torch.autograd.grad(
+        (logprobs.exp() * (logprobs - ref)).sum(), logits, retain_graph=True
+    )
     sampled = {
         k: torch.autograd.grad(
-            (logprobs.exp().detach() * kl_penalty(logprobs, ref, k)).sum(), logits, retain_graph=True
+            (logprobs.exp().detach() * kl_penalty(logprobs, ref, k)).sum(),
+            logits,
+            retain_graph=True,
         )[0]
         for k in ("k1", "k2")
     }
@@ -43,7 +50,9 @@ def test_k2_has_the_gradient_of_the_true_divergence():
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_gradient(estimator):
     new, ref = torch.randn(2, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    assert torch.autograd.gradcheck(lambda x: kl_penalty(x, ref, estimator), new.clone().requires_grad_())
+    assert torch.autograd.gradcheck(
+        lambda x: kl_penalty(x, ref, estimator), new.clone().requires_grad_()
+    )
 
 
 def test_unknown_estimator():

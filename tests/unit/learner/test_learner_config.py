@@ -1,4 +1,6 @@
-"""The learner's combinations: each impossible one is refused with the key, the value and what is allowed."""
+"""The learner's combinations: each impossible one is refused with the key, the value and what is
+allowed.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,16 @@ def merged(**sections: Any) -> dict[str, Any]:
             "trackers.use",
             "did you mean 'tensorboard'? known: mlflow, swanlab, tensorboard, trackio, wandb",
         ),
-        ({"trackers": {"args": {"wandb": {}}}}, "trackers.args.wandb", "trackers.use does not name it"),
-        ({"algorithm": {"pg_variant": "no.such:thing"}}, "algorithm.pg_variant", "there is no module 'no.such'"),
+        (
+            {"trackers": {"args": {"wandb": {}}}},
+            "trackers.args.wandb",
+            "trackers.use does not name it",
+        ),
+        (
+            {"algorithm": {"pg_variant": "no.such:thing"}},
+            "algorithm.pg_variant",
+            "there is no module 'no.such'",
+        ),
         (
             {"train": {"weights_backend": "nccl", "device": "cpu"}},
             "train.weights_backend",
@@ -75,8 +85,16 @@ def merged(**sections: Any) -> dict[str, Any]:
             "train.micro_batch_tokens",
             "at least domains.lake.max_context_tokens, which is 256",
         ),
-        ({"train": {"steps": 5, "warmup_steps": 5}}, "train.warmup_steps", "below train.steps, which is 5"),
-        ({"train": {"ticket_timeout_s": 60.0}}, "train.ticket_timeout_s", "above domains.lake.deadline_s, which is 60"),
+        (
+            {"train": {"steps": 5, "warmup_steps": 5}},
+            "train.warmup_steps",
+            "below train.steps, which is 5",
+        ),
+        (
+            {"train": {"ticket_timeout_s": 60.0}},
+            "train.ticket_timeout_s",
+            "above domains.lake.deadline_s, which is 60",
+        ),
         (
             {"train": {"ranks": 2}},
             "train.ranks",
@@ -118,7 +136,11 @@ def merged(**sections: Any) -> dict[str, Any]:
         ({"model": {"path": "./no-such-folder"}}, "model.path", "no such folder"),
         ({"warm_start": {"steps": 5, "domain": "sea"}}, "warm_start.domain", "one of lake"),
         ({"warm_start": {"steps": 5, "data": "/no/such.jsonl"}}, "warm_start.data", "no such file"),
-        ({"domains": {"a": LAKE, "b": LAKE}, "warm_start": {"steps": 5}}, "warm_start.domain", "one of a, b"),
+        (
+            {"domains": {"a": LAKE, "b": LAKE}, "warm_start": {"steps": 5}},
+            "warm_start.domain",
+            "one of a, b",
+        ),
         ({"eval": {"baseline": "actor"}}, "eval.baseline", "the policy being trained"),
         ({"checkpoint": {"keep": 1}}, "checkpoint.keep", "greater than or equal to 2"),
     ],
@@ -154,6 +176,9 @@ def test_a_name_is_made_up_where_none_is_given(tmp_path: Path) -> None:
 def test_a_run_cannot_live_where_a_file_is(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     with pytest.raises(
-        ConfigError, match=r"^run\.dir: '.*/notes\.txt/deeper' is not allowed; a folder.*notes\.txt is a file"
+        ConfigError,
+        match=r"^run\.dir: '.*/notes\.txt/deeper' is not allowed; a folder.*notes\.txt is a file",
     ):
-        run_folder(validate(merged(run={"dir": str(tmp_path / "notes.txt" / "deeper"), "name": "r"})))
+        run_folder(
+            validate(merged(run={"dir": str(tmp_path / "notes.txt" / "deeper"), "name": "r"}))
+        )

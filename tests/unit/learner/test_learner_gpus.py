@@ -22,7 +22,9 @@ esac
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Four GPUs; what is written to the file that it returns are their users, as nvidia-smi lists them."""
+    """Four GPUs; what is written to the file that it returns are their users, as nvidia-smi lists
+    them.
+    """
     (tmp_path / "nvidia-smi").write_text(SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)
     (tmp_path / "apps").touch()
@@ -38,7 +40,10 @@ def test_each_gpu_gets_a_rank(machine):
         "train": {"backend": "fsdp2", "lr": 1.0, "device": "cuda", "ranks": 3},
         "run": {"name": "x"},
     }
-    assert (os.environ["CUDA_VISIBLE_DEVICES"], os.environ["CUDA_DEVICE_ORDER"]) == ("1,2,3", "PCI_BUS_ID")
+    assert (os.environ["CUDA_VISIBLE_DEVICES"], os.environ["CUDA_DEVICE_ORDER"]) == (
+        "1,2,3",
+        "PCI_BUS_ID",
+    )
     assert broker_gpus.existing() == [0, 1, 2, 3]
 
 
@@ -47,25 +52,38 @@ def test_cpu_keeps_the_ranks_and_auto_keeps_all(machine):
         "train": {"ranks": 2, "device": "cpu"}
     }
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
-    assert gpu_selection.assign_gpus({"train": {"ranks": 2}}, "auto", share=False) == {"train": {"ranks": 2}}
-    assert gpu_selection.assign_gpus({}, "0", share=False) == {"train": {"device": "cuda", "ranks": 1}}
+    assert gpu_selection.assign_gpus({"train": {"ranks": 2}}, "auto", share=False) == {
+        "train": {"ranks": 2}
+    }
+    assert gpu_selection.assign_gpus({}, "0", share=False) == {
+        "train": {"device": "cuda", "ranks": 1}
+    }
 
 
 def test_what_does_not_fit(machine):
-    with pytest.raises(UserError, match=r"^--gpus 2-4: GPU 4 not on this machine; it has 0, 1, 2, 3$"):
+    with pytest.raises(
+        UserError, match=r"^--gpus 2-4: GPU 4 not on this machine; it has 0, 1, 2, 3$"
+    ):
         gpu_selection.assign_gpus({}, "2-4", share=False)
     with pytest.raises(
-        ConfigError, match=r"^train.ranks: 2 is not allowed; 4 with --gpus 0-3, or nothing: each GPU gets a rank$"
+        ConfigError,
+        match=r"^train.ranks: 2 is not allowed; 4 with --gpus 0-3, or nothing: each GPU gets a rank$",
     ):
         gpu_selection.assign_gpus({"train": {"ranks": 2}}, "0-3", share=False)
-    with pytest.raises(ConfigError, match=r"^train.device: 'cuda:1' is not allowed; cuda with --gpus 0, or nothing$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^train.device: 'cuda:1' is not allowed; cuda with --gpus 0, or nothing$",
+    ):
         gpu_selection.assign_gpus({"train": {"device": "cuda:1"}}, "0", share=False)
 
 
 def test_a_taken_gpu_is_named_with_who_takes_it(machine, monkeypatch):
     monkeypatch.setattr(gpu_selection, "EACH_S", 0.01)
     machine.write_text("GPU-cc, 4711, /usr/bin/python3\nGPU-cc, 4712, python3\nGPU-aa, 1, vllm\n")
-    assert gpu_selection.gpu_users() == {0: ["pid 1 (vllm)"], 2: ["pid 4711 (python3)", "pid 4712 (python3)"]}
+    assert gpu_selection.gpu_users() == {
+        0: ["pid 1 (vllm)"],
+        2: ["pid 4711 (python3)", "pid 4712 (python3)"],
+    }
     line = (
         r"^--gpus 1-3: GPU 2 is taken by pid 4711 \(python3\), pid 4712 \(python3\); end that, "
         r"choose others, or add --share-gpus$"
@@ -96,28 +114,42 @@ def test_the_command_refuses_in_one_line(tmp_path, machine):
             "error: --gpus: expected cpu, auto, a list such as 0,2 or a range such as 4-7, got 'x'\n",
         ),
     ):
-        done = subprocess.run([*command, spec, *rest], capture_output=True, text=True, check=False, timeout=100)
+        done = subprocess.run(
+            [*command, spec, *rest], capture_output=True, text=True, check=False, timeout=100
+        )
         assert (done.returncode, done.stderr) == (2, line)
 
 
 def test_shared_gpus_hold_no_weights_that_wait_for_servers(machine):
     machine.write_text("GPU-bb, 4711, /usr/bin/python\n")  # a rollout server
     host = {"weights_backend": "shared", "weights_stripes": "never"}
-    assert gpu_selection.assign_gpus({}, "0-1", share=True) == {"train": {**host, "device": "cuda", "ranks": 2}}
-    assert gpu_selection.assign_gpus({}, "auto", share=True) == {"train": host}
-    assert gpu_selection.assign_gpus({"train": {"weights_backend": "curve"}}, "auto", share=True) == {
-        "train": {**host, "weights_backend": "curve"}
+    assert gpu_selection.assign_gpus({}, "0-1", share=True) == {
+        "train": {**host, "device": "cuda", "ranks": 2}
     }
-    with pytest.raises(ConfigError, match=r"^train\.weights_stripes: 'always' is not allowed; never with --share-gpus"):
+    assert gpu_selection.assign_gpus({}, "auto", share=True) == {"train": host}
+    assert gpu_selection.assign_gpus(
+        {"train": {"weights_backend": "curve"}}, "auto", share=True
+    ) == {"train": {**host, "weights_backend": "curve"}}
+    with pytest.raises(
+        ConfigError,
+        match=r"^train\.weights_stripes: 'always' is not allowed; never with --share-gpus",
+    ):
         gpu_selection.assign_gpus({"train": {"weights_stripes": "always"}}, "0", share=True)
     for carrier in ("nccl", "ipc"):
-        with pytest.raises(ConfigError, match=rf"^train.weights_backend: '{carrier}' is not allowed; shared, gloo or"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"^train.weights_backend: '{carrier}' is not allowed; shared, gloo or",
+        ):
             gpu_selection.assign_gpus({"train": {"weights_backend": carrier}}, "0", share=True)
 
 
 def test_devices_are_those_of_the_ranks(machine):
-    assert gpu_selection.shared_devices({"train": {"device": "cuda"}}, "1-2") == ["GPU-bb", "GPU-cc"]
-    assert gpu_selection.shared_devices({"train": {"device": "auto"}}, "auto") == [host_name()]  # none is visible
+    assert gpu_selection.shared_devices({"train": {"device": "cuda"}}, "1-2") == [
+        "GPU-bb",
+        "GPU-cc",
+    ]
+    # none is visible
+    assert gpu_selection.shared_devices({"train": {"device": "auto"}}, "auto") == [host_name()]
     os.environ["CUDA_VISIBLE_DEVICES"] = "3"
     assert gpu_selection.shared_devices({"train": {"device": "auto"}}, "auto") == ["GPU-dd"]
     assert gpu_selection.shared_devices({"train": {"device": "cpu"}}, "auto") == [host_name()]

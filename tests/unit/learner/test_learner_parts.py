@@ -1,4 +1,6 @@
-"""What surrounds the ledger, without a network: reading records, evaluation, ageing tickets, the training thread."""
+"""What surrounds the ledger, without a network: reading records, evaluation, ageing tickets, the
+training thread.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,16 @@ def trajectory(
         loss_mask=wire.column([0, 0] + [1] * sampled, "|u1"),
         logprobs=wire.column([0.0, 0.0] + [-1.0] * sampled, "<f4"),
         version_runs=wire.column(runs, "<i4"),
-        turns=[wire.Turn(start=2, end=2 + sampled, reward=reward, valid=True, finish_reason="stop", server="s")]
+        turns=[
+            wire.Turn(
+                start=2,
+                end=2 + sampled,
+                reward=reward,
+                valid=True,
+                finish_reason="stop",
+                server="s",
+            )
+        ]
         if sampled
         else [],
         reward=reward,
@@ -53,11 +64,19 @@ def group(trajectories: list[wire.Trajectory] | None = None, **more: Any) -> wir
         "deliveries": 1,
         "pools": [],
     }
-    return wire.Group(**{**given, **more}, trajectories=trajectories or [trajectory(0), trajectory(1)])
+    return wire.Group(
+        **{**given, **more}, trajectories=trajectories or [trajectory(0), trajectory(1)]
+    )
 
 
 def a_ledger(**more: Any) -> Ledger:
-    given: dict[str, Any] = {"steps": 4, "groups_per_step": 2, "max_staleness": 1, "on_late": "wait", "seed": 0}
+    given: dict[str, Any] = {
+        "steps": 4,
+        "groups_per_step": 2,
+        "max_staleness": 1,
+        "on_late": "wait",
+        "seed": 0,
+    }
     ledger = Ledger(TicketRules(**{**given, **more}, domains=(DomainRule("lake", 1.0, 2, 2, 1.0),)))
     ledger.open_credit()
     return ledger
@@ -67,7 +86,8 @@ def record(message: wire.Message | None, *, ticket: int = 0, error: str = "") ->
     return LogRecord(seq=1, message=message, error=error, ticket=ticket, data=b"")
 
 
-# ------------------------------------------------------------------------------------------------------- intake
+# -------------------------------------------------------------------------------------------------------
+# intake
 
 
 def test_a_good_group() -> None:
@@ -99,9 +119,18 @@ def test_bytes_that_do_not_decode_end_the_ticket_in_the_header() -> None:
         (group(task_index=4), "asked for lake task 0, not lake task 4"),
         (group([trajectory()]), "1 of the 2 episodes of ticket 1, which needs at least 2"),
         # two samples of one episode
-        (group([trajectory(), trajectory()]), "1 of the 2 episodes of ticket 1, which needs at least 2"),
-        (group([trajectory(token=100), trajectory(1)]), "token id 100 of episode 0, the vocabulary has 100"),
-        (group([trajectory(runs=(0, 1, 1, 1)), trajectory(1)]), "a token of policy version 1 while 0 is being trained"),
+        (
+            group([trajectory(), trajectory()]),
+            "1 of the 2 episodes of ticket 1, which needs at least 2",
+        ),
+        (
+            group([trajectory(token=100), trajectory(1)]),
+            "token id 100 of episode 0, the vocabulary has 100",
+        ),
+        (
+            group([trajectory(runs=(0, 1, 1, 1)), trajectory(1)]),
+            "a token of policy version 1 while 0 is being trained",
+        ),
     ],
 )
 def test_a_group_that_cannot_be_trained_on(bad: wire.Group, problem: str) -> None:
@@ -113,16 +142,25 @@ def test_a_group_that_cannot_be_trained_on(bad: wire.Group, problem: str) -> Non
 
 def test_a_group_without_sampled_tokens_is_as_new_as_can_be() -> None:
     nothing = [trajectory(episode, runs=()) for episode in (0, 1)]
-    assert record_intake.read_record(record(group(nothing)), a_ledger(), 100).record == GroupArrival(1, 0, (1.0, 1.0))
+    assert record_intake.read_record(
+        record(group(nothing)), a_ledger(), 100
+    ).record == GroupArrival(1, 0, (1.0, 1.0))
 
 
-# --------------------------------------------------------------------------------------------------- evaluation
+# ---------------------------------------------------------------------------------------------------
+# evaluation
 
 
 def evaluations(**more: Any) -> EvaluationQueue:
-    domains = {"sea": DomainSection(env="x", deadline_s=5), "lake": DomainSection(env="x", deadline_s=9)}
+    domains = {
+        "sea": DomainSection(env="x", deadline_s=5),
+        "lake": DomainSection(env="x", deadline_s=9),
+    }
     return EvaluationQueue(
-        EvalSection(every_steps=10, tasks=2, temperature=0.5, **more), domains, seed=1, first_number=11
+        EvalSection(every_steps=10, tasks=2, temperature=0.5, **more),
+        domains,
+        seed=1,
+        first_number=11,
     )
 
 
@@ -133,12 +171,19 @@ def test_the_same_tasks_every_time() -> None:
         (11, "lake", 0, 9), (12, "sea", 0, 5), (13, "lake", 1, 9), (14, "sea", 1, 5),
     ]  # fmt: skip
     assert [t.number for t in second] == [15, 16, 17, 18]
-    assert [(t.domain, t.task_index, t.seed) for t in first] == [(t.domain, t.task_index, t.seed) for t in second]
-    assert {(t.eval_step, t.policy, t.min_version, t.temperature) for t in second} == {(10, "actor", 10, 0.5)}
+    assert [(t.domain, t.task_index, t.seed) for t in first] == [
+        (t.domain, t.task_index, t.seed) for t in second
+    ]
+    assert {(t.eval_step, t.policy, t.min_version, t.temperature) for t in second} == {
+        (10, "actor", 10, 0.5)
+    }
 
 
 def test_each_domain_may_have_its_own_number_of_tasks() -> None:
-    domains = {"sea": DomainSection(env="x", deadline_s=5), "lake": DomainSection(env="x", deadline_s=9)}
+    domains = {
+        "sea": DomainSection(env="x", deadline_s=5),
+        "lake": DomainSection(env="x", deadline_s=9),
+    }
     ev = EvaluationQueue(EvalSection(tasks=9), domains, seed=1, num_tasks={"sea": 3, "lake": 1})
     assert [(t.number, t.domain, t.task_index) for t in ev.start(0, "actor", 0, 0.0)] == [
         (1, "lake", 0), (2, "sea", 0), (3, "sea", 1), (4, "sea", 2),
@@ -159,9 +204,21 @@ def test_results_by_hand() -> None:
     assert ev.apply(group(both, ticket=11, domain="lake", eval_step=10)) is None
     assert ev.apply(group(both, ticket=11, domain="lake", eval_step=10)) is None  # a duplicate
     assert ev.apply(group(both, ticket=99, domain="lake", eval_step=10)) is None  # a stranger
-    assert ev.apply(group([trajectory(0, 4.0, (11, 1))], ticket=12, domain="sea", eval_step=10)) is None
-    assert ev.apply(wire.Closed(ticket=13, domain="lake", reason="deadline", detail="", by="h", eval_step=10)) is None
-    done = ev.apply(wire.Closed(ticket=14, domain="sea", reason="deadline", detail="", by="h", eval_step=10))
+    assert (
+        ev.apply(group([trajectory(0, 4.0, (11, 1))], ticket=12, domain="sea", eval_step=10))
+        is None
+    )
+    assert (
+        ev.apply(
+            wire.Closed(
+                ticket=13, domain="lake", reason="deadline", detail="", by="h", eval_step=10
+            )
+        )
+        is None
+    )
+    done = ev.apply(
+        wire.Closed(ticket=14, domain="sea", reason="deadline", detail="", by="h", eval_step=10)
+    )
     assert done is not None
     assert done.closed == {"deadline": 2}
     assert done.values() == pytest.approx(
@@ -191,7 +248,11 @@ def test_a_baseline_and_an_evaluation_that_takes_too_long() -> None:
     assert ev.expire(204.8) == []
     (late,) = ev.expire(204.9)
     assert late.values() == dict.fromkeys(
-        [f"eval/random/{name}" for name in ("success_rate", "reward_mean", "domain/lake/success_rate")], 0.0
+        [
+            f"eval/random/{name}"
+            for name in ("success_rate", "reward_mean", "domain/lake/success_rate")
+        ],
+        0.0,
     )
     assert late.closed == {"timeout": 3}
     ev.start(0, "random", 0, 5.0)
@@ -199,7 +260,8 @@ def test_a_baseline_and_an_evaluation_that_takes_too_long() -> None:
     assert nothing.values() == {}
 
 
-# ------------------------------------------------------------------------------------------------------ tickets
+# ------------------------------------------------------------------------------------------------------
+# tickets
 
 
 Reports = dict[str, list[int] | None]
@@ -209,7 +271,9 @@ BOTH = {"lake", "sea"}
 def test_ticket_ages_only_while_a_hub_reports_it() -> None:
     ages, waiting = TicketAges(timeout_s=3.0), {1: "lake", 2: "sea", 3: "lake"}
 
-    def passed(elapsed_s: float, reports: Reports, served: set[str] = BOTH, *, paused: bool = False) -> list[int]:
+    def passed(
+        elapsed_s: float, reports: Reports, served: set[str] = BOTH, *, paused: bool = False
+    ) -> list[int]:
         return ages.passed(elapsed_s, waiting, reports, served, paused=paused)
 
     assert passed(86_400.0, {}, BOTH) == []  # in its queue for a day
@@ -226,18 +290,22 @@ def test_ticket_ages_only_while_a_hub_reports_it() -> None:
 
 
 def test_silence_of_a_hub_proves_no_work() -> None:
-    """A hub that was killed is among the members for a minute; what it had may be in its queue again."""
+    """A hub that was killed is among the members for a minute; what it had may be in its queue
+    again.
+    """
     ages, waiting = TicketAges(timeout_s=3.0), {1: "lake", 2: "lake"}
     reports: Reports = {"hub": [1, 2]}
     assert ages.passed(1.0, waiting, reports, BOTH) == []
     assert ages.passed(60.0, waiting, {"hub": None}, BOTH) == []
-    assert ages.passed(1.0, waiting, {"hub": [2]}, BOTH) == [2]  # it was only late, and has had 2 all the time
+    # it was only late, and has had 2 all the time
+    assert ages.passed(1.0, waiting, {"hub": [2]}, BOTH) == [2]
     assert ages.passed(1.0, waiting, {"hub": [1]}, BOTH) == []
     assert ages.passed(2.0, waiting, {}, BOTH) == []
     assert ages.passed(2.0, waiting, {"hub": [1]}, BOTH) == []  # another process of that name
 
 
-# ----------------------------------------------------------------------------------------------------- training
+# -----------------------------------------------------------------------------------------------------
+# training
 
 
 class Recording:
@@ -284,9 +352,12 @@ async def a_training(backend: Recording) -> TrainingThread:
     return training
 
 
-async def test_micro_batches_start_before_the_step_is_full_and_follow_the_order_of_the_groups() -> None:
+async def test_micro_batches_start_before_the_step_is_full_and_follow_the_order_of_the_groups() -> (
+    None
+):
     backend = Recording(budget=9)
-    training = await a_training(backend)  # three inputs a sample, so three samples fill a micro-batch
+    # three inputs a sample, so three samples fill a micro-batch
+    training = await a_training(backend)
     for number in (5, 3):
         training.add(group([trajectory(0), trajectory(1)], ticket=number))
     await training.call(lambda: None)
@@ -295,7 +366,11 @@ async def test_micro_batches_start_before_the_step_is_full_and_follow_the_order_
     trained = await training.finish(version=0)
     assert backend.batches == [[5, 5, 3], [3, 4, 4]]
     assert trained is not None
-    assert (trained.num_samples, trained.num_tokens, trained.values["actor/pg_loss"]) == (6, 12, 1.5)
+    assert (trained.num_samples, trained.num_tokens, trained.values["actor/pg_loss"]) == (
+        6,
+        12,
+        1.5,
+    )
     assert trained.values["reward/mean"] == 1.0
     training.close()
 
@@ -315,7 +390,9 @@ class Whole(Recording):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_algorithm_that_needs_the_whole_step_scores_groups_that_are_there(stream: bool) -> None:
+async def test_an_algorithm_that_needs_the_whole_step_scores_groups_that_are_there(
+    stream: bool,
+) -> None:
     backend = Whole(budget=9)  # three inputs a sample, so three samples fill a micro-batch
     algorithm = AlgorithmSection(kl_coef=0.5, kl_placement="reward")
     training = TrainingThread(lambda: backend, halves, algorithm, stream=stream)  # type: ignore[arg-type, return-value]
@@ -325,7 +402,8 @@ async def test_an_algorithm_that_needs_the_whole_step_scores_groups_that_are_the
     await training.call(lambda: None)
     assert backend.batches == ([[-5, -5, -3]] if stream else [])
     trained = await training.finish(version=0)
-    assert backend.batches == [[-5, -5, -3], [-3], [5, 5, 3, 3]]  # cut by their order, whenever they came
+    # cut by their order, whenever they came
+    assert backend.batches == [[-5, -5, -3], [-3], [5, 5, 3, 3]]
     assert trained is not None
     assert trained.values["actor/pg_loss"] == 2.5
     training.add(group([trajectory(0), trajectory(1)], ticket=4))
@@ -348,7 +426,9 @@ async def test_scores_of_a_step_that_is_undone_are_forgotten() -> None:
 
 async def test_a_step_of_which_only_some_groups_are_trained_on_scores_no_others() -> None:
     backend = Whole(budget=9)
-    algorithm = AlgorithmSection(pg_variant="starpo_s", keep_fraction=0.5, critic=CriticSection(enabled=True))
+    algorithm = AlgorithmSection(
+        pg_variant="starpo_s", keep_fraction=0.5, critic=CriticSection(enabled=True)
+    )
     training = TrainingThread(lambda: backend, halves, algorithm)  # type: ignore[arg-type, return-value]
     await training.open()
     training.add(group([trajectory(0), trajectory(1)], ticket=5))
@@ -359,7 +439,9 @@ async def test_a_step_of_which_only_some_groups_are_trained_on_scores_no_others(
 
 
 def step_rules(keep_fraction: float) -> TicketRules:
-    return TicketRules(40, 3, 1, "wait", 7, (DomainRule("lake", 1.0, 2, 2, 1.0),), keep_fraction=keep_fraction)
+    return TicketRules(
+        40, 3, 1, "wait", 7, (DomainRule("lake", 1.0, 2, 2, 1.0),), keep_fraction=keep_fraction
+    )
 
 
 VARIED = group([trajectory(0, 0.0), trajectory(1, 1.0)], ticket=3)
@@ -391,7 +473,10 @@ async def test_log_decides_which_groups_are_trained_on(
     done = await training.finish(0, step_rules(fractions[-1]))
     assert done is not None
     assert done.tickets == tuple(trained)
-    assert list(dict.fromkeys(ticket for batch in backend.batches for ticket in batch if ticket > 0)) == trained
+    assert (
+        list(dict.fromkeys(ticket for batch in backend.batches for ticket in batch if ticket > 0))
+        == trained
+    )
     assert backend.rules == (40, 7)
     training.add(VARIED, step_rules(1.0))
     backend.batches.clear()
@@ -410,7 +495,9 @@ async def test_a_step_that_could_stream_waits_if_it_is_told_to() -> None:
 
 
 def test_greedy_baselines_count_nowhere_but_as_baselines() -> None:
-    with_baseline = group([trajectory(0, 1.0), msgspec.structs.replace(trajectory(1, 9.0), greedy=True)])
+    with_baseline = group(
+        [trajectory(0, 1.0), msgspec.structs.replace(trajectory(1, 9.0), greedy=True)]
+    )
     assert record_intake.episode_rewards(with_baseline) == (1.0,)
 
 

@@ -1,4 +1,6 @@
-"""The learner's turns: the model moves with them, a wait ends with a stop, and a lost device is left."""
+"""The learner's turns: the model moves with them, a wait ends with a stop, and a lost device is
+left.
+"""
 
 from __future__ import annotations
 

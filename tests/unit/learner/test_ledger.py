@@ -29,7 +29,9 @@ from learner.credit.ledger import (
 from learner.credit.ticket_rules import DomainRule, TicketRules, next_domain, rules_of, task_seed
 
 
-def rules(steps: int = 3, groups: int = 2, staleness: int = 1, on_late: str = "wait", **more: object) -> TicketRules:
+def rules(
+    steps: int = 3, groups: int = 2, staleness: int = 1, on_late: str = "wait", **more: object
+) -> TicketRules:
     lake = DomainRule("lake", 1.0, group_size=4, min_group_size=3, deadline_s=9.0)
     defaults = TicketRules(steps, groups, staleness, on_late, seed=7, domains=(lake,))  # type: ignore[arg-type]
     return replace(defaults, **more)  # type: ignore[arg-type]
@@ -92,8 +94,8 @@ def test_redundant_episodes_come_on_top_of_the_group() -> None:
 
 
 def test_groups_of_a_full_step_that_are_not_chosen_are_filtered_and_not_replaced() -> None:
-    # A quarter of two groups is one: the other one counts as filtered, and the next step's two tickets are all that is
-    # issued.
+    # A quarter of two groups is one: the other one counts as filtered, and the next step's two
+    # tickets are all that is issued.
     ledger = Ledger(rules(keep_fraction=0.25))
     assert issued(ledger.open_credit()) == [1, 2, 3, 4]
     for seq, number in ((1, 1), (2, 2)):
@@ -102,7 +104,10 @@ def test_groups_of_a_full_step_that_are_not_chosen_are_filtered_and_not_replaced
     assert counts(ledger) == (6, 1, 1, 0, 0, 4)
     domains = {"lake": DomainSection(env="x", deadline_s=9)}
     for variant, fraction in (("starpo_s", 0.25), ("ppo", 1.0)):
-        assert rules_of(TrainSection(), AlgorithmSection(pg_variant=variant), domains, 0).keep_fraction == fraction
+        assert (
+            rules_of(TrainSection(), AlgorithmSection(pg_variant=variant), domains, 0).keep_fraction
+            == fraction
+        )
 
 
 def test_what_stands_on_a_ticket() -> None:
@@ -110,7 +115,13 @@ def test_what_stands_on_a_ticket() -> None:
     first = ledger.open_credit()[0]
     assert isinstance(first, IssueTicket)
     t = first.ticket
-    assert (t.number, t.domain, t.task_index, t.min_version, t.max_staleness) == (1, "lake", 0, 0, 1)
+    assert (t.number, t.domain, t.task_index, t.min_version, t.max_staleness) == (
+        1,
+        "lake",
+        0,
+        0,
+        1,
+    )
     assert (t.group_size, t.min_group_size, t.deadline_s) == (4, 3, 9.0)
     assert t.seed == task_seed(7, "train", "lake", 0) == 4991171585596122  # b2sum -l 64
     assert ledger.ticket(1) == t
@@ -136,7 +147,10 @@ def test_first_record_counts_later_ones_are_duplicates_and_strangers_refused() -
     ledger.apply(arrived(1), 1)
     assert ledger.apply(arrived(1), 2) == [RefuseRecord(1, "duplicate")]
     assert ledger.apply(TicketEnd(1, "timeout"), 3) == [RefuseRecord(1, "duplicate")]
-    assert [type(a) for a in ledger.apply(TicketEnd(2, "deadline"), 4)] == [ForgetTicket, IssueTicket]
+    assert [type(a) for a in ledger.apply(TicketEnd(2, "deadline"), 4)] == [
+        ForgetTicket,
+        IssueTicket,
+    ]
     assert ledger.apply(arrived(2), 5) == [RefuseRecord(2, "duplicate")]
     for seq, number in ((6, 0), (7, -3), (8, 8)):
         assert ledger.apply(arrived(number), seq) == [RefuseRecord(number, "unknown")]
@@ -197,7 +211,8 @@ def test_wait_keeps_places_for_tickets_at_the_bound() -> None:
     out = ledger.complete_step()  # 7, 8 at version 2; 5 and 6 come out of the queue
     assert (issued(out), taken(out)) == ([7, 8], [5, 6])
     assert ledger.full
-    assert ledger.first_needed == 3  # not trained yet: a learner that resumes from here reads 5 and 6 again
+    # not trained yet: a learner that resumes from here reads 5 and 6 again
+    assert ledger.first_needed == 3
     assert [(entry.number, entry.seq) for entry in ledger.arrived] == [(5, 3), (6, 5)]
 
 
@@ -214,7 +229,9 @@ def test_wait_releases_a_reserved_place_when_its_ticket_dies() -> None:
 
 
 def test_wait_looks_ahead_with_larger_staleness() -> None:
-    """K = 2, G = 1: reserving only at the bound would let newer groups pass until two tickets need one place."""
+    """K = 2, G = 1: reserving only at the bound would let newer groups pass until two tickets need
+    one place.
+    """
     ledger = Ledger(rules(steps=9, groups=1, staleness=2))
     ledger.open_credit()  # 1, 2, 3 due in step 2
     ledger.apply(arrived(1), 1)
@@ -232,7 +249,8 @@ def test_tokens_older_than_the_ticket_allowed_are_dropped_even_from_the_queue() 
     ledger.open_credit()
     ledger.apply(arrived(1), 1)
     ledger.complete_step()  # version 1, ticket 3 has min_version 1
-    assert ledger.apply(arrived(3, 0), 2) == [HoldGroup(3)]  # sampled at 0 in spite of it; in time for step 1 only
+    # sampled at 0 in spite of it; in time for step 1 only
+    assert ledger.apply(arrived(3, 0), 2) == [HoldGroup(3)]
     ledger.apply(arrived(2, 0), 3)
     out = ledger.complete_step()  # version 2
     assert ForgetTicket(3, "dropped") in out
@@ -250,7 +268,11 @@ def test_on_policy_takes_nothing_older() -> None:
 
 
 def test_filter_replaces_up_to_its_bound_and_then_trains_what_there_is() -> None:
-    ledger = Ledger(rules(steps=2, groups=1, staleness=0, filter_zero_variance=True, max_replacements_per_step=2))
+    ledger = Ledger(
+        rules(
+            steps=2, groups=1, staleness=0, filter_zero_variance=True, max_replacements_per_step=2
+        )
+    )
     ledger.open_credit()
     same = (0.5, 0.5, 0.5)
     assert ledger.apply(arrived(1, 0, same), 1)[0] == ForgetTicket(1, "filtered")
@@ -258,7 +280,8 @@ def test_filter_replaces_up_to_its_bound_and_then_trains_what_there_is() -> None
     assert taken(ledger.apply(arrived(3, 0, same), 3)) == [3]
     assert counts(ledger) == (3, 0, 2, 0, 0, 1)
     ledger.complete_step()
-    assert ledger.apply(arrived(4, 1, same), 4)[0] == ForgetTicket(4, "filtered")  # the bound is per step
+    # the bound is per step
+    assert ledger.apply(arrived(4, 1, same), 4)[0] == ForgetTicket(4, "filtered")
 
 
 @pytest.mark.parametrize(
@@ -277,7 +300,10 @@ def test_zero_variance(rewards: tuple[float, ...], zero: bool) -> None:
 
 
 def test_interleaving_is_exact() -> None:
-    domains = [DomainRule(name, weight, 1, 1, 1.0) for name, weight in (("a", 0.5), ("b", 0.25), ("c", 0.25))]
+    domains = [
+        DomainRule(name, weight, 1, 1, 1.0)
+        for name, weight in (("a", 0.5), ("b", 0.25), ("c", 0.25))
+    ]
     seen: Counter[str] = Counter()
     order = ""
     for _ in range(8):
@@ -290,7 +316,10 @@ def test_interleaving_is_exact() -> None:
     seen = Counter()
     for n in range(1, 2001):
         seen[next_domain(pair, dict(seen))] += 1
-        assert all(abs(seen[name] - n * weight / sum(weights.values())) < 1 for name, weight in weights.items())
+        assert all(
+            abs(seen[name] - n * weight / sum(weights.values())) < 1
+            for name, weight in weights.items()
+        )
 
 
 def test_state_survives_json() -> None:
@@ -311,7 +340,10 @@ def test_state_survives_json() -> None:
 def test_more_groups_per_step_ask_for_what_is_missing() -> None:
     ledger = Ledger(rules(steps=4, groups=2, staleness=1))
     ledger.open_credit()
-    assert issued(ledger.apply(RulesUpdate(rules(steps=4, groups=3, staleness=1), epoch=2), 1)) == [5, 6]
+    assert issued(ledger.apply(RulesUpdate(rules(steps=4, groups=3, staleness=1), epoch=2), 1)) == [
+        5,
+        6,
+    ]
     assert ledger.state.rules_epoch == 2
 
 
@@ -346,7 +378,8 @@ def test_less_staleness_withdraws_the_newest_and_replaces_none() -> None:
     ledger.complete_step()  # 7, 8
     ledger.apply(arrived(8, 1), 3)  # held: 1-4 have the places
     out = ledger.apply(RulesUpdate(rules(steps=9, groups=2, staleness=0), epoch=2), 4)
-    # Of 1, 2, 3, 4, 7, 8 only two may live on. 7 has no group and is the newest such; 8, which has one, goes last.
+    # Of 1, 2, 3, 4, 7, 8 only two may live on. 7 has no group and is the newest such; 8, which has
+    # one, goes last.
     assert [action.number for action in out if isinstance(action, ForgetTicket)] == [7, 4, 3, 2]
     assert {action.reason for action in out if isinstance(action, ForgetTicket)} == {WITHDRAWN}
     assert issued(out) == []
@@ -367,19 +400,26 @@ def test_a_domain_that_is_gone_is_replaced_by_those_that_exist() -> None:
         "maze",
     ]
     ledger.apply(arrived(2), 1)  # maze, in the step under way
-    out = ledger.apply(RulesUpdate(rules(steps=9, groups=2, staleness=1, domains=(lake, quiz)), epoch=2), 2)
+    out = ledger.apply(
+        RulesUpdate(rules(steps=9, groups=2, staleness=1, domains=(lake, quiz)), epoch=2), 2
+    )
     assert out[0] == ForgetTicket(4, "dropped", REMOVED)
-    assert [(action.ticket.number, action.ticket.domain) for action in out if isinstance(action, IssueTicket)] == [
-        (5, "lake")
-    ]
+    assert [
+        (action.ticket.number, action.ticket.domain)
+        for action in out
+        if isinstance(action, IssueTicket)
+    ] == [(5, "lake")]
     assert counts(ledger) == (5, 0, 0, 1, 0, 4)
     assert ledger.state.reasons == {REMOVED: 1}
     assert ledger.apply(arrived(4), 3) == [RefuseRecord(4, "duplicate")]
-    assert [entry.number for entry in ledger.state.taken] == [2]  # it was taken by the rules of its time
+    # it was taken by the rules of its time
+    assert [entry.number for entry in ledger.state.taken] == [2]
     gone = ledger.lose({2})  # … unless the log has lost it: then its ticket is replaced, too
     assert [entry.number for entry in gone] == [2]
     assert [
-        action.ticket.domain for action in ledger.apply(TicketEnd(2, "lost"), 4) if isinstance(action, IssueTicket)
+        action.ticket.domain
+        for action in ledger.apply(TicketEnd(2, "lost"), 4)
+        if isinstance(action, IssueTicket)
     ] == ["quiz"]
 
 
@@ -392,7 +432,9 @@ def test_a_group_in_the_queue_of_a_domain_that_is_gone_is_dropped() -> None:
     ledger.complete_step()  # 5 lake, 6 maze
     ledger.apply(arrived(6, 1), 3)
     assert [entry.number for entry in ledger.state.queue] == [6]
-    out = ledger.apply(RulesUpdate(rules(steps=9, groups=2, staleness=1, domains=(lake,)), epoch=2), 4)
+    out = ledger.apply(
+        RulesUpdate(rules(steps=9, groups=2, staleness=1, domains=(lake,)), epoch=2), 4
+    )
     assert [action.number for action in out if isinstance(action, ForgetTicket)] == [6, 4, 2]
     assert ledger.state.queue == []
     assert ledger.waiting_for == {5, 7, 8, 9}
@@ -404,21 +446,34 @@ def test_shares_count_from_the_change_on() -> None:
         return DomainRule("a", 1.0, 1, 1, 9.0), DomainRule("b", ratio, 1, 1, 9.0)
 
     ledger = Ledger(rules(steps=10_000, groups=10, staleness=0, domains=domains(1.0)))
-    seen = [action.ticket.domain for action in ledger.open_credit() if isinstance(action, IssueTicket)]
+    seen = [
+        action.ticket.domain for action in ledger.open_credit() if isinstance(action, IssueTicket)
+    ]
     seq = 0
     for _ in range(800):
         for number in sorted(ledger.waiting_for):
             seq += 1
             ledger.apply(arrived(number, ledger.state.version), seq)
-        seen += [action.ticket.domain for action in ledger.complete_step() if isinstance(action, IssueTicket)]
+        seen += [
+            action.ticket.domain
+            for action in ledger.complete_step()
+            if isinstance(action, IssueTicket)
+        ]
     assert Counter(seen) == {"a": 4005, "b": 4005}
-    ledger.apply(RulesUpdate(rules(steps=10_000, groups=10, staleness=0, domains=domains(3.0)), epoch=2), seq + 1)
+    ledger.apply(
+        RulesUpdate(rules(steps=10_000, groups=10, staleness=0, domains=domains(3.0)), epoch=2),
+        seq + 1,
+    )
     seq, seen = seq + 1, []
     for _ in range(40):
         for number in sorted(ledger.waiting_for):
             seq += 1
             ledger.apply(arrived(number, ledger.state.version), seq)
-        seen += [action.ticket.domain for action in ledger.complete_step() if isinstance(action, IssueTicket)]
+        seen += [
+            action.ticket.domain
+            for action in ledger.complete_step()
+            if isinstance(action, IssueTicket)
+        ]
     assert Counter(seen) == {"a": 100, "b": 300}
 
 
@@ -428,5 +483,8 @@ def test_more_steps_for_a_run_that_is_done() -> None:
     ledger.apply(arrived(1), 1)
     assert ledger.complete_step() == []
     assert ledger.done
-    assert issued(ledger.apply(RulesUpdate(rules(steps=3, groups=1, staleness=1), epoch=2), 2)) == [2, 3]
+    assert issued(ledger.apply(RulesUpdate(rules(steps=3, groups=1, staleness=1), epoch=2), 2)) == [
+        2,
+        3,
+    ]
     assert not ledger.done

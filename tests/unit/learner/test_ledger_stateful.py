@@ -50,7 +50,9 @@ REASONS = (
 
 
 class Fleet(RuleBasedStateMachine):
-    """Plays hubs, reward hubs and a lossy network against one ledger; the log it writes is replayed again and again."""
+    """Plays hubs, reward hubs and a lossy network against one ledger; the log it writes is replayed
+    again and again.
+    """
 
     on_late = "wait"
     max_staleness = 1
@@ -64,14 +66,19 @@ class Fleet(RuleBasedStateMachine):
         filtering=st.booleans(),
         bound=st.integers(0, 3),
     )
-    def start(self, steps: int, groups: int, weights: list[float], filtering: bool, bound: int) -> None:
+    def start(
+        self, steps: int, groups: int, weights: list[float], filtering: bool, bound: int
+    ) -> None:
         domains = tuple(DomainRule(f"d{i}", weight, 2, 2, 5.0) for i, weight in enumerate(weights))
-        self.rules_ = TicketRules(steps, groups, self.max_staleness, self.on_late, 3, domains, filtering, "", bound)  # type: ignore[arg-type]
+        self.rules_ = TicketRules(
+            steps, groups, self.max_staleness, self.on_late, 3, domains, filtering, "", bound
+        )  # type: ignore[arg-type]
         self.first_rules = self.rules_
         self.ledger = Ledger(self.rules_)
         self.log: list[Record] = []
         self.num_changes = 0
-        self.num_by_rules = 0  # tickets without a record of their own that a change of the rules ended
+        # tickets without a record of their own that a change of the rules ended
+        self.num_by_rules = 0
         self.origin = 0  # first-time tickets before the shares last changed
         self.issued: list[wire.Ticket] = []
         self.skipped: list[int] = []  # numbers that count as issued and dead
@@ -93,7 +100,12 @@ class Fleet(RuleBasedStateMachine):
                     assert ticket.min_version == self.ledger.state.version
                     self.issued.append(ticket)
                 case SkipTickets(first, last):
-                    assert first == len(self.issued) + len(self.skipped) + 1 <= last == self.ledger.state.issued
+                    assert (
+                        first
+                        == len(self.issued) + len(self.skipped) + 1
+                        <= last
+                        == self.ledger.state.issued
+                    )
                     self.skipped += range(first, last + 1)
                     self.skips += 1
                 case HoldGroup(number):
@@ -103,16 +115,21 @@ class Fleet(RuleBasedStateMachine):
                     self.held.remove(number)
                     assert number not in self.ended
                     self.ended[number] = "taken"
-                    assert self.oldest[number] >= self.ledger.state.version - self.rules_.max_staleness, (
-                        "staleness bound"
-                    )
+                    assert (
+                        self.oldest[number] >= self.ledger.state.version - self.rules_.max_staleness
+                    ), "staleness bound"
                     self.now.append(number)
                 case ForgetTicket(number, outcome, reason):
                     self.num_by_rules += reason != "" and number not in self.held
                     self.held.discard(number)
                     assert number not in self.ended
                     self.ended[number] = outcome
-                    if not self.changes and self.honest and self.on_late == "wait" and outcome == "dropped":
+                    if (
+                        not self.changes
+                        and self.honest
+                        and self.on_late == "wait"
+                        and outcome == "dropped"
+                    ):
                         assert number not in self.oldest, "wait discards nobody"
 
     def put(self, record: Record) -> None:
@@ -133,12 +150,14 @@ class Fleet(RuleBasedStateMachine):
                 self.do(self.ledger.complete_step())
 
     def group(self, ticket: wire.Ticket, age: int, same: bool) -> GroupArrival:
-        """Tokens from the newest version back to ``age`` versions ago, never older than the ticket allows where
-        honest.
+        """Tokens from the newest version back to ``age`` versions ago, never older than the ticket
+        allows where honest.
         """
         floor = ticket.min_version if self.honest else 0
         return GroupArrival(
-            ticket.number, max(floor, self.ledger.state.version - age), (1.0, 1.0) if same else (0.0, 1.0)
+            ticket.number,
+            max(floor, self.ledger.state.version - age),
+            (1.0, 1.0) if same else (0.0, 1.0),
         )
 
     # ---- events
@@ -158,7 +177,13 @@ class Fleet(RuleBasedStateMachine):
     @precondition(lambda self: any(not isinstance(record, RulesUpdate) for record in self.log))
     @rule(data=st.data())
     def redeliver(self, data: st.DataObject) -> None:
-        self.put(data.draw(st.sampled_from([record for record in self.log if not isinstance(record, RulesUpdate)])))
+        self.put(
+            data.draw(
+                st.sampled_from(
+                    [record for record in self.log if not isinstance(record, RulesUpdate)]
+                )
+            )
+        )
 
     @rule(number=st.integers(-2, 3), reason=st.sampled_from(REASONS))
     def stranger(self, number: int, reason: str) -> None:
@@ -169,14 +194,24 @@ class Fleet(RuleBasedStateMachine):
         more_steps=st.integers(0, 2),
         groups=st.integers(1, 4),
         staleness=st.integers(0, 3),
-        weights=st.dictionaries(st.sampled_from(["d0", "d1", "new"]), st.sampled_from([0.1, 1.0, 2.0]), min_size=1),
+        weights=st.dictionaries(
+            st.sampled_from(["d0", "d1", "new"]), st.sampled_from([0.1, 1.0, 2.0]), min_size=1
+        ),
     )
-    def change(self, more_steps: int, groups: int, staleness: int, weights: dict[str, float]) -> None:
+    def change(
+        self, more_steps: int, groups: int, staleness: int, weights: dict[str, float]
+    ) -> None:
         """The learner is started again with other settings."""
-        domains = tuple(DomainRule(name, weight, 2, 2, 5.0) for name, weight in sorted(weights.items()))
+        domains = tuple(
+            DomainRule(name, weight, 2, 2, 5.0) for name, weight in sorted(weights.items())
+        )
         before = self.rules_
         self.rules_ = replace(
-            before, steps=before.steps + more_steps, groups_per_step=groups, max_staleness=staleness, domains=domains
+            before,
+            steps=before.steps + more_steps,
+            groups_per_step=groups,
+            max_staleness=staleness,
+            domains=domains,
         )
         self.num_changes += 1
         self.put(RulesUpdate(self.rules_, self.num_changes))
@@ -194,7 +229,9 @@ class Fleet(RuleBasedStateMachine):
     @precondition(lambda self: self.snapshots)
     @rule(data=st.data())
     def resume_from_a_checkpoint(self, data: st.DataObject) -> None:
-        """A killed learner goes back to a snapshot and reads the log again: the same ledger comes out."""
+        """A killed learner goes back to a snapshot and reads the log again: the same ledger comes
+        out.
+        """
         _position, dumped = data.draw(st.sampled_from(self.snapshots))
         ledger = Ledger.load(dumped)
         for seq in range(ledger.state.position + 1, len(self.log) + 1):
@@ -217,13 +254,18 @@ class Fleet(RuleBasedStateMachine):
         assert c["trained"] == sum(map(len, self.steps))
         assert c["open"] == s.credit - c["trained"]
         if not self.num_changes:
-            assert c["issued"] == min(s.version + 1 + r.max_staleness, r.steps) * r.groups_per_step + replaced
+            assert (
+                c["issued"]
+                == min(s.version + 1 + r.max_staleness, r.steps) * r.groups_per_step + replaced
+            )
             assert c["trained"] == s.version * r.groups_per_step
         assert c["open"] <= max(r.outstanding(s.version), len(s.taken))
-        ended_by_records = replaced - len(self.skipped) + self.skips - self.num_by_rules + self.num_changes
-        assert c["duplicate"] + c["unknown"] + len(s.taken) + len(s.queue) + c["trained"] + ended_by_records == len(
-            self.log
+        ended_by_records = (
+            replaced - len(self.skipped) + self.skips - self.num_by_rules + self.num_changes
         )
+        assert c["duplicate"] + c["unknown"] + len(s.taken) + len(s.queue) + c[
+            "trained"
+        ] + ended_by_records == len(self.log)
         assert self.held == {q.number for q in s.queue}
 
     @invariant()
@@ -242,7 +284,11 @@ class Fleet(RuleBasedStateMachine):
         s, r = self.ledger.state, self.rules_
         for due in range(s.version, s.version + r.max_staleness + 1):
             taken = {entry.number for entry in s.taken}
-            live = [n for n, t in s.live.items() if t.min_version + r.max_staleness <= due and n not in taken]
+            live = [
+                n
+                for n, t in s.live.items()
+                if t.min_version + r.max_staleness <= due and n not in taken
+            ]
             assert len(live) <= (due - s.version + 1) * r.groups_per_step - len(s.taken)
 
     @invariant()
@@ -270,7 +316,9 @@ class Fleet(RuleBasedStateMachine):
             assert sorted(t.task_index for t in self.issued if t.domain == name) == list(range(num))
 
     def teardown(self) -> None:
-        """It always ends: as long as every open ticket gets a record, in whatever order, all steps complete."""
+        """It always ends: as long as every open ticket gets a record, in whatever order, all steps
+        complete.
+        """
         if not hasattr(self, "ledger"):
             return
         for _ in range(self.rules_.steps * self.rules_.groups_per_step + 1):
@@ -293,13 +341,25 @@ class Fleet(RuleBasedStateMachine):
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
 @pytest.mark.parametrize("on_late", ["wait", "drop"])
 def test_any_interleaving(on_late: str, max_staleness: int, honest: bool) -> None:
-    machine = type("Machine", (Fleet,), {"on_late": on_late, "max_staleness": max_staleness, "honest": honest})
-    checks = settings(max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+    machine = type(
+        "Machine", (Fleet,), {"on_late": on_late, "max_staleness": max_staleness, "honest": honest}
+    )
+    checks = settings(
+        max_examples=25,
+        stateful_step_count=30,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
     run_state_machine_as_test(machine, settings=checks)
 
 
 @pytest.mark.parametrize("on_late", ["wait", "drop"])
 def test_any_interleaving_with_rules_that_change(on_late: str) -> None:
     machine = type("Machine", (Fleet,), {"on_late": on_late, "max_staleness": 1, "changes": True})
-    checks = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+    checks = settings(
+        max_examples=60,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
     run_state_machine_as_test(machine, settings=checks)

@@ -1,4 +1,6 @@
-"""The ledger file: lines by hand, the same bytes after any number of deaths, nothing of a crash left in it."""
+"""The ledger file: lines by hand, the same bytes after any number of deaths, nothing of a crash
+left in it.
+"""
 
 from __future__ import annotations
 
@@ -65,12 +67,18 @@ async def test_a_tally_counts_on_from_the_last_boundary(tmp_path: Path) -> None:
     _, *lines = kit.ledger_lines(tmp_path / "a")
     bare = [msgspec.structs.replace(line, counts={}) for line in lines]
     for number, line in enumerate(lines, start=1):
-        if line.state == "boundary":  # what was counted from the lines alone is what the ledger says
+        # what was counted from the lines alone is what the ledger says
+        if line.state == "boundary":
             assert (
-                ledger_file.final_counts(bare[:number])[0] == ledger_file.final_counts(lines[:number])[0] == line.counts
+                ledger_file.final_counts(bare[:number])[0]
+                == ledger_file.final_counts(lines[:number])[0]
+                == line.counts
             )
-    counts, dead = ledger_file.final_counts(lines[:14])  # behind the first boundary: seven issued, three ended
-    assert [counts[name] for name in ("issued", "trained", "dropped", "dead", "open", "duplicate")] == [
+    # behind the first boundary: seven issued, three ended
+    counts, dead = ledger_file.final_counts(lines[:14])
+    assert [
+        counts[name] for name in ("issued", "trained", "dropped", "dead", "open", "duplicate")
+    ] == [
         7,
         0,
         1,
@@ -93,7 +101,9 @@ async def test_more_steps_later(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["deleted", "one line"])
-async def test_a_run_older_than_its_ledger_file(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
+async def test_a_run_older_than_its_ledger_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
     """It goes on, and says what is not known any more, once and in its status."""
     world = kit.World(tmp_path / "run", kit.group_only, steps=4)
     with pytest.raises(kit.Killed):
@@ -119,14 +129,17 @@ async def test_a_run_older_than_its_ledger_file(tmp_path: Path, caplog: pytest.L
 
 
 @pytest.mark.parametrize("segment_bytes", [1, ledger_segments.MAX_BYTES])
-async def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, segment_bytes: int) -> None:
+async def test_a_full_disk_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, segment_bytes: int
+) -> None:
     monkeypatch.setattr(disk_retry, "FIRST_WAIT_S", 0.001)
     real, attempts = os.pwrite, 0
     start = ledger_file.encode([LedgerLineBuilder().summary(kit.rules())])
 
     def pwrite(file: int, data: bytes, offset: int) -> int:
         nonlocal attempts
-        if b"staleness/max" in data or data == start:  # what the kit writes without waiting for space
+        # what the kit writes without waiting for space
+        if b"staleness/max" in data or data == start:
             return real(file, data, offset)
         attempts += 1
         if attempts % 3 == 1:
@@ -142,14 +155,16 @@ async def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
     await world.learn()
     assert kit.ledger_files(tmp_path / "run") == kit.ledger_files(tmp_path / "whole")
     # no remains
-    assert sorted(os.listdir(tmp_path / "run" / ledger_segments.FOLDER)) == sorted(kit.ledger_files(tmp_path / "run"))
+    assert sorted(os.listdir(tmp_path / "run" / ledger_segments.FOLDER)) == sorted(
+        kit.ledger_files(tmp_path / "run")
+    )
     for path in (tmp_path / "whole" / "samples").iterdir():
         assert (tmp_path / "run" / "samples" / path.name).read_bytes() == path.read_bytes()
 
 
 async def test_an_earlier_incarnation_no_longer_archives(tmp_path: Path) -> None:
-    """It resumed at the same record as the learner that took over, so its first archive file has the name of that
-    learner's.
+    """It resumed at the same record as the learner that took over, so its first archive file has
+    the name of that learner's.
     """
     world = kit.World(tmp_path)
     with pytest.raises(kit.Killed):
@@ -159,19 +174,27 @@ async def test_an_earlier_incarnation_no_longer_archives(tmp_path: Path) -> None
     ledger = Ledger.load(found.ledger)
     zombie = LedgerRecorder(tmp_path, ledger, SamplesSection(keep=True), Stop())
     await world.learn()
-    before = {path.name: path.read_bytes() for _, path in archive.archive_files(tmp_path / archive.FOLDER)}
+    before = {
+        path.name: path.read_bytes() for _, path in archive.archive_files(tmp_path / archive.FOLDER)
+    }
     entry = world.log[ledger.state.position]
     await zombie.began(ledger.open_credit())
     await zombie.consumed(
-        entry, read := record_intake.read_record(entry, ledger, 100), ledger.apply(read.record, entry.seq)
+        entry,
+        read := record_intake.read_record(entry, ledger, 100),
+        ledger.apply(read.record, entry.seq),
     )
     await zombie.sync()
     zombie.close()
     assert f"{entry.seq:012d}.frames" in before
-    assert {path.name: path.read_bytes() for _, path in archive.archive_files(tmp_path / archive.FOLDER)} == before
+    assert {
+        path.name: path.read_bytes() for _, path in archive.archive_files(tmp_path / archive.FOLDER)
+    } == before
 
 
-async def test_a_stop_ends_the_wait_for_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stop_ends_the_wait_for_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def pwrite(file: int, data: bytes, offset: int) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -181,6 +204,8 @@ async def test_a_stop_ends_the_wait_for_space(tmp_path: Path, monkeypatch: pytes
     stop.request("test")
     opened = ledger.open_credit()
     assert all(isinstance(action, IssueTicket) for action in opened)
-    with pytest.raises(UserError, match=r"No space left on device \(\d+ MiB free\); asked to stop$"):
+    with pytest.raises(
+        UserError, match=r"No space left on device \(\d+ MiB free\); asked to stop$"
+    ):
         await kept.began(opened)
     kept.close()

@@ -1,4 +1,6 @@
-"""LoRA: against peft by hand and a plain loop, what is trained, what is merged, what a checkpoint holds."""
+"""LoRA: against peft by hand and a plain loop, what is trained, what is merged, what a checkpoint
+holds.
+"""
 
 import json
 from pathlib import Path
@@ -22,13 +24,22 @@ RANK, ALPHA, LR = 4, 12, 1e-2
 
 
 def settings(**more):
-    given = {"lr": LR, "device": "cpu", "micro_batch_tokens": 64, "lora": {"rank": RANK, "alpha": ALPHA}}
+    given = {
+        "lr": LR,
+        "device": "cpu",
+        "micro_batch_tokens": 64,
+        "lora": {"rank": RANK, "alpha": ALPHA},
+    }
     return TrainSection.model_validate(given | more)
 
 
 def start(path, *, algorithm=None, ref_path=None, dtype="float32", **more):
     return backend(
-        path, train=settings(**more), algorithm=algorithm, ref_path=ref_path, model=ModelSection(dtype=dtype)
+        path,
+        train=settings(**more),
+        algorithm=algorithm,
+        ref_path=ref_path,
+        model=ModelSection(dtype=dtype),
     )
 
 
@@ -41,10 +52,20 @@ def factors(trainer):
 
 
 def by_hand(path, first, steps):
-    """The losses of REINFORCE-like PPO on the same samples: peft's own model, one row at a time, plain AdamW."""
-    config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), config).eval()
-    theirs = {name.removeprefix("base_model.model."): p for name, p in model.named_parameters() if p.requires_grad}
+    """The losses of REINFORCE-like PPO on the same samples: peft's own model, one row at a time,
+    plain AdamW.
+    """
+    config = peft.LoraConfig(
+        r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    model = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), config
+    ).eval()
+    theirs = {
+        name.removeprefix("base_model.model."): p
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
     assert theirs.keys() == first.keys()
     with torch.no_grad():
         for name, factor in theirs.items():
@@ -58,7 +79,9 @@ def by_hand(path, first, steps):
             new, _ = plain_logprobs(model, one)
             ratio = (new - torch.from_numpy(one.rollout_logprobs[one.positions])).exp()
             advantage = torch.from_numpy(one.advantages[one.positions])
-            total = total + torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2)).sum()
+            total = (
+                total + torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2)).sum()
+            )
         loss = total / sum(one.num_tokens for one in rows)
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(theirs.values(), 1.0)))
@@ -92,15 +115,23 @@ def test_only_adapters_are_trained_and_in_the_optimizer(tmp_path):
     trainer.forward_backward(samples(1))
     own = factors(trainer)
     assert len(own) == 2 * 7 * 2  # A and B of seven linear layers in two blocks
-    with_gradient = {name for name, p in trainer.policy.module.named_parameters() if p.grad is not None}
+    with_gradient = {
+        name for name, p in trainer.policy.module.named_parameters() if p.grad is not None
+    }
     assert with_gradient == own.keys()
     trainer.step()
-    changed = {name for name, tensor in trainer.policy.tensors().items() if not torch.equal(tensor, before[name])}
+    changed = {
+        name
+        for name, tensor in trainer.policy.tensors().items()
+        if not torch.equal(tensor, before[name])
+    }
     assert changed
     assert changed <= own.keys()
     assert {p.dtype for p in own.values()} == {torch.float32}
     state = state_of(trainer)
-    assert sorted(name for name in state if "exp_avg." in name) == sorted(f"optimizer.exp_avg.{name}" for name in own)
+    assert sorted(name for name in state if "exp_avg." in name) == sorted(
+        f"optimizer.exp_avg.{name}" for name in own
+    )
 
 
 def test_shapes_and_first_weights_are_those_of_the_plain_model(tmp_path):
@@ -134,13 +165,22 @@ def test_checkpoint_for_transformers_and_for_peft(tmp_path):
     assert (said["r"], said["lora_alpha"], said["base_model_name_or_path"]) == (RANK, ALPHA, path)
     tokens = torch.tensor(ids)
     for model in (merged, adapted):
-        logprobs = model(input_ids=tokens[None, :-1]).logits[0].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+        logprobs = (
+            model(input_ids=tokens[None, :-1])
+            .logits[0]
+            .log_softmax(-1)
+            .gather(-1, tokens[1:, None])[:, 0]
+        )
         torch.testing.assert_close(logprobs, want, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("dtype", "more"),
-    [("float32", {}), ("float32", {"lora": {"rank": RANK, "dropout": 0.3}}), ("bfloat16", {"optimizer_offload": True})],
+    [
+        ("float32", {}),
+        ("float32", {"lora": {"rank": RANK, "dropout": 0.3}}),
+        ("bfloat16", {"optimizer_offload": True}),
+    ],
 )
 def test_resume_is_bit_identical(tmp_path, dtype, more):
     path = save_model(tmp_path / "first", dtype=getattr(torch, dtype))
@@ -150,10 +190,13 @@ def test_resume_is_bit_identical(tmp_path, dtype, more):
     expected = move(whole, range(2, 4))
     again = start(str(written), ref_path=path, dtype=dtype, **more)
     checkpoint.load_state(checkpoint.read_checkpoint(written), again)
-    again.forward_backward(samples(99))  # a step that is given up leaves nothing behind, no draw of the dropout either
+    # a step that is given up leaves nothing behind, no draw of the dropout either
+    again.forward_backward(samples(99))
     again.discard()
     assert move(again, range(2, 4)) == expected
-    assert all(torch.equal(again.weights()[name], tensor) for name, tensor in whole.weights().items())
+    assert all(
+        torch.equal(again.weights()[name], tensor) for name, tensor in whole.weights().items()
+    )
 
 
 def test_dropout_is_drawn_anew_for_each_slice_and_only_in_training(tmp_path):
@@ -171,7 +214,8 @@ def test_dropout_is_drawn_anew_for_each_slice_and_only_in_training(tmp_path):
     assert losses[0][0] != losses[0][1]
     assert losses[0] == losses[1]
     seeds = set()
-    for trainer.worker.passes.rank in range(4):  # their slices are others, and so must be what they leave out
+    # their slices are others, and so must be what they leave out
+    for trainer.worker.passes.rank in range(4):
         trainer.discard()
         seeds.add(trainer.worker.passes.draw_seed())
     assert len(seeds) == 4
@@ -211,9 +255,9 @@ def test_gradient_checkpointing_and_packing_change_nothing(tmp_path):
     path = save_model(tmp_path)
     expected = [one["actor/pg_loss"] for one in move(start(path), range(3))]
     for more in ({"gradient_checkpointing": True}, {"packing": "padded"}):
-        assert [one["actor/pg_loss"] for one in move(start(path, **more), range(3))] == pytest.approx(
-            expected, abs=1e-5
-        )
+        assert [
+            one["actor/pg_loss"] for one in move(start(path, **more), range(3))
+        ] == pytest.approx(expected, abs=1e-5)
 
 
 def test_refused(tmp_path, monkeypatch):
@@ -226,20 +270,25 @@ def test_refused(tmp_path, monkeypatch):
     full = backend(path)
     full_folder = checkpoint.write(tmp_path / "full", full, {"version": 1}, 1)
     with pytest.raises(
-        ConfigError, match=r"train.lora: .* is not allowed; null: .*step-000001 was trained without adapters"
+        ConfigError,
+        match=r"train.lora: .* is not allowed; null: .*step-000001 was trained without adapters",
     ):
         start(str(full_folder), ref_path=path)
     trainer = start(path)
     folder = checkpoint.write(tmp_path / "lora", trainer, {"version": 1}, 1)
     with pytest.raises(
-        ConfigError, match=r"train.lora.rank: 5 is not allowed; 4, as in .*: adapters cannot change their shape"
+        ConfigError,
+        match=r"train.lora.rank: 5 is not allowed; 4, as in .*: adapters cannot change their shape",
     ):
         start(str(folder), ref_path=path, lora={"rank": 5, "alpha": ALPHA})
     with pytest.raises(UserError, match="belongs to another model"):
-        checkpoint.load_state(checkpoint.read_checkpoint(folder), backend(str(folder), ref_path=path))
+        checkpoint.load_state(
+            checkpoint.read_checkpoint(folder), backend(str(folder), ref_path=path)
+        )
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(
-        ConfigError, match=r"train.lora: .* null, for the package peft is not installed: pip install 'rlearner\[lora\]'"
+        ConfigError,
+        match=r"train.lora: .* null, for the package peft is not installed: pip install 'rlearner\[lora\]'",
     ):
         start(path)
 
@@ -250,5 +299,7 @@ def test_a_new_run_from_a_checkpoint_with_adapters_begins_with_its_merged_weight
     move(trainer, range(2))
     folder = Path(checkpoint.write(tmp_path / "checkpoints", trainer, {"version": 2}, 1))
     fresh = start(str(folder))
-    assert all(torch.equal(fresh.weights()[name], tensor) for name, tensor in trainer.weights().items())
+    assert all(
+        torch.equal(fresh.weights()[name], tensor) for name, tensor in trainer.weights().items()
+    )
     assert not any(p.any() for name, p in factors(fresh).items() if ".lora_B." in name)

@@ -1,4 +1,6 @@
-"""Adapters on every kind of model: merged as peft computes, written for peft and transformers, parts kept."""
+"""Adapters on every kind of model: merged as peft computes, written for peft and transformers,
+parts kept.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ IDS = torch.arange(3, 23)
 LORA = {"rank": 4, "alpha": 12}
 
 
-def start(path: str, *, lora: bool, first: str | None = None, dtype: str = "float32", **more: Any) -> TorchBackend:
+def start(
+    path: str, *, lora: bool, first: str | None = None, dtype: str = "float32", **more: Any
+) -> TorchBackend:
     settings = {"lr": 1e-2, "device": "cpu", "micro_batch_tokens": 64, "packing": "padded", **more}
     train = TrainSection.model_validate(settings | ({"lora": LORA} if lora else {}))
     return backend(path, train=train, ref_path=first, model=ModelSection(dtype=dtype))
@@ -69,7 +73,9 @@ def test_adapters_are_merged_and_read_by_peft(name: str, tmp_path: Path) -> None
     torch.testing.assert_close(merged, expected, rtol=0, atol=2e-5)
     adapted = peft.PeftModel.from_pretrained(loaded(path), written / "adapter")
     torch.testing.assert_close(plain_logprobs(adapted), expected, rtol=0, atol=1e-6)
-    torch.testing.assert_close(plain_logprobs(adapted.merge_and_unload()), merged, rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        plain_logprobs(adapted.merge_and_unload()), merged, rtol=0, atol=2e-5
+    )
     assert {n: t.shape for n, t in stored_in(written).items()} == {
         n: t.shape for n, t in stored_in(tmp_path / "model").items()
     }
@@ -127,12 +133,20 @@ def test_further_tensors_of_the_files_are_kept(tmp_path: Path) -> None:
 
     path = save_parts("qwen3_moe", tmp_path / "model")
     held, extra = stored_in(tmp_path / "model"), torch.randn(3, 5).to(torch.bfloat16)
-    save_file(held | {"mtp.layers.0.weight": extra}, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    save_file(
+        held | {"mtp.layers.0.weight": extra},
+        tmp_path / "model" / "model.safetensors",
+        {"format": "pt"},
+    )
     for lora in (False, True):
-        written = checkpoint.write(tmp_path / f"steps-{lora}", trained(path, lora=lora), {"version": 1}, 1)
+        written = checkpoint.write(
+            tmp_path / f"steps-{lora}", trained(path, lora=lora), {"version": 1}, 1
+        )
         assert stored_in(written).keys() == held.keys() | {"mtp.layers.0.weight"}
         assert torch.equal(stored_in(written)["mtp.layers.0.weight"], extra)
-    large = checkpoint.write(tmp_path / "large", trained(path, lora=False), {"version": 1}, 1, hf_max_gib=0)
+    large = checkpoint.write(
+        tmp_path / "large", trained(path, lora=False), {"version": 1}, 1, hf_max_gib=0
+    )
     (tmp_path / "model" / "model.safetensors").unlink()
     with pytest.raises(Exception, match=r"lacks 1 tensors of it.*the first is mtp.layers.0.weight"):
         export(checkpoint.read_checkpoint(large), tmp_path / "out", 1 << 30)
@@ -141,11 +155,16 @@ def test_further_tensors_of_the_files_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_gradient_checkpointing_with_stacked_experts(name: str, tmp_path: Path) -> None:
     path = save_parts(name, tmp_path / "model")
-    plain, checkpointed = start(path, lora=True), start(path, lora=True, gradient_checkpointing=True)
+    plain, checkpointed = (
+        start(path, lora=True),
+        start(path, lora=True, gradient_checkpointing=True),
+    )
     for step in range(2):
         one, other = plain.update(samples(step)), checkpointed.update(samples(step))
         assert one["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-4)
-    torch.testing.assert_close(plain.logprobs(IDS.numpy()), checkpointed.logprobs(IDS.numpy()), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        plain.logprobs(IDS.numpy()), checkpointed.logprobs(IDS.numpy()), rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
@@ -154,6 +173,8 @@ def test_bfloat16_experts(name: str, tmp_path: Path) -> None:
     trainer = trained(path, lora=True, dtype="bfloat16")
     written = checkpoint.write(tmp_path / "steps", trainer, {"version": 1}, 1)
     merged = AutoModelForCausalLM.from_pretrained(written, dtype=torch.bfloat16)
-    torch.testing.assert_close(plain_logprobs(merged), trainer.logprobs(IDS.numpy()), rtol=0, atol=0.05)
+    torch.testing.assert_close(
+        plain_logprobs(merged), trainer.logprobs(IDS.numpy()), rtol=0, atol=0.05
+    )
     factors = load_file(written / "adapter" / "adapter_model.safetensors")
     assert {factor.dtype for factor in factors.values()} == {torch.float32}

@@ -1,4 +1,6 @@
-"""Which weights get adapters: stacked experts do, towers, routers and what peft cannot adapt do not."""
+"""Which weights get adapters: stacked experts do, towers, routers and what peft cannot adapt do
+not.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,18 @@ pytest.importorskip("peft", reason="LoRA needs the extra rlearner[lora]")
 
 ATTENTION = ["k_proj", "o_proj", "q_proj", "v_proj"]
 STACKED = ["experts.down_proj", "experts.gate_up_proj"]
-DENSE = ["down_proj.weight", "gate_proj.weight", "up_proj.weight"]  # of layers that peft takes for experts
+# of layers that peft takes for experts
+DENSE = ["down_proj.weight", "gate_proj.weight", "up_proj.weight"]
 
 
 def model_of(name: str, **more: Any) -> Any:
-    settings = WITH_VISION[name] if name in WITH_VISION else {**_SIZES, **SETTINGS.get(name, {}), **more}
+    settings = (
+        WITH_VISION[name] if name in WITH_VISION else {**_SIZES, **SETTINGS.get(name, {}), **more}
+    )
     with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(name, **settings))
+        return transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(name, **settings)
+        )
 
 
 @cache
@@ -48,14 +55,22 @@ def test_dense_layers_named_like_experts_are_adapted(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
 def test_latent_attention(name: str) -> None:
-    assert targets_of(name).modules == ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"]
+    assert targets_of(name).modules == [
+        "kv_a_proj_with_mqa",
+        "kv_b_proj",
+        "o_proj",
+        "q_a_proj",
+        "q_b_proj",
+    ]
     assert targets_of(name).parameters == sorted(DENSE + STACKED)
 
 
 def test_routers_are_left_out() -> None:
     for name in SETTINGS:
         every = [*targets_of(name).modules, *targets_of(name).parameters]
-        assert not [each for each in every if "router" in each or each.rpartition(".")[2] == "gate"], name
+        assert not [
+            each for each in every if "router" in each or each.rpartition(".")[2] == "gate"
+        ], name
     assert "shared_expert_gate" not in targets_of("qwen3_next").modules
 
 
@@ -69,7 +84,8 @@ def test_towers_are_left_out() -> None:
     modules = find_targets(model, LoraSection()).modules
     assert not [name for name in modules if "vision" in name or name.startswith("fc")]
     assert "down_proj" in modules
-    assert "model.language_model.layers.1.self_attn.q_proj" in modules  # the tower has a q_proj, too
+    # the tower has a q_proj, too
+    assert "model.language_model.layers.1.self_attn.q_proj" in modules
     LoraAdapters(model, LoraSection(), 0, "base")
     assert not [name for name, _ in model.named_parameters() if "lora" in name and "vision" in name]
 
@@ -77,10 +93,26 @@ def test_towers_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("name", "section", "words"),
     [
-        ("qwen3_moe", {"dropout": 0.1}, "train.lora.dropout: 0.1 .*without down_proj, gate_up_proj"),
-        ("qwen3_moe", {"target_modules": ["q_prj"]}, "target_modules.*down_proj, gate_up_proj, k_proj"),
-        ("llama4_text", {"target_modules": ["router"]}, "router: Llama4Router computes more than a product"),
-        ("falcon_h1", {"target_modules": ["out_proj"]}, "out_proj: .*incompatible with Mamba-based models"),
+        (
+            "qwen3_moe",
+            {"dropout": 0.1},
+            "train.lora.dropout: 0.1 .*without down_proj, gate_up_proj",
+        ),
+        (
+            "qwen3_moe",
+            {"target_modules": ["q_prj"]},
+            "target_modules.*down_proj, gate_up_proj, k_proj",
+        ),
+        (
+            "llama4_text",
+            {"target_modules": ["router"]},
+            "router: Llama4Router computes more than a product",
+        ),
+        (
+            "falcon_h1",
+            {"target_modules": ["out_proj"]},
+            "out_proj: .*incompatible with Mamba-based models",
+        ),
         ("qwen3", {"target_modules": ["lm_head"]}, "linear layers that this model has"),
         ("gemma3", {"target_modules": ["fc1"]}, "linear layers that this model has"),
         ("gpt2", {}, "train.lora: .*null: peft can adapt no layer of GPT2LMHeadModel"),
@@ -93,7 +125,9 @@ def test_refusals(name: str, section: dict[str, Any], words: str) -> None:
 
 
 def test_stacked_experts_by_name() -> None:
-    targets = find_targets(model_of("qwen3_moe"), LoraSection(target_modules=["gate_up_proj", "v_proj"]))
+    targets = find_targets(
+        model_of("qwen3_moe"), LoraSection(target_modules=["gate_up_proj", "v_proj"])
+    )
     assert (targets.modules, targets.parameters) == (["v_proj"], ["experts.gate_up_proj"])
 
 
@@ -107,9 +141,14 @@ def test_share() -> None:
     assert line.startswith(f"adapters on {share:.1%} of the weights {start}; none on embed_tokens ")
     assert 0.9 < share < 1
     offer = adapters.shown("")
-    assert set(adapted(dict(model_of("qwen3_moe").named_parameters()), offer.targets)) == set(adapters.adapted)
+    assert set(adapted(dict(model_of("qwen3_moe").named_parameters()), offer.targets)) == set(
+        adapters.adapted
+    )
     assert offer.transposed == []
-    assert name_pattern("model.layers.11.mlp.experts.3.down_proj") == "model.layers.*.mlp.experts.*.down_proj"
+    assert (
+        name_pattern("model.layers.11.mlp.experts.3.down_proj")
+        == "model.layers.*.mlp.experts.*.down_proj"
+    )
 
 
 def test_share_names_towers() -> None:
@@ -130,5 +169,7 @@ def test_the_plan_counts_the_factors_of_experts(tmp_path: Any) -> None:
     facts = read_folder(tmp_path / "model", path, ModelSection(path=path, dtype="bfloat16"), None)
     model = model_of("qwen3_moe")
     LoraAdapters(model, section, 0, path)
-    factors = sum(parameter.numel() for name, parameter in model.named_parameters() if ".lora_" in name)
+    factors = sum(
+        parameter.numel() for name, parameter in model.named_parameters() if ".lora_" in name
+    )
     assert lora_parameters(section, facts) == factors

@@ -58,7 +58,9 @@ def test_dual_clip_by_hand():
 
 
 def test_log_ratios_are_clamped_at_20():
-    batch = LossTokens(torch.tensor([0.0]), torch.tensor([-90.0]), torch.tensor([-1.0]), torch.tensor([0]), 1)
+    batch = LossTokens(
+        torch.tensor([0.0]), torch.tensor([-90.0]), torch.tensor([-1.0]), torch.tensor([0]), 1
+    )
     losses, _ = ppo(batch, AlgorithmSection())
     assert losses.item() == pytest.approx(math.exp(20), rel=1e-5)
 
@@ -78,10 +80,14 @@ def plain_ppo(new, old, advantage, low, high, dual):
 
 @given(TOKENS, st.floats(0, 1), st.floats(0, 2), st.one_of(st.none(), st.floats(1.01, 5)))
 def test_ppo_equals_the_formula(rows, low, high, dual):
-    new, old, advantages = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
+    new, old, advantages = (
+        torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True)
+    )
     batch = LossTokens(new, old, advantages, torch.zeros(len(rows), dtype=torch.long), 1)
     losses, stats = ppo(batch, AlgorithmSection(clip_low=low, clip_high=high, dual_clip=dual))
-    assert losses.tolist() == pytest.approx([plain_ppo(*row, low, high, dual) for row in rows], rel=1e-9, abs=1e-12)
+    assert losses.tolist() == pytest.approx(
+        [plain_ppo(*row, low, high, dual) for row in rows], rel=1e-9, abs=1e-12
+    )
     assert 0 <= stats["clipped"] <= len(rows)
 
 
@@ -89,11 +95,15 @@ def test_ppo_equals_the_formula(rows, low, high, dual):
 @pytest.mark.parametrize("name", [name for name in LOSSES if name not in ("gspo", "cispo", "topr")])
 def test_every_loss_has_the_gradient_of_its_values(name):
     generator = torch.Generator().manual_seed(4)
-    new, old, advantages = (torch.randn(30, generator=generator, dtype=torch.float64) for _ in range(3))
+    new, old, advantages = (
+        torch.randn(30, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
     loss, sequence = resolve("losses", name, LOSSES), torch.arange(30) // 5
 
     def values(logprobs):
-        return loss(LossTokens(logprobs, old, advantages, sequence, 6), AlgorithmSection(dual_clip=3.0))[0]
+        return loss(
+            LossTokens(logprobs, old, advantages, sequence, 6), AlgorithmSection(dual_clip=3.0)
+        )[0]
 
     assert torch.autograd.gradcheck(values, new.requires_grad_())
 
@@ -114,8 +124,8 @@ def test_every_loss_is_silent_where_the_advantage_is_zero(name):
 
 
 def test_ratio_figures_by_hand():
-    # Weights 1, 2, 0.5: kl = -(0 + ln 2 - ln 2)/3 = 0; k3 = (0 + (2 - 1 - ln 2) + (0.5 - 1 + ln 2))/3 = 0.5/3;
-    # mean 3.5/3; ess = 3.5^2 / (3 * (1 + 4 + 0.25)) = 12.25/15.75.
+    # Weights 1, 2, 0.5: kl = -(0 + ln 2 - ln 2)/3 = 0; k3 = (0 + (2 - 1 - ln 2) + (0.5 - 1 + ln
+    # 2))/3 = 0.5/3; mean 3.5/3; ess = 3.5^2 / (3 * (1 + 4 + 0.25)) = 12.25/15.75.
     old = torch.tensor([-1.0, -2.0, -0.5])
     sums = ratio_sums(old + torch.tensor([1.0, 2.0, 0.5]).log(), old)
     metrics = ratio_metrics({name: value.item() for name, value in sums.items()}, 3)
@@ -140,7 +150,9 @@ def test_ratio_sums_add_up_over_micro_batches(rows, where):
         ratio_sums(new[where:], old[where:]),
     )
     for name, value in whole.items():
-        assert (first[name] + second[name]).item() == pytest.approx(value.item(), rel=1e-9, abs=1e-9)
+        assert (first[name] + second[name]).item() == pytest.approx(
+            value.item(), rel=1e-9, abs=1e-9
+        )
     metrics = ratio_metrics({name: value.item() for name, value in whole.items()}, len(rows))
     assert 0 < metrics["rollout_corr/ess"] <= 1 + 1e-9
     assert metrics["rollout_corr/k3_kl"] >= -1e-9

@@ -1,5 +1,5 @@
-"""What of the backend megatron needs neither Megatron nor other processes: whose part is what, in which order, and what
-is refused.
+"""What of the backend megatron needs neither Megatron nor other processes: whose part is what, in
+which order, and what is refused.
 """
 
 from __future__ import annotations
@@ -63,15 +63,22 @@ def test_the_order_of_a_pipeline_by_hand() -> None:
     forward, backward = (lambda i: (False, i)), (lambda i: (True, i))
     first = [forward(0), forward(1), backward(0), forward(2), backward(1), backward(2)]
     assert pass_order(3, 0, 2) == first
-    assert pass_order(3, 1, 2) == [forward(0), backward(0), forward(1), backward(1), forward(2), backward(2)]
+    assert pass_order(3, 1, 2) == [
+        forward(0),
+        backward(0),
+        forward(1),
+        backward(1),
+        forward(2),
+        backward(2),
+    ]
     assert pass_order(1, 0, 4) == [forward(0), backward(0)]
     assert pass_order(0, 0, 2) == []
 
 
 @given(st.integers(0, 9), st.integers(1, 5))
 def test_a_pipeline_never_waits_for_what_comes_later(num: int, num_stages: int) -> None:
-    """Between two steps a stage gives away what it made and takes what it needs, and both must be met by the
-    neighbours' own exchanges.
+    """Between two steps a stage gives away what it made and takes what it needs, and both must be
+    met by the neighbours' own exchanges.
     """
     steps = [pass_order(num, stage, num_stages) for stage in range(num_stages)]
 
@@ -93,7 +100,10 @@ def test_a_pipeline_never_waits_for_what_comes_later(num: int, num_stages: int) 
         waiting = [stage for stage in range(num_stages) if at[stage] <= len(steps[stage])]
         posted |= {(stage, one) for stage in waiting for one in exchange(stage, at[stage])}
         for stage in waiting:
-            if all((one[0], one) in posted and (one[1], one) in posted for one in exchange(stage, at[stage])):
+            if all(
+                (one[0], one) in posted and (one[1], one) in posted
+                for one in exchange(stage, at[stage])
+            ):
                 at[stage], moved = at[stage] + 1, True
     assert at == [2 * num + 1] * num_stages
     for stage in range(num_stages):  # never more of them held than there are stages from here on
@@ -125,7 +135,8 @@ def test_a_stage_lets_go_of_what_it_has_sent(monkeypatch: pytest.MonkeyPatch) ->
     first_but_one.run([(5, 3)] * 6, forward, lambda: None)
     assert len(sent) == 6
     assert weight.grad is not None
-    assert weight.grad.tolist() == [6 * 5 * 2.0 * 2.0] * 3  # slices, rows, what entered, the slope from behind
+    # slices, rows, what entered, the slope from behind
+    assert weight.grad.tolist() == [6 * 5 * 2.0 * 2.0] * 3
 
 
 def whole_tensors(shape: DecoderArchitecture) -> dict[str, torch.Tensor]:
@@ -149,12 +160,15 @@ def whole_tensors(shape: DecoderArchitecture) -> dict[str, torch.Tensor]:
 
 
 def test_heads_and_halves_by_hand() -> None:
-    # Two groups of two heads of width 3: rank 1 of 2 has heads 2 and 3, key and value head 1, in this order.
+    # Two groups of two heads of width 3: rank 1 of 2 has heads 2 and 3, key and value head 1, in
+    # this order.
     tensors = whole_tensors(SHAPE)
     place = "model.layers.0.self_attn."
     held = torch.full((12, 6), -1)
     for part in parts_of(SHAPE, 2, 1):
-        if part.name.startswith(place) and part.holder.endswith("layers.0.self_attention.linear_qkv.weight"):
+        if part.name.startswith(place) and part.holder.endswith(
+            "layers.0.self_attention.linear_qkv.weight"
+        ):
             view = part.view(held)
             view.copy_(take_share(tensors[part.name], part.dim, 2, 1).reshape(view.shape))
     q, k, v = (tensors[f"{place}{name}_proj.weight"] for name in "qkv")
@@ -169,31 +183,46 @@ def test_heads_and_halves_by_hand() -> None:
 
 def test_of_a_vocabulary_that_does_not_divide_the_last_share_is_filled_up() -> None:
     whole = torch.arange(1, 15).view(7, 2)
-    assert torch.equal(take_share(whole, 0, 2, 1), torch.cat([whole[4:], torch.zeros(1, 2, dtype=torch.long)]))
+    assert torch.equal(
+        take_share(whole, 0, 2, 1), torch.cat([whole[4:], torch.zeros(1, 2, dtype=torch.long)])
+    )
     assert torch.equal(take_share(whole, 0, 5, 4), torch.zeros(2, 2, dtype=torch.long))
     assert torch.equal(take_share(whole.T, 1, 2, 0), whole[:4].T)
 
 
 @pytest.mark.parametrize(("tp", "dp", "pp"), [(1, 1, 1), (2, 1, 1), (1, 3, 4), (2, 2, 2)])
 @pytest.mark.parametrize("tied", [False, True])
-def test_every_element_has_its_place_and_comes_back(tmp_path: Path, tp: int, dp: int, pp: int, *, tied: bool) -> None:
+def test_every_element_has_its_place_and_comes_back(
+    tmp_path: Path, tp: int, dp: int, pp: int, *, tied: bool
+) -> None:
     shape = DecoderArchitecture(**{**vars(SHAPE), "tied": tied})
     tensors = whole_tensors(shape)
     files = [tmp_path / "whole"]
-    write_part(files[0], stage_slices([Slice.whole(name, tensor) for name, tensor in tensors.items()], 0, 1))
+    write_part(
+        files[0],
+        stage_slices([Slice.whole(name, tensor) for name, tensor in tensors.items()], 0, 1),
+    )
     written, size = [], tp * dp * pp
     for rank in range(size):
         grid = RankGrid(size, tp, pp, rank)
         exchange = TensorExchange(grid, None, parts_of(shape, tp, pp), tensors, torch.device("cpu"))
         holders = holders_of(shape, grid)
         StoredTensors(files).load(exchange.slices(holders))
-        padded = {"embedding.word_embeddings.weight", "output_layer.weight"} if tp == 2 and grid.share else set()
+        padded = (
+            {"embedding.word_embeddings.weight", "output_layer.weight"}
+            if tp == 2 and grid.share
+            else set()
+        )
         for name, holder in holders.items():
-            rows = (len(holder) - 1) if name in padded else len(holder)  # 7 tokens, 4 rows on each of two ranks
+            # 7 tokens, 4 rows on each of two ranks
+            rows = (len(holder) - 1) if name in padded else len(holder)
             assert (holder[:rows] >= 0).all(), name
             assert (holder[rows:] == -1).all(), name
         counts = dict.fromkeys(holders, torch.tensor(rank // size))
-        slices = [*exchange.slices(holders), *(one.below("step.") for one in exchange.slices(counts))]
+        slices = [
+            *exchange.slices(holders),
+            *(one.below("step.") for one in exchange.slices(counts)),
+        ]
         written.append(write_part(tmp_path / str(rank), stage_slices(slices, rank, size)).path)
     stored = StoredTensors(written)
     assert stored.keys() == tensors.keys() | {f"step.{name}" for name in tensors}
@@ -210,7 +239,13 @@ class Network:
         self._barrier, self._sent = Barrier(size, timeout=20), dict[int, tuple[torch.Tensor, ...]]()
 
     def exchange(
-        self, arrived: torch.Tensor, sent: torch.Tensor, received: list[int], sizes: list[int], *, group: int
+        self,
+        arrived: torch.Tensor,
+        sent: torch.Tensor,
+        received: list[int],
+        sizes: list[int],
+        *,
+        group: int,
     ) -> None:
         self._sent[group] = sent.split(sizes)
         self._barrier.wait()
@@ -220,7 +255,9 @@ class Network:
         arrived.copy_(torch.cat(pieces))
 
 
-@pytest.mark.parametrize(("tp", "dp", "pp"), [(1, 2, 2), (2, 1, 1), (2, 2, 2), (2, 5, 1), (2, 7, 1)])
+@pytest.mark.parametrize(
+    ("tp", "dp", "pp"), [(1, 2, 2), (2, 1, 1), (2, 2, 2), (2, 5, 1), (2, 7, 1)]
+)
 @pytest.mark.parametrize("tied", [False, True])
 def test_ranks_send_every_element_once_in_ranges(
     monkeypatch: pytest.MonkeyPatch, tp: int, dp: int, pp: int, *, tied: bool
@@ -238,11 +275,15 @@ def test_ranks_send_every_element_once_in_ranges(
         for part in exchange.own:
             view = part.view(holders[part.holder])
             view.copy_(take_share(tensors[part.name], part.dim, tp, grid.share).reshape(view.shape))
-        runs = list(RowExchange(grid, grid.share).sent(one.below(MODEL) for one in exchange.slices(holders)))
+        runs = list(
+            RowExchange(grid, grid.share).sent(one.below(MODEL) for one in exchange.slices(holders))
+        )
         planned, in_order = sorted(one.run.key for one in runs if one.run.count), RunsInOrder(runs)
         read = {key: in_order[key].clone() for key in planned}
         in_order.finish()
-        assert {one.run.key: one.run.count for one in runs if one.run.count} == {k: len(v) for k, v in read.items()}
+        assert {one.run.key: one.run.count for one in runs if one.run.count} == {
+            k: len(v) for k, v in read.items()
+        }
         return read
 
     found = {name: torch.full((tensor.numel(),), -1) for name, tensor in tensors.items()}
@@ -264,7 +305,12 @@ def holders_of(shape: DecoderArchitecture, grid: RankGrid) -> dict[str, torch.Te
     found, tensors = {}, whole_tensors(shape)
     for part in parts_of(shape, grid.tp, grid.pp):
         if part.stage == grid.stage:
-            size = list(next((s for end, s in sizes.items() if part.holder.endswith(end)), tensors[part.name].shape))
+            size = list(
+                next(
+                    (s for end, s in sizes.items() if part.holder.endswith(end)),
+                    tensors[part.name].shape,
+                )
+            )
             if part.dim is not None:
                 size[part.dim] = -(-size[part.dim] // grid.tp)
             found[part.holder] = torch.full(size, -1)
@@ -286,16 +332,24 @@ SMALL = {
     "num_hidden_layers": 6,
     "intermediate_size": 48,
 }
-OTHERS = "one of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM with train.backend megatron, not "
+OTHERS = (
+    "one of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM with train.backend megatron, not "
+)
 PLAIN = "a plain LlamaForCausalLM with train.backend megatron, not one with {}; fsdp2 takes it"
 
 
 @pytest.mark.parametrize(
     ("config", "allowed"),
     [
-        (AutoConfig.for_model("gpt2", architectures=["GPT2LMHeadModel"]), OTHERS + "GPT2LMHeadModel"),
+        (
+            AutoConfig.for_model("gpt2", architectures=["GPT2LMHeadModel"]),
+            OTHERS + "GPT2LMHeadModel",
+        ),
         (AutoConfig.for_model("qwen3_moe"), OTHERS + "Qwen3MoeConfig"),
-        (LlamaConfig(**SMALL, architectures=["LlamaForCausalLM"], attention_bias=True), PLAIN.format("attention_bias")),
+        (
+            LlamaConfig(**SMALL, architectures=["LlamaForCausalLM"], attention_bias=True),
+            PLAIN.format("attention_bias"),
+        ),
         (
             LlamaConfig(
                 **SMALL,
@@ -305,7 +359,12 @@ PLAIN = "a plain LlamaForCausalLM with train.backend megatron, not one with {}; 
             PLAIN.format("rope_type yarn"),
         ),
         (
-            Qwen2Config(**SMALL, architectures=["Qwen2ForCausalLM"], use_sliding_window=True, max_window_layers=2),
+            Qwen2Config(
+                **SMALL,
+                architectures=["Qwen2ForCausalLM"],
+                use_sliding_window=True,
+                max_window_layers=2,
+            ),
             PLAIN.format("layers of sliding_attention").replace("Llama", "Qwen2"),
         ),
     ],
@@ -317,9 +376,19 @@ def test_models_that_it_does_not_know_are_refused(config: object, allowed: str) 
 
 
 def test_what_a_configuration_says() -> None:
-    shape = architecture_of(Qwen3Config(**SMALL, head_dim=16, vocab_size=99, architectures=["Qwen3ForCausalLM"]), "x")
-    assert (shape.head_dim, shape.num_groups, shape.qk_norm, shape.qkv_bias, shape.vocab) == (16, 2, True, False, 99)
-    shape = architecture_of(Qwen2Config(**SMALL, architectures=["Qwen2ForCausalLM"], tie_word_embeddings=True), "x")
+    shape = architecture_of(
+        Qwen3Config(**SMALL, head_dim=16, vocab_size=99, architectures=["Qwen3ForCausalLM"]), "x"
+    )
+    assert (shape.head_dim, shape.num_groups, shape.qk_norm, shape.qkv_bias, shape.vocab) == (
+        16,
+        2,
+        True,
+        False,
+        99,
+    )
+    shape = architecture_of(
+        Qwen2Config(**SMALL, architectures=["Qwen2ForCausalLM"], tie_word_embeddings=True), "x"
+    )
     assert (shape.head_dim, shape.qk_norm, shape.qkv_bias, shape.tied) == (8, False, True, True)
 
 
@@ -347,12 +416,25 @@ def test_what_a_configuration_says() -> None:
             "train.megatron.tensor_parallel: 4 is not allowed; one of 1, 2: it must divide the model's 14 attention "
             "heads",
         ),
-        ((4, 2), 1, 4, "train.megatron.pipeline_parallel: 4 is not allowed; a divisor of the model's 6 layers"),
+        (
+            (4, 2),
+            1,
+            4,
+            "train.megatron.pipeline_parallel: 4 is not allowed; a divisor of the model's 6 layers",
+        ),
     ],
 )
-def test_sizes_that_do_not_divide_the_model(heads: tuple[int, int], tp: int, pp: int, line: str) -> None:
+def test_sizes_that_do_not_divide_the_model(
+    heads: tuple[int, int], tp: int, pp: int, line: str
+) -> None:
     shape = DecoderArchitecture(
-        **{**vars(SHAPE), "num_heads": heads[0], "num_groups": heads[1], "num_layers": 6, "intermediate": 48}
+        **{
+            **vars(SHAPE),
+            "num_heads": heads[0],
+            "num_groups": heads[1],
+            "num_layers": 6,
+            "intermediate": 48,
+        }
     )
     with pytest.raises(ConfigError) as caught:
         check_sizes(shape, tp, pp)
@@ -374,27 +456,37 @@ def test_ranks_and_options() -> None:
     assert refused({"backend": "megatron", "ranks": 6, "megatron": both}) == line
     train = {"backend": "megatron", "ranks": 8, "megatron": both}
     assert (
-        validate({"domains": {"lake": LAKE}, "train": train, "model": {"tiny": {"num_layers": 4}}})["train"]["ranks"]
+        validate({"domains": {"lake": LAKE}, "train": train, "model": {"tiny": {"num_layers": 4}}})[
+            "train"
+        ]["ranks"]
         == 8
     )
     line = "train.megatron.pipeline_parallel: 2 is not allowed; 1 with train.backend fsdp2; more with megatron"
     assert refused({"backend": "fsdp2", "ranks": 2, "megatron": {"pipeline_parallel": 2}}) == line
     line = "train.lora.dropout: 0.1 is not allowed; 0 with train.backend megatron, whose ranks divide a layer's inputs"
     assert refused({"backend": "megatron", "lora": {"dropout": 0.1}}) == line
-    train = {"backend": "megatron", "activation_offload": True, "optimizer_offload": True, "compile": True}
+    train = {
+        "backend": "megatron",
+        "activation_offload": True,
+        "optimizer_offload": True,
+        "compile": True,
+    }
     critic = {"adv_estimator": "gae", "critic": {"enabled": True}}
-    assert validate({"domains": {"lake": LAKE}, "train": train, "algorithm": critic})["train"]["compile"]
+    assert validate({"domains": {"lake": LAKE}, "train": train, "algorithm": critic})["train"][
+        "compile"
+    ]
 
 
 def test_a_model_that_is_here_is_looked_at_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     train = {"backend": "megatron", "ranks": 4, "megatron": {"tensor_parallel": 4}}
-    line = (
-        "train.megatron.tensor_parallel: 4 is not allowed; one of 1, 2: it must divide the model's {} key-value heads"
-    )
-    assert refused(train, model={"path": None, "tiny": {"num_heads": 4, "num_kv_heads": 2}}) == line.format(2)
-    build_tiny(tmp_path, TinyModel(hidden_size=8, num_layers=1, head_dim=4, intermediate_size=8))  # for its tokenizer
+    line = "train.megatron.tensor_parallel: 4 is not allowed; one of 1, 2: it must divide the model's {} key-value heads"
+    assert refused(
+        train, model={"path": None, "tiny": {"num_heads": 4, "num_kv_heads": 2}}
+    ) == line.format(2)
+    # for its tokenizer
+    build_tiny(tmp_path, TinyModel(hidden_size=8, num_layers=1, head_dim=4, intermediate_size=8))
     said = {
         "model_type": "llama",
         "num_hidden_layers": 4,
@@ -402,9 +494,13 @@ def test_a_model_that_is_here_is_looked_at_before_anything_starts(
         "num_key_value_heads": 2,
         "intermediate_size": 64,
     }
-    (tmp_path / "config.json").write_text(json.dumps({**said, "architectures": ["LlamaForCausalLM"]}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**said, "architectures": ["LlamaForCausalLM"]})
+    )
     assert refused(train, model={"path": str(tmp_path)}) == line.format(2)
-    (tmp_path / "config.json").write_text(json.dumps({**said, "architectures": ["MistralForCausalLM"]}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**said, "architectures": ["MistralForCausalLM"]})
+    )
     assert (
         refused(train, model={"path": str(tmp_path)})
         == f"model.path: '{tmp_path}' is not allowed; {OTHERS}MistralForCausalLM"
@@ -412,7 +508,14 @@ def test_a_model_that_is_here_is_looked_at_before_anything_starts(
 
 
 def test_offline_training_has_one_rank(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^train.backend: 'megatron' is not allowed; torch, ddp or fsdp2"):
+    with pytest.raises(
+        ConfigError, match=r"^train.backend: 'megatron' is not allowed; torch, ddp or fsdp2"
+    ):
         offline.validate(
-            "sft", {"model": {"path": str(tmp_path)}, "data": {"train": "x.jsonl"}, "train": {"backend": "megatron"}}
+            "sft",
+            {
+                "model": {"path": str(tmp_path)},
+                "data": {"train": "x.jsonl"},
+                "train": {"backend": "megatron"},
+            },
         )

@@ -35,7 +35,9 @@ def trajectory(
         logprobs=wire.column([0.0] * 3 + [-1.0] * sampled, "<f4"),
         version_runs=wire.column(runs, "<i4"),
         turns=[
-            wire.Turn(start=3 + i, end=4 + i, reward=0.0, valid=valid, finish_reason=reason, server="s")  # type: ignore[arg-type]
+            wire.Turn(
+                start=3 + i, end=4 + i, reward=0.0, valid=valid, finish_reason=reason, server="s"
+            )  # type: ignore[arg-type]
             for i, (valid, reason) in enumerate(turns)
         ],
         reward=reward,
@@ -47,7 +49,14 @@ def trajectory(
 
 
 def group(domain: str, trajectories: list[wire.Trajectory], **more: Any) -> wire.Group:
-    given = {"ticket": 1, "task_index": 0, "min_version": 0, "hub": "h", "deliveries": 1, "pools": []}
+    given = {
+        "ticket": 1,
+        "task_index": 0,
+        "min_version": 0,
+        "hub": "h",
+        "deliveries": 1,
+        "pools": [],
+    }
     return wire.Group(**{**given, **more}, domain=domain, trajectories=trajectories)
 
 
@@ -63,7 +72,11 @@ def test_a_step_by_hand() -> None:
         env_step_s=0.5,
         env_step_max_s=0.75,
     )
-    math_ = group("math", [trajectory(0, -1.0, [5, 6], [stop]), trajectory(1, -1.0, [5, 8], [cut])], reward_s=1.0)
+    math_ = group(
+        "math",
+        [trajectory(0, -1.0, [5, 6], [stop]), trajectory(1, -1.0, [5, 8], [cut])],
+        reward_s=1.0,
+    )
     values = step_metrics([lake, math_], version=5)
     expected = {
         "reward/mean": -0.25,
@@ -119,12 +132,20 @@ def test_an_episode_in_several_trajectories_counts_once() -> None:
 
 def test_a_step_without_a_sampled_token() -> None:
     values = step_metrics([group("lake", [trajectory(0, 0.0, [], [])])], version=3)
-    assert (values["staleness/mean"], values["staleness/max"], values["env/valid_action_rate"]) == (0.0, 0.0, 0.0)
+    assert (values["staleness/mean"], values["staleness/max"], values["env/valid_action_rate"]) == (
+        0.0,
+        0.0,
+        0.0,
+    )
 
 
 def test_tickets_and_what_is_on_the_way() -> None:
     lake = DomainRule("lake", 1.0, 2, 2, 1.0)
-    ledger = Ledger(TicketRules(steps=4, groups_per_step=2, max_staleness=1, on_late="wait", seed=0, domains=(lake,)))
+    ledger = Ledger(
+        TicketRules(
+            steps=4, groups_per_step=2, max_staleness=1, on_late="wait", seed=0, domains=(lake,)
+        )
+    )
     ledger.open_credit()
     ledger.apply(GroupArrival(1, 0, (0.0, 1.0)), 1)
     ledger.apply(TicketEnd(2, "late"), 2)
@@ -206,10 +227,14 @@ def test_a_line_is_json_of_finite_numbers(tmp_path: Path) -> None:
 
 
 def test_the_fleet_by_hand() -> None:
-    """Servers of other policies, and processes that do not serve, do not count; the unmeasured have no speed."""
+    """Servers of other policies, and processes that do not serve, do not count; the unmeasured have
+    no speed.
+    """
 
     def process(role: str, name: str, **more: Any) -> wire.Presence:
-        return wire.Presence(**{"role": role, "id": name, "host": "h", "pid": 1, "state": "serving", **more})
+        return wire.Presence(
+            **{"role": role, "id": name, "host": "h", "pid": 1, "state": "serving", **more}
+        )
 
     servers = [
         process("rollout", "a", slots=8, base_s=0.01, each_s=0.001),
@@ -219,7 +244,15 @@ def test_the_fleet_by_hand() -> None:
         process("rollout", "other", slots=8, base_s=9.0, policy="random"),
     ]
     assert fleet_figures("rollout", servers) == pytest.approx(
-        {"fleet/servers": 3, "fleet/server_slots": 28, "fleet/token_s": 0.02, "fleet/token_each_s": 0.002}
+        {
+            "fleet/servers": 3,
+            "fleet/server_slots": 28,
+            "fleet/token_s": 0.02,
+            "fleet/token_each_s": 0.002,
+        }
     )
-    scorers = [process("rewardhub", "a", slots=16, at_once=2), process("rewardhub", "b", slots=16, at_once=3)]
+    scorers = [
+        process("rewardhub", "a", slots=16, at_once=2),
+        process("rewardhub", "b", slots=16, at_once=3),
+    ]
     assert fleet_figures("rewardhub", scorers) == {"fleet/reward_hubs": 2, "fleet/scores": 5}

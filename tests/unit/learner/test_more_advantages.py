@@ -41,7 +41,9 @@ def trajectory(
         logprobs=wire.column(np.where(mask, -1.0, 0.0), "<f4"),
         version_runs=wire.column([0, int(mask.sum())], "<i4"),
         turns=[
-            wire.Turn(start=a, end=b, reward=r, valid=True, finish_reason="stop", server="s", anchor=x)
+            wire.Turn(
+                start=a, end=b, reward=r, valid=True, finish_reason="stop", server="s", anchor=x
+            )
             for a, b, r, x in turns
         ],
         reward=sum(r for _, _, r, _ in turns) if total is None else total,
@@ -52,7 +54,9 @@ def trajectory(
     return msgspec.structs.replace(made, **more)
 
 
-def row(rewards: list[float], values: list[float] | None = None, group: int = 0, *, trained: bool = True) -> BatchRow:
+def row(
+    rewards: list[float], values: list[float] | None = None, group: int = 0, *, trained: bool = True
+) -> BatchRow:
     return BatchRow(group, np.array(rewards), None if values is None else np.array(values), trained)
 
 
@@ -63,16 +67,25 @@ def test_discounting_by_hand() -> None:
 
 def test_rewards_stand_on_the_last_token_of_their_turn() -> None:
     # Sampled tokens 1, 2, 5. The total of 6 has 2 more than the turns: they come last.
-    assert token_rewards(trajectory([(1, 3, 1.0, ""), (5, 6, 3.0, "")], 7, total=6.0)).tolist() == [0.0, 1.0, 5.0]
+    assert token_rewards(trajectory([(1, 3, 1.0, ""), (5, 6, 3.0, "")], 7, total=6.0)).tolist() == [
+        0.0,
+        1.0,
+        5.0,
+    ]
     # a turn without tokens
     assert token_rewards(trajectory([(1, 3, 1.0, ""), (3, 3, 2.0, "")], 7)).tolist() == [0.0, 3.0]
     assert token_rewards(trajectory([], 7, total=3.0)).tolist() == []
 
 
 def test_whitening_by_hand() -> None:
-    # 1, 2, 3, 6: mean 3, squared deviations 4 + 1 + 0 + 9 = 14, over 3: std 2.1602469. What is not counted becomes 0.
-    first, second, left = whiten([np.array([1.0, 2.0]), np.array([3.0, 6.0]), np.array([99.0])], [True, True, False])
-    assert np.concatenate([first, second]).tolist() == pytest.approx([-0.9258201, -0.4629100, 0.0, 1.3887301])
+    # 1, 2, 3, 6: mean 3, squared deviations 4 + 1 + 0 + 9 = 14, over 3: std 2.1602469. What is not
+    # counted becomes 0.
+    first, second, left = whiten(
+        [np.array([1.0, 2.0]), np.array([3.0, 6.0]), np.array([99.0])], [True, True, False]
+    )
+    assert np.concatenate([first, second]).tolist() == pytest.approx(
+        [-0.9258201, -0.4629100, 0.0, 1.3887301]
+    )
     assert left.tolist() == [0.0]
 
 
@@ -102,24 +115,30 @@ def test_remax_by_hand() -> None:
     # Greedy earns 0.5: 1 - 0.5, 0 - 0.5, and the baseline itself is never trained on.
     three = enumerate(((1.0, False), (0.0, False), (0.5, True)))
     group = [trajectory([(1, 2, r, "")], 2, greedy=greedy, episode=i) for i, (r, greedy) in three]
-    assert [a.tolist() for a in remax.estimate(group, AlgorithmSection())] == [[0, 0.5], [0, -0.5], [0, 0]]
+    assert [a.tolist() for a in remax.estimate(group, AlgorithmSection())] == [
+        [0, 0.5],
+        [0, -0.5],
+        [0, 0],
+    ]
     # without a baseline there is nothing to learn
     assert not any(a.any() for a in remax.estimate(group[:2], AlgorithmSection()))
     assert remax.advantages(np.array([1.0, 0.0]), 0.5).tolist() == [0.5, -0.5]
 
 
 def test_reinforce_plus_plus_by_hand() -> None:
-    # gamma 0.5: returns (0 + 1, 2) and (-2). 1, 2, -2: mean 1/3, squared deviations 4/9 + 25/9 + 49/9 = 78/9, over 2:
-    # std 2.0816660.
-    found = reinforce_plus_plus.estimate([row([0.0, 2.0]), row([-2.0])], AlgorithmSection(gamma=0.5))
+    # gamma 0.5: returns (0 + 1, 2) and (-2). 1, 2, -2: mean 1/3, squared deviations 4/9 + 25/9 +
+    # 49/9 = 78/9, over 2: std 2.0816660.
+    found = reinforce_plus_plus.estimate(
+        [row([0.0, 2.0]), row([-2.0])], AlgorithmSection(gamma=0.5)
+    )
     assert np.concatenate([one.advantages for one in found]).tolist() == pytest.approx(
         [0.3202563, 0.8006408, -1.1208971]
     )
 
 
 def test_reinforce_plus_plus_with_a_baseline_by_hand() -> None:
-    # Group 0: 3 and 1 give 1 and -1; group 1 is alone: 0. Tokens 1, 1, -1, 0: mean 0.25, squared deviations
-    # 2 * 0.5625 + 1.5625 + 0.0625 = 2.75, over 3: std 0.9574271.
+    # Group 0: 3 and 1 give 1 and -1; group 1 is alone: 0. Tokens 1, 1, -1, 0: mean 0.25, squared
+    # deviations 2 * 0.5625 + 1.5625 + 0.0625 = 2.75, over 3: std 0.9574271.
     rows = [row([0.0, 3.0], group=0), row([1.0], group=0), row([5.0], group=1)]
     found = reinforce_plus_plus.estimate_baseline(rows, AlgorithmSection())
     assert np.concatenate([one.advantages for one in found]).tolist() == pytest.approx(
@@ -128,16 +147,17 @@ def test_reinforce_plus_plus_with_a_baseline_by_hand() -> None:
 
 
 def test_gae_by_hand() -> None:
-    # gamma 0.9, lambda 0.5, r = 0, 1, 2, V = 1, 2, 3. delta_2 = 2 - 3 = -1; delta_1 = 1 + 2.7 - 2 = 1.7; delta_0 = 1.8
+    # gamma 0.9, lambda 0.5, r = 0, 1, 2, V = 1, 2, 3. delta_2 = 2 - 3 = -1; delta_1 = 1 + 2.7 - 2 =
+    # 1.7; delta_0 = 1.8
     # - 1 = 0.8. A_2 = -1; A_1 = 1.7 - 0.45 = 1.25; A_0 = 0.8 + 0.45 * 1.25 = 1.3625.
-    assert gae.gae(np.array([0.0, 1.0, 2.0]), np.array([1.0, 2.0, 3.0]), 0.9, 0.5).tolist() == pytest.approx(
-        [1.3625, 1.25, -1.0]
-    )
+    assert gae.gae(
+        np.array([0.0, 1.0, 2.0]), np.array([1.0, 2.0, 3.0]), 0.9, 0.5
+    ).tolist() == pytest.approx([1.3625, 1.25, -1.0])
 
 
 def test_gae_targets_come_from_advantages_before_whitening() -> None:
-    # As above: A + V = 2.3625, 3.25, 2. Whitened: mean 0.5375, deviations 0.825, 0.7125, -1.5375, squares 3.5522, over
-    # 2: 1.3327017.
+    # As above: A + V = 2.3625, 3.25, 2. Whitened: mean 0.5375, deviations 0.825, 0.7125, -1.5375,
+    # squares 3.5522, over 2: 1.3327017.
     section = AlgorithmSection(gamma=0.9, gae_lambda=0.5)
     (found,) = gae.estimate([row([0.0, 1.0, 2.0], [1.0, 2.0, 3.0])], section)
     assert found.returns is not None
@@ -147,21 +167,29 @@ def test_gae_targets_come_from_advantages_before_whitening() -> None:
 
 @some
 @given(st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=1, max_size=20))
-def test_gae_with_lambda_one_is_the_return_minus_the_value(pairs: list[tuple[float, float]]) -> None:
+def test_gae_with_lambda_one_is_the_return_minus_the_value(
+    pairs: list[tuple[float, float]],
+) -> None:
     rewards, values = (np.array(column) for column in zip(*pairs, strict=True))
-    assert gae.gae(rewards, values, 0.9, 1.0) == pytest.approx(discounted(rewards, 0.9) - values, abs=1e-9)
+    assert gae.gae(rewards, values, 0.9, 1.0) == pytest.approx(
+        discounted(rewards, 0.9) - values, abs=1e-9
+    )
     following = np.append(values[1:], 0.0)
-    assert gae.gae(rewards, values, 0.9, 0.0) == pytest.approx(rewards + 0.9 * following - values, abs=1e-9)
+    assert gae.gae(rewards, values, 0.9, 0.0) == pytest.approx(
+        rewards + 0.9 * following - values, abs=1e-9
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------ gigpo
+# ------------------------------------------------------------------------------------------------------------
+# gigpo
 
 
 def test_gigpo_by_hand() -> None:
-    # Two episodes from A: one reaches the goal over B (rewards 0, 1), the other stays at A and fails (0, 0). gamma 0.5.
-    # Episodes: 1 and 0, mean 0.5: +-0.5. Returns: 0.5, 1; 0, 0. Steps from A: 0.5, 0, 0 with mean 1/6; from B: alone,
-    # 0. Without the deviation and with weight 3: first episode 0.5 + 3 * (1/3) = 1.5 and 0.5 + 0; second -0.5 - 3/6 =
-    # -1 twice.
+    # Two episodes from A: one reaches the goal over B (rewards 0, 1), the other stays at A and
+    # fails (0, 0). gamma 0.5. Episodes: 1 and 0, mean 0.5: +-0.5. Returns: 0.5, 1; 0, 0. Steps from
+    # A: 0.5, 0, 0 with mean 1/6; from B: alone,
+    # 0. Without the deviation and with weight 3: first episode 0.5 + 3 * (1/3) = 1.5 and 0.5 + 0;
+    #   second -0.5 - 3/6 = -1 twice.
     group = [
         trajectory([(1, 2, 0.0, "A"), (3, 5, 1.0, "B")], 5, episode=0),
         trajectory([(1, 2, 0.0, "A"), (3, 4, 0.0, "A")], 5, episode=1),
@@ -173,7 +201,8 @@ def test_gigpo_by_hand() -> None:
 
 
 def test_gigpo_divides_by_the_deviation_of_each_group() -> None:
-    # Episodes 1 and 0: std 0.7071068, 0.5 / 0.7071078 = 0.7071058. Steps from A: returns 1 and 0: the same again.
+    # Episodes 1 and 0: std 0.7071068, 0.5 / 0.7071078 = 0.7071058. Steps from A: returns 1 and 0:
+    # the same again.
     group = [trajectory([(1, 2, r, "A")], 2, episode=i) for i, r in enumerate((1.0, 0.0))]
     first, second = gigpo.estimate(group, AlgorithmSection())
     assert first[1] == pytest.approx(2 * 0.7071058, abs=1e-6)
@@ -236,7 +265,8 @@ def test_gigpo_with_a_weight_of_zero_is_grpo(rewards: list[float]) -> None:
         assert ours == pytest.approx(theirs)
 
 
-# ------------------------------------------------------------------------------------------------------- properties
+# -------------------------------------------------------------------------------------------------------
+# properties
 
 
 @pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - set(declaring("whole_batch"))))
@@ -252,17 +282,23 @@ def test_masking_a_token_equals_removing_it(name: str) -> None:
     ]
     estimator = resolve("advantages", name, ADVANTAGES)
     section = AlgorithmSection(gamma=0.7)
-    for a, b, x, y in zip(estimator(short, section), estimator(long, section), short, long, strict=True):
+    for a, b, x, y in zip(
+        estimator(short, section), estimator(long, section), short, long, strict=True
+    ):
         assert a[x.loss_mask.array() == 1] == pytest.approx(b[y.loss_mask.array() == 1])
 
 
 @pytest.mark.parametrize("name", declaring("whole_batch"))
 def test_whole_batch_estimators_leave_out_what_is_not_trained(name: str) -> None:
-    # A row without gradient changes no whitening; where it has a group it still counts in the group's mean.
+    # A row without gradient changes no whitening; where it has a group it still counts in the
+    # group's mean.
     estimator = resolve("advantages", name, ADVANTAGES)
     rows = [row([0.0, 1.0], [0.5, 0.5], group=0), row([3.0], [0.0], group=1)]
     extra = row([100.0], [7.0], group=2, trained=False)
-    before, after = estimator(rows, AlgorithmSection()), estimator([*rows, extra], AlgorithmSection())
+    before, after = (
+        estimator(rows, AlgorithmSection()),
+        estimator([*rows, extra], AlgorithmSection()),
+    )
     for a, b in zip(before, after, strict=False):
         assert b.advantages == pytest.approx(a.advantages)
     assert not after[-1].advantages.any()

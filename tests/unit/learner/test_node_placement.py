@@ -1,4 +1,6 @@
-"""Where a process finds itself among nodes: options, torchrun's and Slurm's variables, and how ranks are divided."""
+"""Where a process finds itself among nodes: options, torchrun's and Slurm's variables, and how
+ranks are divided.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,13 @@ ON_NODE_1: Final = Placement(1, 2, "10.0.0.1", 7100, "--nnodes 2")
     [
         ({}, None),
         (TORCHRUN, Placement(1, 2, "gpu01", 29500, "torchrun", 1, 4, 8)),
-        ({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}, Placement(1, 2, "gpu01", 29501, "torchrun", 1, 4, 8)),
+        (
+            {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"},
+            Placement(1, 2, "gpu01", 29501, "torchrun", 1, 4, 8),
+        ),
         ({**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}, None),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, None),  # of something else, without LOCAL_RANK
+        # of something else, without LOCAL_RANK
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, None),
         (SRUN, Placement(1, 2, "gpu07", PORT, "srun", 1, 2, 4)),
         (
             {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_LOCALID": "0"},
@@ -41,8 +47,10 @@ ON_NODE_1: Final = Placement(1, 2, "10.0.0.1", 7100, "--nnodes 2")
             Placement(1, 2, "gpu07", PORT, "srun"),
         ),
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, None),  # srun --pty bash
-        ({"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),  # a batch script
-        ({**SRUN, **TORCHRUN}, Placement(1, 2, "gpu01", 29500, "torchrun", 1, 4, 8)),  # srun torchrun ...
+        # a batch script
+        ({"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),
+        # srun torchrun ...
+        ({**SRUN, **TORCHRUN}, Placement(1, 2, "gpu01", 29500, "torchrun", 1, 4, 8)),
     ],
 )
 def test_place_in_an_environment(environ: dict[str, str], expected: Placement | None) -> None:
@@ -60,13 +68,33 @@ def test_options_give_a_place_and_agree_with_the_environment() -> None:
 @pytest.mark.parametrize(
     ("given", "environ", "line"),
     [
-        ((2, None, None), {}, "--nnodes without --node-rank and --rendezvous: several nodes need all three"),
-        ((None, 1, "a:1"), {}, "--node-rank and --rendezvous without --nnodes: several nodes need all three"),
+        (
+            (2, None, None),
+            {},
+            "--nnodes without --node-rank and --rendezvous: several nodes need all three",
+        ),
+        (
+            (None, 1, "a:1"),
+            {},
+            "--node-rank and --rendezvous without --nnodes: several nodes need all three",
+        ),
         ((2, 2, "a:1"), {}, "--node-rank 2: with --nnodes 2 nodes are numbered 0 to 1"),
         ((1, 1, None), {}, "--node-rank 1: --nnodes 1 has only node 0"),
-        ((2, 0, "a"), {}, "--rendezvous a: expected HOST:PORT of node 0, for example 10.0.0.1:7100"),
-        ((3, None, None), TORCHRUN, "--nnodes 3: torchrun started this process with 2; leave --nnodes out"),
-        ((None, 0, None), SRUN, "--node-rank 0: srun started this process with 1; leave --node-rank out"),
+        (
+            (2, 0, "a"),
+            {},
+            "--rendezvous a: expected HOST:PORT of node 0, for example 10.0.0.1:7100",
+        ),
+        (
+            (3, None, None),
+            TORCHRUN,
+            "--nnodes 3: torchrun started this process with 2; leave --nnodes out",
+        ),
+        (
+            (None, 0, None),
+            SRUN,
+            "--node-rank 0: srun started this process with 1; leave --node-rank out",
+        ),
         (
             (None, None, None),
             {key: value for key, value in TORCHRUN.items() if key != "MASTER_PORT"},
@@ -81,14 +109,21 @@ def test_options_give_a_place_and_agree_with_the_environment() -> None:
         ),
     ],
 )
-def test_contradictions_give_one_line(given: tuple[Any, Any, Any], environ: dict[str, str], line: str) -> None:
+def test_contradictions_give_one_line(
+    given: tuple[Any, Any, Any], environ: dict[str, str], line: str
+) -> None:
     with pytest.raises(UserError) as error:
         place(*given, environ)
     assert str(error.value) == line
 
 
 def test_texts_of_slurm_and_addresses() -> None:
-    assert [first_host(one) for one in ("a", "a,b", "gpu[03-05,9],login", "x[1,3]-ib")] == ["a", "a", "gpu03", "x1-ib"]
+    assert [first_host(one) for one in ("a", "a,b", "gpu[03-05,9],login", "x[1,3]-ib")] == [
+        "a",
+        "a",
+        "gpu03",
+        "x1-ib",
+    ]
     assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
     assert [parse_rendezvous(one) for one in ("h:1", "[::1]:65535")] == [("h", 1), ("::1", 65535)]
     for wrong in ("h:0", "h:65536", "::1:5", "h:1/x", ":1"):
@@ -112,7 +147,11 @@ UNDER_TORCHRUN: Final = Placement(1, 2, "gpu01", 29500, "torchrun", 1, 4, 8)
     ],
 )
 def test_ranks_are_divided(
-    placement: Placement, train: dict[str, Any], spec: str, num_gpus: int, expected: tuple[dict[str, Any], int]
+    placement: Placement,
+    train: dict[str, Any],
+    spec: str,
+    num_gpus: int,
+    expected: tuple[dict[str, Any], int],
 ) -> None:
     config, here = divide({"train": train, "run": {}}, placement, spec, num_gpus)
     assert (config["train"], here) == expected
@@ -121,10 +160,34 @@ def test_ranks_are_divided(
 @pytest.mark.parametrize(
     ("placement", "train", "spec", "num_gpus", "text"),
     [
-        (ON_NODE_1, {"ranks": 3}, "auto", 0, "train.ranks: 3 is not allowed; a multiple of 2 nodes, or --gpus on each"),
-        (ON_NODE_1, {"ranks": 1}, "auto", 0, "train.ranks: 1 is not allowed; at least 2, the ranks of all nodes"),
-        (ON_NODE_1, {"device": "cpu"}, "0-1", 2, "train.device: 'cpu' is not allowed; cuda with --gpus 0-1"),
-        (UNDER_TORCHRUN, {"ranks": 4}, "auto", 0, "train.ranks: 4 is not allowed; 8 under torchrun, or nothing"),
+        (
+            ON_NODE_1,
+            {"ranks": 3},
+            "auto",
+            0,
+            "train.ranks: 3 is not allowed; a multiple of 2 nodes, or --gpus on each",
+        ),
+        (
+            ON_NODE_1,
+            {"ranks": 1},
+            "auto",
+            0,
+            "train.ranks: 1 is not allowed; at least 2, the ranks of all nodes",
+        ),
+        (
+            ON_NODE_1,
+            {"device": "cpu"},
+            "0-1",
+            2,
+            "train.device: 'cpu' is not allowed; cuda with --gpus 0-1",
+        ),
+        (
+            UNDER_TORCHRUN,
+            {"ranks": 4},
+            "auto",
+            0,
+            "train.ranks: 4 is not allowed; 8 under torchrun, or nothing",
+        ),
     ],
 )
 def test_ranks_that_do_not_divide_are_refused(
@@ -136,5 +199,7 @@ def test_ranks_that_do_not_divide_are_refused(
 
 
 def test_a_launcher_with_more_ranks_than_gpus_is_refused() -> None:
-    with pytest.raises(UserError, match="--gpus 0-1: torchrun starts 4 ranks on this node, which need a GPU each"):
+    with pytest.raises(
+        UserError, match="--gpus 0-1: torchrun starts 4 ranks on this node, which need a GPU each"
+    ):
         divide({}, UNDER_TORCHRUN, "0-1", 2)

@@ -1,4 +1,6 @@
-"""A signal to every process of a node, as Slurm and systemd send it, asks its ranks to wait for rank 0 once."""
+"""A signal to every process of a node, as Slurm and systemd send it, asks its ranks to wait for
+rank 0 once.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ async def ready(log: Path) -> None:
 
 
 @pytest.mark.parametrize("node", ["joined"], indirect=True)
-async def test_a_rank_that_has_joined_waits_until_the_second_signal(node: subprocess.Popen[bytes], log: Path) -> None:
+async def test_a_rank_that_has_joined_waits_until_the_second_signal(
+    node: subprocess.Popen[bytes], log: Path
+) -> None:
     await ready(log)
     (rank,) = psutil.Process(node.pid).children()
     rank.terminate()
@@ -63,7 +67,9 @@ async def test_a_rank_that_has_joined_waits_until_the_second_signal(node: subpro
 
 
 @pytest.mark.parametrize("node", ["joining"], indirect=True)
-async def test_a_rank_that_has_not_joined_ends_at_once(node: subprocess.Popen[bytes], log: Path) -> None:
+async def test_a_rank_that_has_not_joined_ends_at_once(
+    node: subprocess.Popen[bytes], log: Path
+) -> None:
     await ready(log)
     node.terminate()
     assert node.wait(10) == 130

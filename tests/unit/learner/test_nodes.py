@@ -24,22 +24,31 @@ VERSIONS = {"python": "3.11.7", "torch": "2.13.0"}
 
 def hello(node: int, local_rank: int, size: int = 2, **other: Any) -> Hello:
     config = {"run": {"name": f"made-up-{node}"}, "train": {"lr": 1e-3, "ranks": 4}}
-    made = Hello(node, local_rank, size, f"host-{node}", 100 + 10 * node + local_rank, VERSIONS, config)
+    made = Hello(
+        node, local_rank, size, f"host-{node}", 100 + 10 * node + local_rank, VERSIONS, config
+    )
     return msgspec.structs.replace(made, **other)
 
 
 def test_the_roll_says_who_is_missing_and_numbers_ranks_node_by_node() -> None:
     roll = Roll(3, hello(0, 0))
-    assert roll.describe() == "here: node 0 (host-0); missing: rank 1 of node 0 (host-0), node 1, node 2"
+    assert (
+        roll.describe()
+        == "here: node 0 (host-0); missing: rank 1 of node 0 (host-0), node 1, node 2"
+    )
     for one in (hello(2, 1), hello(0, 1), hello(2, 0)):
         assert (roll.conflict(one), roll.enter(one)) == ("", "")
     assert not roll.complete
     assert (
-        roll.conflict(hello(2, 0, host="other")) == "--node-rank 2 is taken by host-2 (pid 120); each node has its own"
+        roll.conflict(hello(2, 0, host="other"))
+        == "--node-rank 2 is taken by host-2 (pid 120); each node has its own"
     )
     assert roll.conflict(hello(3, 0)) == "--node-rank 3: node 0 waits for 3 nodes, 0 to 2"
     roll.leave((2, 1))
-    assert roll.describe() == "here: node 0 (host-0), node 2 (host-2); missing: node 1, rank 1 of node 2 (host-2)"
+    assert (
+        roll.describe()
+        == "here: node 0 (host-0), node 2 (host-2); missing: node 1, rank 1 of node 2 (host-2)"
+    )
     assert roll.conflict(hello(2, 1)) == ""  # restarted
     roll.enter(hello(2, 1))
     roll.enter(hello(1, 0, size=1))
@@ -47,7 +56,10 @@ def test_the_roll_says_who_is_missing_and_numbers_ranks_node_by_node() -> None:
     assert [one.seat for one in roll.in_order()] == [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1)]
     assert roll.wrong_size(5) == ""
     counts = "2 on node 0, 1 on node 1, 2 on node 2"
-    assert roll.wrong_size(6) == f"train.ranks: 6 is not allowed; it counts the ranks of all nodes, which are {counts}"
+    assert (
+        roll.wrong_size(6)
+        == f"train.ranks: 6 is not allowed; it counts the ranks of all nodes, which are {counts}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,7 +97,9 @@ def test_ranks_of_a_node_agree_on_their_number() -> None:
 
 def test_a_key_is_made_once_and_only_for_its_owner(tmp_path: Path) -> None:
     path = tmp_path / "rlearner" / "nodes.key"
-    with pytest.raises(UserError, match=r"no key of the nodes at .*: node 0 makes it; copy it from there"):
+    with pytest.raises(
+        UserError, match=r"no key of the nodes at .*: node 0 makes it; copy it from there"
+    ):
         read_key(path, make=False, wait_s=0)
     made = read_key(path, make=True)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -129,7 +143,13 @@ def test_arrivals_cross_unchanged() -> None:
 
 
 def test_exit_code_of_a_node() -> None:
-    assert [worst(codes) for codes in ([0, 0], [0, 130], [130, -9], [1, 2], [0, 3])] == [0, 130, 1, 2, 1]
+    assert [worst(codes) for codes in ([0, 0], [0, 130], [130, -9], [1, 2], [0, 3])] == [
+        0,
+        130,
+        1,
+        2,
+        1,
+    ]
 
 
 def _folder(path: Path, **files: bytes) -> Path:
@@ -140,7 +160,13 @@ def _folder(path: Path, **files: bytes) -> Path:
 
 
 def test_a_folder_that_is_missing_or_differs_is_named(tmp_path: Path) -> None:
-    source = _folder(tmp_path / "model", config_json=b"{}", model_safetensors=b"weights", empty_txt=b"", notes_log=b"x")
+    source = _folder(
+        tmp_path / "model",
+        config_json=b"{}",
+        model_safetensors=b"weights",
+        empty_txt=b"",
+        notes_log=b"x",
+    )
     (source / "learner").mkdir()
     (source / "learner" / "state.safetensors").write_bytes(b"only rank 0's")
     (source / "adapter").mkdir()
@@ -152,7 +178,10 @@ def test_a_folder_that_is_missing_or_differs_is_named(tmp_path: Path) -> None:
     same = FoldersCommand({str(source): listing})
     assert compare(same, "node 1").problem == ""
     missing = compare(FoldersCommand({"/only/on/node/0": listing}), "node 1").problem
-    assert missing == "node 1 has no /only/on/node/0: run.dir and model folders must be there on all nodes"
+    assert (
+        missing
+        == "node 1 has no /only/on/node/0: run.dir and model folders must be there on all nodes"
+    )
     (source / "config.json").write_bytes(b"[]")
     differs = f"{source} on node 1 is not the folder of node 0: the content of config.json differs"
     assert compare(same, "node 1").problem == differs
@@ -163,5 +192,7 @@ def test_a_folder_that_is_missing_or_differs_is_named(tmp_path: Path) -> None:
 
 def test_node_0_listens_at_an_address_of_its_own() -> None:
     assert own_address("127.0.0.1") == "127.0.0.1"
-    with pytest.raises(UserError, match=r"--rendezvous 192.0.2.1: node 0 must be there, but this host has"):
+    with pytest.raises(
+        UserError, match=r"--rendezvous 192.0.2.1: node 0 must be there, but this host has"
+    ):
         own_address("192.0.2.1")

@@ -1,4 +1,6 @@
-"""Ranks that join rank 0 over its rendezvous, in threads of one process, and all that can be wrong with them."""
+"""Ranks that join rank 0 over its rendezvous, in threads of one process, and all that can be wrong
+with them.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,11 @@ class Place:
         return Gathering(placement, 1, size, self.key_file, CONFIG)
 
     def join(
-        self, node: int = 1, config: dict[str, Any] = CONFIG, key_file: Path | None = None, wait_s: float = 30.0
+        self,
+        node: int = 1,
+        config: dict[str, Any] = CONFIG,
+        key_file: Path | None = None,
+        wait_s: float = 30.0,
     ) -> Joining:
         known = (str(key_file or self.key_file), config, wait_s)
         return Joining(RankStart(node, 2, "127.0.0.1", self.port, 0, 1, *known))
@@ -117,7 +123,9 @@ def computing(monkeypatch: pytest.MonkeyPatch) -> type[Computing]:
     return Computing
 
 
-def test_ranks_join_obey_and_end_with_the_code_of_rank_0(place: Place, computing: type[Computing]) -> None:
+def test_ranks_join_obey_and_end_with_the_code_of_rank_0(
+    place: Place, computing: type[Computing]
+) -> None:
     gathering, joining = place.gathering(), place.join()
     ranks = gathering.gather(LONG_S)
     for time_built in (1, 2):  # a learner that loads again builds again
@@ -127,7 +135,9 @@ def test_ranks_join_obey_and_end_with_the_code_of_rank_0(place: Place, computing
         assert ranks.meeting().store.get("hello") == b"from rank 1"
         ranks.close()
         assert computing.parted == time_built
-    assert [(one.rank, one.size, one.local_rank, one.num_here, one.store) for one in computing.built] == [
+    assert [
+        (one.rank, one.size, one.local_rank, one.num_here, one.store) for one in computing.built
+    ] == [
         (1, 2, 0, 1, "group-1"),
         (1, 2, 0, 1, "group-2"),
     ]
@@ -135,9 +145,14 @@ def test_ranks_join_obey_and_end_with_the_code_of_rank_0(place: Place, computing
     assert joining.ends() == 130
 
 
-def test_a_difference_ends_all_with_the_line(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_difference_ends_all_with_the_line(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
     gathering, joining = place.gathering(), place.join(config={"train": {"ranks": 2, "lr": 2e-3}})
-    with caplog.at_level(logging.ERROR), pytest.raises(UserError, match=r"train\.lr is 0\.002 on node 1") as error:
+    with (
+        caplog.at_level(logging.ERROR),
+        pytest.raises(UserError, match=r"train\.lr is 0\.002 on node 1") as error,
+    ):
         gathering.gather(LONG_S)
     assert joining.ends() == 2
     assert str(error.value) in caplog.messages
@@ -145,12 +160,16 @@ def test_a_difference_ends_all_with_the_line(place: Place, caplog: pytest.LogCap
 
 def test_too_few_ranks_end_all(place: Place) -> None:
     gathering, joining = place.gathering(size=3), place.join()
-    with pytest.raises(UserError, match=r"train\.ranks: 3 is not allowed; .* 1 on node 0, 1 on node 1"):
+    with pytest.raises(
+        UserError, match=r"train\.ranks: 3 is not allowed; .* 1 on node 0, 1 on node 1"
+    ):
         gathering.gather(LONG_S)
     assert joining.ends() == 2
 
 
-def test_a_number_that_is_taken_is_refused_to_the_second(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_number_that_is_taken_is_refused_to_the_second(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
     gathering = place.gathering(size=3, num_nodes=3)
     first = place.join()
     found: list[NodeRanks] = []
@@ -179,7 +198,9 @@ def test_missing_nodes_are_listed(
     ):
         gathering.gather(5.0)
     assert joining.ends() == 1
-    assert any(line.startswith("waiting for the other nodes; here: node 0") for line in caplog.messages)
+    assert any(
+        line.startswith("waiting for the other nodes; here: node 0") for line in caplog.messages
+    )
 
 
 def test_another_key_is_refused_at_both_ends(
@@ -190,10 +211,15 @@ def test_another_key_is_refused_at_both_ends(
     read_key(other, make=True)
     with caplog.at_level(logging.WARNING):
         assert place.join(key_file=other).ends() == 2
-    assert f"127.0.0.1:{place.port} does not know the key {other} of node 1: copy that of node 0 here" in caplog.text
+    assert (
+        f"127.0.0.1:{place.port} does not know the key {other} of node 1: copy that of node 0 here"
+        in caplog.text
+    )
     with pytest.raises(NodesMissing):
         gathering.gather(0.1)
-    assert "nodes: somebody was refused at the rendezvous, who expects another key here" in caplog.text
+    assert (
+        "nodes: somebody was refused at the rendezvous, who expects another key here" in caplog.text
+    )
 
 
 def test_nobody_at_the_rendezvous(place: Place, caplog: pytest.LogCaptureFixture) -> None:
@@ -201,7 +227,10 @@ def test_nobody_at_the_rendezvous(place: Place, caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.INFO):
         assert place.join(wait_s=0.5).ends() == 1
     waits = f"node 1 waits for rank 0 at 127.0.0.1:{place.port}: Connection refused"
-    assert caplog.messages == [waits, f"no rank 0 at 127.0.0.1:{place.port} within 0.5 s: Connection refused"]
+    assert caplog.messages == [
+        waits,
+        f"no rank 0 at 127.0.0.1:{place.port} within 0.5 s: Connection refused",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +238,12 @@ def test_nobody_at_the_rendezvous(place: Place, caplog: pytest.LogCaptureFixture
     [(UserError("no such file"), 2, "no such file"), (MemoryError("full"), 1, "MemoryError: full")],
 )
 def test_what_a_rank_failed_of_stands_in_rank_0s_log(
-    place: Place, computing: type[Computing], monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, line: str
+    place: Place,
+    computing: type[Computing],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    code: int,
+    line: str,
 ) -> None:
     exits: list[tuple[str, int]] = []
     monkeypatch.setattr(node_ranks_module, "exit_at_once", lambda *given: exits.append(given))
@@ -234,7 +268,8 @@ def test_a_rank_ends_when_rank_0_vanishes(
     monkeypatch.setattr(rank_module, "exit_at_once", lambda *_: ended.set())
     monkeypatch.setattr(rank_module, "FAREWELL_S", 0.2)
     busy = threading.Event()
-    monkeypatch.setattr(computing, "obey", lambda *_: busy.wait(LONG_S) and None)  # in a collective that nobody ends
+    # in a collective that nobody ends
+    monkeypatch.setattr(computing, "obey", lambda *_: busy.wait(LONG_S) and None)
     gathering, _ = place.gathering(), place.join()
     ranks = gathering.gather(LONG_S)
     ranks.build("any:Any", {})
@@ -255,7 +290,10 @@ class TestEncryptedLink:
 
     @pytest.fixture
     def served(self) -> Iterator[tuple[EncryptedFrames, int, list[EncryptedFrames]]]:
-        server, lost = BoardServer("127.0.0.1", secret=self.key.curve_secret(RANK_0)), list[EncryptedFrames]()
+        server, lost = (
+            BoardServer("127.0.0.1", secret=self.key.curve_secret(RANK_0)),
+            list[EncryptedFrames](),
+        )
         server.admit(OTHERS, self.key.curve_public(OTHERS))
         pair, port = server.open_pair(prepare)
         self.frames, self.watch = EncryptedFrames(pair), LinkWatch(lost.append)

@@ -1,4 +1,6 @@
-"""Rows of preference and conversation files: which tokens are trained, and what is said about malformed rows."""
+"""Rows of preference and conversation files: which tokens are trained, and what is said about
+malformed rows.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from rlearner_text.supervised_masks import encode_supervised
 from rlearner_text.tiny import build_tiny
 from rlearner_text.tokenizer import Tokenizer
 
-SIZES = TinyModel(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=64)
+SIZES = TinyModel(
+    hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=64
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +62,19 @@ def test_texts_and_messages_mean_the_same(tokenizer: Tokenizer, tmp_path: Path) 
     assert found[0] == found[1] == found[2]
     assert trained(tokenizer, found[0].chosen) == "U<|im_end|>"
     assert trained(tokenizer, found[0].rejected) == "DD<|im_end|>"
-    assert found[0].chosen.token_ids == encode_supervised(tokenizer, [user("abc"), assistant("U")])[0]
+    assert (
+        found[0].chosen.token_ids == encode_supervised(tokenizer, [user("abc"), assistant("U")])[0]
+    )
 
 
-def test_only_what_comes_after_the_shared_beginning_is_trained(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_only_what_comes_after_the_shared_beginning_is_trained(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     shared = [user("a"), assistant("first"), user("b"), assistant("second"), user("c")]
-    row = {"chosen": [*shared, assistant("x"), user("d"), assistant("y")], "rejected": [*shared, assistant("z")]}
+    row = {
+        "chosen": [*shared, assistant("x"), user("d"), assistant("y")],
+        "rejected": [*shared, assistant("z")],
+    }
     ((pair,), _) = load_pairs(write(tmp_path / "x.jsonl", [row]), tokenizer, 200)
     assert trained(tokenizer, pair.chosen) == "x<|im_end|>y<|im_end|>"
     assert trained(tokenizer, pair.rejected) == "z<|im_end|>"
@@ -80,9 +91,15 @@ def test_long_pairs_are_left_out_whole(tokenizer: Tokenizer, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"prompt": "p", "chosen": "c"}, "the row has no key 'rejected'; known: prompt, chosen, rejected"),
+        (
+            {"prompt": "p", "chosen": "c"},
+            "the row has no key 'rejected'; known: prompt, chosen, rejected",
+        ),
         ({"chosen": "c", "rejected": "r"}, "prompt is neither a text nor a list of messages"),
-        ({"prompt": "p", "chosen": 3, "rejected": "r"}, "chosen is neither a text nor a list of messages"),
+        (
+            {"prompt": "p", "chosen": 3, "rejected": "r"},
+            "chosen is neither a text nor a list of messages",
+        ),
         ({"prompt": "p", "chosen": "c", "rejected": "c"}, "chosen and rejected are the same"),
         (
             {"prompt": "p", "chosen": "c\ud83d", "rejected": "r"},
@@ -99,7 +116,9 @@ def test_long_pairs_are_left_out_whole(tokenizer: Tokenizer, tmp_path: Path) -> 
         ),
     ],
 )
-def test_a_malformed_pair_names_file_and_line(tokenizer: Tokenizer, tmp_path: Path, row: Any, problem: str) -> None:
+def test_a_malformed_pair_names_file_and_line(
+    tokenizer: Tokenizer, tmp_path: Path, row: Any, problem: str
+) -> None:
     path = write(tmp_path / "x.jsonl", [{"prompt": "p", "chosen": "c", "rejected": "r"}, row])
     with pytest.raises(DataError) as caught:
         load_pairs(path, tokenizer, 100)
@@ -108,22 +127,35 @@ def test_a_malformed_pair_names_file_and_line(tokenizer: Tokenizer, tmp_path: Pa
 
 
 def test_prompt_and_response_are_a_conversation(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    path = write(tmp_path / "x.jsonl", [{"prompt": "p", "response": "r"}, {"messages": [user("p"), assistant("r")]}])
+    path = write(
+        tmp_path / "x.jsonl",
+        [{"prompt": "p", "response": "r"}, {"messages": [user("p"), assistant("r")]}],
+    )
     first, second = load_examples(path, tokenizer, 100)
     assert first == second
     sample = first.sample()
     assert sample.loss_mask.tolist() == sample.advantages.tolist() == first.loss_mask
-    assert conversation([{"role": "system", "content": "s"}, user("p")], "r", "response")[0]["role"] == "system"
+    assert (
+        conversation([{"role": "system", "content": "s"}, user("p")], "r", "response")[0]["role"]
+        == "system"
+    )
 
 
 def test_parquet_rows_read_as_lines_do(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    rows = [{"prompt": [user("abc")], "chosen": [assistant("U")], "rejected": [assistant("D" * n)]} for n in (1, 2, 3)]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet", row_group_size=2)
+    rows = [
+        {"prompt": [user("abc")], "chosen": [assistant("U")], "rejected": [assistant("D" * n)]}
+        for n in (1, 2, 3)
+    ]
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet", row_group_size=2
+    )
     assert load_pairs(tmp_path / "x.parquet", tokenizer, 100) == load_pairs(
         write(tmp_path / "x.jsonl", rows), tokenizer, 100
     )
     bad = [*rows, {"prompt": [user("abc")], "chosen": [assistant("U")], "rejected": None}]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(bad), tmp_path / "bad.parquet", row_group_size=2)
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(bad), tmp_path / "bad.parquet", row_group_size=2
+    )
     with pytest.raises(DataError, match=r"bad\.parquet:4: rejected is neither a text nor a list"):
         load_pairs(tmp_path / "bad.parquet", tokenizer, 100)
     (tmp_path / "no.parquet").write_text("no")
@@ -131,8 +163,13 @@ def test_parquet_rows_read_as_lines_do(tokenizer: Tokenizer, tmp_path: Path) -> 
         list(read_conversations(tmp_path / "no.parquet", "data.train"))
 
 
-def test_pairs_of_solved_and_failed_episodes_are_made_here(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    out, config = tmp_path / "pairs.jsonl", {"domains": {"lake": {"env": "frozenlake", "max_turns": 10}}}
+def test_pairs_of_solved_and_failed_episodes_are_made_here(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    out, config = (
+        tmp_path / "pairs.jsonl",
+        {"domains": {"lake": {"env": "frozenlake", "max_turns": 10}}},
+    )
     solved = write_demonstrations(config, None, episodes=20, noise=0.0, against=1.0, out=str(out))
     pairs, num_long = load_pairs(out, tokenizer, 4096)
     assert solved == 1.0

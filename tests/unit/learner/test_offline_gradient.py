@@ -1,5 +1,5 @@
-"""The gradient of a preference step and of a distillation step is that of the loss written out plainly, however the
-batch is cut.
+"""The gradient of a preference step and of a distillation step is that of the loss written out
+plainly, however the batch is cut.
 """
 
 from __future__ import annotations
@@ -44,12 +44,16 @@ def test_a_preference_step(paths, name, budget, packing):
     with torch.no_grad():
         ref = torch.stack([plain_logprobs(reference, one)[0].sum() for one in rows]).reshape(-1, 2)
     counts = torch.tensor([[float(one.num_tokens) for one in pair] for pair in pairs])
-    expected = loss(PairLogprobs(*sums.unbind(1), *ref.unbind(1), *counts.unbind(1)), BETA)[0].mean()
+    expected = loss(PairLogprobs(*sums.unbind(1), *ref.unbind(1), *counts.unbind(1)), BETA)[
+        0
+    ].mean()
     expected.backward()
     plain = torch.cat([p.grad.flatten() for p in model.parameters()])
 
     trainer = backend(
-        paths[0], algorithm=LIKELIHOOD, train=TrainSection(device="cpu", micro_batch_tokens=budget, packing=packing)
+        paths[0],
+        algorithm=LIKELIHOOD,
+        train=TrainSection(device="cpu", micro_batch_tokens=budget, packing=packing),
     )
     logprobs = answer_logprobs(trainer, pairs).requires_grad_()
     found = compare(loss, BETA, logprobs, ref.double(), pairs)[0].mean()
@@ -68,12 +72,20 @@ def distiller(paths, direction, top_k, *, budget=8192, packing="auto", served=Fa
     }
     algorithm = AlgorithmSection(pg_variant="sft")
     return DistillBackend(
-        paths[0], direction=direction, top_k=top_k, teacher=None if served else paths[1], algorithm=algorithm, **others
+        paths[0],
+        direction=direction,
+        top_k=top_k,
+        teacher=None if served else paths[1],
+        algorithm=algorithm,
+        **others,
     )
 
 
 def plain_divergence(student, teacher, one, direction, top_k):
-    ids, where = torch.tensor(one.token_ids[None].astype(np.int64)), torch.from_numpy(one.positions) - 1
+    ids, where = (
+        torch.tensor(one.token_ids[None].astype(np.int64)),
+        torch.from_numpy(one.positions) - 1,
+    )
     with torch.no_grad():
         theirs = teacher(input_ids=ids).logits[0, where]
     ours = student(input_ids=ids).logits[0, where]
@@ -142,6 +154,7 @@ def test_a_teacher_equal_to_the_student_leaves_nothing_to_learn(paths):
 
 def test_as_many_candidates_as_tokens_are_refused(paths):
     with pytest.raises(
-        ConfigError, match=r"distill.top_k: 23 is not allowed; below 23, the vocabulary; 0 compares all of it"
+        ConfigError,
+        match=r"distill.top_k: 23 is not allowed; below 23, the vocabulary; 0 compares all of it",
     ):
         distiller(paths, "forward", 23)

@@ -14,7 +14,9 @@ EMPTY = (1, 0)
 
 def test_a_ticket_without_a_group_anywhere_is_lost_after_the_grace_time() -> None:
     orphans = OrphanDetector(pools=2, grace_s=15.0)
-    found = [orphans.look(now, [7], EMPTY, log_end=3, position=3) for now in (0.0, 5.0, 10.0, 15.0, 20.0)]
+    found = [
+        orphans.look(now, [7], EMPTY, log_end=3, position=3) for now in (0.0, 5.0, 10.0, 15.0, 20.0)
+    ]
     assert found == [[], [], [], [7], []]
 
 
@@ -22,7 +24,9 @@ def test_what_the_learner_has_not_read_is_not_lost() -> None:
     orphans = OrphanDetector(pools=0, grace_s=0.0)
     assert orphans.look(0.0, [7], EMPTY, log_end=5, position=4) == []
     assert orphans.look(1.0, [7], EMPTY, log_end=9, position=4) == []
-    assert orphans.look(2.0, [7], EMPTY, log_end=9, position=5) == [7], "waits for records that came after it had gone"
+    assert orphans.look(2.0, [7], EMPTY, log_end=9, position=5) == [7], (
+        "waits for records that came after it had gone"
+    )
 
 
 def test_a_group_that_is_being_scored_is_not_lost() -> None:
@@ -44,12 +48,16 @@ def test_a_ticket_that_comes_back_to_its_queue_starts_again() -> None:
 
 @settings(max_examples=300)
 @given(
-    moves=st.lists(st.sampled_from(["other in", "other out", "mine on", "look", "read"]), max_size=80),
+    moves=st.lists(
+        st.sampled_from(["other in", "other out", "mine on", "look", "read"]), max_size=80
+    ),
     pools=st.integers(0, 3),
 )
-def test_no_group_in_flight_is_ever_lost_and_a_lost_one_is_always_found(moves: Sequence[str], pools: int) -> None:
-    """A group goes through as many reward queues as there are pools and then into the log, among others that come and
-    go.
+def test_no_group_in_flight_is_ever_lost_and_a_lost_one_is_always_found(
+    moves: Sequence[str], pools: int
+) -> None:
+    """A group goes through as many reward queues as there are pools and then into the log, among
+    others that come and go.
     """
     queue: list[tuple[int, str]] = [(1, "mine")] if pools else []
     last, log_end, position, left = len(queue), 0, 0, pools
@@ -84,5 +92,7 @@ def test_no_group_in_flight_is_ever_lost_and_a_lost_one_is_always_found(moves: S
         if move == "look" and waits:
             scoring = (queue[0][0], last) if queue else (last + 1, last)
             assert orphans.look(now, [7], scoring, log_end, position) == []
-    found = [orphans.look(now + i, [8], (last + 1, last), log_end, log_end) for i in range(pools + 2)]
+    found = [
+        orphans.look(now + i, [8], (last + 1, last), log_end, log_end) for i in range(pools + 2)
+    ]
     assert [number for some in found for number in some] == [8]

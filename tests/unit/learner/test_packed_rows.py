@@ -1,4 +1,6 @@
-"""Packed rows: the same numbers as padded ones, for models that allow it; the others are refused or padded."""
+"""Packed rows: the same numbers as padded ones, for models that allow it; the others are refused or
+padded.
+"""
 
 import itertools
 
@@ -19,8 +21,12 @@ from learner.config import AlgorithmSection, CriticSection, TrainSection
 from rlearner_text.config import ModelSection
 
 CPU = torch.device("cpu")
-PACKED, PADDED = (TrainSection(lr=1e-3, device="cpu", packing=kind) for kind in ("packed", "padded"))
-few = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+PACKED, PADDED = (
+    TrainSection(lr=1e-3, device="cpu", packing=kind) for kind in ("packed", "padded")
+)
+few = settings(
+    max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 SHAPE = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": None, "eos_token_id": 0,
@@ -64,15 +70,23 @@ def accumulated(path, batches, algorithm, train, **rest):
 
 
 def test_the_layout_by_hand():
-    # 4 and 5 are like each other (5 <= 1.25 * 4), 8 is not; 30 stands alone. Order in the row: 8, 4, 30, 5, 8.
+    # 4 and 5 are like each other (5 <= 1.25 * 4), 8 is not; 30 stands alone. Order in the row: 8,
+    # 4, 30, 5, 8.
     row = SharedRow.of([np.full(length, number) for number, length in enumerate([8, 4, 30, 5, 8])])
     found = pack_row(row.indices, CPU)
     assert MAX_LENGTH_RATIO == 1.25
     assert found.shapes == ((2, 5), (2, 8), (1, 30))
-    # the sequence of 4 with its last token again in its fifth place, then that of 5, those of 8, that of 30
+    # the sequence of 4 with its last token again in its fifth place, then that of 5, those of 8,
+    # that of 30
     expected = [8, 9, 10, 11, 11, *range(42, 47), *range(8), *range(47, 55), *range(12, 42)]
     assert found.spread.tolist() == expected
-    assert found.gather.tolist() == [*range(10, 18), *range(4), *range(26, 56), *range(5, 10), *range(18, 26)]
+    assert found.gather.tolist() == [
+        *range(10, 18),
+        *range(4),
+        *range(26, 56),
+        *range(5, 10),
+        *range(18, 26),
+    ]
     alone = pack_row([np.arange(3), np.arange(3, 6)], CPU)
     assert (alone.shapes, alone.spread, alone.gather) == (((2, 3),), None, None)
 
@@ -89,8 +103,12 @@ def test_a_shared_row_by_hand():
 def test_a_row_has_every_prefix_once(sequences):
     row = SharedRow.of([np.array(one, np.int32) for one in sequences])
     assert [row.token_ids[where].tolist() for where in row.indices] == sequences
-    assert [row.places[where].tolist() for where in row.indices] == [list(range(len(one))) for one in sequences]
-    assert len(row.token_ids) == len({tuple(one[:n]) for one in sequences for n in range(1, len(one) + 1)})
+    assert [row.places[where].tolist() for where in row.indices] == [
+        list(range(len(one))) for one in sequences
+    ]
+    assert len(row.token_ids) == len(
+        {tuple(one[:n]) for one in sequences for n in range(1, len(one) + 1)}
+    )
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=12))
@@ -100,7 +118,8 @@ def test_a_layout_takes_every_token_there_and_back(sequences):
     packing = pack_row(row.indices, CPU)
     rows = packing.rows(states)
     assert torch.equal(packing.flat(rows), states[0].transpose(0, 1))
-    found = [one.transpose(0, 1) for part in rows for one in part]  # (longest, heads, width), by length
+    # (longest, heads, width), by length
+    found = [one.transpose(0, 1) for part in rows for one in part]
     for where, one in zip(sorted(row.indices, key=len), found, strict=True):
         assert torch.equal(one[: len(where)], states[0].transpose(0, 1)[torch.from_numpy(where)])
 
@@ -144,8 +163,12 @@ def test_logprobs_equal_those_of_one_row_at_a_time(path, temperature):
     with torch.no_grad():
         logprobs, entropies = trainer.policy.score(collate(rows, CPU, packed=True))
         expected = [plain_logprobs(trainer.policy.module, one) for one in rows]
-    torch.testing.assert_close(logprobs, torch.cat([chosen for chosen, _ in expected]), rtol=0, atol=2e-6)
-    torch.testing.assert_close(entropies, torch.cat([entropy for _, entropy in expected]), rtol=0, atol=2e-6)
+    torch.testing.assert_close(
+        logprobs, torch.cat([chosen for chosen, _ in expected]), rtol=0, atol=2e-6
+    )
+    torch.testing.assert_close(
+        entropies, torch.cat([entropy for _, entropy in expected]), rtol=0, atol=2e-6
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -184,7 +207,9 @@ def test_steps_are_the_same_packed_or_padded(path, tmp_path, algorithm):
 
 
 def test_the_critic_is_the_same_packed_or_padded(path):
-    algorithm = AlgorithmSection(adv_estimator="gae", critic=CriticSection(enabled=True, lr=1e-2), num_epochs=2)
+    algorithm = AlgorithmSection(
+        adv_estimator="gae", critic=CriticSection(enabled=True, lr=1e-2), num_epochs=2
+    )
     values = []
     for train in (PACKED, PADDED):
         trainer = backend(path, algorithm=algorithm, train=train)
@@ -197,7 +222,12 @@ def test_the_critic_is_the_same_packed_or_padded(path):
             }
             for one in rows
         ]
-        trainer.update([type(one)(**{**vars(one), **more}) for one, more in zip(map(_plain, rows), told, strict=True)])
+        trainer.update(
+            [
+                type(one)(**{**vars(one), **more})
+                for one, more in zip(map(_plain, rows), told, strict=True)
+            ]
+        )
         values.append(np.concatenate([scores.values for scores in trainer.score(rows)]))
     assert np.abs(values[1]).max() > 0.01
     np.testing.assert_allclose(values[0], values[1], rtol=0, atol=1e-5)
@@ -227,7 +257,11 @@ def test_models_that_are_not_exact_are_refused_or_padded(tmp_path, name, caplog)
         backend(where, train=PACKED)
     caplog.set_level("INFO")
     trainer = backend(where, train=TrainSection(lr=1e-3, device="cpu"))
-    assert [record.getMessage() for record in caplog.records if "padded, not packed" in record.getMessage()]
+    assert [
+        record.getMessage()
+        for record in caplog.records
+        if "padded, not packed" in record.getMessage()
+    ]
     trainer.forward_backward(rows)
     reference = backend(where, train=PADDED)
     reference.forward_backward(rows)
@@ -243,4 +277,6 @@ def test_bfloat16(tmp_path):
 def accumulated_masters(path, train):
     trainer = backend(path, train=train, model=ModelSection(dtype="bfloat16"))
     trainer.forward_backward(samples(4, 12))
-    return torch.cat([master.grad.flatten() for master in trainer.worker.optimizer._masters.values()])
+    return torch.cat(
+        [master.grad.flatten() for master in trainer.worker.optimizer._masters.values()]
+    )

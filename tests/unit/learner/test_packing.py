@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.algorithm.packing import MicroBatchCutter, by_length, by_prefix, cut, num_distinct_tokens, prefix_order
+from learner.algorithm.packing import (
+    MicroBatchCutter,
+    by_length,
+    by_prefix,
+    cut,
+    num_distinct_tokens,
+    prefix_order,
+)
 
 LENGTHS = st.lists(st.integers(0, 50), max_size=40)
 
@@ -26,9 +33,15 @@ def lengths_of(batches):
 
 
 def test_by_hand():
-    # Budget 20. 5, 5, 5: 15 padded. A 6 would make 4 x 6 = 24: cut. 6, 9: 18. A 3 would make 3 x 9 = 27: cut.
-    # 3, then 40 alone exceeds the budget: cut before it and after it.
-    assert lengths_of(cut(rows([5, 5, 5, 6, 9, 3, 40, 2]), 20)) == [[5, 5, 5], [6, 9], [3], [40], [2]]
+    # Budget 20. 5, 5, 5: 15 padded. A 6 would make 4 x 6 = 24: cut. 6, 9: 18. A 3 would make 3 x 9
+    # = 27: cut. 3, then 40 alone exceeds the budget: cut before it and after it.
+    assert lengths_of(cut(rows([5, 5, 5, 6, 9, 3, 40, 2]), 20)) == [
+        [5, 5, 5],
+        [6, 9],
+        [3],
+        [40],
+        [2],
+    ]
 
 
 def test_a_micro_batch_comes_out_with_the_first_sample_that_does_not_fit():
@@ -49,7 +62,9 @@ def test_budget_must_be_positive():
 @given(LENGTHS, st.integers(1, 120))
 def test_order_budget_and_completeness(lengths, budget):
     batches = cut(rows(lengths), budget)
-    assert [row.number for batch in batches for row in batch] == [i for i, n in enumerate(lengths) if n]
+    assert [row.number for batch in batches for row in batch] == [
+        i for i, n in enumerate(lengths) if n
+    ]
     for batch in batches:
         assert len(batch) * max(row.num_inputs for row in batch) <= budget or len(batch) == 1
 
@@ -93,7 +108,9 @@ class Tokens:
 
 
 def test_samples_with_a_common_prefix_come_into_one_slice():
-    samples = [Tokens(np.array(ids)) for ids in ([7, 7, 1], [5, 5, 1, 2], [7, 7, 2, 3], [5, 5, 3], [9])]
+    samples = [
+        Tokens(np.array(ids)) for ids in ([7, 7, 1], [5, 5, 1, 2], [7, 7, 2, 3], [5, 5, 3], [9])
+    ]
     # 5 5 1 2 and 5 5 3 have 5 distinct tokens, 7 7 1 and 7 7 2 3 also, 9 has 1
     assert num_distinct_tokens(samples) == 11
     slices = [[one.token_ids.tolist() for one in part] for part in by_prefix(samples, 6)]
@@ -115,4 +132,7 @@ def test_slices_by_prefix_hold_every_sample_once_within_the_budget(tokens, budge
     assert sorted(id(one) for part in slices for one in part) == sorted(map(id, samples))
     assert all(num_distinct_tokens(part) <= budget or len(part) == 1 for part in slices)
     assert sum(map(num_distinct_tokens, slices)) >= num_distinct_tokens(samples)
-    assert all(num_distinct_tokens([*part, *after[:1]]) > budget for part, after in itertools.pairwise(slices))
+    assert all(
+        num_distinct_tokens([*part, *after[:1]]) > budget
+        for part, after in itertools.pairwise(slices)
+    )

@@ -1,4 +1,6 @@
-"""Blocks of columns and ranges of elements in files: any division of a tensor reads what any other wrote."""
+"""Blocks of columns and ranges of elements in files: any division of a tensor reads what any other
+wrote.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ Divided = list[Slice]
 def columns(tensor: torch.Tensor, tp: int, copies: int) -> Divided:
     """What the ranks of ``copies`` models hold that divide a matrix's columns."""
     size, shape = tensor.shape[1] // tp, tuple(tensor.shape)
-    shares = [Slice("w", shape, share * size, tensor[:, share * size : (share + 1) * size]) for share in range(tp)]
+    shares = [
+        Slice("w", shape, share * size, tensor[:, share * size : (share + 1) * size])
+        for share in range(tp)
+    ]
     return [
         Slice(one.name, shape, one.start, one.tensor, among=(copy, copies), block=True)
         for copy in range(copies)
@@ -59,7 +64,11 @@ def test_the_first_gap_by_hand() -> None:
     assert first_gap([Box(0, 3, 0, 2), Box(0, 3, 2, 4)], 3, 4) is None
     assert first_gap([Box(0, 3, 0, 2), Box(0, 1, 2, 4), Box(2, 3, 2, 4)], 3, 4) == 6
     assert first_gap([Box(0, 2, 0, 4)], 3, 4) == 8
-    assert first_gap([Box(0, 2, 0, 3), Box(1, 3, 1, 4), Box(0, 1, 3, 4), Box(2, 3, 0, 2)], 3, 4) is None  # overlapping
+    # overlapping
+    assert (
+        first_gap([Box(0, 2, 0, 3), Box(1, 3, 1, 4), Box(0, 1, 3, 4), Box(2, 3, 0, 2)], 3, 4)
+        is None
+    )
 
 
 def test_what_is_not_in_a_tensor_is_refused() -> None:
@@ -88,12 +97,14 @@ def test_any_division_reads_any_other(
     try:
         with tempfile.TemporaryDirectory() as folder:
             files = [Path(folder) / f"{index}" for index in range(len(held))]
-            parts = [write_part(file, stage([one], 0, 1)) for file, one in zip(files, held, strict=True)]
+            parts = [
+                write_part(file, stage([one], 0, 1)) for file, one in zip(files, held, strict=True)
+            ]
             stored = StoredTensors(part.path for part in parts)
             assert torch.equal(stored["w"], tensor)
-            assert torch.cat([piece.clone() for _, piece in stored.chunks("w", 0, tensor.numel())]).tolist() == (
-                tensor.flatten().tolist()
-            )
+            assert torch.cat(
+                [piece.clone() for _, piece in stored.chunks("w", 0, tensor.numel())]
+            ).tolist() == (tensor.flatten().tolist())
             into = torch.full(size, -1.0, dtype=dtype)
             stored.load((columns if wanted[0] else rows)(into, wanted[1], 1))
             if wanted[0] or into.is_contiguous():
@@ -118,5 +129,7 @@ def test_torch_reads_blocks(tmp_path: Path) -> None:
     about = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
     assert json.loads(about["DCP_SHARDING_INFO"]) == {"w": {"saved_offsets": [0, 2]}}
     into = {"w": torch.empty(3, 4)}
-    torch.distributed.checkpoint.load(into, storage_reader=HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+    torch.distributed.checkpoint.load(
+        into, storage_reader=HuggingFaceStorageReader(str(tmp_path)), no_dist=True
+    )
     assert torch.equal(into["w"], tensor)

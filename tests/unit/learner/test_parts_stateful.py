@@ -1,4 +1,6 @@
-"""Groups in parts under duplication, lost halves, kills and trimming: every reader of a log reaches one ledger."""
+"""Groups in parts under duplication, lost halves, kills and trimming: every reader of a log reaches
+one ledger.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ EXAMPLE: Any = EXAMPLES[wire.Group]
 def _group(ticket: wire.Ticket, version: int) -> wire.Group:
     (sampled, *_) = EXAMPLE.trajectories
     tokens = len(sampled.loss_mask.array())
-    sampled = msgspec.structs.replace(sampled, episode=0, version_runs=wire.column([version, tokens], "<i4"))
+    sampled = msgspec.structs.replace(
+        sampled, episode=0, version_runs=wire.column([version, tokens], "<i4")
+    )
     return msgspec.structs.replace(
         EXAMPLE, ticket=ticket.number, domain="lake", task_index=ticket.task_index, pools=[], scores=[],
         eval_step=-1, policy=wire.ACTOR, trajectories=[sampled],
@@ -41,11 +45,17 @@ def _group(ticket: wire.Ticket, version: int) -> wire.Group:
 class _Reader:
     """One life of a learner: reads a log, and deletes parts of the store that it is given."""
 
-    def __init__(self, ledger: Ledger, log: list[wire.Message], store: dict[int, dict[str, wire.Group]]) -> None:
-        training: Any = SimpleNamespace(backend=SimpleNamespace(vocab_size=1 << 30), add=lambda *_, **__: None)
+    def __init__(
+        self, ledger: Ledger, log: list[wire.Message], store: dict[int, dict[str, wire.Group]]
+    ) -> None:
+        training: Any = SimpleNamespace(
+            backend=SimpleNamespace(vocab_size=1 << 30), add=lambda *_, **__: None
+        )
         self.ledger, self._log, self._store = ledger, log, store
         self._consumer = RecordConsumer(ledger, training)
-        self._consumer.resume({entry.number: self._arrived(entry.number, entry.seq) for entry in ledger.arrived})
+        self._consumer.resume(
+            {entry.number: self._arrived(entry.number, entry.seq) for entry in ledger.arrived}
+        )
         ledger.open_credit()
 
     def _arrived(self, ticket: int, seq: int) -> wire.Group:
@@ -67,12 +77,16 @@ class _Reader:
         message = self._log[seq - 1]
         if isinstance(message, wire.Parted) and self.ledger.awaits(message.ticket):
             found = self._store.get(message.ticket, {}).get(message.upload)
-            return LogRecord(seq, found, "" if found else "a part is missing", message.ticket, b"", message)
+            return LogRecord(
+                seq, found, "" if found else "a part is missing", message.ticket, b"", message
+            )
         return LogRecord(seq, message, "", getattr(message, "ticket", 0), b"")
 
 
 class PartsMachine(RuleBasedStateMachine):
-    """Hubs store groups whole and in parts, again and again; learners read, die, and trim behind their checkpoints."""
+    """Hubs store groups whole and in parts, again and again; learners read, die, and trim behind
+    their checkpoints.
+    """
 
     @initialize()
     def start(self) -> None:
@@ -98,9 +112,13 @@ class PartsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.life.ledger.arrived)
     @rule(pick=st.integers(0, 2), age=st.integers(0, 2))
     def store_again(self, pick: int, age: int) -> None:
-        """Store a second record of a ticket whose group waits in the learner: its first hub was slow, not dead."""
+        """Store a second record of a ticket whose group waits in the learner: its first hub was
+        slow, not dead.
+        """
         arrived = self.life.ledger.arrived
-        self.log.append(self.upload(self.life.ledger.ticket(arrived[pick % len(arrived)].number), age))
+        self.log.append(
+            self.upload(self.life.ledger.ticket(arrived[pick % len(arrived)].number), age)
+        )
 
     @rule(back=st.integers(0, 3))
     def store_whole(self, back: int) -> None:
@@ -116,7 +134,9 @@ class PartsMachine(RuleBasedStateMachine):
         upload = f"{self.uploads:016x}"
         for store in (self.store, self.all_parts):
             store.setdefault(ticket.number, {})[upload] = made
-        return wire.Parted(ticket.number, "lake", upload=upload, size=1, part_bytes=1, digest="0" * 32)
+        return wire.Parted(
+            ticket.number, "lake", upload=upload, size=1, part_bytes=1, digest="0" * 32
+        )
 
     @rule(back=st.integers(0, 3), reason=st.sampled_from(["late", "deadline"]))
     def close(self, back: int, reason: str) -> None:
@@ -153,4 +173,6 @@ class PartsMachine(RuleBasedStateMachine):
 
 
 def test_parts_under_any_interleaving() -> None:
-    run_state_machine_as_test(PartsMachine, settings=settings(max_examples=100, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(
+        PartsMachine, settings=settings(max_examples=100, stateful_step_count=30, deadline=None)
+    )

@@ -17,7 +17,9 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_tries_with_a_right_one(
 ) -> None:
     k = data.draw(st.integers(1, len(tries)))
     chosen = [any(some) for some in itertools.combinations(tries, k)]
-    assert pass_at_k.pass_at_k(len(tries), sum(tries), k) == pytest.approx(sum(chosen) / len(chosen))
+    assert pass_at_k.pass_at_k(len(tries), sum(tries), k) == pytest.approx(
+        sum(chosen) / len(chosen)
+    )
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(4, 1, 0), (4, 1, 5), (4, 5, 1), (4, -1, 1)])
@@ -27,7 +29,8 @@ def test_what_is_not_defined_is_refused(n: int, c: int, k: int) -> None:
 
 
 def test_values_of_four_tries() -> None:
-    # Right: 1 of 4, 0 of 4, 4 of 4. avg = (1/4 + 0 + 1) / 3. pass@2 of the first: 1 - C(3,2)/C(4,2) = 1 - 3/6.
+    # Right: 1 of 4, 0 of 4, 4 of 4. avg = (1/4 + 0 + 1) / 3. pass@2 of the first: 1 - C(3,2)/C(4,2)
+    # = 1 - 3/6.
     tasks = [[True, False, False, False], [False] * 4, [True] * 4]
     assert pass_at_k.pass_at_k_metrics(tasks) == pytest.approx(
         {"avg@4": 1.25 / 3, "pass@1": 1.25 / 3, "pass@2": 1.5 / 3, "pass@4": 2 / 3}
@@ -35,7 +38,11 @@ def test_values_of_four_tries() -> None:
 
 
 def test_a_task_that_lost_a_try_does_not_count() -> None:
-    assert pass_at_k.pass_at_k_metrics([[True, False], [False]]) == {"avg@2": 0.5, "pass@1": 0.5, "pass@2": 1.0}
+    assert pass_at_k.pass_at_k_metrics([[True, False], [False]]) == {
+        "avg@2": 0.5,
+        "pass@1": 0.5,
+        "pass@2": 1.0,
+    }
 
 
 def test_nothing_is_said_of_single_tries() -> None:
@@ -57,9 +64,11 @@ def test_the_interval_of_single_tries_is_wilsons() -> None:
 
 
 def test_the_interval_of_several_tries_goes_by_tasks() -> None:
-    # Means 0, 0.5, 1: mean 0.5, standard deviation 0.5, half width 1.959964 * 0.5 / sqrt(3) = 0.5658, cut at 0 and 1.
+    # Means 0, 0.5, 1: mean 0.5, standard deviation 0.5, half width 1.959964 * 0.5 / sqrt(3) =
+    # 0.5658, cut at 0 and 1.
     assert pass_at_k.interval([[False, False], [True, False], [True, True]]) == (0.0, 1.0)
     low, high = pass_at_k.interval([[True, False]] * 50)
     assert (low, high) == (0.5, 0.5)
-    low, high = pass_at_k.interval([[True, True], [True, False]] * 50)  # mean 0.75, sd 0.25126, half 0.049246
+    # mean 0.75, sd 0.25126, half 0.049246
+    low, high = pass_at_k.interval([[True, True], [True, False]] * 50)
     assert (low, high) == (pytest.approx(0.700754, abs=1e-6), pytest.approx(0.799246, abs=1e-6))

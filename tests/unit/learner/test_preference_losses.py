@@ -22,9 +22,9 @@ def pairs(chosen, rejected, ref_chosen, ref_rejected, chosen_tokens=1.0, rejecte
 
 
 def test_dpo_by_hand():
-    # policy: -2 against -5, reference: -3 against -4. Difference (-2 + 5) - (-3 + 4) = 2, times beta 0.5 is 1.
-    # -log sigmoid(1) = log(1 + e^-1) = 0.3132616875; the derivative by the margin is -sigmoid(-1) = -0.2689414214,
-    # times beta.
+    # policy: -2 against -5, reference: -3 against -4. Difference (-2 + 5) - (-3 + 4) = 2, times
+    # beta 0.5 is 1. -log sigmoid(1) = log(1 + e^-1) = 0.3132616875; the derivative by the margin is
+    # -sigmoid(-1) = -0.2689414214, times beta.
     batch = pairs(-2.0, -5.0, -3.0, -4.0)
     batch.chosen.requires_grad_()
     losses, margins = dpo(batch, 0.5)
@@ -35,9 +35,9 @@ def test_dpo_by_hand():
 
 
 def test_ipo_by_hand():
-    # Log-ratios: chosen -2 + 4 = 2 over 4 tokens is 0.5; rejected -5 + 3 = -2 over 2 tokens is -1. h = 1.5.
-    # beta 0.25 draws h to 1 / (2 * 0.25) = 2: loss (1.5 - 2)^2 = 0.25, derivative by h 2 * -0.5 = -1,
-    # by the chosen sum -1 / 4, by the rejected one +1 / 2. The margin is beta h = 0.375.
+    # Log-ratios: chosen -2 + 4 = 2 over 4 tokens is 0.5; rejected -5 + 3 = -2 over 2 tokens is -1.
+    # h = 1.5. beta 0.25 draws h to 1 / (2 * 0.25) = 2: loss (1.5 - 2)^2 = 0.25, derivative by h 2 *
+    # -0.5 = -1, by the chosen sum -1 / 4, by the rejected one +1 / 2. The margin is beta h = 0.375.
     batch = pairs(-2.0, -5.0, -4.0, -3.0, 4.0, 2.0)
     batch.chosen.requires_grad_()
     batch.rejected.requires_grad_()
@@ -53,17 +53,35 @@ NUMBERS = st.floats(-50, 0)
 
 @pytest.mark.parametrize("name", PREFERENCES)
 @settings(deadline=None)
-@given(st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS), st.floats(0.01, 1), st.integers(1, 40), st.integers(1, 40))
+@given(
+    st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS),
+    st.floats(0.01, 1),
+    st.integers(1, 40),
+    st.integers(1, 40),
+)
 def test_what_holds_for_any_pair(name, logprobs, beta, chosen_tokens, rejected_tokens):
     loss = resolve("preferences", name, PREFERENCES)
     batch = pairs(*logprobs, float(chosen_tokens), float(rejected_tokens))
-    swapped = pairs(logprobs[1], logprobs[0], logprobs[3], logprobs[2], float(rejected_tokens), float(chosen_tokens))
+    swapped = pairs(
+        logprobs[1],
+        logprobs[0],
+        logprobs[3],
+        logprobs[2],
+        float(rejected_tokens),
+        float(chosen_tokens),
+    )
     losses, margins = loss(batch, beta)
     assert losses.item() >= 0
-    # The other answer chosen: the margin turns its sign. Moving policy and reference together changes nothing.
+    # The other answer chosen: the margin turns its sign. Moving policy and reference together
+    # changes nothing.
     assert loss(swapped, beta)[1].item() == pytest.approx(-margins.item(), abs=1e-12)
     shifted = pairs(
-        logprobs[0] - 3, logprobs[1] - 5, logprobs[2] - 3, logprobs[3] - 5, float(chosen_tokens), float(rejected_tokens)
+        logprobs[0] - 3,
+        logprobs[1] - 5,
+        logprobs[2] - 3,
+        logprobs[3] - 5,
+        float(chosen_tokens),
+        float(rejected_tokens),
     )
     assert loss(shifted, beta)[0].item() == pytest.approx(losses.item(), rel=1e-9, abs=1e-9)
 
@@ -71,6 +89,8 @@ def test_what_holds_for_any_pair(name, logprobs, beta, chosen_tokens, rejected_t
 @pytest.mark.parametrize(("name", "value"), [("dpo", math.log(2)), ("ipo", 25.0)])
 def test_at_the_reference_the_loss_is_known(name, value):
     # dpo: -log sigmoid(0) = log 2. ipo: (0 - 1 / (2 * 0.1))^2 = 25.
-    losses, margins = resolve("preferences", name, PREFERENCES)(pairs(-7.0, -3.0, -7.0, -3.0, 5.0, 9.0), 0.1)
+    losses, margins = resolve("preferences", name, PREFERENCES)(
+        pairs(-7.0, -3.0, -7.0, -3.0, 5.0, 9.0), 0.1
+    )
     assert losses.item() == pytest.approx(value)
     assert margins.item() == 0.0

@@ -17,7 +17,9 @@ SLOW = "import time\ntime.sleep(0.5)\nwhole = True\n"
 def test_a_warm_start_begins_when_its_libraries_are_imported_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the demonstrations of an earlier life there is nothing to wait for but the import in its own thread."""
+    """With the demonstrations of an earlier life there is nothing to wait for but the import in its
+    own thread.
+    """
     (tmp_path / "slow_library.py").write_text(SLOW)
     monkeypatch.syspath_prepend(str(tmp_path))
     imported = importlib.import_module
@@ -28,7 +30,9 @@ def test_a_warm_start_begins_when_its_libraries_are_imported_whole(
     monkeypatch.setattr("learner.warm_start.base_model", lambda *_: "model")
     whole: list[bool] = []
     monkeypatch.setattr(
-        preparation, "_train", lambda *_: whole.append(getattr(sys.modules.get("slow_library"), "whole", False))
+        preparation,
+        "_train",
+        lambda *_: whole.append(getattr(sys.modules.get("slow_library"), "whole", False)),
     )
     assert preparation.model_path() == str(tmp_path / "warm_start")
     assert whole == [True]
@@ -47,12 +51,18 @@ def test_a_warm_start_begins_when_its_libraries_are_imported_whole(
     ],
 )
 def test_a_warm_start_is_made_only_where_it_is_missing_and_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, is_made: bool, makes: bool, expected: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: int,
+    is_made: bool,
+    makes: bool,
+    expected: str,
 ) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text("")
     config = load(
-        "configs/quickstart.yaml", ["model.path=somebody/model", f"warm_start.steps={steps}", f"warm_start.data={data}"]
+        "configs/quickstart.yaml",
+        ["model.path=somebody/model", f"warm_start.steps={steps}", f"warm_start.data={data}"],
     )
     preparation = ModelPreparation(config, tmp_path, lambda text: None, make_warm_start=makes)
     monkeypatch.setattr("learner.warm_start.base_model", lambda *_: str(tmp_path / "model"))

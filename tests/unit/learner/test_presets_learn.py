@@ -1,5 +1,5 @@
-"""Every preset raises the reward of a policy on a task of two one-token turns, through assembly, scoring and
-updates.
+"""Every preset raises the reward of a policy on a task of two one-token turns, through assembly,
+scoring and updates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from learner.backends.torch import TorchBackend
 from learner.config import AlgorithmSection, CriticSection, TrainSection
 
 PRESETS = sorted(
-    path.stem for path in (Path(__file__).parents[3] / "rlearner" / "configs" / "algorithm").glob("*.yaml")
+    path.stem
+    for path in (Path(__file__).parents[3] / "rlearner" / "configs" / "algorithm").glob("*.yaml")
 )
 STEPS, GROUPS, GROUP_SIZE = 14, 6, 6
 
@@ -37,7 +38,9 @@ def play(trainer: TorchBackend, prompt: int, greedy: list[bool]) -> tuple[np.nda
     model, ids, logprobs = trainer.policy.module, torch.tensor([[2, prompt]] * len(greedy)), []
     for _ in range(2):
         distribution = torch.distributions.Categorical(logits=model(input_ids=ids).logits[:, -1])
-        chosen = torch.where(torch.tensor(greedy), distribution.logits.argmax(-1), distribution.sample())
+        chosen = torch.where(
+            torch.tensor(greedy), distribution.logits.argmax(-1), distribution.sample()
+        )
         logprobs.append(distribution.log_prob(chosen))
         ids = torch.cat([ids, chosen[:, None], torch.full((len(greedy), 1), 3)], 1)
     return ids[:, :5].numpy(), torch.stack(logprobs, 1).numpy()
@@ -50,11 +53,20 @@ def group(trainer: TorchBackend, number: int, num_greedy: int) -> wire.Group:
     trajectories = []
     for episode, (ids, chosen) in enumerate(zip(tokens, logprobs, strict=True)):
         spans = [(2, 3), (4, 5)]
-        rewards = [0.5 * float(ids[start] < VOCAB // 3) for start, _ in spans]  # a third of the vocabulary is good
+        # a third of the vocabulary is good
+        rewards = [0.5 * float(ids[start] < VOCAB // 3) for start, _ in spans]
         full = np.zeros(5, np.float32)
         full[[2, 4]] = chosen
         turns = [
-            wire.Turn(start=a, end=b, reward=r, valid=True, finish_reason="stop", server="s", anchor=f"{prompt}-{i}")
+            wire.Turn(
+                start=a,
+                end=b,
+                reward=r,
+                valid=True,
+                finish_reason="stop",
+                server="s",
+                anchor=f"{prompt}-{i}",
+            )
             for i, ((a, b), r) in enumerate(zip(spans, rewards, strict=True))
         ]
         trajectories.append(
@@ -88,18 +100,33 @@ def group(trainer: TorchBackend, number: int, num_greedy: int) -> wire.Group:
 def test_the_reward_rises(path: str, name: str) -> None:
     config = validate(load("configs/quickstart.yaml", [f"algorithm={name}"]))
     algorithm = AlgorithmSection.model_validate(config["algorithm"])
-    critic = algorithm.critic.model_copy(update={"lr": 1e-2}) if algorithm.critic.enabled else CriticSection()
+    critic = (
+        algorithm.critic.model_copy(update={"lr": 1e-2})
+        if algorithm.critic.enabled
+        else CriticSection()
+    )
     algorithm = algorithm.model_copy(update={"critic": critic})
-    trainer = backend(path, algorithm=algorithm, train=TrainSection(lr=1e-2, device="cpu", steps=STEPS), max_length=5)
-    assembly = SampleAssembler(resolve("advantages", algorithm.adv_estimator, ADVANTAGES), algorithm)
+    trainer = backend(
+        path,
+        algorithm=algorithm,
+        train=TrainSection(lr=1e-2, device="cpu", steps=STEPS),
+        max_length=5,
+    )
+    assembly = SampleAssembler(
+        resolve("advantages", algorithm.adv_estimator, ADVANTAGES), algorithm
+    )
     num_greedy = int(algorithm.adv_estimator == "remax")
     means = []
     for _ in range(STEPS):
         groups = [group(trainer, number, num_greedy) for number in range(GROUPS)]
-        means.append(np.mean([one.reward for each in groups for one in each.trajectories if not one.greedy]))
+        means.append(
+            np.mean([one.reward for each in groups for one in each.trajectories if not one.greedy])
+        )
         if assembly.needs_batch:
             kept = algorithm.keep_fraction if algorithm.pg_variant == "starpo_s" else 1.0
-            metrics = trainer.update(assembly.batch(most_varied(groups, kept), trainer.score, trainer.kl_coef))
+            metrics = trainer.update(
+                assembly.batch(most_varied(groups, kept), trainer.score, trainer.kl_coef)
+            )
         else:
             for each in groups:
                 trainer.forward_backward(assembly.stream(each))

@@ -28,14 +28,23 @@ class EqualTokens:
 
 @pytest.mark.parametrize(
     ("dtype", "wire_dtype", "tolerance"),
-    [("float32", None, 5e-3), ("float32", "bfloat16", 0.25), ("bfloat16", "fp8", 0.25), ("float16", None, 0.05)],
+    [
+        ("float32", None, 5e-3),
+        ("float32", "bfloat16", 0.25),
+        ("bfloat16", "fp8", 0.25),
+        ("float16", None, 0.05),
+    ],
 )
-def test_tolerance_is_that_of_the_coarser_dtype(dtype: str, wire_dtype: str | None, tolerance: float) -> None:
+def test_tolerance_is_that_of_the_coarser_dtype(
+    dtype: str, wire_dtype: str | None, tolerance: float
+) -> None:
     probe = WeightProbe(EqualTokens(), dtype, wire_dtype).make()  # type: ignore[arg-type]
     assert probe.tolerance == tolerance
     assert len(probe.token_ids.array()) == RANDOM_TOKENS
     assert probe.logprobs.array() == pytest.approx([-math.log(50)] * (RANDOM_TOKENS - 1))
-    assert WeightProbe(EqualTokens(), dtype, token_ids=[7, 8, 9]).make().token_ids.array().tolist() == [7, 8, 9]  # type: ignore[arg-type]
+    assert WeightProbe(
+        EqualTokens(), dtype, token_ids=[7, 8, 9]
+    ).make().token_ids.array().tolist() == [7, 8, 9]  # type: ignore[arg-type]
 
 
 def test_text_passes_the_window_and_is_of_the_models_tokenizer(tmp_path: Path) -> None:

@@ -72,7 +72,9 @@ def test_a_lost_peer_is_rank_0s_to_report(started: Any) -> None:
     rank_0.join()
 
 
-def test_what_went_wrong_here_alone_is_raised(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_went_wrong_here_alone_is_raised(
+    started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(follower, "_FAREWELL_S", 0.1)
     start, descriptors = started
     link = start(RuntimeError("CUDA out of memory"))

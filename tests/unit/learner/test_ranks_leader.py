@@ -32,7 +32,9 @@ class Stubborn:
         self.killed = True
 
 
-def test_ranks_that_do_not_leave_are_given_one_time_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_leave_are_given_one_time_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "_LEAVE_S", 0.2)
     children, ranks = ChildRanks(1), [Stubborn() for _ in range(4)]
     children.processes = ranks  # type: ignore[assignment]
@@ -41,7 +43,9 @@ def test_ranks_that_do_not_leave_are_given_one_time_together(monkeypatch: pytest
     assert sum(rank.patience[0] or 0.0 for rank in ranks) <= 0.2
 
 
-def test_a_rank_that_cannot_be_spawned_leaves_no_socket_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_be_spawned_leaves_no_socket_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pair = socket.socketpair()
     monkeypatch.setattr(socket, "socketpair", lambda: pair)
     monkeypatch.setattr(sys, "executable", "/no/such/python")

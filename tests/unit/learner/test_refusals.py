@@ -26,7 +26,9 @@ def server(
     """A living server that refuses a version, or with kind None serves one or none yet."""
     refusal = None
     if kind is not None:
-        refusal = wire.OfferRefusal(epoch=epoch, version=version, kind=kind, difference=f"{kind} differs", loads=4)
+        refusal = wire.OfferRefusal(
+            epoch=epoch, version=version, kind=kind, difference=f"{kind} differs", loads=4
+        )
     found = state or ("serving" if served >= 0 else "failed" if refusal is not None else "starting")
     return msgspec.convert(
         {
@@ -55,7 +57,9 @@ def test_one_server_never_ends_a_run_that_the_learner_finds_right() -> None:
     check = refusals.look([server("a")], 0.0)
     assert check == CheckOffer("layout", 0, "a: layout differs")
     refusals.checked(check, "")
-    assert [refusals.look([server("a")], float(now)) for now in range(0, 100_000, 1000)] == [None] * 100
+    assert [refusals.look([server("a")], float(now)) for now in range(0, 100_000, 1000)] == [
+        None
+    ] * 100
     assert refusals.verdict == ""
 
 
@@ -84,7 +88,10 @@ def test_two_identities_end_it_after_a_while() -> None:
 
 
 def test_identities_are_join_tokens() -> None:
-    names = [identity_of(server("a", voucher=joined("K"))), identity_of(server("b", voucher=joined("K")))]
+    names = [
+        identity_of(server("a", voucher=joined("K"))),
+        identity_of(server("b", voucher=joined("K"))),
+    ]
     assert names[0] == names[1] == "K"
     assert identity_of(server("a", voucher="c2lnbmF0dXJl")) == "id a"  # of the owner's user
     refusals = watch()
@@ -100,7 +107,9 @@ def test_identities_are_join_tokens() -> None:
 def test_different_reasons_do_not_confirm_each_other() -> None:
     refusals = watch()
     for now in range(0, 10_000, 100):
-        refusals.look([server("a", "layout"), server("b", "logprobs"), server("c", "base")], float(now))
+        refusals.look(
+            [server("a", "layout"), server("b", "logprobs"), server("c", "base")], float(now)
+        )
     assert refusals.verdict == ""
 
 
@@ -185,14 +194,18 @@ TOKENS = {"a": joined("K"), "b": joined("K"), "c": joined("L"), "d": ""}
 
 
 @given(st.lists(EVENTS, max_size=60))
-def test_nothing_ends_a_run_but_two_lasting_identities(events: list[tuple[str, object, object]]) -> None:
+def test_nothing_ends_a_run_but_two_lasting_identities(
+    events: list[tuple[str, object, object]],
+) -> None:
     """Whatever servers say in whatever order, with a learner that finds no fault."""
     refusals, now, version, alive = watch(), 0.0, 0, dict[str, wire.Presence]()
     since: dict[tuple[str, str], float] = {}  # (identity, kind) of refusals that no look has missed
     for event, name, report in events:
         if event == "report":
             kind, refused, served = report  # type: ignore[misc]
-            alive[str(name)] = server(str(name), kind, version=refused, served=served, voucher=TOKENS[str(name)])
+            alive[str(name)] = server(
+                str(name), kind, version=refused, served=served, voucher=TOKENS[str(name)]
+            )
         elif event == "leave":
             alive.pop(str(name), None)
         elif event == "wait":
@@ -207,11 +220,14 @@ def test_nothing_ends_a_run_but_two_lasting_identities(events: list[tuple[str, o
         current = {
             (TOKENS[one.id] or one.id, one.refusal.kind)
             for one in alive.values()
-            if one.refusal is not None and (one.refusal.kind != "logprobs" or one.refusal.version == version)
+            if one.refusal is not None
+            and (one.refusal.kind != "logprobs" or one.refusal.version == version)
         }
         since = {key: since.get(key, now) for key in current}
         lasting = [kind for (_, kind), begin in since.items() if now - begin >= AGREE_S]
         if refusals.verdict:
             assert max(lasting.count(kind) for kind in lasting) >= 2
-            assert all(one.refusal is not None or one.policy_version < version for one in alive.values())
+            assert all(
+                one.refusal is not None or one.policy_version < version for one in alive.values()
+            )
             return

@@ -11,9 +11,13 @@ from learner.credit.store_gate import replica_usage
 MIB = 1 << 20
 
 
-def usage(run: int, groups: int, *, others: int = 0, limit: int | None = None, stores: bool = True) -> StoreUsage:
+def usage(
+    run: int, groups: int, *, others: int = 0, limit: int | None = None, stores: bool = True
+) -> StoreUsage:
     """In MiB."""
-    return StoreUsage((run + others) * MIB, run * MIB, groups, None if limit is None else limit * MIB, stores)
+    return StoreUsage(
+        (run + others) * MIB, run * MIB, groups, None if limit is None else limit * MIB, stores
+    )
 
 
 def admitted(room: StoreBudget, at_most: int = 10_000) -> int:
@@ -26,7 +30,8 @@ def room(limit: int | None = None, press_from: int = 800) -> StoreBudget:
 
 def test_tickets_wait_where_their_groups_would_fill_the_store() -> None:
     one = room(100)
-    one.look(usage(run=40, groups=20), under_way=5)  # 2 MiB a group: 40 there, 10 expected, 80 allowed
+    # 2 MiB a group: 40 there, 10 expected, 80 allowed
+    one.look(usage(run=40, groups=20), under_way=5)
     assert admitted(one) == 15
     one.look(usage(run=62, groups=31), under_way=9)
     assert admitted(one) == 0
@@ -40,7 +45,8 @@ def test_tickets_wait_where_their_groups_would_fill_the_store() -> None:
 
 def test_what_others_hold_is_not_ours_to_fill() -> None:
     one = room(100)
-    one.look(usage(run=10, groups=10, others=50), under_way=0)  # half of it is left to the run: 40 may be filled
+    # half of it is left to the run: 40 may be filled
+    one.look(usage(run=10, groups=10, others=50), under_way=0)
     assert admitted(one) == 30
     assert not one.pressed
     one.look(usage(run=31, groups=31, others=50), under_way=0)
@@ -115,16 +121,22 @@ def test_a_store_that_others_fill_leaves_one_at_a_time() -> None:
     groups=st.integers(1, 1000),
     under_way=st.integers(0, 1000),
 )
-def test_what_is_admitted_fits(limit: int, run: int, others: int, groups: int, under_way: int) -> None:
+def test_what_is_admitted_fits(
+    limit: int, run: int, others: int, groups: int, under_way: int
+) -> None:
     one = StoreBudget(limit, limit)
     one.look(StoreUsage(run + others, run, groups, None), under_way)
     count = admitted(one, 20_000)
     if count > 1 or (count == 1 and under_way):
-        assert run + (under_way + count) * run / groups <= ADMIT_BELOW * max(limit - others, 0) + 1e-6
+        assert (
+            run + (under_way + count) * run / groups <= ADMIT_BELOW * max(limit - others, 0) + 1e-6
+        )
     assert count >= 1 or under_way
 
 
-def test_the_size_of_groups_is_known_from_eight_of_them_and_stays_so_when_they_are_trimmed() -> None:
+def test_the_size_of_groups_is_known_from_eight_of_them_and_stays_so_when_they_are_trimmed() -> (
+    None
+):
     one, known = StoreBudget(10**9, 10**9), list[bool]()
     for groups in (0, 1, 7, 8, 1):  # one may be no more than its closing
         one.look(StoreUsage(391 * groups, 391 * groups, groups, None), 0)

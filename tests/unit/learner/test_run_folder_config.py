@@ -26,7 +26,9 @@ def made(folder: Path, *overrides: str) -> Path:
     return folder
 
 
-def test_its_settings_under_the_name_that_it_has_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_settings_under_the_name_that_it_has_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = made(tmp_path / "runs" / "second", "train.steps=7", "train.ticket_timeout_s=5000")
     before = yaml.safe_load((folder / "config.yaml").read_text())
     monkeypatch.chdir(tmp_path)
@@ -73,9 +75,20 @@ def test_other_gpus_give_other_ranks(tmp_path: Path) -> None:
     def given(*overrides: str, config: str = str(tmp_path), gpus: str = "0-1") -> Namespace:
         return Namespace(config=config, overrides=list(overrides), gpus=gpus)
 
-    assert with_ranks(forget_gpus(settled, given()), "0-1", 2)["train"] == {"steps": 3, "device": "cuda", "ranks": 2}
-    assert forget_gpus(settled, given("train.ranks=4", "train.steps=3"))["train"] == {"steps": 3, "ranks": 4}
-    assert forget_gpus(settled, given(gpus="auto")) == forget_gpus(settled, given(config="run.yaml")) == settled
+    assert with_ranks(forget_gpus(settled, given()), "0-1", 2)["train"] == {
+        "steps": 3,
+        "device": "cuda",
+        "ranks": 2,
+    }
+    assert forget_gpus(settled, given("train.ranks=4", "train.steps=3"))["train"] == {
+        "steps": 3,
+        "ranks": 4,
+    }
+    assert (
+        forget_gpus(settled, given(gpus="auto"))
+        == forget_gpus(settled, given(config="run.yaml"))
+        == settled
+    )
 
 
 def test_the_command_that_goes_on(tmp_path: Path) -> None:
@@ -86,7 +99,11 @@ def test_the_command_that_goes_on(tmp_path: Path) -> None:
     note_epoch(folder, 1, "")
     with RunClaim(folder, "a b") as claim:
         claim.note(private)
-    assert continue_line(config) == continue_line(config, private) == f"go on with this run: rlearner up '{folder}'\n"
+    assert (
+        continue_line(config)
+        == continue_line(config, private)
+        == f"go on with this run: rlearner up '{folder}'\n"
+    )
     by_hand = f"go on with this run: rlearner start '{folder}' --broker host:4222\n"
     assert continue_line(config, "nats://me:secret@host:4222") == by_hand
 
@@ -94,7 +111,10 @@ def test_the_command_that_goes_on(tmp_path: Path) -> None:
 def test_it_is_said_at_every_end_but_that_of_a_start_that_was_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, broker = {"run": {"name": "a", "dir": str(tmp_path)}, "train": {"steps": 40}}, "nats://h:4222"
+    config, broker = (
+        {"run": {"name": "a", "dir": str(tmp_path)}, "train": {"steps": 40}},
+        "nats://h:4222",
+    )
     (tmp_path / "a").mkdir()
     note_epoch(tmp_path / "a", 1, "")
 
@@ -107,7 +127,10 @@ def test_it_is_said_at_every_end_but_that_of_a_start_that_was_refused(
 
     line = f"go on with this run: rlearner start {tmp_path / 'a'} --broker {broker}\n"
     assert [said(None, "other"), said(Stopped("SIGINT"), "other")] == [line, line]
-    assert [said(UserError("refused, or another one took over"), "other"), said(UserError("late"), this_process())] == [
+    assert [
+        said(UserError("refused, or another one took over"), "other"),
+        said(UserError("late"), this_process()),
+    ] == [
         "",
         line,
     ]
@@ -115,10 +138,14 @@ def test_it_is_said_at_every_end_but_that_of_a_start_that_was_refused(
 
 @pytest.mark.parametrize("name", ["agent", "frozenlake", "gsm8k", "quickstart", "sokoban"])
 @pytest.mark.parametrize("algorithm", ["grpo", "dapo"])
-def test_what_is_left_of_each_shipped_configuration_is_taken_again(name: str, algorithm: str, tmp_path: Path) -> None:
+def test_what_is_left_of_each_shipped_configuration_is_taken_again(
+    name: str, algorithm: str, tmp_path: Path
+) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n' * 99)
     paths = [f"domains.gsm8k.env_args.path={tmp_path / 'rows.jsonl'}"] if name == "gsm8k" else []
-    whole = validate(load(name, [f"algorithm={algorithm}", f"run.dir={tmp_path}", "run.name=a", *paths]))
+    whole = validate(
+        load(name, [f"algorithm={algorithm}", f"run.dir={tmp_path}", "run.name=a", *paths])
+    )
     write_config(tmp_path / "a", whole)
     again = validate(load(str(tmp_path / "a")))
     assert {**again, "run": None} == {**whole, "run": None}

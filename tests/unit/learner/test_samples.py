@@ -8,7 +8,9 @@ from learner.algorithm.samples import TrainSample, from_trajectory
 def from_group(group, advantages, *, temperature=1.0):
     pairs = zip(group.trajectories, advantages, strict=True)
     return [
-        from_trajectory(one, values, group=group.ticket, temperature=temperature, trained=not one.greedy)
+        from_trajectory(
+            one, values, group=group.ticket, temperature=temperature, trained=not one.greedy
+        )
         for one, values in pairs
     ]
 
@@ -23,7 +25,9 @@ def group(*, mask, versions, reward=1.5):
         logprobs=wire.column(-0.25 * mask, "<f4"),
         version_runs=wire.column(versions, "<i4"),
         turns=[
-            wire.Turn(start=int(a), end=int(b), reward=0.0, valid=True, finish_reason="stop", server="s")
+            wire.Turn(
+                start=int(a), end=int(b), reward=0.0, valid=True, finish_reason="stop", server="s"
+            )
             for a, b in edges
         ],
         reward=reward,
@@ -32,9 +36,17 @@ def group(*, mask, versions, reward=1.5):
         end="terminated",
     )
     scored = wire.Group(
-        ticket=7, domain="d", task_index=0, min_version=0, hub="h", deliveries=1, pools=[], trajectories=[one]
+        ticket=7,
+        domain="d",
+        task_index=0,
+        min_version=0,
+        hub="h",
+        deliveries=1,
+        pools=[],
+        trajectories=[one],
     )
-    return codec.decode(codec.encode(scored), wire.Group)  # as the learner gets it: checked, columns read-only
+    # as the learner gets it: checked, columns read-only
+    return codec.decode(codec.encode(scored), wire.Group)
 
 
 def test_columns_are_unpacked_and_versions_follow_the_mask():

@@ -28,12 +28,19 @@ from learner.credit.ledger import Ledger
 from learner.credit.ticket_rules import DomainRule, TicketRules
 
 RULES = TicketRules(
-    steps=12, groups_per_step=1, max_staleness=1, on_late="wait", seed=0, domains=(DomainRule("lake", 1.0, 2, 2, 1.0),)
+    steps=12,
+    groups_per_step=1,
+    max_staleness=1,
+    on_late="wait",
+    seed=0,
+    domains=(DomainRule("lake", 1.0, 2, 2, 1.0),),
 )
 
 
 class World:
-    """A backend whose only weight is the step, a broker that notes trims, a watch that can be fenced."""
+    """A backend whose only weight is the step, a broker that notes trims, a watch that can be
+    fenced.
+    """
 
     def __init__(self, folder: Path, **section: Any) -> None:
         self.folder, self.step, self.fenced = folder, 0, False
@@ -85,7 +92,10 @@ class World:
         self.kept.append([number for number in range(1, 100) if keep(number)])
 
     def steps(self) -> list[int]:
-        return [checkpoint.read_checkpoint(path).step for path in checkpoint.list_checkpoints(self.folder)]
+        return [
+            checkpoint.read_checkpoint(path).step
+            for path in checkpoint.list_checkpoints(self.folder)
+        ]
 
     async def train_to(self, last: int) -> None:
         while self.step < last:
@@ -93,7 +103,9 @@ class World:
             await self.saver.at_boundary(ledger_at(self.step))
 
 
-async def test_training_goes_on_while_one_is_written_and_the_log_is_trimmed_after(tmp_path: Path) -> None:
+async def test_training_goes_on_while_one_is_written_and_the_log_is_trimmed_after(
+    tmp_path: Path,
+) -> None:
     world = World(tmp_path, every_steps=2)
     world.gate.clear()
     await world.train_to(5)  # 2 is being written, 4 is due
@@ -112,7 +124,8 @@ async def test_training_goes_on_while_one_is_written_and_the_log_is_trimmed_afte
     assert world.trims == [(oldest[0], [2]), (oldest[0], [2, 6]), (oldest[1], [6, 7])]
     states = [Ledger.load(ledger_at(step)).state for step in (2, 6)]
     live_or_later = [
-        [number for number in range(1, 100) if number in state.live or number > state.issued] for state in states
+        [number for number in range(1, 100) if number in state.live or number > state.issued]
+        for state in states
     ]
     assert world.kept == [live_or_later[0], *live_or_later]
     assert live_or_later[0][0] < live_or_later[1][0]
@@ -125,7 +138,9 @@ def first_kept(step: int) -> int:
     return Ledger.load(ledger_at(step)).first_kept
 
 
-async def test_a_store_that_fills_up_brings_checkpoints_forward_until_the_log_is_trimmed(tmp_path: Path) -> None:
+async def test_a_store_that_fills_up_brings_checkpoints_forward_until_the_log_is_trimmed(
+    tmp_path: Path,
+) -> None:
     world = World(tmp_path, every_minutes=60, keep=2)
     await world.train_to(3)
     await asyncio.sleep(0.05)
@@ -137,11 +152,14 @@ async def test_a_store_that_fills_up_brings_checkpoints_forward_until_the_log_is
     world.pressed = False
     await world.train_to(8)
     await asyncio.sleep(0.05)
-    assert world.steps() == [4, 5]  # one is not enough: the log is trimmed behind the oldest that is kept
+    # one is not enough: the log is trimmed behind the oldest that is kept
+    assert world.steps() == [4, 5]
     assert world.trims == [(first_kept(4), [4]), (first_kept(4), [4, 5])]
 
 
-async def test_where_tickets_wait_for_room_the_log_is_trimmed_behind_the_newest_checkpoint(tmp_path: Path) -> None:
+async def test_where_tickets_wait_for_room_the_log_is_trimmed_behind_the_newest_checkpoint(
+    tmp_path: Path,
+) -> None:
     world = World(tmp_path, every_steps=2, keep=2)
     await world.train_to(2)
     await until(lambda: not world.saver._busy)
@@ -152,7 +170,9 @@ async def test_where_tickets_wait_for_room_the_log_is_trimmed_behind_the_newest_
     for _ in range(3):
         await world.saver.relieve()
     assert world.trims[1:] == [(first_kept(2), [2, 4]), (first_kept(4), [2, 4])]
-    assert world.kept[2] == [number for number in range(1, 100) if Ledger.load(ledger_at(4)).may_read(number)]
+    assert world.kept[2] == [
+        number for number in range(1, 100) if Ledger.load(ledger_at(4)).may_read(number)
+    ]
     world.fenced = True
     await world.train_to(5)
     await world.saver.relieve()
@@ -165,7 +185,9 @@ async def test_where_tickets_wait_for_room_the_log_is_trimmed_behind_the_newest_
 async def test_log_is_not_given_up_behind_a_damaged_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One bit of the newest has flipped on the disk: what a resume from another one needs must stay."""
+    """One bit of the newest has flipped on the disk: what a resume from another one needs must
+    stay.
+    """
     world = World(tmp_path, every_steps=2, keep=3)
     for step in (2, 4, 6):
         await world.train_to(step)
@@ -174,7 +196,10 @@ async def test_log_is_not_given_up_behind_a_damaged_checkpoint(
     flip_bit(tmp_path / "step-000006")
     await world.saver.relieve()
     assert world.trims[before:] == [(first_kept(4), [2, 4, 6])]
-    assert "part-00001-of-00001.safetensors is damaged: its digest is not that of the bytes written" in caplog.text
+    assert (
+        "part-00001-of-00001.safetensors is damaged: its digest is not that of the bytes written"
+        in caplog.text
+    )
     flip_bit(tmp_path / "step-000004")
     world.saver._relieved = -1
     await world.saver.relieve()
@@ -280,7 +305,9 @@ async def test_a_full_folder_is_waited_for(
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
     lines = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert lines[0].startswith(f"{tmp_path}: No space left on device (")
-    assert lines[0].endswith("; no checkpoint is written and the log is not trimmed until it can be written")
+    assert lines[0].endswith(
+        "; no checkpoint is written and the log is not trimmed until it can be written"
+    )
     assert lines[1] == f"{tmp_path}: training waits until a checkpoint can be written"
     assert world.said[-1] == ""
 

@@ -1,4 +1,6 @@
-"""Scores of a step's samples: the same pieces, and the same training bit by bit, whenever its groups arrive."""
+"""Scores of a step's samples: the same pieces, and the same training bit by bit, whenever its
+groups arrive.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def sample(group: int, length: int) -> TrainSample:
     mask = np.zeros(n, np.uint8)
     mask[-1] = length > 0
     zeros = np.zeros(n, np.float32)
-    return TrainSample(np.full(n, length, np.int32), mask, zeros, np.zeros(n, np.int32), zeros, group, 0.0)
+    return TrainSample(
+        np.full(n, length, np.int32), mask, zeros, np.zeros(n, np.int32), zeros, group, 0.0
+    )
 
 
 @given(
@@ -42,7 +46,9 @@ def sample(group: int, length: int) -> TrainSample:
 def test_the_pieces_and_the_order_of_scores_do_not_depend_on_arrival(
     groups: list[list[int]], budget: int, packed: bool
 ) -> None:
-    samples = [[sample(number, length) for length in lengths] for number, lengths in enumerate(groups)]
+    samples = [
+        [sample(number, length) for length in lengths] for number, lengths in enumerate(groups)
+    ]
     flat = [one for group in samples for one in group]
     pieces: list[list[int]] = []
 
@@ -61,7 +67,9 @@ def test_the_pieces_and_the_order_of_scores_do_not_depend_on_arrival(
         late = ScoreStream(MicroBatchCutter(budget, packed=packed), score).finish(flat)
         assert pieces == first
         for scores in (found, late):
-            assert [one.logprobs.tolist() for one in scores if one.logprobs is not None] == [[id(one)] for one in flat]
+            assert [one.logprobs.tolist() for one in scores if one.logprobs is not None] == [
+                [id(one)] for one in flat
+            ]
 
 
 def group(rng: np.random.Generator, ticket: int) -> wire.Group:
@@ -75,7 +83,11 @@ def group(rng: np.random.Generator, ticket: int) -> wire.Group:
             loss_mask=wire.column([0] * start + [1] * sampled, "|u1"),
             logprobs=wire.column([0.0] * start + [-3.1] * sampled, "<f4"),
             version_runs=wire.column([0, sampled], "<i4"),
-            turns=[wire.Turn(start=start, end=n, reward=1.0, valid=True, finish_reason="stop", server="s")],
+            turns=[
+                wire.Turn(
+                    start=start, end=n, reward=1.0, valid=True, finish_reason="stop", server="s"
+                )
+            ],
             reward=float(rng.normal()),
             reward_parts={},
             success=False,
@@ -97,18 +109,26 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 async def test_training_is_the_same_whether_scoring_begins_early(name: str, tmp_path: Path) -> None:
-    path, algorithm = kit.save_model(tmp_path / "model"), AlgorithmSection.model_validate(ALGORITHMS[name])
+    path, algorithm = (
+        kit.save_model(tmp_path / "model"),
+        AlgorithmSection.model_validate(ALGORITHMS[name]),
+    )
     train = TrainSection(lr=1e-2, device="cpu", num_threads=1, micro_batch_tokens=60)
     estimator = resolve("advantages", algorithm.adv_estimator, ADVANTAGES)
     found = []
     for stream in (True, False):
         training = TrainingThread(
-            lambda: kit.backend(path, train=train, algorithm=algorithm), estimator, algorithm, stream=stream
+            lambda: kit.backend(path, train=train, algorithm=algorithm),
+            estimator,
+            algorithm,
+            stream=stream,
         )
         backend = await training.open()
         rng, metrics, early = np.random.default_rng(0), [], 0
         plain, calls = backend.score, []
-        backend.score = lambda samples, plain=plain, calls=calls: calls.append(len(samples)) or plain(samples)  # type: ignore[method-assign, misc]
+        backend.score = lambda samples, plain=plain, calls=calls: (
+            calls.append(len(samples)) or plain(samples)
+        )  # type: ignore[method-assign, misc]
         for step in range(2):
             calls.clear()
             for ticket in range(4):
@@ -119,7 +139,9 @@ async def test_training_is_the_same_whether_scoring_begins_early(name: str, tmp_
             trained = await training.finish(step)
             assert trained is not None
             assert sum(calls) == 12
-            metrics.append({key: value for key, value in trained.values.items() if not key.startswith("time/")})
+            metrics.append(
+                {key: value for key, value in trained.values.items() if not key.startswith("time/")}
+            )
         assert (early > 0) == stream
         found.append((metrics, state_of(backend)))
         training.close()

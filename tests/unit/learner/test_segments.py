@@ -1,4 +1,6 @@
-"""The files of the ledger's lines: the same ones after any number of deaths, and a start that reads only the newest."""
+"""The files of the ledger's lines: the same ones after any number of deaths, and a start that reads
+only the newest.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ async def test_files_by_hand(tmp_path: Path) -> None:
     world = kit.World(tmp_path, segment_bytes=1)
     await world.learn()
     lines = kit.ledger_lines(tmp_path)
-    assert list(kit.ledger_files(tmp_path)) == [f"step-00000{step}.jsonl" for step in (0, 1, 2, 3, 4)]
+    assert list(kit.ledger_files(tmp_path)) == [
+        f"step-00000{step}.jsonl" for step in (0, 1, 2, 3, 4)
+    ]
     summaries = [line for line in lines if line.state == "summary"]
     boundaries = [line for line in lines if line.state == "boundary"]
     assert summaries[0] == LedgerLine(state="summary", reasons={}, rules=world.rules.plain())
@@ -39,7 +43,8 @@ async def test_files_by_hand(tmp_path: Path) -> None:
     ]
     assert [line.rules for line in summaries[1:]] == [world.rules.plain()] * 4
     assert [line.reasons for line in summaries[1:]] == [{"malformed": 1, "env_error": 1}] * 4
-    assert [line.held for line in summaries] == [()] * 5  # each group is trained in the step in which it arrives
+    # each group is trained in the step in which it arrives
+    assert [line.held for line in summaries] == [()] * 5
 
 
 async def test_a_summary_holds_the_groups_that_wait(tmp_path: Path) -> None:
@@ -47,15 +52,32 @@ async def test_a_summary_holds_the_groups_that_wait(tmp_path: Path) -> None:
     with pytest.raises(kit.Killed):
         await world.learn(die_at=7)
     summaries = [line for line in kit.ledger_lines(tmp_path) if line.state == "summary"]
-    assert [[(held.state, held.ticket, held.seq, held.oldest) for held in line.held] for line in summaries] == [
+    assert [
+        [(held.state, held.ticket, held.seq, held.oldest) for held in line.held]
+        for line in summaries
+    ] == [
         [],
         [],
         [("arrived", 5, 3, 1), ("arrived", 6, 4, 1)],
         [],
     ]
-    await world.learn()  # from the checkpoint of step 2: only the summary knows what came with 5 and 6
-    trained = [(line.ticket, line.seq, line.step) for line in kit.ledger_lines(tmp_path) if line.state == "trained"]
-    assert trained == [(1, 1, 1), (2, 2, 1), (3, 5, 2), (4, 6, 2), (5, 3, 3), (6, 4, 3), (7, 7, 4), (8, 8, 4)]
+    # from the checkpoint of step 2: only the summary knows what came with 5 and 6
+    await world.learn()
+    trained = [
+        (line.ticket, line.seq, line.step)
+        for line in kit.ledger_lines(tmp_path)
+        if line.state == "trained"
+    ]
+    assert trained == [
+        (1, 1, 1),
+        (2, 2, 1),
+        (3, 5, 2),
+        (4, 6, 2),
+        (5, 3, 3),
+        (6, 4, 3),
+        (7, 7, 4),
+        (8, 8, 4),
+    ]
 
 
 @SIZES
@@ -70,7 +92,12 @@ async def test_the_same_bytes_however_often_it_dies(tmp_path: Path, segment_byte
         try:
             await world.learn(die_at=die_at)
         except kit.Killed:
-            newest = tmp_path / "killed" / ledger_segments.FOLDER / list(kit.ledger_files(tmp_path / "killed"))[-1]
+            newest = (
+                tmp_path
+                / "killed"
+                / ledger_segments.FOLDER
+                / list(kit.ledger_files(tmp_path / "killed"))[-1]
+            )
             with newest.open("ab") as file:
                 file.write(b'{"state":"issued","tick')  # half a line
     await world.learn()
@@ -78,8 +105,12 @@ async def test_the_same_bytes_however_often_it_dies(tmp_path: Path, segment_byte
     assert [record.data for record in world.log] == [record.data for record in whole.log]
 
 
-async def test_killed_before_a_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The boundary is written, and the checkpoint; the next life begins the file that this one did not."""
+async def test_killed_before_a_file_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The boundary is written, and the checkpoint; the next life begins the file that this one did
+    not.
+    """
     await kit.World(tmp_path / "whole", segment_bytes=1).learn()
     world = kit.World(tmp_path / "run", segment_bytes=ledger_segments.MAX_BYTES)
     with pytest.raises(kit.Killed):
@@ -87,12 +118,21 @@ async def test_killed_before_a_file_is_left(tmp_path: Path, monkeypatch: pytest.
     world.segment_bytes = 1
     await world.learn()
     expected, found = kit.ledger_files(tmp_path / "whole"), kit.ledger_files(tmp_path / "run")
-    assert list(found) == ["step-000000.jsonl", "step-000002.jsonl", "step-000003.jsonl", "step-000004.jsonl"]
-    assert {name: found[name] for name in list(found)[1:]} == {name: expected[name] for name in list(found)[1:]}
+    assert list(found) == [
+        "step-000000.jsonl",
+        "step-000002.jsonl",
+        "step-000003.jsonl",
+        "step-000004.jsonl",
+    ]
+    assert {name: found[name] for name in list(found)[1:]} == {
+        name: expected[name] for name in list(found)[1:]
+    }
 
 
 @SIZES
-async def test_an_earlier_incarnation_writes_into_the_void(tmp_path: Path, segment_bytes: int) -> None:
+async def test_an_earlier_incarnation_writes_into_the_void(
+    tmp_path: Path, segment_bytes: int
+) -> None:
     world = kit.World(tmp_path, segment_bytes=segment_bytes)
     with pytest.raises(kit.Killed):
         await world.learn(die_at=10)
@@ -113,7 +153,9 @@ async def test_a_start_reads_only_the_newest_file(tmp_path: Path) -> None:
     world = kit.World(tmp_path / "run", segment_bytes=1)
     with pytest.raises(kit.Killed):
         await world.learn(die_at=11)
-    first, second, *_ = (path for _, path in ledger_segments.segment_files(tmp_path / "run" / ledger_segments.FOLDER))
+    first, second, *_ = (
+        path for _, path in ledger_segments.segment_files(tmp_path / "run" / ledger_segments.FOLDER)
+    )
     first.write_bytes(b"gibberish")
     second.write_bytes(b"")
     known = recovery.known_progress(tmp_path / "run", resumed(world))
@@ -131,15 +173,23 @@ async def test_an_older_checkpoint_deletes_later_files(tmp_path: Path) -> None:
     await world.learn()
     expected = kit.ledger_files(tmp_path)
     found = checkpoint.read_checkpoint(tmp_path / "checkpoints" / "step-000002")
-    file, lines = ledger_segments.resume_file(tmp_path / ledger_segments.FOLDER, Ledger.load(found.ledger), 1)
+    file, lines = ledger_segments.resume_file(
+        tmp_path / ledger_segments.FOLDER, Ledger.load(found.ledger), 1
+    )
     assert file.first == 2
     assert [line.state for line in lines] == ["summary"]
     file.close()
-    assert list(kit.ledger_files(tmp_path)) == ["step-000000.jsonl", "step-000001.jsonl", "step-000002.jsonl"]
+    assert list(kit.ledger_files(tmp_path)) == [
+        "step-000000.jsonl",
+        "step-000001.jsonl",
+        "step-000002.jsonl",
+    ]
     known = recovery.known_progress(tmp_path, Ledger(world.rules))
     assert (known.issued, known.consumed) == (lines[0].counts["issued"], lines[0].seq) == (11, 9)
     remains = kit.ledger_files(tmp_path)
-    assert {name: expected[name] for name in list(remains)[:2]} == {name: remains[name] for name in list(remains)[:2]}
+    assert {name: expected[name] for name in list(remains)[:2]} == {
+        name: remains[name] for name in list(remains)[:2]
+    }
 
 
 def put(folder: Path, **files: bytes) -> Path:
@@ -150,7 +200,10 @@ def put(folder: Path, **files: bytes) -> Path:
 
 
 def test_a_line_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    bad = SUMMARY + b'{"state":"issued","ticket":1}\n{"state":"eaten","ticket":2}\n{"state":"issued","ticket":3}\n{"sta'
+    bad = (
+        SUMMARY
+        + b'{"state":"issued","ticket":1}\n{"state":"eaten","ticket":2}\n{"state":"issued","ticket":3}\n{"sta'
+    )
     folder = put(tmp_path / "a", step_000000=bad)
     lines = ledger_segments.LedgerLines(folder)
     assert [line.ticket for line in lines] == [0, 1]
@@ -163,9 +216,21 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("first", "second", "problem"),
     [
-        (SUMMARY + b'{"st', b'{"state":"summary","step":3}\n', "step-000000.jsonl: ends in half a line"),
-        (SUMMARY, b'{"state":"issued","ticket":1}\n', "step-000003.jsonl: does not begin with the summary of step 3"),
-        (SUMMARY, b'{"state":"summary","step":4}\n', "step-000003.jsonl: does not begin with the summary of step 3"),
+        (
+            SUMMARY + b'{"st',
+            b'{"state":"summary","step":3}\n',
+            "step-000000.jsonl: ends in half a line",
+        ),
+        (
+            SUMMARY,
+            b'{"state":"issued","ticket":1}\n',
+            "step-000003.jsonl: does not begin with the summary of step 3",
+        ),
+        (
+            SUMMARY,
+            b'{"state":"summary","step":4}\n',
+            "step-000003.jsonl: does not begin with the summary of step 3",
+        ),
         (SUMMARY, b"", "step-000003.jsonl: does not begin with the summary of step 3"),
         (SUMMARY, b'{"state":"summary","step":3}\n{"st', ""),
         (
@@ -175,7 +240,9 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_files_that_do_not_fit_together(tmp_path: Path, first: bytes, second: bytes, problem: str) -> None:
+def test_files_that_do_not_fit_together(
+    tmp_path: Path, first: bytes, second: bytes, problem: str
+) -> None:
     lines = ledger_segments.LedgerLines(put(tmp_path / "a", step_000000=first, step_000003=second))
     list(lines)
     assert lines.problem.startswith(problem)
@@ -192,7 +259,8 @@ def test_deeply_nested_lines_are_refused(tmp_path: Path) -> None:
 def test_a_run_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ledger.jsonl").write_bytes(b'{"state":"issued","ticket":1}\n')
     with pytest.raises(
-        UserError, match=r"ledger\.jsonl: written by an earlier version of rlearner; read or resume the run with that"
+        UserError,
+        match=r"ledger\.jsonl: written by an earlier version of rlearner; read or resume the run with that",
     ):
         recovery.known_progress(tmp_path, Ledger(kit.rules()))
 
@@ -208,7 +276,11 @@ def test_leaving_a_file_can_be_repeated(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(OSError, match="No space left"):
         file.leave(2, LedgerLine(state="summary", step=2))
     monkeypatch.setattr(os, "pwrite", real)
-    assert list(kit.ledger_files(tmp_path)) == os.listdir(tmp_path / ledger_segments.FOLDER) == ["step-000000.jsonl"]
+    assert (
+        list(kit.ledger_files(tmp_path))
+        == os.listdir(tmp_path / ledger_segments.FOLDER)
+        == ["step-000000.jsonl"]
+    )
     file.append(b'{"state":"issued","ticket":1}\n')  # still the first file
     file.leave(2, LedgerLine(state="summary", step=2))
     file.append(b'{"state":"issued","ticket":2}\n')

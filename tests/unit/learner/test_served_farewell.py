@@ -13,7 +13,9 @@ from learner.offline.config import DistillSection
 
 
 class Silent:
-    """Stands for bus, roster and channel: the broker never answers, everything else does as it is told."""
+    """Stands for bus, roster and channel: the broker never answers, everything else does as it is
+    told.
+    """
 
     run = "taught"
     link = SimpleNamespace(where="nats://gone:4222", on_disconnect=set())
@@ -42,5 +44,6 @@ async def test_a_broker_that_is_gone_is_not_waited_for(
         await asker.close()
     assert everything.closed == 3
     assert (
-        "the broker at nats://gone:4222 does not respond, so the servers of run taught are not stopped" in caplog.text
+        "the broker at nats://gone:4222 does not respond, so the servers of run taught are not stopped"
+        in caplog.text
     )

@@ -1,4 +1,6 @@
-"""Supervised fine-tuning: the loss is exact, only the assistant's tokens count, and the folder is a model."""
+"""Supervised fine-tuning: the loss is exact, only the assistant's tokens count, and the folder is a
+model.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from rlearner_text.supervised_masks import encode_supervised
 from rlearner_text.tiny import build_tiny
 from rlearner_text.tokenizer import Tokenizer
 
-SIZES = TinyModel(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=64)
+SIZES = TinyModel(
+    hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=64
+)
 RULE = {"a": "U", "b": "D", "c": "L", "d": "R"}
 
 
@@ -39,7 +43,10 @@ def data(tmp_path: Path) -> str:
     for letters in ("ab", "cd", "da", "bc", "ac", "db"):
         messages = []
         for letter in letters:
-            messages += [{"role": "user", "content": letter * 3}, {"role": "assistant", "content": RULE[letter]}]
+            messages += [
+                {"role": "user", "content": letter * 3},
+                {"role": "assistant", "content": RULE[letter]},
+            ]
         lines.append(json.dumps({"messages": messages}))
     (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n\n")
     return str(tmp_path / "rows.jsonl")
@@ -49,29 +56,45 @@ def settings(**options: Any) -> OfflineTrainSection:
     return OfflineTrainSection(**{"device": "cpu", "lr": 1e-3, "num_threads": 1, **options})
 
 
-def tune(path: str, data: str, out: str, *, seed: int = 0, on_step: Any = None, **options: Any) -> dict[str, float]:
+def tune(
+    path: str, data: str, out: str, *, seed: int = 0, on_step: Any = None, **options: Any
+) -> dict[str, float]:
     model = ModelSection(path=path)
-    return fine_tune(path, data, out, model=model, train=settings(**options), seed=seed, on_step=on_step)
+    return fine_tune(
+        path, data, out, model=model, train=settings(**options), seed=seed, on_step=on_step
+    )
 
 
-def test_it_learns_and_writes_a_folder_that_transformers_loads(model: str, data: str, tmp_path: Path) -> None:
+def test_it_learns_and_writes_a_folder_that_transformers_loads(
+    model: str, data: str, tmp_path: Path
+) -> None:
     seen: list[tuple[int, dict[str, float]]] = []
     out = str(tmp_path / "out" / "warm")
-    result = tune(model, data, out, steps=120, batch_size=6, lr=1e-2, on_step=lambda s, m: seen.append((s, m)))
+    result = tune(
+        model, data, out, steps=120, batch_size=6, lr=1e-2, on_step=lambda s, m: seen.append((s, m))
+    )
     assert [s for s, _ in seen] == list(range(1, 121))
     # a fresh model is uniform over its 102 tokens
     assert seen[0][1]["train/loss"] == pytest.approx(math.log(102), abs=0.3)
     assert result["loss"] < 0.05
     assert result["examples"] == 6
     assert result["epochs"] == 120
-    assert result["trained_tokens"] == 120 * 6 * 4  # two letters and two ends of turn in each conversation
+    # two letters and two ends of turn in each conversation
+    assert result["trained_tokens"] == 120 * 6 * 4
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["warm"]
-    trained, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    trained, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(out),
+        AutoTokenizer.from_pretrained(out),
+    )
     for letter, answer in RULE.items():
         prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": letter * 3}], add_generation_prompt=True, return_tensors="pt"
+            [{"role": "user", "content": letter * 3}],
+            add_generation_prompt=True,
+            return_tensors="pt",
         )
-        output = trained.generate(**prompt, do_sample=False, max_new_tokens=4)[0, prompt["input_ids"].shape[1] :]
+        output = trained.generate(**prompt, do_sample=False, max_new_tokens=4)[
+            0, prompt["input_ids"].shape[1] :
+        ]
         assert tokenizer.decode(output) == answer + "<|im_end|>"
     assert Tokenizer.load(out).eos_token_ids == (0, 2)
 
@@ -86,9 +109,17 @@ def test_same_seed_same_weights(model: str, data: str, tmp_path: Path) -> None:
 
 def _examples(model: str) -> list[TokenizedExample]:
     tokenizer = Tokenizer.load(model)
-    chats = [[("aaaa", "U")], [("b", "D"), ("cc", "LL"), ("d" * 9, "R")], [("a", "UDLR"), ("b", "D")]]
+    chats = [
+        [("aaaa", "U")],
+        [("b", "D"), ("cc", "LL"), ("d" * 9, "R")],
+        [("a", "UDLR"), ("b", "D")],
+    ]
     messages = [
-        [{"role": r, "content": c} for turn in chat for r, c in zip(("user", "assistant"), turn, strict=True)]
+        [
+            {"role": r, "content": c}
+            for turn in chat
+            for r, c in zip(("user", "assistant"), turn, strict=True)
+        ]
         for chat in chats
     ]
     return [TokenizedExample(*encode_supervised(tokenizer, m)) for m in messages]
@@ -106,12 +137,19 @@ def test_the_loss_is_the_mean_over_the_batch_however_it_is_cut(model: str) -> No
         mask = torch.tensor(example.loss_mask[1:], dtype=torch.bool)
         total, count = total - picked[mask].sum(), count + int(mask.sum())
     (total / count).backward()
-    expected_norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in reference.parameters()])).item()
+    expected_norm = torch.linalg.vector_norm(
+        torch.cat([p.grad.flatten() for p in reference.parameters()])
+    ).item()
     samples = [example.sample() for example in examples]
     for micro_batch_tokens in (1, 40, 10_000):
         train = settings(micro_batch_tokens=micro_batch_tokens, max_grad_norm=0.0)
         backend = TorchBackend(
-            model, train=backend_train(train), algorithm=SFT, model=ModelSection(path=model), seed=0, ref_path=model
+            model,
+            train=backend_train(train),
+            algorithm=SFT,
+            model=ModelSection(path=model),
+            seed=0,
+            ref_path=model,
         )
         values = supervised_step(backend, samples)
         assert values["train/loss"] == pytest.approx((total / count).item(), rel=1e-5)
@@ -133,14 +171,19 @@ def test_batches_see_every_example_once_an_epoch() -> None:
         ('{"messages": [', "not JSON"),
         ("[1]", "the row is not an object"),
         ('{"text": "x"}', "an object with the key 'messages'"),
-        ('{"messages": [{"role": "user", "content": "x"}]}', "the last message must be the assistant's"),
+        (
+            '{"messages": [{"role": "user", "content": "x"}]}',
+            "the last message must be the assistant's",
+        ),
         (
             '{"messages": [{"role": "robot", "content": "x"}, {"role": "assistant", "content": "y"}]}',
             "role 'robot', expected 'user'",
         ),
     ],
 )
-def test_a_malformed_row_names_file_and_line(data: str, model: str, row: str, problem: str, tmp_path: Path) -> None:
+def test_a_malformed_row_names_file_and_line(
+    data: str, model: str, row: str, problem: str, tmp_path: Path
+) -> None:
     with open(data, "a") as file:
         file.write(row + "\n")
     with pytest.raises(DataError) as caught:
@@ -155,7 +198,9 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"x\.jsonl:1: not UTF-8"):
         list(read_conversations(tmp_path / "x.jsonl"))
     good = b'{"prompt": "p", "response": "r"}'
-    (tmp_path / "y.jsonl").write_bytes(good + b"\r\n\n" + good + b"\n" + b'{"prompt": "\xff"}\n' + good)
+    (tmp_path / "y.jsonl").write_bytes(
+        good + b"\r\n\n" + good + b"\n" + b'{"prompt": "\xff"}\n' + good
+    )
     rows = read_conversations(tmp_path / "y.jsonl")
     assert [next(rows)[0], next(rows)[0]] == [1, 3]
     with pytest.raises(DataError, match=r"y\.jsonl:4: not UTF-8"):
@@ -164,12 +209,15 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
 
 def test_missing_things_are_one_line(model: str, data: str, tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"^data: .*nowhere.jsonl' is not allowed; the file cannot be read: No such file"
+        ConfigError,
+        match=r"^data: .*nowhere.jsonl' is not allowed; the file cannot be read: No such file",
     ):
         tune(model, str(tmp_path / "nowhere.jsonl"), str(tmp_path / "out"), steps=1)
     with pytest.raises(ConfigError, match=r"^model.path: .*no such folder"):
         tune(str(tmp_path / "nothing"), data, str(tmp_path / "out"), steps=1)
-    with pytest.raises(ConfigError, match=r"^train.device: 'cuda:99' is not allowed; this machine has cpu"):
+    with pytest.raises(
+        ConfigError, match=r"^train.device: 'cuda:99' is not allowed; this machine has cpu"
+    ):
         tune(model, data, str(tmp_path / "out"), steps=1, device="cuda:99")
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(DataError, match=r"no row has an assistant's answer"):
@@ -181,11 +229,16 @@ def test_missing_weights_are_not_drawn_at_random(model: str, data: str, tmp_path
     weights = load_file(torn / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, torn / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"1 of its weights are missing, the first is model.norm.weight"):
+    with pytest.raises(
+        ConfigError, match=r"1 of its weights are missing, the first is model.norm.weight"
+    ):
         tune(str(torn), data, str(tmp_path / "out"), steps=1)
 
 
 def test_a_loss_that_explodes_is_said_plainly(model: str, data: str, tmp_path: Path) -> None:
     tensor = r"the gradient of model\..* holds nan at .*"
-    with pytest.raises(UserError, match=rf"^the gradient is not finite at step 2: {tensor}; lower warm_start\.lr \(1e"):
+    with pytest.raises(
+        UserError,
+        match=rf"^the gradient is not finite at step 2: {tensor}; lower warm_start\.lr \(1e",
+    ):
         tune(model, data, str(tmp_path / "out"), steps=50, lr=1e30, max_grad_norm=0.0)

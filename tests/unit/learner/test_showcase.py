@@ -1,4 +1,6 @@
-"""Sample texts and pictures for trackers: what is shown, when, and what happens where there is nothing to show."""
+"""Sample texts and pictures for trackers: what is shown, when, and what happens where there is
+nothing to show.
+"""
 
 from __future__ import annotations
 
@@ -54,10 +56,19 @@ def showcase(folder: Path, **settings: Any) -> tuple[EpisodeShowcase, Kept]:
 
 def group(number: int) -> wire.Group:
     """Two episodes of five tokens of prompt and three sampled ones."""
-    asked: dict[str, Any] = {"group_size": 2, "min_group_size": 1, "deadline_s": 9.0, "max_staleness": 1}
+    asked: dict[str, Any] = {
+        "group_size": 2,
+        "min_group_size": 1,
+        "deadline_s": 9.0,
+        "max_staleness": 1,
+    }
     ticket = wire.Ticket(number=number, domain="lake", task_index=7, seed=1, min_version=0, **asked)
     return made_up_hub.group(
-        ticket, [made_up_hub.trajectory(i, range(6, 14), [-1.0] * 3, version=0, reward=float(i)) for i in range(2)]
+        ticket,
+        [
+            made_up_hub.trajectory(i, range(6, 14), [-1.0] * 3, version=0, reward=float(i))
+            for i in range(2)
+        ],
     )
 
 
@@ -66,20 +77,29 @@ def test_a_transcript_is_the_whole_prompt_and_what_followed(tmp_path: Path) -> N
     tokenizer = Tokenizer.load(model)
     prompt, text = tokenizer.encode("S F F H\nwhat now?"), tokenizer.encode("right")
     one = made_up_hub.trajectory(0, [*prompt, *text], [-1.0] * len(text), version=0, reward=1.0)
-    assert TranscriptFactory({}, tmp_path).of(one) == Transcript("S F F H\nwhat now?", "right", 1.0, success=True)
+    assert TranscriptFactory({}, tmp_path).of(one) == Transcript(
+        "S F F H\nwhat now?", "right", 1.0, success=True
+    )
 
 
-def test_without_a_tokenizer_tokens_are_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_tokenizer_tokens_are_numbers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     one = group(1).trajectories[0]
     ids = [str(number) for number in one.token_ids.array().tolist()]
     transcripts = TranscriptFactory({}, tmp_path)
-    assert [transcripts.of(one).prompt, transcripts.of(one).text] == [" ".join(ids[:5]), " ".join(ids[5:])]
+    assert [transcripts.of(one).prompt, transcripts.of(one).text] == [
+        " ".join(ids[:5]),
+        " ".join(ids[5:]),
+    ]
     assert caplog.text.count("tokens are shown by their numbers") == 1
 
 
 def test_markdown_shows_markup_as_it_is() -> None:
     shown = Transcript("<|user|>\n# no heading", "**bold**", 0.5, success=True).markdown("task 3")
-    assert shown == "**task 3**: reward 0.5, solved\n\n    <|user|>\n    # no heading\n\n    **bold**"
+    assert (
+        shown == "**task 3**: reward 0.5, solved\n\n    <|user|>\n    # no heading\n\n    **bold**"
+    )
 
 
 def test_one_training_episode_of_each_domain_every_n_steps(tmp_path: Path) -> None:
@@ -95,7 +115,14 @@ def test_one_training_episode_of_each_domain_every_n_steps(tmp_path: Path) -> No
     ((step, name, columns, rows),) = kept.tables
     assert (step, name) == (2, "trajectories/train")
     assert [dict(zip(columns, row, strict=True)) for row in rows] == [
-        {"step": 2, "domain": "lake", "task": 7, "episode": i, "reward": float(i), "success": bool(i)}
+        {
+            "step": 2,
+            "domain": "lake",
+            "task": 7,
+            "episode": i,
+            "reward": float(i),
+            "success": bool(i),
+        }
         | {"prompt": "6 7 8 9 10", "text": "11 12 13"}
         for i in range(2)
     ]
@@ -139,14 +166,30 @@ def test_only_the_shown_episode_is_decoded_without_a_tracker_that_takes_tables(
     assert decoded == [0.0]
 
 
-def row(task: int, success: bool, domain: str = "lake", frames: list[str] | None = None) -> dict[str, Any]:
-    texts = {"prompt": f"prompt {task}", "text": f"answer {task}", "response": "", "frames": frames or []}
-    return {"domain": domain, "task_index": task, "success": [success], "reward": [float(success)], **texts}
+def row(
+    task: int, success: bool, domain: str = "lake", frames: list[str] | None = None
+) -> dict[str, Any]:
+    texts = {
+        "prompt": f"prompt {task}",
+        "text": f"answer {task}",
+        "response": "",
+        "frames": frames or [],
+    }
+    return {
+        "domain": domain,
+        "task_index": task,
+        "success": [success],
+        "reward": [float(success)],
+        **texts,
+    }
 
 
 def test_evaluated_episodes_solved_and_not(tmp_path: Path) -> None:
     shows, kept = showcase(tmp_path)
-    shows.evaluated(4, [row(task, success=task > 2) for task in range(6)] + [row(9, success=False, domain="sea")])
+    shows.evaluated(
+        4,
+        [row(task, success=task > 2) for task in range(6)] + [row(9, success=False, domain="sea")],
+    )
     ((step, texts),) = kept.texts_of
     assert (step, sorted(texts)) == (4, ["evaluated/lake", "evaluated/sea"])
     assert [line for line in texts["evaluated/lake"].splitlines() if line.startswith("**")] == [
@@ -184,24 +227,37 @@ def test_an_episode_is_drawn_and_a_domain_without_pictures_asked_once(
         "sampling": {"max_tokens": 4},
     }
     domains = {"lake": lake, "sums": {**lake, "env": "number_line"}}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"run": {"name": "demo"}, "domains": domains}))
+    (tmp_path / "config.yaml").write_text(
+        yaml.safe_dump({"run": {"name": "demo"}, "domains": domains})
+    )
     frames = [
         json.dumps({"task_index": 1, "split": "eval", "seed": 5, "text": ""}),
         json.dumps({"action": "D", "text": ""}),
     ]
     shows, kept = showcase(tmp_path)
-    rows = [row(1, success=False, frames=frames), row(1, success=False, domain="sums", frames=frames)]
+    rows = [
+        row(1, success=False, frames=frames),
+        row(1, success=False, domain="sums", frames=frames),
+    ]
     caplog.set_level("INFO")
     shows.evaluated(4, rows)
     shows.evaluated(8, rows[1:])
     ((step, name, gif),) = kept.pictures
     assert (step, name, gif[:6]) == (4, "episodes/lake", b"GIF89a")
-    assert caplog.text.count("no pictures of domain sums: environment NumberLine draws no pictures") == 1
+    assert (
+        caplog.text.count("no pictures of domain sums: environment NumberLine draws no pictures")
+        == 1
+    )
 
 
-def test_frames_of_another_kind_are_no_picture(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_frames_of_another_kind_are_no_picture(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     shows, kept = showcase(tmp_path)
     caplog.set_level("INFO")
     shows.evaluated(4, [row(1, success=False, frames=["a drawing"])])
     assert kept.pictures == []
-    assert "no pictures of domain lake: its hub wrote frames of an unknown format: JSONDecodeError" in caplog.text
+    assert (
+        "no pictures of domain lake: its hub wrote frames of an unknown format: JSONDecodeError"
+        in caplog.text
+    )

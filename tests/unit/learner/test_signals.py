@@ -1,4 +1,6 @@
-"""Warnings about missing learning signal: when they begin, when they are taken back, and what they say."""
+"""Warnings about missing learning signal: when they begin, when they are taken back, and what they
+say.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,14 @@ BAD = {
     "entropy": (line(actor_entropy=0.009), 5),
     "kl": (line(actor_kl_loss=10.5), 1),
     "no_gradient": (line(actor_grad_norm=0.0), 1),
-    "not_finite": ({name: value for name, value in line(actor_skipped=1.0).items() if name != "actor/grad_norm"}, 1),
+    "not_finite": (
+        {
+            name: value
+            for name, value in line(actor_skipped=1.0).items()
+            if name != "actor/grad_norm"
+        },
+        1,
+    ),
 }
 
 
@@ -63,13 +72,21 @@ def test_a_good_run_has_none() -> None:
 def test_what_is_not_measured_is_not_warned_of() -> None:
     assert active_warnings([{"step": 1, "reward/mean": 0.0}] * 50) == []
     without = {
-        name: value for name, value in GOOD.items() if name not in ("actor/kl_loss", "actor/entropy", "actor/grad_norm")
+        name: value
+        for name, value in GOOD.items()
+        if name not in ("actor/kl_loss", "actor/entropy", "actor/grad_norm")
     }
     assert active_warnings([without] * 50) == []
 
 
 def test_a_solved_task_is_not_stuck_at_its_lowest_reward() -> None:
-    solved = line(reward_min=1.0, reward_max=1.0, env_success_rate=1.0, frac_reward_zero_std=1.0, actor_grad_norm=0.0)
+    solved = line(
+        reward_min=1.0,
+        reward_max=1.0,
+        env_success_rate=1.0,
+        frac_reward_zero_std=1.0,
+        actor_grad_norm=0.0,
+    )
     assert [text[:21] for text in active_warnings([solved] * 50)] == ["in the last 5 steps a"]
 
 

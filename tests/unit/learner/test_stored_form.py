@@ -1,4 +1,6 @@
-"""Weights as a model's files hold them: names of the files, and views without a copy for servers that read these."""
+"""Weights as a model's files hold them: names of the files, and views without a copy for servers
+that read these.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tickets on their way to the broker, and those that no hub ends: in virtual time, against a broker in memory."""
+"""Tickets on their way to the broker, and those that no hub ends: in virtual time, against a broker
+in memory.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ RTT_S = 0.05
 
 
 class SlowBus(MemoryBus):
-    """Answers each publication after a round trip; where it shuffles, messages arrive in an order of chance."""
+    """Answers each publication after a round trip; where it shuffles, messages arrive in an order
+    of chance.
+    """
 
     def __init__(self, *, shuffles: bool = False) -> None:
         super().__init__("run", "learner")
@@ -38,7 +42,9 @@ class SlowBus(MemoryBus):
 
 def tickets(groups: int) -> tuple[Ledger, list[wire.Ticket]]:
     ledger = Ledger(TicketRules(9, groups, 0, "wait", 0, (DomainRule("lake", 1.0, 2, 2, 9.0),)))
-    return ledger, [action.ticket for action in ledger.open_credit() if isinstance(action, IssueTicket)]
+    return ledger, [
+        action.ticket for action in ledger.open_credit() if isinstance(action, IssueTicket)
+    ]
 
 
 async def _published(bus: SlowBus, issued: list[wire.Ticket]) -> float:
@@ -90,12 +96,22 @@ class Roster:
         if role != "envhub":
             return []
         host, tickets = socket.gethostname(), [1, 2]
-        return [wire.Presence(role=role, id="h", host=host, pid=1, state="serving", serves=["lake"], tickets=tickets)]
+        return [
+            wire.Presence(
+                role=role,
+                id="h",
+                host=host,
+                pid=1,
+                state="serving",
+                serves=["lake"],
+                tickets=tickets,
+            )
+        ]
 
 
 def test_a_ticket_that_ends_while_another_is_being_closed() -> None:
-    """Both expire at once. The second ends while the closing of the first is confirmed: it is left alone, and the
-    reaper goes on.
+    """Both expire at once. The second ends while the closing of the first is confirmed: it is left
+    alone, and the reaper goes on.
     """
 
     async def scene() -> list[int]:
@@ -126,7 +142,9 @@ class Hubs:
     def alive(self, role: str) -> list[wire.Presence]:
         host = socket.gethostname()
         return [
-            wire.Presence(role=one, id=one, host=host, pid=1, state="serving", serves=[name], tickets=tickets)
+            wire.Presence(
+                role=one, id=one, host=host, pid=1, state="serving", serves=[name], tickets=tickets
+            )
             for one, name, tickets in self.hubs
             if one == role
         ]
@@ -145,7 +163,9 @@ def closed_within(
             assert bus.take(TICKETS, "lake") is not None
         around: Any = bus
         roster: Any = hubs
-        reaping = asyncio.create_task(TicketReaper(around, ledger, roster, 3.0, pools=pools or {}).serve())
+        reaping = asyncio.create_task(
+            TicketReaper(around, ledger, roster, 3.0, pools=pools or {}).serve()
+        )
         await asyncio.sleep(seconds)
         reaping.cancel()
         return [entry.ticket async for entry in _so_far(bus)] if await bus.last_seq(SAMPLES) else []
@@ -154,7 +174,9 @@ def closed_within(
 
 
 def test_ticket_in_no_hub_is_not_closed() -> None:
-    """Delivered and handed back, or played and in a reward queue: hubs are there, and none works on it."""
+    """Delivered and handed back, or played and in a reward queue: hubs are there, and none works on
+    it.
+    """
     assert closed_within(Hubs(("envhub", "lake", []), ("rewardhub", "judge", [])), 86_400.0) == []
 
 

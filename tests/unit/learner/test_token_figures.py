@@ -1,4 +1,6 @@
-"""Entropy and importance ratio per token: what a step records, against each row computed alone; and their files."""
+"""Entropy and importance ratio per token: what a step records, against each row computed alone; and
+their files.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def group(ticket, rewards, rng, *, end="terminated"):
         mask[0] = episode == 1  # sampled from an empty context, so never trained
         logprobs = np.where(mask, -rng.random(n) * 4 - 0.1, 0)
         at = int(np.flatnonzero(mask)[-1])
-        turn = wire.Turn(start=at, end=at + 1, reward=reward, valid=True, finish_reason="length", server="s")
+        turn = wire.Turn(
+            start=at, end=at + 1, reward=reward, valid=True, finish_reason="length", server="s"
+        )
         found.append(
             wire.Trajectory(
                 episode=episode,
@@ -50,13 +54,24 @@ def group(ticket, rewards, rng, *, end="terminated"):
                 end=end if episode == 0 else "terminated",
             )
         )
-    given = {"domain": "lake", "task_index": 0, "min_version": 0, "hub": "h", "deliveries": 1, "pools": []}
+    given = {
+        "domain": "lake",
+        "task_index": 0,
+        "min_version": 0,
+        "hub": "h",
+        "deliveries": 1,
+        "pools": [],
+    }
     return wire.Group(ticket=ticket, trajectories=found, temperature=TEMPERATURE, **given)
 
 
 def expected(model, one):
-    """Return entropies and log ratios of a trajectory's trained tokens, from one forward pass of it alone."""
-    sample = from_trajectory(one, np.zeros(len(one.loss_mask.array())), group=1, temperature=TEMPERATURE)
+    """Return entropies and log ratios of a trajectory's trained tokens, from one forward pass of it
+    alone.
+    """
+    sample = from_trajectory(
+        one, np.zeros(len(one.loss_mask.array())), group=1, temperature=TEMPERATURE
+    )
     with torch.no_grad():
         logprobs, entropy = plain_logprobs(model, sample)
     return entropy.numpy(), logprobs.numpy() - sample.rollout_logprobs[sample.positions]
@@ -65,7 +80,10 @@ def expected(model, one):
 async def train(path, groups, algorithm, **train):
     section = TrainSection(lr=1e-2, device="cpu", micro_batch_tokens=64, **train)
     training = TrainingThread(
-        lambda: backend(path, train=section, algorithm=algorithm), estimate, algorithm, record_tokens=True
+        lambda: backend(path, train=section, algorithm=algorithm),
+        estimate,
+        algorithm,
+        record_tokens=True,
     )
     try:
         await training.open()
@@ -83,7 +101,11 @@ async def train(path, groups, algorithm, **train):
 @pytest.mark.parametrize("packing", ["packed", "padded"])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"num_epochs": 2}, {"num_minibatches": 2, "batch_adjust": "copy", "whiten_advantages": True}],
+    [
+        {},
+        {"num_epochs": 2},
+        {"num_minibatches": 2, "batch_adjust": "copy", "whiten_advantages": True},
+    ],
     ids=["as groups arrive", "two passes", "two updates of copied samples"],
 )
 async def test_a_step_records_what_each_row_alone_gives(path, settings, packing):
@@ -105,8 +127,13 @@ async def test_a_step_records_what_each_row_alone_gives(path, settings, packing)
                 np.testing.assert_allclose(found.entropy, entropy, rtol=1e-3, atol=1e-6)
                 np.testing.assert_allclose(found.log_ratio, log_ratio, rtol=1e-3, atol=1e-4)
             checked += len(entropy)
-    assert checked == sum(int(t.loss_mask.array()[1:].sum()) for one in groups for t in one.trajectories)
-    moved = [abs(a.log_ratio - b.log_ratio).max() for a, b in zip(first.tokens[4], second.tokens[4], strict=True)]
+    assert checked == sum(
+        int(t.loss_mask.array()[1:].sum()) for one in groups for t in one.trajectories
+    )
+    moved = [
+        abs(a.log_ratio - b.log_ratio).max()
+        for a, b in zip(first.tokens[4], second.tokens[4], strict=True)
+    ]
     assert max(moved) > 0.01  # the second step measured the updated policy
 
 
@@ -137,7 +164,8 @@ def test_a_discarded_step_leaves_nothing_behind(path):
     assert list(trainer.take_recorded()) == [id(sample)]
 
 
-# -------------------------------------------------------------------------------------------------------- files
+# --------------------------------------------------------------------------------------------------------
+# files
 
 
 def figures(*entropies):
@@ -169,7 +197,9 @@ def test_reading_says_in_one_line_what_is_missing(tmp_path):
     files = TokenFiles(tmp_path, 0)
     files.write(1, {5: [figures(0.5)]})
     files.close()
-    with pytest.raises(UserError, match=r"^not recorded for step 2 \(samples.keep, with one rank\)$"):
+    with pytest.raises(
+        UserError, match=r"^not recorded for step 2 \(samples.keep, with one rank\)$"
+    ):
         read_figures(tmp_path, 2, 5)
     with pytest.raises(UserError, match=r"^not recorded: no step has trained it$"):
         read_figures(tmp_path, 0, 5)
@@ -188,7 +218,9 @@ def test_a_folder_that_cannot_be_written_costs_only_the_figures(tmp_path, caplog
     for step in (1, 2):
         files.write(step, {5: [figures(0.5)]})
     files.close()
-    assert [record.getMessage().startswith("entropy and importance ratio") for record in caplog.records] == [True]
+    assert [
+        record.getMessage().startswith("entropy and importance ratio") for record in caplog.records
+    ] == [True]
 
 
 def test_positions_skip_the_first_token_and_ratios_stay_finite():
@@ -196,7 +228,9 @@ def test_positions_skip_the_first_token_and_ratios_stay_finite():
     trained = np.flatnonzero(one.loss_mask.array())[1:]  # position 0 was sampled
     assert one.loss_mask.array()[0] == 1
     count = len(trained)
-    found = TokenFigures(np.full(count, 0.25, np.float16), np.full(count, np.inf, np.float16)).by_position(one)
+    found = TokenFigures(
+        np.full(count, 0.25, np.float16), np.full(count, np.inf, np.float16)
+    ).by_position(one)
     assert list(found) == trained.tolist()
     assert set(found.values()) == {(0.25, float(np.exp(80.0)))}
     assert NOTHING.by_position(one) == {}

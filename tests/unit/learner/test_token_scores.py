@@ -12,17 +12,26 @@ VOCAB = 37
 
 
 def plain(logits, targets, temperature=None):
-    logits = logits.double() if temperature is None else logits.double() / temperature.double()[:, None]
+    logits = (
+        logits.double() if temperature is None else logits.double() / temperature.double()[:, None]
+    )
     logprobs = logits.log_softmax(-1)
     p = logprobs.exp()
-    return logprobs.gather(1, targets[:, None])[:, 0], -torch.where(p > 0, p * logprobs, 0.0).sum(-1)
+    return logprobs.gather(1, targets[:, None])[:, 0], -torch.where(p > 0, p * logprobs, 0.0).sum(
+        -1
+    )
 
 
 def inputs(tokens=11, dtype=torch.float32, seed=0):
     random = torch.Generator().manual_seed(seed)
     logits = (torch.randn(tokens, VOCAB, generator=random) * 4).to(dtype)
     targets = torch.randint(0, VOCAB, (tokens,), generator=random)
-    return logits, targets, torch.rand(tokens, generator=random) + 0.5, torch.randn(2, tokens, generator=random)
+    return (
+        logits,
+        targets,
+        torch.rand(tokens, generator=random) + 0.5,
+        torch.randn(2, tokens, generator=random),
+    )
 
 
 @pytest.fixture(params=[1, 4 * VOCAB * 3, 1 << 20], ids=["a row", "3 rows", "all rows"])
@@ -73,7 +82,8 @@ def test_a_padded_vocabulary_and_certain_tokens(entropy_grad):
 def test_logits_that_are_not_owned_stay_as_they_are(dtype):
     logits, targets, _, _ = inputs(dtype=dtype)
     before = logits.clone()
-    logprobs, _ = token_scores(logits, targets, owned=dtype == torch.bfloat16)  # its float32 copy is written to
+    # its float32 copy is written to
+    logprobs, _ = token_scores(logits, targets, owned=dtype == torch.bfloat16)
     assert torch.equal(logits, before)
     torch.testing.assert_close(logprobs.double(), plain(before, targets)[0], rtol=1e-6, atol=2e-6)
 

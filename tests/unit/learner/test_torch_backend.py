@@ -74,7 +74,8 @@ def test_metrics_of_a_step_on_its_own_policy(path):
 
 
 def test_clip_fraction_and_ratio_figures_off_policy(path):
-    # Rollout logprobs 1 below the policy's: every ratio is e, beyond 1.2. With A > 0 all are clipped, with A < 0 none.
+    # Rollout logprobs 1 below the policy's: every ratio is e, beyond 1.2. With A > 0 all are
+    # clipped, with A < 0 none.
     trainer = backend(path)
     for advantage, clipfrac, loss in ((2.0, 1.0, -2.4), (-2.0, 0.0, 2 * np.e)):
         rows = on_policy(trainer, samples(2, advantage=advantage))
@@ -91,8 +92,8 @@ def test_clip_fraction_and_ratio_figures_off_policy(path):
 
 
 def test_updates_equal_plain_adamw(path):
-    # Against torch's unfused AdamW on the gradients divided by the token count and clipped, over three steps with a
-    # schedule.
+    # Against torch's unfused AdamW on the gradients divided by the token count and clipped, over
+    # three steps with a schedule.
     train = TrainSection(
         device="cpu",
         lr=1e-2,
@@ -137,7 +138,8 @@ def test_updates_equal_plain_adamw(path):
     ("schedule", "warmup", "expected"),
     [
         ("constant", 2, [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
-        ("linear", 2, [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),  # down by a quarter over the four updates left
+        # down by a quarter over the four updates left
+        ("linear", 2, [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
         ("cosine", 2, [0.5, 1.0, 1.0, 0.8535534, 0.5, 0.1464466]),  # (1 + cos(k pi / 4)) / 2
         ("linear", 0, [1.0, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),
     ],
@@ -153,7 +155,9 @@ def test_rules_of_the_log_replace_the_configured_steps_and_seed(path):
     found = []
     for steps, seed, follows in ((10, 1, False), (20, 2, True), (20, 2, False)):
         train = TrainSection(steps=steps, lr=1e-2, lr_schedule="linear", device="cpu")
-        trainer = TorchBackend(path, train=train, algorithm=algorithm, model=ModelSection(), seed=seed)
+        trainer = TorchBackend(
+            path, train=train, algorithm=algorithm, model=ModelSection(), seed=seed
+        )
         if follows:
             trainer.follow_rules(steps=10, seed=1)
         rows = samples(6)
@@ -166,7 +170,10 @@ def test_rules_of_the_log_replace_the_configured_steps_and_seed(path):
 
 
 def test_positive_advantages_raise_the_logprobs(path):
-    trainer, rows = backend(path, train=TrainSection(lr=3e-3, device="cpu")), samples(3, advantage=1.0)
+    trainer, rows = (
+        backend(path, train=TrainSection(lr=3e-3, device="cpu")),
+        samples(3, advantage=1.0),
+    )
     first = backend(path).forward_backward(rows)["log_ratio"]
     for _ in range(10):
         trainer.forward_backward(on_policy(trainer, rows))
@@ -202,7 +209,8 @@ def test_state_is_a_copy(path):
     trainer.step()
     assert all(torch.equal(state[name], kept[name]) for name in kept)
     assert not torch.equal(
-        state["optimizer.exp_avg.model.norm.weight"], state_of(trainer)["optimizer.exp_avg.model.norm.weight"]
+        state["optimizer.exp_avg.model.norm.weight"],
+        state_of(trainer)["optimizer.exp_avg.model.norm.weight"],
     )
 
 
@@ -238,8 +246,8 @@ def test_the_state_of_another_model_is_refused_and_changes_nothing(path):
 
 
 def test_bfloat16_keeps_master_weights(tmp_path):
-    # An update of 1e-5 on weights around 0.15 is far below bfloat16's spacing there (2^-10): without masters nothing
-    # would move.
+    # An update of 1e-5 on weights around 0.15 is far below bfloat16's spacing there (2^-10):
+    # without masters nothing would move.
     path = save_model(tmp_path / "model", dtype=torch.bfloat16)
     train, model = TrainSection(lr=1e-5, device="cpu"), ModelSection(dtype="bfloat16")
     trainer = backend(path, train=train, model=model)
@@ -260,7 +268,10 @@ def test_bfloat16_keeps_master_weights(tmp_path):
     for one in (trainer, resumed):
         one.forward_backward(samples(2))
         one.step()
-    assert all(torch.equal(a, b) for a, b in zip(state_of(trainer).values(), state_of(resumed).values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(state_of(trainer).values(), state_of(resumed).values(), strict=True)
+    )
 
 
 def test_bfloat16_gradients_are_summed_in_float32(tmp_path):
@@ -272,7 +283,9 @@ def test_bfloat16_gradients_are_summed_in_float32(tmp_path):
     for trainer, one in zip(single, rows, strict=True):
         many.forward_backward([one])
         trainer.forward_backward([one])
-        total = total + torch.cat([m.grad.flatten() for m in trainer.worker.optimizer._masters.values()])
+        total = total + torch.cat(
+            [m.grad.flatten() for m in trainer.worker.optimizer._masters.values()]
+        )
     found = torch.cat([m.grad.flatten() for m in many.worker.optimizer._masters.values()])
     assert float((found - total).norm() / total.norm()) < 1e-6
 
@@ -315,7 +328,9 @@ def test_a_model_that_is_not_finite_is_refused_with_its_file(path, tmp_path):
     name = sorted(tensors)[2]
     tensors[name].view(-1)[0] = torch.nan
     safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=rf"a model of finite weights: {file.name}: {name} holds nan at \[0"):
+    with pytest.raises(
+        ConfigError, match=rf"a model of finite weights: {file.name}: {name} holds nan at \[0"
+    ):
         backend(str(broken))
 
 
@@ -327,7 +342,9 @@ def test_weights_too_large_for_the_dtype_are_refused(path, tmp_path):
     name = sorted(tensors)[2]
     tensors[name].view(-1)[0] = torch.finfo(torch.float32).max
     safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=rf"{name} holds inf .*only finite values, which do not fit bfloat16"):
+    with pytest.raises(
+        ConfigError, match=rf"{name} holds inf .*only finite values, which do not fit bfloat16"
+    ):
         backend(str(large), model=ModelSection(dtype="bfloat16"))
 
 
@@ -360,7 +377,9 @@ def test_probe_logprobs(path):
     trainer = backend(path)
     ids = np.array([3, 1, 4, 1, 5, 9, 2, 6], np.int32)
     found = trainer.logprobs(ids)
-    logits = AutoModelForCausalLM.from_pretrained(path)(torch.tensor(ids.astype(np.int64))[None]).logits[0]
+    logits = AutoModelForCausalLM.from_pretrained(path)(
+        torch.tensor(ids.astype(np.int64))[None]
+    ).logits[0]
     expected = torch.stack([logits[i].log_softmax(-1)[ids[i + 1]] for i in range(7)])
     torch.testing.assert_close(found, expected.detach(), rtol=0, atol=2e-6)
     assert not found.requires_grad
@@ -395,13 +414,19 @@ def test_save_is_a_model_that_transformers_loads(path, tmp_path):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"train": TrainSection(device="cuda:77")}, "train.device: 'cuda:77' is not allowed; this machine has cpu"),
+        (
+            {"train": TrainSection(device="cuda:77")},
+            "train.device: 'cuda:77' is not allowed; this machine has cpu",
+        ),
         (
             {"model": ModelSection(dtype="float16")},
             "model.dtype: 'float16' is not allowed; the torch backend trains in float32 or bfloat16",
         ),
         ({"algorithm": AlgorithmSection(dual_clip=0.9)}, "algorithm.dual_clip: 0.9"),
-        ({"algorithm": AlgorithmSection(loss_agg_mode="seq-mean-token-sum-norm")}, "algorithm.loss_agg_mode"),
+        (
+            {"algorithm": AlgorithmSection(loss_agg_mode="seq-mean-token-sum-norm")},
+            "algorithm.loss_agg_mode",
+        ),
         ({"algorithm": AlgorithmSection(pg_variant="poo")}, "losses: 'poo' is not allowed; .*ppo"),
         ({"algorithm": AlgorithmSection(kl_coef=0.1), "ref_path": "/nowhere"}, "/nowhere"),
     ],
@@ -421,7 +446,10 @@ def test_a_path_without_a_model(tmp_path):
     (tmp_path / "config.json").write_text(
         '{"model_type": "qwen3", "num_hidden_layers": 3, "layer_types": ["full_attention"]}'
     )
-    with pytest.raises(ConfigError, match=r"model\.path.*cannot load.*must be equal to the number of `?layer[_ ]types"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model\.path.*cannot load.*must be equal to the number of `?layer[_ ]types",
+    ):
         backend(str(tmp_path))
 
 
@@ -432,7 +460,8 @@ def test_missing_weights_are_not_drawn_at_random(path, tmp_path):
     del tensors["model.layers.1.mlp.up_proj.weight"]
     safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        ConfigError, match=r"1 of its weights are missing, the first is model\.layers\.1\.mlp\.up_proj\.weight"
+        ConfigError,
+        match=r"1 of its weights are missing, the first is model\.layers\.1\.mlp\.up_proj\.weight",
     ):
         backend(str(folder))
 
@@ -440,7 +469,9 @@ def test_missing_weights_are_not_drawn_at_random(path, tmp_path):
 def test_token_ids_beyond_the_vocabulary_are_refused_before_anything_is_added(path):
     trainer, rows = backend(path), samples(1)
     rows[-1].token_ids[0] = VOCAB
-    with pytest.raises(WireError, match=f"group 1: token id {VOCAB} is outside the model's vocabulary of {VOCAB}"):
+    with pytest.raises(
+        WireError, match=f"group 1: token id {VOCAB} is outside the model's vocabulary of {VOCAB}"
+    ):
         trainer.forward_backward(rows)
     assert not gradient(trainer).any()
     assert state_of(trainer)  # no step is under way

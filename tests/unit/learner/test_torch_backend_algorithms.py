@@ -1,4 +1,6 @@
-"""Every loss and correction on a real model, several updates a step, the critic and the adaptive coefficient."""
+"""Every loss and correction on a real model, several updates a step, the critic and the adaptive
+coefficient.
+"""
 
 import dataclasses
 import itertools
@@ -19,10 +21,15 @@ from learner.algorithm.packing import minibatches
 from learner.backends.models.critic import ValueModel, value_losses
 from learner.config import AlgorithmSection, CriticSection, TrainSection
 
-few = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 # Each loss, each correction, and the two together where both look at whole sequences.
 SECTIONS = [
-    *(AlgorithmSection(pg_variant=name, clip_high=0.28, loss_agg_mode="seq-mean-token-mean") for name in LOSSES),
+    *(
+        AlgorithmSection(pg_variant=name, clip_high=0.28, loss_agg_mode="seq-mean-token-mean")
+        for name in LOSSES
+    ),
     *(AlgorithmSection(correction=name, opsm_delta=0.1) for name in CORRECTIONS),
     AlgorithmSection(pg_variant="gspo", correction="tis", correction_level="sequence"),
     AlgorithmSection(pg_variant="topr", correction="mis", correction_level="geometric"),
@@ -55,7 +62,9 @@ def near(rows, path, spread=0.3):
         with torch.no_grad():
             chosen = plain_logprobs(model, one)[0].numpy()
         logprobs = np.zeros(len(one.token_ids), np.float32)
-        logprobs[one.positions] = np.minimum(chosen + rng.normal(0, spread, len(chosen)), 0) if spread else chosen
+        logprobs[one.positions] = (
+            np.minimum(chosen + rng.normal(0, spread, len(chosen)), 0) if spread else chosen
+        )
         found.append(dataclasses.replace(one, rollout_logprobs=logprobs))
     return found
 
@@ -93,7 +102,8 @@ def test_on_policy_every_correction_gives_the_gradient_of_none(path, name):
     expected = accumulated(path, [rows], AlgorithmSection())
     trainer = backend(path, algorithm=AlgorithmSection(correction=name))
     trainer.forward_backward(rows)
-    assert relative(gradient(trainer), expected) < 1e-5  # β is this model's own float32 logprobs, padded another way
+    # β is this model's own float32 logprobs, padded another way
+    assert relative(gradient(trainer), expected) < 1e-5
     metrics = trainer.step()
     assert metrics["rollout_corr/is_mean"] == pytest.approx(1, abs=1e-5)
     assert metrics["rollout_corr/truncated_is_mean"] == pytest.approx(1, abs=1e-5)
@@ -103,7 +113,8 @@ def test_on_policy_every_correction_gives_the_gradient_of_none(path, name):
 
 @pytest.mark.parametrize("name", ["decoupled", "tis"])
 def test_a_corrected_gradient_is_the_formula(path, name):
-    # With one update θ = p: the gradient of -min(p/β, 2) A θ/p at θ = p, token by token, written out.
+    # With one update θ = p: the gradient of -min(p/β, 2) A θ/p at θ = p, token by token, written
+    # out.
     rows = near(samples(4), path, spread=1.0)
     model = backend(path).policy.module
     total, count, clipped = 0.0, 0, 0
@@ -114,11 +125,15 @@ def test_a_corrected_gradient_is_the_formula(path, name):
         total = (
             total
             - (
-                weight.clamp_max(2.0) * torch.from_numpy(one.advantages[one.positions]) * (new - new.detach()).exp()
+                weight.clamp_max(2.0)
+                * torch.from_numpy(one.advantages[one.positions])
+                * (new - new.detach()).exp()
             ).sum()
         )
         count += len(new)
-    expected = torch.cat([g.flatten() for g in torch.autograd.grad(total / count, list(model.parameters()))])
+    expected = torch.cat(
+        [g.flatten() for g in torch.autograd.grad(total / count, list(model.parameters()))]
+    )
     trainer = backend(path, algorithm=AlgorithmSection(correction=name, correction_high=2.0))
     trainer.forward_backward(rows)
     assert clipped > 0
@@ -129,7 +144,10 @@ def test_a_corrected_gradient_is_the_formula(path, name):
 
 
 def with_proximal(rows, proximal):
-    return [dataclasses.replace(one, proximal_logprobs=column) for one, column in zip(rows, proximal, strict=True)]
+    return [
+        dataclasses.replace(one, proximal_logprobs=column)
+        for one, column in zip(rows, proximal, strict=True)
+    ]
 
 
 def test_interpolation_knows_the_version(path):
@@ -138,16 +156,20 @@ def test_interpolation_knows_the_version(path):
     interpolated = AlgorithmSection(correction="tis", prox_logp_method="interpolate")
     expected = accumulated(path, [rows], AlgorithmSection(pg_variant="ppo"))
     assert relative(accumulated(path, [rows], interpolated), expected) < 1e-6
-    # One step later (without samples, so that no weight has moved) v_β lags by one: α = 1/2, p/β = sqrt(θ/β).
+    # One step later (without samples, so that no weight has moved) v_β lags by one: α = 1/2, p/β =
+    # sqrt(θ/β).
     trainer = backend(path, algorithm=interpolated)
     trainer.step()
     trainer.forward_backward(rows)
     theta = [plain_logprobs(trainer.policy.module, one)[0].detach().numpy() for one in rows]
-    raw = np.concatenate([t - one.rollout_logprobs[one.positions] for t, one in zip(theta, rows, strict=True)])
+    raw = np.concatenate(
+        [t - one.rollout_logprobs[one.positions] for t, one in zip(theta, rows, strict=True)]
+    )
     assert trainer.step()["rollout_corr/is_mean"] == pytest.approx(np.exp(raw / 2).mean(), rel=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------------------- updates
+# ----------------------------------------------------------------------------------------------------------
+# updates
 
 
 def test_one_update_at_once_is_the_streamed_step(path):
@@ -188,7 +210,8 @@ def test_epochs_and_minibatches_are_that_many_updates_of_plain_steps(path):
 
 
 def test_the_proximal_policy_stays_that_of_the_steps_start(path):
-    # Two updates with the same samples: after the first, θ has moved away from p, and only p/β, not θ/β, is the weight.
+    # Two updates with the same samples: after the first, θ has moved away from p, and only p/β, not
+    # θ/β, is the weight.
     rows = near(samples(9, 4), path)
     algorithm = AlgorithmSection(correction="tis", num_epochs=2)
     trainer = backend(path, algorithm=algorithm, train=TrainSection(lr=1e-2, device="cpu"))
@@ -203,7 +226,12 @@ def test_the_proximal_policy_stays_that_of_the_steps_start(path):
         column[one.positions] = scores.logprobs
         columns.append(column)
     metrics = trainer.update(with_proximal(rows, columns))
-    raw = np.concatenate([s.logprobs - one.rollout_logprobs[one.positions] for s, one in zip(told, rows, strict=True)])
+    raw = np.concatenate(
+        [
+            s.logprobs - one.rollout_logprobs[one.positions]
+            for s, one in zip(told, rows, strict=True)
+        ]
+    )
     assert metrics["rollout_corr/is_mean"] == pytest.approx(np.exp(raw).mean(), rel=1e-4)
     assert metrics["actor/ppo_kl"] != 0  # θ moved between the updates
 
@@ -211,14 +239,18 @@ def test_the_proximal_policy_stays_that_of_the_steps_start(path):
 def test_the_schedule_counts_steps_not_updates(path):
     train = TrainSection(lr=1.0e-3, lr_schedule="linear", steps=4, device="cpu")
     trainer = backend(path, train=train, algorithm=AlgorithmSection(num_minibatches=3))
-    assert [trainer.update(samples(10))["actor/lr"] for _ in range(3)] == pytest.approx([1e-3, 0.75e-3, 0.5e-3])
+    assert [trainer.update(samples(10))["actor/lr"] for _ in range(3)] == pytest.approx(
+        [1e-3, 0.75e-3, 0.5e-3]
+    )
 
 
-# --------------------------------------------------------------------------------------------------------------- kl
+# ---------------------------------------------------------------------------------------------------------------
+# kl
 
 
 def test_the_adaptive_coefficient_by_hand():
-    # kl twice the target: error cut to 0.2, 50 of 100 sequences: times 1.1. At 0.9 of it: times 1 - 0.1 * 0.5.
+    # kl twice the target: error cut to 0.2, 50 of 100 sequences: times 1.1. At 0.9 of it: times 1 -
+    # 0.1 * 0.5.
     coefficient = KlCoefficient(0.1, target=0.01, horizon=100.0)
     coefficient.update(0.02, 50)
     assert coefficient.value == pytest.approx(0.11)
@@ -231,7 +263,9 @@ def test_the_adaptive_coefficient_by_hand():
 
 def test_kl_in_the_reward_leaves_the_loss_alone(path, tmp_path):
     other = save_model(tmp_path / "other", seed=1)
-    algorithm = AlgorithmSection(kl_coef=0.5, kl_placement="reward", kl_estimator="k1", kl_target=1e-3, kl_horizon=90.0)
+    algorithm = AlgorithmSection(
+        kl_coef=0.5, kl_placement="reward", kl_estimator="k1", kl_target=1e-3, kl_horizon=90.0
+    )
     rows = samples(11)
     trainer = backend(path, algorithm=algorithm, ref_path=other)
     told = trainer.score(rows)
@@ -244,7 +278,9 @@ def test_kl_in_the_reward_leaves_the_loss_alone(path, tmp_path):
     assert metrics["actor/reward_kl"] == pytest.approx(mean)
     assert metrics["actor/kl_coef"] == 0.5
     assert "actor/kl_loss" not in metrics
-    assert trainer.kl_coef == pytest.approx(0.5 * (1 + np.clip(mean / 1e-3 - 1, -0.2, 0.2) * 9 / 90))
+    assert trainer.kl_coef == pytest.approx(
+        0.5 * (1 + np.clip(mean / 1e-3 - 1, -0.2, 0.2) * 9 / 90)
+    )
     plain = backend(path)
     plain.update(rows)
     for name, tensor in trainer.weights().items():
@@ -254,13 +290,18 @@ def test_kl_in_the_reward_leaves_the_loss_alone(path, tmp_path):
     assert resumed.kl_coef == trainer.kl_coef
 
 
-# ----------------------------------------------------------------------------------------------------------- critic
+# -----------------------------------------------------------------------------------------------------------
+# critic
 
 
 def test_value_losses_by_hand():
-    # V 1, V_old 0.5, R 2: (1 - 2)^2 = 1; clipped to 0.7: 1.69 is worse: 0.845. V 1, R 0: 1 and 0.49: 0.5. Unclipped:
-    # 0.5 both.
-    values, old, returns = torch.tensor([1.0, 1.0]), torch.tensor([0.5, 0.5]), torch.tensor([2.0, 0.0])
+    # V 1, V_old 0.5, R 2: (1 - 2)^2 = 1; clipped to 0.7: 1.69 is worse: 0.845. V 1, R 0: 1 and
+    # 0.49: 0.5. Unclipped: 0.5 both.
+    values, old, returns = (
+        torch.tensor([1.0, 1.0]),
+        torch.tensor([0.5, 0.5]),
+        torch.tensor([2.0, 0.0]),
+    )
     losses, clipped = value_losses(values, old, returns, 0.2)
     assert losses.tolist() == pytest.approx([0.845, 0.5])
     assert clipped.tolist() == [True, False]
@@ -276,16 +317,21 @@ def test_values_are_clipped_around_the_steps_start():
     assert values.grad.item() == 0
 
 
-CRITIC = AlgorithmSection(adv_estimator="gae", critic=CriticSection(enabled=True, lr=1e-2, clip=None))
+CRITIC = AlgorithmSection(
+    adv_estimator="gae", critic=CriticSection(enabled=True, lr=1e-2, clip=None)
+)
 
 
 def targeted(rows, trainer, target):
-    """Samples whose every return is a function of the token that is trained: what a critic can only learn from the
-    model's states.
+    """Samples whose every return is a function of the token that is trained: what a critic can only
+    learn from the model's states.
     """
     found = []
     for one, scores in zip(rows, trainer.score(rows), strict=True):
-        values, returns = np.zeros(len(one.token_ids), np.float32), np.zeros(len(one.token_ids), np.float32)
+        values, returns = (
+            np.zeros(len(one.token_ids), np.float32),
+            np.zeros(len(one.token_ids), np.float32),
+        )
         values[one.positions], returns[one.positions] = (
             scores.values,
             [target(one, position) for position in one.positions],
@@ -299,7 +345,9 @@ def test_the_critic_starts_at_zero_and_learns_its_targets(path):
     assert all(not scores.values.any() for scores in trainer.score(rows))
     losses = []
     for _ in range(40):
-        metrics = trainer.update(targeted(rows, trainer, lambda one, position: one.token_ids[position - 1] % 2))
+        metrics = trainer.update(
+            targeted(rows, trainer, lambda one, position: one.token_ids[position - 1] % 2)
+        )
         losses.append(metrics["critic/vf_loss"])
     assert losses[-1] < 0.2 * losses[0]
     assert metrics["critic/vf_explained_var"] > 0.5
@@ -346,7 +394,9 @@ def test_a_resumed_critic_goes_on_bit_for_bit(path):
     resumed = backend(path, algorithm=algorithm)
     resumed.policy.module.load_state_dict(trainer.policy.module.state_dict())
     load_state(resumed, state_of(trainer))
-    lines = [one.update(targeted(rows, one, lambda row, position: 1.0)) for one in (trainer, resumed)]
+    lines = [
+        one.update(targeted(rows, one, lambda row, position: 1.0)) for one in (trainer, resumed)
+    ]
     assert lines[0] == lines[1]
     for a, b in zip(trainer.score(rows), resumed.score(rows), strict=True):
         assert np.array_equal(a.values, b.values)
@@ -361,5 +411,8 @@ def test_the_critics_state_fits_another_process(path):
     trainer = backend(path, algorithm=CRITIC)
     assert isinstance(trainer.worker.models.critic, ValueModel)
     state = state_of(trainer)
-    assert all(isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" for tensor in state.values())
+    assert all(
+        isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu"
+        for tensor in state.values()
+    )
     assert any(name.startswith("critic.weight.trunk.") for name in state)

@@ -18,7 +18,9 @@ from learner.backends.models.batch import collate
 from learner.config import AlgorithmSection
 
 CPU = torch.device("cpu")
-few = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +40,8 @@ def accumulated(path, batches, algorithm, scale=1.0, **rest):
 
 
 def reference_gradient(path, rows, algorithm):
-    """Each row on its own, the loss from its definition, one backward pass; the PPO bounds and the means are written
-    out here.
+    """Each row on its own, the loss from its definition, one backward pass; the PPO bounds and the
+    means are written out here.
     """
     model = backend(path).policy.module
     sums, means, tokens = [], [], 0
@@ -49,7 +51,9 @@ def reference_gradient(path, rows, algorithm):
         advantages = torch.from_numpy(one.advantages[one.positions])
         r = torch.exp(new - old)
         bounded = torch.clamp(r, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
-        losses = -torch.minimum(r * advantages, bounded * advantages) - algorithm.entropy_coef * entropy
+        losses = (
+            -torch.minimum(r * advantages, bounded * advantages) - algorithm.entropy_coef * entropy
+        )
         sums.append(losses.sum())
         means.append(losses.mean())
         tokens += len(losses)
@@ -59,7 +63,9 @@ def reference_gradient(path, rows, algorithm):
         "seq-mean-token-mean": sum(means) / len(rows),
         "seq-mean-token-sum-norm": sum(sums) / (len(rows) * 50),
     }[algorithm.loss_agg_mode]
-    return torch.cat([g.flatten() for g in torch.autograd.grad(total, list(model.parameters()))]), total.item()
+    return torch.cat(
+        [g.flatten() for g in torch.autograd.grad(total, list(model.parameters()))]
+    ), total.item()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -68,13 +74,20 @@ def test_logprobs_and_entropies_equal_one_unpadded_row_at_a_time(path, temperatu
     with torch.no_grad():
         logprobs, entropies = trainer.policy.score(collate(rows, CPU))
         expected = [plain_logprobs(trainer.policy.module, one) for one in rows]
-    torch.testing.assert_close(logprobs, torch.cat([chosen for chosen, _ in expected]), rtol=0, atol=2e-6)
-    torch.testing.assert_close(entropies, torch.cat([entropy for _, entropy in expected]), rtol=0, atol=2e-6)
+    torch.testing.assert_close(
+        logprobs, torch.cat([chosen for chosen, _ in expected]), rtol=0, atol=2e-6
+    )
+    torch.testing.assert_close(
+        entropies, torch.cat([entropy for _, entropy in expected]), rtol=0, atol=2e-6
+    )
 
 
 def test_each_row_keeps_its_own_temperature(path):
     trainer = backend(path)
-    rows = [dataclasses.replace(one, temperature=t) for one, t in zip(samples(2, 3), (1.0, 0.5, 2.0), strict=True)]
+    rows = [
+        dataclasses.replace(one, temperature=t)
+        for one, t in zip(samples(2, 3), (1.0, 0.5, 2.0), strict=True)
+    ]
     with torch.no_grad():
         logprobs, _ = trainer.policy.score(collate(rows, CPU))
         expected = torch.cat([plain_logprobs(trainer.policy.module, one)[0] for one in rows])
@@ -84,7 +97,9 @@ def test_each_row_keeps_its_own_temperature(path):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.03])
 def test_step_equals_the_definition(path, mode, entropy_coef):
-    algorithm = AlgorithmSection(loss_agg_mode=mode, entropy_coef=entropy_coef, clip_low=0.2, clip_high=0.28)
+    algorithm = AlgorithmSection(
+        loss_agg_mode=mode, entropy_coef=entropy_coef, clip_low=0.2, clip_high=0.28
+    )
     rows = samples(3)
     expected, loss = reference_gradient(path, rows, algorithm)
     trainer = backend(path, algorithm=algorithm, max_length=50)
@@ -92,15 +107,23 @@ def test_step_equals_the_definition(path, mode, entropy_coef):
         trainer.forward_backward(batch)
     raw = gradient(trainer)
     metrics = trainer.step()
-    scale = {"token-mean": sum(r.num_tokens for r in rows), "seq-mean-token-sum-norm": 9 * 50}.get(mode, 9)
+    scale = {"token-mean": sum(r.num_tokens for r in rows), "seq-mean-token-sum-norm": 9 * 50}.get(
+        mode, 9
+    )
     assert relative(raw / scale, expected) < 1e-5
     assert metrics["actor/grad_norm"] == pytest.approx(float(expected.norm()), rel=1e-5)
     if mode == "token-mean":
-        assert metrics["actor/pg_loss"] - entropy_coef * metrics["actor/entropy"] == pytest.approx(loss, rel=1e-5)
+        assert metrics["actor/pg_loss"] - entropy_coef * metrics["actor/entropy"] == pytest.approx(
+            loss, rel=1e-5
+        )
 
 
 @few
-@given(seed=st.integers(0, 99), mode=st.sampled_from(MODES), cuts=st.lists(st.integers(0, 9), max_size=5))
+@given(
+    seed=st.integers(0, 99),
+    mode=st.sampled_from(MODES),
+    cuts=st.lists(st.integers(0, 9), max_size=5),
+)
 def test_the_gradient_does_not_depend_on_the_cutting(path, seed, mode, cuts):
     rows, algorithm = samples(seed), AlgorithmSection(loss_agg_mode=mode)
     edges = sorted({0, 9, *cuts})
@@ -123,7 +146,9 @@ def test_nothing_in_a_masked_position_reaches_the_gradient(path, seed):
         for one in rows
     ]
     algorithm = AlgorithmSection()
-    assert torch.equal(accumulated(path, [poisoned], algorithm), accumulated(path, [rows], algorithm))
+    assert torch.equal(
+        accumulated(path, [poisoned], algorithm), accumulated(path, [rows], algorithm)
+    )
 
 
 @few
@@ -146,14 +171,17 @@ def test_masking_the_last_tokens_equals_removing_them(path, seed, mode):
 
 
 def test_a_token_masked_in_the_middle_adds_nothing_but_context(path):
-    # The gradient is a sum over trained tokens, so the whole minus that of one token alone is that of the sample
-    # without it.
+    # The gradient is a sum over trained tokens, so the whole minus that of one token alone is that
+    # of the sample without it.
     whole = sample(np.random.default_rng(8), 20, advantage=0.7)
     middle = int(whole.positions[len(whole.positions) // 2])
     only, without = np.zeros(20, np.uint8), whole.loss_mask.copy()
     only[middle], without[middle] = 1, 0
     algorithm = AlgorithmSection()
-    parts = [accumulated(path, [[dataclasses.replace(whole, loss_mask=m)]], algorithm) for m in (only, without)]
+    parts = [
+        accumulated(path, [[dataclasses.replace(whole, loss_mask=m)]], algorithm)
+        for m in (only, without)
+    ]
     assert relative(parts[0] + parts[1], accumulated(path, [[whole]], algorithm)) < 1e-6
 
 
@@ -187,7 +215,9 @@ def test_entropy_bonus_reaches_rows_without_advantage(path):
 
 def test_directional_derivative(path):
     # Finite differences of the surrogate along the gradient itself: the slope is the squared norm.
-    rows = [dataclasses.replace(one, advantages=one.loss_mask.astype(np.float32)) for one in samples(7)]
+    rows = [
+        dataclasses.replace(one, advantages=one.loss_mask.astype(np.float32)) for one in samples(7)
+    ]
     algorithm = AlgorithmSection(pg_variant="reinforce")
     trainer = backend(path, algorithm=algorithm)
     trainer.forward_backward(rows)
@@ -252,6 +282,10 @@ def test_kl_to_the_reference(path, tmp_path, estimator):
         old = torch.cat([plain_logprobs(ref, one)[0] for one in rows])
     d = new - old
     penalty = {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[estimator]
-    expected = torch.cat([g.flatten() for g in torch.autograd.grad(0.5 * penalty.sum(), list(model.parameters()))])
+    expected = torch.cat(
+        [g.flatten() for g in torch.autograd.grad(0.5 * penalty.sum(), list(model.parameters()))]
+    )
     assert relative(found, expected) < 1e-5
-    assert trainer.step()["actor/kl_loss"] == pytest.approx(penalty.mean().item(), rel=1e-4, abs=1e-6)
+    assert trainer.step()["actor/kl_loss"] == pytest.approx(
+        penalty.mean().item(), rel=1e-4, abs=1e-6
+    )

@@ -1,4 +1,6 @@
-"""Trackers: every name resolves to something that logs and closes; a broken one costs the run nothing."""
+"""Trackers: every name resolves to something that logs and closes; a broken one costs the run
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,24 @@ from learner.reporting.trackers import TrackerGroup
 
 
 def _shown(kind: str, content: Any, **more: Any) -> tuple[Any, ...]:
-    return (kind, content.getvalue() if isinstance(content, io.BytesIO) else content, *more.values())
+    return (
+        kind,
+        content.getvalue() if isinstance(content, io.BytesIO) else content,
+        *more.values(),
+    )
 
 
-# A step of W&B's is closed once a later one is logged, so what belongs to an earlier one names it itself.
+# A step of W&B's is closed once a later one is logged, so what belongs to an earlier one names it
+# itself.
 LATER = {
     "wandb": [
         (None, {"samples/lake": ("Html", "<p>step 3</p><pre>a &lt; b</pre>")}),
         (None, {"episodes/lake": ("Video", b"GIF89a", "step 3", "gif")}),
     ],
-    "swanlab": [(3, {"samples/lake": ("Text", "a < b")}), (3, {"episodes/lake": ("Video", b"GIF89a")})],
+    "swanlab": [
+        (3, {"samples/lake": ("Text", "a < b")}),
+        (3, {"episodes/lake": ("Video", b"GIF89a")}),
+    ],
 }
 TABLES = {  # as the library takes them
     "wandb": (None, {"trajectories/eval": ("Table", ["step", "text"], [[3, "R"]])}),
@@ -61,13 +71,19 @@ def test_tensorboard_is_always_there(tmp_path: Path) -> None:
     trackers.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert sorted(events.Tags()["scalars"]) == ["reward/mean", "staleness/max"]
-    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.75)]
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [
+        (1, 0.25),
+        (2, 0.75),
+    ]
 
 
 def test_tensorboard_shows_settings_texts_and_pictures(tmp_path: Path) -> None:
     """Read back by TensorBoard itself."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
+    from tensorboard.plugins.hparams.metadata import (
+        SESSION_START_INFO_TAG,
+        parse_session_start_info_plugin_data,
+    )
 
     config = {
         "train": {"lr": 0.001, "steps": 3, "stream": True},
@@ -86,7 +102,12 @@ def test_tensorboard_shows_settings_texts_and_pictures(tmp_path: Path) -> None:
     assert (text.step, text.tensor_proto.string_val[0].decode()) == (2, "**x** ü")
     assert "samples/lake" in events.PluginTagToContent("text")
     (image,) = events.Images("episodes/lake")
-    assert (image.step, image.width, image.height, image.encoded_image_string) == (4, 30, 20, picture.getvalue())
+    assert (image.step, image.width, image.height, image.encoded_image_string) == (
+        4,
+        30,
+        20,
+        picture.getvalue(),
+    )
     content = events.PluginTagToContent("hparams")[SESSION_START_INFO_TAG]
     started = parse_session_start_info_plugin_data(content)
     assert started.group_name == "demo"
@@ -108,11 +129,16 @@ class Echarts:
 
 
 def plain(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: one.content if isinstance(one, Echarts.Table) else one for name, one in values.items()}
+    return {
+        name: one.content if isinstance(one, Echarts.Table) else one for name, one in values.items()
+    }
 
 
-@pytest.mark.parametrize("name", sorted(LATER))  # the others are tested with the real libraries only
-def test_extras_hand_on_what_they_get(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# the others are tested with the real libraries only
+@pytest.mark.parametrize("name", sorted(LATER))
+def test_extras_hand_on_what_they_get(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorder, module = Recorder(), types.ModuleType(name)
     for function in ("init", "log", "finish"):
         setattr(module, function, getattr(recorder, function))
@@ -134,7 +160,11 @@ def test_extras_hand_on_what_they_get(name: str, tmp_path: Path, monkeypatch: py
     kinds = [kind for kind, _ in recorder.calls]
     assert kinds == ["init", "log", "log", "log", "log", "finish"]
     settings = recorder.calls[0][1]
-    assert (settings["project"], settings["mode"], settings["config"]) == ("lakes", "offline", {"train": {"steps": 3}})
+    assert (settings["project"], settings["mode"], settings["config"]) == (
+        "lakes",
+        "offline",
+        {"train": {"steps": 3}},
+    )
     assert (settings["name"], settings["id"], settings["resume"]) == ("demo", "demo", "allow")
     assert [call[1] for call in recorder.calls[1:4]] == [(4, {"reward/mean": 0.5}), *LATER[name]]
     step, values = recorder.calls[4][1]
@@ -167,7 +197,9 @@ def test_a_broken_tracker_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "failed at step 2 and is disabled" in caplog.text
 
 
-def test_what_comes_after_the_end_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_comes_after_the_end_is_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A picture that is still drawn in a thread as the learner leaves."""
     trackers = TrackerGroup(TrackersSection(use=[]), tmp_path, "demo", {})
     trackers.close()

@@ -1,5 +1,5 @@
-"""Offload and compile change where and how a step is computed, not what comes out; and streamed gradients are those of
-a whole step.
+"""Offload and compile change where and how a step is computed, not what comes out; and streamed
+gradients are those of a whole step.
 """
 
 import os
@@ -22,7 +22,9 @@ NAMES = ("actor/pg_loss", "actor/grad_norm", "actor/entropy")
 
 
 def settings(**more):
-    return TrainSection.model_validate({"lr": 1e-2, "device": "cpu", "micro_batch_tokens": 64, **more})
+    return TrainSection.model_validate(
+        {"lr": 1e-2, "device": "cpu", "micro_batch_tokens": 64, **more}
+    )
 
 
 def five(path, algorithm=None, **more):
@@ -32,7 +34,9 @@ def five(path, algorithm=None, **more):
 
 def agree(found, expected):
     for one, wanted in zip(found, expected, strict=True):
-        assert [one[name] for name in NAMES] == pytest.approx([wanted[name] for name in NAMES], abs=1e-5)
+        assert [one[name] for name in NAMES] == pytest.approx(
+            [wanted[name] for name in NAMES], abs=1e-5
+        )
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
@@ -42,11 +46,15 @@ def test_an_offloaded_optimizer_makes_the_same_steps(tmp_path, kind):
     path = save_model(tmp_path, dtype=getattr(torch, kind))
     made = []
     for wanted in (False, True):
-        trainer = backend(path, train=settings(optimizer_offload=wanted), model=ModelSection(dtype=kind))
+        trainer = backend(
+            path, train=settings(optimizer_offload=wanted), model=ModelSection(dtype=kind)
+        )
         made.append((trainer, [trainer.update(samples(seed)) for seed in range(3)]))
     (plain, expected), (offloaded, found) = made
     assert found == expected
-    assert all(torch.equal(offloaded.weights()[name], tensor) for name, tensor in plain.weights().items())
+    assert all(
+        torch.equal(offloaded.weights()[name], tensor) for name, tensor in plain.weights().items()
+    )
     optimizer = offloaded.worker.optimizer
     live = {tensor.data_ptr() for tensor in offloaded.policy.tensors().values()}
     assert not any(master.data_ptr() in live for master in optimizer._masters.values())
@@ -84,10 +92,18 @@ def test_offloaded_activations_make_the_same_steps_and_weights_stay(tmp_path, mo
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.skipif(os.environ.get("RL_OPTIONS") != "1", reason="compiling takes a minute on a CPU: make test-options")
+@pytest.mark.skipif(
+    os.environ.get("RL_OPTIONS") != "1",
+    reason="compiling takes a minute on a CPU: make test-options",
+)
 @pytest.mark.filterwarnings("default")  # torch warns in its own compiler
 @pytest.mark.parametrize(
-    "more", [{"packing": "packed"}, {"packing": "padded"}, {"lora": {"rank": 4}, "gradient_checkpointing": True}]
+    "more",
+    [
+        {"packing": "packed"},
+        {"packing": "padded"},
+        {"lora": {"rank": 4}, "gradient_checkpointing": True},
+    ],
 )
 def test_compiled_blocks_make_the_same_steps(tmp_path, more):
     path = save_model(tmp_path)
@@ -98,7 +114,8 @@ def test_compiled_blocks_make_the_same_steps(tmp_path, more):
     _, found = five(path, algorithm, compile=True, **more)
     agree(found, expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] < 40  # nothing is compiled anew for each batch
+    # nothing is compiled anew for each batch
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] < 40
     torch._dynamo.reset()
 
 
@@ -107,25 +124,34 @@ def test_compile_without_a_compiler_or_blocks_is_refused(tmp_path, monkeypatch):
     module = backend(path).policy.module
     module._no_split_modules = []
     with pytest.raises(
-        ConfigError, match=r"train.compile: True is not allowed; false: Qwen3ForCausalLM names no blocks"
+        ConfigError,
+        match=r"train.compile: True is not allowed; false: Qwen3ForCausalLM names no blocks",
     ):
         block_compilation.compile_blocks(module, torch.device("cpu"))
     monkeypatch.setattr(block_compilation.shutil, "which", lambda _: None)
     with pytest.raises(
-        ConfigError, match=r"train.compile: True is not allowed; false: on a CPU it needs a C\+\+ compiler"
+        ConfigError,
+        match=r"train.compile: True is not allowed; false: on a CPU it needs a C\+\+ compiler",
     ):
         backend(path, train=settings(compile=True))
 
 
 @pytest.mark.parametrize(
     "algorithm",
-    [{}, {"kl_coef": 0.2, "entropy_coef": 0.01}, {"pg_variant": "gspo", "loss_agg_mode": "seq-mean-token-mean"}],
+    [
+        {},
+        {"kl_coef": 0.2, "entropy_coef": 0.01},
+        {"pg_variant": "gspo", "loss_agg_mode": "seq-mean-token-mean"},
+    ],
 )
 def test_a_streamed_step_is_a_whole_step_of_one_epoch_and_one_minibatch(tmp_path, algorithm):
-    # The same gradient before it is normalised, and after the update the same weights, however the stream was cut.
+    # The same gradient before it is normalised, and after the update the same weights, however the
+    # stream was cut.
     path, rows = save_model(tmp_path), samples(3, 20)
     section = AlgorithmSection(**algorithm)
-    streamed, whole = (backend(path, train=settings(max_grad_norm=0.0), algorithm=section) for _ in range(2))
+    streamed, whole = (
+        backend(path, train=settings(max_grad_norm=0.0), algorithm=section) for _ in range(2)
+    )
     cutter = streamed.cutter()
     parts = [full for row in rows if (full := cutter.add(row)) is not None]
     for part in [*parts, cutter.flush()]:
@@ -142,7 +168,9 @@ def test_a_streamed_step_is_a_whole_step_of_one_epoch_and_one_minibatch(tmp_path
     assert found.norm() > 1
     assert torch.equal(found, kept[0]) or float((found - kept[0]).norm() / found.norm()) < 1e-6
     metrics = streamed.step()
-    assert [metrics[name] for name in NAMES] == pytest.approx([done[name] for name in NAMES], rel=1e-6)
+    assert [metrics[name] for name in NAMES] == pytest.approx(
+        [done[name] for name in NAMES], rel=1e-6
+    )
     for name, tensor in streamed.weights().items():
         torch.testing.assert_close(whole.weights()[name], tensor, rtol=0, atol=1e-6)
 
@@ -163,7 +191,11 @@ def resolved(algorithm=None, **train):
     [
         ({"lora": {"rank": 0}}, "train.lora.rank", "greater than 0"),
         ({"lora": {"dropout": 1.0}}, "train.lora.dropout", "less than 1"),
-        ({"lora": {"targets": ["q_proj"]}}, "train.lora.targets", "did you mean 'train.lora.target_modules'?"),
+        (
+            {"lora": {"targets": ["q_proj"]}},
+            "train.lora.targets",
+            "did you mean 'train.lora.target_modules'?",
+        ),
         (
             {"compile": True, "backend": "elsewhere"},
             "train.compile",
@@ -175,7 +207,10 @@ def resolved(algorithm=None, **train):
             "unset with train.backend elsewhere; torch, ddp, fsdp2, deepspeed, megatron take it",
         ),
         (
-            {"algorithm": {"adv_estimator": "gae", "critic": {"enabled": True}}, "backend": "elsewhere"},
+            {
+                "algorithm": {"adv_estimator": "gae", "critic": {"enabled": True}},
+                "backend": "elsewhere",
+            },
             "train.backend",
             f"{', '.join(backends.SUPPORTED_OPTIONS['critic'])} with algorithm.critic.enabled",
         ),
@@ -192,23 +227,41 @@ def test_refused(monkeypatch, train, key, allowed):
 def test_off_by_default_and_a_word_turns_adapters_on():
     assert resolved()["train"]["lora"] is None
     found = resolved(lora={"rank": 8})["train"]
-    assert found["lora"] == {"rank": 8, "alpha": 32, "dropout": 0.0, "target_modules": "all-linear", "send": "adapter"}
-    assert (found["compile"], found["activation_offload"], found["optimizer_offload"]) == (False, False, False)
+    assert found["lora"] == {
+        "rank": 8,
+        "alpha": 32,
+        "dropout": 0.0,
+        "target_modules": "all-linear",
+        "send": "adapter",
+    }
+    assert (found["compile"], found["activation_offload"], found["optimizer_offload"]) == (
+        False,
+        False,
+        False,
+    )
 
 
 def test_a_critic_goes_on_from_its_checkpoint_with_an_offloaded_optimizer(tmp_path):
     path = save_model(tmp_path / "model")
-    algorithm = AlgorithmSection.model_validate({"adv_estimator": "gae", "critic": {"enabled": True, "lr": 1e-2}})
+    algorithm = AlgorithmSection.model_validate(
+        {"adv_estimator": "gae", "critic": {"enabled": True, "lr": 1e-2}}
+    )
     rows = [
-        replace(one, values=one.advantages * 0, returns=np.sin(one.token_ids).astype(np.float32)) for one in samples(3)
+        replace(one, values=one.advantages * 0, returns=np.sin(one.token_ids).astype(np.float32))
+        for one in samples(3)
     ]
     first, plain = (
-        backend(path, train=settings(optimizer_offload=wanted), algorithm=algorithm) for wanted in (True, False)
+        backend(path, train=settings(optimizer_offload=wanted), algorithm=algorithm)
+        for wanted in (True, False)
     )
     assert first.update(rows) == plain.update(rows)
     state, weights = state_of(first), tmp_path / "saved"
     first.save(weights)
-    second = backend(str(weights), train=settings(optimizer_offload=True), algorithm=algorithm, ref_path=path)
+    second = backend(
+        str(weights), train=settings(optimizer_offload=True), algorithm=algorithm, ref_path=path
+    )
     load_state(second, state)
     assert second.update(rows) == first.update(rows) == plain.update(rows)
-    assert all(torch.equal(state_of(second)[name], tensor) for name, tensor in state_of(first).items())
+    assert all(
+        torch.equal(state_of(second)[name], tensor) for name, tensor in state_of(first).items()
+    )

@@ -117,12 +117,16 @@ async def test_step_whose_freed_groups_are_needed_again_ends_the_run() -> None:
     for ticket in range(1, 4):
         training.add(group(ticket, MB // 100), is_settled=True)
     domain = DomainRule("lake", 1.0, 1, 1, 600.0)
-    with pytest.raises(UserError, match=r"step 4: another learner has changed its rules; start this one again"):
+    with pytest.raises(
+        UserError, match=r"step 4: another learner has changed its rules; start this one again"
+    ):
         await training.finish(3, TicketRules(10, 3, 1, "drop", 0, (domain,), keep_fraction=0.4))
     training.close()
 
 
-async def test_reader_waits_while_the_thread_has_enough_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reader_waits_while_the_thread_has_enough_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(training_module, "BACKLOG_BYTES", int(1.5 * MB))
     backend = GatedBackend()
     training = await open_training(backend)

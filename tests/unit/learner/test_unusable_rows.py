@@ -39,7 +39,9 @@ def chat(question: str, answer: str, *, system: bool = False) -> dict[str, Any]:
     return {"messages": [*first, *turns]}
 
 
-def test_conversations(tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_conversations(
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     long, cut, refused = chat("q" * 200, "a"), chat("q", "a " * 200), chat("q", "a", system=True)
     rows = [chat("q", "a"), long, refused, long, cut, long, long]
     path = write(tmp_path / "x.jsonl", rows)
@@ -56,12 +58,16 @@ def test_conversations(tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogC
 
 def test_pairs(tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fine = {"prompt": "p", "chosen": "c", "rejected": "r"}
-    path = write(tmp_path / "x.jsonl", [fine, fine | {"chosen": "c" * 200}, fine | {"rejected": "r" * 300}])
+    path = write(
+        tmp_path / "x.jsonl", [fine, fine | {"chosen": "c" * 200}, fine | {"rejected": "r" * 300}]
+    )
     with caplog.at_level(logging.WARNING):
         pairs, num_long = load_pairs(path, tokenizer, 100)
     assert (len(pairs), num_long) == (1, 2)
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"{path}: 2 of 3 rows omitted, an answer ends beyond data.max_tokens, or ")
+    assert record.getMessage().startswith(
+        f"{path}: 2 of 3 rows omitted, an answer ends beyond data.max_tokens, or "
+    )
     assert record.getMessage().endswith(": lines 2, 3")
 
 

@@ -1,4 +1,6 @@
-"""The batch scripts of deploy/slurm with stand-ins for Slurm's commands and ours: real processes, real signals."""
+"""The batch scripts of deploy/slurm with stand-ins for Slurm's commands and ours: real processes,
+real signals.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ esac""",
     # like Slurm's, it reaches steps and not the batch script
     "scancel": """echo "scancel $*" >>said; for step in steps/*; do kill -TERM "$(basename "$step")"; done""",
     "srun": """while [[ $1 == --* ]]; do shift; done; touch "steps/$$"; exec "$@" """,
-    # Each start takes the next line of `lives`: an exit code, or `serve N` to end with N at a SIGTERM.
+    # Each start takes the next line of `lives`: an exit code, or `serve N` to end with N at a
+    # SIGTERM.
     "program": """echo "$(basename "$0") $*" >>said
 read -r life code <lives; sed -i 1d lives
 [ "$life" = serve ] || exit "$life"
@@ -41,7 +44,9 @@ class Job:
         self.shared = folder / "jobs"
         self.shared.mkdir()
         for name, text in STAND_INS.items():
-            for file in [folder / "bin" / each for each in (PROGRAMS if name == "program" else (name,))]:
+            for file in [
+                folder / "bin" / each for each in (PROGRAMS if name == "program" else (name,))
+            ]:
                 file.write_text(f"#!/usr/bin/env bash\n{text}\n")
                 file.chmod(0o755)
         for role in ("rollout", "envhub", "rewardhub"):
@@ -52,11 +57,11 @@ class Job:
             "RL_RUN": "lake", "RL_JOBS": str(self.shared), "RL_BROKER": "tls://10.0.0.1:4222", "RL_PAUSE_S": "0.05",
         }  # fmt: skip
 
-    def state(self, state: str = "RUNNING", preempted: str = "None", script: str = "envhubs") -> None:
+    def state(
+        self, state: str = "RUNNING", preempted: str = "None", script: str = "envhubs"
+    ) -> None:
         """What `scontrol show job` says from now on."""
-        line = (
-            f"JobId=7 JobName=x JobState={state} Reason=None PreemptTime={preempted} Command={SCRIPTS}/{script}.sbatch"
-        )
+        line = f"JobId=7 JobName=x JobState={state} Reason=None PreemptTime={preempted} Command={SCRIPTS}/{script}.sbatch"
         (self.folder / "job").write_text(f"{line} WorkDir=/\n")
 
     def start(self, *lives: str, script: str = "envhubs", words: tuple[str, ...] = ()) -> None:
@@ -107,10 +112,14 @@ def job(tmp_path: Path) -> Iterator[Job]:
         made.process.communicate()
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck: make test-slurm installs it")
+@pytest.mark.skipif(
+    shutil.which("shellcheck") is None, reason="no shellcheck: make test-slurm installs it"
+)
 def test_shellcheck_finds_nothing() -> None:
     files = [*SCRIPTS.glob("*.sbatch"), SCRIPTS / "common.sh"]
-    found = subprocess.run(["shellcheck", "-x", *files], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        ["shellcheck", "-x", *files], capture_output=True, text=True, check=False
+    )
     assert (len(files), found.stdout, found.returncode) == (7, "", 0)
 
 
@@ -141,7 +150,9 @@ async def test_at_the_time_limit_steps_drain_and_the_job_is_requeued(job: Job, c
     assert f"exit code {code}; requeued" in output
 
 
-@pytest.mark.parametrize(("code", "then"), [("0", (0, ["requeue 7"])), ("130", (0, ["requeue 7"])), ("2", (2, []))])
+@pytest.mark.parametrize(
+    ("code", "then"), [("0", (0, ["requeue 7"])), ("130", (0, ["requeue 7"])), ("2", (2, []))]
+)
 async def test_a_preempted_job_is_requeued_unless_the_user_must_act(
     job: Job, code: str, then: tuple[int, list[str]]
 ) -> None:
@@ -153,7 +164,9 @@ async def test_a_preempted_job_is_requeued_unless_the_user_must_act(
 
 
 @pytest.mark.parametrize("state", ["COMPLETING", "CANCELLED"])
-async def test_what_slurm_ends_gets_no_second_signal_and_is_not_requeued(job: Job, state: str) -> None:
+async def test_what_slurm_ends_gets_no_second_signal_and_is_not_requeued(
+    job: Job, state: str
+) -> None:
     """Slurm signals the steps itself, and requeues the job itself after `scontrol requeue`."""
     job.start("serve 130")
     await job.serving()
@@ -195,7 +208,8 @@ async def test_a_job_that_cannot_be_requeued_says_so(job: Job) -> None:
     assert (code, "exit code 130; could not be requeued" in output) == (1, True)
 
 
-# ------------------------------------------------------------------------------------------------------ bad input
+# ------------------------------------------------------------------------------------------------------
+# bad input
 
 
 @pytest.mark.parametrize(
@@ -232,7 +246,10 @@ def test_a_job_without_its_token_gets_one_line(job: Job, script: str, role: str)
     file = job.shared / f"{role}.token"
     file.chmod(0o640)
     job.start("0", script=script)
-    assert job.ended() == (2, f"error: {file}: other users can read this join token; run chmod 600 {file}\n")
+    assert job.ended() == (
+        2,
+        f"error: {file}: other users can read this join token; run chmod 600 {file}\n",
+    )
     file.unlink()
     job.start("0", script=script)
     advice = f"`rlearner invite {role} --run lake --out {file} --broker URL` writes it on the broker's node"
@@ -249,7 +266,9 @@ def test_a_job_without_its_token_gets_one_line(job: Job, script: str, role: str)
         ("", (), ""),
     ],
 )
-def test_servers_use_the_gpus_of_their_job(job: Job, devices: str, words: tuple[str, ...], options: str) -> None:
+def test_servers_use_the_gpus_of_their_job(
+    job: Job, devices: str, words: tuple[str, ...], options: str
+) -> None:
     job.environ["CUDA_VISIBLE_DEVICES"] = devices
     job.start("0", script="servers", words=words)
     assert job.ended()[0] == 0

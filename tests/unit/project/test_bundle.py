@@ -1,4 +1,6 @@
-"""``make bundle`` and its install.sh without an index: what is missing, which files fit, and what a target is told."""
+"""``make bundle`` and its install.sh without an index: what is missing, which files fit, and what a
+target is told.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,18 @@ def requires(name: str) -> list[Requirement] | None:
 
 def test_what_a_target_lacks() -> None:
     wanted = [Requirement("torch>=2.9"), Requirement("web")]
-    assert missing_packages(wanted, {"torch": "0"}, requires) == {"web", "sockets", "numbers", "digits"}
+    assert missing_packages(wanted, {"torch": "0"}, requires) == {
+        "web",
+        "sockets",
+        "numbers",
+        "digits",
+    }
     present = {"torch": "2.11.0+cu130", "numbers": "0"}
-    assert missing_packages(wanted, present, requires) == {"web", "sockets"}  # what numbers needs is not looked at
+    # what numbers needs is not looked at
+    assert missing_packages(wanted, present, requires) == {"web", "sockets"}
     assert missing_packages(wanted, {**present, "sockets": "2.1", "web": "1"}, requires) == set()
-    assert missing_packages(wanted, {**present, "sockets": "1.9"}, requires) == {"web", "sockets"}  # too old
+    # too old
+    assert missing_packages(wanted, {**present, "sockets": "1.9"}, requires) == {"web", "sockets"}
 
 
 @pytest.mark.parametrize(("present", "version"), [({}, "none"), ({"torch": "2.8.0"}, "2.8.0")])
@@ -51,14 +60,19 @@ def test_torch_is_never_brought_along(present: dict[str, str], version: str) -> 
 def test_names_of_present_packages(tmp_path: Path) -> None:
     assert read_present("torch,PyYAML , jinja2", "") == {"torch": "0", "pyyaml": "0", "jinja2": "0"}
     frozen = tmp_path / "freeze.txt"
-    frozen.write_text("torch==2.11.0+cu130\n# a comment\n-e /home/me/code\nmine @ file:///home/me/mine\nPillow==12.1\n")
+    frozen.write_text(
+        "torch==2.11.0+cu130\n# a comment\n-e /home/me/code\nmine @ file:///home/me/mine\nPillow==12.1\n"
+    )
     assert read_present("", str(frozen)) == {"torch": "2.11.0+cu130", "pillow": "12.1"}
 
 
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["--python", "2.7"], "TARGET_PYTHON: '2.7' is not allowed; a Python from 3.11 on, such as 3.12"),
+        (
+            ["--python", "2.7"],
+            "TARGET_PYTHON: '2.7' is not allowed; a Python from 3.11 on, such as 3.12",
+        ),
         (["--have", "torch,a b"], "HAVE: 'a b' is not allowed; NAME or NAME==VERSION"),
         (["--have", "torch>=2"], "HAVE: 'torch>=2' is not allowed; NAME or NAME==VERSION"),
         (["--have-file", "/nowhere"], "HAVE_FILE: /nowhere: No such file or directory"),
@@ -66,14 +80,17 @@ def test_names_of_present_packages(tmp_path: Path) -> None:
         (["--part-size", "0"], "PART_SIZE: 0 is not allowed; MiB from 1 on"),
     ],
 )
-def test_bad_options_get_one_line(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_get_one_line(
+    words: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words) == 2
     assert capsys.readouterr().err == f"error: {error}\n"
 
 
 def test_the_oldest_c_library_of_wheels() -> None:
     old = "msgspec-0.22.0-cp312-cp312-manylinux2014_x86_64.manylinux_2_17_x86_64.manylinux_2_28_x86_64.whl"
-    assert oldest_glibc(["a-1-py3-none-any.whl", old]) == "2.17"  # a file with several tags runs on the oldest
+    # a file with several tags runs on the oldest
+    assert oldest_glibc(["a-1-py3-none-any.whl", old]) == "2.17"
     assert oldest_glibc([old, "cryptography-50.0.2-cp311-abi3-manylinux_2_34_x86_64.whl"]) == "2.34"
     assert platforms()[0] == "manylinux_2_39_x86_64"
     assert len(platforms()) == len(set(platforms())) == 35 + 4
@@ -89,7 +106,9 @@ def test_entries_of_a_lock() -> None:
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    """A bundle for this machine with a model in two parts and no wheels, which pip refuses to install."""
+    """A bundle for this machine with a model in two parts and no wheels, which pip refuses to
+    install.
+    """
     folder = tmp_path / "bundle"
     (folder / "wheels").mkdir(parents=True)
     (folder / "bench").mkdir()
@@ -116,7 +135,9 @@ def install(folder: Path, python: str = sys.executable) -> tuple[int, str]:
     """Return the exit code and the errors of install.sh."""
     environment = os.environ | {"PYTHON": python}
     command = ["sh", str(folder / "install.sh"), "--target", str(folder.parent / "site")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder.parent)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, cwd=folder.parent
+    )
     return done.returncode, done.stderr
 
 
@@ -129,24 +150,38 @@ def install(folder: Path, python: str = sys.executable) -> tuple[int, str]:
         ),
         ({"machine": "aarch64"}, "this machine is x86_64; the bundle is for aarch64"),
         ({"glibc": "2.99"}, "; the bundle needs 2.99 or newer"),
-        ({"have": ["packaging", "no-such-package"]}, " lacks no-such-package; build the bundle with HAVE without them"),
+        (
+            {"have": ["packaging", "no-such-package"]},
+            " lacks no-such-package; build the bundle with HAVE without them",
+        ),
     ],
 )
 def test_another_machine_is_told_why(bundle: Path, changed: dict[str, Any], error: str) -> None:
     write_manifest(bundle, json.loads((bundle / "manifest.json").read_text()) | changed)
     code, text = install(bundle)
-    assert (code, text.count("\n"), text.startswith("error: "), error in text) == (2, 1, True, True), text
+    assert (code, text.count("\n"), text.startswith("error: "), error in text) == (
+        2,
+        1,
+        True,
+        True,
+    ), text
 
 
 def test_a_damaged_bundle_is_refused(bundle: Path) -> None:
     part = bundle / "model" / "model.gguf.part-001"
     data = part.read_bytes()
     part.write_bytes(data[:-1] + b"x")
-    assert install(bundle) == (2, "error: model/model.gguf.part-001: wrong checksum; copy the bundle again\n")
+    assert install(bundle) == (
+        2,
+        "error: model/model.gguf.part-001: wrong checksum; copy the bundle again\n",
+    )
     part.unlink()
     assert install(bundle) == (2, "error: model/model.gguf.part-001: missing in the bundle\n")
     part.write_bytes(data)
     (bundle / "SHA256SUMS").unlink()
     assert install(bundle) == (2, f"error: {bundle / 'SHA256SUMS'}: missing in the bundle\n")
-    assert install(bundle, "no-such-python") == (2, "error: PYTHON: there is no program no-such-python\n")
+    assert install(bundle, "no-such-python") == (
+        2,
+        "error: PYTHON: there is no program no-such-python\n",
+    )
     assert not (bundle.parent / "site").exists()

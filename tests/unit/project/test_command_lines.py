@@ -1,5 +1,5 @@
-"""The arguments of every command: each has a word of help, and a value that is none is refused before anything is asked
-of a broker.
+"""The arguments of every command: each has a word of help, and a value that is none is refused
+before anything is asked of a broker.
 """
 
 from __future__ import annotations
@@ -26,8 +26,22 @@ from rlearner.cli import main as rlearner
 from rollout.cli import main as rollout
 from rollout.cli import parser as rollout_parser
 
-PARSERS = (broker_parser, envhub_parser, demos_parser, render_parser, make_parser, rewardhub_parser, rollout_parser)
-MAINS = {"broker": broker, "envhub": envhub, "rlearner": rlearner, "rewardhub": rewardhub, "rollout-server": rollout}
+PARSERS = (
+    broker_parser,
+    envhub_parser,
+    demos_parser,
+    render_parser,
+    make_parser,
+    rewardhub_parser,
+    rollout_parser,
+)
+MAINS = {
+    "broker": broker,
+    "envhub": envhub,
+    "rlearner": rlearner,
+    "rewardhub": rewardhub,
+    "rollout-server": rollout,
+}
 
 
 def actions(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
@@ -40,7 +54,9 @@ def actions(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Act
 
 
 def test_every_argument_says_what_it_is() -> None:
-    assert [where for parser in PARSERS for where, action in actions(parser()) if not action.help] == []
+    assert [
+        where for parser in PARSERS for where, action in actions(parser()) if not action.help
+    ] == []
 
 
 # Commands that have no --json, and why.
@@ -60,8 +76,16 @@ WITHOUT_JSON = {
 
 def test_every_command_that_prints_a_result_prints_it_as_json_too() -> None:
     commands = [command for make in PARSERS for command in arguments.commands_of(make())]
-    leaves = [one for one in commands if not any(isinstance(a, argparse._SubParsersAction) for a in one._actions)]
-    lacking = {one.prog for one in leaves if not any("--json" in action.option_strings for action in one._actions)}
+    leaves = [
+        one
+        for one in commands
+        if not any(isinstance(a, argparse._SubParsersAction) for a in one._actions)
+    ]
+    lacking = {
+        one.prog
+        for one in leaves
+        if not any("--json" in action.option_strings for action in one._actions)
+    }
     assert lacking == set(WITHOUT_JSON)
 
 
@@ -79,7 +103,11 @@ def test_every_command_has_examples_that_it_takes(capsys: pytest.CaptureFixture[
     for make in PARSERS:
         for command in arguments.commands_of(make()):
             _, found, rest = (command.epilog or "").partition("example")
-            lines = [line.strip() for line in rest.splitlines()[1:] if line.startswith(f"  {command.prog}")]
+            lines = [
+                line.strip()
+                for line in rest.splitlines()[1:]
+                if line.startswith(f"  {command.prog}")
+            ]
             assert found, f"{command.prog} --help has no example"
             assert lines, f"{command.prog} --help has no example of it"
             for line in lines:
@@ -99,7 +127,9 @@ def test_every_program_says_its_version(name: str, capsys: pytest.CaptureFixture
 def test_help_shows_the_examples_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         rlearner(["status", "--help"])
-    assert capsys.readouterr().out.endswith("examples:\n  rlearner status quick\n  rlearner status runs/quick --json\n")
+    assert capsys.readouterr().out.endswith(
+        "examples:\n  rlearner status quick\n  rlearner status runs/quick --json\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,7 +143,9 @@ def test_help_shows_the_examples_as_they_are(capsys: pytest.CaptureFixture[str])
         (arguments.names, {"a, b,": ["a", "b"], "": []}, ()),
     ],
 )
-def test_types_of_arguments(kind: object, taken: dict[str, object], refused: tuple[str, ...]) -> None:
+def test_types_of_arguments(
+    kind: object, taken: dict[str, object], refused: tuple[str, ...]
+) -> None:
     assert callable(kind)
     assert {text: kind(text) for text in taken} == taken
     for text in refused:
@@ -167,11 +199,27 @@ def test_bad_options_of_all_that_join(
             ["--model", "/nope", "--policy", "judge"],
             "error: --model: '/nope' is not allowed; no such folder",
         ),
-        ("rollout-server", ["--gpus", "x"], "error: --gpus: expected cpu, auto, a list such as 0,2"),
+        (
+            "rollout-server",
+            ["--gpus", "x"],
+            "error: --gpus: expected cpu, auto, a list such as 0,2",
+        ),
         ("envhub", ["--n", "0"], "argument --n: '0' is not allowed; a whole number of at least 1"),
-        ("envhub", ["--domains", "a.b"], "argument --domains: 'a.b' is not allowed; use 1-64 letters"),
-        ("rewardhub", ["--pools", "a", "--rewards", "b"], "argument --rewards: not allowed with argument --pools"),
-        ("rewardhub", ["--pools", "a.b"], "argument --pools: 'a.b' is not allowed; use 1-64 letters"),
+        (
+            "envhub",
+            ["--domains", "a.b"],
+            "argument --domains: 'a.b' is not allowed; use 1-64 letters",
+        ),
+        (
+            "rewardhub",
+            ["--pools", "a", "--rewards", "b"],
+            "argument --rewards: not allowed with argument --pools",
+        ),
+        (
+            "rewardhub",
+            ["--pools", "a.b"],
+            "argument --pools: 'a.b' is not allowed; use 1-64 letters",
+        ),
         (
             "broker",
             ["serve", "--store-max-gib", "-1"],
@@ -193,12 +241,22 @@ def test_bad_options_of_all_that_join(
             ["statsu"],
             "error: rlearner: no command 'statsu'; did you mean status? known: up, start, check, ",
         ),
-        ("broker", ["dead", "lst"], "error: broker dead: no command 'lst'; did you mean list? known: list, show, "),
+        (
+            "broker",
+            ["dead", "lst"],
+            "error: broker dead: no command 'lst'; did you mean list? known: list, show, ",
+        ),
         ("rlearner", ["up", "quickstart", "run.dir=/proc/nope"], "error: /proc/nope/quickstart-"),
-        ("rlearner", ["trace", "run", "x"], "argument GROUP: 'x' is not allowed; a whole number of at least 0"),
+        (
+            "rlearner",
+            ["trace", "run", "x"],
+            "argument GROUP: 'x' is not allowed; a whole number of at least 0",
+        ),
     ],
 )
-def test_bad_options_of_one(name: str, command: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_of_one(
+    name: str, command: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     joins = [*DEAD, "1"] if name in ("rollout-server", "envhub", "rewardhub") else []
     _refused(name, [*joins, *command], says, capsys)
 

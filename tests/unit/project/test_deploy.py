@@ -1,4 +1,5 @@
-"""The files of deploy/, Dockerfile and compose.yaml: their commands, ports, codes and users are those of the code.
+"""The files of deploy/, Dockerfile and compose.yaml: their commands, ports, codes and users are
+those of the code.
 
 `make test-image` builds the images, runs them, and holds the files against published schemas.
 """
@@ -45,7 +46,9 @@ def objects(folder: str) -> list[dict[str, Any]]:
 
 
 def named(kind: str, name: str) -> dict[str, Any]:
-    (found,) = [one for one in objects("base") if one["kind"] == kind and one["metadata"]["name"] == name]
+    (found,) = [
+        one for one in objects("base") if one["kind"] == kind and one["metadata"]["name"] == name
+    ]
     return found
 
 
@@ -72,7 +75,11 @@ def words(command: str | list[str]) -> list[str]:
 def parse(command: list[str]) -> Any:
     """Parse a command line as its program does."""
     try:
-        return _parse(command[1:]) if command[0] == "rlearner" else PARSERS[command[0]]().parse_args(command[1:])
+        return (
+            _parse(command[1:])
+            if command[0] == "rlearner"
+            else PARSERS[command[0]]().parse_args(command[1:])
+        )
     except SystemExit:
         raise AssertionError(f"{shlex.join(command)}: not a command of {command[0]}") from None
 
@@ -94,13 +101,19 @@ def commands() -> Iterator[tuple[str, list[str]]]:
         else:
             for line in re.findall(r"rlearner invite[^)\n]*", service["command"][-1]):
                 for role in JOINING:
-                    yield f"compose {name}", [one.replace("$role", role).replace("$", "") for one in shlex.split(line)]
+                    yield (
+                        f"compose {name}",
+                        [one.replace("$role", role).replace("$", "") for one in shlex.split(line)],
+                    )
 
 
-# ------------------------------------------------------------------------------------------------------------ commands
+# ------------------------------------------------------------------------------------------------------------
+# commands
 
 
-@pytest.mark.parametrize(("where", "command"), [*commands()], ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("where", "command"), [*commands()], ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_every_command_is_one_of_the_programs(where: str, command: list[str]) -> None:
     options = parse(command)
     if where != "compose invite":
@@ -121,7 +134,9 @@ def test_each_role_runs_its_program_and_joins_by_its_own_token() -> None:
             if name != "invite" and words(one["command"])[0] == program
         ]
         assert parse(words(service["command"])).join == f"/join/{role}/token"
-        tokens = [one.partition(":")[0] for one in service["volumes"] if "-token" in one or "keys" in one]
+        tokens = [
+            one.partition(":")[0] for one in service["volumes"] if "-token" in one or "keys" in one
+        ]
         assert tokens == [f"{role}-token"], "it may see no other token, nor the folder of keys"
 
 
@@ -130,11 +145,14 @@ def test_a_file_that_names_no_command_is_found() -> None:
         parse(["envhub", "--joint", "x"])
 
 
-# ------------------------------------------------------------------------------------------------------------- network
+# -------------------------------------------------------------------------------------------------------------
+# network
 
 
 def policies() -> Any:
-    spec = importlib.util.spec_from_file_location("network_policies", KUBERNETES / "network_policies.py")
+    spec = importlib.util.spec_from_file_location(
+        "network_policies", KUBERNETES / "network_policies.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -193,52 +211,81 @@ def test_the_ports_of_the_policies_are_those_that_processes_use() -> None:
         config = load(str(file), ["run.name=main"])
         validate(config)
         train = section(config, "train", TrainSection)
-        assert (train.weights_port, train.weights_backend) == (direct[WEIGHTSYNC.name], "curve"), file
+        assert (train.weights_port, train.weights_backend) == (direct[WEIGHTSYNC.name], "curve"), (
+            file
+        )
         assert config["broker"]["replicas"] == 3, file
 
 
-# ---------------------------------------------------------------------------------------------------------- kubernetes
+# ----------------------------------------------------------------------------------------------------------
+# kubernetes
 
 
 def test_pods_need_nothing_of_the_node() -> None:
     for role, pod in [*pods().items(), ("exporter", exporter())]:
         assert pod["securityContext"]["runAsNonRoot"], role
-        assert {pod["securityContext"][key] for key in ("runAsUser", "runAsGroup", "fsGroup")} == {UID}, role
+        assert {pod["securityContext"][key] for key in ("runAsUser", "runAsGroup", "fsGroup")} == {
+            UID
+        }, role
         assert pod["automountServiceAccountToken"] is False, role
         for container in [*pod["containers"], *pod.get("initContainers", [])]:
             context = container["securityContext"]
-            assert (context["readOnlyRootFilesystem"], context["allowPrivilegeEscalation"]) == (True, False), role
+            assert (context["readOnlyRootFilesystem"], context["allowPrivilegeEscalation"]) == (
+                True,
+                False,
+            ), role
             assert context["capabilities"] == {"drop": ["ALL"]}, role
-            assert container["resources"]["limits"]["memory"] == container["resources"]["requests"]["memory"], role
+            assert (
+                container["resources"]["limits"]["memory"]
+                == container["resources"]["requests"]["memory"]
+            ), role
             assert "command" not in container, f"{role}: args keep tini as process 1"
             values = [one.get("value", "") for one in container.get("env", [])]
-            assert not [value for value in values if value.startswith(("SU", "SO", "-----BEGIN"))], role
+            assert not [
+                value for value in values if value.startswith(("SU", "SO", "-----BEGIN"))
+            ], role
 
 
 def test_probes_ask_the_metrics_port() -> None:
     for role, pod in pods().items():
         (container,) = pod["containers"]
-        assert {one["name"]: one["containerPort"] for one in container["ports"]}["metrics"] == HEALTH_PORT
-        paths = {key: container[f"{key}Probe"]["httpGet"] for key in ("startup", "liveness", "readiness")}
+        assert {one["name"]: one["containerPort"] for one in container["ports"]}[
+            "metrics"
+        ] == HEALTH_PORT
+        paths = {
+            key: container[f"{key}Probe"]["httpGet"] for key in ("startup", "liveness", "readiness")
+        }
         assert {one["port"] for one in paths.values()} == {"metrics"}
-        assert [paths[key]["path"] for key in ("startup", "liveness", "readiness")] == ["/healthz"] * 2 + ["/readyz"]
-        assert parse(words(container["args"])).metrics_bind == "10.0.0.9", f"{role}: the kubelet asks the pod's address"
+        assert [paths[key]["path"] for key in ("startup", "liveness", "readiness")] == [
+            "/healthz"
+        ] * 2 + ["/readyz"]
+        assert parse(words(container["args"])).metrics_bind == "10.0.0.9", (
+            f"{role}: the kubelet asks the pod's address"
+        )
 
 
 def test_the_job_goes_on_after_crashes_and_drained_nodes_and_ends_with_2_and_130() -> None:
     job = named("Job", "learner")["spec"]
     disruption, codes = job["podFailurePolicy"]["rules"]
-    assert disruption == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    assert disruption == {
+        "action": "Ignore",
+        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+    }
     assert codes["action"] == "FailJob"
     assert codes["onExitCodes"]["values"] == [EXIT_USER_ERROR, EXIT_STOPPED]
     assert codes["onExitCodes"]["containerName"] == job["template"]["spec"]["containers"][0]["name"]
-    assert job["template"]["spec"]["restartPolicy"] == "Never", "Kubernetes requires it for podFailurePolicy"
+    assert job["template"]["spec"]["restartPolicy"] == "Never", (
+        "Kubernetes requires it for podFailurePolicy"
+    )
     assert job["podReplacementPolicy"] == "Failed"
 
 
 def test_every_deployment_has_a_budget_for_disruptions_of_its_pods() -> None:
     for role in JOINING:
-        deployment, budget = named("Deployment", role)["spec"], named("PodDisruptionBudget", role)["spec"]
+        deployment, budget = (
+            named("Deployment", role)["spec"],
+            named("PodDisruptionBudget", role)["spec"],
+        )
         labels = deployment["template"]["metadata"]["labels"]
         assert deployment["selector"]["matchLabels"] == budget["selector"]["matchLabels"] == labels
         assert labels["app.kubernetes.io/component"] == role
@@ -250,19 +297,27 @@ def test_hubs_follow_queues_that_the_exporter_reports() -> None:
     for scaled in objects("components/keda"):
         if scaled["kind"] == "ScaledObject":
             (trigger,) = scaled["spec"]["triggers"]
-            found = re.fullmatch(r'sum\((\w+)\{run="main", stream="(\w+)"\}\)', trigger["metadata"]["query"])
+            found = re.fullmatch(
+                r'sum\((\w+)\{run="main", stream="(\w+)"\}\)', trigger["metadata"]["query"]
+            )
             assert found is not None
             assert found[1] == f"rlearner_{QUEUE_DEPTH}"
             assert streams[found[2]].reads(scaled["spec"]["scaleTargetRef"]["name"])
 
 
 def test_every_file_of_the_base_is_a_resource() -> None:
-    listed = yaml.safe_load((KUBERNETES / "base" / "kustomization.yaml").read_text(encoding="utf-8"))
-    files = {file.name for file in (KUBERNETES / "base").glob("*.yaml")} - {"kustomization.yaml", "run.yaml"}
+    listed = yaml.safe_load(
+        (KUBERNETES / "base" / "kustomization.yaml").read_text(encoding="utf-8")
+    )
+    files = {file.name for file in (KUBERNETES / "base").glob("*.yaml")} - {
+        "kustomization.yaml",
+        "run.yaml",
+    }
     assert files == set(listed["resources"])
 
 
-# ------------------------------------------------------------------------------------------------------------- compose
+# -------------------------------------------------------------------------------------------------------------
+# compose
 
 
 def test_compose_restarts_crashes_and_not_user_errors() -> None:
@@ -270,7 +325,9 @@ def test_compose_restarts_crashes_and_not_user_errors() -> None:
     for name, service in services.items():
         tini = service["entrypoint"]
         codes = [int(tini[place + 1]) for place, one in enumerate(tini) if one == "-e"]
-        assert codes == ([] if name == "invite" else [EXIT_USER_ERROR, EXIT_STOPPED]), "others wait for its success"
+        assert codes == ([] if name == "invite" else [EXIT_USER_ERROR, EXIT_STOPPED]), (
+            "others wait for its success"
+        )
         assert service["restart"] == "on-failure"
         assert service["read_only"]
         assert service["cap_drop"] == ["ALL"]
@@ -299,7 +356,8 @@ def test_the_run_of_compose_is_valid() -> None:
     validate(load(str(ROOT / "deploy" / "containers" / "run.yaml"), ["run.name=main"]))
 
 
-# -------------------------------------------------------------------------------------------------------------- images
+# --------------------------------------------------------------------------------------------------------------
+# images
 
 
 def dockerfile() -> str:
@@ -310,19 +368,26 @@ def test_the_image_has_every_package_and_nothing_else() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = project["tool"]["setuptools"]["packages"]["find"]["include"]
     packages = {
-        file.parent.name for pattern in patterns for file in ROOT.glob(f"{pattern}/__init__.py") if file.parent.is_dir()
+        file.parent.name
+        for pattern in patterns
+        for file in ROOT.glob(f"{pattern}/__init__.py")
+        if file.parent.is_dir()
     }
     assert set(re.findall(r"^COPY (\w+) /src/\1$", dockerfile(), re.MULTILINE)) == packages
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     assert next(line for line in ignored if not line.startswith("#")) == "*"
     files = {"LICENSE", "README.md", "pyproject.toml", "requirements", "deploy"}
-    assert {line[1:] for line in ignored if line.startswith("!")} == packages | files | {"deploy/containers"}
+    assert {line[1:] for line in ignored if line.startswith("!")} == packages | files | {
+        "deploy/containers"
+    }
 
 
 def test_images_are_built_from_a_base_that_the_user_pins() -> None:
     text = dockerfile()
     assert re.findall(r"^ARG BASE.*$", text, re.MULTILINE) == ["ARG BASE"]
-    stages = {name: image for image, name in re.findall(r"^FROM (\S+) AS (\w+)$", text, re.MULTILINE)}
+    stages = {
+        name: image for image, name in re.findall(r"^FROM (\S+) AS (\w+)$", text, re.MULTILINE)
+    }
     assert {stages.pop("wheels")} == {"scratch"}
     assert {image for image in stages.values() if image not in stages} == {"${BASE}"}
     for file in re.findall(r" requirements/([\w-]+\.txt)", text):
@@ -341,12 +406,24 @@ def test_every_target_ends_as_a_user_without_privileges() -> None:
     assert 'ENTRYPOINT ["/usr/bin/tini", "--"]' in targets["base"]
 
 
-def test_the_seccomp_profile_allows_what_bubblewrap_needs_and_denies_what_a_sandbox_must_not_reach() -> None:
-    profile = json.loads((ROOT / "deploy" / "containers" / "seccomp.json").read_text(encoding="utf-8"))
+def test_the_seccomp_profile_allows_what_bubblewrap_needs_and_denies_what_a_sandbox_must_not_reach() -> (
+    None
+):
+    profile = json.loads(
+        (ROOT / "deploy" / "containers" / "seccomp.json").read_text(encoding="utf-8")
+    )
     (rule,) = profile["syscalls"]
     assert (profile["defaultAction"], rule["action"]) == ("SCMP_ACT_ALLOW", "SCMP_ACT_ERRNO")
-    assert {"clone", "unshare", "mount", "umount2", "pivot_root", "sethostname"}.isdisjoint(rule["names"])
-    assert {"bpf", "keyctl", "kexec_load", "init_module", "ptrace", "userfaultfd", "open_by_handle_at"} <= {
-        *rule["names"]
-    }
+    assert {"clone", "unshare", "mount", "umount2", "pivot_root", "sethostname"}.isdisjoint(
+        rule["names"]
+    )
+    assert {
+        "bpf",
+        "keyctl",
+        "kexec_load",
+        "init_module",
+        "ptrace",
+        "userfaultfd",
+        "open_by_handle_at",
+    } <= {*rule["names"]}
     assert rule["names"] == sorted(set(rule["names"]))

@@ -1,4 +1,6 @@
-"""A process may open as many files as its machine permits, and says so where that is too few for a fleet."""
+"""A process may open as many files as its machine permits, and says so where that is too few for a
+fleet.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ sys.exit(main("envhub", body))
 @pytest.mark.parametrize(("hard", "warned"), [(4096, False), (512, True)])
 def test_the_limit_is_raised_to_what_the_machine_permits(hard: int, warned: bool) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(hard)], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", SCRIPT, str(hard)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert done.stdout.split() == [str(hard), str(hard)]
     assert ("at most 512 open files" in done.stderr) == warned

@@ -25,8 +25,12 @@ def test_next(): assert True
 """
 
 
-@pytest.mark.parametrize("more", [(), ("-p", "reruns", "--reruns", "1", "--rerun-except", "pytest-timeout")])
-def test_a_test_that_swallows_its_time_limit_fails_alone(tmp_path: Path, more: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "more", [(), ("-p", "reruns", "--reruns", "1", "--rerun-except", "pytest-timeout")]
+)
+def test_a_test_that_swallows_its_time_limit_fails_alone(
+    tmp_path: Path, more: tuple[str, ...]
+) -> None:
     ended, shown = session(tmp_path, BODY, "-p", "hangs", "-n", "1", "--timeout", "60", *more)
     assert (ended, "1 failed, 1 passed" in shown) == (1, True), shown
     assert "crashed while running 'test_it.py::test_hangs'" in shown

@@ -1,4 +1,6 @@
-"""The shipped configurations of small models that learn: their demonstrations fit, and leave something to learn."""
+"""The shipped configurations of small models that learn: their demonstrations fit, and leave
+something to learn.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,19 @@ EPISODES = 80
 
 
 @pytest.mark.parametrize(
-    ("name", "solved"), [("quickstart", (0.3, 0.8)), ("sokoban", (0.2, 0.7)), ("webshop", (0.3, 0.6))]
+    ("name", "solved"),
+    [("quickstart", (0.3, 0.8)), ("sokoban", (0.2, 0.7)), ("webshop", (0.3, 0.6))],
 )
 def test_demonstrations_fit_and_are_imperfect(name: str, solved: tuple[float, float]) -> None:
     config = validate(load(f"configs/{name}.yaml", ["run.name=x"]))
     (domain,) = load_domains(config).values()
-    perfect = [success for _, success in demonstrations(domain, episodes=EPISODES, noise=0.0, seed=0)]
+    perfect = [
+        success for _, success in demonstrations(domain, episodes=EPISODES, noise=0.0, seed=0)
+    ]
     assert all(perfect)
-    told = list(demonstrations(domain, episodes=EPISODES, noise=config["warm_start"]["noise"], seed=0))
+    told = list(
+        demonstrations(domain, episodes=EPISODES, noise=config["warm_start"]["noise"], seed=0)
+    )
     assert solved[0] <= sum(success for _, success in told) / EPISODES <= solved[1]
     tokenizer = _chars(config["model"]["tiny"]["words"])
     longest = max(

@@ -1,4 +1,6 @@
-"""What ``bench.peers`` compares is what it says: the model, its vocabulary, and our configuration of each case."""
+"""What ``bench.peers`` compares is what it says: the model, its vocabulary, and our configuration
+of each case.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def test_the_model_has_an_end_token_in_51(folder: Path) -> None:
     question = json.loads((folder / "prompts.jsonl").read_text().splitlines()[0])["question"]
     messages = [{"role": "user", "content": question}]
     ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert ids == Tokenizer.load(folder / "model").encode(f"<|im_user|>{question}<|im_end|><|im_assistant|>")
+    assert ids == Tokenizer.load(folder / "model").encode(
+        f"<|im_user|>{question}<|im_end|><|im_assistant|>"
+    )
     assert len(ids) == len(question) + 3
     assert theirs.eos_token_id == model.config.eos_token_id == 2
 
@@ -48,8 +52,15 @@ def test_our_configuration_is_valid_and_takes_128_samples(folder: Path, case) ->
 
 
 def test_without_trl_it_names_the_make_target(tmp_path: Path) -> None:
-    code = "import bench.peers.__main__ as m, pathlib; m.PACKAGES = pathlib.Path('nowhere'); m.main()"
-    command, env = [sys.executable, "-c", code, "--pairs", "1"], {**os.environ, "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env, cwd=tmp_path)
+    code = (
+        "import bench.peers.__main__ as m, pathlib; m.PACKAGES = pathlib.Path('nowhere'); m.main()"
+    )
+    command, env = (
+        [sys.executable, "-c", code, "--pairs", "1"],
+        {**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env=env, cwd=tmp_path
+    )
     assert done.returncode == 2
     assert "TRL is not installed; run make peers-env" in done.stderr

@@ -110,7 +110,11 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("kind", "table", "attribute", "settings"), RUN_PLUGINS, ids=[kind for kind, *_ in RUN_PLUGINS]
 )
 def test_one_file_and_one_line_add_a_plug_in_of_a_run(
-    kind: str, table: dict[str, str], attribute: str, settings: list[str], monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    table: dict[str, str],
+    attribute: str,
+    settings: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = ["run.name=r", "warm_start.steps=0", *settings]
     with pytest.raises(ConfigError, match="mine"):  # without the line nothing has that name
@@ -121,7 +125,9 @@ def test_one_file_and_one_line_add_a_plug_in_of_a_run(
 
 
 @pytest.mark.usefixtures("file")
-def test_an_added_preference_loss_is_accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_added_preference_loss_is_accepted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "pairs.jsonl").write_text("")
     config = ["run.name=r", f"data.train={tmp_path / 'pairs.jsonl'}", "dpo.loss=mine"]
     with pytest.raises(ConfigError, match="mine"):
@@ -131,7 +137,9 @@ def test_an_added_preference_loss_is_accepted(monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.usefixtures("file")
-def test_an_added_environment_plays_and_an_added_reward_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_added_environment_plays_and_an_added_reward_scores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(ENVS, "mine", "added_plugins:Parity")
     environment: Any = load_domain("d", DomainSection(env="mine", env_args={"modulus": 3})).make()
     assert environment.reset(7, "train", 0).text == "7 mod 3?"
@@ -144,7 +152,9 @@ def test_an_added_environment_plays_and_an_added_reward_scores(monkeypatch: pyte
     )  # fmt: skip
     worker = RewardWorker()
     try:
-        assert worker.answer(protocol.ScoreRequest("mine", {"weight": 2.0}, sample)) == protocol.ScoreReply(10.0)
+        assert worker.answer(
+            protocol.ScoreRequest("mine", {"weight": 2.0}, sample)
+        ) == protocol.ScoreReply(10.0)
         refused = worker.answer(protocol.ScoreRequest("mine", {"wieght": 2.0}, sample))
     finally:
         worker.close()

@@ -1,4 +1,6 @@
-"""Files are renamed in two modules only, which also flush the folder: a power loss must not undo a rename."""
+"""Files are renamed in two modules only, which also flush the folder: a power loss must not undo a
+rename.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,30 @@ PACKAGES = (
     "rewardhub",
     "bench",
 )
-ALLOWED = {"broker/system/private_files.py", "broker/system/log_rotation.py", "rlearner_text/atomic_folders.py"}
+ALLOWED = {
+    "broker/system/private_files.py",
+    "broker/system/log_rotation.py",
+    "rlearner_text/atomic_folders.py",
+}
 FUNCTIONS = {"os.replace", "os.rename", "os.renames", "shutil.move"}
 
 
 def renames(source: str) -> list[int]:
     """Return the lines of calls that rename: the functions above, and Path.replace and Path.rename.
 
-    Those take one positional argument; str.replace takes two, and the replace of dates and records keywords.
+    Those take one positional argument; str.replace takes two, and the replace of dates and records
+    keywords.
     """
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module in ("os", "shutil"):
             found += [node.lineno for one in node.names if f"{node.module}.{one.name}" in FUNCTIONS]
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            is_method = node.func.attr in ("replace", "rename") and len(node.args) == 1 and not node.keywords
+            is_method = (
+                node.func.attr in ("replace", "rename")
+                and len(node.args) == 1
+                and not node.keywords
+            )
             if ast.unparse(node.func) in FUNCTIONS or is_method:
                 found.append(node.lineno)
     return found
@@ -42,8 +53,14 @@ def renames(source: str) -> list[int]:
 def test_only_two_modules_rename() -> None:
     files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     assert len(files) > 300
-    found = {str(path.relative_to(ROOT)): lines for path in files if (lines := renames(path.read_text("utf-8")))}
-    assert found.keys() <= ALLOWED, "use broker.system.private_files: private_write, draft_of or replace"
+    found = {
+        str(path.relative_to(ROOT)): lines
+        for path in files
+        if (lines := renames(path.read_text("utf-8")))
+    }
+    assert found.keys() <= ALLOWED, (
+        "use broker.system.private_files: private_write, draft_of or replace"
+    )
 
 
 @pytest.mark.parametrize(

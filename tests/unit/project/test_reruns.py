@@ -1,5 +1,5 @@
-"""A test that fails once and passes when it is run again does not stop a session; it is shown, and too many of them
-do.
+"""A test that fails once and passes when it is run again does not stop a session; it is shown, and
+too many of them do.
 """
 
 from __future__ import annotations

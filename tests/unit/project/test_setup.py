@@ -1,5 +1,5 @@
-"""What make setup does about bubblewrap, with an apt-get of our own: the script installs it where it may, or says
-how.
+"""What make setup does about bubblewrap, with an apt-get of our own: the script installs it where
+it may, or says how.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ HINT = "bubblewrap is not installed, so tests of the sandbox are skipped; as roo
 INSTALLS = 'case "$*" in *install*) : > "$PATH/bwrap"; /bin/chmod +x "$PATH/bwrap";; esac'
 
 
-def script(folder: Path, apt_get: str | None, user: int = 0, present: bool = False) -> tuple[list[str], list[str]]:
-    """Run the script with a PATH of its own. Return the lines that it printed and the calls of apt-get."""
+def script(
+    folder: Path, apt_get: str | None, user: int = 0, present: bool = False
+) -> tuple[list[str], list[str]]:
+    """Run the script with a PATH of its own. Return the lines that it printed and the calls of
+    apt-get.
+    """
     calls = folder / "calls"
     programs = {
         "id": f"echo {user}",
@@ -27,7 +31,12 @@ def script(folder: Path, apt_get: str | None, user: int = 0, present: bool = Fal
             (folder / name).write_text(f"#!/bin/sh\n{body}\n")
             (folder / name).chmod(0o755)
     done = subprocess.run(
-        ["/bin/sh", SCRIPT], env={"PATH": str(folder)}, capture_output=True, text=True, timeout=30, check=False
+        ["/bin/sh", SCRIPT],
+        env={"PATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines(), calls.read_text().splitlines() if calls.exists() else []

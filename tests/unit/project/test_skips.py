@@ -1,5 +1,5 @@
-"""The closing summary says what was skipped and why, and a session that has to exercise the sandbox fails if it did
-not.
+"""The closing summary says what was skipped and why, and a session that has to exercise the sandbox
+fails if it did not.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import pytest
 
 TESTS = Path(__file__).parents[2]
 HOW = "there is no bubblewrap (bwrap) on PATH; run: apt-get install bubblewrap"
-MARKED = (
-    "import pytest\n@pytest.mark.sandbox\n@pytest.mark.parametrize('number', range(3))\ndef test_marked(number): pass\n"
-)
+MARKED = "import pytest\n@pytest.mark.sandbox\n@pytest.mark.parametrize('number', range(3))\ndef test_marked(number): pass\n"
 OTHERS = "import pytest\ndef test_other(): pass\ndef test_skipped(): pytest.skip('no GPU')\n"
 WORKS = "import skips\nskips.lacking = lambda: ''\n"
 
 
-def session(folder: Path, body: str, *options: str, path: str = "/nowhere", require: bool = False) -> tuple[int, str]:
-    """Run pytest on a file of tests without bubblewrap on PATH. Return its exit code and what it printed."""
+def session(
+    folder: Path, body: str, *options: str, path: str = "/nowhere", require: bool = False
+) -> tuple[int, str]:
+    """Run pytest on a file of tests without bubblewrap on PATH. Return its exit code and what it
+    printed.
+    """
     (folder / "test_it.py").write_text(body)
     environment = {
         **os.environ,
@@ -44,7 +46,13 @@ def session(folder: Path, body: str, *options: str, path: str = "/nowhere", requ
         str(folder),
     ]
     done = subprocess.run(
-        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+        command,
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     return done.returncode, done.stdout + done.stderr
 

@@ -1,4 +1,6 @@
-"""docs/your-own.md: its files are written as they stand there, checked, played and scored by what a run uses."""
+"""docs/your-own.md: its files are written as they stand there, checked, played and scored by what a
+run uses.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ from rlearner.cli import main, make_parser
 from rlearner_text.tokenizer import Tokenizer
 
 PAGE = Path(__file__).parents[3] / "docs" / "your-own.md"
-FILES = dict(re.findall(r"`([\w.]+)`:\n\n```\w+\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL))
+FILES = dict(
+    re.findall(r"`([\w.]+)`:\n\n```\w+\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+)
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +51,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 async def crew(tmp_path: Path) -> AsyncIterator[EpisodeRunners]:
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path / "tokenizer"))
     made = EpisodeRunners(
-        tokenizer, Scripted(tokenizer, lambda _: ""), EnvironmentCalls(60.0), EpisodeLimits(120.0, 60.0)
+        tokenizer,
+        Scripted(tokenizer, lambda _: ""),
+        EnvironmentCalls(60.0),
+        EpisodeLimits(120.0, 60.0),
     )
     yield made
     await made.close()
@@ -66,7 +73,8 @@ async def play(
     assert isinstance(crew.turns, Scripted)
     crew.turns.script = script
     return await crew.play(
-        EpisodeTask("c", domain, task_index=index, split="train", seed=7, episode=0, record=False), lambda _: None
+        EpisodeTask("c", domain, task_index=index, split="train", seed=7, episode=0, record=False),
+        lambda _: None,
     )
 
 
@@ -88,7 +96,9 @@ def score(domain: Domain, played: EpisodeResult) -> wire.Trajectory:
         while isinstance(ask := todo.pop(), ScoreAction):
             reward = rewards[ask.reward]
             reply = worker.answer(
-                protocol.ScoreRequest(reward.name, reward.args, sample_of(group, group.trajectories[ask.trajectory]))
+                protocol.ScoreRequest(
+                    reward.name, reward.args, sample_of(group, group.trajectories[ask.trajectory])
+                )
             )
             assert isinstance(reply, protocol.ScoreReply), reply
             assert reply.value is not None
@@ -98,9 +108,23 @@ def score(domain: Domain, played: EpisodeResult) -> wire.Trajectory:
 
 
 def test_the_page_has_the_files_and_their_commands() -> None:
-    assert list(FILES) == ["my_env.py", "my_reward.py", "guess.yaml", "my_lengths.py", "sums.jsonl", "sums.yaml"]
-    commands = re.findall(r"^    rlearner ([^#\n]*)", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert [make_parser().parse_args(line.split()).command for line in commands] == ["check", "up", "show", "audit"]
+    assert list(FILES) == [
+        "my_env.py",
+        "my_reward.py",
+        "guess.yaml",
+        "my_lengths.py",
+        "sums.jsonl",
+        "sums.yaml",
+    ]
+    commands = re.findall(
+        r"^    rlearner ([^#\n]*)", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert [make_parser().parse_args(line.split()).command for line in commands] == [
+        "check",
+        "up",
+        "show",
+        "audit",
+    ]
 
 
 @pytest.mark.parametrize("name", ["guess.yaml", "sums.yaml"])
@@ -125,8 +149,12 @@ def test_the_estimators_of_lengths_predict() -> None:
         ("./my_lengths.py:Other", "no 'Other'"),
     ],
 )
-def test_a_configuration_names_an_estimator(name: str, says: str | None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "sums.yaml", f"domains.sums.length_estimator={name}"]) == (2 if says else 0)
+def test_a_configuration_names_an_estimator(
+    name: str, says: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "sums.yaml", f"domains.sums.length_estimator={name}"]) == (
+        2 if says else 0
+    )
     if says:
         line = "error: domains.sums.length_estimator: './my_lengths.py:Other' is not allowed; "
         assert capsys.readouterr().err == f"{line}./my_lengths.py has {says}\n"
@@ -161,7 +189,11 @@ async def test_the_game_is_played_in_a_process_and_scored(crew: EpisodeRunners) 
     # 1 of the environment, and half of -0.1 for each of three turns and of 0.1 for the end.
     assert found.success
     assert found.reward == pytest.approx(1.0 + 0.5 * (-0.3 + 0.1))
-    assert found.reward_parts == {"env": 1.0, "quick/turns": pytest.approx(-0.3), "quick/done": pytest.approx(0.1)}
+    assert found.reward_parts == {
+        "env": 1.0,
+        "quick/turns": pytest.approx(-0.3),
+        "quick/done": pytest.approx(0.1),
+    }
     wrong = await scored(domain, await play(crew, domain, dict.fromkeys(range(4), str(other))))
     assert not wrong.success
     assert wrong.reward == pytest.approx(0.5 * -0.4)
@@ -185,4 +217,8 @@ async def test_a_question_is_a_success_where_the_first_reward_is_one(crew: Episo
     reference = (await play(crew, domain, {0: "?"})).reference
     for said, reward in ((reference, 1.0), ("x", 0.0)):
         found = await scored(domain, await play(crew, domain, {0: said}))
-        assert (found.reward, found.success, found.reward_parts) == (reward, bool(reward), {"exact": reward})
+        assert (found.reward, found.success, found.reward_parts) == (
+            reward,
+            bool(reward),
+            {"exact": reward},
+        )

@@ -1,4 +1,6 @@
-"""A function in a process of its own: what is too costly ends there, and the next call goes to a fresh process."""
+"""A function in a process of its own: what is too costly ends there, and the next call goes to a
+fresh process.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,9 @@ async def test_the_process_ends_with_its_owner(bounded: BoundedFunction) -> None
 def test_it_does_not_inherit_open_files() -> None:
     ours, theirs = os.pipe()
     bounded = BoundedFunction(
-        lambda data: str(os.path.exists(f"/proc/self/fd/{theirs}")).encode(), cpu_s=1.0, memory_mib=200
+        lambda data: str(os.path.exists(f"/proc/self/fd/{theirs}")).encode(),
+        cpu_s=1.0,
+        memory_mib=200,
     )
     try:
         assert bounded(b"") == b"False"

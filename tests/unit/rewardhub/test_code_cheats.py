@@ -1,5 +1,5 @@
-"""Programs that try to pass tests without solving the problem score nothing in any form; ``python -m bench.cheats``
-tries many more.
+"""Programs that try to pass tests without solving the problem score nothing in any form; ``python
+-m bench.cheats`` tries many more.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def code() -> CodeReward:
 @pytest.mark.parametrize("form", FORMS)
 def test_a_cheat_scores_nothing(code: CodeReward, form: str) -> None:
     known = cheats(form)
-    assert {name: score(code, *known[name]) for name in TRIED[form]} == dict.fromkeys(TRIED[form], 0.0)
+    assert {name: score(code, *known[name]) for name in TRIED[form]} == dict.fromkeys(
+        TRIED[form], 0.0
+    )
 
 
 @pytest.mark.sandbox
@@ -55,7 +57,9 @@ def test_a_solution_scores_one(code: CodeReward, form: str) -> None:
 
 @pytest.mark.sandbox
 @pytest.mark.parametrize("number", range(len(canonical.MORE)))
-def test_what_json_cannot_say_passes_between_a_program_and_its_tests(code: CodeReward, number: int) -> None:
+def test_what_json_cannot_say_passes_between_a_program_and_its_tests(
+    code: CodeReward, number: int
+) -> None:
     assert score(code, *canonical.MORE[number]) == 1.0
 
 
@@ -66,7 +70,13 @@ def test_there_are_enough_of_them() -> None:
 def test_without_bubblewrap_tests_run_apart_too() -> None:
     code = CodeReward(CodeArgs(sandbox="none"))
     known = cheats("asserts")
-    for name in ("equal_to_everything", "builtins_replaced", "excepthook", "ends_well", "constants_of_callers"):
+    for name in (
+        "equal_to_everything",
+        "builtins_replaced",
+        "excepthook",
+        "ends_well",
+        "constants_of_callers",
+    ):
         assert score(code, *known[name]) == 0.0
     assert score(code, *canonical.MORE[0]) == 1.0
 
@@ -97,7 +107,12 @@ def test_without_bubblewrap_tests_run_apart_too() -> None:
     ],
 )  # fmt: skip
 def test_what_a_test_can_do(program: str, tests: list[str], passed: float) -> None:
-    assert score(CodeReward(CodeArgs(sandbox="none", timeout_s=60, cpu_s=30)), program, json.dumps(tests)) == passed
+    assert (
+        score(
+            CodeReward(CodeArgs(sandbox="none", timeout_s=60, cpu_s=30)), program, json.dumps(tests)
+        )
+        == passed
+    )
 
 
 CHANNEL = (

@@ -1,5 +1,5 @@
-"""The reward ``code``: programs against tests in a real sandbox; what is the policy's fault, the data's, and
-nobody's.
+"""The reward ``code``: programs against tests in a real sandbox; what is the policy's fault, the
+data's, and nobody's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from broker.errors import ConfigError
 from rewardhub.rewards import loading
 from rewardhub.rewards.base import InvalidScoreError, Sample, Scored
 from rewardhub.rewards.code import CodeArgs, CodeReward, last_block, same_output
-from rewardhub.rewards.code_tests import FunctionCallTests, InvalidTestsError, StatementTests, StdioTests, parse
+from rewardhub.rewards.code_tests import (
+    FunctionCallTests,
+    InvalidTestsError,
+    StatementTests,
+    StdioTests,
+    parse,
+)
 from rlearner_sandbox import SandboxFailed
 
 SWAP = "class Solution:\n    def add(self, a, b): return (a, b)"
@@ -107,7 +113,8 @@ def flags(scored: Scored) -> set[str]:
         ("x = bytearray(1 << 30)", ASSERTS, 0.0, {"compiled", "memory"}),
         ("x = bytearray(1 << 30)", DOUBLE, 0.0, {"compiled", "memory"}),
         ("import os; os.abort()", DOUBLE, 0.0, {"compiled", "crashed"}),
-        ("import os; os._exit(0)", ASSERTS, 0.0, {"compiled"}),  # an end in good order passes nothing
+        # an end in good order passes nothing
+        ("import os; os._exit(0)", ASSERTS, 0.0, {"compiled"}),
         ("print('true'); import os; os.write(3, b'loaded\\n0 0 true\\n0 1 true\\n'); "
         "exit()", ASSERTS, 0.0, {"compiled", "crashed"}),
         (ECHO + "exit()", DOUBLE, 1.0, {"compiled"}),
@@ -120,7 +127,9 @@ def flags(scored: Scored) -> set[str]:
         ("import os\ndef add(a, b): os.abort()", ASSERTS, 0.0, {"compiled", "crashed"}),
     ],
 )  # fmt: skip
-def test_outcomes(code: CodeReward, program: str | None, reference: str, passed: float, expected: set[str]) -> None:
+def test_outcomes(
+    code: CodeReward, program: str | None, reference: str, passed: float, expected: set[str]
+) -> None:
     scored = code.score(sample(program, reference))
     assert scored.value == passed
     assert flags(scored) == expected
@@ -135,7 +144,8 @@ def test_a_program_that_takes_too_long_keeps_what_it_had_passed() -> None:
     ):
         scored = code.score(
             sample(
-                ADD + "if __name__ == '__main__':\n    n = int(input()); import time; time.sleep(n - 1); print(2)",
+                ADD
+                + "if __name__ == '__main__':\n    n = int(input()); import time; time.sleep(n - 1); print(2)",
                 reference,
             )
         )
@@ -158,9 +168,19 @@ def test_packages_can_be_imported_by_programs_and_tests(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     code = CodeReward(CodeArgs(packages=(str(tmp_path),)))
     program = "import ours\ndef add(a, b): return ours.twice(a + b)"
-    assert code.score(sample(program, json.dumps(["import ours\nassert add(1, 2) == ours.twice(3)"]))).value == 1.0
     assert (
-        code.score(sample("import ours\nprint(ours.twice(int(input())))", '{"inputs": ["2"], "outputs": ["4"]}')).value
+        code.score(
+            sample(program, json.dumps(["import ours\nassert add(1, 2) == ours.twice(3)"]))
+        ).value
+        == 1.0
+    )
+    assert (
+        code.score(
+            sample(
+                "import ours\nprint(ours.twice(int(input())))",
+                '{"inputs": ["2"], "outputs": ["4"]}',
+            )
+        ).value
         == 1.0
     )
 
@@ -175,7 +195,8 @@ def test_all_or_nothing() -> None:
 @pytest.mark.sandbox
 def test_bad_tests_are_the_datas_fault_and_named(code: CodeReward) -> None:
     with pytest.raises(
-        InvalidScoreError, match=r"domain 'mbpp', task 7, its tests: test 1 is not valid Python: .*'assertt f"
+        InvalidScoreError,
+        match=r"domain 'mbpp', task 7, its tests: test 1 is not valid Python: .*'assertt f",
     ):
         code.score(sample(ADD, '["assertt f(1)"]'))
 
@@ -207,14 +228,26 @@ def test_none_runs_with_limits_alone_and_says_so(caplog: pytest.LogCaptureFixtur
         ('{"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}', "lists of arguments, got '1'"),
         ('{"inputs": [], "outputs": [], "fn_name": "a b"}', "not a function name"),
         ("def f(:", "the test file is not valid Python"),
-        ("def check(f):\n    assert f(1) == 2\n", "has no test_. function, no class of tests, and runs nothing itself"),
+        (
+            "def check(f):\n    assert f(1) == 2\n",
+            "has no test_. function, no class of tests, and runs nothing itself",
+        ),
         (
             "import unittest\nclass Case:\n    def test_a(self): f()\nif __name__ == '__main__': unittest.main()",
             "runs nothing itself",
         ),
-        ("def test_a(tmp_path): f()", "test_a takes arguments; fixtures and parametrize are not supported"),
-        ('["assert eval(f(1)) == 2"]', "they use eval, so a program's results would run inside its tests"),
-        ('["assert sum([1, 2]) == 3", "assert math.isclose(abs(1), 1)"]', "they use no name of the program"),
+        (
+            "def test_a(tmp_path): f()",
+            "test_a takes arguments; fixtures and parametrize are not supported",
+        ),
+        (
+            '["assert eval(f(1)) == 2"]',
+            "they use eval, so a program's results would run inside its tests",
+        ),
+        (
+            '["assert sum([1, 2]) == 3", "assert math.isclose(abs(1), 1)"]',
+            "they use no name of the program",
+        ),
     ],
 )
 def test_malformed_tests(reference: str, problem: str) -> None:
@@ -229,7 +262,9 @@ def test_forms() -> None:
         == parse('{"inputs": ["1"], "outputs": ["2"]}')
         == StdioTests(("1",), ("2",))
     )
-    assert parse('{"fn_name": "f", "inputs": [[1]], "outputs": [2]}') == FunctionCallTests("f", ("[1]",), (2,))
+    assert parse('{"fn_name": "f", "inputs": [[1]], "outputs": [2]}') == FunctionCallTests(
+        "f", ("[1]",), (2,)
+    )
 
 
 @pytest.mark.parametrize(
@@ -254,7 +289,8 @@ def test_outputs_are_compared_line_by_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "key"), [({"sandbox": "off"}, "sandbox"), ({"timeout_s": 0}, "timeout_s"), ({"cpu": 1}, "cpu")]
+    ("args", "key"),
+    [({"sandbox": "off"}, "sandbox"), ({"timeout_s": 0}, "timeout_s"), ({"cpu": 1}, "cpu")],
 )
 def test_arguments_are_checked(args: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=f"args.{key}"):
@@ -273,5 +309,7 @@ def test_arguments_are_checked(args: dict[str, Any], key: str) -> None:
 )
 def test_a_program_in_the_thinking_does_not_count(thinking: str, response: str, runs: bool) -> None:
     reward = CodeReward(CodeArgs(sandbox="none", thinking=thinking))
-    turn = msgspec.structs.replace(sample(None, '{"inputs": [""], "outputs": ["2"]}'), response=response)
+    turn = msgspec.structs.replace(
+        sample(None, '{"inputs": [""], "outputs": ["2"]}'), response=response
+    )
     assert reward.score(turn).value == float(runs)

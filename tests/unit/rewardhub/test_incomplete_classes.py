@@ -30,7 +30,10 @@ CLASSES = incomplete_classes
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("NoStep", f"class NoStep (incomplete_classes.py:{line(CLASSES.NoStep)}) has no method step(self, text)"),
+        (
+            "NoStep",
+            f"class NoStep (incomplete_classes.py:{line(CLASSES.NoStep)}) has no method step(self, text)",
+        ),
         (
             "ShortReset",
             f"reset(self, task_index: 'int') -> 'Observation' (incomplete_classes.py:{line(CLASSES.ShortReset.reset)}) "
@@ -54,13 +57,18 @@ def test_an_environment(name: str, says: str) -> None:
 
 def test_what_is_whole_passes() -> None:
     check_envs({"domains": {"d": {"env": f"{HERE}:Whole"}}})
-    check_rewards({"domains": {"d": {"env": "qa", "rewards": [{"name": f"{HERE}:Plain"}]}}, "rewardhub": {}})
+    check_rewards(
+        {"domains": {"d": {"env": "qa", "rewards": [{"name": f"{HERE}:Plain"}]}}, "rewardhub": {}}
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("NoScore", f"class NoScore (incomplete_classes.py:{line(CLASSES.NoScore)}) has no method score(self, sample)"),
+        (
+            "NoScore",
+            f"class NoScore (incomplete_classes.py:{line(CLASSES.NoScore)}) has no method score(self, sample)",
+        ),
         (
             "NoSample",
             f"score(self) -> 'float' (incomplete_classes.py:{line(CLASSES.NoSample.score)}) must take (self, sample)",
@@ -69,7 +77,12 @@ def test_what_is_whole_passes() -> None:
 )
 def test_a_reward(name: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_rewards({"domains": {"d": {"env": "qa", "rewards": [{"name": f"{HERE}:{name}"}]}}, "rewardhub": {}})
+        check_rewards(
+            {
+                "domains": {"d": {"env": "qa", "rewards": [{"name": f"{HERE}:{name}"}]}},
+                "rewardhub": {},
+            }
+        )
     assert str(caught.value) == f"domains.d.rewards.0.name: '{HERE}:{name}' is not allowed; {says}"
     loaded = RewardWorker().answer(protocol.LoadRewardRequest(f"{HERE}:{name}", {}))
     assert isinstance(loaded, protocol.ScoreFailureReply)
@@ -78,5 +91,8 @@ def test_a_reward(name: str, says: str) -> None:
 
 def test_a_file_that_fails_to_import_says_where(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import json\n\njson.loads('{')\n")
-    with pytest.raises(ConfigError, match=r"mine\.py fails to import: JSONDecodeError: .* \(mine\.py:3 in <module>\)$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"mine\.py fails to import: JSONDecodeError: .* \(mine\.py:3 in <module>\)$",
+    ):
         load_domain("d", DomainSection(env=f"{tmp_path}/mine.py:Mine"))

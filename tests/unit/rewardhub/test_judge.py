@@ -1,5 +1,5 @@
-"""The reward ``judge`` against an endpoint that answers from a script: scores, repeats, refusals, keys, the cache, and
-its process.
+"""The reward ``judge`` against an endpoint that answers from a script: scores, repeats, refusals,
+keys, the cache, and its process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ def sample(response: str = "four", **fields: Any) -> Sample:
 
 
 def said(text: str) -> tuple[int, Any]:
-    return 200, {"choices": [{"message": {"content": text}}], "usage": {"prompt_tokens": 100, "completion_tokens": 20}}
+    return 200, {
+        "choices": [{"message": {"content": text}}],
+        "usage": {"prompt_tokens": 100, "completion_tokens": 20},
+    }
 
 
 class Endpoint:
@@ -51,7 +54,8 @@ class Endpoint:
         self.keys.add(request.headers.get("Authorization"))
         if request.method == "GET":
             return web.json_response(
-                {"data": [{"id": name} for name in self.models]} if self.status == 200 else {}, status=self.status
+                {"data": [{"id": name} for name in self.models]} if self.status == 200 else {},
+                status=self.status,
             )
         self.asked.append(await request.json())
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
@@ -82,7 +86,9 @@ async def serve(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[Endp
 
 
 async def judge(url: str, **args: Any) -> JudgeReward:
-    made = JudgeReward(JudgeArgs(base_url=url, api_key=SecretRef(env="JUDGE_KEY"), backoff_s=0.01, **args))
+    made = JudgeReward(
+        JudgeArgs(base_url=url, api_key=SecretRef(env="JUDGE_KEY"), backoff_s=0.01, **args)
+    )
     await made.start()
     return made
 
@@ -93,10 +99,19 @@ async def close(made: JudgeReward) -> None:
 
 async def test_a_score_its_tokens_and_its_cost(serve: Any) -> None:
     endpoint = Endpoint(said("Right. Score: 3 at first, but on reflection\n**Score:** 7.5"))
-    made = await judge(await serve(endpoint), price_in=2.0, price_out=10.0, system_prompt="be strict")
+    made = await judge(
+        await serve(endpoint), price_in=2.0, price_out=10.0, system_prompt="be strict"
+    )
     scored = await made.score(sample("I say {reference} and {low}"))
     assert scored.value == 0.75
-    notes = {"tokens_in": 100, "tokens_out": 20, "cost": 0.0004, "cached": 0.0, "asked": 1.0, "truncated": 0.0}
+    notes = {
+        "tokens_in": 100,
+        "tokens_out": 20,
+        "cost": 0.0004,
+        "cached": 0.0,
+        "asked": 1.0,
+        "truncated": 0.0,
+    }
     assert scored.notes == notes
     (asked,) = endpoint.asked
     assert (asked["model"], asked["temperature"], asked["max_tokens"]) == ("m1", 0.0, 1024)
@@ -107,7 +122,12 @@ async def test_a_score_its_tokens_and_its_cost(serve: Any) -> None:
     assert user["content"].endswith("where N is a number from 0 to 10.")
     assert endpoint.keys == {f"Bearer {KEY}"}
     again = await made.score(sample("I say {reference} and {low}"))
-    assert (again.value, again.notes["cost"], again.notes["cached"], len(endpoint.asked)) == (0.75, 0.0, 1.0, 1)
+    assert (again.value, again.notes["cost"], again.notes["cached"], len(endpoint.asked)) == (
+        0.75,
+        0.0,
+        1.0,
+        1,
+    )
     await close(made)
 
 
@@ -131,9 +151,16 @@ async def test_an_answer_without_a_score_is_asked_for_again_and_never_a_zero(ser
     scored = await made.score(sample())
     assert (scored.value, scored.notes["asked"], scored.notes["tokens_in"]) == (0.2, 3.0, 300)
     last = endpoint.asked[-1]["messages"]
-    assert [message["role"] for message in last] == ["user", "assistant", "user", "assistant", "user"]
+    assert [message["role"] for message in last] == [
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+        "user",
+    ]
     assert (
-        last[2]["content"] == "That holds no line `Score: N` with a number N from 0 to 10. Answer with that line alone."
+        last[2]["content"]
+        == "That holds no line `Score: N` with a number N from 0 to 10. Answer with that line alone."
     )
     endpoint.answers = [said("no idea")]
     line = r"^domain 'essays', task 3: the judge gave no score from 0 to 10 in 3 answers; the last ends 'no idea'$"
@@ -162,7 +189,8 @@ async def test_busy_endpoints_are_tried_again_and_refusals_are_not(serve: Any) -
     assert (await made.score(sample())).value == 0.1
     endpoint.answers = [busy]
     with pytest.raises(
-        RuntimeError, match=r"^domain 'essays', task 3: http://.* gave no answer in 3 tries: 503: overloaded$"
+        RuntimeError,
+        match=r"^domain 'essays', task 3: http://.* gave no answer in 3 tries: 503: overloaded$",
     ):
         await made.score(sample("b"))
     endpoint.answers, endpoint.asked = [(401, {"error": {"message": f"no such key: {KEY}"}})], []
@@ -209,10 +237,16 @@ async def test_what_can_be_known_at_the_start(serve: Any, endpoint: Endpoint, li
         await judge(await serve(endpoint))
 
 
-async def test_its_process_takes_many_at_once_within_the_limit_and_is_replaced_when_it_dies(serve: Any) -> None:
+async def test_its_process_takes_many_at_once_within_the_limit_and_is_replaced_when_it_dies(
+    serve: Any,
+) -> None:
     endpoint = Endpoint(said("Score: 5"))
     endpoint.delay_s = 0.2
-    args = {"base_url": await serve(endpoint), "api_key": {"env": "JUDGE_KEY"}, "max_concurrency": 4}
+    args = {
+        "base_url": await serve(endpoint),
+        "api_key": {"env": "JUDGE_KEY"},
+        "max_concurrency": 4,
+    }
     reward, hosts = RewardConfig(name="judge", args=args), RewardProcesses()
     await hosts.start({"domains.essays.rewards.0": reward})
     try:
@@ -231,16 +265,22 @@ async def test_its_process_takes_many_at_once_within_the_limit_and_is_replaced_w
         assert (await hosts.score(reward, sample("late"))).value == 0.5
         assert hosts.num_killed == 1
         endpoint.answers = [(404, {"error": {"message": "no such model"}})]
-        with pytest.raises(ScoreError, match=r"^judge: domain 'essays', task 3: http.*404: no such model$") as caught:
+        with pytest.raises(
+            ScoreError, match=r"^judge: domain 'essays', task 3: http.*404: no such model$"
+        ) as caught:
             await hosts.score(reward, sample("refused"))
         assert not caught.value.retry
     finally:
         await hosts.close()
 
 
-async def test_a_process_that_says_nothing_any_more_is_killed(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_says_nothing_any_more_is_killed(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rewardhub.reward_processes.GRACE_S", 0.1)
-    reward = RewardConfig(name="judge", args={"base_url": await serve(Endpoint(said("Score: 5"))), "timeout_s": 0.5})
+    reward = RewardConfig(
+        name="judge", args={"base_url": await serve(Endpoint(said("Score: 5"))), "timeout_s": 0.5}
+    )
     hosts = RewardProcesses()
     await hosts.start({"domains.essays.rewards.0": reward})
     try:
@@ -255,8 +295,13 @@ async def test_a_process_that_says_nothing_any_more_is_killed(serve: Any, monkey
         await hosts.close()
 
 
-async def test_an_endpoint_that_does_not_take_the_key_ends_the_hub_with_one_line(serve: Any) -> None:
-    args = {"base_url": await serve(Endpoint(said("x"), status=403)), "api_key": {"env": "JUDGE_KEY"}}
+async def test_an_endpoint_that_does_not_take_the_key_ends_the_hub_with_one_line(
+    serve: Any,
+) -> None:
+    args = {
+        "base_url": await serve(Endpoint(said("x"), status=403)),
+        "api_key": {"env": "JUDGE_KEY"},
+    }
     hosts = RewardProcesses()
     with pytest.raises(
         UserError,

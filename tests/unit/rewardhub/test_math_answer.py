@@ -12,7 +12,10 @@ from rewardhub.rewards.base import NoScore, ResponseFault, Sample, Scored
 
 # Rows in the manner of grade-school word problems: worked solution, then the marker and the number.
 ROWS = [
-    ("Ann has 3 bags with 14 apples each. How many apples?", "She has 3*14 = <<3*14=42>>42 apples.\n#### 42"),
+    (
+        "Ann has 3 bags with 14 apples each. How many apples?",
+        "She has 3*14 = <<3*14=42>>42 apples.\n#### 42",
+    ),
     (
         "A car costs $18,000 and a van twice that. Price of the van?",
         "2 x 18,000 = <<2*18000=36000>>36,000 dollars.\n#### 36,000",
@@ -145,7 +148,8 @@ def test_bare_formulas_are_references(reference: str, right: str, wrong: str) ->
 
 
 @pytest.mark.parametrize(
-    "response", ["Yes.", "#### **yes**", r"\boxed{\text{yes}}", "I thought long.\nThe answer is yes."]
+    "response",
+    ["Yes.", "#### **yes**", r"\boxed{\text{yes}}", "I thought long.\nThe answer is yes."],
 )
 def test_a_reference_in_words_is_compared_as_words(response: str) -> None:
     assert score(response, "yes") == Scored(1.0, {"by_text": 1.0})

@@ -1,4 +1,6 @@
-"""Verdicts of the math reward on structures, notations, thinking and prose; no answer voids its group."""
+"""Verdicts of the math reward on structures, notations, thinking and prose; no answer voids its
+group.
+"""
 
 from __future__ import annotations
 
@@ -37,16 +39,25 @@ def value_of(score: Any, response: str, reference: str) -> float:
     "formula",
     [
         *(r"1 \le i \le 5", "i<2", "(1,i)", "[i,1]", r"\max(i,j)", r"\sum_{n=1}^{\infty} 1"),
-        *(r"\lfloor \frac{1}{0} \rfloor", r"\log_1 2", r"x \equiv 1 \pmod 0", r"\begin{pmatrix}1&2\\3\end{pmatrix}"),
+        *(
+            r"\lfloor \frac{1}{0} \rfloor",
+            r"\log_1 2",
+            r"x \equiv 1 \pmod 0",
+            r"\begin{pmatrix}1&2\\3\end{pmatrix}",
+        ),
         *(r"\begin{pmatrix}0&0\\0&0\end{pmatrix}^{-1}", r"\int_0^{\infty} x dx", r"\sqrt[0]{2}"),
     ],
 )
-def test_a_formula_on_which_sympy_raises_is_wrong_against_numbers_and_like_itself(score: Any, formula: str) -> None:
+def test_a_formula_on_which_sympy_raises_is_wrong_against_numbers_and_like_itself(
+    score: Any, formula: str
+) -> None:
     assert value_of(score, rf"\boxed{{{formula}}}", "42") == 0.0
     assert value_of(score, rf"\boxed{{{formula}}}", rf"\boxed{{{formula}}}") == 1.0
 
 
-def test_an_exception_of_a_library_is_a_fault_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_of_a_library_is_a_fault_of_the_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(*_args: object) -> bool:
         raise ArithmeticError("no value")
 
@@ -58,7 +69,9 @@ def test_an_exception_of_a_library_is_a_fault_of_the_answer(monkeypatch: pytest.
     assert score(sample(r"\boxed{x+1}", "x + 1")) == 1.0  # written alike, so nothing is computed
 
 
-def test_an_exception_outside_the_comparison_of_expressions_is_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_outside_the_comparison_of_expressions_is_one_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(_text: str) -> None:
         raise ZeroDivisionError
 
@@ -98,7 +111,9 @@ def test_an_exception_outside_the_comparison_of_expressions_is_one_too(monkeypat
         ("$x^2/4 + y^2/3 = 1$", r"\boxed{3x^2 + 4y^2 = 12}", r"\boxed{3x^2 + 4y^2 = 11}"),
     ],
 )
-def test_a_structure_is_never_read_as_its_last_number(score: Any, reference: str, right: str, wrong: str) -> None:
+def test_a_structure_is_never_read_as_its_last_number(
+    score: Any, reference: str, right: str, wrong: str
+) -> None:
     assert value_of(score, right, reference) == 1.0
     assert value_of(score, wrong, reference) == 0.0
 
@@ -117,7 +132,9 @@ def test_a_structure_is_never_read_as_its_last_number(score: Any, reference: str
         ("drop", "<think>" + r"so \boxed{42}" * 3000, 0.0),
     ],
 )
-def test_only_what_follows_the_thinking_counts(thinking: str, response: str, expected: float) -> None:
+def test_only_what_follows_the_thinking_counts(
+    thinking: str, response: str, expected: float
+) -> None:
     assert loading.load("math_answer", {"thinking": thinking})(sample(response, "42")) == expected
 
 

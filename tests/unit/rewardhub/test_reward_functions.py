@@ -134,7 +134,10 @@ def test_a_dotted_path(monkeypatch: pytest.MonkeyPatch) -> None:
             "domains.qa.rewards.0.args: {'max_tokens': 10, 'cache_tokens': 11} is not allowed; expected cache_tokens "
             "up to max_tokens (10)",
         ),
-        ({"name": "reward_model"}, "domains.qa.rewards.0.args.path: None is not allowed; it must be given"),
+        (
+            {"name": "reward_model"},
+            "domains.qa.rewards.0.args.path: None is not allowed; it must be given",
+        ),
         (
             {"name": "judge", "args": {"base_url": "http://x/v1", "template": "{prompt}"}},
             "domains.qa.rewards.0.args.template: '{prompt}' is not allowed; it must hold {response}; also allowed: "
@@ -154,9 +157,13 @@ def test_check_names_key_value_and_what_is_allowed(reward: dict[str, Any], line:
 
 
 def test_a_bare_name_is_told_how_it_is_written() -> None:
-    line = r"^domains\.qa\.rewards\.0: 'mine\.py:short' is not allowed; write {name: mine\.py:short}$"
+    line = (
+        r"^domains\.qa\.rewards\.0: 'mine\.py:short' is not allowed; write {name: mine\.py:short}$"
+    )
     with pytest.raises(ConfigError, match=line):
-        runspec.validate({"domains": {"qa": {"env": "qa", "rewards": ["mine.py:short"]}}}, checks=())
+        runspec.validate(
+            {"domains": {"qa": {"env": "qa", "rewards": ["mine.py:short"]}}}, checks=()
+        )
 
 
 def test_check_takes_what_is_right() -> None:
@@ -166,9 +173,13 @@ def test_check_takes_what_is_right() -> None:
         "judge": {"base_url": "http://127.0.0.1:1/v1"},
         "reward_model": {"path": "no/model-is-looked-for-yet"},
     }
-    rewards: list[dict[str, Any]] = [{"name": name, "args": needed.get(name, {})} for name in REWARDS]
+    rewards: list[dict[str, Any]] = [
+        {"name": name, "args": needed.get(name, {})} for name in REWARDS
+    ]
     rewards += [{"name": f"{HERE}:scaled", "args": {"factor": 2}, "pool": "slow"}]
-    config.check({"domains": {"qa": {"env": "qa", "rewards": rewards}, "lake": {"env": "frozenlake"}}})
+    config.check(
+        {"domains": {"qa": {"env": "qa", "rewards": rewards}, "lake": {"env": "frozenlake"}}}
+    )
 
 
 def test_a_reward_that_may_outlast_the_hub_is_refused() -> None:
@@ -211,7 +222,9 @@ def test_a_response_that_takes_too_long_to_match_is_at_fault_itself() -> None:
         ({"pattern": "so", "where": "start"}, "so it is", 1.0),
     ],
 )
-def test_a_form_that_a_response_has_or_has_not(args: dict[str, Any], response: str, value: float) -> None:
+def test_a_form_that_a_response_has_or_has_not(
+    args: dict[str, Any], response: str, value: float
+) -> None:
     assert loading.load("format", args)(sample(response)) == value
 
 

@@ -1,5 +1,5 @@
-"""The contract of rewards, over their registry: arguments are checked, scores are finite, and equal samples score
-equally.
+"""The contract of rewards, over their registry: arguments are checked, scores are finite, and equal
+samples score equally.
 """
 
 from __future__ import annotations
@@ -19,12 +19,18 @@ from rewardhub.rewards import REWARDS
 from rewardhub.rewards.base import Sample
 from rewardhub.worker import RewardWorker
 
-# The least arguments of each, a response and its reference, and the score; None: another process or a model scores it.
+# The least arguments of each, a response and its reference, and the score; None: another process or
+# a model scores it.
 CASES: dict[str, tuple[dict[str, Any], str, str, float | None]] = {
     "math_answer": ({}, "So 2 + 2 is #### 4", "#### 4", 1.0),
     "format": ({"pattern": "<answer>.*</answer>"}, "<answer>4</answer>", "", 1.0),
     "length": ({"max_tokens": 10, "cache_tokens": 4}, "x", "", -0.5),
-    "code": ({}, "```python\ndef f(x): return x + 1\n```", json.dumps(["assert f(1) == 2", "assert f(1) == 3"]), 0.5),
+    "code": (
+        {},
+        "```python\ndef f(x): return x + 1\n```",
+        json.dumps(["assert f(1) == 2", "assert f(1) == 3"]),
+        0.5,
+    ),
     "judge": ({"base_url": "http://127.0.0.1:9/v1"}, "", "", None),
     "reward_model": ({"path": "somebody/model"}, "", "", None),
 }

@@ -1,5 +1,5 @@
-"""Where a group goes and what its reward becomes, without a broker; any order of answers and failures gives the
-same.
+"""Where a group goes and what its reward becomes, without a broker; any order of answers and
+failures gives the same.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ REWARDS = [
 
 
 def trajectory(
-    episode: int = 0, reward: float = 0.0, parts: dict[str, float] | None = None, success: bool = False
+    episode: int = 0,
+    reward: float = 0.0,
+    parts: dict[str, float] | None = None,
+    success: bool = False,
 ) -> wire.Trajectory:
     return wire.Trajectory(
         episode=episode,
@@ -42,7 +45,9 @@ def trajectory(
         loss_mask=wire.column([0, 1, 1], "|u1"),
         logprobs=wire.column([0, -1, -2], "<f4"),
         version_runs=wire.column([4, 2], "<i4"),
-        turns=[wire.Turn(start=1, end=3, reward=reward, valid=True, finish_reason="stop", server="r1")],
+        turns=[
+            wire.Turn(start=1, end=3, reward=reward, valid=True, finish_reason="stop", server="r1")
+        ],
         reward=reward,
         reward_parts=parts or {},
         success=success,
@@ -60,7 +65,9 @@ def group(pools: list[str], *trajectories: wire.Trajectory, eval_step: int = -1)
     )  # fmt: skip
 
 
-def finish(scoring: GroupScoring, values: Mapping[tuple[int, int], Value | Scored]) -> ForwardAction:
+def finish(
+    scoring: GroupScoring, values: Mapping[tuple[int, int], Value | Scored]
+) -> ForwardAction:
     asks = scoring.start()
     for ask in asks:
         assert isinstance(ask, ScoreAction)
@@ -86,14 +93,29 @@ def test_rewards_of_this_pool_are_added_by_weight_and_the_group_goes_to_the_next
     assert (forward.stream, forward.key) == (EPISODES, "slow")
     assert forward.group.pools == ["slow"]
     first, second = forward.group.trajectories
-    assert (first.reward, first.reward_parts, first.success) == (2.0 - 3.0, {"math_answer": 1.0, "length": 3.0}, True)
-    assert (second.reward, second.reward_parts, second.success) == (-5.0, {"math_answer": 0.0, "length": 5.0}, False)
+    assert (first.reward, first.reward_parts, first.success) == (
+        2.0 - 3.0,
+        {"math_answer": 1.0, "length": 3.0},
+        True,
+    )
+    assert (second.reward, second.reward_parts, second.success) == (
+        -5.0,
+        {"math_answer": 0.0, "length": 5.0},
+        False,
+    )
     # The next pool adds to it and leaves success alone, which the first reward decided.
-    last = finish(GroupScoring(forward.group, REWARDS, 2), {(0, 1): {"short": 1.0, "calm": 2.0}, (1, 1): 4.0})
+    last = finish(
+        GroupScoring(forward.group, REWARDS, 2), {(0, 1): {"short": 1.0, "calm": 2.0}, (1, 1): 4.0}
+    )
     assert (last.stream, last.key, last.group.pools) == (SAMPLES, "", [])
     first, second = last.group.trajectories
     assert (first.reward, first.success) == (0.5, True)
-    assert first.reward_parts == {"math_answer": 1.0, "length": 3.0, "style/short": 1.0, "style/calm": 2.0}
+    assert first.reward_parts == {
+        "math_answer": 1.0,
+        "length": 3.0,
+        "style/short": 1.0,
+        "style/calm": 2.0,
+    }
     assert (second.reward, second.reward_parts["style"], second.success) == (-3.0, 4.0, False)
 
 
@@ -102,7 +124,9 @@ def test_notes_are_shown_and_count_nothing() -> None:
         (0, 0): Scored(0.5, {"compiled": 1.0}),
         (0, 2): Scored({"a": 1.0, "b": 2.0}, {"c": 9.0}),
     }
-    first = finish(GroupScoring(group(["default"], trajectory(0)), REWARDS, 2), values).group.trajectories[0]
+    first = finish(
+        GroupScoring(group(["default"], trajectory(0)), REWARDS, 2), values
+    ).group.trajectories[0]
     assert (first.reward, first.success) == (2.0 * 0.5 - 3.0, False)
     assert first.reward_parts == {
         "math_answer": 0.5,
@@ -120,19 +144,33 @@ def test_everything_else_about_the_group_stays() -> None:
     assert restored == before
     for old, new in zip(before.trajectories, after.trajectories, strict=True):
         assert (
-            msgspec.structs.replace(new, reward=old.reward, reward_parts=old.reward_parts, success=old.success) == old
+            msgspec.structs.replace(
+                new, reward=old.reward, reward_parts=old.reward_parts, success=old.success
+            )
+            == old
         )
     codec.encode(after)
 
 
 def test_an_environment_with_a_reward_of_its_own_decides_success() -> None:
     mine = trajectory(0, reward=1.0, parts={"env": 1.0}, success=False)
-    scored = finish(GroupScoring(group(["default"], mine), REWARDS[:1], 0), {(0, 0): 1.0}).group.trajectories[0]
-    assert (scored.reward, scored.success, scored.reward_parts) == (3.0, False, {"env": 1.0, "math_answer": 1.0})
+    scored = finish(
+        GroupScoring(group(["default"], mine), REWARDS[:1], 0), {(0, 0): 1.0}
+    ).group.trajectories[0]
+    assert (scored.reward, scored.success, scored.reward_parts) == (
+        3.0,
+        False,
+        {"env": 1.0, "math_answer": 1.0},
+    )
 
 
 def test_an_evaluation_ends_in_its_own_log() -> None:
-    assert finish(GroupScoring(group(["default"], eval_step=0), REWARDS[:1], 0), {(0, 0): 1, (1, 0): 0}).stream is EVALS
+    assert (
+        finish(
+            GroupScoring(group(["default"], eval_step=0), REWARDS[:1], 0), {(0, 0): 1, (1, 0): 0}
+        ).stream
+        is EVALS
+    )
 
 
 def test_a_pool_without_rewards_passes_the_group_on() -> None:
@@ -156,7 +194,9 @@ def test_a_failure_is_tried_again_a_bounded_number_of_times_and_then_closes() ->
 def test_what_cannot_go_better_closes_at_once() -> None:
     scoring = GroupScoring(group(["default"]), REWARDS[:1], 2)
     scoring.start()
-    assert scoring.failed(ScoreAction(1, 0), "nan", retry=False) == [CloseAction("reward_error", "episode 1: nan")]
+    assert scoring.failed(ScoreAction(1, 0), "nan", retry=False) == [
+        CloseAction("reward_error", "episode 1: nan")
+    ]
     assert scoring.failed(ScoreAction(0, 0), "nan", retry=True) == []
 
 
@@ -208,13 +248,19 @@ def brought(
 
 
 @given(st.data())
-def test_scores_that_a_group_brings_along_give_the_same_group_and_are_not_computed_again(data: st.DataObject) -> None:
+def test_scores_that_a_group_brings_along_give_the_same_group_and_are_not_computed_again(
+    data: st.DataObject,
+) -> None:
     num = data.draw(st.integers(1, 4))
     before = group(["default", "slow"], *(trajectory(i, reward=0.1 * i) for i in range(num)))
-    value = {(t, r): Scored(0.3 * t + 0.7 * r, {"n": float(t)}) for t in range(num) for r in range(3)}
+    value = {
+        (t, r): Scored(0.3 * t + 0.7 * r, {"n": float(t)}) for t in range(num) for r in range(3)
+    }
     known = data.draw(st.sets(st.sampled_from(sorted(value))))
     mine = {0, 2}
-    without = finish(GroupScoring(before, REWARDS, 0), {key: one for key, one in value.items() if key[1] in mine})
+    without = finish(
+        GroupScoring(before, REWARDS, 0), {key: one for key, one in value.items() if key[1] in mine}
+    )
     ahead = msgspec.structs.replace(before, scores=brought({key: value[key] for key in known}))
     ahead = codec.decode(codec.encode(ahead), wire.Group)
     scoring = GroupScoring(ahead, REWARDS, 0)
@@ -242,13 +288,17 @@ def test_scores_of_other_rewards_are_not_used() -> None:
     scores = brought({(0, 0): Scored(1.0), (0, 2): Scored(1.0)}, changed)
     there = msgspec.structs.replace(group(["default"], trajectory(0)), scores=scores)
     assert GroupScoring(there, REWARDS, 0).start() == [ScoreAction(0, 0), ScoreAction(0, 2)]
-    unknown = [wire.EpisodeScores(episode=5, rewards=rewards_digest(REWARDS), scores=scores[0].scores)]
+    unknown = [
+        wire.EpisodeScores(episode=5, rewards=rewards_digest(REWARDS), scores=scores[0].scores)
+    ]
     there = msgspec.structs.replace(there, scores=unknown)
     assert GroupScoring(there, REWARDS, 0).start() == [ScoreAction(0, 0), ScoreAction(0, 2)]
 
 
 def test_scores_of_another_hub_do_not_prove_that_a_reward_works_here() -> None:
-    there = msgspec.structs.replace(group(["default"]), scores=brought({(0, 0): Scored(1.0)}, REWARDS[:1]))
+    there = msgspec.structs.replace(
+        group(["default"]), scores=brought({(0, 0): Scored(1.0)}, REWARDS[:1])
+    )
     scoring = GroupScoring(there, REWARDS[:1], 0)
     assert scoring.start() == [ScoreAction(1, 0)]
     (close,) = scoring.failed(ScoreAction(1, 0), "no memory", retry=True)
@@ -266,7 +316,10 @@ def test_what_is_not_even_begun() -> None:
     for wrong, line in (
         (group(["slow"]), "in the queue of pool default, but its pools are ['slow']"),
         (group([]), "in the queue of pool default, but its pools are []"),
-        (msgspec.structs.replace(group(["default"]), domain="lake"), "domain 'lake' is not a domain of the run: qa"),
+        (
+            msgspec.structs.replace(group(["default"]), domain="lake"),
+            "domain 'lake' is not a domain of the run: qa",
+        ),
     ):
         assert find_refusal(wrong, "default", DOMAINS, 1) == CloseAction("malformed", line)
 
@@ -281,7 +334,12 @@ def test_what_a_reward_sees() -> None:
         "qa",
         4,
     )
-    assert (seen.reward, seen.reward_parts, seen.success, seen.end) == (0.5, {"env": 0.5}, True, "terminated")
+    assert (seen.reward, seen.reward_parts, seen.success, seen.end) == (
+        0.5,
+        {"env": 0.5},
+        True,
+        "terminated",
+    )
     assert (seen.num_turns, seen.num_tokens, seen.metrics) == (1, 2, {"moves": 3.0})
     both = trajectory(3), trajectory(3)  # of step-independent samples, all of the episode's count
     of_two = sample_of(group(["default"], *both, trajectory(4)), both[1])
@@ -291,6 +349,7 @@ def test_what_a_reward_sees() -> None:
 @pytest.mark.parametrize("weight", [0.0, -2.5, 1e6])
 def test_weights(weight: float) -> None:
     scored = finish(
-        GroupScoring(group(["default"], trajectory()), [RewardConfig(name="m", weight=weight)], 0), {(0, 0): 0.25}
+        GroupScoring(group(["default"], trajectory()), [RewardConfig(name="m", weight=weight)], 0),
+        {(0, 0): 0.25},
     ).group.trajectories[0]
     assert (scored.reward, scored.reward_parts) == (weight * 0.25, {"m": 0.25})

@@ -1,4 +1,6 @@
-"""The reward hub's decisions under any interleaving of many groups, answers, failures and hand-backs."""
+"""The reward hub's decisions under any interleaving of many groups, answers, failures and
+hand-backs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from broker.contract import codec, wire
 from broker.contract.streams import EPISODES, EVALS, MAX_DELIVERIES, SAMPLES
 from broker.settings.config import DomainSection
 from rewardhub.config import reward_labels
-from rewardhub.routing import Action, CloseAction, ForwardAction, GroupScoring, ScoreAction, find_refusal
+from rewardhub.routing import (
+    Action,
+    CloseAction,
+    ForwardAction,
+    GroupScoring,
+    ScoreAction,
+    find_refusal,
+)
 
 MAX_RETRIES = 2
 DOMAINS = {"qa": DomainSection(env="qa", rewards=REWARDS)}
@@ -35,12 +44,15 @@ class Job:
 
 
 class RewardHubMachine(RuleBasedStateMachine):
-    """Groups come, may come again, are scored in any order; each ends once, in the right place, with the right sum."""
+    """Groups come, may come again, are scored in any order; each ends once, in the right place,
+    with the right sum.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.jobs: dict[int, Job] = {}
-        self.queue: list[tuple[wire.Group, str, int]] = []  # group, pool whose queue it is in, deliveries so far
+        # group, pool whose queue it is in, deliveries so far
+        self.queue: list[tuple[wire.Group, str, int]] = []
         self.records: dict[int, list[str]] = {}  # ticket -> what stands in its log
         self.expected: dict[int, list[float]] = {}  # ticket -> each trajectory's reward so far
         self.next_ticket = self.next_key = 0
@@ -51,7 +63,9 @@ class RewardHubMachine(RuleBasedStateMachine):
             if isinstance(action, ScoreAction):
                 assert job.ending is None, "asks after the end"
                 assert 0 <= action.attempt <= MAX_RETRIES
-                assert REWARDS[action.reward].pool == job.group.pools[0], "scores what another pool must score"
+                assert REWARDS[action.reward].pool == job.group.pools[0], (
+                    "scores what another pool must score"
+                )
                 assert (action.trajectory, action.reward) not in job.scored, "scores twice"
                 job.waiting.append(action)
             else:
@@ -63,19 +77,23 @@ class RewardHubMachine(RuleBasedStateMachine):
         ending, ticket = job.ending, job.group.ticket
         log = EVALS if job.group.eval_step >= 0 else SAMPLES
         if isinstance(ending, CloseAction):
-            assert job.hopeless or max(job.failures.values()) == MAX_RETRIES + 1, "gave up too early"
+            assert job.hopeless or max(job.failures.values()) == MAX_RETRIES + 1, (
+                "gave up too early"
+            )
             self.records.setdefault(ticket, []).append("closed")
             return
         assert isinstance(ending, ForwardAction)
         codec.encode(ending.group)
         mine = [r for r in range(len(REWARDS)) if REWARDS[r].pool == job.group.pools[0]]
-        assert set(job.scored) == {(t, r) for t in range(len(job.group.trajectories)) for r in mine}, (
-            "not all are scored"
-        )
+        assert set(job.scored) == {
+            (t, r) for t in range(len(job.group.trajectories)) for r in mine
+        }, "not all are scored"
         for t, one in enumerate(ending.group.trajectories):
             self.expected[ticket][t] += sum(REWARDS[r].weight * job.scored[t, r] for r in mine)
             assert abs(one.reward - self.expected[ticket][t]) < 1e-9
-            assert {reward_labels(REWARDS)[r]: job.scored[t, r] for r in mine}.items() <= one.reward_parts.items()
+            assert {
+                reward_labels(REWARDS)[r]: job.scored[t, r] for r in mine
+            }.items() <= one.reward_parts.items()
         left = job.group.pools[1:]
         assert ending.group.pools == left
         assert (ending.stream, ending.key) == ((EPISODES, left[0]) if left else (log, ""))
@@ -90,7 +108,8 @@ class RewardHubMachine(RuleBasedStateMachine):
         pools = list(POOLS) if both else [POOLS[0]]
         made = group(pools, *(trajectory(i) for i in range(num)), eval_step=5 if evaluated else -1)
         made = wire.Group(
-            **{name: getattr(made, name) for name in made.__struct_fields__} | {"ticket": self.next_ticket}
+            **{name: getattr(made, name) for name in made.__struct_fields__}
+            | {"ticket": self.next_ticket}
         )
         self.expected[self.next_ticket] = [0.0] * num
         self.queue.append((made, pools[0], 0))
@@ -129,7 +148,9 @@ class RewardHubMachine(RuleBasedStateMachine):
     def a_worker_fails(self, data: st.DataObject, retry: bool) -> None:
         key, job, ask = self.pick(data)
         if job.ending is None:
-            job.failures[ask.trajectory, ask.reward] = job.failures.get((ask.trajectory, ask.reward), 0) + 1
+            job.failures[ask.trajectory, ask.reward] = (
+                job.failures.get((ask.trajectory, ask.reward), 0) + 1
+            )
             job.hopeless = job.hopeless or not retry
         self.perform(key, job.scoring.failed(ask, "x", retry=retry))
 
@@ -137,7 +158,9 @@ class RewardHubMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_hub_dies_or_hands_back(self, data: st.DataObject) -> None:
         """Nothing was stored: the group comes again as it was."""
-        key = data.draw(st.sampled_from([key for key, job in self.jobs.items() if job.ending is None]))
+        key = data.draw(
+            st.sampled_from([key for key, job in self.jobs.items() if job.ending is None])
+        )
         job = self.jobs.pop(key)
         self.queue.append((job.group, job.group.pools[0], job.delivered))
 

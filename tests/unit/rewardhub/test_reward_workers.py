@@ -48,9 +48,14 @@ async def workers() -> AsyncIterator[RewardWorkerPool]:
 
 
 async def test_many_scores_at_once(workers: RewardWorkerPool) -> None:
-    values = await asyncio.gather(*(workers.score(reward("length"), sample("x" * n)) for n in range(50)))
+    values = await asyncio.gather(
+        *(workers.score(reward("length"), sample("x" * n)) for n in range(50))
+    )
     assert [one.value for one in values] == [float(n) for n in range(50)]
-    assert (await workers.score(reward("parts"), sample("p"))).value == {"brevity": -1.0, "grounded": 1.0}
+    assert (await workers.score(reward("parts"), sample("p"))).value == {
+        "brevity": -1.0,
+        "grounded": 1.0,
+    }
     assert workers.num_killed == 0
 
 
@@ -58,8 +63,12 @@ async def test_math_answers_in_a_worker(workers: RewardWorkerPool) -> None:
     slow_import = RewardWorkerPool(1, 30.0, [RewardConfig(name="math_answer")])
     await slow_import.start()
     try:
-        assert (await slow_import.score(RewardConfig(name="math_answer"), sample("#### 42"))).value == 1.0
-        assert (await slow_import.score(RewardConfig(name="math_answer"), sample("#### 43"))).value == 0.0
+        assert (
+            await slow_import.score(RewardConfig(name="math_answer"), sample("#### 42"))
+        ).value == 1.0
+        assert (
+            await slow_import.score(RewardConfig(name="math_answer"), sample("#### 43"))
+        ).value == 0.0
     finally:
         await slow_import.close()
 
@@ -73,7 +82,9 @@ async def test_math_answers_in_a_worker(workers: RewardWorkerPool) -> None:
         ("exits", r"exits: SystemExit: 3 \(reward_functions.py:42 in exits\)", 0),
     ],
 )
-async def test_a_bad_reward_costs_only_itself(workers: RewardWorkerPool, name: str, detail: str, killed: int) -> None:
+async def test_a_bad_reward_costs_only_itself(
+    workers: RewardWorkerPool, name: str, detail: str, killed: int
+) -> None:
     started = time.monotonic()
     bad = asyncio.create_task(workers.score(reward(name), sample()))
     good = await asyncio.gather(*(workers.score(reward("length"), sample("ok")) for _ in range(10)))
@@ -84,12 +95,19 @@ async def test_a_bad_reward_costs_only_itself(workers: RewardWorkerPool, name: s
     assert workers.num_killed == killed
     assert time.monotonic() - started < 60
     # Both places work again afterwards.
-    assert await asyncio.gather(*(workers.score(reward("length"), sample("ab")) for _ in range(4))) == [Scored(2.0)] * 4
+    assert (
+        await asyncio.gather(*(workers.score(reward("length"), sample("ab")) for _ in range(4)))
+        == [Scored(2.0)] * 4
+    )
 
 
 async def test_a_response_to_blame_gets_its_reward_at_once(workers: RewardWorkerPool) -> None:
-    assert await workers.score(reward("blames"), sample("costly")) == Scored(-1.0, {"too_costly": 1.0})
-    assert await workers.score(reward("blames_later"), sample("costly")) == Scored(-1.0, {"too_costly": 1.0})
+    assert await workers.score(reward("blames"), sample("costly")) == Scored(
+        -1.0, {"too_costly": 1.0}
+    )
+    assert await workers.score(reward("blames_later"), sample("costly")) == Scored(
+        -1.0, {"too_costly": 1.0}
+    )
     assert workers.num_killed == 0
 
 
@@ -99,7 +117,8 @@ async def test_costly_answers_neither_fail_nor_hold_up_their_neighbours() -> Non
     await pool.start()
     try:
         costly = [
-            rf"\boxed{{{formula}}}" for formula in (r"10^{10^{10}}", r"\binom{10^9}{5\cdot 10^8}", r"(x+y+z+w)^{200}")
+            rf"\boxed{{{formula}}}"
+            for formula in (r"10^{10^{10}}", r"\binom{10^9}{5\cdot 10^8}", r"(x+y+z+w)^{200}")
         ]
         answers = [*costly, *(f"#### {n}" for n in range(40))]
         scores = await asyncio.gather(*(pool.score(math, sample(answer)) for answer in answers))
@@ -182,7 +201,9 @@ async def test_a_reward_may_print(workers: RewardWorkerPool) -> None:
     assert (await workers.score(reward("length"), sample("abc"))).value == 3.0
 
 
-async def test_what_a_killed_worker_started_dies_with_it(workers: RewardWorkerPool, tmp_path: Path) -> None:
+async def test_what_a_killed_worker_started_dies_with_it(
+    workers: RewardWorkerPool, tmp_path: Path
+) -> None:
     with pytest.raises(ScoreError, match="no score within"):
         await workers.score(reward("forks", folder=str(tmp_path)), sample())
     for name in ("worker", "grandchild"):
@@ -202,7 +223,8 @@ async def test_cancelled_work_does_not_answer_the_next_question(workers: RewardW
     with pytest.raises(asyncio.CancelledError):
         await task
     assert (
-        await asyncio.gather(*(workers.score(reward("length"), sample("abcd")) for _ in range(4))) == [Scored(4.0)] * 4
+        await asyncio.gather(*(workers.score(reward("length"), sample("abcd")) for _ in range(4)))
+        == [Scored(4.0)] * 4
     )
 
 
@@ -244,10 +266,15 @@ async def test_slow_start_is_tried_again(
     await pool.close()
 
 
-async def test_a_start_that_fails_names_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_start_that_fails_names_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(workers_module, "START_S", (0.3, 0.6))
     pool = RewardWorkerPool(1, 5.0, [slow_reward(tmp_path, 9)])
-    with pytest.raises(UserError, match=r"did not load its rewards: no answer in .* of processor time .*; 2 attempts"):
+    with pytest.raises(
+        UserError,
+        match=r"did not load its rewards: no answer in .* of processor time .*; 2 attempts",
+    ):
         await pool.start()
     await pool.close()
     assert not pool._living
@@ -271,7 +298,10 @@ def test_workers_do_not_outlive_a_hub_that_is_killed(tmp_path: Path) -> None:
         "asyncio.run(main())\n"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[3],
     ) as hub:
         assert hub.stdout is not None
         pids = [int(pid) for pid in hub.stdout.readline().split()]
@@ -284,7 +314,9 @@ def test_workers_do_not_outlive_a_hub_that_is_killed(tmp_path: Path) -> None:
             time.sleep(0.05)
 
 
-async def test_a_machine_that_starts_no_process_is_nobodys_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_machine_that_starts_no_process_is_nobodys_zero(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pool = RewardWorkerPool(1, 5.0, [])
     real = workers_module.start
 
@@ -295,5 +327,6 @@ async def test_a_machine_that_starts_no_process_is_nobodys_zero(monkeypatch: pyt
     with pytest.raises(NoWorkerError, match="cannot start a worker process: out of processes"):
         await pool.score(reward("length"), sample())
     monkeypatch.setattr(workers_module, "start", real)
-    assert (await pool.score(reward("length"), sample("abc"))).value == 3.0  # the place was not lost
+    # the place was not lost
+    assert (await pool.score(reward("length"), sample("abc"))).value == 3.0
     await pool.close()

@@ -50,7 +50,9 @@ class Scorers:
             await self.release.wait()
             if self.error is not None and reward.name in self.fails:
                 raise self.error
-            return Scored(self.value if reward.name == "my.py:right" else {"a": 2.0, "b": 1.0}, {"note": 7.0})
+            return Scored(
+                self.value if reward.name == "my.py:right" else {"a": 2.0, "b": 1.0}, {"note": 7.0}
+            )
         finally:
             self.idle += 1
 
@@ -58,7 +60,11 @@ class Scorers:
 def ahead(scorers: Any, takes: bool = True) -> AheadScorer:
     bus: Any = None
     return AheadScorer(
-        bus, scorers, lambda: {"qa": DomainSection(env="qa", rewards=REWARDS)}, lambda _: takes, SpanRecorder()
+        bus,
+        scorers,
+        lambda: {"qa": DomainSection(env="qa", rewards=REWARDS)},
+        lambda _: takes,
+        SpanRecorder(),
     )
 
 
@@ -73,7 +79,13 @@ async def test_a_pool_gives_the_scores_of_all_its_rewards_and_the_reward_with_th
             wire.RewardScore(reward="brief", value={"a": 2.0, "b": 1.0}, notes={"note": 7.0}),
         ],
         reward=0.5 + 2.0 - 3.0,
-        reward_parts={"right": 1.0, "right/note": 7.0, "brief/a": 2.0, "brief/b": 1.0, "brief/note": 7.0},
+        reward_parts={
+            "right": 1.0,
+            "right/note": 7.0,
+            "brief/a": 2.0,
+            "brief/b": 1.0,
+            "brief/note": 7.0,
+        },
         success=True,
     )
 
@@ -141,7 +153,10 @@ async def test_what_cannot_be_sent_or_computed_is_answered_without_scores(
 ) -> None:
     """Twice 1e308 is infinite; None: the dispatcher raises an error that it should not."""
     scorers = Scorers()
-    scorers.error, scorers.value = (KeyError("made to fail") if value is None else None), value or 0.0
+    scorers.error, scorers.value = (
+        (KeyError("made to fail") if value is None else None),
+        value or 0.0,
+    )
     scorers.release.set()
     assert await ahead(scorers).answer("default", REQUEST) == wire.EpisodeScoreReply()
     assert ("made to fail" if value is None else "EpisodeScoreReply.reward") in caplog.text
@@ -152,10 +167,16 @@ async def test_a_domain_that_the_run_does_not_have_gets_no_scores() -> None:
     assert await ahead(Scorers()).answer("default", other) == wire.EpisodeScoreReply()
 
 
-async def test_requests_that_arrive_together_share_the_free_places_of_a_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_that_arrive_together_share_the_free_places_of_a_judge(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     judge = RewardConfig(name="my.py:judge")
-    monkeypatch.setattr(loading, "concurrency_of", lambda _: loading.ConcurrencySettings(1, 9.0, on_gpu=False))
-    scorers = ScoreDispatcher({"r": judge}, num_workers=1, timeout_s=9.0, memory_mib=None, gpu_numbers=[])
+    monkeypatch.setattr(
+        loading, "concurrency_of", lambda _: loading.ConcurrencySettings(1, 9.0, on_gpu=False)
+    )
+    scorers = ScoreDispatcher(
+        {"r": judge}, num_workers=1, timeout_s=9.0, memory_mib=None, gpu_numbers=[]
+    )
     process, asked = asyncio.Event(), 0
 
     async def start(*_: Any) -> Any:
@@ -167,7 +188,11 @@ async def test_requests_that_arrive_together_share_the_free_places_of_a_judge(mo
     monkeypatch.setattr(scorers._hosts, "_process", start)
     bus: Any = None
     hub = AheadScorer(
-        bus, scorers, lambda: {"qa": DomainSection(env="qa", rewards=[judge])}, lambda _: True, SpanRecorder()
+        bus,
+        scorers,
+        lambda: {"qa": DomainSection(env="qa", rewards=[judge])},
+        lambda _: True,
+        SpanRecorder(),
     )
     asking = [asyncio.create_task(hub.answer("default", REQUEST)) for _ in range(6)]
     await asyncio.sleep(0.01)

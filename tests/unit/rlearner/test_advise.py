@@ -36,7 +36,15 @@ from rlearner.up.live_state import LiveRunState
 from rlearner.up.view import figures
 
 ALIKE = Lengths(((0.0, 100.0),))  # every episode has 100 tokens: 1 s at 0.01 s a token
-TWO_STAGES = RunModel(groups_per_step=4, group_size=1, max_staleness=0, tokens=ALIKE, servers=1, slots=64, token_s=0.01)
+TWO_STAGES = RunModel(
+    groups_per_step=4,
+    group_size=1,
+    max_staleness=0,
+    tokens=ALIKE,
+    servers=1,
+    slots=64,
+    token_s=0.01,
+)
 
 
 @pytest.mark.parametrize(
@@ -56,23 +64,33 @@ def test_two_stages_under_bounded_credit(staleness: int, train_s: float, step_s:
 
 
 def test_slots_servers_environments_and_rewards_are_limits() -> None:
-    """By hand: four episodes of 1 s need two rounds of two slots; of an environment; scores of 0.3 s one by one."""
+    """By hand: four episodes of 1 s need two rounds of two slots; of an environment; scores of 0.3
+    s one by one.
+    """
     few = replace(TWO_STAGES, slots=2)
     assert simulate(few).step_s == pytest.approx(2.0)
     assert simulate(replace(few, servers=2)).step_s == pytest.approx(1.0)
-    assert simulate(replace(TWO_STAGES, token_s=0.0, token_each_s=0.01)).step_s == pytest.approx(4.0)
+    assert simulate(replace(TWO_STAGES, token_s=0.0, token_each_s=0.01)).step_s == pytest.approx(
+        4.0
+    )
     assert simulate(replace(TWO_STAGES, envs=2, env_s=0.5)).step_s == pytest.approx(3.0)
     assert simulate(replace(TWO_STAGES, score_s=0.3)).step_s == pytest.approx(1.0 + 4 * 0.3)
     assert simulate(replace(TWO_STAGES, score_s=0.3, workers=4)).step_s == pytest.approx(1.3)
     assert simulate(replace(TWO_STAGES, delay_s=0.5)).step_s == pytest.approx(1.5)
-    assert simulate(replace(TWO_STAGES, group_s=0.1, step_s=0.2)).step_s == pytest.approx(1.0 + 0.4 + 0.2)
-    assert simulate(replace(TWO_STAGES, group_size=3, redundancy=1)).samples_per_s == pytest.approx(8.0)
+    assert simulate(replace(TWO_STAGES, group_s=0.1, step_s=0.2)).step_s == pytest.approx(
+        1.0 + 0.4 + 0.2
+    )
+    assert simulate(replace(TWO_STAGES, group_size=3, redundancy=1)).samples_per_s == pytest.approx(
+        8.0
+    )
 
 
 def test_a_large_run_is_simulated_in_proportion() -> None:
     """64 times as large in everything: the same time, found from a part of it."""
     small = replace(TWO_STAGES, max_staleness=1, slots=4, step_s=0.5, token_each_s=0.001)
-    large = replace(small, groups_per_step=4 * 2048, servers=2048.0, hubs=2048.0, group_s=small.group_s / 2048)
+    large = replace(
+        small, groups_per_step=4 * 2048, servers=2048.0, hubs=2048.0, group_s=small.group_s / 2048
+    )
     assert simulate(large).step_s == pytest.approx(simulate(small).step_s, rel=0.02)
 
 
@@ -81,7 +99,9 @@ models = st.builds(
     groups_per_step=st.integers(1, 12),
     group_size=st.integers(1, 6),
     max_staleness=st.integers(0, 3),
-    tokens=st.tuples(st.floats(1, 200), st.floats(1.0, 4.0)).map(lambda p: Lengths(((0, p[0]), (1, p[0] * p[1])), 2e3)),
+    tokens=st.tuples(st.floats(1, 200), st.floats(1.0, 4.0)).map(
+        lambda p: Lengths(((0, p[0]), (1, p[0] * p[1])), 2e3)
+    ),
     servers=st.integers(1, 24).map(float),
     slots=st.integers(1, 32),
     token_s=st.floats(1e-4, 0.1),
@@ -102,7 +122,9 @@ models = st.builds(
 @settings(max_examples=12, deadline=None)
 @given(models, st.integers(1, 8))
 def test_more_servers_never_predict_fewer_samples(model: RunModel, more: int) -> None:
-    """Nor do the bounds of the two ends break: the work that the learner and the servers must do at least."""
+    """Nor do the bounds of the two ends break: the work that the learner and the servers must do at
+    least.
+    """
     model = replace(model, groups_per_step=min(model.groups_per_step, 6))
     before = advice.samples_per_s(model)
     assert advice.samples_per_s(replace(model, servers=model.servers + more)) >= before
@@ -118,7 +140,10 @@ def test_a_schedule_that_is_worse_by_chance_does_not_count(monkeypatch: pytest.M
         return Prediction(1.0, by_chance[int(model.servers)], 1.0, {})
 
     monkeypatch.setattr(advice, "simulate", simulated)
-    found = [advice.samples_per_s(replace(TWO_STAGES, servers=float(servers))) for servers in range(1, 10)]
+    found = [
+        advice.samples_per_s(replace(TWO_STAGES, servers=float(servers)))
+        for servers in range(1, 10)
+    ]
     assert found == [10, 20, 30, 30, 30, 31, 31, 31, 31]
 
 
@@ -141,7 +166,9 @@ def test_the_grid_of_server_counts_has_no_gap() -> None:
 
 
 def test_desired_servers() -> None:
-    """Ten slots of work in flight at most, two slots each: five servers; the learner alone takes longer: one."""
+    """Ten slots of work in flight at most, two slots each: five servers; the learner alone takes
+    longer: one.
+    """
     model = replace(TWO_STAGES, groups_per_step=10, slots=2, step_s=0.01)
     assert advice.desired_servers(model) == 5
     assert advice.desired_servers(replace(model, step_s=60.0, max_staleness=1)) == 1
@@ -169,8 +196,11 @@ def test_it_names_the_stage_that_a_fleet_is_short_of(stage: str) -> None:
 def test_the_line_names_two_changes_of_different_kinds() -> None:
     model = replace(TWO_STAGES, slots=2, max_staleness=1)
     run = fitted(FleetSpeeds(), model=model)
-    assert advice.advice_of(run).line == "generation; 2 more servers of this speed: +200 % samples/s"
-    # three slots: a step takes 2.05 s; with a second server 1.2 s; with the tickets of two steps 4/3 s
+    assert (
+        advice.advice_of(run).line == "generation; 2 more servers of this speed: +200 % samples/s"
+    )
+    # three slots: a step takes 2.05 s; with a second server 1.2 s; with the tickets of two steps
+    # 4/3 s
     strict = replace(TWO_STAGES, group_s=0.05, slots=3)
     assert advice.advice_of(replace(run, model=strict)).line == (
         "generation; 1 more server of this speed: +71 % samples/s; or max_staleness 1: +54 %"
@@ -234,7 +264,10 @@ def test_a_line_without_a_step_is_skipped() -> None:
 
 
 def test_episodes_without_tokens_are_half_a_token_long() -> None:
-    rows = [row | {name: 0.0 for name in row if "episode_tokens/" in name} for row in run_fleet(FleetSpeeds(), 12)]
+    rows = [
+        row | {name: 0.0 for name in row if "episode_tokens/" in name}
+        for row in run_fleet(FleetSpeeds(), 12)
+    ]
     assert fit(rows, config_of(FleetSpeeds(), 12)).model.tokens.mean == 0.5
 
 
@@ -271,11 +304,15 @@ def folder(tmp_path: Path) -> Path:
     place = tmp_path / "past"
     place.mkdir()
     (place / "config.yaml").write_text(to_yaml(config))
-    (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in run_fleet(speeds, 14)))
+    (place / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in run_fleet(speeds, 14))
+    )
     return place
 
 
-def test_the_command_prints_table_and_answer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_table_and_answer(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["advise", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["bottleneck"] == "generation"
@@ -287,12 +324,16 @@ def test_the_command_prints_table_and_answer(folder: Path, capsys: pytest.Captur
     assert found["changes"][0]["changes"] == {"servers": 3}
     assert main(["advise", str(folder)]) == 0
     text = capsys.readouterr().out
-    assert text.startswith(f"run past, steps 4 to 12: {found['samples_per_s']:.1f} samples/s\nbottleneck: generation; ")
+    assert text.startswith(
+        f"run past, steps 4 to 12: {found['samples_per_s']:.1f} samples/s\nbottleneck: generation; "
+    )
     assert "1 more server of this speed" in text
     assert main(["advise", str(folder), "--simulate", "servers=2", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["now"] == {"servers": 1, "samples_per_s": found["samples_per_s"]}
-    assert answer["then"]["samples_per_s"] == pytest.approx(found["samples_per_s"] * (1 + answer["gain"]))
+    assert answer["then"]["samples_per_s"] == pytest.approx(
+        found["samples_per_s"] * (1 + answer["gain"])
+    )
     assert answer["gain"] == pytest.approx(1.0, abs=0.1)
     assert main(["advise", str(folder), "--simulate", "servers=2"]) == 0
     assert "servers                         1          2" in capsys.readouterr().out
@@ -314,11 +355,19 @@ def test_the_command_refuses(folder: Path, capsys: pytest.CaptureFixture[str]) -
     [
         (("train", "max_staleness"), -7, "train.max_staleness: -7 is not allowed"),
         (("train", "max_staleness"), "abc", "train.max_staleness: 'abc' is not allowed"),
-        (("domains", "lake", "group_size"), 0, "run past: settings and figures are not those of a run ("),
+        (
+            ("domains", "lake", "group_size"),
+            0,
+            "run past: settings and figures are not those of a run (",
+        ),
     ],
 )
 def test_damaged_settings_are_one_line(
-    folder: Path, setting: tuple[str, ...], value: Any, says: str, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    setting: tuple[str, ...],
+    value: Any,
+    says: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = yaml.safe_load((folder / "config.yaml").read_text())
     place = config
@@ -333,7 +382,9 @@ def test_damaged_settings_are_one_line(
     assert main(["status", str(folder)]) == 0
 
 
-def test_damaged_metrics_are_named_and_not_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_metrics_are_named_and_not_read(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     metrics = folder / "metrics.jsonl"
     lines = metrics.read_text().splitlines()
     metrics.write_text("\n".join([*lines[:11], "garbage", *lines[11:]]) + "\n")
@@ -345,16 +396,27 @@ def test_damaged_metrics_are_named_and_not_read(folder: Path, capsys: pytest.Cap
     assert main(["status", str(folder)]) == 0
     assert says in capsys.readouterr().out
     huge = [
-        json.dumps({name: 1e308 if isinstance(value, float) else value for name, value in json.loads(line).items()})
+        json.dumps(
+            {
+                name: 1e308 if isinstance(value, float) else value
+                for name, value in json.loads(line).items()
+            }
+        )
         for line in lines
     ]
     words = [
         json.dumps(
-            {name: str(value) if isinstance(value, float) else value for name, value in json.loads(line).items()}
+            {
+                name: str(value) if isinstance(value, float) else value
+                for name, value in json.loads(line).items()
+            }
         )
         for line in lines
     ]
-    for changed, why in ((huge, "settings and figures are not those of a run"), (words, "the newest step has no ")):
+    for changed, why in (
+        (huge, "settings and figures are not those of a run"),
+        (words, "the newest step has no "),
+    ):
         metrics.write_text("\n".join(changed) + "\n")
         assert main(["advise", str(folder)]) == 2
         assert why in capsys.readouterr().err
@@ -374,7 +436,10 @@ def test_status_and_the_live_view_name_the_bottleneck(folder: Path) -> None:
     board = LiveRunState("past", 14)
     for row in run_fleet(speeds, 14):
         for seconds in range(2):  # the learner repeats its newest line
-            board.take(wire.Metrics(role="learner", id="learner", time=0.0, values=row), row["step"] + seconds / 2)
+            board.take(
+                wire.Metrics(role="learner", id="learner", time=0.0, values=row),
+                row["step"] + seconds / 2,
+            )
     rows = board.history.due()
     assert [row["step"] for row in rows] == list(range(1, 15))
     assert board.history.due() == []
@@ -385,7 +450,9 @@ def test_status_and_the_live_view_name_the_bottleneck(folder: Path) -> None:
     assert f"bottleneck {found['line']}" in " ".join(console.export_text().split())
     (folder / "metrics.jsonl").write_text("")
     assert advice_on_disk(folder, config)["line"] == "not known: needs 6 steps"
-    assert advice_on_disk(folder, {"train": {"steps": 4}})["line"].startswith("not known: config.yaml lacks a setting")
+    assert advice_on_disk(folder, {"train": {"steps": 4}})["line"].startswith(
+        "not known: config.yaml lacks a setting"
+    )
 
 
 def test_status_simulates_after_the_broker_answered_and_off_the_event_loop(
@@ -407,7 +474,10 @@ def test_status_simulates_after_the_broker_answered_and_off_the_event_loop(
     assert main(["status", str(folder), "--json"]) == 0
     assert order == ["broker", "thread"]
     found = json.loads(capsys.readouterr().out)
-    assert (found["advice"]["bottleneck"], found["broker_error"]) == ("generation", "no broker answered")
+    assert (found["advice"]["bottleneck"], found["broker_error"]) == (
+        "generation",
+        "no broker answered",
+    )
 
 
 def test_history_begins_again_when_the_learner_resumes_from_an_earlier_step() -> None:
@@ -419,7 +489,12 @@ def test_history_begins_again_when_the_learner_resumes_from_an_earlier_step() ->
     for step in (4, 5, 6):
         history.take({"step": step, "time/step": 2.0})
     history.take({"step": 7})  # before the first step of this learner
-    assert [(row["step"], row["time/step"]) for row in history.due()] == [(3, 2.0), (4, 2.0), (5, 2.0), (6, 2.0)]
+    assert [(row["step"], row["time/step"]) for row in history.due()] == [
+        (3, 2.0),
+        (4, 2.0),
+        (5, 2.0),
+        (6, 2.0),
+    ]
 
 
 def test_advice_takes_at_most_a_fiftieth_of_the_time() -> None:
@@ -438,6 +513,8 @@ def test_advice_takes_at_most_a_fiftieth_of_the_time() -> None:
 def test_figures_that_make_no_sense_cost_only_the_line(caplog: pytest.LogCaptureFixture) -> None:
     speeds = FleetSpeeds()
     rows, config = run_fleet(speeds, 12), config_of(speeds, 12)
-    assert bottleneck_line([row | {"time/step": 0.0} for row in rows[:6]], config).startswith("not known: needs ")
+    assert bottleneck_line([row | {"time/step": 0.0} for row in rows[:6]], config).startswith(
+        "not known: needs "
+    )
     assert bottleneck_line(rows, {"train": {}}) == "not known: KeyError"
     assert "no advice from these steps" in caplog.text

@@ -19,7 +19,13 @@ LINES: list[dict[str, Any]] = [
         "reward/b/mean": 0.2,
         "env/success_rate": 0.25,
     },
-    {"step": 2, "reward/mean": 0.3, "env/success_rate": 0.5, "eval/success_rate": 0.2, "eval/step": 0.0},
+    {
+        "step": 2,
+        "reward/mean": 0.3,
+        "env/success_rate": 0.5,
+        "eval/success_rate": 0.2,
+        "eval/step": 0.0,
+    },
     {
         "step": 3,
         "reward/mean": 0.5,
@@ -42,7 +48,9 @@ LINES: list[dict[str, Any]] = [
         ("reward/c/mean", [], []),
     ],
 )
-def test_a_curve_has_the_steps_that_were_measured(name: str, steps: list[int], values: list[float]) -> None:
+def test_a_curve_has_the_steps_that_were_measured(
+    name: str, steps: list[int], values: list[float]
+) -> None:
     assert curve(LINES, name) == (steps, values)
 
 

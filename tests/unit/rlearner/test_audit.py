@@ -1,5 +1,5 @@
-"""The audit: silent about a run that is right, and loud about everything that was removed, doubled or changed on
-purpose.
+"""The audit: silent about a run that is right, and loud about everything that was removed, doubled
+or changed on purpose.
 """
 
 from __future__ import annotations
@@ -28,7 +28,16 @@ from rlearner.audit.report import AuditReport, ranges
 from rlearner.audit.run import read_books, reconcile
 from rlearner.audit.sources import check_metrics, stored
 
-CLEAN = {"tickets": 12, "trained": 8, "filtered": 0, "dropped": 2, "dead": 2, "open": 0, "lost": 0, "trained_twice": 0}
+CLEAN = {
+    "tickets": 12,
+    "trained": 8,
+    "filtered": 0,
+    "dropped": 2,
+    "dead": 2,
+    "open": 0,
+    "lost": 0,
+    "trained_twice": 0,
+}
 CLEAN |= {"not_archived": 0, "ok": True}
 
 
@@ -50,7 +59,9 @@ def check(world: kit.World, *, log: bool = False, tap: bool = False) -> AuditRep
 
 
 def figures(report: AuditReport) -> dict[str, Any]:
-    return {name: value for name, value in report.to_json().items() if name not in ("problems", "notes")}
+    return {
+        name: value for name, value in report.to_json().items() if name not in ("problems", "notes")
+    }
 
 
 def rows(path: Path) -> list[str]:
@@ -90,7 +101,9 @@ async def test_a_run_that_is_half_done(tmp_path: Path) -> None:
     assert report.problems == []
     found = figures(report)
     assert found["ok"]
-    assert found["open"] == found["tickets"] - found["trained"] - found["dropped"] - found["dead"] > 0
+    assert (
+        found["open"] == found["tickets"] - found["trained"] - found["dropped"] - found["dead"] > 0
+    )
     with pytest.raises(kit.Killed):
         await world.learn(die_at=12)
     assert check(world, log=True, tap=True).ok
@@ -107,14 +120,18 @@ async def test_a_completed_run_that_goes_further_is_right(tmp_path: Path) -> Non
     # neither before nor after the credit was opened again
     wrong = json.loads(lines[3]) | {"ticket/issued": 13, "ticket/open": 1}
     put(world.folder / "metrics.jsonl", [*lines[:3], json.dumps(wrong), *lines[4:]])
-    assert check(world).problems == ["step 4: metrics.jsonl and the ledger file disagree on issued, open"]
+    assert check(world).problems == [
+        "step 4: metrics.jsonl and the ledger file disagree on issued, open"
+    ]
 
 
 @SIZES
 @pytest.mark.parametrize("again", [False, True])
-async def test_records_that_were_not_archived_are_not_lost(tmp_path: Path, segment_bytes: int, again: bool) -> None:
-    """The archive is on, then off, then perhaps on again; groups per step and the configuration on disk change with
-    it.
+async def test_records_that_were_not_archived_are_not_lost(
+    tmp_path: Path, segment_bytes: int, again: bool
+) -> None:
+    """The archive is on, then off, then perhaps on again; groups per step and the configuration on
+    disk change with it.
     """
     world = await a_run(tmp_path, segment_bytes=segment_bytes)
     archived = consumed(world)
@@ -131,15 +148,21 @@ async def test_records_that_were_not_archived_are_not_lost(tmp_path: Path, segme
     report = check(world)
     assert report.problems == []
     found = figures(report)
-    assert (found["lost"], found["open"], found["ok"], found["not_archived"]) == (0, 0, True, without)
-    assert any(note.startswith(f"not archived: {without} records ({archived + 1}-") for note in report.notes), (
-        report.notes
+    assert (found["lost"], found["open"], found["ok"], found["not_archived"]) == (
+        0,
+        0,
+        True,
+        without,
     )
+    assert any(
+        note.startswith(f"not archived: {without} records ({archived + 1}-")
+        for note in report.notes
+    ), report.notes
 
 
 async def test_an_archive_that_is_off_keeps_what_an_earlier_life_wrote(tmp_path: Path) -> None:
-    """Killed behind its checkpoint, then off: records that were archived stay; a life that archives again takes the
-    place of the rest.
+    """Killed behind its checkpoint, then off: records that were archived stay; a life that archives
+    again takes the place of the rest.
     """
     world = kit.World(tmp_path / "run")
     with pytest.raises(kit.Killed):
@@ -200,11 +223,14 @@ async def test_each_line_removed_or_doubled_fails(tmp_path: Path, segment_bytes:
             if state["state"] in ("dead", "dropped", "issued"):
                 assert figures(removed)["lost"] >= 1
         put(path, lines)
-    for first, path in reversed(ledger_segments.segment_files(world.folder / ledger_segments.FOLDER)):
+    for first, path in reversed(
+        ledger_segments.segment_files(world.folder / ledger_segments.FOLDER)
+    ):
         lines = rows(path)
         for i in range(1, len(lines)):  # its end is gone: metrics and checkpoints know more
             put(path, lines[:i])
-            if first < 4 or i > 1:  # a last file of a summary alone says as much as the boundary before it
+            # a last file of a summary alone says as much as the boundary before it
+            if first < 4 or i > 1:
                 assert not check(world).ok, lines[i]
         put(path, lines)
     assert check(world).ok
@@ -231,14 +257,18 @@ async def test_each_file_removed_fails(tmp_path: Path) -> None:
         ({"rules": {"seed": 1}}, "the rules"),
     ],
 )
-async def test_a_summary_that_disagrees_fails(tmp_path: Path, edit: dict[str, Any], what: str) -> None:
+async def test_a_summary_that_disagrees_fails(
+    tmp_path: Path, edit: dict[str, Any], what: str
+) -> None:
     """Of the boundary at which 5 and 6 have arrived, and wait for the step after 3 and 4."""
     world = await a_run(tmp_path, answer=kit.out_of_order, on_late="wait", segment_bytes=1)
     assert check(world).ok
     path = world.folder / ledger_segments.FOLDER / "step-000002.jsonl"
     first, *rest = rows(path)
     put(path, [json.dumps(json.loads(first) | edit), *rest])
-    assert check(world).problems == [f"the summary of step 2 and the lines before it disagree on {what}"]
+    assert check(world).problems == [
+        f"the summary of step 2 and the lines before it disagree on {what}"
+    ]
 
 
 async def test_each_archived_record_removed_or_doubled_fails(tmp_path: Path) -> None:
@@ -247,7 +277,9 @@ async def test_each_archived_record_removed_or_doubled_fails(tmp_path: Path) -> 
     assert len(found) > 3
     for i, (first, path) in enumerate(found):
         whole = path.read_bytes()
-        cuts = [index for index in range(len(whole)) if whole[index : index + 4] == b"RLS1"] + [len(whole)]
+        cuts = [index for index in range(len(whole)) if whole[index : index + 4] == b"RLS1"] + [
+            len(whole)
+        ]
         for start, end in itertools.pairwise(cuts):
             path.write_bytes(whole[:start] + whole[end:])
             report = check(world)
@@ -256,7 +288,8 @@ async def test_each_archived_record_removed_or_doubled_fails(tmp_path: Path) -> 
             assert "is there twice" in " ".join(check(world).problems), (first, start)
         path.write_bytes(whole)
         path.unlink()
-        assert check(world).ok == (i == 0), first  # an archive may begin late; then nobody can say what stood before
+        # an archive may begin late; then nobody can say what stood before
+        assert check(world).ok == (i == 0), first
         path.write_bytes(whole)
     assert check(world).ok
 
@@ -308,7 +341,9 @@ async def test_each_line_of_the_tap_removed_or_doubled_fails(tmp_path: Path) -> 
         # as if the message had never been there
         world.tap = [{**line, "n": n} for n, line in enumerate(world.tap, start=1)]
         report = check(world, tap=True)
-        consumed = whole[i]["event"] == "ticket" or whole[i]["digest"] in (ledger_file(world)).read_text()
+        consumed = (
+            whole[i]["event"] == "ticket" or whole[i]["digest"] in (ledger_file(world)).read_text()
+        )
         assert report.ok != consumed, whole[i]
         world.tap = whole[: i + 1] + whole[i:]
         assert f"tap: its own lines {i + 1} appear twice" in check(world, tap=True).problems
@@ -334,7 +369,9 @@ async def test_what_the_tap_saw_and_the_learner_does_not_know(tmp_path: Path) ->
     world.tap[-1] = {**world.tap[1], "n": n + 1, "digest": "00", "min_version": 1}
     assert check(world, tap=True).problems == ["tap: ticket 1 went out with two different contents"]
     world.tap.pop()
-    trained = next(line for line in world.tap if line.get("kind") == "Group" and line["ticket"] == 7)
+    trained = next(
+        line for line in world.tap if line.get("kind") == "Group" and line["ticket"] == 7
+    )
     trained["oldest"] = -1
     trained["newest"] = 9
     assert "the tap has a token of version 9" in check(world, tap=True).problems[0]
@@ -374,7 +411,9 @@ async def test_tokens_beyond_the_bound_fail(tmp_path: Path) -> None:
     last = forged[7]
     forged[7] = last.__class__(last.seq, last.ticket, last.digest, True, 0, 2)
     report = reconcile(read_books(world.folder), log=(1, forged))
-    assert report.problems == ["ticket 8, trained in step 4: the broker's log has a token of version 0, the bound is 1"]
+    assert report.problems == [
+        "ticket 8, trained in step 4: the broker's log has a token of version 0, the bound is 1"
+    ]
 
 
 async def test_checkpoints_and_metrics_that_disagree_fail(tmp_path: Path) -> None:
@@ -389,7 +428,9 @@ async def test_checkpoints_and_metrics_that_disagree_fail(tmp_path: Path) -> Non
     number = next(iter(body["ledger"]["live"]))
     del body["ledger"]["live"][number]
     file.write_text(json.dumps(body))
-    assert check(world).problems == [f"checkpoint 2 has ended tickets {number} that the ledger file has open"]
+    assert check(world).problems == [
+        f"checkpoint 2 has ended tickets {number} that the ledger file has open"
+    ]
     body["ledger"]["position"] += 1
     file.write_text(json.dumps(body))
     assert check(world).problems == ["checkpoint 2 matches no boundary of the ledger file"]
@@ -403,7 +444,9 @@ async def test_checkpoints_and_metrics_that_disagree_fail(tmp_path: Path) -> Non
     put(metrics, [*lines, lines[1]])
     assert check(world).problems == ["metrics.jsonl has more than one line for steps 2"]
     put(metrics, [lines[0].replace('"ticket/trained": 2', '"ticket/trained": 3'), *lines[1:]])
-    assert check(world).problems == ["step 1: metrics.jsonl and the ledger file disagree on trained"]
+    assert check(world).problems == [
+        "step 1: metrics.jsonl and the ledger file disagree on trained"
+    ]
     put(metrics, [*lines[:2], "{", *lines[3:]])
     damaged = f"{metrics}: line 3 does not hold the metrics of a step; later lines were not read"
     assert check(world).problems == [damaged, "metrics.jsonl has no line for steps 3"]
@@ -437,7 +480,9 @@ async def test_a_damaged_file_and_a_missing_one(tmp_path: Path) -> None:
     put(path, [*lines[:9], "gibberish", *lines[10:]])
     assert check(world).problems[0].startswith("step-000000.jsonl:10: ")
     path.unlink()
-    with pytest.raises(UserError, match=r"/ledger: no ledger files; the learner has not begun to train"):
+    with pytest.raises(
+        UserError, match=r"/ledger: no ledger files; the learner has not begun to train"
+    ):
         check(world)
 
 
@@ -447,7 +492,10 @@ async def test_a_run_that_began_without_a_ledger_file_is_told_so(tmp_path: Path)
         await world.learn(die_at=6)
     ledger_file(world).unlink()
     await world.learn()
-    assert check(world).problems[0] == "the ledger file begins at step 2: the states of tickets 1-8 are not recorded"
+    assert (
+        check(world).problems[0]
+        == "the ledger file begins at step 2: the states of tickets 1-8 are not recorded"
+    )
 
 
 def lines_of(steps: int) -> list[LedgerLine]:
@@ -462,7 +510,9 @@ def lines_of(steps: int) -> list[LedgerLine]:
         )
         if ledger.full:
             taken = list(ledger.state.taken)
-            lines += scribe.step(taken, [entry.number for entry in taken], ledger.complete_step(), ledger)
+            lines += scribe.step(
+                taken, [entry.number for entry in taken], ledger.complete_step(), ledger
+            )
     return lines
 
 
@@ -481,7 +531,8 @@ def test_a_long_run_is_audited_in_linear_time() -> None:
         return min(found)
 
     cpu_s(100)
-    assert cpu_s(2000) < 20 * cpu_s(200)  # 10 if it is linear, 100 if each step looks at all of them
+    # 10 if it is linear, 100 if each step looks at all of them
+    assert cpu_s(2000) < 20 * cpu_s(200)
 
 
 def test_a_tap_that_is_none(tmp_path: Path) -> None:
@@ -489,7 +540,9 @@ def test_a_tap_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^\S*tap\.jsonl: No such file or directory$"):
         tap_records.read(path)
     path.write_text('{"n": 1, "event": "open"}\n{"event": "open"}\n')
-    with pytest.raises(DataError, match=r"tap\.jsonl:2: expected a tap's line, with `n` and `event`"):
+    with pytest.raises(
+        DataError, match=r"tap\.jsonl:2: expected a tap's line, with `n` and `event`"
+    ):
         tap_records.read(path)
     path.write_text('{"n": 1, "event": "open"}\n{"n": 2, "ev')
     assert tap_records.read(path) == [{"n": 1, "event": "open"}]

@@ -45,14 +45,17 @@ def test_only_a_new_step_counts_and_the_eta_follows_the_pace() -> None:
 def test_other_processes_never_change_the_step() -> None:
     board = LiveRunState("r", total_steps=10)
     assert not board.take(
-        wire.Metrics(role="rollout", id="x", time=0.0, values={"step": 5.0, "reward/mean": 1.0}), now=1.0
+        wire.Metrics(role="rollout", id="x", time=0.0, values={"step": 5.0, "reward/mean": 1.0}),
+        now=1.0,
     )
     assert board.step == 0
 
 
 def test_evaluations_and_baselines() -> None:
     board = LiveRunState("r", total_steps=10)
-    board.take(line(2, 0.1, **{"eval/success_rate": 0.25, "eval/random/success_rate": 0.02}), now=1.0)
+    board.take(
+        line(2, 0.1, **{"eval/success_rate": 0.25, "eval/random/success_rate": 0.02}), now=1.0
+    )
     assert board.evals == [(2, 0.25)]
     assert board.baselines == {"random": 0.02}
     assert "eval success 0.250" in board.plain()
@@ -80,7 +83,17 @@ def test_the_screen_names_every_process() -> None:
     console.print(screen(board, ["envhub died"], LOGS))
     shown = console.export_text()
     console.file.close()
-    for expected in ("demo", "step 2/4", "rollout r1", "serving", "42", "3/8", "tickets 3", "envhub died", "0.500"):
+    for expected in (
+        "demo",
+        "step 2/4",
+        "rollout r1",
+        "serving",
+        "42",
+        "3/8",
+        "tickets 3",
+        "envhub died",
+        "0.500",
+    ):
         assert expected in shown, expected
 
 
@@ -92,7 +105,13 @@ def test_names_and_states_are_whole_at_80_columns() -> None:
         "envhub": "envhub-12d687-9c1d",
         "rewardhub": "rewardhub-12d687-9c1d",
     }
-    more: dict[str, Any] = {"pid": 1234567, "running": 12, "slots": 64, "waiting": 3, "policy_version": 12}
+    more: dict[str, Any] = {
+        "pid": 1234567,
+        "running": 12,
+        "slots": 64,
+        "waiting": 3,
+        "policy_version": 12,
+    }
     serves = ["lake", "sokoban", "webshop"]
     board.see(
         [
@@ -111,13 +130,21 @@ def test_names_and_states_are_whole_at_80_columns() -> None:
 
 def hub(problem: str) -> wire.Presence:
     return wire.Presence(
-        role="envhub", id="e1", host="h", pid=42, state="failed" if problem else "serving", problem=problem
+        role="envhub",
+        id="e1",
+        host="h",
+        pid=42,
+        state="failed" if problem else "serving",
+        problem=problem,
     )
 
 
 def test_a_hub_that_takes_no_work_is_shown_and_told_once() -> None:
     board = LiveRunState("r", total_steps=4)
-    told = [board.see([hub(problem)]) for problem in ("", "domain d: no disk", "domain d: still no disk", "", "")]
+    told = [
+        board.see([hub(problem)])
+        for problem in ("", "domain d: no disk", "domain d: still no disk", "", "")
+    ]
     assert told == [[], ["envhub e1: domain d: no disk"], [], ["envhub e1 takes work again"], []]
     board.see([hub("domain d: no disk")])
     with open("/dev/null", "w") as nowhere:
@@ -139,11 +166,14 @@ def failing(trained: int, **closed: int) -> wire.Metrics:
     return wire.Metrics(role="learner", id="l", time=0.0, values=values, text=text)
 
 
-def test_failed_groups_are_told_at_the_first_at_twice_as_many_and_every_minute_in_which_none_is_trained() -> None:
+def test_failed_groups_are_told_at_the_first_at_twice_as_many_and_every_minute_in_which_none_is_trained() -> (
+    None
+):
     board = LiveRunState("r", total_steps=4)
     told = []
     for now, metrics in enumerate(
-        [failing(0, late=9)] + [failing(0, reward_error=count) for count in (1, 1, 2, 3, 4, 5, 12, 13)]
+        [failing(0, late=9)]
+        + [failing(0, reward_error=count) for count in (1, 1, 2, 3, 4, 5, 12, 13)]
     ):
         board.take(metrics, float(now))
         told.append(board.failures.news(float(now), LOGS).partition(" ")[0])
@@ -189,7 +219,15 @@ def test_a_warning_about_learning_is_told_once_and_stays_on_the_screen_until_it_
             console = Console(width=120, record=True, file=nowhere)
             console.print(screen(board, [], LOGS))
         assert ("warning: 60% of the responses" in console.export_text()) == (2 <= step <= 5)
-    assert told == [[], ["warning: 60% of the responses w"], [], [], [], ["no longer: 60% of the responses"], []]
+    assert told == [
+        [],
+        ["warning: 60% of the responses w"],
+        [],
+        [],
+        [],
+        ["no longer: 60% of the responses"],
+        [],
+    ]
 
 
 def saying(said: str) -> wire.Presence:
@@ -199,7 +237,9 @@ def saying(said: str) -> wire.Presence:
 def test_what_a_process_logged_is_shown_and_told_at_growing_intervals() -> None:
     board, told = LiveRunState("r", total_steps=4), []
     for now in range(60):
-        board.see([saying(f"2026-11-22 18:03:{now:02d} ERROR no model {now}" if now else "")], float(now))
+        board.see(
+            [saying(f"2026-11-22 18:03:{now:02d} ERROR no model {now}" if now else "")], float(now)
+        )
         told += [(now, text) for text in board.news]
         board.news.clear()
     assert [now for now, _ in told] == [1, 6, 16, 36]

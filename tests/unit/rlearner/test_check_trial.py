@@ -1,4 +1,6 @@
-"""``rlearner check`` plays one episode and scores it once with the user's own code, in worker processes."""
+"""``rlearner check`` plays one episode and scores it once with the user's own code, in worker
+processes.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def write(folder: Path, step: str = GOOD, score: str = "return 0.5 * len(sample.
     return str(path)
 
 
-def test_good_code_is_tried_and_leaves_no_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_good_code_is_tried_and_leaves_no_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = psutil.Process().children(recursive=True)  # of other tests in this process
     config = write(
         tmp_path,

@@ -1,4 +1,6 @@
-"""Colours of the terminal: on one unless NO_COLOR, elsewhere only with FORCE_COLOR, and never in JSON."""
+"""Colours of the terminal: on one unless NO_COLOR, elsewhere only with FORCE_COLOR, and never in
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])(?:;\d+)*m")  # of text or ground
+# of text or ground
+COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])(?:;\d+)*m")
 ANY = re.compile(r"\x1b\[")
 UNSET = ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLORTERM")
 
@@ -20,7 +23,9 @@ UNSET = ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLORT
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     (tmp_path / "r" / "logs").mkdir(parents=True)
-    (tmp_path / "r" / "config.yaml").write_text(yaml.safe_dump({"run": {"name": "r"}, "train": {"steps": 3}}))
+    (tmp_path / "r" / "config.yaml").write_text(
+        yaml.safe_dump({"run": {"name": "r"}, "train": {"steps": 3}})
+    )
     line = "2026-11-25 12:00:00.000 ERROR r envhub envhub-1 it broke\n"
     (tmp_path / "r" / "logs" / "envhub.log").write_text(line)
     return tmp_path
@@ -28,12 +33,18 @@ def run(tmp_path: Path) -> Path:
 
 def shown(command: list[str], environment: dict[str, str], *, terminal: bool) -> str:
     """Return what a command prints, on a terminal or into a pipe."""
-    env = {name: value for name, value in os.environ.items() if name not in UNSET} | {"TERM": "xterm-256color"}
+    env = {name: value for name, value in os.environ.items() if name not in UNSET} | {
+        "TERM": "xterm-256color"
+    }
     words = [sys.executable, "-m", "rlearner.cli", *command]
     if not terminal:
-        return subprocess.run(words, env=env | environment, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            words, env=env | environment, capture_output=True, text=True, check=True
+        ).stdout
     ours, theirs = pty.openpty()
-    with subprocess.Popen(words, env=env | environment, stdout=theirs, stderr=subprocess.DEVNULL) as child:
+    with subprocess.Popen(
+        words, env=env | environment, stdout=theirs, stderr=subprocess.DEVNULL
+    ) as child:
         os.close(theirs)
         data = b""
         while True:
@@ -61,13 +72,17 @@ def shown(command: list[str], environment: dict[str, str], *, terminal: bool) ->
         ({"TERM": "dumb"}, True, False),
     ],
 )
-def test_colours_follow_the_conventions(run: Path, environment: dict[str, str], terminal: bool, coloured: bool) -> None:
+def test_colours_follow_the_conventions(
+    run: Path, environment: dict[str, str], terminal: bool, coloured: bool
+) -> None:
     text = shown(["logs", "r", "--dir", str(run)], environment, terminal=terminal)
     assert "it broke" in text
     assert bool(COLOUR.search(text)) == coloured
 
 
-@pytest.mark.parametrize("command", [["logs", "r", "--json", "--dir"], ["runs", "--json"], ["diff", "r", "r", "--dir"]])
+@pytest.mark.parametrize(
+    "command", [["logs", "r", "--json", "--dir"], ["runs", "--json"], ["diff", "r", "r", "--dir"]]
+)
 def test_json_and_plain_text_have_no_escapes_at_all(run: Path, command: list[str]) -> None:
     assert ANY.search(shown([*command, str(run)], {"FORCE_COLOR": "1"}, terminal=False)) is None
 

@@ -13,7 +13,9 @@ from broker.settings.completion import runs, settings
 
 
 def offered(line: str, folder: Path, module: str = "rlearner.cli") -> list[str]:
-    """What could come at the end of a command line; the answer comes on file descriptor 8, so here in a file."""
+    """What could come at the end of a command line; the answer comes on file descriptor 8, so here
+    in a file.
+    """
     out = folder / "offered"
     asked = {
         "_ARGCOMPLETE": "1",
@@ -78,9 +80,13 @@ def test_runs_of_another_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_code_for_a_shell_names_every_program(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_code_for_a_shell_names_every_program(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     from rlearner.cli import main
 
     assert main(["completion", shell]) == 0
     code = capsys.readouterr().out
-    assert all(name in code for name in ("rlearner", "rollout-server", "envhub", "rewardhub", "broker"))
+    assert all(
+        name in code for name in ("rlearner", "rollout-server", "envhub", "rewardhub", "broker")
+    )

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from rlearner.console.access import SESSION_S, ConsoleAccess, PasswordLimit, is_known_host, is_same_origin
+from rlearner.console.access import (
+    SESSION_S,
+    ConsoleAccess,
+    PasswordLimit,
+    is_known_host,
+    is_same_origin,
+)
 from rlearner.console.gate import _own_path, policy
 
 
@@ -32,7 +38,9 @@ def test_sessions_end_when_unused_or_ended_and_the_oldest_gives_way() -> None:
     access = ConsoleAccess(password="a long password")
     cookies = [access.use_password("a long password", float(number)) for number in range(65)]
     assert all(isinstance(cookie, str) for cookie in cookies)
-    assert [access.is_valid(str(cookie), 65.0) for cookie in (cookies[0], cookies[1], cookies[64])] == [
+    assert [
+        access.is_valid(str(cookie), 65.0) for cookie in (cookies[0], cookies[1], cookies[64])
+    ] == [
         False,
         True,
         True,
@@ -84,7 +92,13 @@ def test_names_of_the_host(host: str, known: bool) -> None:
 
 def test_origins() -> None:
     assert is_same_origin("http://127.0.0.1:8870", "http", "127.0.0.1:8870")
-    for other in ("", "null", "https://127.0.0.1:8870", "http://127.0.0.1:8871", "http://evil.example"):
+    for other in (
+        "",
+        "null",
+        "https://127.0.0.1:8870",
+        "http://127.0.0.1:8871",
+        "http://evil.example",
+    ):
         assert not is_same_origin(other, "http", "127.0.0.1:8870")
 
 

@@ -71,7 +71,12 @@ def append_step(folder: Path, step: int) -> None:
 def test_a_new_step_is_there_soon(run: Path) -> None:
     with following(run) as one:
         before = reaches(one, "current")
-        assert (before.steps, before.done, before.problem, before.notes) == (runs.STEPS, 1.0, "", ())
+        assert (before.steps, before.done, before.problem, before.notes) == (
+            runs.STEPS,
+            1.0,
+            "",
+            (),
+        )
         append_step(run, 5)
         began = time.monotonic()
         until(lambda: one.status().steps == 5)
@@ -83,7 +88,9 @@ def test_a_run_without_records_says_so(tmp_path: Path) -> None:
     asyncio.run(runs.World(tmp_path / "run", keep=False).learn())
     with following(tmp_path / "run") as one:
         found = reaches(one, "current")
-        assert found.notes == ("no trajectories: the run does not keep its records (samples.keep=true keeps them)",)
+        assert found.notes == (
+            "no trajectories: the run does not keep its records (samples.keep=true keeps them)",
+        )
         assert (found.steps, found.trajectories) == (runs.STEPS, 0)
         assert one.queries.provenance(1).text[-1].startswith("  duplicates")
 
@@ -179,7 +186,9 @@ def test_an_index_that_is_deleted_is_built_again(run: Path) -> None:
         assert one.queries.search().rows == before
 
 
-def test_the_last_room_of_a_disk_is_left_to_the_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_room_of_a_disk_is_left_to_the_run(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(database, "RESERVE_BYTES", 2**62)
     with following(run) as one:
         found = reaches(one, "waiting")
@@ -219,7 +228,10 @@ def test_a_full_disk_stops_the_index_until_there_is_room(
 
 
 def append_many(folder: Path, steps: int) -> None:
-    rows = [{"step": step, "time": 1e9 + step} | {f"m/{n}": step + 0.5 for n in range(20)} for step in range(5, steps)]
+    rows = [
+        {"step": step, "time": 1e9 + step} | {f"m/{n}": step + 0.5 for n in range(20)}
+        for step in range(5, steps)
+    ]
     with (folder / "metrics.jsonl").open("a") as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -244,7 +256,9 @@ def test_a_folder_that_cannot_be_written_has_its_index_in_the_cache(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    mount = subprocess.run(["mount", "--bind", str(run), str(run)], capture_output=True, check=False)
+    mount = subprocess.run(
+        ["mount", "--bind", str(run), str(run)], capture_output=True, check=False
+    )
     if mount.returncode:
         pytest.skip(f"a folder cannot be mounted here: {mount.stderr.decode().strip()}")
     try:

@@ -1,4 +1,6 @@
-"""A group in the console: what ``rlearner show`` and ``trace`` print, advantages; words, evaluations, events, runs."""
+"""A group in the console: what ``rlearner show`` and ``trace`` print, advantages; words,
+evaluations, events, runs.
+"""
 
 from __future__ import annotations
 
@@ -48,15 +50,24 @@ def built(folder: Path) -> RunQueries:
 def answer(ticket: wire.Ticket) -> list[wire.Message | bytes]:
     """Four episodes with different rewards; the last one is greedy."""
     if ticket.number == 4:
-        return [wire.Closed(ticket=4, domain="lake", reason="env_error", detail="it broke", by="hub-1")]
-    plain = [kit.trajectory(i, reward, [ticket.min_version, 4], ("s1", "s2")) for i, reward in enumerate(REWARDS)]
+        return [
+            wire.Closed(ticket=4, domain="lake", reason="env_error", detail="it broke", by="hub-1")
+        ]
+    plain = [
+        kit.trajectory(i, reward, [ticket.min_version, 4], ("s1", "s2"))
+        for i, reward in enumerate(REWARDS)
+    ]
     said = SAID.get(ticket.number, "nothing")
     turns = [[replace(turn, reward=one.reward / 2) for turn in one.turns] for one in plain]
     given = [
         replace(one, response=f"{said} {one.episode}", turns=own, greedy=one.episode == 3)
         for one, own in zip(plain, turns, strict=True)
     ]
-    return [kit.group(ticket, trajectories=given, prompt=f"Question {ticket.number}?", reference="forty two")]
+    return [
+        kit.group(
+            ticket, trajectories=given, prompt=f"Question {ticket.number}?", reference="forty two"
+        )
+    ]
 
 
 @pytest.fixture
@@ -89,9 +100,16 @@ def printed(run: Path, capsys: pytest.CaptureFixture[str]) -> Print:
 async def test_a_group_is_what_show_prints(run: Path, printed: Print) -> None:
     queries = built(run)
     for ticket in (1, 2, 5):
-        expected, view = json.loads(await printed("show", str(ticket), "--tokens", "--json")), queries.group(ticket)
+        expected, view = (
+            json.loads(await printed("show", str(ticket), "--tokens", "--json")),
+            queries.group(ticket),
+        )
         assert (view.tokenizer, view.provenance.state) == (expected["tokenizer"], expected["state"])
-        assert (view.prompt, view.reference, len(view.trajectories)) == (f"Question {ticket}?", "forty two", 4)
+        assert (view.prompt, view.reference, len(view.trajectories)) == (
+            f"Question {ticket}?",
+            "forty two",
+            4,
+        )
         for shown, one in zip(view.trajectories, expected["trajectories"], strict=True):
             assert (shown.reward, shown.reward_parts, shown.greedy) == (
                 one["reward"],
@@ -99,16 +117,26 @@ async def test_a_group_is_what_show_prints(run: Path, printed: Print) -> None:
                 one["greedy"],
             )
             for piece, told in zip(shown.pieces, one["pieces"], strict=True):
-                assert (piece.start, piece.end, piece.text) == (told["start"], told["end"], told["text"])
+                assert (piece.start, piece.end, piece.text) == (
+                    told["start"],
+                    told["end"],
+                    told["text"],
+                )
                 if "turn" not in told:
                     assert (piece.turn, piece.tokens) == (0, [])
                     continue
-                assert (piece.turn, piece.server, piece.logprob) == (told["turn"], told["server"], told["logprob"])
+                assert (piece.turn, piece.server, piece.logprob) == (
+                    told["turn"],
+                    told["server"],
+                    told["logprob"],
+                )
                 names = ("position", "id", "text", "logprob", "reward")
-                assert [{name: getattr(token, name) for name in names} for token in piece.tokens] == [
-                    {name: token[name] for name in names} for token in told["tokens"]
-                ]
-                assert {(token.version, token.mask) for token in piece.tokens} == {(told["policy_version"], True)}
+                assert [
+                    {name: getattr(token, name) for name in names} for token in piece.tokens
+                ] == [{name: token[name] for name in names} for token in told["tokens"]]
+                assert {(token.version, token.mask) for token in piece.tokens} == {
+                    (told["policy_version"], True)
+                }
 
 
 async def test_provenance_is_what_trace_prints(run: Path, printed: Print) -> None:
@@ -124,7 +152,8 @@ async def test_recorded_entropies_and_ratios_are_on_their_tokens(run: Path, prin
     column = np.array([0.25, 1.5, 0.0, 2.0], np.float16)
     figures = TokenFigures(column, np.log(np.array([0.5, 1.0, 2.0, 1.0])).astype(np.float16))
     files = TokenFiles(run / archive.FOLDER, step)
-    files.write(step, {5: [figures, NOTHING, figures, NOTHING]})  # the second was masked, the fourth is greedy
+    # the second was masked, the fourth is greedy
+    files.write(step, {5: [figures, NOTHING, figures, NOTHING]})
     files.close()
     view = built(run).group(5)
     assert not {"entropy", "ratio"} & view.unavailable.keys()
@@ -139,7 +168,12 @@ async def test_recorded_entropies_and_ratios_are_on_their_tokens(run: Path, prin
         assert all(token.entropy is None for token in tokens if not token.mask)
     lines = (await printed("show", "5", "--tokens", "--episode", "2")).splitlines()
     shown = [line.split("  entropy ")[1] for line in lines if "  entropy " in line]
-    assert shown == ["0.2500  ratio 0.4999", "1.5000  ratio 1.0000", "0.0000  ratio 2.0004", "2.0000  ratio 1.0000"]
+    assert shown == [
+        "0.2500  ratio 0.4999",
+        "1.5000  ratio 1.0000",
+        "0.0000  ratio 2.0004",
+        "2.0000  ratio 1.0000",
+    ]
     assert "entropy" not in await printed("show", "5", "--tokens", "--episode", "1")
     file_of(run / archive.FOLDER, step).write_bytes(b"torn")
     assert "is damaged: " in built(run).group(5).unavailable["ratio"]
@@ -148,7 +182,8 @@ async def test_recorded_entropies_and_ratios_are_on_their_tokens(run: Path, prin
 
 def advantages(view: Any) -> list[list[float | None]]:
     return [
-        [token.advantage for piece in one.pieces for token in piece.tokens if token.mask] for one in view.trajectories
+        [token.advantage for piece in one.pieces for token in piece.tokens if token.mask]
+        for one in view.trajectories
     ]
 
 
@@ -161,7 +196,9 @@ def test_advantages_of_grpo_are_those_of_the_paper(run: Path) -> None:
         assert found == pytest.approx([(reward - mean) / (spread + 1e-6)] * 4, rel=1e-4)
     assert advantages(view)[3] == [None] * 4
     step = view.provenance.step
-    assert set(view.unavailable.values()) == {f"not recorded for step {step} (samples.keep, with one rank)"}
+    assert set(view.unavailable.values()) == {
+        f"not recorded for step {step} (samples.keep, with one rank)"
+    }
     assert set(view.unavailable) == {"entropy", "ratio"}
 
 
@@ -169,9 +206,17 @@ def test_advantages_that_need_the_whole_step_use_all_its_groups(run: Path) -> No
     configure(run, adv_estimator="reinforce++")
     queries = built(run)
     step = queries.provenance(5).step
-    tickets = sorted({row.ticket for row in queries.search(TrajectoryFilter(min_step=step, max_step=step)).rows})
+    tickets = sorted(
+        {row.ticket for row in queries.search(TrajectoryFilter(min_step=step, max_step=step)).rows}
+    )
     assert len(tickets) == 2
-    every = [one for ticket in tickets for own in advantages(queries.group(ticket)) for one in own if one is not None]
+    every = [
+        one
+        for ticket in tickets
+        for own in advantages(queries.group(ticket))
+        for one in own
+        if one is not None
+    ]
     assert len(every) == 2 * 3 * 4
     assert sum(every) / len(every) == pytest.approx(0.0, abs=1e-5)  # whitened over the step
     assert sum(one * one for one in every) / len(every) == pytest.approx(1.0, rel=0.06)
@@ -180,12 +225,17 @@ def test_advantages_that_need_the_whole_step_use_all_its_groups(run: Path) -> No
 @pytest.mark.parametrize(
     ("algorithm", "why"),
     [
-        ({"adv_estimator": "./mine.py:advantage"}, "is ./mine.py:advantage, which is code of the run"),
+        (
+            {"adv_estimator": "./mine.py:advantage"},
+            "is ./mine.py:advantage, which is code of the run",
+        ),
         ({"adv_estimator": "gae", "critic": {"enabled": True}}, "they need the models' scores"),
         ({"adv_estimator": 7}, "they cannot be computed"),
     ],
 )
-def test_advantages_that_are_not_known_say_why(run: Path, algorithm: dict[str, Any], why: str) -> None:
+def test_advantages_that_are_not_known_say_why(
+    run: Path, algorithm: dict[str, Any], why: str
+) -> None:
     configure(run, **algorithm)
     view = built(run).group(5)
     assert why in view.unavailable["advantage"]
@@ -225,7 +275,9 @@ def test_any_text_makes_a_query(text: str) -> None:
     assert bool(expression) == bool(texts.words_of(text))
 
 
-def test_a_build_without_full_text_search_finds_words_too(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_without_full_text_search_finds_words_too(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = "CREATE VIRTUAL TABLE {name} USING fts5_is_missing(text)"
     monkeypatch.setattr("rlearner.console.index.database.TEXTS", plain)
     queries = built(run)
@@ -250,29 +302,50 @@ def test_evaluations_have_intervals_tasks_and_frames(run: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     queries = built(run)
     (found,) = queries.evaluations()
-    assert (found.step, found.policy, found.tasks, found.success_rate, found.reward_mean) == (2, "actor", 10, 0.7, 4.5)
+    assert (found.step, found.policy, found.tasks, found.success_rate, found.reward_mean) == (
+        2,
+        "actor",
+        10,
+        0.7,
+        4.5,
+    )
     assert (round(found.low, 4), round(found.high, 4)) == (0.3968, 0.8922)  # Wilson
     assert found.by_domain == {"lake": 1.0, "sea": 0.25}
     tasks = queries.evaluated_tasks(2)
-    assert [(one.task_index, one.successes, one.frames) for one in tasks] == [(n, int(n < 7), 2) for n in range(10)]
+    assert [(one.task_index, one.successes, one.frames) for one in tasks] == [
+        (n, int(n < 7), 2) for n in range(10)
+    ]
     assert queries.evaluated_task(2, "actor", 4) == rows[4]
     assert queries.evaluated_task(2, "random", 4) == {}
     (event,) = queries.events(kinds=["evaluation"])
-    assert (event.step, event.text) == (2, "actor evaluated after step 2: success 0.700 of 10 episodes")
+    assert (event.step, event.text) == (
+        2,
+        "actor evaluated after step 2: success 0.700 of 10 episodes",
+    )
 
 
 async def test_events_of_up_and_changed_settings_are_there(tmp_path: Path) -> None:
     run = tmp_path / "run"
     world = kit.World(run)
     await world.learn()
-    note_events(run / "logs", [ProcessEvent("rollout-0 (pid 7) died by SIGKILL", "death", "rollout-0")])
-    more = [ProcessEvent("pid 8 is there", "start", "rollout-0"), ProcessEvent("exit code 2", "stop", "rollout-0")]
+    note_events(
+        run / "logs", [ProcessEvent("rollout-0 (pid 7) died by SIGKILL", "death", "rollout-0")]
+    )
+    more = [
+        ProcessEvent("pid 8 is there", "start", "rollout-0"),
+        ProcessEvent("exit code 2", "stop", "rollout-0"),
+    ]
     note_events(run / "logs", [*more, "a disk died and rollout-0 ended with exit code 2"])
     world.rules = kit.rules(max_staleness=0, steps=6)
     await world.learn()
     found = built(run).events()
     ups = {(one.kind, one.who) for one in found if one.kind in ("death", "start", "stop", "note")}
-    assert ups == {("death", "rollout-0"), ("note", ""), ("stop", "rollout-0"), ("start", "rollout-0")}
+    assert ups == {
+        ("death", "rollout-0"),
+        ("note", ""),
+        ("stop", "rollout-0"),
+        ("start", "rollout-0"),
+    }
     checkpoints = [one.step for one in found if one.kind == "checkpoint"]
     assert checkpoints == [2, 4, 6]
     (start,) = [one for one in found if one.kind == "epoch"]

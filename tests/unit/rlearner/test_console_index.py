@@ -55,7 +55,10 @@ async def test_series_are_the_values_of_metrics_jsonl(run: Path) -> None:
     found = queries.series(["staleness/max", "ticket/trained", "none"])
     assert list(found) == ["staleness/max", "ticket/trained"]
     for name, one in found.items():
-        assert (one.steps, one.values) == ([row["step"] for row in rows], [row[name] for row in rows])
+        assert (one.steps, one.values) == (
+            [row["step"] for row in rows],
+            [row[name] for row in rows],
+        )
         assert one.times == [row["time"] for row in rows]
     assert queries.metric_names("TICKET tr") == ["ticket/trained"]
     assert queries.last_values(["ticket/trained"]) == {"ticket/trained": rows[-1]["ticket/trained"]}
@@ -73,7 +76,11 @@ async def test_trajectories_are_found_by_what_they_are(run: Path) -> None:
     assert [row.seq for row in solved] == sorted(row.seq for row in solved)
     twice = queries.search(TrajectoryFilter(state="duplicate")).rows
     place = RunPlace("run", run, {})
-    known = {seq for ticket in (1, 2) for seq in ticket_summary(ticket_lines(place, ticket))["duplicates"]}
+    known = {
+        seq
+        for ticket in (1, 2)
+        for seq in ticket_summary(ticket_lines(place, ticket))["duplicates"]
+    }
     assert {row.seq for row in twice} == known
     assert known
 
@@ -100,4 +107,6 @@ async def test_the_database_is_private_and_the_folder_is_not_changed(run: Path) 
     assert stat.S_IMODE((run / "console.sqlite").stat().st_mode) == 0o600
     after = contents(run)
     assert {path: after[path] for path in before} == before
-    assert {path.name for path in after.keys() - before.keys()} <= {f"console.sqlite{s}" for s in ("", "-wal", "-shm")}
+    assert {path.name for path in after.keys() - before.keys()} <= {
+        f"console.sqlite{s}" for s in ("", "-wal", "-shm")
+    }

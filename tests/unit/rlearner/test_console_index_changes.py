@@ -1,4 +1,6 @@
-"""However a run's files change between two updates, the index is the one that is built from nothing."""
+"""However a run's files change between two updates, the index is the one that is built from
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -55,15 +57,25 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
             asyncio.run(world.learn(die_at=die_at, checkpoint_every=3))
         evals = base / "run" / "evals"
         evals.mkdir(exist_ok=True)
-        row = {"domain": "lake", "task_index": 1, "success": [True, False], "reward": [1.0, 0.0], "frames": ["a"]}
+        row = {
+            "domain": "lake",
+            "task_index": 1,
+            "success": [True, False],
+            "reward": [1.0, 0.0],
+            "frames": ["a"],
+        }
         rows = [row | {"prompt": f"task {number}"} for number in range(3)]
-        (evals / f"actor-step-{len(found):06d}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+        (evals / f"actor-step-{len(found):06d}.jsonl").write_text(
+            "".join(json.dumps(one) + "\n" for one in rows)
+        )
         found.append(shutil.copytree(base / "run", base / f"life{len(found)}"))
     return found
 
 
 KINDS = ("cut", "garbage", "flip", "delete", "replace_cut", "life", "half_line", "touch")
-OPERATION = st.tuples(st.sampled_from(KINDS), st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 3))
+OPERATION = st.tuples(
+    st.sampled_from(KINDS), st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 3)
+)
 
 
 def change(files: kit.Files, lives: list[Path], kind: str, which: int, where: int) -> None:
@@ -82,7 +94,12 @@ def change(files: kit.Files, lives: list[Path], kind: str, which: int, where: in
     elif kind == "half_line":
         files.edit(path, lambda data: data.extend(b'{"step": 1, "x'))
     elif kind == "flip" and data:
-        files.edit(path, lambda data: data.__setitem__(place % len(data), data[place % len(data)] ^ (1 + where % 255)))
+        files.edit(
+            path,
+            lambda data: data.__setitem__(
+                place % len(data), data[place % len(data)] ^ (1 + where % 255)
+            ),
+        )
     elif kind == "delete":
         path.unlink()
     elif kind == "replace_cut":
@@ -91,10 +108,14 @@ def change(files: kit.Files, lives: list[Path], kind: str, which: int, where: in
         files.touched(path)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.lists(OPERATION, min_size=1, max_size=12))
 def test_any_changes_lead_to_the_index_of_a_rebuild(
-    tmp_path_factory: pytest.TempPathFactory, lives: list[Path], operations: list[tuple[str, int, int, int]]
+    tmp_path_factory: pytest.TempPathFactory,
+    lives: list[Path],
+    operations: list[tuple[str, int, int, int]],
 ) -> None:
     folder = tmp_path_factory.mktemp("changed") / "run"
     shutil.copytree(lives[0], folder)
@@ -138,7 +159,9 @@ def _index_forever(folder: Path) -> None:
     os._exit(0)
 
 
-def test_an_indexer_killed_at_any_moment_loses_and_repeats_nothing(tmp_path: Path, lives: list[Path]) -> None:
+def test_an_indexer_killed_at_any_moment_loses_and_repeats_nothing(
+    tmp_path: Path, lives: list[Path]
+) -> None:
     folder = shutil.copytree(lives[-1], tmp_path / "run")
     spawn, chance, killed = multiprocessing.get_context("fork"), random.Random(7), 0
     for _ in range(40):
@@ -181,20 +204,25 @@ def test_a_copy_that_differs_far_from_its_end_is_noticed(
     kit.finish(index)
     path = folder / "metrics.jsonl"
     data = path.read_bytes()
-    files.replace(path, data.replace(b'"step": 1,', b'"step": 9,', 1) + data.splitlines(keepends=True)[-1])
+    files.replace(
+        path, data.replace(b'"step": 1,', b'"step": 9,', 1) + data.splitlines(keepends=True)[-1]
+    )
     kit.finish(index)
     assert index.connection.execute("SELECT step FROM steps ORDER BY end").fetchone() == (9,)
     assert kit.contents(index) == kit.rebuilt(folder, tmp_path / "rebuilt.sqlite")
     index.close()
 
 
-def test_of_two_files_with_the_same_records_the_newer_one_counts(tmp_path: Path, lives: list[Path]) -> None:
+def test_of_two_files_with_the_same_records_the_newer_one_counts(
+    tmp_path: Path, lives: list[Path]
+) -> None:
     folder = shutil.copytree(lives[-1], tmp_path / "run")
     older, newer = sorted((folder / "samples").glob("*.frames"))[:2]
     first, rest = int(newer.stem), newer.read_bytes()
     files, index = kit.Files(folder), RunIndex(folder)
     newer.unlink()
-    files.edit(older, lambda data: data.extend(rest))  # a learner that was taken over went on writing
+    # a learner that was taken over went on writing
+    files.edit(older, lambda data: data.extend(rest))
     kit.finish(index)
     files.replace(newer, rest)
     kit.finish(index)

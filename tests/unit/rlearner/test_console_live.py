@@ -25,7 +25,10 @@ def metrics(process: str) -> wire.Metrics:
 def test_metrics_of_dead_processes_are_forgotten(tmp_path: Path) -> None:
     live = LiveRun("run", tmp_path, None, LiveSpans())
     for number, at in ((1, 100.0), (2, 100.0), (3, 104.0)):
-        live.view.metrics[f"envhub.{number}"], live._heard[f"envhub.{number}"] = metrics(str(number)), at
+        live.view.metrics[f"envhub.{number}"], live._heard[f"envhub.{number}"] = (
+            metrics(str(number)),
+            at,
+        )
     live._forget_silent({"envhub.1"}, 105.5)
     assert set(live.view.metrics) == {"envhub.1", "envhub.3"}  # announced, and heard just now
     live._forget_silent(set(), 110.0)
@@ -38,10 +41,16 @@ def test_a_learner_is_not_said_to_train_once_its_broker_is_gone(tmp_path: Path) 
     run = ConsoleRun.__new__(ConsoleRun)
     run.config = {"train": {"steps": 9}}
     live.view.problem = ""
-    live.view.processes = [wire.Presence(role="learner", id="learner", pid=1, host="here", state="serving")]
+    live.view.processes = [
+        wire.Presence(role="learner", id="learner", pid=1, host="here", state="serving")
+    ]
     assert _state(run, 3, live.view) == ("training", "", "good")
     live.view.problem = "the broker at here does not answer now"
-    assert _state(run, 3, live.view) == ("broker away", "the broker at here does not answer now", "warn")
+    assert _state(run, 3, live.view) == (
+        "broker away",
+        "the broker at here does not answer now",
+        "warn",
+    )
 
 
 async def test_an_unreadable_note_of_the_broker_is_said_and_read_again(
@@ -89,7 +98,9 @@ async def test_a_page_that_comes_while_the_connection_is_closed_gets_another(
     await live.close()
 
 
-def test_a_run_of_an_older_version_has_no_bottleneck_and_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_of_an_older_version_has_no_bottleneck_and_no_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     rows, config = run_fleet(FleetSpeeds(), 12), config_of(FleetSpeeds(), 12)
     assert _bottleneck(rows, config) == advise(rows, config).line
     assert _bottleneck(rows[:1], config) == "not known: needs 5 more steps of the present fleet"

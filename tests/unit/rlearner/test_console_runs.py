@@ -1,4 +1,6 @@
-"""The list of runs: read off the event loop and once, and no broker that does not answer holds it up."""
+"""The list of runs: read off the event loop and once, and no broker that does not answer holds it
+up.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from rlearner.console.index.runs import RunList, setting_differences
 def made(root: Path, name: str, **settings: Any) -> Path:
     folder = root / name
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump({"run": {"name": name}, "train": {"steps": 9}} | settings))
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump({"run": {"name": name}, "train": {"steps": 9}} | settings)
+    )
     return folder
 
 
@@ -35,9 +39,15 @@ async def test_runs_are_listed_with_their_newest_figures(tmp_path: Path) -> None
     runs = RunList(run.parent)
     rows = {row.name: row for row in await runs.rows(wait_s=20.0)}
     await runs.close()
-    assert (rows["run"].state, rows["run"].step, rows["run"].steps) == ("finished", kit.STEPS, kit.STEPS)
+    assert (rows["run"].state, rows["run"].step, rows["run"].steps) == (
+        "finished",
+        kit.STEPS,
+        kit.STEPS,
+    )
     assert rows["run"].last == {
-        "staleness/max": json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["staleness/max"]
+        "staleness/max": json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])[
+            "staleness/max"
+        ]
     }
     assert rows["other"].state == "unreadable"
 
@@ -51,11 +61,16 @@ def test_settings_that_differ_are_named(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text(yaml.safe_dump(config))
     found = setting_differences([tmp_path / "a", tmp_path / "b"])
-    assert [(one.key, one.values) for one in found] == [("train.lr", {"a": 1.0, "b": 2.0}), ("train.x", {"b": None})]
+    assert [(one.key, one.values) for one in found] == [
+        ("train.lr", {"a": 1.0, "b": 2.0}),
+        ("train.x", {"b": None}),
+    ]
 
 
 async def test_a_list_does_not_wait_for_brokers_that_do_not_answer(tmp_path: Path) -> None:
-    """Eight brokers accept and say nothing; the list is there at once, and later what they did not say."""
+    """Eight brokers accept and say nothing; the list is there at once, and later what they did not
+    say.
+    """
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(8)]
     for number, one in enumerate(listeners):
         note_broker(made(tmp_path, f"run{number}"), f"nats://127.0.0.1:{one.getsockname()[1]}")

@@ -38,7 +38,9 @@ class Run:
 
     def report(self, process: str, *spans: wire.Span, **more: Any) -> None:
         role = process.split("-")[0]
-        self.live.add(wire.Metrics(role=role, id=process, time=self.now, values={}, spans=list(spans), **more))
+        self.live.add(
+            wire.Metrics(role=role, id=process, time=self.now, values={}, spans=list(spans), **more)
+        )
 
     def queries(self) -> RunQueries:
         index = RunIndex(self.folder, live=self.live)
@@ -63,7 +65,13 @@ def seconds(timeline: Timeline) -> dict[tuple[str, str], float]:
 
 
 def span(kind: Any, start: float, end: float, busy: float | None = None, **more: Any) -> wire.Span:
-    return wire.Span(kind=kind, start=T + start, end=T + end, seconds=end - start if busy is None else busy, **more)
+    return wire.Span(
+        kind=kind,
+        start=T + start,
+        end=T + end,
+        seconds=end - start if busy is None else busy,
+        **more,
+    )
 
 
 def test_the_learners_phases_follow_from_its_metrics(run: Run) -> None:
@@ -88,7 +96,11 @@ def test_reports_replace_the_phases_where_there_are_some(run: Run) -> None:
 def test_work_without_a_break_is_one_span(run: Run) -> None:
     for second in range(100):
         run.now = T + second + 1
-        run.report("rollout-1", span("generate", second, second + 1, 7.5, count=3), span("wait", second, second + 1))
+        run.report(
+            "rollout-1",
+            span("generate", second, second + 1, 7.5, count=3),
+            span("wait", second, second + 1),
+        )
     found = run.queries().spans(T, T + 100.0)
     waits = [one for one in found.spans if one.kind == "wait" and one.lane != LEARNER]
     assert [round(one.end - one.start) for one in waits] == [60, 40]
@@ -98,12 +110,16 @@ def test_work_without_a_break_is_one_span(run: Run) -> None:
 
 @pytest.mark.parametrize("most", [2000, 300, 40])
 @pytest.mark.parametrize("resolution", [0.0, 30.0])
-def test_added_up_spans_are_few_and_lose_nothing(tmp_path: Path, most: int, resolution: float) -> None:
+def test_added_up_spans_are_few_and_lose_nothing(
+    tmp_path: Path, most: int, resolution: float
+) -> None:
     run = Run(tmp_path / "run", 1000)
     for second in range(0, 4000, 2):
         run.now = T + second + 2
         run.report(
-            "envhub-1", span("generate", second, second + 2, 30.0, count=5), span("env_step", second, second + 1)
+            "envhub-1",
+            span("generate", second, second + 2, 30.0, count=5),
+            span("env_step", second, second + 1),
         )
     found = run.queries().spans(T, T + 10_000.0, resolution, most)
     assert len(found.spans) <= most
@@ -128,13 +144,19 @@ def test_old_spans_make_room_and_their_sums_stay(run: Run, monkeypatch: pytest.M
             queries = run.queries()
     near, whole = queries.spans(T + 280.0, T + 300.0), queries.spans(T - 1, T + 301.0)
     assert (near.bucket_s, whole.bucket_s) == (0.0, 8)
-    assert seconds(near)["rollout.rollout-1", "generate"] == 42.0  # with the one that ends as the range begins
+    # with the one that ends as the range begins
+    assert seconds(near)["rollout.rollout-1", "generate"] == 42.0
     assert seconds(whole)["rollout.rollout-1", "generate"] == pytest.approx(600.0)
     assert T - 8 <= whole.live_since <= T
 
 
 def test_a_clock_that_is_wrong_is_ignored_and_counted(run: Run) -> None:
-    run.report("rollout-1", span("wait", -90_000.0, 0.0), span("wait", 0.0, 9_000.0), span("wait", -1.0, 0.0))
+    run.report(
+        "rollout-1",
+        span("wait", -90_000.0, 0.0),
+        span("wait", 0.0, 9_000.0),
+        span("wait", -1.0, 0.0),
+    )
     found = run.queries().spans(T - 100_000.0, T + 100_000.0)
     assert [(one.start, one.end) for one in found.spans if one.lane != LEARNER] == [(T - 1.0, T)]
     assert run.live.lost == 2
@@ -148,7 +170,10 @@ def test_processes_that_come_fail_and_go_are_events(run: Run) -> None:
     run.report("learner", text=failed)
     run.report("learner", text=failed)
     run.now += 10
-    events = [(one.time - T, one.kind, one.who) for one in run.queries().events(kinds=("joined", "left", "failed"))]
+    events = [
+        (one.time - T, one.kind, one.who)
+        for one in run.queries().events(kinds=("joined", "left", "failed"))
+    ]
     joined = [(0.0, "joined", "envhub-1"), (0.0, "joined", "learner")]
     assert events == [
         (0.0, "joined", "envhub-1"),
@@ -197,9 +222,9 @@ def test_events_of_processes_make_room(run: Run, monkeypatch: pytest.MonkeyPatch
         run.now = T + number
         run.report(f"envhub-{number}")
         index.update()
-    assert index.connection.execute("SELECT who FROM events WHERE source = 0 ORDER BY time").fetchall() == [
-        (f"envhub-{number}",) for number in range(5, 10)
-    ]
+    assert index.connection.execute(
+        "SELECT who FROM events WHERE source = 0 ORDER BY time"
+    ).fetchall() == [(f"envhub-{number}",) for number in range(5, 10)]
     index.close()
 
 
@@ -208,7 +233,10 @@ def test_the_newest_events_of_a_range_are_read_alone(run: Run) -> None:
         run.now = T + number
         run.report(f"envhub-{number}")
     queries = run.queries()
-    assert [one.who for one in queries.events(kinds=("joined",), newest=2)] == ["envhub-7", "envhub-8"]
+    assert [one.who for one in queries.events(kinds=("joined",), newest=2)] == [
+        "envhub-7",
+        "envhub-8",
+    ]
     assert [one.who for one in queries.events(T + 2, T + 3)] == ["envhub-2", "envhub-3"]
 
 

@@ -23,17 +23,24 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", [["logs"], ["audit"], ["draw"], ["status"], ["console", "--port", "0"]])
+@pytest.mark.parametrize(
+    "command", [["logs"], ["audit"], ["draw"], ["status"], ["console", "--port", "0"]]
+)
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (JUNK, "cannot be read: 'utf-8' codec can't decode byte 0x80 in position 0: invalid start byte"),
+        (
+            JUNK,
+            "cannot be read: 'utf-8' codec can't decode byte 0x80 in position 0: invalid start byte",
+        ),
         (b"run: [", "cannot be read: while parsing a flow node"),
         (b"", "does not hold the settings of a run; expected run.name"),
         (b"run: 3", "does not hold the settings of a run; expected run.name"),
     ],
 )
-def test_settings(run: Path, command: list[str], content: bytes, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings(
+    run: Path, command: list[str], content: bytes, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (run / "config.yaml").write_bytes(content)
     assert main([command[0], str(run), *command[1:]]) == 2
     error = capsys.readouterr().err
@@ -44,7 +51,10 @@ def test_settings(run: Path, command: list[str], content: bytes, said: str, caps
 def test_a_folder_without_settings_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "config.yaml").unlink()
     assert main(["audit", str(run)]) == 2
-    assert capsys.readouterr().err == f"error: {run}: has no config.yaml, so it is not the folder of a run\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: {run}: has no config.yaml, so it is not the folder of a run\n"
+    )
 
 
 def test_one_bad_run_does_not_hide_the_list(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

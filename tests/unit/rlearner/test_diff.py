@@ -23,7 +23,9 @@ ENVIRONMENT = "class Env: ...\n"
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two runs that differ in a rate, an added section, a data file, an environment, numpy and the first weights."""
+    """Two runs that differ in a rate, an added section, a data file, an environment, numpy and the
+    first weights.
+    """
     monkeypatch.chdir(tmp_path)
     for name, rate, success, size in (("a", 1e-3, 0.25, 4.0), ("b", 1e-4, 0.75, 5.0)):
         code = tmp_path / f"env_{name}.py"
@@ -41,16 +43,23 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         weights[-1] = size
         save_file({"w": weights}, folder / "model" / "model.safetensors")
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
-        rows = [{"step": 1, "eval/success_rate": success}, {"step": 2, "reward/mean": success / 2, "time": 5.0}]
+        rows = [
+            {"step": 1, "eval/success_rate": success},
+            {"step": 2, "reward/mean": success / 2, "time": 5.0},
+        ]
         (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         monkeypatch.setattr(
-            starts, "versions", lambda name=name: {"wire": "12", "numpy": {"a": "2.1", "b": "2.2"}[name]}
+            starts,
+            "versions",
+            lambda name=name: {"wire": "12", "numpy": {"a": "2.1", "b": "2.2"}[name]},
         )
         starts.note_start(folder, config, 1, {"train.jsonl": name * 4}, str(folder / "model"))
     return tmp_path
 
 
-def test_what_differs_is_shown_and_the_rest_is_counted(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_differs_is_shown_and_the_rest_is_counted(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["diff", "a", "b", "--dir", str(runs), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["settings"] == {
@@ -85,14 +94,19 @@ def test_a_run_and_itself(runs: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert found["same"]["model"] == 3  # path, digest, checkpoint
 
 
-def test_a_run_of_an_earlier_version_and_one_that_is_not_there(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_an_earlier_version_and_one_that_is_not_there(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (runs / "a" / "starts.jsonl").unlink()
     assert main(["diff", "a", "b", "--dir", str(runs)]) == 0
     assert capsys.readouterr().out.endswith(
         "not recorded of a, which an earlier version started: versions, code, data, model\n"
     )
     assert main(["diff", "a", "c", "--dir", str(runs)]) == 2
-    assert capsys.readouterr().err == f"error: no run 'c' below {runs}; there is a, b; name its folder, or give --dir\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: no run 'c' below {runs}; there is a, b; name its folder, or give --dir\n"
+    )
 
 
 def test_long_values_are_cut_to_the_terminal() -> None:
@@ -117,7 +131,8 @@ def test_long_values_are_cut_to_the_terminal() -> None:
     assert "…" in lines[2]
     assert "x" * 200 in "".join(text_of(found))
     names = [line.split()[0] for line in lines if line.startswith("  ")]
-    assert names[-3:] == ["domains.sea.env", "domains.lake.group_size", "run.note"]  # of a lone domain one line
+    # of a lone domain one line
+    assert names[-3:] == ["domains.sea.env", "domains.lake.group_size", "run.note"]
     assert lines[-4].split() == ["run.note", "''", "-"]
 
 
@@ -127,10 +142,15 @@ def test_a_torn_line_of_a_crash_is_left_out(tmp_path: Path) -> None:
     assert starts.read_starts(tmp_path / "none") == []
 
 
-def test_a_start_that_cannot_be_noted_is_only_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_start_that_cannot_be_noted_is_only_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "starts.jsonl").mkdir()
     starts.note_start(tmp_path, {}, 1, {}, "hub/model")
-    assert f"{tmp_path / 'starts.jsonl'} does not get this start: [Errno 21] Is a directory" in caplog.text
+    assert (
+        f"{tmp_path / 'starts.jsonl'} does not get this start: [Errno 21] Is a directory"
+        in caplog.text
+    )
 
 
 def test_a_model_file_that_cannot_be_read_does_not_fail_a_start(

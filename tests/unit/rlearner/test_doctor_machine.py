@@ -13,7 +13,9 @@ def test_adapters_have_no_optimizer_of_the_whole_model() -> None:
 
     def disk(needs: MachineRequirements) -> str:
         return next(
-            finding.status for finding in machine_findings(machine, needs, (8 * GIB, 2)) if finding.name == "disk"
+            finding.status
+            for finding in machine_findings(machine, needs, (8 * GIB, 2))
+            if finding.name == "disk"
         )
 
     assert disk(MachineRequirements(checkpoints=3)) == "missing"  # 3 times 8 + 48 GiB

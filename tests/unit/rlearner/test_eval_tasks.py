@@ -1,5 +1,5 @@
-"""A run and ``rlearner eval`` measure each held-out task once: fewer by default, and an error where more are asked
-for.
+"""A run and ``rlearner eval`` measure each held-out task once: fewer by default, and an error where
+more are asked for.
 """
 
 from __future__ import annotations
@@ -14,13 +14,24 @@ from broker.errors import ConfigError
 from broker.settings.runspec import validate
 from rlearner.evaluate.tasks import task_counts, with_whole_files
 
-LAKE = {"env": "frozenlake", "max_turns": 3, "max_context_tokens": 256, "sampling": {"max_tokens": 4}}
+LAKE = {
+    "env": "frozenlake",
+    "max_turns": 3,
+    "max_context_tokens": 256,
+    "sampling": {"max_tokens": 4},
+}
 
 
 def questions(folder: Path, rows: int, **env_args: Any) -> dict[str, Any]:
     file = folder / f"{rows}.jsonl"
-    file.write_text("".join(json.dumps({"question": f"{n}?", "answer": str(n)}) + "\n" for n in range(rows)))
-    return {"env": "qa", "env_args": {"path": str(file), **env_args}, "rewards": [{"name": "math_answer"}]}
+    file.write_text(
+        "".join(json.dumps({"question": f"{n}?", "answer": str(n)}) + "\n" for n in range(rows))
+    )
+    return {
+        "env": "qa",
+        "env_args": {"path": str(file), **env_args},
+        "rewards": [{"name": "math_answer"}],
+    }
 
 
 def tasks(**asked: Any) -> int:
@@ -55,10 +66,16 @@ def test_a_run_lowers_the_default_by_itself(tmp_path: Path) -> None:
     """Nobody asked for 256 of them."""
     domains = {"few": questions(tmp_path, 1000, eval_share=0.05)}
     assert validate({"domains": domains, "eval": {"every_steps": 1}})["eval"]["tasks"] == 50
-    assert validate({"domains": {**domains, "lake": LAKE}, "eval": {"every_steps": 1}})["eval"]["tasks"] == 50
+    assert (
+        validate({"domains": {**domains, "lake": LAKE}, "eval": {"every_steps": 1}})["eval"][
+            "tasks"
+        ]
+        == 50
+    )
     assert validate({"domains": {"lake": LAKE}, "eval": {"every_steps": 1}})["eval"]["tasks"] == 256
     with pytest.raises(
-        ConfigError, match=r"^eval\.tasks: 51 is not allowed; at most 50, the held-out tasks of domain few$"
+        ConfigError,
+        match=r"^eval\.tasks: 51 is not allowed; at most 50, the held-out tasks of domain few$",
     ):
         validate({"domains": domains, "eval": {"every_steps": 1, "tasks": 51}})
 
@@ -68,8 +85,12 @@ def test_a_run_that_measures_nothing_needs_no_held_out_tasks(tmp_path: Path) -> 
     assert config["eval"]["tasks"] is None
 
 
-def counts(config: dict[str, Any], *overrides: str, model: str = "/nowhere/model") -> dict[str, int]:
-    """Tasks of each domain when the command line has these overrides, which ``config`` already holds."""
+def counts(
+    config: dict[str, Any], *overrides: str, model: str = "/nowhere/model"
+) -> dict[str, int]:
+    """Tasks of each domain when the command line has these overrides, which ``config`` already
+    holds.
+    """
     whole, files = with_whole_files(config, overrides, model)
     return task_counts(validate(whole), files)
 
@@ -88,7 +109,8 @@ def test_a_file_of_the_command_line_is_measured_whole(tmp_path: Path) -> None:
     named = f"domains.few.env_args.path={tmp_path / '700.jsonl'}"
     assert counts(config, named) == {"few": 700}
     assert counts(config, "domains.few={env: qa}") == {"few": 700}
-    assert counts(config, "eval.group_size=2") == {"few": 35}  # the configuration's own: its held-out share
+    # the configuration's own: its held-out share
+    assert counts(config, "eval.group_size=2") == {"few": 35}
     assert counts({**config, "eval": {"tasks": 5}}, named) == {"few": 5}
     shared = {"domains": {"few": questions(tmp_path, 700, eval_share=0.1)}}
     assert counts(shared, named) == {"few": 70}
@@ -98,7 +120,10 @@ def test_a_file_for_evaluation_is_measured_whole_without_one_for_training(tmp_pa
     file = questions(tmp_path, 700)["env_args"]["path"]
     domain = {"env": "qa", "env_args": {"eval_path": file}, "rewards": [{"name": "math_answer"}]}
     assert counts({"domains": {"few": domain, "lake": LAKE}}) == {"few": 700, "lake": 256}
-    both = {**domain, "env_args": {"path": questions(tmp_path, 4)["env_args"]["path"], "eval_path": file}}
+    both = {
+        **domain,
+        "env_args": {"path": questions(tmp_path, 4)["env_args"]["path"], "eval_path": file},
+    }
     assert counts({"domains": {"few": both}}) == {"few": 700}
 
 
@@ -116,5 +141,10 @@ def test_levels_of_a_file_are_measured_whole(tmp_path: Path) -> None:
     level = "#####\n#@$.#\n#   #\n#####\n"
     (tmp_path / "levels.txt").write_text("".join(f"; {number}\n{level}\n" for number in range(30)))
     args = {"eval_path": str(tmp_path / "levels.txt")}
-    domain = {"env": "sokoban", "env_args": args, "max_context_tokens": 448, "sampling": {"max_tokens": 4}}
+    domain = {
+        "env": "sokoban",
+        "env_args": args,
+        "max_context_tokens": 448,
+        "sampling": {"max_tokens": 4},
+    }
     assert counts({"domains": {"box": domain}}) == {"box": 30}

@@ -23,7 +23,9 @@ def config_of(folder: Path, settings: dict[str, Any], **rollout: Any) -> dict[st
     (folder / "model.safetensors").write_bytes(b"")
     _write_tokenizer(folder, TinyModel())
     domains = {"lake": {"env": "frozenlake"}}
-    return validate({"model": {"path": str(folder)}, "domains": domains, "rollout": {"engine": "hf", **rollout}})
+    return validate(
+        {"model": {"path": str(folder)}, "domains": domains, "rollout": {"engine": "hf", **rollout}}
+    )
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, found: dict[str, str]) -> list[list[str]]:
@@ -37,17 +39,23 @@ def answer(monkeypatch: pytest.MonkeyPatch, found: dict[str, str]) -> list[list[
     return asked
 
 
-def test_unknown_type_is_refused_with_the_reason_of_its_trial(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unknown_type_is_refused_with_the_reason_of_its_trial(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     asked = answer(monkeypatch, {"learner": "", "engine": "no slots"})
     config = config_of(tmp_path / "model", {"model_type": "xglm"})
-    with pytest.raises(ConfigError, match="engine hf cannot run a small copy of this xglm: no slots"):
+    with pytest.raises(
+        ConfigError, match="engine hf cannot run a small copy of this xglm: no slots"
+    ):
         fleet_findings(config)
     other = config_of(tmp_path / "model", {"model_type": "xglm"}, engine="vllm")
     assert family_trial.family_findings(other) == []
     assert asked == [["learner", "engine"], ["learner"]]
 
 
-def test_type_that_cannot_be_tried_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_type_that_cannot_be_tried_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     answer(monkeypatch, {"problem": "no class"})
     (finding,) = family_trial.family_findings(config_of(tmp_path / "model", {"model_type": "xglm"}))
     assert (finding.status, finding.found) == (
@@ -58,12 +66,16 @@ def test_type_that_cannot_be_tried_is_a_warning(monkeypatch: pytest.MonkeyPatch,
 
 def test_known_types_are_not_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = answer(monkeypatch, {"learner": "no"})
-    assert family_trial.family_findings(config_of(tmp_path / "model", {"model_type": "llama"})) == []
+    assert (
+        family_trial.family_findings(config_of(tmp_path / "model", {"model_type": "llama"})) == []
+    )
     assert family_trial.family_findings({"model": {"path": None}}) == []
     assert asked == []
 
 
-def test_model_on_the_hub_is_refused_by_the_matrix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_model_on_the_hub_is_refused_by_the_matrix(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "slotless"}')
     monkeypatch.setattr(family_trial, "tokenizer_folder", lambda path: tmp_path)
     row = families.Family("slotless", "dense", {"engine": "no slots"})
@@ -76,14 +88,24 @@ def test_model_on_the_hub_is_refused_by_the_matrix(monkeypatch: pytest.MonkeyPat
 @pytest.mark.timeout(600)
 def test_trial_runs_engine_and_learner_on_a_small_copy(tmp_path: Path) -> None:
     """CodeGen has an attention of its own; a Qwen3 of real size is shrunken."""
-    large = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 151936}
+    large = {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "vocab_size": 151936,
+    }
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-    kinds = {"qwen3": {**large, **heads}, "codegen": {"n_layer": 28, "n_embd": 4096, "n_head": 16, "rotary_dim": 64}}
+    kinds = {
+        "qwen3": {**large, **heads},
+        "codegen": {"n_layer": 28, "n_embd": 4096, "n_head": 16, "rotary_dim": 64},
+    }
     answers = {}
     for name, settings in kinds.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"model_type": name, **settings}))
-        answers[name] = family_trial.run_trial(tmp_path / name, ["learner", "engine"], trust_remote_code=False)
+        answers[name] = family_trial.run_trial(
+            tmp_path / name, ["learner", "engine"], trust_remote_code=False
+        )
     assert answers["qwen3"] == {"learner": "", "engine": ""}
     assert answers["codegen"]["learner"] == ""
     assert "engine hf cannot run CodeGenForCausalLM" in answers["codegen"]["engine"]

@@ -61,7 +61,8 @@ def test_a_nice_child_and_its_children_give_way(modules: Path) -> None:
         expected = own + nice
         assert [int(line[0]) for line in lines] == [expected, expected]
         grouped = [int(line[1]) for line in lines if line[1] != "-"]
-        # Not to wait for the one right of all users, a child that inherits its niceness may go without its group's.
+        # Not to wait for the one right of all users, a child that inherits its niceness may go
+        # without its group's.
         assert grouped[:1] in ([], [expected])
         assert set(grouped[1:]) <= {0, expected}
 
@@ -92,7 +93,9 @@ def test_a_child_that_refuses_its_input_is_not_started_again(modules: Path) -> N
     assert child.last_lines() == ["error: train.lr: -1 is not allowed"]
 
 
-def test_a_child_that_was_asked_to_stop_is_not_started_again_and_has_not_failed(modules: Path) -> None:
+def test_a_child_that_was_asked_to_stop_is_not_started_again_and_has_not_failed(
+    modules: Path,
+) -> None:
     (modules / "asked.py").write_text("raise SystemExit(130)\n")
     fleet = make(modules)
     child = fleet.add("asked", "asked", [])
@@ -117,26 +120,37 @@ def test_no_child_outlives_a_killed_parent(modules: Path) -> None:
         f"'sleeper', [])\n"
         "print(child.pid, flush=True)\ntime.sleep(600)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         assert psutil.pid_exists(pid)
         parent.kill()
-    wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    wait_until(
+        lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    )
 
 
-def test_a_child_that_always_dies_is_given_up(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_always_dies_is_given_up(
+    modules: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fleet_module, "RESTART_AFTER_S", 0.0)
     monkeypatch.setattr(fleet_module, "RESTART_AT_MOST_S", 0.0)
     monkeypatch.setattr(fleet_module, "GIVE_UP_AFTER", 2)
-    (modules / "broken.py").write_text("import sys\nprint('ValueError: a number is missing')\nsys.exit(3)\n")
+    (modules / "broken.py").write_text(
+        "import sys\nprint('ValueError: a number is missing')\nsys.exit(3)\n"
+    )
     fleet = make(modules)
     child = fleet.add("broken", "broken", [])
     events: list[str] = []
     wait_until(lambda: events.extend(fleet.watch()) or child.exit_code is not None)  # type: ignore[func-returns-value]
     assert child.exit_code == 3
     deaths = [event for event in events if "died" in event]
-    assert ") died with exit code 3: ValueError: a number is missing; starting it again in 0 s" in deaths[0]
+    assert (
+        ") died with exit code 3: ValueError: a number is missing; starting it again in 0 s"
+        in deaths[0]
+    )
     assert deaths[-1].startswith("broken died 2 times in a row; giving up")
 
 
@@ -144,12 +158,17 @@ BURN = "import time\nwhile time.process_time() < {}: pass\n"
 
 
 def test_processor_time_counts_a_process_its_living_children_and_those_it_waited_for() -> None:
-    ended, living = BURN.format(0.3), BURN.format(0.2) + "print('up', flush=True)\ntime.sleep(600)\n"
+    ended, living = (
+        BURN.format(0.3),
+        BURN.format(0.2) + "print('up', flush=True)\ntime.sleep(600)\n",
+    )
     parent = (
         f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {ended!r}])\n"
         f"child = subprocess.Popen([sys.executable, '-c', {living!r}])\nchild.wait()\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", parent], stdout=subprocess.PIPE, start_new_session=True
+    )
     gone = subprocess.Popen([sys.executable, "-c", "pass"])
     gone.wait()
     try:
@@ -160,11 +179,14 @@ def test_processor_time_counts_a_process_its_living_children_and_those_it_waited
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
     assert list(used) == [process.pid]
-    assert 0.45 < used[process.pid] < 2.0  # 0.5, and three starts of an interpreter; clocks tick in hundredths
+    # 0.5, and three starts of an interpreter; clocks tick in hundredths
+    assert 0.45 < used[process.pid] < 2.0
 
 
 def test_who_is_waited_for_and_for_how_long() -> None:
-    assert waiting_line(["learner"], 27.4) == "waiting for learner (writing the last checkpoint): 27 s"
+    assert (
+        waiting_line(["learner"], 27.4) == "waiting for learner (writing the last checkpoint): 27 s"
+    )
     assert (
         waiting_line(["envhub", "rollout-random"], 0.0)
         == "waiting for envhub (ending its episodes), rollout-random: 0 s, stopping them now"
@@ -176,7 +198,11 @@ def test_stopping_tells_who_has_not_ended_and_counts_down(modules: Path) -> None
     stubborn, sleeper = fleet.add("learner", "stubborn", []), fleet.add("envhub", "sleeper", [])
     wait_until(lambda: bool(stubborn.last_lines() and sleeper.last_lines()))
     shown: list[tuple[list[str], float]] = []
-    fleet.stop(("learner",), patience_s=0.5, show=lambda waiting, left_s: shown.append((list(waiting), left_s)))
+    fleet.stop(
+        ("learner",),
+        patience_s=0.5,
+        show=lambda waiting, left_s: shown.append((list(waiting), left_s)),
+    )
     assert not any(child.running for child in fleet.children)
     leading = [left_s for waiting, left_s in shown if waiting == ["learner"]]
     assert leading == sorted(leading, reverse=True)
@@ -191,7 +217,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_gets_one_line_and_a_file_a_line_at_growing_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_one_line_and_a_file_a_line_at_growing_intervals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [0.0]
     monkeypatch.setattr("rlearner.up.shutdown_display.time.monotonic", lambda: now[0])
     for out, expected in ((Terminal(), 8), (io.StringIO(), 2)):
@@ -201,7 +229,9 @@ def test_a_terminal_gets_one_line_and_a_file_a_line_at_growing_intervals(monkeyp
             now[0] = float(second)
             farewell(["learner"], 30.0 - second)
         farewell.close()
-        assert out.getvalue().count("waiting for learner (writing the last checkpoint): ") == expected
+        assert (
+            out.getvalue().count("waiting for learner (writing the last checkpoint): ") == expected
+        )
         assert (out.getvalue().count("\n"), out.getvalue().endswith("\r\x1b[K")) == (
             (0, True) if out.isatty() else (2, False)
         )
@@ -227,7 +257,9 @@ def test_a_second_signal_ends_the_whole_fleet_at_once(modules: Path) -> None:
         assert above.stderr is not None
         pid = int(above.stdout.readline())
         above.send_signal(signal.SIGINT)
-        while not (said := above.stderr.readline()).startswith("waiting for learner (writing the last checkpoint): 59"):
+        while not (said := above.stderr.readline()).startswith(
+            "waiting for learner (writing the last checkpoint): 59"
+        ):
             assert said, "it ended before it waited"
         above.send_signal(signal.SIGINT)
         assert above.wait(60) == 130

@@ -18,7 +18,10 @@ def test_a_hub_name_that_leads_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path
         raise LocalEntryNotFoundError("no network")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
-    config = {"model": {"path": "Nobody/Nothing"}, "rollout": {"policy": "judge", "model_path": str(tmp_path)}}
+    config = {
+        "model": {"path": "Nobody/Nothing"},
+        "rollout": {"policy": "judge", "model_path": str(tmp_path)},
+    }
     (found,) = rollout_looks.preflight_findings(config)
     assert (found.name, found.status) == ("model.path", "missing")
     assert preflight.format_finding(found) == (
@@ -32,5 +35,7 @@ def test_a_hub_name_that_leads_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 @pytest.mark.parametrize("name", ["a b/c", "a/b/c", "a/", "-a/b", "a/b.", "C:\\m"])
 def test_what_cannot_be_a_hub_name_is_taken_for_a_folder(name: str) -> None:
-    with pytest.raises(ConfigError, match="no such folder; give a Hugging Face model folder or hub name"):
+    with pytest.raises(
+        ConfigError, match="no such folder; give a Hugging Face model folder or hub name"
+    ):
         check_model_path(name)

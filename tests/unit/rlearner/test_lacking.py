@@ -1,5 +1,5 @@
-"""What this machine lacks for a configuration is found before anything starts: packages, programs' imports, keys,
-endpoints.
+"""What this machine lacks for a configuration is found before anything starts: packages, programs'
+imports, keys, endpoints.
 """
 
 from __future__ import annotations
@@ -65,11 +65,17 @@ def test_check_prints_the_configuration_and_says_what_is_missing_here(
     assert main(["check", str(file)]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("run: ")
-    said = {line.split(": ")[1] for line in printed.err.splitlines() if line.startswith("missing here: ")}
+    said = {
+        line.split(": ")[1]
+        for line in printed.err.splitlines()
+        if line.startswith("missing here: ")
+    }
     assert {"vllm", "wandb"} <= said
 
 
-def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_taken_port_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(LAKE)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -90,11 +96,19 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(
     file = tmp_path / "run.yaml"
     file.write_text(LAKE)
     assert main(["up", str(file), f"run.dir={tmp_path}", "train.device=cuda"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: GPUs: no NVIDIA GPU on this machine -> ")
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith("error: GPUs: no NVIDIA GPU on this machine -> ")
+    )
 
 
-def test_on_one_gpu_a_run_starts_unless_it_asks_for_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "find_gpus", lambda: ([GpuInfo(0, "H100", 81559, 0, "580.65.06", "9.0")], ""))
+def test_on_one_gpu_a_run_starts_unless_it_asks_for_nccl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        hardware, "find_gpus", lambda: ([GpuInfo(0, "H100", 81559, 0, "580.65.06", "9.0")], "")
+    )
     monkeypatch.setattr(hardware, "find_torch", lambda: TorchBuild("2.13.0", "13.0", "2.27.7"))
     monkeypatch.setattr(preflight, "existing", lambda: [0])
     file = tmp_path / "run.yaml"
@@ -109,8 +123,14 @@ def test_on_one_gpu_a_run_starts_unless_it_asks_for_nccl(tmp_path: Path, monkeyp
 
 
 def test_the_learner_is_not_asked_for_what_others_need() -> None:
-    config = {"rollout": {"engine": "no-such"}, "train": {"backend": "torch"}, "domains": {"g": {"env": "gem"}}}
-    assert [one.name for one in preflight.learner_findings(config) if one.name in ("no-such", "gem")] == []
+    config = {
+        "rollout": {"engine": "no-such"},
+        "train": {"backend": "torch"},
+        "domains": {"g": {"env": "gem"}},
+    }
+    assert [
+        one.name for one in preflight.learner_findings(config) if one.name in ("no-such", "gem")
+    ] == []
 
 
 @pytest.mark.usefixtures("without_packages")
@@ -162,15 +182,23 @@ def test_what_an_agents_program_imports(tmp_path: Path) -> None:
     )  # fmt: skip
     assert [
         one.status
-        for one in envhub_looks.preflight_findings(agent(command=[sys.executable, "play.py"], cwd=str(tmp_path)))
+        for one in envhub_looks.preflight_findings(
+            agent(command=[sys.executable, "play.py"], cwd=str(tmp_path))
+        )
     ] == ["missing"]
-    assert [one.status for one in envhub_looks.preflight_findings(agent(function=f"{script}:play"))] == ["missing"]
+    assert [
+        one.status for one in envhub_looks.preflight_findings(agent(function=f"{script}:play"))
+    ] == ["missing"]
     script.write_text("import json\nimport beside\n")
-    assert [one.status for one in envhub_looks.preflight_findings(agent(command=["python", str(script)]))] == ["ok"]
+    assert [
+        one.status
+        for one in envhub_looks.preflight_findings(agent(command=["python", str(script)]))
+    ] == ["ok"]
     script.write_text("import (\n")
-    assert [one.status for one in envhub_looks.preflight_findings(agent(command=["python", str(script)]))] == [
-        "missing"
-    ]
+    assert [
+        one.status
+        for one in envhub_looks.preflight_findings(agent(command=["python", str(script)]))
+    ] == ["missing"]
     assert (
         envhub_looks.preflight_findings(agent(command=["ls"]))
         == envhub_looks.preflight_findings({"domains": {"d": {"env": "frozenlake"}}})
@@ -202,7 +230,9 @@ def endpoint() -> Iterator[str]:
 
 def judged(url: str, **args: Any) -> list[tuple[str, str]]:
     rewards = [{"name": "judge", "args": {"base_url": url, **args}}] * 2  # asked once
-    found = rewardhub_looks.preflight_findings({"domains": {"d": {"env": "qa", "rewards": rewards}}})
+    found = rewardhub_looks.preflight_findings(
+        {"domains": {"d": {"env": "qa", "rewards": rewards}}}
+    )
     return [(one.status, one.found) for one in found]
 
 
@@ -210,17 +240,25 @@ def test_a_judges_key_and_endpoint(endpoint: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("JUDGE", raising=False)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     assert judged(endpoint, api_key={"env": "JUDGE"}) == [
-        ("missing", "domains.d.rewards.0.args.api_key needs the environment variable JUDGE, which is not set")
+        (
+            "missing",
+            "domains.d.rewards.0.args.api_key needs the environment variable JUDGE, which is not set",
+        )
     ]
     refused = "does not accept the key in the environment variable OPENAI_API_KEY: the endpoint answered 401: wrong key"
     assert judged(endpoint) == [("missing", f"{endpoint} {refused}")]
     monkeypatch.setenv("JUDGE", "right")
     assert judged(endpoint, api_key={"env": "JUDGE"}) == [("ok", f"{endpoint} answers")]
     ((status, said),) = judged("http://127.0.0.1:9/v1")
-    assert (status, said.startswith("http://127.0.0.1:9/v1/models gave no answer in 1 tries: ")) == ("warning", True)
+    assert (
+        status,
+        said.startswith("http://127.0.0.1:9/v1/models gave no answer in 1 tries: "),
+    ) == ("warning", True)
 
 
-def test_the_endpoint_of_the_engine_openai_must_be_there(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_endpoint_of_the_engine_openai_must_be_there(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "right")
 
     def asked(url: str) -> list[str]:

@@ -41,13 +41,19 @@ def test_what_was_there_or_is_needed_stays(tmp_path: Path) -> None:
     fail(old)
     fail(held, held=True)
     fail(pointed, f"envhub died (see {pointed}/logs/envhub.log)")
-    assert [(path / "logs" / "learner.log").exists() for path in (old, held, pointed)] == [True, True, True]
+    assert [(path / "logs" / "learner.log").exists() for path in (old, held, pointed)] == [
+        True,
+        True,
+        True,
+    ]
     with removed_on_failure(tmp_path / "fine"):
         (tmp_path / "fine" / "config.yaml").write_text("")
     assert (tmp_path / "fine").is_dir()
 
 
-def test_what_another_process_made_at_the_same_time_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_process_made_at_the_same_time_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, exists = tmp_path / "a", Path.exists
 
     def looked(path: Path) -> bool:
@@ -60,15 +66,21 @@ def test_what_another_process_made_at_the_same_time_stays(tmp_path: Path, monkey
     assert (folder / "logs" / "learner.log").is_file()
 
 
-def test_a_start_that_was_stopped_before_it_wrote_anything_leaves_no_empty_folder(tmp_path: Path) -> None:
+def test_a_start_that_was_stopped_before_it_wrote_anything_leaves_no_empty_folder(
+    tmp_path: Path,
+) -> None:
     with suppress(Stopped), removed_on_failure(tmp_path / "runs" / "a"):
         raise Stopped("SIGINT")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_up_that_cannot_start_its_broker_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_up_that_cannot_start_its_broker_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("broker.server.private_server.find_binary", refuse)
-    assert main(["up", "configs/quickstart.yaml", f"run.dir={tmp_path / 'runs'}", "run.name=a"]) == 2
+    assert (
+        main(["up", "configs/quickstart.yaml", f"run.dir={tmp_path / 'runs'}", "run.name=a"]) == 2
+    )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -49,7 +49,9 @@ def test_a_whole_rank_holds_eighteen_bytes_per_parameter() -> None:
         (LearnerLayout("megatron", 8, tensor=2, pipeline=2), 4, 4, 4),
     ],
 )
-def test_what_ranks_divide(layout: LearnerLayout, weights: int, gradients: int, moments: int) -> None:
+def test_what_ranks_divide(
+    layout: LearnerLayout, weights: int, gradients: int, moments: int
+) -> None:
     held, number = parts(layout), MODEL.parameters
     found = [held["weights"].size, held["summed gradients"].size, held["moments"].size]
     assert found == [2 * number / weights, 4 * number / gradients, 8 * number / moments]
@@ -61,9 +63,16 @@ def test_options_move_or_remove_parts() -> None:
         "master weights", "moments", "summed gradients",
     }  # fmt: skip
     assert plain["activations"].size == 16_384 * (6e6 + 33e3 + 8192)
-    assert parts(LearnerLayout("torch"), replace(TRAIN, activation_offload=True))["activations"].where == "host"
+    assert (
+        parts(LearnerLayout("torch"), replace(TRAIN, activation_offload=True))["activations"].where
+        == "host"
+    )
     lora = parts(LearnerLayout("torch"), replace(TRAIN, lora_parameters=1000))
-    assert (lora["moments"].size, lora["adapters"].size, "master weights" in lora) == (8000, 4000, False)
+    assert (lora["moments"].size, lora["adapters"].size, "master weights" in lora) == (
+        8000,
+        4000,
+        False,
+    )
     staged = parts(LearnerLayout("torch"), replace(TRAIN, staging=77))["weight staging"]
     assert (staged.size, staged.where) == (154, "host")
 
@@ -106,7 +115,11 @@ def test_plans_are_ranked_and_fit() -> None:
 def test_what_the_configuration_sets_stays() -> None:
     wanted = ["train.backend=fsdp2", "train.ranks=6", "train.gradient_checkpointing=true"]
     (only,) = plans(H100, *wanted, "rollout.engine_args.tensor_parallel=2")
-    assert (only.learner.backend, only.learner.ranks, only.learner.checkpointing) == ("fsdp2", 6, True)
+    assert (only.learner.backend, only.learner.ranks, only.learner.checkpointing) == (
+        "fsdp2",
+        6,
+        True,
+    )
     assert (only.server, only.servers) == (ServerLayout(2), 1)
 
 
@@ -114,7 +127,9 @@ def test_one_gpu_is_shared() -> None:
     (only,) = plans(Machine(1, 80 * GIB))
     assert only.shared
     assert only.times.step_s == only.times.train_s + only.times.generate_s
-    assert launch_lines(only, Machine(1, 80 * GIB), 0, 4) == ['rlearner up "$CONFIG" run.name="$RUN" --share-gpus']
+    assert launch_lines(only, Machine(1, 80 * GIB), 0, 4) == [
+        'rlearner up "$CONFIG" run.name="$RUN" --share-gpus'
+    ]
 
 
 def test_reward_models_get_the_last_gpu() -> None:
@@ -127,7 +142,12 @@ def test_reward_models_get_the_last_gpu() -> None:
 def test_servers_do_not_cross_hosts() -> None:
     two = Machine(16, 80 * GIB, 2)
     assert count_servers(two, 6, 16, 4) == 2
-    assert [count_servers(two, *span, 4) for span in ((0, 16), (9, 11), (5, 5), (15, 9))] == [4, 0, 0, 0]
+    assert [count_servers(two, *span, 4) for span in ((0, 16), (9, 11), (5, 5), (15, 9))] == [
+        4,
+        0,
+        0,
+        0,
+    ]
     assert [two.hosts_of(0, 8), two.hosts_of(0, 9), two.hosts_of(6, 4)] == [1, 2, 2]
     assert [span(0, 4), span(7, 8), span(3, 3)] == ["0-3", "7", ""]
 
@@ -145,9 +165,10 @@ def test_few_numbers_of_ranks_are_tried_on_many_hosts() -> None:
 def test_a_division_that_is_no_power_of_two_is_kept() -> None:
     odd = replace(MODEL, heads=12, kv_heads=12)
     asked = demands("rollout.engine_args.tensor_parallel=3", model=odd)
-    assert {plan.server for plan in make_plans(Workload(odd, asked), H100, 20, lambda _: Workload(odd, asked))} == {
-        ServerLayout(3)
-    }
+    assert {
+        plan.server
+        for plan in make_plans(Workload(odd, asked), H100, 20, lambda _: Workload(odd, asked))
+    } == {ServerLayout(3)}
 
 
 def test_launch_lines_of_two_hosts() -> None:
@@ -155,20 +176,44 @@ def test_launch_lines_of_two_hosts() -> None:
     best = replace(plans(two, "train.backend=fsdp2", "train.ranks=10")[0])
     first, second = (launch_lines(best, two, host, 64) for host in (0, 1))
     broker = '--broker "tls://$HOST0:4222"'
-    assert first[-1].endswith(f'--gpus 0-7 --nnodes 2 --node-rank 0 --rendezvous "$HOST0":29400 {broker}')
-    assert second[:2] == ["token rollout", 'rollout-server --gpus 2-7 --join "$here/$RUN.rollout.token" &']
-    assert second[-1].endswith(f'--gpus 0-1 --nnodes 2 --node-rank 1 --rendezvous "$HOST0":29400 {broker}')
+    assert first[-1].endswith(
+        f'--gpus 0-7 --nnodes 2 --node-rank 0 --rendezvous "$HOST0":29400 {broker}'
+    )
+    assert second[:2] == [
+        "token rollout",
+        'rollout-server --gpus 2-7 --join "$here/$RUN.rollout.token" &',
+    ]
+    assert second[-1].endswith(
+        f'--gpus 0-1 --nnodes 2 --node-rank 1 --rendezvous "$HOST0":29400 {broker}'
+    )
 
 
 def test_sections() -> None:
     assert nested({"a.b.c": 1, "a.d": 2}) == {"a": {"b": {"c": 1}, "d": 2}}
-    assert difference({"a": {"b": 1, "c": 2}, "d": 1}, {"a": {"b": 1, "c": 3}}) == {"d": None, "a": {"c": 3}}
-    assert merged({"a": {"b": 1}, "c": 1}, {"a": {"d": 2}, "c": 2}) == {"a": {"b": 1, "d": 2}, "c": 2}
+    assert difference({"a": {"b": 1, "c": 2}, "d": 1}, {"a": {"b": 1, "c": 3}}) == {
+        "d": None,
+        "a": {"c": 3},
+    }
+    assert merged({"a": {"b": 1}, "c": 1}, {"a": {"d": 2}, "c": 2}) == {
+        "a": {"b": 1, "d": 2},
+        "c": 2,
+    }
 
 
-def test_the_command_writes_a_configuration_that_inherits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_configuration_that_inherits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "plan"
-    words = ["plan", "configs/quickstart.yaml", "--gpus", "4", "--json", "--write", str(out), "train.steps=3"]
+    words = [
+        "plan",
+        "configs/quickstart.yaml",
+        "--gpus",
+        "4",
+        "--json",
+        "--write",
+        str(out),
+        "train.steps=3",
+    ]
     assert main([*words, "train.backend=ddp", "train.ranks=2"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert found["plans"][0]["learner"]["backend"] == "ddp"

@@ -1,4 +1,6 @@
-"""``rlearner plan`` as a command: what it refuses, in which words, and what ``--write`` leaves alone."""
+"""``rlearner plan`` as a command: what it refuses, in which words, and what ``--write`` leaves
+alone.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,17 @@ def refused(capsys: Captured, *words: str) -> str:
         ["domains.lake=null"],
     ],
 )
-def test_wrong_settings_are_refused_as_check_refuses_them(capsys: Captured, overrides: list[str]) -> None:
+def test_wrong_settings_are_refused_as_check_refuses_them(
+    capsys: Captured, overrides: list[str]
+) -> None:
     line = refused(capsys, "plan", QUICK, "--gpus", "2", *overrides)
     assert line == refused(capsys, "check", QUICK, "--no-trial", *overrides)
 
 
 def test_a_file_for_offline_training_names_its_command(capsys: Captured) -> None:
-    assert "for `rlearner sft`, not for a run" in refused(capsys, "plan", "configs/sft.yaml", "--gpus", "2")
+    assert "for `rlearner sft`, not for a run" in refused(
+        capsys, "plan", "configs/sft.yaml", "--gpus", "2"
+    )
 
 
 def test_more_gpus_than_there_are_anywhere_are_refused(capsys: Captured) -> None:
@@ -54,19 +60,36 @@ def test_a_file_in_the_way_is_found_before_anything_else(capsys: Captured, tmp_p
     file = tmp_path / "fast.yaml"
     file.write_text("")
     for place in (file, file / "below"):
-        line = refused(capsys, "plan", "no-such-configuration", "--gpus", "2", "--write", str(place))
-        assert f"--write {place}: expected a folder, found a file at {file}; name a new folder" in line
-    assert "--write '': expected a folder" in refused(capsys, "plan", QUICK, "--gpus", "2", "--write", "")
+        line = refused(
+            capsys, "plan", "no-such-configuration", "--gpus", "2", "--write", str(place)
+        )
+        assert (
+            f"--write {place}: expected a folder, found a file at {file}; name a new folder" in line
+        )
+    assert "--write '': expected a folder" in refused(
+        capsys, "plan", QUICK, "--gpus", "2", "--write", ""
+    )
 
 
 def test_another_plan_is_not_overwritten(capsys: Captured, tmp_path: Path) -> None:
-    words = ["plan", QUICK, "--gpus", "4", "--write", str(tmp_path), f"run.dir={tmp_path}", "run.name=one"]
+    words = [
+        "plan",
+        QUICK,
+        "--gpus",
+        "4",
+        "--write",
+        str(tmp_path),
+        f"run.dir={tmp_path}",
+        "run.name=one",
+    ]
     assert main(words) == 0
     assert main(words) == 0
     capsys.readouterr()
     before = {file: file.read_text() for file in tmp_path.iterdir()}
     line = refused(capsys, *words, "train.steps=3")
-    assert f"{tmp_path}/plan.yaml is of another plan; name another folder, or remove that plan" in line
+    assert (
+        f"{tmp_path}/plan.yaml is of another plan; name another folder, or remove that plan" in line
+    )
     assert {file: file.read_text() for file in tmp_path.iterdir()} == before
 
 

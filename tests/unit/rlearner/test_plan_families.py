@@ -1,4 +1,6 @@
-"""A plan can be made for every family that the learner trains, in each dtype, with and without adapters."""
+"""A plan can be made for every family that the learner trains, in each dtype, with and without
+adapters.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def test_activations_of_every_family_are_traced(tmp_path, name):
     assert 1 < kept["float32"] / kept["bfloat16"] <= 2.2  # some are float32 in either
 
 
-@pytest.mark.parametrize(("name", "share"), [("qwen3_moe", 0.5), ("deepseek_v3", 0.25), ("llama4", 0.25)])
+@pytest.mark.parametrize(
+    ("name", "share"), [("qwen3_moe", 0.5), ("deepseek_v3", 0.25), ("llama4", 0.25)]
+)
 def test_experts_that_a_token_does_not_visit_are_not_active(tmp_path, name, share):
     family_config(name).save_pretrained(tmp_path)
     facts = read_folder(tmp_path, name, ModelSection())

@@ -1,4 +1,6 @@
-"""The plan's memory against bytes of tensors that torch counts in real steps, and against the cache of engine hf."""
+"""The plan's memory against bytes of tensors that torch counts in real steps, and against the cache
+of engine hf.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,12 @@ from rlearner.plan import training_memory
     ],
     ids=["plain", "checkpointing", "offload-reference", "lora"],
 )
-def test_a_step_holds_what_was_planned(dtype: str, train: dict[str, object], algorithm: dict[str, object]) -> None:
-    error, planned, measured = bench.error_of(bench.Case("0.5", dtype, train=train, algorithm=algorithm))
+def test_a_step_holds_what_was_planned(
+    dtype: str, train: dict[str, object], algorithm: dict[str, object]
+) -> None:
+    error, planned, measured = bench.error_of(
+        bench.Case("0.5", dtype, train=train, algorithm=algorithm)
+    )
     assert error < 0.02, f"planned {planned:,.0f} bytes, measured {measured:,.0f}"
 
 
@@ -31,11 +37,15 @@ def test_a_step_with_a_critic_holds_what_was_planned() -> None:
     assert error < 0.02, f"planned {planned:,.0f} bytes, measured {measured:,.0f}"
 
 
-def test_ten_million_parameters_whose_peak_is_the_end_of_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ten_million_parameters_whose_peak_is_the_end_of_the_backward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With few logits at once and few tokens, gradients of weights are the most."""
     monkeypatch.setattr(policy, "_LOGIT_BUDGET", 1 << 16)
     monkeypatch.setattr(training_memory, "LOGIT_BUDGET", 1 << 16)
-    case = bench.Case("10", "bfloat16", length=40, sequences=2, train={"gradient_checkpointing": True})
+    case = bench.Case(
+        "10", "bfloat16", length=40, sequences=2, train={"gradient_checkpointing": True}
+    )
     error, planned, measured = bench.error_of(case)
     assert error < 0.01, f"planned {planned:,.0f} bytes, measured {measured:,.0f}"
 

@@ -12,7 +12,8 @@ from rlearner.plan.facts import GIB, Machine
 from rlearner.plan.plans import make_plans
 from tests.kit.plans import MODEL, demands, plans
 
-IDLE = ("train.deepspeed.stage=2", "train.megatron.tensor_parallel=1")  # nothing depends on them here
+# nothing depends on them here
+IDLE = ("train.deepspeed.stage=2", "train.megatron.tensor_parallel=1")
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,9 @@ IDLE = ("train.deepspeed.stage=2", "train.megatron.tensor_parallel=1")  # nothin
         (Machine(4, 80 * GIB), ["train.megatron.tensor_parallel=16"], r"tensor_parallel: 16 .*; at most 8: big has"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_in_one_line(machine: Machine, overrides: list[str], says: str) -> None:
+def test_what_does_not_fit_is_refused_in_one_line(
+    machine: Machine, overrides: list[str], says: str
+) -> None:
     with pytest.raises(UserError, match=says) as refused:
         plans(machine, *overrides)
     assert "\n" not in str(refused.value)
@@ -62,7 +65,9 @@ def test_the_suggested_change_fits(machine: Machine, overrides: list[str]) -> No
         (Machine(1, 80 * GIB), ["train.backend=ddp"], r"at least 2 GPUs \(train.backend=ddp\), .* with --gpus 3, or "),
     ],
 )  # fmt: skip
-def test_a_machine_that_suffices_is_named(machine: Machine, overrides: list[str], says: str) -> None:
+def test_a_machine_that_suffices_is_named(
+    machine: Machine, overrides: list[str], says: str
+) -> None:
     with pytest.raises(UserError, match=says):
         plans(machine, *overrides)
 
@@ -79,7 +84,10 @@ def test_what_is_too_large_with_every_setting_is_named() -> None:
     big = replace(MODEL, blocks=(190_000_000_000,) * 36)
     with pytest.raises(UserError) as refused:
         make_plans(
-            Workload(big, demands(model=big)), Machine(1, 8 * GIB), 3, lambda more: Workload(big, demands(*more))
+            Workload(big, demands(model=big)),
+            Machine(1, 8 * GIB),
+            3,
+            lambda more: Workload(big, demands(*more)),
         )
     first, _, last = str(refused.value).partition("; no setting helps: with ")
     assert first.endswith("the largest part is weights, 12742.8 GiB")

@@ -41,15 +41,23 @@ def programs(tmp_path: Path) -> Path:
     return folder
 
 
-def launch(programs: Path, host: int, address: str | None = "10.0.0.1", run: str = "r") -> tuple[int, str, list[str]]:
+def launch(
+    programs: Path, host: int, address: str | None = "10.0.0.1", run: str = "r"
+) -> tuple[int, str, list[str]]:
     """Run the script of a host; return its exit code, what it says, and the calls."""
     folder = programs.parent
     file, notes = folder / f"host-{host}.sh", folder / "notes"
     notes.unlink(missing_ok=True)
     file.write_text(script(PLAN, TWO, host, run, 8))
-    env = {"PATH": f"{programs}:{os.environ['PATH']}", "NOTES": str(notes), "ACCEPTED": str(folder / "accepted")}
+    env = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "NOTES": str(notes),
+        "ACCEPTED": str(folder / "accepted"),
+    }
     env |= {"HOST0": address} if address is not None else {}
-    ended = subprocess.run(["sh", str(file)], env=env, cwd="/", capture_output=True, text=True, timeout=30, check=False)
+    ended = subprocess.run(
+        ["sh", str(file)], env=env, cwd="/", capture_output=True, text=True, timeout=30, check=False
+    )
     return ended.returncode, ended.stderr, notes.read_text().splitlines() if notes.exists() else []
 
 
@@ -57,9 +65,13 @@ def invitations(calls: list[str]) -> list[str]:
     return [call for call in calls if call.startswith("rlearner invite ")]
 
 
-def test_a_token_lies_next_to_the_script_and_is_kept_while_the_broker_accepts_it(programs: Path) -> None:
+def test_a_token_lies_next_to_the_script_and_is_kept_while_the_broker_accepts_it(
+    programs: Path,
+) -> None:
     token = programs.parent / "r.rollout.token"
-    made = f"rlearner invite rollout --run r --expires 24h --out {token} --broker tls://10.0.0.1:4222"
+    made = (
+        f"rlearner invite rollout --run r --expires 24h --out {token} --broker tls://10.0.0.1:4222"
+    )
     assert invitations(launch(programs, 0)[2]) == [made]
     assert invitations(launch(programs, 0)[2]) == []
     assert invitations(launch(programs, 0, run="other")[2]) == [
@@ -72,7 +84,10 @@ def test_a_token_lies_next_to_the_script_and_is_kept_while_the_broker_accepts_it
 
 def test_only_roles_on_other_hosts_get_tokens() -> None:
     def tokens(plan: Plan) -> list[list[str]]:
-        return [[line for line in launch_lines(plan, TWO, host, 8) if line.startswith("token")] for host in (0, 1)]
+        return [
+            [line for line in launch_lines(plan, TWO, host, 8) if line.startswith("token")]
+            for host in (0, 1)
+        ]
 
     assert tokens(PLAN) == [["token rollout"], ["token rollout"]]
     assert tokens(replace(PLAN, rewards=1, servers=1)) == [["token rollout", "token rewardhub"]] * 2
@@ -91,7 +106,9 @@ def test_another_host_waits_for_its_token(programs: Path) -> None:
 
 @pytest.mark.parametrize("address", [None, "", "localhost", "127.0.0.1", "::1", "[::1]", "0.0.0.0"])
 @pytest.mark.parametrize("host", [0, 1])
-def test_an_address_that_other_hosts_cannot_reach_is_refused(programs: Path, host: int, address: str | None) -> None:
+def test_an_address_that_other_hosts_cannot_reach_is_refused(
+    programs: Path, host: int, address: str | None
+) -> None:
     code, says, calls = launch(programs, host, address)
     assert (code, calls, says.count("\n")) == (2, [], 1)
     assert says.startswith(f"HOST0: '{address or ''}' is not allowed; the address by which")

@@ -1,4 +1,6 @@
-"""Reference answers are read before anything starts: those that are no mathematics are listed with row and reason."""
+"""Reference answers are read before anything starts: those that are no mathematics are listed with
+row and reason.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,16 @@ AS_TEXT = "cannot be parsed as mathematics, so answers are compared with it as t
 
 
 def write(
-    folder: Path, answers: list[str], *, rewards: str = "[{name: math_answer}]", name: str = "rows.jsonl"
+    folder: Path,
+    answers: list[str],
+    *,
+    rewards: str = "[{name: math_answer}]",
+    name: str = "rows.jsonl",
 ) -> tuple[Path, Path]:
     data = folder / name
-    data.write_text("".join(json.dumps({"question": "?", "answer": answer}) + "\n" for answer in answers))
+    data.write_text(
+        "".join(json.dumps({"question": "?", "answer": answer}) + "\n" for answer in answers)
+    )
     config = folder / "run.yaml"
     config.write_text(
         "model: {path: null}\n"

@@ -20,11 +20,16 @@ from rlearner.ops.showing import show_run, text_of, trajectory_of
 from rlearner_text.tokenizer import Tokenizer
 
 Show = Callable[..., Any]
-SEEN = ("<|im_user|>PF\nHG<|im_end|><|im_assistant|>", "<|im_user|>SP\nHG<|im_end|><|im_assistant|>")
+SEEN = (
+    "<|im_user|>PF\nHG<|im_end|><|im_assistant|>",
+    "<|im_user|>SP\nHG<|im_end|><|im_assistant|>",
+)
 
 
 def two_turns(tokenizer: Tokenizer, episode: int = 0) -> wire.Trajectory:
-    """Says R, then DX; the version changes between D and X. A reward hub added 0.25 and took the environment's 1.5."""
+    """Says R, then DX; the version changes between D and X. A reward hub added 0.25 and took the
+    environment's 1.5.
+    """
     ids: list[int] = []
     mask: list[int] = []
     spans = []
@@ -35,7 +40,9 @@ def two_turns(tokenizer: Tokenizer, episode: int = 0) -> wire.Trajectory:
         mask += [0] * len(shown) + [1] * len(spoken)
     values = iter([-0.5, -0.25, -1.0])
     turns = [
-        wire.Turn(start=start, end=end, reward=reward, valid=valid, finish_reason="stop", server="s1")
+        wire.Turn(
+            start=start, end=end, reward=reward, valid=valid, finish_reason="stop", server="s1"
+        )
         for (start, end), reward, valid in zip(spans, (0.5, 1.0), (True, False), strict=True)
     ]
     return wire.Trajectory(
@@ -55,8 +62,17 @@ def two_turns(tokenizer: Tokenizer, episode: int = 0) -> wire.Trajectory:
 
 def lines(tmp_path: Path, *, tokens: bool) -> list[str]:
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path / "model"))
-    found = {"ticket": 1, "state": "trained", "step": 3, "domain": "lake", "task_index": 0, "tokenizer": "model"}
-    return list(text_of({**found, "trajectories": [trajectory_of(two_turns(tokenizer), tokenizer)]}, tokens))
+    found = {
+        "ticket": 1,
+        "state": "trained",
+        "step": 3,
+        "domain": "lake",
+        "task_index": 0,
+        "tokenizer": "model",
+    }
+    return list(
+        text_of({**found, "trajectories": [trajectory_of(two_turns(tokenizer), tokenizer)]}, tokens)
+    )
 
 
 def test_one_episode_turn_by_turn(tmp_path: Path) -> None:

@@ -37,7 +37,9 @@ def write(path: Path, *lines: str) -> None:
 def run(tmp_path: Path) -> Path:
     folder = tmp_path / "r"
     folder.mkdir()
-    (folder / "config.yaml").write_text(yaml.safe_dump({"run": {"name": "r"}, "train": {"steps": 3}}))
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump({"run": {"name": "r"}, "train": {"steps": 3}})
+    )
     write(
         folder / "logs" / "envhub.log.1",
         line("12:00:01.000", "INFO", "first"),
@@ -53,7 +55,10 @@ def run(tmp_path: Path) -> Path:
         f"{DAY} 12:00:05.000 DEBUG r learner learner details",
         "error: broker.url: the store is lost",
     )
-    write(folder / "broker" / "nats-server.log", f"[7] {DAY.replace('-', '/')} 12:00:04.250000 [WRN] slow disk")
+    write(
+        folder / "broker" / "nats-server.log",
+        f"[7] {DAY.replace('-', '/')} 12:00:04.250000 [WRN] slow disk",
+    )
     return folder
 
 
@@ -77,14 +82,25 @@ def test_all_logs_are_one_list_by_time(run: Path, capsys: pytest.CaptureFixture[
     ]
 
 
-def test_a_role_a_level_a_time_and_a_number_select(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_role_a_level_a_time_and_a_number_select(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def messages(*options: str) -> list[str]:
         return [json.loads(one)["message"] for one in shown(run, *options, "--json", capsys=capsys)]
 
-    assert messages("learner", "broker", "--level", "warning") == ["slow disk", "error: broker.url: the store is lost"]
-    assert messages("--since", f"{DAY} 12:00:05") == ["details", "error: broker.url: the store is lost", "slow"]
+    assert messages("learner", "broker", "--level", "warning") == [
+        "slow disk",
+        "error: broker.url: the store is lost",
+    ]
+    assert messages("--since", f"{DAY} 12:00:05") == [
+        "details",
+        "error: broker.url: the store is lost",
+        "slow",
+    ]
     assert messages("-n", "2") == ["error: broker.url: the store is lost", "slow"]
-    (fault,) = (json.loads(one) for one in shown(run, "envhub", "--level", "error", "--json", capsys=capsys))
+    (fault,) = (
+        json.loads(one) for one in shown(run, "envhub", "--level", "error", "--json", capsys=capsys)
+    )
     moment = datetime.fromisoformat(f"{DAY} 12:00:03.500").timestamp()
     assert datetime.fromisoformat(fault.pop("time")).timestamp() == moment
     assert fault == {
@@ -97,21 +113,46 @@ def test_a_role_a_level_a_time_and_a_number_select(run: Path, capsys: pytest.Cap
 def test_records_that_were_written_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the formatter writes is what the parser reads."""
     monkeypatch.setattr(logs, "_identity", {"run": "r", "role": "learner", "id": "learner-1"})
-    record = logging.makeLogRecord({"msg": "step 2", "levelname": "WARNING", "created": 1764072000.25, "reward": 0.5})
+    record = logging.makeLogRecord(
+        {"msg": "step 2", "levelname": "WARNING", "created": 1764072000.25, "reward": 0.5}
+    )
     (entry,) = LogParser("learner").parse([logs.JsonFormatter().format(record)])
-    assert entry == LogEntry(1764072000.25, "WARNING", "learner", "step 2 reward=0.5", "r", "learner", "learner-1")
+    assert entry == LogEntry(
+        1764072000.25, "WARNING", "learner", "step 2 reward=0.5", "r", "learner", "learner-1"
+    )
     (broken,) = LogParser("learner").parse(['{"time": "soon"'])
     assert (broken.time, broken.level, broken.message) == (0.0, "INFO", '{"time": "soon"')
 
 
-def test_control_characters_of_a_log_do_not_reach_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(run / "logs" / "rewardhub.log", line("12:00:07.000", "INFO", "red \x1b[31m"), "\x1b]0;title\x07")
+def test_control_characters_of_a_log_do_not_reach_the_terminal(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(
+        run / "logs" / "rewardhub.log",
+        line("12:00:07.000", "INFO", "red \x1b[31m"),
+        "\x1b]0;title\x07",
+    )
     assert shown(run, "rewardhub", capsys=capsys)[0].endswith("red \\x1b[31m")
     assert "\x1b" not in "".join(shown(run, "rewardhub", "--json", capsys=capsys))
 
 
-def test_an_unknown_role_is_told_which_there_are(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["logs", str(run), "rollout", "--broker", "nats://127.0.0.1:9", "--connect-deadline", "0.2"]) == 2
+def test_an_unknown_role_is_told_which_there_are(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            [
+                "logs",
+                str(run),
+                "rollout",
+                "--broker",
+                "nats://127.0.0.1:9",
+                "--connect-deadline",
+                "0.2",
+            ]
+        )
+        == 2
+    )
     assert "no broker answered" in capsys.readouterr().err
     assert main(["logs", str(run), "rollout", "--connect-deadline", "0.2"]) == 2
     said = capsys.readouterr().err
@@ -177,7 +218,9 @@ def test_a_last_line_without_end_is_not_joined_to_the_next_file(tmp_path: Path) 
 def test_following_shows_new_lines_new_processes_and_restarts(run: Path) -> None:
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "rlearner.cli", "logs", str(run), "-f", "-n", "1", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as child:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as child:
         assert child.stdout is not None
 
         def reads() -> dict[str, Any]:

@@ -17,11 +17,22 @@ def test_what_does_not_fit_goes_below_the_second_column() -> None:
 
 def test_an_id_or_a_path_is_never_broken() -> None:
     path = "/a/very-long/path/" + "x" * 60
-    assert wrapped([f"  warning      see {path}"], 40) == ["  warning      see", f"               {path}"]
+    assert wrapped([f"  warning      see {path}"], 40) == [
+        "  warning      see",
+        f"               {path}",
+    ]
 
 
 def test_a_finished_run_is_not_said_to_be_started_again() -> None:
     """Its private broker has ended with it."""
-    finished = {"folder": "/runs/a", "step": 40, "steps": 40, "broker": None, "broker_error": "no broker answered"}
+    finished = {
+        "folder": "/runs/a",
+        "step": 40,
+        "steps": 40,
+        "broker": None,
+        "broker_error": "no broker answered",
+    }
     assert missing_learner_lines(finished) == ["no learner is running: all 40 steps are done"]
-    assert missing_learner_lines({**finished, "step": 39})[0].endswith("continues the run where it stopped")
+    assert missing_learner_lines({**finished, "step": 39})[0].endswith(
+        "continues the run where it stopped"
+    )

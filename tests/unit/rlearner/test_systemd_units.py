@@ -51,7 +51,9 @@ def test_a_crash_starts_it_again_and_a_users_error_does_not(name: str) -> None:
         "WantedBy": "rlearner.target",
         "PartOf": "rlearner.target",
     }
-    assert {key: found[key] for key in expected} == {key: [value] for key, value in expected.items()}
+    assert {key: found[key] for key in expected} == {
+        key: [value] for key, value in expected.items()
+    }
     assert 60 <= int(found["WatchdogSec"][0]) <= 180
     assert int(found["TimeoutStopSec"][0]) >= 90
 
@@ -60,14 +62,23 @@ def test_a_crash_starts_it_again_and_a_users_error_does_not(name: str) -> None:
 def test_a_sandbox_has_what_it_needs_and_the_others_have_less(name: str) -> None:
     found = settings(name)
     filters = found["SystemCallFilter"]
-    hidden = {"ProtectKernelTunables", "ProtectKernelLogs", "ProtectHostname"}  # a part of /proc, or the host's name
+    # a part of /proc, or the host's name
+    hidden = {"ProtectKernelTunables", "ProtectKernelLogs", "ProtectHostname"}
     assert found["NoNewPrivileges"] == ["yes"]
     assert found["CapabilityBoundingSet"] == [""]
     assert "ProcSubset" not in found
     assert "~@resources" not in " ".join(filters)  # ZeroMQ aborts without
     if name in SANDBOXED:
         assert not hidden & found.keys()
-        assert set(found["RestrictNamespaces"][0].split()) == {"user", "mnt", "pid", "net", "ipc", "uts", "cgroup"}
+        assert set(found["RestrictNamespaces"][0].split()) == {
+            "user",
+            "mnt",
+            "pid",
+            "net",
+            "ipc",
+            "uts",
+            "cgroup",
+        }
         assert filters == ["@system-service @mount seccomp sethostname"]
     else:
         assert hidden <= found.keys()

@@ -1,4 +1,6 @@
-"""``rlearner units``: what each host of a plan gets, what is refused, and what is never overwritten."""
+"""``rlearner units``: what each host of a plan gets, what is refused, and what is never
+overwritten.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,25 @@ HOSTS = {"train": "10.0.0.1", "gen1": "10.0.0.2", "gen2": "fd00::3"}
 
 def plan(ranks: int, rewards: int = 0, servers: int = 2, *, shared: bool = False) -> Plan:
     layout = LearnerLayout("ddp", ranks)
-    return Plan(layout, NOTHING, ServerLayout(), None, servers, rewards, None, StepTimes(1.0, 1.0), shared=shared)
+    return Plan(
+        layout,
+        NOTHING,
+        ServerLayout(),
+        None,
+        servers,
+        rewards,
+        None,
+        StepTimes(1.0, 1.0),
+        shared=shared,
+    )
 
 
 def files_of(host: str, starts: list[Launch], hosts: dict[str, str] = HOSTS) -> dict[str, str]:
-    return host_files(Fleet("lake", hosts, ("rollout", "rewardhub"), "run: {name: lake}\n", "/opt/r/bin"), host, starts)
+    return host_files(
+        Fleet("lake", hosts, ("rollout", "rewardhub"), "run: {name: lake}\n", "/opt/r/bin"),
+        host,
+        starts,
+    )
 
 
 def test_the_launches_of_each_host_become_units() -> None:
@@ -60,8 +76,13 @@ def test_the_first_host_has_the_broker_and_writes_the_tokens() -> None:
 def test_other_hosts_join_with_tokens_and_a_further_node_does_not_report() -> None:
     machine = Machine(12, 1.0, 3)
     second = files_of("gen1", launches(plan(6, rewards=2), machine, 1, 8))
-    assert second["etc/systemd/system/rollout-server@.service.d/join.conf"] == static_files()["join.conf"]
-    assert second["etc/systemd/system/rlearner@lake.service.d/node.conf"].startswith("[Service]\nType=exec\n")
+    assert (
+        second["etc/systemd/system/rollout-server@.service.d/join.conf"]
+        == static_files()["join.conf"]
+    )
+    assert second["etc/systemd/system/rlearner@lake.service.d/node.conf"].startswith(
+        "[Service]\nType=exec\n"
+    )
     assert "--gpus 0-1 --nnodes 2 --node-rank 1" in second["etc/rlearner/rlearner@lake.env"]
     assert "rollout-server.token" in second["README.md"]
     assert "nodes.key" in second["README.md"]
@@ -72,7 +93,9 @@ def test_other_hosts_join_with_tokens_and_a_further_node_does_not_report() -> No
 
 
 def test_learner_and_server_share_the_only_gpu() -> None:
-    found = files_of("one", launches(plan(1, servers=1, shared=True), Machine(1, 1.0), 0, 8), {"one": ""})
+    found = files_of(
+        "one", launches(plan(1, servers=1, shared=True), Machine(1, 1.0), 0, 8), {"one": ""}
+    )
     assert found["etc/rlearner/rollout-server@0.env"] == 'OPTIONS="--share-gpus"\n'
     assert found["etc/rlearner/rlearner@lake.env"] == 'OPTIONS="--gpus 0 --share-gpus"\n'
     assert found["etc/rlearner/rlearner.env"] == 'RL_RUN="lake"\n'
@@ -93,9 +116,15 @@ def test_a_host_without_gpus_runs_everything(capsys: Captured, tmp_path: Path) -
     assert all(f"{name}\n{text}" in printed for name, text in found["files"].items())
 
     assert main([*words, "--write", str(tmp_path)]) == 0
-    there = {str(file.relative_to(tmp_path)): file.read_text() for file in tmp_path.rglob("*") if file.is_file()}
+    there = {
+        str(file.relative_to(tmp_path)): file.read_text()
+        for file in tmp_path.rglob("*")
+        if file.is_file()
+    }
     assert there == found["files"]
-    assert {oct(file.stat().st_mode & 0o777) for file in tmp_path.rglob("*") if file.is_file()} == {"0o644"}
+    assert {oct(file.stat().st_mode & 0o777) for file in tmp_path.rglob("*") if file.is_file()} == {
+        "0o644"
+    }
     assert main([*words, "--write", str(tmp_path)]) == 0  # the same again
     capsys.readouterr()
     assert main([*words[:-1], "train.steps=8", "--write", str(tmp_path)]) == 2
@@ -109,17 +138,35 @@ def test_a_host_without_gpus_runs_everything(capsys: Captured, tmp_path: Path) -
     ("words", "said"),
     [
         (["--hosts", "a=10.0.0.1,b=10.0.0.2", "--host", "a"], "--hosts: several hosts need --gpus"),
-        (["--gpus", "4", "--hosts", "a=10.0.0.1,b=10.0.0.2"], "--host: which one; --hosts has a, b"),
-        (["--gpus", "4", "--hosts", "a=10.0.0.1,b=10.0.0.2", "--host", "c"], "--host: 'c' is not allowed; one of a, b"),
-        (["--gpus", "3", "--hosts", "a=10.0.0.1,b=10.0.0.2", "--host", "a"], "it must divide --gpus 3"),
-        (["--gpus", "4", "--hosts", "a=127.0.0.1,b=10.0.0.2", "--host", "a"], "by which the other hosts reach a"),
-        (["--gpus", "4", "--hosts", "a,b", "--host", "a"], "--hosts: 'a' is not allowed; NAME=ADDRESS"),
+        (
+            ["--gpus", "4", "--hosts", "a=10.0.0.1,b=10.0.0.2"],
+            "--host: which one; --hosts has a, b",
+        ),
+        (
+            ["--gpus", "4", "--hosts", "a=10.0.0.1,b=10.0.0.2", "--host", "c"],
+            "--host: 'c' is not allowed; one of a, b",
+        ),
+        (
+            ["--gpus", "3", "--hosts", "a=10.0.0.1,b=10.0.0.2", "--host", "a"],
+            "it must divide --gpus 3",
+        ),
+        (
+            ["--gpus", "4", "--hosts", "a=127.0.0.1,b=10.0.0.2", "--host", "a"],
+            "by which the other hosts reach a",
+        ),
+        (
+            ["--gpus", "4", "--hosts", "a,b", "--host", "a"],
+            "--hosts: 'a' is not allowed; NAME=ADDRESS",
+        ),
         (["--gpus", "4", "--hosts", "a=10.0.0.1,a=10.0.0.2", "--host", "a"], "each name once"),
         (
             ["--gpus", "4", "--hosts", "a=10.0.0.1,b=10.0.0.1", "--host", "a"],
             "another host has this address",
         ),
-        (["--bin", "/root/.venv/bin"], "--bin: '/root/.venv/bin' is not allowed; units do not see /home, /root"),
+        (
+            ["--bin", "/root/.venv/bin"],
+            "--bin: '/root/.venv/bin' is not allowed; units do not see /home, /root",
+        ),
         (["--bin", "bin"], "--bin: 'bin' is not allowed; an absolute path"),
         (["--write", QUICK], "--write configs/quickstart.yaml: expected a folder"),
         (["train.lr=fast"], "train.lr: 'fast' is not allowed"),

@@ -1,4 +1,6 @@
-"""What `rlearner up` says before it starts anything and after all has ended; the fleet itself is tested elsewhere."""
+"""What `rlearner up` says before it starts anything and after all has ended; the fleet itself is
+tested elsewhere.
+"""
 
 import asyncio
 from pathlib import Path
@@ -24,7 +26,9 @@ def written(folder: Path, step: int) -> None:
     write_bare_checkpoint(folder / "checkpoints", ledger)
 
 
-def test_a_completed_run_is_told_so_and_nothing_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_completed_run_is_told_so_and_nothing_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     written(tmp_path / "a", 3)
     note_epoch(tmp_path / "a", 1, "")
     given = ["train.steps=3", f"run.dir={tmp_path}", "run.name=a"]
@@ -46,7 +50,8 @@ def test_a_run_that_was_stopped_says_what_failed_and_how_to_go_on(
     write_artifacts(folder, 5.0, {"learner": 1.0}, RESUME, Output())
     said = capsys.readouterr().out.splitlines()
     assert (
-        f"failed groups: 2 (env_error 1, malformed 1); see {folder / 'logs'}, or rlearner trace {folder} TICKET" in said
+        f"failed groups: 2 (env_error 1, malformed 1); see {folder / 'logs'}, or rlearner trace {folder} TICKET"
+        in said
     )
     assert said[said.index("next:") + 1] == f"  {RESUME}"
 
@@ -54,7 +59,9 @@ def test_a_run_that_was_stopped_says_what_failed_and_how_to_go_on(
 def test_before_the_first_step_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dead = '{"state":"issued","ticket":1}\n{"state":"dead","ticket":1,"seq":1,"reason":"reward_error"}\n'
     (tmp_path / "ledger").mkdir()
-    (tmp_path / "ledger" / "step-000000.jsonl").write_text('{"state":"summary","reasons":{}}\n' + dead)
+    (tmp_path / "ledger" / "step-000000.jsonl").write_text(
+        '{"state":"summary","reasons":{}}\n' + dead
+    )
     write_artifacts(tmp_path, 5.0, {}, "again: rlearner up 'my run.yaml' run.name=a", Output())
     assert capsys.readouterr().out.splitlines() == [
         f"stopped before the first step; logs are in {tmp_path / 'logs'}",

@@ -16,7 +16,12 @@ DEAD = "nats://127.0.0.1:9"
 def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """What `up` says of that run; it leaves the folder as it is."""
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    assert main(["up", "configs/quickstart.yaml", f"run.dir={folder.parent}", f"run.name={folder.name}"]) == 2
+    assert (
+        main(
+            ["up", "configs/quickstart.yaml", f"run.dir={folder.parent}", f"run.name={folder.name}"]
+        )
+        == 2
+    )
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     said = capsys.readouterr()
     assert said.out == ""

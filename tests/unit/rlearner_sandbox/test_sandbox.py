@@ -1,4 +1,6 @@
-"""The sandbox holds: real attempts to get out of it, and what becomes of programs that take too much."""
+"""The sandbox holds: real attempts to get out of it, and what becomes of programs that take too
+much.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ import pytest
 
 from bench.support.escape_scene import LIMITS, EscapeAttempt, scene
 from bench.support.escapes import ESCAPES
-from rlearner_sandbox import NoSandbox, ProgramChecks, Sandbox, SandboxFailed, SandboxLimits, seccomp
+from rlearner_sandbox import (
+    NoSandbox,
+    ProgramChecks,
+    Sandbox,
+    SandboxFailed,
+    SandboxLimits,
+    seccomp,
+)
 from rlearner_sandbox.command import FIRST_UID, NOBODY, advice, free_uid
 
 ROOT = Path(__file__).parents[3]
@@ -52,7 +61,9 @@ def test_a_program_has_no_privileges(sandbox: Sandbox) -> None:
     ended = sandbox.run(
         "print(open('/proc/self/status').read()); import os; print(os.getgroups(), sorted(os.listdir('/dev')))"
     )
-    status = dict(line.split(":\t", 1) for line in ended.stdout.decode().splitlines() if ":\t" in line)
+    status = dict(
+        line.split(":\t", 1) for line in ended.stdout.decode().splitlines() if ":\t" in line
+    )
     assert {status[name].strip("0") for name in ("CapPrm", "CapEff", "CapAmb")} == {""}
     assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
     assert len(set(status["Uid"].split())) == 1
@@ -84,7 +95,12 @@ def test_a_program_cannot_answer_for_its_tests(sandbox: Sandbox) -> None:
         "import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'loaded\\nx 0 true\\n 1 true\\n0 true\\n')\n"
         "    except OSError: pass\nos._exit(0)"
     )
-    assert sandbox.run(forger, mode="asserts", tests=ProgramChecks("", ("assert True", "assert True"))).answers == {}
+    assert (
+        sandbox.run(
+            forger, mode="asserts", tests=ProgramChecks("", ("assert True", "assert True"))
+        ).answers
+        == {}
+    )
 
 
 @pytest.mark.sandbox
@@ -98,7 +114,12 @@ def test_many_at_once_have_limits_of_their_own() -> None:
         "with f.ThreadPoolExecutor(3) as pool: print(*(e.stdout for e in pool.map(sandbox.run, [program] * 3)))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.stdout.split() == ["b'1\\n'"] * 3, done.stderr
 
@@ -121,7 +142,11 @@ def test_an_ordinary_user_has_a_sandbox_too() -> None:
         "            print(escape.name, escape.escaped(here, result), result.how)\n"
     )
     packages = next(path for path in sys.path if path.endswith("site-packages"))
-    env = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{ROOT}:{packages}", "PYTHONDONTWRITEBYTECODE": "1"}
+    env = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": f"{ROOT}:{packages}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     done = subprocess.run([other, "-c", code], env=env, cwd="/", capture_output=True, text=True, timeout=120,
         check=False, user=NOBODY, group=NOBODY, extra_groups=[])  # fmt: skip
     if "No module named" in done.stderr or "Permission denied" in done.stderr:
@@ -134,11 +159,14 @@ def test_an_ordinary_user_has_a_sandbox_too() -> None:
 @pytest.mark.sandbox
 def test_programs_end_with_whoever_runs_them() -> None:
     marker = f"sandbox-test-{os.getpid()}"
-    program = (
-        f"import os, sys; os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(60)', {marker!r}])"
-    )
+    program = f"import os, sys; os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(60)', {marker!r}])"
     host = subprocess.Popen(
-        [sys.executable, "-c", f"from rlearner_sandbox import *; Sandbox().run({program!r}, wall_s=60)"], cwd=ROOT
+        [
+            sys.executable,
+            "-c",
+            f"from rlearner_sandbox import *; Sandbox().run({program!r}, wall_s=60)",
+        ],
+        cwd=ROOT,
     )
     try:
         _wait_for(lambda: _marked(marker))
@@ -149,7 +177,11 @@ def test_programs_end_with_whoever_runs_them() -> None:
 
 
 def _marked(marker: str) -> bool:
-    return any(marker in (one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"])
+    return any(
+        marker in (one.info["cmdline"] or [])
+        for one in psutil.process_iter(["cmdline"])
+        if one.info["cmdline"]
+    )
 
 
 def _wait_for(what: object) -> None:
@@ -165,12 +197,16 @@ def test_without_bubblewrap_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> Non
         Sandbox()
 
 
-def test_where_bubblewrap_does_not_work_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_where_bubblewrap_does_not_work_nothing_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(NoSandbox, match=r"No permissions to create new namespace\); .*(sysctl|docker)"):
+    with pytest.raises(
+        NoSandbox, match=r"No permissions to create new namespace\); .*(sysctl|docker)"
+    ):
         Sandbox()
 
 
@@ -184,7 +220,9 @@ def test_no_process_is_nobodys_fault(sandbox: Sandbox, monkeypatch: pytest.Monke
 def test_what_mends_it(tmp_path: Path) -> None:
     (tmp_path / "kernel").mkdir()
     (tmp_path / "kernel" / "unprivileged_userns_clone").write_text("0\n")
-    assert advice("bwrap: no", tmp_path).endswith("as root run: sysctl -w kernel.unprivileged_userns_clone=1")
+    assert advice("bwrap: no", tmp_path).endswith(
+        "as root run: sysctl -w kernel.unprivileged_userns_clone=1"
+    )
     (tmp_path / "kernel" / "unprivileged_userns_clone").write_text("1\n")
     assert "seccomp=unconfined" in advice("bwrap: no", tmp_path)
     assert "too old" in advice("bwrap: Unknown option --size", tmp_path)
@@ -201,10 +239,16 @@ def test_the_filter_decides_call_by_call(machine: str) -> None:
     table = seccomp.MACHINES[machine]
     clone, sockets, code = table.clone, table.socket, seccomp.program(machine)
 
-    def run(number: int, argument: int = 0, second: int = 0, third: int = 0, arch: int = table.arch) -> int:
+    def run(
+        number: int, argument: int = 0, second: int = 0, third: int = 0, arch: int = table.arch
+    ) -> int:
         """The kernel's interpreter, as far as it is needed."""
         at = accumulator = 0
-        data = {seccomp.NUMBER_AT: number, seccomp.ARCH_AT: arch, seccomp.FIRST_ARGUMENT_AT: argument}
+        data = {
+            seccomp.NUMBER_AT: number,
+            seccomp.ARCH_AT: arch,
+            seccomp.FIRST_ARGUMENT_AT: argument,
+        }
         data |= {seccomp.SECOND_ARGUMENT_AT: second, seccomp.THIRD_ARGUMENT_AT: third}
         while True:
             op, yes, no, value = struct.unpack_from("=HBBI", code, at * 8)
@@ -223,7 +267,8 @@ def test_the_filter_decides_call_by_call(machine: str) -> None:
 
     for number in table.refused.values():
         assert run(number) == 0x50001
-    # new calls since 5.1 are reviewed one by one: open_tree, listmount, statmount, open_tree_attr, what is to come
+    # new calls since 5.1 are reviewed one by one: open_tree, listmount, statmount, open_tree_attr,
+    # what is to come
     allowed = {number for number in range(table.last + 1, 2000) if run(number) == seccomp.ALLOW}
     assert allowed == set(seccomp.NEWER)
     assert run(428) == run(457) == run(458) == run(467) == run(1999) == 0x50026
@@ -241,5 +286,11 @@ def test_the_filter_decides_call_by_call(machine: str) -> None:
 
 def test_limits_are_those_of_the_docs() -> None:
     assert SandboxLimits() == SandboxLimits(
-        wall_s=8.0, cpu_s=4, memory_mib=1024, processes=32, open_files=64, output_kib=1024, file_mib=64
+        wall_s=8.0,
+        cpu_s=4,
+        memory_mib=1024,
+        processes=32,
+        open_files=64,
+        output_kib=1024,
+        file_mib=64,
     )

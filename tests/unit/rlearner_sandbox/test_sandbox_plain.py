@@ -1,8 +1,6 @@
-"""What a program and its tests can say to each other: plain data as itself, anything else not at all; and whose names
-are whose.
+"""What a program and its tests can say to each other: plain data as itself, anything else not at
+all; and whose names are whose.
 """
-
-# ruff: noqa: E501 - values
 
 from __future__ import annotations
 
@@ -28,7 +26,9 @@ HASHABLE = st.recursive(
     max_leaves=6,
 )  # fmt: skip
 VALUES = st.recursive(
-    HASHABLE | st.binary().map(bytearray) | st.builds(range, st.integers(-9, 9), st.integers(-9, 9), st.integers(1, 3)),
+    HASHABLE
+    | st.binary().map(bytearray)
+    | st.builds(range, st.integers(-9, 9), st.integers(-9, 9), st.integers(1, 3)),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.dictionaries(HASHABLE, inner, max_size=4)
@@ -103,7 +103,9 @@ def test_subclasses_become_what_they_derive_from() -> None:
     ]
 
 
-@pytest.mark.parametrize("value", [object(), len, Refused, lambda: 1, Equal, (1, [object()]), {1: refuse}])
+@pytest.mark.parametrize(
+    "value", [object(), len, Refused, lambda: 1, Equal, (1, [object()]), {1: refuse}]
+)
 def test_anything_else_is_refused(value: Any) -> None:
     with pytest.raises(Refused):
         to_json(value, refuse)
@@ -138,7 +140,11 @@ def test_what_is_garbled(node: Any) -> None:
         (["def check(candidate):\n    assert candidate(1)", "check(f)"], ("candidate", "f"), {}),
         (["def test():\n    import math\n    f(math.pi)"], ("f",), {"math": ("math", "")}),
         (["try:\n    f()\nexcept E as e:\n    assert str(e)"], ("f", "E"), {}),
-        (["for i, (a, b) in enumerate(g()):\n    assert a == b == i\nwith h() as k:\n    k()"], ("g", "h"), {}),
+        (
+            ["for i, (a, b) in enumerate(g()):\n    assert a == b == i\nwith h() as k:\n    k()"],
+            ("g", "h"),
+            {},
+        ),
         (["assert [n for n in f()] and n"], ("f", "n"), {}),
         # all that they use, so it is the program's
         (["assert sum(10, 15) == 6", "assert sum(4, 8) == 7"], ("sum",), {}),
@@ -146,7 +152,9 @@ def test_what_is_garbled(node: Any) -> None:
         (["assert isinstance(f(1), int) and sum(f(2)) == 3"], ("f",), {}),
     ],
 )
-def test_names_of_tests(texts: list[str], program: tuple[str, ...], library: dict[str, tuple[str, str]]) -> None:
+def test_names_of_tests(
+    texts: list[str], program: tuple[str, ...], library: dict[str, tuple[str, str]]
+) -> None:
     found = names_of(tuple(texts))
     assert (set(found.program), found.library) == (set(program), library)
 

@@ -33,7 +33,9 @@ def content(folder: Path) -> set[str]:
 
 def test_a_reader_always_finds_one_whole_folder(tmp_path: Path) -> None:
     target, seen = tmp_path / "model", set[str]()
-    with subprocess.Popen([sys.executable, "-c", REPLACES, str(target)], cwd=ROOT, stdout=subprocess.PIPE) as writer:
+    with subprocess.Popen(
+        [sys.executable, "-c", REPLACES, str(target)], cwd=ROOT, stdout=subprocess.PIPE
+    ) as writer:
         assert writer.stdout is not None
         writer.stdout.readline()
         ends = time.monotonic() + 3
@@ -61,7 +63,9 @@ def test_a_kill_at_any_moment_leaves_one_whole_folder(tmp_path: Path) -> None:
         assert len(content(target)) == 1
 
 
-def test_a_file_system_that_cannot_swap_gets_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_cannot_swap_gets_two_renames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def cannot(one: Path, other: Path) -> None:
         raise OSError(22, "Invalid argument")
 

@@ -36,7 +36,12 @@ def matrix(monkeypatch: pytest.MonkeyPatch) -> Matrix:
 
 
 def folder(tmp_path: Path, model_type: str, **settings: Any) -> str:
-    settings = {"model_type": model_type, "vocab_size": 200, "max_position_embeddings": 8192, **settings}
+    settings = {
+        "model_type": model_type,
+        "vocab_size": 200,
+        "max_position_embeddings": 8192,
+        **settings,
+    }
     (tmp_path / "config.json").write_text(json.dumps(settings))
     _write_tokenizer(tmp_path, TinyModel())
     (tmp_path / "model.safetensors").write_bytes(b"")
@@ -44,7 +49,11 @@ def folder(tmp_path: Path, model_type: str, **settings: Any) -> str:
 
 
 def run_config(path: str, **train: Any) -> dict[str, Any]:
-    return {"model": {"path": path}, "domains": {"lake": {"env": "frozenlake"}}, "train": {"steps": 1, **train}}
+    return {
+        "model": {"path": path},
+        "domains": {"lake": {"env": "frozenlake"}},
+        "train": {"steps": 1, **train},
+    }
 
 
 def test_row_with_the_most_settings_is_meant(matrix: Matrix) -> None:
@@ -82,16 +91,22 @@ def test_training_is_refused_offline_too(matrix: Matrix, tmp_path: Path) -> None
     rows = tmp_path / "rows.jsonl"
     rows.write_text("{}\n")
     path = folder(tmp_path, "llama", rope_parameters={"rope_type": "turned"})
-    with pytest.raises(ConfigError, match=r"model.path: .* llama cannot be trained: positions turn"):
+    with pytest.raises(
+        ConfigError, match=r"model.path: .* llama cannot be trained: positions turn"
+    ):
         offline.validate("sft", {"model": {"path": path}, "data": {"train": str(rows)}})
-    offline.validate("sft", {"model": {"path": folder(tmp_path, "bloom")}, "data": {"train": str(rows)}})
+    offline.validate(
+        "sft", {"model": {"path": folder(tmp_path, "bloom")}, "data": {"train": str(rows)}}
+    )
 
 
 def test_other_engines_serve_what_engine_hf_cannot(matrix: Matrix, tmp_path: Path) -> None:
     validate({**run_config(folder(tmp_path, "bloom")), "rollout": {"engine": "vllm"}})
 
 
-@pytest.mark.parametrize("command", [["check"], ["doctor"], ["plan", "--gpus", "1", "--gpu-memory", "80"]])
+@pytest.mark.parametrize(
+    "command", [["check"], ["doctor"], ["plan", "--gpus", "1", "--gpu-memory", "80"]]
+)
 def test_commands_refuse_with_exit_code_2(
     matrix: Matrix, tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,5 +119,11 @@ def test_commands_refuse_with_exit_code_2(
 def test_packaged_matrix_is_complete() -> None:
     matrix = families.read_matrix()
     assert len({family.model_type for family in matrix.families}) >= 45
-    assert all(reason and "\n" not in reason for family in matrix.families for reason in family.cells.values())
-    assert all("/tmp" not in reason for family in matrix.families for reason in family.cells.values())
+    assert all(
+        reason and "\n" not in reason
+        for family in matrix.families
+        for reason in family.cells.values()
+    )
+    assert all(
+        "/tmp" not in reason for family in matrix.families for reason in family.cells.values()
+    )

@@ -20,14 +20,27 @@ _cache: dict[str, Tokenizer] = {}
 @pytest.fixture(scope="module", autouse=True)
 def _folders(tmp_path_factory: pytest.TempPathFactory) -> None:
     root = tmp_path_factory.mktemp("tokenizers")
-    for family in ("qwen3", "qwen2", "llama3", "mistral", "gemma", "r1", "marked", "plain", "countdown", "amnesia"):
+    for family in (
+        "qwen3",
+        "qwen2",
+        "llama3",
+        "mistral",
+        "gemma",
+        "r1",
+        "marked",
+        "plain",
+        "countdown",
+        "amnesia",
+    ):
         _cache[family] = Tokenizer.load(make_tokenizer_folder(root / family, family))
     (root / "tiny").mkdir()
     _write_tokenizer(root / "tiny", TinyModel())
     _cache["tiny"] = Tokenizer.load(root / "tiny")
 
 
-def grow(tokenizer: Tokenizer, system: str, turns: list[tuple[str, str]], *, close: bool = True) -> Conversation:
+def grow(
+    tokenizer: Tokenizer, system: str, turns: list[tuple[str, str]], *, close: bool = True
+) -> Conversation:
     conversation = Conversation(tokenizer, system)
     for said, answered in turns:
         conversation.observe(said)
@@ -37,7 +50,9 @@ def grow(tokenizer: Tokenizer, system: str, turns: list[tuple[str, str]], *, clo
 
 
 # Printable text that no template trims and that spells no special token.
-words = st.text(st.sampled_from("abc XYZ012.,+=\n"), min_size=1, max_size=20).map(lambda s: "x" + s + "x")
+words = st.text(st.sampled_from("abc XYZ012.,+=\n"), min_size=1, max_size=20).map(
+    lambda s: "x" + s + "x"
+)
 turns = st.lists(st.tuples(words, words), min_size=1, max_size=5)
 
 
@@ -54,14 +69,18 @@ def test_equals_the_whole_rendering_when_the_text_round_trips(
     for close in (True, False):
         conversation = grow(tokenizer, system, turns, close=close)
         conversation.observe(last)
-        assert list(conversation.token_ids) == tokenizer.encode_chat([*messages, {"role": "user", "content": last}])
+        assert list(conversation.token_ids) == tokenizer.encode_chat(
+            [*messages, {"role": "user", "content": last}]
+        )
 
 
 tokens = st.lists(st.integers(6, 90), max_size=6)
 steps = st.lists(st.one_of(words, st.tuples(tokens, st.integers(0, 3))), max_size=12)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama3", "mistral", "gemma", "r1", "plain", "tiny"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "qwen2", "llama3", "mistral", "gemma", "r1", "plain", "tiny"]
+)
 @settings(max_examples=30, deadline=None)
 @given(steps=steps)
 def test_what_is_there_never_changes(family: str, steps: list[str | tuple[list[int], int]]) -> None:
@@ -70,7 +89,11 @@ def test_what_is_there_never_changes(family: str, steps: list[str | tuple[list[i
     versions: list[int] = []
     spoke = False
     for step in steps:
-        before = (list(conversation.token_ids), list(conversation.loss_mask), list(conversation.logprobs))
+        before = (
+            list(conversation.token_ids),
+            list(conversation.loss_mask),
+            list(conversation.logprobs),
+        )
         if isinstance(step, str):
             if spoke:
                 continue
@@ -89,7 +112,9 @@ def test_what_is_there_never_changes(family: str, steps: list[str | tuple[list[i
             list(conversation.logprobs[:n]),
         ) == before
     mask = conversation.loss_mask
-    assert len(conversation.token_ids) == len(mask) == len(conversation.logprobs) == len(conversation)
+    assert (
+        len(conversation.token_ids) == len(mask) == len(conversation.logprobs) == len(conversation)
+    )
     assert [t for t, m in zip(conversation.token_ids, mask, strict=True) if m] == sampled
     assert all(
         p == (-float(t) if m else 0.0)
@@ -107,7 +132,9 @@ def test_a_turn_cut_short_gets_its_end_token_unmasked() -> None:
     conversation.observe("ab")
     conversation.sampled(tokenizer.encode("U"), [-0.25], [4, 1])
     conversation.observe("c")
-    spelled = "<|im_user|>ab<|im_end|><|im_assistant|>U<|im_end|><|im_user|>c<|im_end|><|im_assistant|>"
+    spelled = (
+        "<|im_user|>ab<|im_end|><|im_assistant|>U<|im_end|><|im_user|>c<|im_end|><|im_assistant|>"
+    )
     assert tokenizer.decode(conversation.token_ids, skip_special_tokens=False) == spelled
     assert list(conversation.loss_mask) == [0] * 5 + [1] + [0] * 5
     assert list(conversation.logprobs) == [0.0] * 5 + [-0.25] + [0.0] * 5

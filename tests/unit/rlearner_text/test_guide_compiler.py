@@ -1,4 +1,6 @@
-"""Guides of models whose tokenizer has no bytes: the vocabulary of characters that a run makes itself."""
+"""Guides of models whose tokenizer has no bytes: the vocabulary of characters that a run makes
+itself.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from rlearner_text.guided_decoding import GuideCompiler, GuideError
 from rlearner_text.tiny import _write_tokenizer
 from rlearner_text.tokenizer import Tokenizer
 
-SCHEMA = json.dumps({"type": "object", "properties": {"to": {"type": "integer"}}, "required": ["to"]})
+SCHEMA = json.dumps(
+    {"type": "object", "properties": {"to": {"type": "integer"}}, "required": ["to"]}
+)
 
 
 def test_a_vocabulary_of_characters_is_guided(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Schemas as they guide: objects that name their properties are closed, wherever that changes nothing of what is
-valid.
+"""Schemas as they guide: objects that name their properties are closed, wherever that changes
+nothing of what is valid.
 """
 
 from __future__ import annotations

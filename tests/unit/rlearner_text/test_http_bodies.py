@@ -62,12 +62,24 @@ def chat(**fields: Any) -> ChatBody:
             "temperature",
             "temperature: -1 is not allowed; input should be greater than or equal to 0",
         ),
-        ({"temperature": "1"}, "temperature", "temperature: '1' is not allowed; input should be a valid number"),
+        (
+            {"temperature": "1"},
+            "temperature",
+            "temperature: '1' is not allowed; input should be a valid number",
+        ),
         ({"top_p": 0}, "top_p", "top_p: 0 is not allowed; input should be greater than 0"),
         ({"n": 0}, "n", "n: 0 is not allowed; input should be greater than or equal to 1"),
         ({"n": True}, "n", "n: True is not allowed; input should be a valid integer"),
-        ({"max_tokens": 0}, "max_tokens", "max_tokens: 0 is not allowed; input should be greater than 0"),
-        ({"seed": -1}, "seed", "seed: -1 is not allowed; input should be greater than or equal to 0"),
+        (
+            {"max_tokens": 0},
+            "max_tokens",
+            "max_tokens: 0 is not allowed; input should be greater than 0",
+        ),
+        (
+            {"seed": -1},
+            "seed",
+            "seed: -1 is not allowed; input should be greater than or equal to 0",
+        ),
         ({"stop": ""}, "stop", "stop: '' is not allowed; string should have at least 1 character"),
         ({"stop": [""]}, "stop", "stop: "),
         ({"tools": [{"type": "function"}]}, "tools.0.function", "tools.0.function must be given"),
@@ -96,7 +108,10 @@ def chat(**fields: Any) -> ChatBody:
         (
             {
                 "messages": [
-                    {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[]"}}]}
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[]"}}],
+                    }
                 ]
             },
             "messages.0.tool_calls.0.function.arguments",
@@ -107,7 +122,11 @@ def chat(**fields: Any) -> ChatBody:
             "presence_penalty",
             "presence_penalty: 2.5 is not allowed; input should be less than or equal to 2",
         ),
-        ({"top_logprobs": 5}, "top_logprobs", "top_logprobs: 5 is not allowed without logprobs: true"),
+        (
+            {"top_logprobs": 5},
+            "top_logprobs",
+            "top_logprobs: 5 is not allowed without logprobs: true",
+        ),
         (
             {"top_logprobs": 21, "logprobs": True},
             "top_logprobs",
@@ -125,7 +144,9 @@ def test_a_bad_field_is_named(fields: dict[str, Any], param: str, says: str) -> 
     assert caught.value.body["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"messages": ' + b"[" * 100_000])
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"messages": ' + b"[" * 100_000]
+)
 def test_what_is_no_json(raw: bytes) -> None:
     with pytest.raises(HttpError, match="the body is not valid JSON"):
         parse(raw, ChatBody)
@@ -136,9 +157,14 @@ def test_what_is_no_json(raw: bytes) -> None:
 def test_half_a_character() -> None:
     with pytest.raises(HttpError, match="half of a surrogate pair"):
         chat(messages=[{"role": "user", "content": "\ud800"}])
-    assert chat(messages=[{"role": "user", "content": "\U0001f600"}]).messages[0].content == "\U0001f600"
+    assert (
+        chat(messages=[{"role": "user", "content": "\U0001f600"}]).messages[0].content
+        == "\U0001f600"
+    )
     assert chat(messages=[{"role": "user", "content": "a\0"}]).messages[0].content == "a\0"
-    called = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]
+    called = [
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
+    ]
     with pytest.raises(HttpError, match="the arguments must be a JSON object"):
         chat(messages=[{"role": "assistant", "tool_calls": called}])
 
@@ -150,7 +176,8 @@ def test_numbers_that_are_not_json(number: str) -> None:
         f'"function": {{"x": {number}}}}}]}}'
     )
     with pytest.raises(
-        HttpError, match=f"^the body is not valid JSON: (it holds {number}|the number {number} is too large)$"
+        HttpError,
+        match=f"^the body is not valid JSON: (it holds {number}|the number {number} is too large)$",
     ):
         parse(raw.encode(), ChatBody)
 
@@ -168,7 +195,11 @@ def test_messages_become_plain_ones() -> None:
     body = chat(
         messages=[
             {"role": "developer", "content": "be short"},
-            {"role": "user", "name": "me", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {
+                "role": "user",
+                "name": "me",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            },
         ]
     )
     assert [message.plain() for message in body.messages] == [
@@ -179,7 +210,13 @@ def test_messages_become_plain_ones() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "prompts"),
-    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]), ([], [])],
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        ([], []),
+    ],
 )
 def test_prompts(prompt: Any, prompts: Any) -> None:
     assert parse(json.dumps({"prompt": prompt}).encode(), CompletionBody).prompts() == prompts
@@ -191,7 +228,9 @@ def test_what_is_no_prompt(prompt: Any) -> None:
         parse(json.dumps({"prompt": prompt}).encode(), CompletionBody)
 
 
-def reply(ids: list[int], reason: wire.FinishReason, runs: list[int], hits: int = 0) -> wire.GenerateReply:
+def reply(
+    ids: list[int], reason: wire.FinishReason, runs: list[int], hits: int = 0
+) -> wire.GenerateReply:
     return wire.GenerateReply(
         request_id="x", server="s", token_ids=wire.column(ids, "<i4"), logprobs=wire.column([-0.5] * len(ids), "<f4"),
         finish_reason=reason,
@@ -205,7 +244,9 @@ def test_an_answer_holds_text_tokens_and_versions(tokenizer: Tokenizer) -> None:
     ids = [*tokenizer.encode("so be it"), end]
     prompt = tokenizer.encode_chat(HELLO)
     writer = AnswerWriter(chat(logprobs=True, stop=["it"]), tokenizer, "actor", "1")
-    made = writer.whole([AnswerChoice(0, prompt, reply(ids, "stop", [6, 2, 7, len(ids) - 2], hits=3))])
+    made = writer.whole(
+        [AnswerChoice(0, prompt, reply(ids, "stop", [6, 2, 7, len(ids) - 2], hits=3))]
+    )
     (choice,) = made["choices"]
     assert (made["object"], made["id"], made["model"], made["policy_version"]) == (
         "chat.completion",
@@ -222,7 +263,9 @@ def test_an_answer_holds_text_tokens_and_versions(tokenizer: Tokenizer) -> None:
     assert choice["finish_reason"] == "stop"
     content = choice["logprobs"]["content"]
     assert [entry["logprob"] for entry in content] == [-0.5] * len(ids)
-    assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == "so be it<|im_end|>"
+    assert (
+        bytes(byte for entry in content for byte in entry["bytes"]).decode() == "so be it<|im_end|>"
+    )
     assert made["usage"] == {
         "prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids),
         "prompt_tokens_details": {"cached_tokens": 3},
@@ -230,10 +273,14 @@ def test_an_answer_holds_text_tokens_and_versions(tokenizer: Tokenizer) -> None:
 
 
 def test_choices_of_several_prompts(tokenizer: Tokenizer) -> None:
-    body = parse(json.dumps({"prompt": ["ab", "c"], "n": 2, "logprobs": 0}).encode(), CompletionBody)
+    body = parse(
+        json.dumps({"prompt": ["ab", "c"], "n": 2, "logprobs": 0}).encode(), CompletionBody
+    )
     prompts = [tokenizer.encode("ab"), tokenizer.encode("c")]
     said = tokenizer.encode("up")
-    choices = [AnswerChoice(i, prompts[i // 2], reply(said, "length", [7, len(said)])) for i in range(4)]
+    choices = [
+        AnswerChoice(i, prompts[i // 2], reply(said, "length", [7, len(said)])) for i in range(4)
+    ]
     made = AnswerWriter(body, tokenizer, "actor", "1").whole(choices)
     assert [(c["index"], c["text"], c["prompt_token_ids"]) for c in made["choices"]] == [
         (i, "up", prompts[i // 2]) for i in range(4)

@@ -1,5 +1,5 @@
-"""What a streaming client is shown of a growing output: in the end the whole text, never more, never taken back. No
-network.
+"""What a streaming client is shown of a growing output: in the end the whole text, never more,
+never taken back. No network.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ def cut(ids: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
     return [*pieces, list(ids[at:])]
 
 
-@given(st.lists(st.integers(0, 2**31), max_size=40), st.lists(st.integers(1, 5), max_size=30), st.data())
+@given(
+    st.lists(st.integers(0, 2**31), max_size=40),
+    st.lists(st.integers(1, 5), max_size=30),
+    st.data(),
+)
 def test_any_tokens_in_any_pieces_come_to_the_whole_text(
     tokenizer: Tokenizer, ids: list[int], sizes: list[int], data: Any
 ) -> None:
@@ -75,7 +79,9 @@ def test_text_comes_with_its_tokens_and_characters_come_whole(tokenizer: Tokeniz
     assert spoken.add(tokenizer.encode("x")) == "x"  # it was none: the output went on
 
 
-def answer(ids: Sequence[int], reason: wire.FinishReason, runs: Sequence[int]) -> wire.GenerateReply:
+def answer(
+    ids: Sequence[int], reason: wire.FinishReason, runs: Sequence[int]
+) -> wire.GenerateReply:
     return wire.GenerateReply(
         request_id="x", server="s", token_ids=wire.column(ids, "<i4"), logprobs=wire.column([-0.5] * len(ids), "<f4"),
         finish_reason=reason,
@@ -92,7 +98,10 @@ def streamed(
 ) -> list[Any]:
     writer = AnswerWriter(body, tokenizer, "actor", "1")
     chunks = ChunkEvents(body, tokenizer, writer, 0, prompt)
-    return [*(chunk for piece in told for chunk in chunks.of([piece])), *chunks.last(AnswerChoice(0, prompt, reply))]
+    return [
+        *(chunk for piece in told for chunk in chunks.of([piece])),
+        *chunks.last(AnswerChoice(0, prompt, reply)),
+    ]
 
 
 def test_every_token_is_in_one_chunk_with_its_version(tokenizer: Tokenizer) -> None:
@@ -104,14 +113,18 @@ def test_every_token_is_in_one_chunk_with_its_version(tokenizer: Tokenizer) -> N
     choices = [one["choices"][0] for one in made]
     # the last was not told, and comes with the reply
     assert [one["token_ids"] for one in choices[:-1]] == [[one] for one in ids]
-    assert [one["version_runs"] for one in choices[:-1]] == [[[6, 1]]] * 2 + [[[7, 1]]] * (len(ids) - 2)
+    assert [one["version_runs"] for one in choices[:-1]] == [[[6, 1]]] * 2 + [[[7, 1]]] * (
+        len(ids) - 2
+    )
     assert "".join(one["text"] for one in choices) == "so be it"
     assert [one["finish_reason"] for one in choices] == [None] * len(ids) + ["length"]
     assert [one["policy_version"] for one in made[:3]] == [6, 6, 7]
     assert made[-1]["policy_version"] == 9
     first, last = choices[0], choices[len(ids) - 1]
     assert (first["prompt_token_ids"], "prompt_token_ids" in choices[1]) == ([5], False)
-    assert first["logprobs"]["top_logprobs"] == [{tokenizer.decode([one]): value for one, value in top[0]}]
+    assert first["logprobs"]["top_logprobs"] == [
+        {tokenizer.decode([one]): value for one, value in top[0]}
+    ]
     assert first["logprobs"]["token_logprobs"] == [-0.5]
     offsets = [offset for one in choices[:-1] for offset in one["logprobs"]["text_offset"]]
     assert offsets == [len(tokenizer.decode(ids[:at])) for at in range(len(ids))]
@@ -122,14 +135,24 @@ def test_an_engine_that_tells_nothing_gives_one_piece(tokenizer: Tokenizer) -> N
     body = parse(json.dumps({"messages": HELLO, "logprobs": True}).encode(), ChatBody)
     ids = tokenizer.encode("so be it")
     first, last = (
-        one["choices"][0] for one in streamed(tokenizer, body, [], answer(ids, "length", [6, 2, 7, len(ids) - 2]))
+        one["choices"][0]
+        for one in streamed(tokenizer, body, [], answer(ids, "length", [6, 2, 7, len(ids) - 2]))
     )
     assert first["delta"] == {"role": "assistant", "content": "so be it"}
     assert (first["token_ids"], first["version_runs"]) == (ids, [[6, 2], [7, len(ids) - 2]])
-    assert (last["delta"], last["finish_reason"], len(first["logprobs"]["content"])) == ({}, "length", len(ids))
+    assert (last["delta"], last["finish_reason"], len(first["logprobs"]["content"])) == (
+        {},
+        "length",
+        len(ids),
+    )
 
 
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 17}}\n</tool_call>'
 
 
@@ -158,12 +181,19 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     ],
     ids=["words and a call", "a call", "words", "broken"],
 )
-def test_a_tool_call_is_not_shown_as_text(calling: Tokenizer, said: str, content: str, calls: list[str]) -> None:
+def test_a_tool_call_is_not_shown_as_text(
+    calling: Tokenizer, said: str, content: str, calls: list[str]
+) -> None:
     body = parse(json.dumps({"messages": HELLO, "tools": TOOLS}).encode(), ChatBody)
     end = calling.token_id("<|im_end|>")
     assert end is not None
     ids = [*calling.encode(said), end]
-    made = streamed(calling, body, [TokenEvent([one], [-0.5], 0) for one in ids], answer(ids, "stop", [0, len(ids)]))
+    made = streamed(
+        calling,
+        body,
+        [TokenEvent([one], [-0.5], 0) for one in ids],
+        answer(ids, "stop", [0, len(ids)]),
+    )
     deltas = [one["choices"][0]["delta"] for one in made]
     assert "".join(delta.get("content") or "" for delta in deltas) == content
     told = [call for delta in deltas for call in delta.get("tool_calls", ())]

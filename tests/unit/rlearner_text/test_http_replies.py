@@ -13,8 +13,14 @@ from rlearner_text.openai.client import EndpointClient
 @pytest.mark.parametrize(
     ("raw", "problem"),
     [
-        (b'{"a": "\xff"}', "the answer is not valid JSON: invalid start byte at byte 7; it must be UTF-8"),
-        (rb'{"a": "\ud83d"}', "the answer is not valid JSON: it holds half of a surrogate pair, which is not text"),
+        (
+            b'{"a": "\xff"}',
+            "the answer is not valid JSON: invalid start byte at byte 7; it must be UTF-8",
+        ),
+        (
+            rb'{"a": "\ud83d"}',
+            "the answer is not valid JSON: it holds half of a surrogate pair, which is not text",
+        ),
         (b'{"a": NaN}', "the answer is not valid JSON: it holds NaN"),
         (b'{"a": -1e999}', "the answer is not valid JSON: the number -1e999 is too large"),
         (b"[1]", "the answer is not a JSON object"),

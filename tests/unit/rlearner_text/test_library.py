@@ -22,5 +22,7 @@ first.join()
 
 
 def test_a_thread_that_comes_in_the_middle_of_an_import_finds_its_names() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "AutoModelForCausalLM\n"), done.stderr

@@ -28,7 +28,9 @@ def test_mask_by_hand(tmp_path: Path) -> None:
     ids, mask = encode_supervised(tokenizer, CHAT)
     assert ids == tokenizer.encode_chat(CHAT, add_generation_prompt=False)
     assert (
-        tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m], skip_special_tokens=False)
+        tokenizer.decode(
+            [i for i, m in zip(ids, mask, strict=True) if m], skip_special_tokens=False
+        )
         == "U<|im_end|>DR<|im_end|>"
     )
     #               system be end  user a b end  assistant U end  user c end  assistant D R end
@@ -51,7 +53,10 @@ def test_trained_tokens_spell_the_answers(family: str, tmp_path: Path) -> None:
         (["hi"], "message 0 is not an object"),
         ([{"role": "user"}], "message 0 is not an object with exactly the keys"),
         ([{"role": "user", "content": 3}], "message 0: role and content must be texts"),
-        ([{"role": "assistant", "content": "x"}], "message 0 has role 'assistant', expected 'user'"),
+        (
+            [{"role": "assistant", "content": "x"}],
+            "message 0 has role 'assistant', expected 'user'",
+        ),
         ([*CHAT, CHAT[-1]], "message 5 has role 'assistant', expected 'user'"),
         ([CHAT[1], CHAT[0]], "message 1 has role 'system', expected 'assistant'"),
         (CHAT[:2], "the last message must be the assistant's"),

@@ -1,4 +1,6 @@
-"""Templates in the style of published models: what is trained, sampled and read of a turn with each of them."""
+"""Templates in the style of published models: what is trained, sampled and read of a turn with each
+of them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ from rlearner_text.template_rules import TemplateRules, rules_for
 from rlearner_text.thinking import without_thinking
 from rlearner_text.tokenizer import Tokenizer
 
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 CHAT = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "2+2?"},
@@ -39,9 +46,11 @@ REASONED = "<think>\nsix\n</think>\n\n6"
 # The text of CHAT; what is trained stands in brackets.
 CHATML_OPENING = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
 TRAINED = {
-    "qwen3": CHATML_OPENING + "⟦<think>\n\n</think>\n\n4<|im_end|>⟧\n<|im_start|>user\n3+3?<|im_end|>\n"
+    "qwen3": CHATML_OPENING
+    + "⟦<think>\n\n</think>\n\n4<|im_end|>⟧\n<|im_start|>user\n3+3?<|im_end|>\n"
     "<|im_start|>assistant\n⟦<think>\n\n</think>\n\n6<|im_end|>⟧",
-    "qwen35": CHATML_OPENING + "<think>\n⟦\n</think>\n\n4<|im_end|>⟧\n<|im_start|>user\n3+3?<|im_end|>\n"
+    "qwen35": CHATML_OPENING
+    + "<think>\n⟦\n</think>\n\n4<|im_end|>⟧\n<|im_start|>user\n3+3?<|im_end|>\n"
     "<|im_start|>assistant\n<think>\n⟦\n</think>\n\n6<|im_end|>⟧",
     "r1-distill": "<|begin|>Be brief.<|User|>2+2?<|Assistant|><think>\n⟦\n</think>\n\n4<|eos|>⟧"
     "<|User|>3+3?<|Assistant|><think>\n⟦\n</think>\n\n6<|eos|>⟧",
@@ -89,7 +98,10 @@ WITH_TOOLS = ("llama3", "mistral-v3", "qwen3", "smollm3")
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     root = tmp_path_factory.mktemp("styles")
-    found = {name: Tokenizer.load(make_style_folder(root / name, style)) for name, style in STYLES.items()}
+    found = {
+        name: Tokenizer.load(make_style_folder(root / name, style))
+        for name, style in STYLES.items()
+    }
     base = make_style_folder(root / "base", ModelStyle("", CHATML, "<|im_end|>"))
     (base / "chat_template.jinja").unlink()
     return found | {"plain": Tokenizer.load(base, chat_template="plain")}
@@ -101,12 +113,16 @@ def marked(tokenizer: Tokenizer, ids: list[int], mask: list[int]) -> str:
         (trained, [token for token, _ in group])
         for trained, group in groupby(zip(ids, mask, strict=True), lambda pair: pair[1])
     ]
-    texts = [(trained, tokenizer.decode(part, skip_special_tokens=False)) for trained, part in parts]
+    texts = [
+        (trained, tokenizer.decode(part, skip_special_tokens=False)) for trained, part in parts
+    ]
     return "".join(f"⟦{text}⟧" if trained else text for trained, text in texts)
 
 
 def trained_text(tokenizer: Tokenizer, ids: list[int], mask: list[int]) -> str:
-    return tokenizer.decode([token for token, own in zip(ids, mask, strict=True) if own], skip_special_tokens=False)
+    return tokenizer.decode(
+        [token for token, own in zip(ids, mask, strict=True) if own], skip_special_tokens=False
+    )
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -115,7 +131,9 @@ def test_supervised_text_and_mask(tokenizers: dict[str, Tokenizer], name: str) -
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_reasoning_is_trained_as_the_prompt_leads_to_it(tokenizers: dict[str, Tokenizer], name: str) -> None:
+def test_reasoning_is_trained_as_the_prompt_leads_to_it(
+    tokenizers: dict[str, Tokenizer], name: str
+) -> None:
     tokenizer = tokenizers[name]
     ids, mask = encode_supervised(tokenizer, [CHAT[3], {"role": "assistant", "content": REASONED}])
     end = tokenizer.decode(rules_for(tokenizer).closing, skip_special_tokens=False)
@@ -123,15 +141,20 @@ def test_reasoning_is_trained_as_the_prompt_leads_to_it(tokenizers: dict[str, To
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_prompt_and_trained_answer_are_the_whole_rendering(tokenizers: dict[str, Tokenizer], name: str) -> None:
+def test_prompt_and_trained_answer_are_the_whole_rendering(
+    tokenizers: dict[str, Tokenizer], name: str
+) -> None:
     tokenizer = tokenizers[name]
     question = [CHAT[0], CHAT[1]]
     text = trained_prompt(tokenizer, [*question, CHAT[2]])
     assert text == tokenizer.render_chat(question)
     whole = tokenizer.render_chat([*question, CHAT[2]], add_generation_prompt=False)
-    # r1-distill does not show the reasoning that its prompt opens, mistral-v3 no system prompt behind an answer
+    # r1-distill does not show the reasoning that its prompt opens, mistral-v3 no system prompt
+    # behind an answer
     if name not in ("r1-distill", "mistral-v3"):
-        assert whole.startswith(TRAINED[name].partition("⟧")[0].replace("⟦", "").removesuffix("<|user|>"))
+        assert whole.startswith(
+            TRAINED[name].partition("⟧")[0].replace("⟦", "").removesuffix("<|user|>")
+        )
 
 
 def trained_prompt(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> str:
@@ -148,13 +171,17 @@ def test_preference_pairs_train_what_supervised_rows_do(
     (tmp_path / "pairs.jsonl").write_text(json.dumps(row))
     pair = load_pairs(tmp_path / "pairs.jsonl", tokenizer, 1000)[0][0]
     for example, answer in ((pair.chosen, "4"), (pair.rejected, REASONED)):
-        ids, mask = encode_supervised(tokenizer, [*CHAT[:2], {"role": "assistant", "content": answer}])
+        ids, mask = encode_supervised(
+            tokenizer, [*CHAT[:2], {"role": "assistant", "content": answer}]
+        )
         assert (example.token_ids, example.loss_mask) == (ids, mask)
 
 
 @pytest.mark.parametrize("name", TRAINED)
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_an_episode_grows_into_the_supervised_text(tokenizers: dict[str, Tokenizer], name: str, is_cut: bool) -> None:
+def test_an_episode_grows_into_the_supervised_text(
+    tokenizers: dict[str, Tokenizer], name: str, is_cut: bool
+) -> None:
     tokenizer = tokenizers[name]
     conversation = Conversation(tokenizer, "Be brief.")
     closing = len(conversation.rules.closing) or 1
@@ -177,26 +204,38 @@ def test_end_tokens(tokenizers: dict[str, Tokenizer], name: str) -> None:
     tokenizer, rules = tokenizers[name], rules_for(tokenizers[name])
     stops = {tokenizer.decode([token], skip_special_tokens=False) for token in rules.stop_token_ids}
     style = STYLES.get(name)
-    assert stops == set(style.ends or (style.eos,) if style else ("<|im_end|>",)) | ({style.eos} if style else set())
+    assert stops == set(style.ends or (style.eos,) if style else ("<|im_end|>",)) | (
+        {style.eos} if style else set()
+    )
     assert rules.closing[-1] in rules.stop_token_ids
 
 
-@pytest.mark.parametrize("name", [*WITH_TOOLS, "harmony", "glm45", "deepseek-v3", "qwen35", "plain"])
+@pytest.mark.parametrize(
+    "name", [*WITH_TOOLS, "harmony", "glm45", "deepseek-v3", "qwen35", "plain"]
+)
 def test_tools_work_or_are_refused(tokenizers: dict[str, Tokenizer], name: str) -> None:
     tokenizer = tokenizers[name]
     if name not in WITH_TOOLS:
-        with pytest.raises(ConfigError, match="cannot be used with tools: it does not write tool calls as JSON"):
+        with pytest.raises(
+            ConfigError, match="cannot be used with tools: it does not write tool calls as JSON"
+        ):
             TemplateRules(tokenizer, "Be brief.", json.dumps(TOOLS))
         return
     function = {"name": "add", "arguments": {"to": 3}}
-    call = {"role": "assistant", "content": "", "tool_calls": [{"id": "a23456789", "function": function}]}
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "a23456789", "function": function}],
+    }
     question, result = CHAT[1], {"role": "tool", "content": "7", "tool_call_id": "a23456789"}
     rendered = tokenizer.render_chat([question, call, result], tools=TOOLS)
     conversation = Conversation(tokenizer, tools=json.dumps(TOOLS))
     conversation.observe("2+2?")
     prompt = tokenizer.render_chat([question], tools=TOOLS)
     assert tokenizer.decode(conversation.token_ids, skip_special_tokens=False) == prompt
-    said = tokenizer.render_chat([question, call], tools=TOOLS, add_generation_prompt=False).removeprefix(prompt)
+    said = tokenizer.render_chat(
+        [question, call], tools=TOOLS, add_generation_prompt=False
+    ).removeprefix(prompt)
     said = said.removesuffix(conversation.rules.end_of_turn)
     assert [found.arguments for found in conversation.rules.calls(said)] == [{"to": 3}]
     ids = [*tokenizer.encode(said), *conversation.rules.closing]
@@ -235,7 +274,9 @@ def test_tags_that_are_special_tokens_stay_in_the_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TRAINED)
-async def test_the_http_endpoint_renders_the_template(tokenizers: dict[str, Tokenizer], name: str) -> None:
+async def test_the_http_endpoint_renders_the_template(
+    tokenizers: dict[str, Tokenizer], name: str
+) -> None:
     tokenizer = tokenizers[name]
     served = ServedModel("actor", "path", 1000, lambda: "serving", lambda: 0)
 
@@ -270,7 +311,9 @@ def test_the_http_endpoint_answers_with_reasoning_in_tags(
     assert writer.said(choice) == (text, [])
     chunks = ChunkEvents(body, tokenizer, writer, 0, [1])
     events = [event for token in ids for event in chunks.of([TokenEvent([token], [0.0], 1, ())])]
-    contents = [event["choices"][0]["delta"].get("content", "") for event in [*events, *chunks.last(choice)]]
+    contents = [
+        event["choices"][0]["delta"].get("content", "") for event in [*events, *chunks.last(choice)]
+    ]
     assert "".join(contents) == text
 
 
@@ -283,18 +326,26 @@ def test_renders_like_transformers(name: str, tmp_path: Path) -> None:
     for tools in ([], TOOLS):
         for prompt in (True, False):
             options = {"add_generation_prompt": prompt, "tools": tools}
-            expected = theirs.apply_chat_template(CHAT[:4], tokenize=False, **{**options, "tools": tools or None})
+            expected = theirs.apply_chat_template(
+                CHAT[:4], tokenize=False, **{**options, "tools": tools or None}
+            )
             assert ours.render_chat(CHAT[:4], **options) == expected
 
 
 def test_plain_opens_with_the_token_that_the_tokenizer_puts_first(tmp_path: Path) -> None:
     folder = make_style_folder(tmp_path, STYLES["llama3"])
     question = [{"role": "user", "content": "2+2?"}]
-    assert Tokenizer.load(folder, chat_template="plain").render_chat(question) == "User: 2+2?\nAssistant:"
+    assert (
+        Tokenizer.load(folder, chat_template="plain").render_chat(question)
+        == "User: 2+2?\nAssistant:"
+    )
     file = folder / "tokenizer.json"
     content = json.loads(file.read_text())
     bos = {"id": "<|begin_of_text|>", "ids": [1], "tokens": ["<|begin_of_text|>"]}
-    single = [{"SpecialToken": {"id": bos["id"], "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    single = [
+        {"SpecialToken": {"id": bos["id"], "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ]
     pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
     content["post_processor"] = {
         "type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": {bos["id"]: bos},
@@ -302,7 +353,9 @@ def test_plain_opens_with_the_token_that_the_tokenizer_puts_first(tmp_path: Path
     file.write_text(json.dumps(content))
     tokenizer = Tokenizer.load(folder, chat_template="plain")
     assert tokenizer.render_chat(question) == "<|begin_of_text|>User: 2+2?\nAssistant:"
-    with pytest.raises(ConfigError, match=r"model\.chat_template: .*plain has the roles system, user and assistant"):
+    with pytest.raises(
+        ConfigError, match=r"model\.chat_template: .*plain has the roles system, user and assistant"
+    ):
         tokenizer.render_chat([{"role": "tool", "content": "7"}])
 
 

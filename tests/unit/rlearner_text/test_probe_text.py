@@ -22,7 +22,9 @@ def test_original_positions_count_where_frequencies_change() -> None:
     longrope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
     llama3 = {"rope_type": "llama3", "original_max_position_embeddings": 8192}
     assert switch_lengths({"rope_parameters": longrope}) == (4096,)
-    assert switch_lengths({"original_max_position_embeddings": 64, "rope_parameters": {"type": "longrope"}}) == (64,)
+    assert switch_lengths(
+        {"original_max_position_embeddings": 64, "rope_parameters": {"type": "longrope"}}
+    ) == (64,)
     assert switch_lengths({"rope_parameters": {"full_attention": longrope}}) == (4096,)
     assert switch_lengths({"rope_parameters": llama3}) == ()
 
@@ -35,11 +37,17 @@ def test_probe_passes_every_switch_within_the_context() -> None:
 
 
 def test_probe_is_text_of_the_tokenizer(tmp_path: Path) -> None:
-    folder = build_tiny(tmp_path / "model", TinyModel(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1))
+    folder = build_tiny(
+        tmp_path / "model", TinyModel(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1)
+    )
     tokenizer = Tokenizer.load(folder)
-    ids = probe_tokens(tokenizer, {"sliding_window": 300}, vocab_size=tokenizer.vocab_size, max_context=4096)
+    ids = probe_tokens(
+        tokenizer, {"sliding_window": 300}, vocab_size=tokenizer.vocab_size, max_context=4096
+    )
     assert len(ids) == 300 + MARGIN
-    assert tokenizer.decode(ids).startswith("The baker counted 2 wooden chairs near the harbour because winter")
+    assert tokenizer.decode(ids).startswith(
+        "The baker counted 2 wooden chairs near the harbour because winter"
+    )
     other = probe_tokens(tokenizer, {}, vocab_size=tokenizer.vocab_size, max_context=4096, start=5)
     assert tokenizer.decode(other) != tokenizer.decode(ids[:SHORTEST])
     assert max(probe_tokens(tokenizer, {}, vocab_size=70, max_context=99)) < 70

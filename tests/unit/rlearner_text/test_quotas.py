@@ -1,4 +1,6 @@
-"""Quotas of an API key, with times as arguments: what is admitted never exceeds the limit in the long run."""
+"""Quotas of an API key, with times as arguments: what is admitted never exceeds the limit in the
+long run.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ def test_concurrent_requests_count_until_they_end() -> None:
     used = usage(concurrent=2, requests_per_minute=100)
     used.begin(100.0)
     used.begin(100.0)
-    assert refused(used, 100.0) == ("the API key alice is limited to 2 requests at once; try again later", 1)
+    assert refused(used, 100.0) == (
+        "the API key alice is limited to 2 requests at once; try again later",
+        1,
+    )
     used.end()
     used.begin(100.0)
 
@@ -53,7 +58,10 @@ def test_one_request_may_overdraw_the_tokens_and_the_next_waits() -> None:
     used = usage(tokens_per_minute=60)
     used.begin(100.0)
     used.reserve(180, 100.0)
-    assert refused(used, 100.0) == ("the API key alice is limited to 60 tokens per minute; try again later", 121)
+    assert refused(used, 100.0) == (
+        "the API key alice is limited to 60 tokens per minute; try again later",
+        121,
+    )
     with pytest.raises(HttpError, match="60 tokens per minute"):
         used.reserve(1, 100.0)
     used.give_back(130, 100.0)  # 50 were used
@@ -76,7 +84,9 @@ def test_a_clock_that_goes_back_gives_nothing() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, 500), st.floats(0, 1)), max_size=60))
-def test_tokens_never_exceed_the_limit_by_more_than_one_request(calls: list[tuple[float, int, float]]) -> None:
+def test_tokens_never_exceed_the_limit_by_more_than_one_request(
+    calls: list[tuple[float, int, float]],
+) -> None:
     used, now, total = usage(tokens_per_minute=300), 100.0, 0.0
     for pause, most, share in calls:
         now += pause

@@ -76,7 +76,9 @@ def test_items_become_messages() -> None:
         {"role": "assistant", "content": "", "tool_calls": [
             {"id": "c3", "type": "function", "function": {"name": "add", "arguments": arguments}}]},
     ]  # fmt: skip
-    assert made.offered == [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    assert made.offered == [
+        {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    ]
     assert (made.temperature, made.seed, made.wants_logprobs) == (0.5, 3, False)
 
 
@@ -87,7 +89,14 @@ def test_earlier_answers_are_found_by_their_ids_until_there_are_too_many() -> No
     kept.add("resp_1", [asked], [said], 60)
     by_id = chat(kept, previous_response_id="resp_1", input="three")
     assert [one.plain()["content"] for one in by_id.messages] == ["one", "two", "three"]
-    by_item = chat(kept, input=[asked, {"type": "item_reference", "id": "msg_1"}, {"role": "user", "content": "three"}])
+    by_item = chat(
+        kept,
+        input=[
+            asked,
+            {"type": "item_reference", "id": "msg_1"},
+            {"role": "user", "content": "three"},
+        ],
+    )
     assert by_item.messages == by_id.messages
     kept.add("resp_2", [], [said | {"id": "msg_2"}], 60)
     assert (kept.item("msg_1"), kept.conversation("resp_1")) == (None, None)
@@ -105,7 +114,11 @@ def test_earlier_answers_are_found_by_their_ids_until_there_are_too_many() -> No
             "input.0.type: 'computer_call' is not allowed; message, function_call",
         ),
         ({"input": [{"role": "user"}]}, "input.0.content", "input.0.content must be given"),
-        ({"input": [{"role": "robot", "content": ""}]}, "input.0.role", "input.0.role: 'robot' is not allowed"),
+        (
+            {"input": [{"role": "robot", "content": ""}]},
+            "input.0.role",
+            "input.0.role: 'robot' is not allowed",
+        ),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "input.0",
@@ -180,7 +193,12 @@ def test_an_answer_is_a_message_and_its_calls(tokenizer: Tokenizer) -> None:
         [AnswerChoice(0, [4, 5, 6], reply(ids, "stop"))]
     )
     message, call = made["output"]
-    assert (made["id"], made["object"], made["status"], made["model"]) == ("resp_1", "response", "completed", "actor")
+    assert (made["id"], made["object"], made["status"], made["model"]) == (
+        "resp_1",
+        "response",
+        "completed",
+        "actor",
+    )
     assert (message["role"], message["content"][0]["text"]) == ("assistant", "I add.")
     assert [entry["logprob"] for entry in message["content"][0]["logprobs"]] == [-0.5] * len(ids)
     assert (call["type"], call["name"], json.loads(call["arguments"]), call["call_id"]) == (
@@ -193,20 +211,31 @@ def test_an_answer_is_a_message_and_its_calls(tokenizer: Tokenizer) -> None:
         "input_tokens": 3, "input_tokens_details": {"cached_tokens": 2}, "output_tokens": len(ids),
         "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": 3 + len(ids),
     }  # fmt: skip
-    assert (made["token_ids"], made["prompt_token_ids"], made["version_runs"], made["policy_version"]) == (
+    assert (
+        made["token_ids"],
+        made["prompt_token_ids"],
+        made["version_runs"],
+        made["policy_version"],
+    ) == (
         ids,
         [4, 5, 6],
         [[7, len(ids)]],
         7,
     )
     assert kept.conversation("resp_1") == [{"role": "user", "content": "hello"}, message, call]
-    cut = form(tokenizer, body_of(), kept).whole([AnswerChoice(0, [4], reply(tokenizer.encode("so"), "length"))])
-    assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    cut = form(tokenizer, body_of(), kept).whole(
+        [AnswerChoice(0, [4], reply(tokenizer.encode("so"), "length"))]
+    )
+    assert (cut["status"], cut["incomplete_details"]) == (
+        "incomplete",
+        {"reason": "max_output_tokens"},
+    )
     assert cut["output"][0]["status"] == "incomplete"
     called = form(tokenizer, body_of(tools=[ADD]), kept).whole(
         [AnswerChoice(0, [4], reply(tokenizer.encode(f"so {CALL}"), "length"))]
     )
-    assert (called["status"], called["incomplete_details"]) == ("completed", None)  # nothing of the call is missing
+    # nothing of the call is missing
+    assert (called["status"], called["incomplete_details"]) == ("completed", None)
     assert [(item["type"], item["status"]) for item in called["output"]] == [
         ("message", "completed"),
         ("function_call", "completed"),
@@ -221,14 +250,21 @@ def test_of_calls_in_parallel_a_client_may_want_one(tokenizer: Tokenizer) -> Non
         )["output"]
         for parallel in (True, False)
     ]
-    assert [[item["type"] for item in output] for output in outputs] == [["function_call"] * 2, ["function_call"]]
+    assert [[item["type"] for item in output] for output in outputs] == [
+        ["function_call"] * 2,
+        ["function_call"],
+    ]
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["as it is sampled", "in one piece"])
 @pytest.mark.parametrize(
-    "said", [f"I add.\n{CALL}", CALL, "so be it", ""], ids=["words and a call", "a call", "words", "nothing"]
+    "said",
+    [f"I add.\n{CALL}", CALL, "so be it", ""],
+    ids=["words and a call", "a call", "words", "nothing"],
 )
-def test_the_events_of_a_stream_add_up_to_the_answer(tokenizer: Tokenizer, said: str, told: bool) -> None:
+def test_the_events_of_a_stream_add_up_to_the_answer(
+    tokenizer: Tokenizer, said: str, told: bool
+) -> None:
     ids = [*tokenizer.encode(said), tokenizer.eos_token_ids[0]]
     made = form(tokenizer, body_of(tools=[ADD], stream=True), AnswerStore())
     events = made.events(0, [4, 5])
@@ -238,26 +274,41 @@ def test_the_events_of_a_stream_add_up_to_the_answer(tokenizer: Tokenizer, said:
     )
     assert [event["sequence_number"] for event in sent] == list(range(len(sent)))
     kinds = [event["type"] for event in sent]
-    assert (kinds[:2], kinds[-1]) == (["response.created", "response.in_progress"], "response.completed")
+    assert (kinds[:2], kinds[-1]) == (
+        ["response.created", "response.in_progress"],
+        "response.completed",
+    )
     whole = sent[-1]["response"]
     assert whole == made.whole([AnswerChoice(0, [4, 5], reply(ids, "stop"))])
-    assert [event["item"] for event in sent if event["type"] == "response.output_item.done"] == whole["output"]
+    assert [
+        event["item"] for event in sent if event["type"] == "response.output_item.done"
+    ] == whole["output"]
     added = [event for event in sent if event["type"] == "response.output_item.added"]
     assert [(event["output_index"], event["item"]["id"]) for event in added] == [
         (n, one["id"]) for n, one in enumerate(whole["output"])
     ]
-    words = "".join(event["delta"] for event in sent if event["type"] == "response.output_text.delta")
-    assert words == "".join(one["content"][0]["text"] for one in whole["output"] if one["type"] == "message")
-    arguments = [event["delta"] for event in sent if event["type"] == "response.function_call_arguments.delta"]
-    assert arguments == [one["arguments"] for one in whole["output"] if one["type"] == "function_call"]
+    words = "".join(
+        event["delta"] for event in sent if event["type"] == "response.output_text.delta"
+    )
+    assert words == "".join(
+        one["content"][0]["text"] for one in whole["output"] if one["type"] == "message"
+    )
+    arguments = [
+        event["delta"]
+        for event in sent
+        if event["type"] == "response.function_call_arguments.delta"
+    ]
+    assert arguments == [
+        one["arguments"] for one in whole["output"] if one["type"] == "function_call"
+    ]
 
 
 def test_a_folder_without_calls_in_its_template_takes_words(tmp_path: Path) -> None:
     plain = Tokenizer.load(make_tokenizer_folder(tmp_path, "plain"))
     ids = plain.encode("yes")
     assert (
-        form(plain, body_of(), AnswerStore()).whole([AnswerChoice(0, [4], reply(ids, "length"))])["output"][0][
-            "content"
-        ][0]["text"]
+        form(plain, body_of(), AnswerStore()).whole([AnswerChoice(0, [4], reply(ids, "length"))])[
+            "output"
+        ][0]["content"][0]["text"]
         == "yes"
     )

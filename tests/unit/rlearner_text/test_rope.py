@@ -17,9 +17,17 @@ SHORT, LONG = [1.0] * 8, [4.0 + i for i in range(8)]
 
 
 def phi3(**factors: object) -> torch.nn.Module:
-    rope = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "rope_theta": 1e4} | factors
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": SHORT,
+        "long_factor": LONG,
+        "rope_theta": 1e4,
+    } | factors
     config = transformers.Phi3Config(
-        **SIZES, max_position_embeddings=512, original_max_position_embeddings=64, rope_parameters=rope
+        **SIZES,
+        max_position_embeddings=512,
+        original_max_position_embeddings=64,
+        rope_parameters=rope,
     )
     torch.manual_seed(0)
     return transformers.Phi3ForCausalLM(config).eval()
@@ -73,7 +81,10 @@ def test_frequencies_of_each_layer_type_are_fixed() -> None:
     assert not torch.allclose(logits(model, ids[:, :20]), whole[:20], atol=0.01)
     assert fix_rope(model, 200) == ("dynamic",)
     assert torch.allclose(logits(model, ids[:, :20]), whole[:20], atol=1e-4)
-    assert model.model.rotary_emb.rope_type == {"full_attention": "fixed", "sliding_attention": "default"}
+    assert model.model.rotary_emb.rope_type == {
+        "full_attention": "fixed",
+        "sliding_attention": "default",
+    }
 
 
 def test_other_kinds_stay_and_meta_is_refused() -> None:

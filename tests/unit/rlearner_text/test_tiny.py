@@ -12,7 +12,9 @@ from rlearner_text.config import TinyModel, check_model_path
 from rlearner_text.tiny import CHARACTERS, build_tiny, check_tiny
 from rlearner_text.tokenizer import Tokenizer
 
-SMALL = TinyModel(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48)
+SMALL = TinyModel(
+    hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,10 @@ def test_a_turn_costs_four_tokens_beside_its_text(folder: Path) -> None:
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "U"}]
     ids = tokenizer.encode_chat(chat, add_generation_prompt=False)
     assert len(ids) == 2 + 1 + 4
-    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_user|>hi<|im_end|><|im_assistant|>U<|im_end|>"
+    assert (
+        tokenizer.decode(ids, skip_special_tokens=False)
+        == "<|im_user|>hi<|im_end|><|im_assistant|>U<|im_end|>"
+    )
 
 
 def test_transformers_loads_model_tokenizer_and_end_tokens(folder: Path) -> None:
@@ -44,7 +49,10 @@ def test_transformers_loads_model_tokenizer_and_end_tokens(folder: Path) -> None
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     check_model_path(str(folder))
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     ours = Tokenizer.load(folder)
     assert model.config.model_type == "qwen3"
     assert model.config.vocab_size == len(tokenizer) == ours.vocab_size == 6 + 96
@@ -73,15 +81,16 @@ def test_bpe_vocabulary_is_trained_on_the_corpus(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("frozen lake frozen lake the goal\n" * 50)
     folder = build_tiny(
-        tmp_path / "bpe", SMALL.model_copy(update={"vocab": "bpe", "vocab_size": 290, "corpus": str(corpus)})
+        tmp_path / "bpe",
+        SMALL.model_copy(update={"vocab": "bpe", "vocab_size": 290, "corpus": str(corpus)}),
     )
     tokenizer = Tokenizer.load(folder)
     assert tokenizer.vocab_size <= 290
     assert len(tokenizer.encode("frozen lake")) < 5
     assert tokenizer.decode(tokenizer.encode("é → 冰")) == "é → 冰"
-    assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "hi"}]), skip_special_tokens=False) == (
-        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert tokenizer.decode(
+        tokenizer.encode_chat([{"role": "user", "content": "hi"}]), skip_special_tokens=False
+    ) == ("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +125,9 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_words_are_one_token_each_and_the_longest_wins(tmp_path: Path) -> None:
     tiny = SMALL.model_copy(update={"words": ["large", "x-large", "buy now", "click["]})
     tokenizer = Tokenizer.load(build_tiny(tmp_path / "words", tiny))
-    assert [tokenizer.decode([token]) for token in tokenizer.encode("click[buy now]x-large enlarge")] == [
+    assert [
+        tokenizer.decode([token]) for token in tokenizer.encode("click[buy now]x-large enlarge")
+    ] == [
         *("click[", "buy now", "]", "x-large", " ", "e", "n", "large"),
     ]
     assert tokenizer.vocab_size == 6 + 96 + 4

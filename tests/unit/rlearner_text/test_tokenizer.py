@@ -16,7 +16,10 @@ from rlearner_text.tokenizer import Tokenizer
 
 CHATS = [
     [{"role": "user", "content": "What is 17 + 25?"}],
-    [{"role": "user", "content": "  spaces\nand é→ \t marks "}, {"role": "assistant", "content": "42"}],
+    [
+        {"role": "user", "content": "  spaces\nand é→ \t marks "},
+        {"role": "assistant", "content": "42"},
+    ],
     [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b"},
@@ -47,12 +50,15 @@ def test_chat_rendering_equals_transformers(family: str, tmp_path: Path) -> None
 def test_system_message_that_the_template_refuses(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(make_tokenizer_folder(tmp_path / "g", "gemma"))
     with pytest.raises(
-        ConfigError, match=r"model.path: .*rejects messages of the roles system, user: no system messages"
+        ConfigError,
+        match=r"model.path: .*rejects messages of the roles system, user: no system messages",
     ):
         tokenizer.encode_chat([SYSTEM, *CHATS[0]])
 
 
-def test_end_tokens_come_from_generation_config_then_config_and_the_tokenizer(tmp_path: Path) -> None:
+def test_end_tokens_come_from_generation_config_then_config_and_the_tokenizer(
+    tmp_path: Path,
+) -> None:
     folder = make_tokenizer_folder(tmp_path / "q", "qwen3")
     assert Tokenizer.load(folder).eos_token_ids == (2,)
     (folder / "config.json").write_text(json.dumps({"eos_token_id": 0}))
@@ -68,13 +74,21 @@ def test_added_tokens_that_only_the_config_knows(tmp_path: Path) -> None:
     folder = make_tokenizer_folder(tmp_path / "q", "qwen3")
     config = json.loads((folder / "tokenizer_config.json").read_text())
     size = Tokenizer.load(folder).vocab_size
-    flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+    flags = {
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "single_word": False,
+        "special": True,
+    }
     config["added_tokens_decoder"] = {str(size): {"content": "<tool>", **flags}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     ours = Tokenizer.load(folder)
     assert ours.token_id("<tool>") == size
     text = "a<tool>b"
-    assert ours.encode(text) == AutoTokenizer.from_pretrained(folder).encode(text, add_special_tokens=False)
+    assert ours.encode(text) == AutoTokenizer.from_pretrained(folder).encode(
+        text, add_special_tokens=False
+    )
     assert ours.decode(ours.encode(text)) == "ab"
 
 
@@ -116,7 +130,10 @@ def test_no_chat_template_is_said_in_one_line(tmp_path: Path) -> None:
         (lambda f: [(f / "config.json").write_text("{"), f][1], "config.json cannot be read"),
         (lambda f: [(f / "config.json").write_text("[]"), f][1], "is not a JSON object"),
         (lambda f: [(f / "config.json").write_text("{}"), f][1], "names no model_type"),
-        (lambda f: [(f / "config.json").write_text('{"model_type": "qwen3"}'), f][1], "holds no weights"),
+        (
+            lambda f: [(f / "config.json").write_text('{"model_type": "qwen3"}'), f][1],
+            "holds no weights",
+        ),
         (lambda f: "not a/hub name", "no such folder"),
     ],
 )
@@ -144,6 +161,10 @@ def test_neither_torch_nor_transformers_is_imported(tmp_path: Path) -> None:
         "print(len(c), [m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[3]
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[3],
     )
     assert done.stdout.split(maxsplit=1)[1].strip() == "[]"

@@ -1,4 +1,6 @@
-"""A rendered conversation is taken apart into the messages that it was made of, for every family of templates."""
+"""A rendered conversation is taken apart into the messages that it was made of, for every family of
+templates.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def test_a_conversation_grown_token_by_token_is_taken_apart(tmp_path: Path, fami
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama3"])
-def test_without_a_system_message_the_default_one_is_left_to_the_endpoint(tmp_path: Path, family: str) -> None:
+def test_without_a_system_message_the_default_one_is_left_to_the_endpoint(
+    tmp_path: Path, family: str
+) -> None:
     tokenizer = load(tmp_path, family)
     text = tokenizer.render_chat([{"role": "user", "content": "hi"}])
     found = TurnSplitter(tokenizer.render_chat).split(text)
@@ -52,10 +56,17 @@ def test_without_a_system_message_the_default_one_is_left_to_the_endpoint(tmp_pa
 def test_what_is_no_conversation(tmp_path: Path) -> None:
     tokenizer = load(tmp_path, "qwen3")
     splitter = TurnSplitter(tokenizer.render_chat)
-    for text in ("", "The answer is", "<|im_start|>user\nhi<|im_end|>\n", "hi<|im_end|>\n<|im_start|>assistant\n"):
+    for text in (
+        "",
+        "The answer is",
+        "<|im_start|>user\nhi<|im_end|>\n",
+        "hi<|im_end|>\n<|im_start|>assistant\n",
+    ):
         assert splitter.split(text) is None
 
 
 def test_a_template_that_forgets_turns_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.engine_args\.api: 'chat' is not allowed; .* use completions"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.engine_args\.api: 'chat' is not allowed; .* use completions"
+    ):
         TurnSplitter(load(tmp_path, "amnesia").render_chat)

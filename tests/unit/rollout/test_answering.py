@@ -32,9 +32,13 @@ class Slow:
         finally:
             self.working.discard(request.request_id)
         if self.tokens:
-            return GenerationOutput(self.tokens, [-1.0] * len(self.tokens), [(3, len(self.tokens))], "stop")
+            return GenerationOutput(
+                self.tokens, [-1.0] * len(self.tokens), [(3, len(self.tokens))], "stop"
+            )
         rows = np.zeros((1, request.prompt_top_k), np.int32)
-        return GenerationOutput(finish_reason="stop", top_ids=rows, top_logprobs=rows.astype(np.float32))
+        return GenerationOutput(
+            finish_reason="stop", top_ids=rows, top_logprobs=rows.astype(np.float32)
+        )
 
     def stats(self) -> EngineStats:
         return EngineStats(running=len(self.working), slots=4)
@@ -71,7 +75,9 @@ async def test_scoring_can_be_aborted_and_other_requests_are_the_engines() -> No
         asyncio.create_task(answering.handle(scoring("b", k=0))),
     )
     await until(lambda: engine.working == {"a", "b"})
-    assert (await answering.handle(scoring("a"))).error == "request_id 'a' is already running or waiting"
+    assert (
+        await answering.handle(scoring("a"))
+    ).error == "request_id 'a' is already running or waiting"
     answering.abort("a")
     assert (await asyncio.wait_for(one, LONG_S)).finish_reason == "abort"
     assert (engine.working, engine.aborted) == ({"b"}, [])

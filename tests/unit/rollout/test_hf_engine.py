@@ -36,7 +36,9 @@ def qwen3(folder: Path) -> Path:
 @contextmanager
 def opened(path: Path, version: int = 0, **section: Any) -> Iterator[EngineCore]:
     settings = {"max_running": 4, "max_context_tokens": 128, "num_threads": 1, **section}
-    core = EngineCore(EngineConfig(str(path), RolloutSection(**settings), device="cpu", policy_version=version))
+    core = EngineCore(
+        EngineConfig(str(path), RolloutSection(**settings), device="cpu", policy_version=version)
+    )
     yield core
     core.model.close()
 
@@ -73,18 +75,25 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [rng.randrange(2, models.VOCAB) for _ in range(length)]
 
 
-def assert_logprobs(model: Any, context: list[int], output: GenerationOutput, temperature: float = 1.0) -> None:
+def assert_logprobs(
+    model: Any, context: list[int], output: GenerationOutput, temperature: float = 1.0
+) -> None:
     expected = models.logprobs(model, context, list(output.token_ids), temperature)
     torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=CLOSE, rtol=0)
 
 
-# ------------------------------------------------------------------------------------- logprobs and batching
+# ------------------------------------------------------------------------------------- logprobs and
+# batching
 
 
 @pytest.mark.parametrize("name", models.ARCHITECTURES)
 @pytest.mark.parametrize("prefill_tokens", [4096, 7], ids=["whole", "in parts"])
-def test_logprobs_are_those_of_a_plain_forward(name: str, prefill_tokens: int, folder: Path) -> None:
-    """Nine requests of three turns through four slots, prompts read whole or seven tokens at a time."""
+def test_logprobs_are_those_of_a_plain_forward(
+    name: str, prefill_tokens: int, folder: Path
+) -> None:
+    """Nine requests of three turns through four slots, prompts read whole or seven tokens at a
+    time.
+    """
     path = models.make(name, folder)
     model = models.load(path)
     contexts = {str(i): prompt(3 + 5 * i, seed=i) for i in range(9)}
@@ -92,8 +101,14 @@ def test_logprobs_are_those_of_a_plain_forward(name: str, prefill_tokens: int, f
     with opened(path, prefill_tokens=prefill_tokens) as core:
         for round_ in range(3):
             for key, context in contexts.items():
-                how = {"seed": int(key), "temperature": temperatures[key], "max_tokens": 3 + int(key) % 4}
-                core.submit(models.request(f"{key}-{round_}", context, conversation=key, **how), 0.0)
+                how = {
+                    "seed": int(key),
+                    "temperature": temperatures[key],
+                    "max_tokens": 3 + int(key) % 4,
+                }
+                core.submit(
+                    models.request(f"{key}-{round_}", context, conversation=key, **how), 0.0
+                )
             for request_id, output in drained(core).items():
                 key = request_id.partition("-")[0]
                 assert output.finish_reason == "length", output.error
@@ -127,7 +142,10 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_company(qwen3: Path) -> None:
     def run(others: int, **section: Any) -> GenerationOutput:
         with opened(qwen3, **section) as core:
             for i in range(others):
-                core.submit(models.request(f"o{i}", prompt(4 + 3 * i, seed=i), seed=i, max_tokens=3 + i), 0.0)
+                core.submit(
+                    models.request(f"o{i}", prompt(4 + 3 * i, seed=i), seed=i, max_tokens=3 + i),
+                    0.0,
+                )
                 turn(core)
             core.submit(models.request("x", prompt(12), seed=42, max_tokens=20), 0.0)
             return drained(core)["x"]
@@ -156,10 +174,16 @@ def test_more_requests_than_slots_longest_first(qwen3: Path) -> None:
         turn(core)
         assert {job.request_id for job in core.scheduler.running} == {"1", "3"}
         assert core.stats().waiting == 2
-        assert {key: len(output.token_ids) for key, output in drained(core).items()} == {"0": 2, "1": 9, "2": 4, "3": 7}
+        assert {key: len(output.token_ids) for key, output in drained(core).items()} == {
+            "0": 2,
+            "1": 9,
+            "2": 4,
+            "3": 7,
+        }
 
 
-# --------------------------------------------------------------------------------------------------- prefixes
+# ---------------------------------------------------------------------------------------------------
+# prefixes
 
 
 def test_an_answer_of_a_later_step_makes_way_and_goes_on_where_it_was(qwen3: Path) -> None:
@@ -176,7 +200,9 @@ def test_an_answer_of_a_later_step_makes_way_and_goes_on_where_it_was(qwen3: Pat
         part = answers["later"]
         assert (part.finish_reason, list(part.token_ids)) == ("abort", list(whole.token_ids[:5]))
         assert len(answers["needed"].token_ids) == 3
-        rest = models.request("rest", [*context, *part.token_ids], conversation="c", **fields | {"max_tokens": 55})
+        rest = models.request(
+            "rest", [*context, *part.token_ids], conversation="c", **fields | {"max_tokens": 55}
+        )
         core.submit(rest, 2.0)
         end = drained(core, now=2.0)["rest"]
         assert [*part.token_ids, *end.token_ids] == list(whole.token_ids)
@@ -205,7 +231,9 @@ def test_another_conversation_never_sees_it(qwen3: Path) -> None:
 
 
 @pytest.mark.parametrize("prefill_tokens", [7, 4096])
-def test_a_prompt_that_several_requests_begin_with_is_computed_once(prefill_tokens: int, qwen3: Path) -> None:
+def test_a_prompt_that_several_requests_begin_with_is_computed_once(
+    prefill_tokens: int, qwen3: Path
+) -> None:
     rng = random.Random(5)
     prompt, other = ([rng.randrange(1, models.VOCAB) for _ in range(n)] for n in (20, 23))
     prompts = [prompt, other, prompt, prompt]
@@ -222,12 +250,17 @@ def test_a_prompt_that_several_requests_begin_with_is_computed_once(prefill_toke
         for i, one in enumerate(asked):
             alone.submit(one, 0.0)
             expected = drained(alone)[str(i)]
-            assert (found[str(i)].token_ids, found[str(i)].version_runs) == (expected.token_ids, expected.version_runs)
+            assert (found[str(i)].token_ids, found[str(i)].version_runs) == (
+                expected.token_ids,
+                expected.version_runs,
+            )
             assert found[str(i)].logprobs == pytest.approx(expected.logprobs, abs=CLOSE)
 
 
 @pytest.mark.parametrize("why", ["abort", "update", "recompute"])
-def test_a_request_computes_its_prompt_if_the_one_it_waits_for_cannot(why: str, qwen3: Path) -> None:
+def test_a_request_computes_its_prompt_if_the_one_it_waits_for_cannot(
+    why: str, qwen3: Path
+) -> None:
     prompt = [random.Random(6).randrange(1, models.VOCAB) for _ in range(30)]
     asked = [models.request(str(i), prompt, max_tokens=4, seed=i) for i in range(2)]
     with opened(qwen3, prefill_tokens=8) as core:
@@ -237,7 +270,9 @@ def test_a_request_computes_its_prompt_if_the_one_it_waits_for_cannot(why: str, 
         if why == "abort":
             core.abort("0")
         else:
-            core.update(core.model.weights(), 1, "recompute" if why == "recompute" else "keep", None)
+            core.update(
+                core.model.weights(), 1, "recompute" if why == "recompute" else "keep", None
+            )
         found = drained(core)
         assert [found[str(i)].prefix_hit_tokens for i in range(2)] == [0, 0]
         assert len(found["1"].token_ids) == 4
@@ -272,7 +307,8 @@ def test_an_aborted_request_leaves_a_usable_prefix(qwen3: Path) -> None:
     assert_logprobs(models.load(qwen3), context, output)
 
 
-# ------------------------------------------------------------------------------------------------- new weights
+# -------------------------------------------------------------------------------------------------
+# new weights
 
 
 def in_flight(core: EngineCore, context: list[int]) -> None:
@@ -293,13 +329,16 @@ def test_recompute_goes_on_as_if_the_new_weights_had_read_everything(qwen3: Path
         expected = torch.cat(
             [
                 models.logprobs(old, context, list(output.token_ids[:4])),
-                models.logprobs(new, context + list(output.token_ids[:4]), list(output.token_ids[4:])),
+                models.logprobs(
+                    new, context + list(output.token_ids[:4]), list(output.token_ids[4:])
+                ),
             ]
         )
         torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=CLOSE, rtol=0)
         core.submit(models.request("y", context + list(output.token_ids), conversation="c"), 0.0)
         again = drained(core)["y"]
-        assert again.prefix_hit_tokens == len(context) + 9  # rebuilt from the new weights, so it is kept
+        # rebuilt from the new weights, so it is kept
+        assert again.prefix_hit_tokens == len(context) + 9
     assert_logprobs(new, context + list(output.token_ids), again)
 
 
@@ -365,7 +404,9 @@ def test_two_updates_before_the_next_token_leave_no_empty_run(qwen3: Path) -> No
 
 def probe_of(model: Any, tolerance: float = 1e-3, shift: float = 0.0) -> wire.Probe:
     ids = prompt(8, seed=77)
-    return make_probe(ids, models.logprobs(model, ids[:1], ids[1:]).numpy() + shift, tolerance=tolerance)
+    return make_probe(
+        ids, models.logprobs(model, ids[:1], ids[1:]).numpy() + shift, tolerance=tolerance
+    )
 
 
 def test_weights_are_served_only_once_their_probe_matched(qwen3: Path) -> None:
@@ -395,7 +436,10 @@ def test_an_update_that_does_not_fit_changes_nothing(qwen3: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     with opened(qwen3) as core:
         for bad, why in (
-            ({k: v for k, v in good.items() if k != name}, rf"lacks 1 of \d+ tensors, the first is {name}"),
+            (
+                {k: v for k, v in good.items() if k != name},
+                rf"lacks 1 of \d+ tensors, the first is {name}",
+            ),
             ({**good, "extra": torch.zeros(1)}, "has 1 unknown tensors, the first is extra"),
             ({**good, name: torch.zeros(2, 3)}, rf"{name} has shape \(2, 3\)"),
         ):
@@ -428,7 +472,10 @@ def test_an_older_version_of_a_new_learner_ends_what_may_not_go_on(qwen3: Path) 
         core.update(tensors, 3, "keep", None)
         answers = drained(core)
     assert (answers["new"].finish_reason, answers["new"].version_runs) == ("abort", [(5, 2)])
-    assert (answers["old"].finish_reason, answers["old"].version_runs) == ("length", [(5, 2), (3, 6)])
+    assert (answers["old"].finish_reason, answers["old"].version_runs) == (
+        "length",
+        [(5, 2), (3, 6)],
+    )
 
 
 def test_names_of_the_weights_are_the_models_own_with_tied_ones_once(qwen3: Path) -> None:
@@ -446,13 +493,18 @@ def test_probe_logprobs(qwen3: Path) -> None:
         in_flight(core, prompt(11))
         found = core.model.logprobs(ids)
         assert drained(core)["x"].finish_reason == "length"
-    torch.testing.assert_close(found, models.logprobs(models.load(qwen3), ids[:1], ids[1:]), atol=CLOSE, rtol=0)
+    torch.testing.assert_close(
+        found, models.logprobs(models.load(qwen3), ids[:1], ids[1:]), atol=CLOSE, rtol=0
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- failures
+# ----------------------------------------------------------------------------------------------------
+# failures
 
 
-def test_a_pass_that_breaks_ends_its_requests_and_no_others(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_breaks_ends_its_requests_and_no_others(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, context = models.load(qwen3), prompt(9)
     with opened(qwen3, max_running=1) as core:
         forward = core.model.forward
@@ -480,7 +532,9 @@ def test_a_pass_that_breaks_ends_its_requests_and_no_others(qwen3: Path, monkeyp
             drained(core)
 
 
-def test_logits_that_are_not_finite_end_the_request_with_an_error_and_leave_nothing_behind(qwen3: Path) -> None:
+def test_logits_that_are_not_finite_end_the_request_with_an_error_and_leave_nothing_behind(
+    qwen3: Path,
+) -> None:
     model = models.load(qwen3)
     good = dict(model.named_parameters())
     bad = {name: torch.full_like(t, float("nan")) for name, t in good.items()}
@@ -494,7 +548,8 @@ def test_logits_that_are_not_finite_end_the_request_with_an_error_and_leave_noth
         error = f"{found}({size} of its {size} values are not finite)"
         assert drained(core) == {name: GenerationOutput(error=error) for name in "xy"}
         core.update(good, 2, "keep", None)
-        for length in (9, 30):  # side by side, so that the shorter one's slot is read beyond its end
+        # side by side, so that the shorter one's slot is read beyond its end
+        for length in (9, 30):
             core.submit(models.request(str(length), prompt(length)), 0.0)
         for name, output in drained(core).items():
             assert_logprobs(model, prompt(int(name)), output)
@@ -505,12 +560,20 @@ def test_settings_that_do_not_fit_the_model(qwen3: Path) -> None:
         with pytest.raises(UserError, match=match):
             EngineCore(EngineConfig(str(qwen3), RolloutSection(**section), device="cpu"))
 
-    refused(r"rollout.max_context_tokens: 300 is not allowed; the model has 256 positions", max_context_tokens=300)
     refused(
-        r"kv_cache_gib: 1e-05 is not allowed; one slot of", max_context_tokens=256, engine_args={"kv_cache_gib": 1e-5}
+        r"rollout.max_context_tokens: 300 is not allowed; the model has 256 positions",
+        max_context_tokens=300,
+    )
+    refused(
+        r"kv_cache_gib: 1e-05 is not allowed; one slot of",
+        max_context_tokens=256,
+        engine_args={"kv_cache_gib": 1e-5},
     )
     with opened(
-        qwen3, max_context_tokens=256, max_running=8, engine_args={"kv_cache_gib": 3 * 256 * 768 / 2**30}
+        qwen3,
+        max_context_tokens=256,
+        max_running=8,
+        engine_args={"kv_cache_gib": 3 * 256 * 768 / 2**30},
     ) as core:
         # 2 layers x 2 heads x (24 + 24) x 4 bytes a token
         assert (core.model.num_slots, core.model.max_running) == (3, 3)
@@ -562,6 +625,6 @@ def test_freed_memory_is_kept_where_the_c_library_can() -> None:
             del del_me
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-    # 3 x 7 MiB would be 5,000 every time; what others have freed before may lie so that it takes a few times to find
-    # its place.
+    # 3 x 7 MiB would be 5,000 every time; what others have freed before may lie so that it takes a
+    # few times to find its place.
     assert min(faults() for _ in range(6)) < 100

@@ -12,7 +12,9 @@ from rollout.engines.hf.weights import HeldWeights
 
 
 class Tied(torch.nn.Module):
-    """Two names of one parameter, two parameters in one memory, a buffer, and one that is not stored."""
+    """Two names of one parameter, two parameters in one memory, a buffer, and one that is not
+    stored.
+    """
 
     scale: torch.Tensor
 

@@ -34,7 +34,9 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
 
 def load_plain(folder: Path) -> Any:
     """Load as users do; only transformers' own attention computes soft caps and sinks."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     fix_rope(model, CONTEXT)
     return model.eval()
 
@@ -42,7 +44,9 @@ def load_plain(folder: Path) -> Any:
 @contextmanager
 def opened(folder: Path, dtype: str = "float32", **section: Any) -> Iterator[EngineCore]:
     settings = {"max_running": 4, "max_context_tokens": CONTEXT, "num_threads": 1, **section}
-    core = EngineCore(EngineConfig(str(folder), RolloutSection(**settings), dtype, device="cpu", policy_version=0))
+    core = EngineCore(
+        EngineConfig(str(folder), RolloutSection(**settings), dtype, device="cpu", policy_version=0)
+    )
     yield core
     core.model.close()
 
@@ -65,7 +69,9 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 @torch.no_grad()
-def assert_logprobs(model: Any, context: list[int], tokens: list[int], logprobs: list[float]) -> None:
+def assert_logprobs(
+    model: Any, context: list[int], tokens: list[int], logprobs: list[float]
+) -> None:
     ids = torch.tensor([context + tokens])
     table = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
     expected = table[len(context) - 1 : -1].gather(-1, ids[0, len(context) :, None])[:, 0]
@@ -74,7 +80,9 @@ def assert_logprobs(model: Any, context: list[int], tokens: list[int], logprobs:
 
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_family_computes_as_transformers_does(name: str, tmp_path: Path) -> None:
-    """Prompts of four lengths side by side, two with one prompt, three turns, and new weights in flight."""
+    """Prompts of four lengths side by side, two with one prompt, three turns, and new weights in
+    flight.
+    """
     folder = save(name, tmp_path)
     model = load_plain(folder)
     contexts = {str(length): prompt(length) for length in LENGTHS} | {"shared": prompt(LENGTHS[2])}
@@ -82,7 +90,11 @@ def test_family_computes_as_transformers_does(name: str, tmp_path: Path) -> None
         assert core.model.has_states == (name in families.RECURRENT)
         for turn in range(3):
             for key, context in contexts.items():
-                fields = {"conversation": key, "seed": len(context) + (key == "shared"), "max_tokens": 5}
+                fields = {
+                    "conversation": key,
+                    "seed": len(context) + (key == "shared"),
+                    "max_tokens": 5,
+                }
                 core.submit(request(f"{key} {turn}", context, **fields), 0.0)
             hits = 0
             for request_id, output in drain(core).items():
@@ -100,7 +112,9 @@ def test_family_computes_as_transformers_does(name: str, tmp_path: Path) -> None
         generator = torch.Generator().manual_seed(0)
         parameters = dict(core.model.model.named_parameters(remove_duplicate=False))
         tensors = {  # buffers are constants that fit each other (MiniMax)
-            key: tensor + 0.02 * torch.randn(tensor.shape, generator=generator) if key in parameters else tensor
+            key: tensor + 0.02 * torch.randn(tensor.shape, generator=generator)
+            if key in parameters
+            else tensor
             for key, tensor in core.model.weights().items()
         }
         core.update(tensors, 1, "recompute", None)
@@ -124,7 +138,9 @@ def test_states_of_older_weights_go_on_with_new_ones(name: str, tmp_path: Path) 
         while core.stats().generated_tokens < 4:  # the last of them is not run yet
             core.admit(0.0)
             core.step()
-        core.update({key: tensor * 1.1 for key, tensor in core.model.weights().items()}, 1, "keep", None)
+        core.update(
+            {key: tensor * 1.1 for key, tensor in core.model.weights().items()}, 1, "keep", None
+        )
         output = drain(core)["x"]
         sampled = list(output.token_ids)
         cache = old(torch.tensor([context + sampled[:3]]), use_cache=True).past_key_values
@@ -170,7 +186,8 @@ def test_reason_follows_from_a_configuration_alone() -> None:
         assert unsupported_reason(config()) == "", name
 
 
-# ------------------------------------------------------------------------------------------------- the self-test
+# -------------------------------------------------------------------------------------------------
+# the self-test
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -181,14 +198,18 @@ def test_models_that_agree_are_accepted(name: str, dtype: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", families.WINDOWED)
-def test_ignored_window_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ignored_window_is_noticed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention, "mask_rule", lambda *_: None)
     with pytest.raises(UserError, match="logprobs differ by"), opened(save(name, tmp_path)):
         pass
 
 
 @pytest.mark.parametrize("name", ["qwen2 window", "phi3", "gemma3", "llama4", "gpt_oss"])
-def test_ignored_window_is_noticed_in_bfloat16(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ignored_window_is_noticed_in_bfloat16(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention, "mask_rule", lambda *_: None)
     folder = save(name, tmp_path, torch.bfloat16)
     with pytest.raises(UserError, match="logprobs differ by"), opened(folder, "bfloat16"):
@@ -197,8 +218,12 @@ def test_ignored_window_is_noticed_in_bfloat16(name: str, tmp_path: Path, monkey
 
 @pytest.mark.parametrize("fault", ["window", "neighbour", "state", "rope"])
 def test_faults_are_noticed(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window too long by one, a slot read up to its neighbour's length, a forgotten state, changing frequencies."""
-    name = {"window": "mistral", "neighbour": "llama", "state": "lfm2", "rope": "phi3 longrope"}[fault]
+    """A window too long by one, a slot read up to its neighbour's length, a forgotten state,
+    changing frequencies.
+    """
+    name = {"window": "mistral", "neighbour": "llama", "state": "lfm2", "rope": "phi3 longrope"}[
+        fault
+    ]
     if fault == "window":
         visible = attention.MaskRule.visible
 

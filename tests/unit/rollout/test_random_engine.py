@@ -23,17 +23,23 @@ from rollout.engines.random import RandomEngine
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    tiny = TinyModel(hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16, intermediate_size=16)
+    tiny = TinyModel(
+        hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16, intermediate_size=16
+    )
     return str(build_tiny(tmp_path_factory.mktemp("tiny") / "model", tiny))
 
 
 async def engine(path: str, **args: Any) -> RandomEngine:
-    made = RandomEngine(EngineConfig(path, RolloutSection(engine="random", engine_args=args, max_context_tokens=64)))
+    made = RandomEngine(
+        EngineConfig(path, RolloutSection(engine="random", engine_args=args, max_context_tokens=64))
+    )
     await made.start()
     return made
 
 
-def ask(name: str, prompt: int = 3, deadline_s: float = 9.0, **sampling: Any) -> wire.GenerateRequest:
+def ask(
+    name: str, prompt: int = 3, deadline_s: float = 9.0, **sampling: Any
+) -> wire.GenerateRequest:
     return wire.GenerateRequest(
         request_id=name, conversation_id=name, token_ids=wire.column([5] * prompt, "<i4"), min_version=9,
         deadline_s=deadline_s,
@@ -51,7 +57,9 @@ async def test_every_token_of_the_vocabulary_is_equally_likely(path: str) -> Non
         counts.update(output.token_ids)
     mean = 10_000 / size
     assert set(counts) == set(range(size))
-    assert sum((count - mean) ** 2 / mean for count in counts.values()) < size + 4 * math.sqrt(2 * size)
+    assert sum((count - mean) ** 2 / mean for count in counts.values()) < size + 4 * math.sqrt(
+        2 * size
+    )
 
 
 async def test_end_tokens_end_the_output(path: str) -> None:
@@ -72,7 +80,9 @@ async def test_choices_are_whole_texts_with_the_probability_on_the_first_token(p
         output = await made.generate(ask(str(seed), seed=seed))
         assert output.finish_reason == "stop"
         assert output.token_ids[-1] == end
-        assert list(output.logprobs) == pytest.approx([-math.log(4)] + [0.0] * (len(output.token_ids) - 1))
+        assert list(output.logprobs) == pytest.approx(
+            [-math.log(4)] + [0.0] * (len(output.token_ids) - 1)
+        )
         counts[tokenizer.decode(output.token_ids)] += 1
     assert set(counts) == set(texts)
     assert all(70 < count < 130 for count in counts.values())  # 100 +- 3.5 standard deviations
@@ -84,7 +94,12 @@ async def test_a_choice_that_is_cut_has_the_probability_of_all_that_begin_so(pat
     for seed in range(60):
         output = await made.generate(ask(str(seed), seed=seed, max_tokens=2))
         assert output.finish_reason == "length"
-        seen.add((Tokenizer.load(path).decode(output.token_ids), round(math.exp(sum(output.logprobs)), 6)))
+        seen.add(
+            (
+                Tokenizer.load(path).decode(output.token_ids),
+                round(math.exp(sum(output.logprobs)), 6),
+            )
+        )
     assert seen == {("le", 0.5), ("up", 0.5)}
 
 
@@ -101,7 +116,9 @@ async def test_a_delay_is_cut_by_deadline_and_abort(path: str) -> None:
     assert list(partial.version_runs) == [(0, len(partial.token_ids))]
 
 
-async def test_a_timer_that_is_early_cuts_nothing(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_timer_that_is_early_cuts_nothing(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def at_once(waited: Coroutine[Any, Any, Any], timeout: float) -> None:
         waited.close()
         raise TimeoutError

@@ -29,7 +29,8 @@ def test_shares() -> None:
     assert replicas.gpu_shares("0-3", RolloutSection(engine="hf")) == [[]]
     assert replicas.gpu_shares("0-3", section(engine="sglang")) == [[]]  # divides them itself
     with pytest.raises(
-        UserError, match=r"--gpus 4-6 names 3 GPUs, which rollout.engine_args.tensor_parallel=2 does not divide"
+        UserError,
+        match=r"--gpus 4-6 names 3 GPUs, which rollout.engine_args.tensor_parallel=2 does not divide",
     ):
         replicas.gpu_shares("4-6", section())
 
@@ -53,11 +54,22 @@ def test_each_is_started_as_the_whole_with_its_own_gpus_name_and_port() -> None:
     )
     command = replicas.replica_command(options, "r", section(http_port=9000))
     given = parser().parse_args(command(1, [6, 7])[3:])
-    assert (given.gpus, given.id, given.engine, given.run, given.broker) == ("6,7", "s-1", "vllm", "r", "nats://h:1")
+    assert (given.gpus, given.id, given.engine, given.run, given.broker) == (
+        "6,7",
+        "s-1",
+        "vllm",
+        "r",
+        "nats://h:1",
+    )
     assert given.snapshot == "/s"
     assert (given.http, given.overrides) == (9001, ["max_running=8"])
     options = parser().parse_args(["--http=0", "--gpus", "4-7"])
-    assert parser().parse_args(replicas.replica_command(options, "r", section(http_port=0))(1, [6, 7])[3:]).http == 0
+    assert (
+        parser()
+        .parse_args(replicas.replica_command(options, "r", section(http_port=0))(1, [6, 7])[3:])
+        .http
+        == 0
+    )
 
 
 def child(folder: Path, body: str) -> replicas.Command:
@@ -68,7 +80,11 @@ def child(folder: Path, body: str) -> replicas.Command:
             f"import pathlib, sys, time, signal; p = pathlib.Path({str(folder)!r}) / '{index}'; n = "
             f"len(list(p.parent.glob('{index}*')))"
         )
-        return [sys.executable, "-c", f"{note}; p.with_name(f'{index}-{{n}}').write_text('{list(numbers)}'); {body}"]
+        return [
+            sys.executable,
+            "-c",
+            f"{note}; p.with_name(f'{index}-{{n}}').write_text('{list(numbers)}'); {body}",
+        ]
 
     return command
 
@@ -77,7 +93,9 @@ def notes(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.iterdir()}
 
 
-async def test_one_that_dies_is_started_again_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_that_dies_is_started_again_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(replicas, "FIRST_RESTART_S", 0.05)
     body = "time.sleep(0.3) if p.name == '0' else None; sys.exit(0 if n or p.name == '0' else 7)"
     await replicas.run([[4, 5], [6, 7]], child(tmp_path, body), Stop(), drain_s=1)

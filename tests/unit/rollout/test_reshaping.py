@@ -1,5 +1,5 @@
-"""Guides, penalties and biases: what is sampled keeps to them, and logprobs and flags are those of what it was drawn
-from.
+"""Guides, penalties and biases: what is sampled keeps to them, and logprobs and flags are those of
+what it was drawn from.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ GUIDE = wire.Guide(schema=json.dumps(POINT), before="<tool_call>\n", after="\n</
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model that is far from uniform, with a byte-level tokenizer and more logits than that has tokens."""
+    """A small model that is far from uniform, with a byte-level tokenizer and more logits than that
+    has tokens.
+    """
     made = make_tokenizer_folder(tmp_path_factory.mktemp("reshaping"), "hermes")
     torch.manual_seed(0)
     sizes = {
@@ -90,20 +92,30 @@ def answers(folder: Path, *requests: wire.GenerateRequest) -> dict[str, Generati
 
 
 def logits_of(folder: Path, context: list[int], output: GenerationOutput) -> torch.Tensor:
-    """The model's logits at the place of every sampled token, (n, vocabulary), from one plain forward."""
+    """The model's logits at the place of every sampled token, (n, vocabulary), from one plain
+    forward.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
-        found: torch.Tensor = model(input_ids=torch.tensor([[*context, *output.token_ids]])).logits[0].float()
+        found: torch.Tensor = (
+            model(input_ids=torch.tensor([[*context, *output.token_ids]])).logits[0].float()
+        )
     return found[len(context) - 1 : -1]
 
 
-def test_answers_keep_to_their_guides_and_say_how_likely_they_were(folder: Path, tokenizer: Tokenizer) -> None:
+def test_answers_keep_to_their_guides_and_say_how_likely_they_were(
+    folder: Path, tokenizer: Tokenizer
+) -> None:
     free = wire.Guide(schema='{"type": "array", "items": {"type": "boolean"}, "maxItems": 3}')
     context = tokenizer.encode("what is 17 + 25?")
-    asks = [request(f"{n}", context, seed=n, guides=[GUIDE, free] if n % 2 else [GUIDE]) for n in range(6)]
+    asks = [
+        request(f"{n}", context, seed=n, guides=[GUIDE, free] if n % 2 else [GUIDE])
+        for n in range(6)
+    ]
     plain = request("plain", context, seed=9, max_tokens=20, ignore_eos=True)
     outputs = answers(folder, *asks, plain)
-    assert outputs["plain"].token_ids == answers(folder, plain)["plain"].token_ids  # those beside them are left alone
+    # those beside them are left alone
+    assert outputs["plain"].token_ids == answers(folder, plain)["plain"].token_ids
     assert outputs["plain"].reshaped == ()
     kinds = set()
     for ask in asks:
@@ -122,11 +134,15 @@ def test_answers_keep_to_their_guides_and_say_how_likely_they_were(folder: Path,
     assert kinds == {"<", "["}
 
 
-def check_numbers(folder: Path, tokenizer: Tokenizer, ask: wire.GenerateRequest, output: GenerationOutput) -> None:
+def check_numbers(
+    folder: Path, tokenizer: Tokenizer, ask: wire.GenerateRequest, output: GenerationOutput
+) -> None:
     """Against the grammar applied by hand to the logits of a plain forward."""
     logits = logits_of(folder, ask.token_ids.array().tolist(), output)
     matcher = GuideCompiler(tokenizer, logits.shape[1]).matcher(ask.sampling.guides)
-    for row, token, logprob, flag in zip(logits, output.token_ids, output.logprobs, output.reshaped, strict=True):
+    for row, token, logprob, flag in zip(
+        logits, output.token_ids, output.logprobs, output.reshaped, strict=True
+    ):
         allowed = torch.from_numpy(matcher.allowed())
         probs = row.softmax(-1)
         kept = float(probs[allowed].sum())
@@ -138,11 +154,18 @@ def check_numbers(folder: Path, tokenizer: Tokenizer, ask: wire.GenerateRequest,
 def test_penalties_and_biases_move_the_logits(folder: Path, tokenizer: Tokenizer) -> None:
     context = tokenizer.encode("what is 17 + 25?")
     bias = {11: 4.0, 12: -100.0, 13: 2.0}
-    how: dict[str, Any] = {"frequency_penalty": 0.7, "presence_penalty": -0.4, "logit_bias": bias, "temperature": 0.8}
+    how: dict[str, Any] = {
+        "frequency_penalty": 0.7,
+        "presence_penalty": -0.4,
+        "logit_bias": bias,
+        "temperature": 0.8,
+    }
     output = answers(folder, request("a", context, ignore_eos=True, max_tokens=40, **how))["a"]
     counts = torch.zeros(logits_of(folder, context, output).shape[1])
     flags = []
-    for row, token, logprob in zip(logits_of(folder, context, output), output.token_ids, output.logprobs, strict=True):
+    for row, token, logprob in zip(
+        logits_of(folder, context, output), output.token_ids, output.logprobs, strict=True
+    ):
         changed = row - 0.7 * counts + 0.4 * (counts > 0)
         for one, value in bias.items():
             changed[one] += value
@@ -154,8 +177,12 @@ def test_penalties_and_biases_move_the_logits(folder: Path, tokenizer: Tokenizer
     assert any(flags)
 
 
-def test_what_hardly_changes_a_distribution_is_not_flagged(folder: Path, tokenizer: Tokenizer) -> None:
-    """The ratio of the policy to what was drawn from is then 1 to within the bound, wherever a token is trained on."""
+def test_what_hardly_changes_a_distribution_is_not_flagged(
+    folder: Path, tokenizer: Tokenizer
+) -> None:
+    """The ratio of the policy to what was drawn from is then 1 to within the bound, wherever a
+    token is trained on.
+    """
     context = tokenizer.encode("what is 17 + 25?")
     ask = request("a", context, ignore_eos=True, logit_bias={11: 1e-4}, max_tokens=30)
     output = answers(folder, ask)["a"]
@@ -168,12 +195,16 @@ def test_what_hardly_changes_a_distribution_is_not_flagged(folder: Path, tokeniz
     assert ratios == pytest.approx([1.0] * 30, abs=MOVED)
     greedy = answers(folder, request("g", context, temperature=0.0, guides=[GUIDE]))["g"]
     best = logits_of(folder, context, greedy).argmax(-1).tolist()
-    assert list(greedy.reshaped) == [token != one for token, one in zip(greedy.token_ids, best, strict=True)]
+    assert list(greedy.reshaped) == [
+        token != one for token, one in zip(greedy.token_ids, best, strict=True)
+    ]
     assert set(greedy.logprobs) == {0.0}
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"top_k": 3}, {"top_p": 0.6, "temperature": 1.5}, {"min_p": 0.2}, {"temperature": 0.0}], ids=str
+    "how",
+    [{}, {"top_k": 3}, {"top_p": 0.6, "temperature": 1.5}, {"min_p": 0.2}, {"temperature": 0.0}],
+    ids=str,
 )
 def test_how_much_probability_a_change_moves(how: dict[str, Any]) -> None:
     torch.manual_seed(1)
@@ -182,7 +213,10 @@ def test_how_much_probability_a_change_moves(how: dict[str, Any]) -> None:
     changed[1, :20] -= 0.5
     changed[2, 5:] = float("-inf")
     found = probability_moved(logits, changed, [wire.SamplingParams(max_tokens=1, **how)] * 3)
-    by_hand = [(drawn_from(a, how) - drawn_from(b, how)).abs().sum() / 2 for a, b in zip(logits, changed, strict=True)]
+    by_hand = [
+        (drawn_from(a, how) - drawn_from(b, how)).abs().sum() / 2
+        for a, b in zip(logits, changed, strict=True)
+    ]
     torch.testing.assert_close(found, torch.stack(by_hand))
     assert found[0] == 0
 
@@ -205,14 +239,20 @@ def drawn_from(row: torch.Tensor, how: dict[str, Any]) -> torch.Tensor:
 
 
 def test_a_random_engine_keeps_to_guides_too(folder: Path, tokenizer: Tokenizer) -> None:
-    engine = RandomEngine(EngineConfig(str(folder), RolloutSection(engine="random", max_context_tokens=200)))
+    engine = RandomEngine(
+        EngineConfig(str(folder), RolloutSection(engine="random", max_context_tokens=200))
+    )
 
     async def ask(**sampling: Any) -> GenerationOutput:
         await engine.start()
         return await engine.generate(request("a", [5, 6], **sampling))
 
     output = asyncio.run(ask(guides=[GUIDE]))
-    value = json.loads(tokenizer.decode(output.token_ids).removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))
+    value = json.loads(
+        tokenizer.decode(output.token_ids)
+        .removeprefix("<tool_call>\n")
+        .removesuffix("\n</tool_call>")
+    )
     assert set(value) == {"x", "kind"}
     matcher = GuideCompiler(tokenizer).matcher([GUIDE])
     for token, logprob in zip(output.token_ids, output.logprobs, strict=True):
@@ -236,7 +276,10 @@ def test_a_random_engine_keeps_to_guides_too(folder: Path, tokenizer: Tokenizer)
         ('{"type": "thing"}', "Invalid type: thing"),
         ('{"type": "string", "not": {}}', 'Unimplemented keys: ["not"]'),
         ('{"$ref": "#/nowhere"}', "Pointer '/nowhere' does not exist"),
-        ('{"type": "string", "pattern": "(?<=a)b"}', "regex parse error: (?<=a)b error: look-around"),
+        (
+            '{"type": "string", "pattern": "(?<=a)b"}',
+            "regex parse error: (?<=a)b error: look-around",
+        ),
     ],
 )
 def test_a_schema_that_no_grammar_supports_is_one_line(

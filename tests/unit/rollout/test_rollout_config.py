@@ -27,16 +27,30 @@ def own(*arguments: str) -> RolloutSection:
 
 def test_options_and_overrides_win_over_the_run() -> None:
     section = own(
-        "--policy", "old", "max_running=3", "rollout.update_mode=abort", "engine_args.kv_slots=9", "drain_timeout_s=1.5"
+        "--policy",
+        "old",
+        "max_running=3",
+        "rollout.update_mode=abort",
+        "engine_args.kv_slots=9",
+        "drain_timeout_s=1.5",
     )
-    assert (section.engine, section.policy, section.max_running, section.update_mode) == ("hf", "old", 3, "abort")
+    assert (section.engine, section.policy, section.max_running, section.update_mode) == (
+        "hf",
+        "old",
+        3,
+        "abort",
+    )
     assert (section.engine_args, section.drain_timeout_s) == ({"kv_slots": 9}, 1.5)
     assert own() == RolloutSection.model_validate(CONFIG["rollout"])
 
 
 def test_the_http_api_is_off_by_default() -> None:
     assert own().http_port is None
-    assert (own("--http").http_port, own("--http=0", "max_running=3").http_port, own("http_port=9").http_port) == (
+    assert (
+        own("--http").http_port,
+        own("--http=0", "max_running=3").http_port,
+        own("http_port=9").http_port,
+    ) == (
         8000,
         0,
         9,
@@ -49,7 +63,11 @@ def test_the_http_api_is_off_by_default() -> None:
 def test_snapshots_are_of_the_actor() -> None:
     section = own("--snapshot", "http://h:1/x", "snapshot_only=true")
     assert (section.snapshot, section.snapshot_only) == ("http://h:1/x", True)
-    assert (own().snapshot, own("snapshot=/a b").snapshot, own().snapshot_only) == (None, "/a b", False)
+    assert (own().snapshot, own("snapshot=/a b").snapshot, own().snapshot_only) == (
+        None,
+        "/a b",
+        False,
+    )
     with pytest.raises(
         ConfigError,
         match=r"rollout.snapshot: 'x' is not allowed; null with rollout.policy old, whose weights never change",
@@ -59,19 +77,33 @@ def test_snapshots_are_of_the_actor() -> None:
 
 def test_another_engine_does_not_inherit_arguments() -> None:
     assert own("--engine", "random").engine_args == {}
-    assert own("--engine", "random", "engine_args.choices=[left, up]").engine_args == {"choices": ["left", "up"]}
+    assert own("--engine", "random", "engine_args.choices=[left, up]").engine_args == {
+        "choices": ["left", "up"]
+    }
     assert own("--engine", "hf").engine_args == {"kv_slots": 20}
 
 
 @pytest.mark.parametrize(
     ("override", "error"),
     [
-        ("max_running", "override 'max_running' is not allowed; write key=value, for example max_running=32"),
+        (
+            "max_running",
+            "override 'max_running' is not allowed; write key=value, for example max_running=32",
+        ),
         ("=3", "override '=3' is not allowed; write key=value, for example max_running=32"),
-        ("max_runing=3", "rollout.max_runing: 3 is not allowed; unknown key, did you mean 'rollout.max_running'?"),
-        ("max_running=many", "rollout.max_running: 'many' is not allowed; input should be a valid integer"),
+        (
+            "max_runing=3",
+            "rollout.max_runing: 3 is not allowed; unknown key, did you mean 'rollout.max_running'?",
+        ),
+        (
+            "max_running=many",
+            "rollout.max_running: 'many' is not allowed; input should be a valid integer",
+        ),
         ("max_running=0", "rollout.max_running: 0 is not allowed; input should be greater than 0"),
-        ("max_running='3'", "rollout.max_running: '3' is not allowed; input should be a valid integer"),
+        (
+            "max_running='3'",
+            "rollout.max_running: '3' is not allowed; input should be a valid integer",
+        ),
         (
             "update_mode=later",
             "rollout.update_mode: 'later' is not allowed; input should be 'keep', 'recompute' or 'abort'",
@@ -84,12 +116,18 @@ def test_another_engine_does_not_inherit_arguments() -> None:
             "engine_args.kv_slot=3",
             "rollout.engine_args.kv_slot: 3 is not allowed; unknown key, did you mean 'rollout.engine_args.kv_",
         ),
-        ("engine_args.kv_slots=x", "rollout.engine_args.kv_slots: 'x' is not allowed; input should be a valid integer"),
+        (
+            "engine_args.kv_slots=x",
+            "rollout.engine_args.kv_slots: 'x' is not allowed; input should be a valid integer",
+        ),
         (
             "max_context_tokens=100",
             "domains.lake.max_context_tokens: 512 is not allowed; at most rollout.max_context_tokens (100)",
         ),
-        ("snapshot_only=true", "rollout.snapshot_only: True is not allowed; false without rollout.snapshot"),
+        (
+            "snapshot_only=true",
+            "rollout.snapshot_only: True is not allowed; false without rollout.snapshot",
+        ),
         ("engine_args={a", "override 'engine_args={a' is not allowed; "),
     ],
 )
@@ -105,13 +143,20 @@ def test_plug_ins_by_path_bring_their_own_arguments() -> None:
 
 
 def test_parse_names_unknown_keys_before_all_others() -> None:
-    with pytest.raises(ConfigError, match=r"^rollout\.zzz: 1 is not allowed; unknown key, known here: engine, "):
+    with pytest.raises(
+        ConfigError, match=r"^rollout\.zzz: 1 is not allowed; unknown key, known here: engine, "
+    ):
         parse("rollout", {"max_running": "x", "zzz": 1}, RolloutSection)
 
 
 def test_the_meter_reads_differences() -> None:
     meter = IntervalMetrics(now=10.0)
-    meter.read(11.0, EngineStats(running=1, busy_s=0.5, generated_tokens=100, prefill_tokens=50, prefix_hit_tokens=0))
+    meter.read(
+        11.0,
+        EngineStats(
+            running=1, busy_s=0.5, generated_tokens=100, prefill_tokens=50, prefix_hit_tokens=0
+        ),
+    )
     meter.answered(0.2)
     meter.answered(0.4)
     later = EngineStats(
@@ -134,14 +179,22 @@ def test_the_meter_reads_differences() -> None:
             "rollout/finished/stop": 7.0,
         }
     )
-    idle = meter.read(14.0, EngineStats(busy_s=2.0, generated_tokens=400, prefill_tokens=150, prefix_hit_tokens=300))
-    assert (idle["rollouter/idle_ratio"], idle["time/generate"], idle["rollout/prefix_hit_ratio"]) == (1.0, 0.0, 0.0)
+    idle = meter.read(
+        14.0,
+        EngineStats(busy_s=2.0, generated_tokens=400, prefill_tokens=150, prefix_hit_tokens=300),
+    )
+    assert (
+        idle["rollouter/idle_ratio"],
+        idle["time/generate"],
+        idle["rollout/prefix_hit_ratio"],
+    ) == (1.0, 0.0, 0.0)
 
 
 def test_devices_are_shared_only_with_engines_that_leave_them() -> None:
     for engine in ("hf", "vllm", "sglang", "my_package.engine:Mine"):
         refuse_sleepless(engine)
     with pytest.raises(
-        UserError, match=r"^--share-gpus: engine random cannot free its device for others; these can: hf, "
+        UserError,
+        match=r"^--share-gpus: engine random cannot free its device for others; these can: hf, ",
     ):
         refuse_sleepless("random")

@@ -30,11 +30,16 @@ class Broken:
         raise LookupError("a tensor of another kind")
 
 
-async def test_what_ends_the_weight_channel_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_ends_the_weight_channel_ends_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(receive, "WeightReceiver", Broken)
     spawned: list[Coroutine[Any, Any, None]] = []
     spec = wire.RunSpec(run="r", wire_version=wire.WIRE_VERSION, epoch=0, config={}, model_path="m")
-    member = cast(Member, SimpleNamespace(spec=spec, bus=None, id="s1", spawn=spawned.append, spans=SpanRecorder()))
+    member = cast(
+        Member,
+        SimpleNamespace(spec=spec, bus=None, id="s1", spawn=spawned.append, spans=SpanRecorder()),
+    )
     engine = cast(Any, SimpleNamespace(weights=dict))
     service = RolloutService(member, spec, RolloutSection(), engine)
     await service._follow_weights()

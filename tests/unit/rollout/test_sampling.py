@@ -1,5 +1,5 @@
-"""Sampling: the distribution drawn from is the one whose logprobs are returned, and the one transformers' processors
-make.
+"""Sampling: the distribution drawn from is the one whose logprobs are returned, and the one
+transformers' processors make.
 """
 
 from __future__ import annotations
@@ -9,7 +9,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from broker.contract.wire import SamplingParams
 from rollout.engines.hf.sampling import SamplingBatch, sample, uniforms
@@ -22,7 +27,9 @@ def params(**changes: float) -> SamplingParams:
 
 
 def reference(logits: torch.Tensor, p: SamplingParams) -> torch.Tensor:
-    """Probabilities after transformers' processors in the order in which generate applies them, shape (vocabulary,)."""
+    """Probabilities after transformers' processors in the order in which generate applies them,
+    shape (vocabulary,).
+    """
     ids, scores = torch.zeros(1, 1, dtype=torch.long), logits[None].clone()
     if p.temperature != 1:
         scores = TemperatureLogitsWarper(p.temperature)(ids, scores)
@@ -36,7 +43,9 @@ def reference(logits: torch.Tensor, p: SamplingParams) -> torch.Tensor:
 
 
 def measured(logits: torch.Tensor, p: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Frequencies over an even grid of uniform numbers, and the logprob returned with each token (NaN: never drawn)."""
+    """Frequencies over an even grid of uniform numbers, and the logprob returned with each token
+    (NaN: never drawn).
+    """
     grid = (torch.arange(GRID, dtype=torch.float64) + 0.5) / GRID
     tokens, logprobs = sample(logits.expand(GRID, -1), SamplingBatch.of([p] * GRID), grid)
     found = torch.full_like(logits, float("nan"))
@@ -72,7 +81,9 @@ def test_the_distribution_is_that_of_transformers(p: SamplingParams, vocabulary:
 
 
 @pytest.mark.parametrize(
-    "p", [params(top_p=0.999), params(min_p=1e-3), params(top_k=1500, top_p=0.9), params(top_k=5)], ids=str
+    "p",
+    [params(top_p=0.999), params(min_p=1e-3), params(top_k=1500, top_p=0.9), params(top_k=5)],
+    ids=str,
 )
 def test_more_candidates_than_are_sorted_first(p: SamplingParams) -> None:
     """3,000 tokens of nearly equal probability: the first 1,024 do not hold what top-p keeps."""
@@ -104,16 +115,22 @@ def test_a_mixed_batch_gives_each_row_its_own() -> None:
 def test_greedy_takes_the_best_with_logprob_zero() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 5.0, -1.0]])
     tokens, logprobs = sample(
-        logits, SamplingBatch.of([params(temperature=0)] * 2), torch.tensor([0.99, 0.99], dtype=torch.float64)
+        logits,
+        SamplingBatch.of([params(temperature=0)] * 2),
+        torch.tensor([0.99, 0.99], dtype=torch.float64),
     )
     assert tokens.tolist() == [1, 0]
     assert logprobs.tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("p", [params(), params(temperature=0), params(top_k=2), params(top_p=0.5)], ids=str)
+@pytest.mark.parametrize(
+    "p", [params(), params(temperature=0), params(top_k=2), params(top_p=0.5)], ids=str
+)
 def test_logits_that_are_not_finite_show_in_the_logprob(p: SamplingParams) -> None:
     logits = torch.tensor([[0.0, float("nan"), 1.0]])
-    tokens, logprobs = sample(logits, SamplingBatch.of([p]), torch.tensor([0.5], dtype=torch.float64))
+    tokens, logprobs = sample(
+        logits, SamplingBatch.of([p]), torch.tensor([0.5], dtype=torch.float64)
+    )
     assert 0 <= int(tokens[0]) < 3
     assert not math.isfinite(float(logprobs[0]))
 

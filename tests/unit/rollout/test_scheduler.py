@@ -55,7 +55,14 @@ def test_a_priority_goes_first_then_an_earlier_step_then_the_longest() -> None:
         ("last of its group", 1, 5, 3), ("late", 0, 3, 1),
     ):  # fmt: skip
         scheduler.submit(job(name, expected=expected, priority=priority, step=step))
-    assert started(scheduler) == ["last of its group", "late", "long", "evaluation", "short", "next"]
+    assert started(scheduler) == [
+        "last of its group",
+        "late",
+        "long",
+        "evaluation",
+        "short",
+        "next",
+    ]
 
 
 def test_the_youngest_of_the_latest_step_makes_way_for_an_earlier_one() -> None:
@@ -76,7 +83,12 @@ def test_the_youngest_of_the_latest_step_makes_way_for_an_earlier_one() -> None:
 
 
 def test_who_never_makes_way() -> None:
-    def yields(running: GenerationJob, waiting: GenerationJob, generated: int = 0, after: float | None = 0.0) -> bool:
+    def yields(
+        running: GenerationJob,
+        waiting: GenerationJob,
+        generated: int = 0,
+        after: float | None = 0.0,
+    ) -> bool:
         scheduler = Scheduler(num_slots=1, max_running=1, version=0, preempt_after_s=after)
         scheduler.submit(running)
         scheduler.admit(0.0)
@@ -90,8 +102,10 @@ def test_who_never_makes_way() -> None:
     assert not yields(job("a", step=1), work("b", 0))  # nobody continues it
     assert not yields(work("a", 1), job("b", expected=9999))  # of no step
     assert not yields(work("a", 1, expected=40), work("b", 0), generated=30)  # ends soon
-    assert yields(work("a", 1, expected=40, expected_high=200), work("b", 0), generated=60)  # outgrew it
-    assert not yields(work("a", 1, expected=512, max_tokens=512), work("b", 0), generated=510)  # near its limit
+    # outgrew it
+    assert yields(work("a", 1, expected=40, expected_high=200), work("b", 0), generated=60)
+    # near its limit
+    assert not yields(work("a", 1, expected=512, max_tokens=512), work("b", 0), generated=510)
     assert not yields(work("a", 1, at=-10.0, until=10.0), work("b", 0))  # it would starve
 
 
@@ -99,7 +113,11 @@ def test_only_what_a_hub_continues_exactly_is_resumable() -> None:
     def resumable(step: int = 3, **sampling: Any) -> bool:
         params = wire.SamplingParams(max_tokens=8, **sampling)
         request = wire.GenerateRequest(
-            request_id="r", conversation_id="c", token_ids=wire.column([1], "<i4"), sampling=params, step=step
+            request_id="r",
+            conversation_id="c",
+            token_ids=wire.column([1], "<i4"),
+            sampling=params,
+            step=step,
         )
         return GenerationJob.of(request, 0.0).resumable
 
@@ -115,7 +133,10 @@ def test_no_more_than_max_running_and_the_lowest_slots() -> None:
     scheduler = Scheduler(num_slots=4, max_running=2, version=0)
     for name in "abc":
         scheduler.submit(job(name))
-    assert [(s.job.request_id, s.slot, s.reused) for s in scheduler.admit(0)] == [("a", 0, 0), ("b", 1, 0)]
+    assert [(s.job.request_id, s.slot, s.reused) for s in scheduler.admit(0)] == [
+        ("a", 0, 0),
+        ("b", 1, 0),
+    ]
     assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
     scheduler.finish(0, None)
     assert [(s.job.request_id, s.slot) for s in scheduler.admit(0)] == [("c", 0)]
@@ -163,7 +184,10 @@ def test_a_conversation_takes_its_slot_and_the_tokens_that_are_equal() -> None:
     scheduler.finish(0, tokens(1, 2, 3, 4))
     scheduler.submit(job("b1", 1, 2, 3, 4, 9, conversation="b"))
     scheduler.submit(job("a2", 1, 2, 3, 4, 5, 6, conversation="a"))
-    assert [(s.job.request_id, s.slot, s.reused) for s in scheduler.admit(0)] == [("b1", 1, 0), ("a2", 0, 4)]
+    assert [(s.job.request_id, s.slot, s.reused) for s in scheduler.admit(0)] == [
+        ("b1", 1, 0),
+        ("a2", 0, 4),
+    ]
 
 
 def test_the_last_token_is_never_reused() -> None:
@@ -193,7 +217,10 @@ def test_idle_slots_go_least_recently_used_first_but_wanted_ones_last() -> None:
         scheduler.finish(slot, tokens(1, 2, 3))
     scheduler.submit(job("x", expected=9))
     scheduler.submit(job("b2", 1, 2, 3, 4, conversation="b", expected=1))
-    assert [(s.job.request_id, s.slot, s.reused) for s in scheduler.admit(0)] == [("x", 0, 0), ("b2", 1, 3)]
+    assert [(s.job.request_id, s.slot, s.reused) for s in scheduler.admit(0)] == [
+        ("x", 0, 0),
+        ("b2", 1, 3),
+    ]
 
 
 def test_new_weights_drop_idle_prefixes_and_taint_running_ones() -> None:
@@ -267,15 +294,27 @@ def test_impossible_sizes() -> None:
 
 @pytest.mark.parametrize(
     ("a", "b", "n"),
-    [((1, 2, 3), (1, 2, 3), 3), ((1, 2), (1, 2, 3), 2), ((9,), (1,), 0), ((), (1,), 0), ((1, 5, 3), (1, 2, 3), 1)],
+    [
+        ((1, 2, 3), (1, 2, 3), 3),
+        ((1, 2), (1, 2, 3), 2),
+        ((9,), (1,), 0),
+        ((), (1,), 0),
+        ((1, 5, 3), (1, 2, 3), 1),
+    ],
 )
 def test_common_prefix(a: tuple[int, ...], b: tuple[int, ...], n: int) -> None:
     assert common_prefix(tokens(*a), tokens(*b)) == n
 
 
-def scheduler_passed_by(others: Callable[[int], GenerationJob], *, running: bool) -> tuple[Scheduler, int]:
-    """Return a scheduler with one job that stays while 2,000 others come and end, and the contexts still in memory."""
-    scheduler = Scheduler(num_slots=2, max_running=2 if running else 1, version=0, prefix_cache=False)
+def scheduler_passed_by(
+    others: Callable[[int], GenerationJob], *, running: bool
+) -> tuple[Scheduler, int]:
+    """Return a scheduler with one job that stays while 2,000 others come and end, and the contexts
+    still in memory.
+    """
+    scheduler = Scheduler(
+        num_slots=2, max_running=2 if running else 1, version=0, prefix_cache=False
+    )
     if running:
         scheduler.submit(job("stays", until=1e4))
         scheduler.admit(0.0)
@@ -296,7 +335,9 @@ def scheduler_passed_by(others: Callable[[int], GenerationJob], *, running: bool
 
 @pytest.mark.parametrize("running", [True, False])
 def test_ended_jobs_leave_memory_behind_one_that_stays(running: bool) -> None:
-    scheduler, kept = scheduler_passed_by(lambda n: job(f"r{n}", step=0, at=n, until=n + 3e4), running=running)
+    scheduler, kept = scheduler_passed_by(
+        lambda n: job(f"r{n}", step=0, at=n, until=n + 3e4), running=running
+    )
     assert kept <= 2 * LEAST_COMPACTED
     assert scheduler.job("stays") is not None
     assert scheduler.next_deadline() == 1e4
@@ -304,7 +345,9 @@ def test_ended_jobs_leave_memory_behind_one_that_stays(running: bool) -> None:
 
 def test_urgent_jobs_leave_memory_behind_a_higher_rank() -> None:
     held = job("held", version=1, until=1e4)
-    scheduler, kept = scheduler_passed_by(lambda n: job(f"r{n}", step=9, at=n, until=float(n)), running=False)
+    scheduler, kept = scheduler_passed_by(
+        lambda n: job(f"r{n}", step=9, at=n, until=float(n)), running=False
+    )
     assert kept <= 2 * LEAST_COMPACTED
     scheduler.submit(held)
     assert [one.request_id for one in scheduler.expire(2e4)] == ["stays", "held"]

@@ -1,4 +1,6 @@
-"""The scheduler under any interleaving: no slot twice, no stale prefix, no request lost, none before its version."""
+"""The scheduler under any interleaving: no slot twice, no stale prefix, no request lost, none
+before its version.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,21 @@ SLOTS, RUNNING, AFTER_S = 5, 3, 1.0
 
 
 class Machine(RuleBasedStateMachine):
-    """A model beside the scheduler: which job is where, and from which weights the KV of each slot comes."""
+    """A model beside the scheduler: which job is where, and from which weights the KV of each slot
+    comes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = Scheduler(num_slots=SLOTS, max_running=RUNNING, version=0, preempt_after_s=AFTER_S)
+        self.scheduler = Scheduler(
+            num_slots=SLOTS, max_running=RUNNING, version=0, preempt_after_s=AFTER_S
+        )
         self.leaving: GenerationJob | None = None
         self.now = 0.0
         self.weights = 0  # counts loads
         self.jobs: list[GenerationJob] = []
-        self.held: dict[int, list[tuple[int, int]]] = {}  # slot: (token, weights it was computed with)
+        # slot: (token, weights it was computed with)
+        self.held: dict[int, list[tuple[int, int]]] = {}
         self.histories: dict[str, list[int]] = {}
 
     @rule(conversation=st.sampled_from("abcd"), new=st.lists(st.integers(0, 2), min_size=1, max_size=4),
@@ -46,7 +53,9 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def admit(self) -> None:
         free = RUNNING - self.scheduler.num_running
-        able = [j for j in self.jobs if j.slot == WAITING and j.min_version <= self.scheduler.version]
+        able = [
+            j for j in self.jobs if j.slot == WAITING and j.min_version <= self.scheduler.version
+        ]
         urgent = [j for j in able if j.urgent_at <= self.now]
         starts = self.scheduler.admit(self.now)
         assert len(starts) == min(free, len(able))
@@ -70,7 +79,9 @@ class Machine(RuleBasedStateMachine):
 
     @rule(generated=st.integers(0, 200))
     def preempt(self, generated: int) -> None:
-        able = [j for j in self.jobs if j.slot == WAITING and j.min_version <= self.scheduler.version]
+        able = [
+            j for j in self.jobs if j.slot == WAITING and j.min_version <= self.scheduler.version
+        ]
         first = min(able, key=self.rank, default=None)
         job = self.scheduler.preempt(self.now, lambda _: generated)
         if job is None:
@@ -82,7 +93,10 @@ class Machine(RuleBasedStateMachine):
         assert job.slot >= 0
         assert job.step > first.step >= 0
         assert job.priority == 0
-        left = [(j, remaining(j.expected_tokens, 0, generated, 10**9)[0]) for j in self.scheduler.running]
+        left = [
+            (j, remaining(j.expected_tokens, 0, generated, 10**9)[0])
+            for j in self.scheduler.running
+        ]
         able = [j for j, tokens in left if j.resumable and not j.priority and tokens > ENDS_SOON]
         assert job in able
         assert job.step == max(j.step for j in able)
@@ -93,7 +107,9 @@ class Machine(RuleBasedStateMachine):
     def finish(self, pick: int, keep: bool) -> None:
         job = self.scheduler.running[pick % self.scheduler.num_running]
         slot = job.slot
-        self.scheduler.finish(slot, np.array([token for token, _ in self.held[slot]], np.int32) if keep else None)
+        self.scheduler.finish(
+            slot, np.array([token for token, _ in self.held[slot]], np.int32) if keep else None
+        )
         assert job.slot == ENDED
 
     @rule(step=st.integers(-1, 2), recompute=st.booleans())
@@ -113,7 +129,10 @@ class Machine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 30))
     def abort(self, pick: int) -> None:
         job = self.scheduler.abort(f"r{pick}")
-        expected = next((j for j in self.jobs if j.request_id == f"r{pick}" and (j is job or j.slot != ENDED)), None)
+        expected = next(
+            (j for j in self.jobs if j.request_id == f"r{pick}" and (j is job or j.slot != ENDED)),
+            None,
+        )
         assert job is expected
         if job is not None and job.slot >= 0:
             self.scheduler.finish(job.slot, None)
@@ -132,7 +151,10 @@ class Machine(RuleBasedStateMachine):
     def nothing_is_lost(self) -> None:
         waiting = [j for j in self.jobs if j.slot == WAITING]
         running = [j for j in self.jobs if j.slot >= 0]
-        assert (self.scheduler.num_waiting, self.scheduler.num_running) == (len(waiting), len(running))
+        assert (self.scheduler.num_waiting, self.scheduler.num_running) == (
+            len(waiting),
+            len(running),
+        )
         assert len({j.slot for j in running}) == len(running) <= RUNNING
         assert all(0 <= j.slot < SLOTS and j.min_version <= self.scheduler.version for j in running)
         deadlines = [j.deadline for j in waiting + running]

@@ -1,5 +1,5 @@
-"""Requests that score a context in place of sampling: the engine's answer against plain transformers, the messages,
-what is refused.
+"""Requests that score a context in place of sampling: the engine's answer against plain
+transformers, the messages, what is refused.
 """
 
 from __future__ import annotations
@@ -91,7 +91,12 @@ def reply(**fields: object) -> wire.GenerateReply:
 
 def test_candidates_come_in_pairs_and_as_many_for_each_token() -> None:
     ids, logprobs = wire.column([3, 4], "<i4"), wire.column([-0.5, -1.5], "<f4")
-    assert codec.decode(codec.encode(reply(top_ids=ids, top_logprobs=logprobs)), wire.GenerateReply).top_ids == ids
+    assert (
+        codec.decode(
+            codec.encode(reply(top_ids=ids, top_logprobs=logprobs)), wire.GenerateReply
+        ).top_ids
+        == ids
+    )
     for fields in (
         {"top_ids": ids},
         {"top_logprobs": logprobs},

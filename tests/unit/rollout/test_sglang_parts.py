@@ -1,5 +1,5 @@
-"""What the engine ``sglang`` does without a server: bodies and answers, the command line, files and parts of an
-update.
+"""What the engine ``sglang`` does without a server: bodies and answers, the command line, files and
+parts of an update.
 """
 
 from __future__ import annotations
@@ -27,12 +27,22 @@ from rollout.engines.sglang.client import (
     shift_runs,
     truncate_runs,
 )
-from rollout.engines.sglang.server_process import data_parallel_copies, launch_command, server_options
-from rollout.engines.sglang.weight_senders import remove_stale_folders, split_tensors, weights_file_parent
+from rollout.engines.sglang.server_process import (
+    data_parallel_copies,
+    launch_command,
+    server_options,
+)
+from rollout.engines.sglang.weight_senders import (
+    remove_stale_folders,
+    split_tensors,
+    weights_file_parent,
+)
 
 
 def test_parts_of_an_update() -> None:
-    tensors = {name: torch.zeros(size) for name, size in (("a", 10), ("b", 10), ("c", 100), ("d", 1))}
+    tensors = {
+        name: torch.zeros(size) for name, size in (("a", 10), ("b", 10), ("c", 100), ("d", 1))
+    }
     assert [list(part) for part in split_tensors(tensors, 80)] == [["a", "b"], ["c"], ["d"]]
     assert list(split_tensors({})) == []
 
@@ -61,14 +71,17 @@ def test_what_a_killed_server_left_in_memory_is_removed(tmp_path: Path) -> None:
 def test_without_the_package_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollout.engines.sglang.server_process.find_spec", lambda _: None)
     with pytest.raises(
-        UserError, match=r"engine sglang needs the package sglang; pip install 'rlearner\[sglang\]', or set the Python"
+        UserError,
+        match=r"engine sglang needs the package sglang; pip install 'rlearner\[sglang\]', or set the Python",
     ):
         launch_command(SGLangArgs())
     assert launch_command(SGLangArgs(command=["x", "-m", "y"])) == ["x", "-m", "y"]
 
 
 def test_the_command_line() -> None:
-    section = RolloutSection(max_running=8, max_context_tokens=1000, prefill_tokens=2048, prefix_cache=False)
+    section = RolloutSection(
+        max_running=8, max_context_tokens=1000, prefill_tokens=2048, prefix_cache=False
+    )
     args = SGLangArgs(
         tensor_parallel=2,
         mem_fraction_static=0.8,
@@ -92,7 +105,9 @@ def test_the_command_line() -> None:
 
 def test_options_that_would_open_the_server_are_refused() -> None:
     for name in ("host", "port", "config", "api-key", "admin-api-key"):
-        with pytest.raises(ConfigError, match="any option but host, port, config, api-key, admin-api-key"):
+        with pytest.raises(
+            ConfigError, match="any option but host, port, config, api-key, admin-api-key"
+        ):
             parse("rollout.engine_args", {"flags": {name: "x"}}, SGLangArgs)
 
 
@@ -100,12 +115,17 @@ def test_copies_of_the_model_by_the_visible_gpus() -> None:
     four = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     assert data_parallel_copies(SGLangArgs(tensor_parallel=2), "cuda", four, 16) == 2
     assert data_parallel_copies(SGLangArgs(tensor_parallel=4), "cuda", four, 16) == 1
-    assert data_parallel_copies(SGLangArgs(tensor_parallel=2, data_parallel=1), "cuda", four, 16) == 1
+    assert (
+        data_parallel_copies(SGLangArgs(tensor_parallel=2, data_parallel=1), "cuda", four, 16) == 1
+    )
     with pytest.raises(
-        ConfigError, match=r"tensor_parallel: 3 is not allowed; a divisor of the model's 16 attention heads"
+        ConfigError,
+        match=r"tensor_parallel: 3 is not allowed; a divisor of the model's 16 attention heads",
     ):
         data_parallel_copies(SGLangArgs(tensor_parallel=3), "cuda", four, 16)
-    with pytest.raises(ConfigError, match="tensor_parallel times data_parallel is 8, and --gpus names 4"):
+    with pytest.raises(
+        ConfigError, match="tensor_parallel times data_parallel is 8, and --gpus names 4"
+    ):
         data_parallel_copies(SGLangArgs(tensor_parallel=8), "cuda", four, 16)
     with pytest.raises(ConfigError, match="SGLang's update group holds one"):
         data_parallel_copies(SGLangArgs(weights="distributed"), "cuda", four, 16)
@@ -132,14 +152,28 @@ def test_reading_an_answer() -> None:
     )
     assert (leg.prompt_tokens, leg.cached_tokens) == (9, 8)
     told = read_leg(
-        reply(weight_versions=[{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]), plain
+        reply(
+            weight_versions=[
+                {"version": "3", "start": 0, "end": 1},
+                {"version": "4", "start": 1, "end": 2},
+            ]
+        ),
+        plain,
     )
     assert (told.version_runs, told.spans) == ([(3, 1), (4, 1)], True)
-    aborted = read_leg({"meta_info": {"finish_reason": {"type": "abort"}, "weight_version": "3"}}, plain)
+    aborted = read_leg(
+        {"meta_info": {"finish_reason": {"type": "abort"}, "weight_version": "3"}}, plain
+    )
     assert (aborted.token_ids, aborted.version_runs, aborted.reason) == ([], [], "abort")
-    assert read_leg(reply(), wire.SamplingParams(max_tokens=4, temperature=0.0)).logprobs == [0.0, 0.0]
+    assert read_leg(reply(), wire.SamplingParams(max_tokens=4, temperature=0.0)).logprobs == [
+        0.0,
+        0.0,
+    ]
     nucleus = wire.SamplingParams(max_tokens=4, top_p=0.9)
-    assert read_leg(reply(output_token_sampling_logprobs=[-0.9, -0.4]), nucleus).logprobs == [-0.9, -0.4]
+    assert read_leg(reply(output_token_sampling_logprobs=[-0.9, -0.4]), nucleus).logprobs == [
+        -0.9,
+        -0.4,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -149,14 +183,24 @@ def test_reading_an_answer() -> None:
         (reply(finish_reason={"type": "gave up"}), {}, "has an unknown finish_reason"),
         (reply(), {"top_p": 0.9}, "does not return logprobs under top_p, top_k or min_p"),
         (reply(weight_version="default"), {}, "has no valid weight version: 'default'"),
-        (reply(weight_versions=[{"version": "3", "start": 0, "end": 1}]), {}, "do not add up to 2 tokens"),
+        (
+            reply(weight_versions=[{"version": "3", "start": 0, "end": 1}]),
+            {},
+            "do not add up to 2 tokens",
+        ),
         (reply(output_token_logprobs=[[float("nan"), 7, None]]), {}, "logits are not finite"),
         (reply(output_token_logprobs=[[None, 7, None]]), {}, "logits are not finite"),
-        (reply(output_token_sampling_logprobs=[None, -0.1]), {"top_p": 0.9}, "logits are not finite"),
+        (
+            reply(output_token_sampling_logprobs=[None, -0.1]),
+            {"top_p": 0.9},
+            "logits are not finite",
+        ),
         (reply(output_token_logprobs=[-0.5]), {}, "are not pairs of a logprob and a token"),
     ],
 )
-def test_answers_that_cannot_be_used(answer: dict[str, Any], sampling: dict[str, Any], why: str) -> None:
+def test_answers_that_cannot_be_used(
+    answer: dict[str, Any], sampling: dict[str, Any], why: str
+) -> None:
     with pytest.raises(SGLangRequestError, match=why):
         read_leg(answer, wire.SamplingParams(max_tokens=4, **sampling))
 
@@ -176,8 +220,16 @@ def test_stop_tokens_that_sglang_does_not_heed_cut_the_output() -> None:
     stops = wire.SamplingParams(max_tokens=4, ignore_eos=True, stop_token_ids=[7])
     versions = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]
     leg = read_leg(reply(weight_versions=versions, finish_reason={"type": "length"}), stops)
-    assert (leg.token_ids, leg.logprobs, leg.version_runs, leg.reason) == ([7], [-1.0], [(3, 1)], "stop")
-    assert read_leg(reply(), wire.SamplingParams(max_tokens=4, stop_token_ids=[7])).token_ids == [7, 2]
+    assert (leg.token_ids, leg.logprobs, leg.version_runs, leg.reason) == (
+        [7],
+        [-1.0],
+        [(3, 1)],
+        "stop",
+    )
+    assert read_leg(reply(), wire.SamplingParams(max_tokens=4, stop_token_ids=[7])).token_ids == [
+        7,
+        2,
+    ]
 
 
 def test_reading_scores() -> None:
@@ -195,9 +247,14 @@ def test_reading_scores() -> None:
 
 
 def test_a_request_that_reshapes_what_it_is_drawn_from() -> None:
-    sampling = wire.SamplingParams(max_tokens=9, frequency_penalty=0.5, presence_penalty=-1.0, logit_bias={7: -100.0})
+    sampling = wire.SamplingParams(
+        max_tokens=9, frequency_penalty=0.5, presence_penalty=-1.0, logit_bias={7: -100.0}
+    )
     params = generate_body("r", [1], sampling, 9, "w", "start: value")["sampling_params"]
-    found = {name: params[name] for name in ("frequency_penalty", "presence_penalty", "logit_bias", "ebnf")}
+    found = {
+        name: params[name]
+        for name in ("frequency_penalty", "presence_penalty", "logit_bias", "ebnf")
+    }
     assert found == {
         "frequency_penalty": 0.5,
         "presence_penalty": -1.0,
@@ -208,11 +265,20 @@ def test_a_request_that_reshapes_what_it_is_drawn_from() -> None:
 
 def test_the_body_of_a_request() -> None:
     assert (
-        generate_body("r", [1], wire.SamplingParams(max_tokens=9, top_p=0.9), 7, "w")["sampling_params"]["top_k"]
+        generate_body("r", [1], wire.SamplingParams(max_tokens=9, top_p=0.9), 7, "w")[
+            "sampling_params"
+        ]["top_k"]
         == 4096
     )
-    assert generate_body("r", [1], wire.SamplingParams(max_tokens=9), 7, "w")["sampling_params"]["top_k"] == -1
-    sampling = wire.SamplingParams(max_tokens=9, top_k=3, seed=(1 << 31) + 5, stop=["x"], stop_token_ids=[4])
+    assert (
+        generate_body("r", [1], wire.SamplingParams(max_tokens=9), 7, "w")["sampling_params"][
+            "top_k"
+        ]
+        == -1
+    )
+    sampling = wire.SamplingParams(
+        max_tokens=9, top_k=3, seed=(1 << 31) + 5, stop=["x"], stop_token_ids=[4]
+    )
     assert generate_body("r", [1, 2], sampling, 7, "weights-2") == {
         "rid": "r", "input_ids": [1, 2], "return_logprob": True, "extra_key": "weights-2", "return_sampling_mask": True,
         "sampling_params": {

@@ -35,7 +35,9 @@ Span = namedtuple("Span", "version start end")
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 async def test_without_the_package_one_line_names_the_extra() -> None:
-    with pytest.raises(UserError, match=r"engine vllm needs the package vllm: pip install 'rlearner\[vllm\]'"):
+    with pytest.raises(
+        UserError, match=r"engine vllm needs the package vllm: pip install 'rlearner\[vllm\]'"
+    ):
         check_installed()
     engine = VLLMEngine(EngineConfig("nowhere", RolloutSection(engine="vllm"), device="cpu"))
     with pytest.raises(UserError, match="needs the package vllm"):
@@ -66,44 +68,91 @@ def test_the_seed_counts_the_position() -> None:
 
 def test_sampling_fields() -> None:
     given = wire.SamplingParams(
-        max_tokens=50, temperature=0.7, top_k=3, top_p=0.9, min_p=0.1, seed=1, stop=["", "end"], stop_token_ids=[9]
+        max_tokens=50,
+        temperature=0.7,
+        top_k=3,
+        top_p=0.9,
+        min_p=0.1,
+        seed=1,
+        stop=["", "end"],
+        stop_token_ids=[9],
     )
     fields = sampling_fields(given, 100, 128, {1, 2})
     assert fields["max_tokens"] == 28
-    assert (fields["temperature"], fields["top_k"], fields["top_p"], fields["min_p"]) == (0.7, 3, 0.9, 0.1)
-    assert (fields["stop"], fields["stop_token_ids"], fields["ignore_eos"], fields["detokenize"]) == (
+    assert (fields["temperature"], fields["top_k"], fields["top_p"], fields["min_p"]) == (
+        0.7,
+        3,
+        0.9,
+        0.1,
+    )
+    assert (
+        fields["stop"],
+        fields["stop_token_ids"],
+        fields["ignore_eos"],
+        fields["detokenize"],
+    ) == (
         ["end"],
         [1, 2, 9],
         True,
         True,
     )
-    greedy = sampling_fields(wire.SamplingParams(max_tokens=5, temperature=0, seed=3, ignore_eos=True), 10, 128, {1})
+    greedy = sampling_fields(
+        wire.SamplingParams(max_tokens=5, temperature=0, seed=3, ignore_eos=True), 10, 128, {1}
+    )
     assert (greedy["seed"], greedy["stop_token_ids"], greedy["detokenize"]) == (None, [], False)
 
 
 def test_a_request_that_reshapes_what_it_is_drawn_from() -> None:
-    given = wire.SamplingParams(max_tokens=50, frequency_penalty=0.5, presence_penalty=-1.0, logit_bias={7: -100.0})
+    given = wire.SamplingParams(
+        max_tokens=50, frequency_penalty=0.5, presence_penalty=-1.0, logit_bias={7: -100.0}
+    )
     fields = sampling_fields(given, 10, 128, {1})
-    assert (fields["frequency_penalty"], fields["presence_penalty"], fields["logit_bias"]) == (0.5, -1.0, {7: -100.0})
-    output = output_of(completion([5, 6], [-0.5, -0.25], [Span("1:3", 0, 2)]), 0, 1.0, reshaped=True)
+    assert (fields["frequency_penalty"], fields["presence_penalty"], fields["logit_bias"]) == (
+        0.5,
+        -1.0,
+        {7: -100.0},
+    )
+    output = output_of(
+        completion([5, 6], [-0.5, -0.25], [Span("1:3", 0, 2)]), 0, 1.0, reshaped=True
+    )
     assert list(output.reshaped) == [True, True]  # vLLM does not say where: none is trained on
 
 
-def completion(tokens: list[int], logprobs: list[float], spans: list[Span], reason: str = "length") -> SimpleNamespace:
+def completion(
+    tokens: list[int], logprobs: list[float], spans: list[Span], reason: str = "length"
+) -> SimpleNamespace:
     return SimpleNamespace(
-        finish_reason=reason, token_ids=tokens, logprobs=SimpleNamespace(logprobs=logprobs), weight_versions=spans
+        finish_reason=reason,
+        token_ids=tokens,
+        logprobs=SimpleNamespace(logprobs=logprobs),
+        weight_versions=spans,
     )
 
 
 def test_outputs_carry_versions_and_lose_what_wrong_weights_said() -> None:
     spans = [Span(version_label(1, 0), 0, 2), Span(version_label(2, 1), 2, 3)]
     whole = completion([5, 6, 7], [-1.0, -2.0, -3.0], spans)
-    assert output_of(whole, 4, 1.0) == GenerationOutput([5, 6, 7], [-1.0, -2.0, -3.0], [(0, 2), (1, 1)], "length", 4)
-    assert output_of(whole, None, 0) == GenerationOutput([5, 6, 7], [0.0, 0.0, 0.0], [(0, 2), (1, 1)], "length", 0)
-    assert output_of(whole, 0, 1.0, keep_before=2) == GenerationOutput([5, 6], [-1.0, -2.0], [(0, 2)], "abort", 0)
-    assert output_of(completion([5], [float("nan")], spans[:1]), 0, 1.0).error == "the model's logits are not finite"
-    assert output_of(completion([5, 6], [-1.0], spans[:1]), 0, 1.0).error == "vLLM returned 1 logprobs for 2 tokens"
-    assert output_of(completion([], [], [], "error"), 0, 1.0).error == "vLLM ended the request with 'error'"
+    assert output_of(whole, 4, 1.0) == GenerationOutput(
+        [5, 6, 7], [-1.0, -2.0, -3.0], [(0, 2), (1, 1)], "length", 4
+    )
+    assert output_of(whole, None, 0) == GenerationOutput(
+        [5, 6, 7], [0.0, 0.0, 0.0], [(0, 2), (1, 1)], "length", 0
+    )
+    assert output_of(whole, 0, 1.0, keep_before=2) == GenerationOutput(
+        [5, 6], [-1.0, -2.0], [(0, 2)], "abort", 0
+    )
+    assert (
+        output_of(completion([5], [float("nan")], spans[:1]), 0, 1.0).error
+        == "the model's logits are not finite"
+    )
+    assert (
+        output_of(completion([5, 6], [-1.0], spans[:1]), 0, 1.0).error
+        == "vLLM returned 1 logprobs for 2 tokens"
+    )
+    assert (
+        output_of(completion([], [], [], "error"), 0, 1.0).error
+        == "vLLM ended the request with 'error'"
+    )
 
 
 def test_the_likeliest_are_sorted_and_the_sampled_one_counts_only_among_them() -> None:
@@ -159,15 +208,20 @@ def test_what_does_not_fit_is_named() -> None:
 def test_heads_must_divide() -> None:
     check_heads(SimpleNamespace(num_attention_heads=12), 4)
     with pytest.raises(
-        UserError, match="tensor_parallel: 5 is not allowed; the model's 12 attention heads divide by 1, 2, 3, 4, 6, 12"
+        UserError,
+        match="tensor_parallel: 5 is not allowed; the model's 12 attention heads divide by 1, 2, 3, 4, 6, 12",
     ):
         check_heads(SimpleNamespace(num_attention_heads=12), 5)
 
 
-def test_the_cause_is_the_first_error_that_was_logged_and_memory_says_what_to_lower(tmp_path: Path) -> None:
+def test_the_cause_is_the_first_error_that_was_logged_and_memory_says_what_to_lower(
+    tmp_path: Path,
+) -> None:
     errors = tmp_path / "errors.log"
     assert (
-        startup_error("1 validation error for X\n  Value error, no such model [type=value_error, x]\n", errors)
+        startup_error(
+            "1 validation error for X\n  Value error, no such model [type=value_error, x]\n", errors
+        )
         == "no such model"
     )
     errors.write_text(
@@ -177,5 +231,7 @@ def test_the_cause_is_the_first_error_that_was_logged_and_memory_says_what_to_lo
     assert startup_error("see above", errors) == "KeyError: 'first'"
     errors.write_text("torch.OutOfMemoryError: CUDA out of memory. Tried\n")
     found = startup_error("see above", errors)
-    assert found.startswith("torch.OutOfMemoryError: CUDA out of memory. Tried; lower rollout.max_context_tokens")
+    assert found.startswith(
+        "torch.OutOfMemoryError: CUDA out of memory. Tried; lower rollout.max_context_tokens"
+    )
     assert "\n" not in found

@@ -1,5 +1,5 @@
-"""Deltas of vLLM become pieces: each token once, with its version, and none before its weights are known to be right.
-Without vLLM.
+"""Deltas of vLLM become pieces: each token once, with its version, and none before its weights are
+known to be right. Without vLLM.
 """
 
 from __future__ import annotations
@@ -52,7 +52,11 @@ async def test_each_token_is_told_once_with_its_version() -> None:
     await telling.take(delta(7, 8, 9), [VersionSpan("1:0", 0, 3), VersionSpan("2:4", 3, 5)])
     await telling.take(delta(), [VersionSpan("1:0", 0, 3), VersionSpan("2:4", 3, 5)])
     await telling.take(delta(10), [])  # its version is not known yet
-    assert [(list(piece.token_ids), piece.version) for piece in told] == [([5, 6], 0), ([7], 0), ([8, 9], 4)]
+    assert [(list(piece.token_ids), piece.version) for piece in told] == [
+        ([5, 6], 0),
+        ([7], 0),
+        ([8, 9], 4),
+    ]
     last = Delta([], Flat([]), "length", [VersionSpan("1:0", 0, 3), VersionSpan("2:4", 3, 6)])
     await telling.take(last, last.weight_versions)
     assert [(list(piece.token_ids), piece.version) for piece in told[3:]] == [([10], 4)]
@@ -73,7 +77,9 @@ async def test_tokens_of_new_weights_wait_for_their_probe_and_are_dropped_when_i
         return label == "1:0" or await verdict
 
     telling = CompletionStream(TokenListener(told.append), greedy=True, good=good)
-    taking = asyncio.create_task(telling.take(delta(5, 6, 7), [VersionSpan("1:0", 0, 1), VersionSpan("2:4", 1, 3)]))
+    taking = asyncio.create_task(
+        telling.take(delta(5, 6, 7), [VersionSpan("1:0", 0, 1), VersionSpan("2:4", 1, 3)])
+    )
     await asyncio.sleep(0)
     assert [(list(piece.token_ids), list(piece.logprobs)) for piece in told] == [([5], [0.0])]
     verdict.set_result(False)
