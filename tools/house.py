@@ -2,8 +2,9 @@
 
     python -m tools.house [--list KEY] [PATH ...]
 
-Without paths all packages are measured. The last line is one JSON object; the exit code is 1 where
-a figure is beyond its limit. ``--list`` prints the places that count against one figure.
+Without paths the whole project is measured; with paths only what is counted line by line. The last
+line is one JSON object; the exit code is 1 where a figure is beyond its limit. ``--list`` prints
+the places that count against one.
 """
 
 from __future__ import annotations
@@ -11,15 +12,26 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from tools.structure import measure_structure
 from tools.surface import measure
 
 ROOT: Final = Path(__file__).parents[1]
 PRODUCT: Final = (
-    "broker", "learner", "rollout", "envhub", "rewardhub", "rlearner", "rlearner_text", "rlearner_sandbox",
-)  # fmt: skip
+    "broker",
+    "learner",
+    "rollout",
+    "envhub",
+    "rewardhub",
+    "rlearner",
+    "rlearner_text",
+    "rlearner_sandbox",
+)
+# Statements of the product before names, settings and carriers were worked over (commit 50e2a8ff).
+FIRST_STATEMENTS: Final = 68_901
 AT_MOST: Final = {
     "pronoun_names": 0.01,
     "one_names": 0,
@@ -29,8 +41,32 @@ AT_MOST: Final = {
     "lines_over_100": 0,
     "positional_over_5": 0,
     "tuple_splats": 0,
+    "one_word_classes": 0.12,
+    "repeated_class_names": 6,
+    "max_modules_per_folder": 20,
+    "functions_over_45_statements": 6,
+    "import_cycles": 0,
+    "upward_arrows": 0,
+    "settings_as_dict": 0,
+    "files_spelling_nccl": 8,
+    "stray_unit_tests": 0,
+    "archaic": 0,
+    "statements_share": 0.97,
+    "bench_lines": 9500,
 }
 AT_LEAST: Final = {"comment_lines": 0.02}
+# Where the limit is not reached yet, no figure may become worse than this.
+REACHED: Final[Mapping[str, float]] = {}
+
+
+def find_excess(figures: Mapping[str, float]) -> list[str]:
+    """Return a line for each figure beyond its limit, or worse than what was reached before."""
+    lines = []
+    for key, figure in figures.items():
+        limit = REACHED.get(key, AT_LEAST.get(key, AT_MOST.get(key, 0)))
+        if (figure < limit) if key in AT_LEAST else (figure > limit):
+            lines.append(f"{key}: {figure}, beyond its limit {limit}; see --list {key}")
+    return lines
 
 
 def main() -> int:
@@ -41,23 +77,20 @@ def main() -> int:
     parser.add_argument("--list", metavar="KEY")
     options = parser.parse_args()
     roots = options.paths or [ROOT / name for name in PRODUCT]
-    surface = measure(
-        sorted(
-            file for root in roots for file in ([root] if root.is_file() else root.rglob("*.py"))
-        )
-    )
-    for place in surface.places.get(options.list or "", []):
-        print(place)
+    files = [file for root in roots for file in ([root] if root.is_file() else root.rglob("*.py"))]
+    surface = measure(sorted(files))
     figures = surface.figures()
-    beyond = [key for key, limit in AT_MOST.items() if figures[key] > limit]
-    beyond += [key for key, limit in AT_LEAST.items() if figures[key] < limit]
-    for key in beyond:
-        print(
-            f"{key}: {figures[key]}, beyond its limit {AT_MOST.get(key, AT_LEAST.get(key))}",
-            file=sys.stderr,
-        )
-    print(json.dumps({**figures, "beyond": beyond}))
-    return 1 if beyond else 0
+    places = dict(surface.places)
+    if not options.paths:
+        for key, value in measure_structure(ROOT, PRODUCT, FIRST_STATEMENTS).items():
+            figures[key] = len(value) if isinstance(value, list) else value
+            places[key] = value if isinstance(value, list) else []
+    for place in places.get(options.list or "", []):
+        print(place)
+    excess = find_excess(figures)
+    print(*excess, sep="\n", file=sys.stderr)
+    print(json.dumps({**figures, "beyond": len(excess)}))
+    return 1 if excess else 0
 
 
 if __name__ == "__main__":

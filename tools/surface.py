@@ -121,7 +121,7 @@ def _measure_tree(surface: Surface, path: Path, tree: ast.Module) -> None:
 
 
 def _packs(node: ast.Assign) -> bool:
-    """Whether several values are assigned to several names in one line; a swap of two is one fact."""
+    """Whether one line assigns several values to several names; a swap is no pack."""
     if not (isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)):
         return False
     names = Counter(ast.unparse(target) for target in node.targets[0].elts)
