@@ -6,8 +6,13 @@ it may ask for, the subjects that it writes, the requests that others answer. A 
 reply subject of whatever crosses, so that a reply reaches its requester's account only, where there
 is nothing that the requester could not have sent itself.
 
-What a role hears (metrics, presence, news of last values) comes as a stream from the account of
-each writer: what reached an account by a service is not passed on as a stream.
+What a role hears (metrics, presence, news of last values) crosses as a service, too: a writer's
+account imports it from that of JetStream, which imports it from each account that hears it and so
+passes it on. A subject that goes one way between two accounts cannot go back, which would be a
+cycle: what a role hears of a stream is the subjects of the other roles.
+
+Nothing is imported as a stream: a subscription to an imported stream that arrives while a server
+reads its configuration again ends that server (nats-server 2.15.1, ``addShadowSub``).
 """
 
 from __future__ import annotations
@@ -33,8 +38,6 @@ from broker.contract.streams import REQUEST, ROLES, STREAMS, Stream
 ACCOUNT: Final = "RLEARNER"
 # an account without JetStream answers requests to its API itself, so they are renamed
 MAPPED_API: Final = "RLJS"
-SERVICE = "service"
-STREAM = "stream"
 
 
 @dataclass(frozen=True)
@@ -42,12 +45,10 @@ class Export:
     """Subjects of an account that others may import; who does is up to the same configuration.
 
     Attributes:
-        kind: ``SERVICE``: requests come in and replies go out; ``STREAM``: messages go out.
         subject: the pattern.
         is_request: whether a process answers, not the server.
     """
 
-    kind: str
     subject: str
     is_request: bool = False
 
@@ -62,7 +63,7 @@ class Export:
         """
         parts = self.subject.split(".")
         others = other.subject.split(".")
-        if self == other or (self.kind, len(parts)) != (other.kind, len(others)):
+        if self == other or len(parts) != len(others):
             return False
         return all(there in ("*", here) for here, there in zip(parts, others, strict=True))
 
@@ -72,19 +73,17 @@ class Import:
     """Subjects that an account imports.
 
     Attributes:
-        kind: that of the export.
-        exporter: account that answers, or publishes.
+        exporter: account that answers, or listens.
         subject: in that account.
     """
 
-    kind: str
     exporter: str
     subject: str
 
     @property
     def local_subject(self) -> str:
         """The subject in the importing account."""
-        return mapped(self.subject) if self.kind == SERVICE else self.subject
+        return mapped(self.subject)
 
 
 @dataclass
@@ -140,7 +139,7 @@ def accounts_of(users: Iterable[tuple[str, str]]) -> list[Account]:
             subject = (
                 _of_any_run(wanted.subject, run) if wanted.exporter == ACCOUNT else wanted.subject
             )
-            accounts[wanted.exporter].exports[Export(wanted.kind, subject, is_request)] = None
+            accounts[wanted.exporter].exports[Export(subject, is_request)] = None
     for account in accounts.values():
         account.exports = {
             one: None for one in account.exports if not any(map(one.is_part_of, account.exports))
@@ -160,16 +159,21 @@ def _crossings(run: str, joining: Collection[str]) -> Iterator[tuple[str, Import
     """Yield (importing account, import, whether a process answers) of a run of which these roles
     have accounts.
     """
-    roles = [OPERATOR, LEARNER, *joining]
+    answering = [OPERATOR, LEARNER, *joining]
     for stream in STREAMS:
         for role in joining:
             for subject in _stored(stream, role, run):
-                yield account_of(role, run), Import(SERVICE, ACCOUNT, subject), False
-        for writer, reader in itertools.product(roles, roles):
-            if account_of(writer, run) != account_of(reader, run) and _writes(stream, writer):
-                yield from _live(stream, writer, reader, run)
+                yield account_of(role, run), Import(ACCOUNT, subject), False
+        if stream.kind is REQUEST:
+            for writer, reader in itertools.product(answering, answering):
+                sending = account_of(writer, run)
+                hearing = account_of(reader, run)
+                if sending != hearing and _writes(stream, writer) and stream.reads(reader):
+                    yield sending, Import(hearing, own_subjects(stream, reader, run)), True
+        else:
+            yield from _news(stream, joining, run)
     if OBSERVER in joining:
-        yield account_of(OBSERVER, run), Import(SERVICE, ACCOUNT, f"{API}.INFO"), False
+        yield account_of(OBSERVER, run), Import(ACCOUNT, f"{API}.INFO"), False
 
 
 def _stored(stream: Stream, role: str, run: str) -> list[str]:
@@ -181,27 +185,21 @@ def _stored(stream: Stream, role: str, run: str) -> list[str]:
     ]
 
 
-def _live(stream: Stream, writer: str, reader: str, run: str) -> Iterator[tuple[str, Import, bool]]:
-    """Yield what a role sends to another without the broker storing it, and the news of what it
-    stores.
+def _news(stream: Stream, joining: Collection[str], run: str) -> Iterator[tuple[str, Import, bool]]:
+    """Yield what roles send to others without the broker storing it, and the news of what they
+    store.
     """
-    sending = account_of(writer, run)
-    hearing = account_of(reader, run)
-    if stream.kind is REQUEST:
-        if stream.reads(reader):
-            yield sending, Import(SERVICE, hearing, own_subjects(stream, reader, run)), True
-        return
-    # what the operator may write includes the learner's
-    if not hears(stream, reader) or writer == LEARNER:
-        return
-    if hearing == ACCOUNT and stream.kind in STORED:
-        return  # it comes there to be stored
-    writers = [writer]
-    # who may speak for every role; what the reader's own says would come back to it
-    if writer == OPERATOR:
-        writers = ["*"] if stream.kind in STORED else [role for role in ROLES if role != reader]
-    for role in writers:
-        yield hearing, Import(STREAM, sending, own_subjects(stream, role, run)), False
+    for role in joining:
+        account = account_of(role, run)
+        own = own_subjects(stream, role, run) if _writes(stream, role) else ""
+        if own and stream.kind not in STORED:  # what is stored is sent to be stored
+            yield account, Import(ACCOUNT, own), False
+        if not hears(stream, role):
+            continue
+        for writer in ROLES:
+            subject = own_subjects(stream, writer, run)
+            if _writes(stream, writer) and subject != own:
+                yield ACCOUNT, Import(account, subject), False
 
 
 def _writes(stream: Stream, role: str) -> bool:

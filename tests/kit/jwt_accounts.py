@@ -17,7 +17,6 @@ from broker.contract.streams import ROLES
 from broker.identity.accounts import (
     ACCOUNT,
     MAPPED_API,
-    SERVICE,
     Account,
     account_of,
     accounts_of,
@@ -102,12 +101,12 @@ class JwtAccounts:
         else:
             claims["mappings"] = {f"{API}.>": [{"subject": f"{MAPPED_API}.>", "weight": 100}]}
         claims["exports"] = [
-            {"name": one.subject, "subject": one.subject, "type": one.kind}
-            | (
-                {"response_type": "Stream" if one.has_many_replies else "Singleton"}
-                if one.kind == SERVICE
-                else {}
-            )
+            {
+                "name": one.subject,
+                "subject": one.subject,
+                "type": "service",
+                "response_type": "Stream" if one.has_many_replies else "Singleton",
+            }
             for one in account.exports
         ]
         claims["imports"] = [
@@ -115,7 +114,7 @@ class JwtAccounts:
                 "name": one.subject,
                 "subject": one.subject,
                 "account": self._keys[one.exporter].public,
-                "type": one.kind,
+                "type": "service",
             }
             | ({"local_subject": one.local_subject} if one.local_subject != one.subject else {})
             for one in account.imports

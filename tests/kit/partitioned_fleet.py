@@ -91,9 +91,7 @@ class PartitionedFleet(RunFleet):
                 store, wire.MAX_PAYLOAD_BYTES + HEADROOM_BYTES, self._cluster(node)
             )
         )
-        binary = find_binary(
-            clustered=len(self._own) > 1, binary=os.environ.get("RL_TEST_NATS_SERVER")
-        )
+        binary = find_binary(os.environ.get("RL_TEST_NATS_SERVER"))
         with Path(store / "nats-server.out").open("ab") as log:
             return spawn([*self.network.inside(node), binary, "-c", str(configuration)], log)
 

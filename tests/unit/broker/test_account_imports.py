@@ -16,12 +16,10 @@ from broker.contract.permissions import (
     inbox,
     permissions,
 )
-from broker.contract.streams import BEST_EFFORT, STREAMS
 from broker.identity.accounts import (
     ACCOUNT,
     MAPPED_API,
-    SERVICE,
-    STREAM,
+    Import,
     account_of,
     accounts_of,
     mapped,
@@ -52,11 +50,8 @@ def test_the_joining_roles_of_a_run_get_their_accounts_together() -> None:
 @pytest.mark.parametrize("role", [*JOINING, OBSERVER])
 def test_an_account_imports_exactly_the_services_that_its_role_may_publish_to(role: str) -> None:
     account = ACCOUNTS[account_of(role, "quick")]
-    services = {one.local_subject for one in account.imports if one.kind == SERVICE}
-    unstored = {
-        stream.all_subjects("quick", role) for stream in STREAMS if stream.kind is BEST_EFFORT
-    }
-    own = {f"{inbox(role, 'quick', '')}.>", "_R_.>"} | unstored
+    services = {one.local_subject for one in account.imports}
+    own = {f"{inbox(role, 'quick', '')}.>", "_R_.>"}
     assert services == {mapped(subject) for subject in permissions(role, "quick").publish} - own
 
 
@@ -73,12 +68,11 @@ def test_an_account_imports_nothing_of_another_run_and_no_consumer(role: str) ->
 def test_every_import_has_an_export_and_no_exports_overlap(name: str) -> None:
     account = ACCOUNTS[name]
     for one in account.imports:
-        exports = [export for export in ACCOUNTS[one.exporter].exports if export.kind == one.kind]
+        exports = ACCOUNTS[one.exporter].exports
         assert sum(covers(export.subject, one.subject) for export in exports) == 1, one
     for one, other in itertools.combinations(account.exports, 2):
-        assert one.kind != other.kind or not (
-            covers(one.subject, other.subject) or covers(other.subject, one.subject)
-        )
+        assert not covers(one.subject, other.subject)
+        assert not covers(other.subject, one.subject)
 
 
 def covers(pattern: str, subject: str) -> bool:
@@ -98,15 +92,24 @@ def test_only_pulls_have_many_replies() -> None:
     assert many == [f"{API}.CONSUMER.MSG.NEXT.*.*"]
 
 
-def test_news_come_from_their_writers() -> None:
-    heard = {
-        (one.exporter, one.subject)
-        for one in ACCOUNTS[f"{ACCOUNT}_quick_envhub"].imports
-        if one.kind == STREAM
-    }
-    assert (f"{ACCOUNT}_quick_rollout", "rl.quick.presence.rollout.*") in heard
-    assert (ACCOUNT, "$KV.rl_quick_control.quick") in heard
-    assert not any("envhub" in subject for _, subject in heard)  # it would hear its own twice
+def test_news_cross_from_the_account_of_jetstream() -> None:
+    hub = f"{ACCOUNT}_quick_envhub"
+    heard = {one.subject for one in ACCOUNTS[ACCOUNT].imports if one.exporter == hub}
+    assert "rl.quick.presence.rollout.*" in heard
+    assert "$KV.rl_quick_control.quick" in heard
+    assert "rl.quick.presence.envhub.*" not in heard  # it would hear its own twice
+    assert Import(ACCOUNT, "rl.quick.presence.envhub.*") in ACCOUNTS[hub].imports
+
+
+@pytest.mark.parametrize("name", ACCOUNTS)
+def test_no_subject_crosses_both_ways(name: str) -> None:
+    """A server refuses such a cycle, and with it the whole configuration."""
+    for sent in ACCOUNTS[name].imports:
+        for back in ACCOUNTS[sent.exporter].imports:
+            is_overlapping = covers(sent.subject, back.subject) or covers(
+                back.subject, sent.subject
+            )
+            assert back.exporter != name or not is_overlapping
 
 
 def test_names_in_the_configuration_and_of_refusals() -> None:

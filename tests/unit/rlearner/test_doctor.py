@@ -20,7 +20,6 @@ from broker.settings.preflight import PreflightFinding
 from rlearner.doctor import examine as doctor
 from rlearner.doctor.broker_checks import (
     judge_address,
-    judge_server,
     port_findings,
     read_server_info,
 )
@@ -454,25 +453,6 @@ def test_the_size_of_a_local_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
     assert model_bytes(str(tmp_path)) == (1000, 2)
     assert model_bytes("Qwen/Qwen3-0.6B") == (0, 4)
-
-
-def test_a_nats_server_and_what_it_is_good_for() -> None:
-    alone, cluster = judge_server("/usr/sbin/nats-server", (2, 9, 10), None, MachineRequirements())
-    assert (alone.status, alone.found) == (
-        "ok",
-        "2.9.10 at /usr/sbin/nats-server; no --sync-always, which needs 2.10",
-    )
-    assert (cluster.status, cluster.found) == (
-        "absent",
-        "no nats-server here is 2.10.23 or newer; older ones may lose a stream",
-    )
-    assert (
-        judge_server("/n", (2, 9, 10), None, MachineRequirements(replicas=3))[1].status == "missing"
-    )
-    assert (
-        judge_server("/n", (2, 9, 10), ("/w", (2, 15, 1)), MachineRequirements(replicas=3))[1].found
-        == "2.15.1 at /w can form one"
-    )
 
 
 @pytest.mark.parametrize(
