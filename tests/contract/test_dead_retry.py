@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import test_rewardhub as reward_world
 from envhub_world import LAKE, World
+from source_lines import line_of
 from test_isolation import KIT, bad
 
 from broker import cli
@@ -21,7 +22,8 @@ from broker.errors import UserError
 from broker.jetstream.bus import Bus
 from broker.runtime.presence import census
 
-RAISED = "ValueError: broken in two lines (envhub_bad.py:96 in _raises)"
+RAISED_AT = line_of("envhub_bad.py", "raise ValueError(")
+RAISED = f"ValueError: broken in two lines (envhub_bad.py:{RAISED_AT} in _raises)"
 
 
 @pytest.fixture

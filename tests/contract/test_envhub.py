@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from envhub_world import KIT, LAKE, World
 from recorded_frames import read_frames
+from source_lines import line_of
 from waits import until
 
 from broker.contract import codec, wire
@@ -305,7 +306,8 @@ async def test_bad_environments_cost_only_their_own_tickets(
         "env_error",
         "episode 0, attempt 2: step did not return within 1 s",
     )
-    broken = "ValueError: broken in reset (envhub_kit.py:96 in _trouble)"
+    line = line_of("envhub_kit.py", "raise ValueError(")
+    broken = f"ValueError: broken in reset (envhub_kit.py:{line} in _trouble)"
     assert (records[2].reason, records[2].detail) == (
         "env_error",
         f"episode 0, attempt 2: reset raised {broken}",

@@ -13,6 +13,7 @@ import psutil
 import pytest
 import test_rewardhub as reward_world
 from envhub_world import LAKE, World
+from source_lines import line_of
 from waits import LONG_S, until
 
 from broker.contract import codec, wire
@@ -20,9 +21,10 @@ from broker.contract.streams import DEAD, SAMPLES
 from broker.jetstream.bus import Bus
 
 KIT = Path(__file__).parents[1] / "kit"
+LEAK_LINE = line_of("reward_functions.py", "def leaks(") + 2
 FAULTS = {
     "sleeps": "step did not return within 2 s",
-    "raises": "step raised ValueError: broken in two lines (envhub_bad.py:96 in _raises)",
+    "raises": f"step raised ValueError: broken in two lines (envhub_bad.py:{line_of('envhub_bad.py', 'raise ValueError(')} in _raises)",
     "aborts in reset": "reset: the worker process died by SIGABRT",
     "reads_nowhere": "step: the worker process died by SIGSEGV",
     "leaks": "step raised MemoryError",
@@ -157,7 +159,7 @@ async def test_a_reward_may_do_whatever_it_likes(bus: Bus, broker_url: str) -> N
     faults = {
         "hangs": "no score within 4 s (after 2 tries)",
         "crashes": "the worker process died by SIGABRT (after 2 tries)",
-        "leaks": "MemoryError (reward_functions.py:110 in leaks) (after 2 tries)",
+        "leaks": f"MemoryError (reward_functions.py:{LEAK_LINE} in leaks) (after 2 tries)",
         "nan": "the reward must be finite, got nan",
         "ten_megabytes": "...",
         "too_many_parts": "a reward has at most 64 parts with printable names of at most 100 characters",

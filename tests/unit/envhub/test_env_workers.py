@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from envhub_kit import Scripted, domain, write_tokenizer
+from source_lines import line_of
 from waits import LONG_S, runs
 
 from broker.system.workers import limits
@@ -119,8 +120,8 @@ FAULTS = {
     "sleeps": f"step {LATE}",
     "spins in reset": f"reset {LATE}",
     "ignores_signals in reset": f"reset {LATE}",
-    "raises": "step raised ValueError: broken in two lines (envhub_bad.py:96 in _raises)",
-    "exits in reset": "reset raised SystemExit: 3 (envhub_bad.py:99 in _exits)",
+    "raises": f"step raised ValueError: broken in two lines (envhub_bad.py:{line_of('envhub_bad.py', 'raise ValueError(')} in _raises)",
+    "exits in reset": f"reset raised SystemExit: 3 (envhub_bad.py:{line_of('envhub_bad.py', 'sys.exit(3)')} in _exits)",
     "leaves": "step: the worker process ended with exit code 7",
     "aborts in reset": "reset: the worker process died by SIGABRT",
     "reads_nowhere": "step: the worker process died by SIGSEGV",

@@ -12,6 +12,7 @@ import envhub_kit
 import pytest
 from envhub_kit import Scripted, domain, write_tokenizer
 from recorded_frames import read_frames
+from source_lines import line_of
 
 from broker.contract import checks
 from envhub.domain import Domain
@@ -21,6 +22,8 @@ from envhub.servers.generate import mix
 from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask
 from envhub.workers.calls import CallFailed, EnvironmentCalls
 from rlearner_text.tokenizer import Tokenizer
+
+TROUBLE = line_of("envhub_kit.py", "raise ValueError(")
 
 
 @pytest.fixture(scope="module")
@@ -211,9 +214,12 @@ async def test_environments_of_either_kind_are_used_again(tokenizer: Tokenizer, 
     [
         (
             "raise in reset",
-            "reset raised ValueError: broken in reset (envhub_kit.py:96 in _trouble)",
+            f"reset raised ValueError: broken in reset (envhub_kit.py:{TROUBLE} in _trouble)",
         ),
-        ("raise in step", "step raised ValueError: broken in step (envhub_kit.py:96 in _trouble)"),
+        (
+            "raise in step",
+            f"step raised ValueError: broken in step (envhub_kit.py:{TROUBLE} in _trouble)",
+        ),
         ("nan", "step returned reward nan; it must be finite"),
     ],
 )
