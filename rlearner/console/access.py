@@ -141,6 +141,6 @@ def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 
-def _same(one: str, other: str) -> bool:
+def _same(first: str, second: str) -> bool:
     """Compare in a time that tells nothing, not even the length."""
-    return hmac.compare_digest(_digest(one), _digest(other))
+    return hmac.compare_digest(_digest(first), _digest(second))

@@ -55,8 +55,8 @@ async def request(bus: Bus, action: Action, who: str) -> AsyncGenerator[str, Non
 
 async def letters(bus: Bus) -> list[LogRecord]:
     """Return the newest dead letters, newest first."""
-    async with aclosing(stored_letters(bus, newest=SHOWN_LETTERS)) as found:
-        return [record async for record in found][::-1]
+    async with aclosing(stored_letters(bus, newest=SHOWN_LETTERS)) as stored:
+        return [record async for record in stored][::-1]
 
 
 async def retry(bus: Bus, record: LogRecord, who: str) -> AsyncGenerator[str, None]:
@@ -90,6 +90,6 @@ async def purge(bus: Bus, through: int, who: str) -> str:
         bus.run,
         who,
     )
-    before = (await bus.depth(DEAD)).get("", 0)
+    num_before = (await bus.depth(DEAD)).get("", 0)
     await bus.trim(DEAD, through + 1)
-    return f"{before - (await bus.depth(DEAD)).get('', 0)} dead letters deleted"
+    return f"{num_before - (await bus.depth(DEAD)).get('', 0)} dead letters deleted"

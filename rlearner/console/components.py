@@ -40,11 +40,11 @@ class Grid(Element, component="web/grid.js"):
 
     def change(self, rows: list[dict[str, Any]]) -> None:
         """Show these rows, and send only those that are new or changed."""
-        known = {row["key"]: row for row in rows}
+        rows_by_key = {row["key"]: row for row in rows}
         changed = [row for row in rows if self._known.get(row["key"]) != row]
-        if changed or list(known) != list(self._known):
-            self._known = known
-            self.run_method("change", changed, list(known))
+        if changed or list(rows_by_key) != list(self._known):
+            self._known = rows_by_key
+            self.run_method("change", changed, list(rows_by_key))
 
 
 class Changing(Element):

@@ -173,35 +173,37 @@ class ConsoleGate:
             form = parse_qs((await body(receive, MAX_FORM_BYTES)).decode("utf-8", "replace"))
             secret = form.get("secret", [""])[0]
             target = _own_path(form.get("next", ["/"])[0])
-            found = self._access.use_link(secret, now) or self._access.use_password(secret, now)
+            expires_at = self._access.use_link(secret, now) or self._access.use_password(
+                secret, now
+            )
         elif "token" in query:
-            found = self._access.use_link(query["token"][0], now) or 0.0
+            expires_at = self._access.use_link(query["token"][0], now) or 0.0
         else:
             await respond(send, 200, self._page(target, ""), "text/html")
             return
-        who = (scope.get("client") or ("?",))[0]
-        if isinstance(found, str):
-            log.info("login from %s, session %s", who, session_name(found))
-            await redirect(send, target, [self._set_cookie(found)])
+        client_host = (scope.get("client") or ("?",))[0]
+        if isinstance(expires_at, str):
+            log.info("login from %s, session %s", client_host, session_name(expires_at))
+            await redirect(send, target, [self._set_cookie(expires_at)])
             return
-        log.warning("refused login from %s", who)
-        wait = f"; wait {found:.0f} s before the next try" if found else ""
-        used = (
+        log.warning("refused login from %s", client_host)
+        wait = f"; wait {expires_at:.0f} s before the next try" if expires_at else ""
+        method = (
             "This link is wrong or was used already"
             if scope["method"] == "GET"
             else "Wrong password or token"
         )
         await respond(
-            send, 429 if found else 403, self._page(target, f"{used}{wait}."), "text/html"
+            send, 429 if expires_at else 403, self._page(target, f"{method}{wait}."), "text/html"
         )
 
     def _page(self, target: str, problem: str) -> bytes:
-        what = "password" if self._access.password is not None else "token"
+        secret_kind = "password" if self._access.password is not None else "token"
         text = (
             "The console prints a link on its terminal; it works once, and the next one is printed when it was used. "
             + (
                 "Or log in with the password of its file."
-                if what == "password"
+                if secret_kind == "password"
                 else "Or paste the link's token here."
             )
         )
@@ -213,7 +215,7 @@ class ConsoleGate:
 <script src="/assets/console.js"></script></head><body><main class="main" style="max-width:430px;padding-top:12vh">
 <h1>rlearner console</h1><p class="dim">{text}</p>{notice}
 <form class="panel" method="post" action="/login"><input type="hidden" name="next" value="{html.escape(target)}">
-<div class="form" style="margin:0"><label class="wide">{what}
+<div class="form" style="margin:0"><label class="wide">{secret_kind}
 <input class="in" name="secret" type="password" autocomplete="current-password" required autofocus></label>
 <button class="btn primary" type="submit">Log in</button></div></form></main></body></html>"""
         return page.encode()
@@ -222,10 +224,10 @@ class ConsoleGate:
 
     def _cookie_of(self, headers: dict[str, str]) -> str:
         try:
-            found = SimpleCookie(headers.get("cookie", "")).get(self._cookie)
+            morsel = SimpleCookie(headers.get("cookie", "")).get(self._cookie)
         except CookieError:
             return ""
-        return found.value if found is not None else ""
+        return morsel.value if morsel is not None else ""
 
     def _set_cookie(self, value: str, max_age: int | None = None) -> tuple[str, str]:
         age = "" if max_age is None else f"; Max-Age={max_age}"
@@ -246,14 +248,14 @@ class ConsoleGate:
                 kinds = dict(message["headers"])
                 is_page = kinds.get(b"content-type", b"").startswith(b"text/html")
                 added = {**HEADERS, "content-security-policy": policy(nonce if is_page else "")}
-                kept = [
+                headers = [
                     (n, v)
                     for n, v in message["headers"]
                     if not (is_page and n.lower() == b"content-length")
                 ]
                 message = {
                     **message,
-                    "headers": kept + [(n.encode(), v.encode()) for n, v in added.items()],
+                    "headers": headers + [(n.encode(), v.encode()) for n, v in added.items()],
                 }
                 if is_page:
                     start.update(message)
@@ -290,13 +292,13 @@ def _own_path(target: str) -> str:
 
 async def body(receive: Receive, most: int) -> bytes:
     """Return a request's body, cut behind ``most`` bytes."""
-    found = b""
-    while len(found) <= most:
+    data = b""
+    while len(data) <= most:
         message = await receive()
-        found += message.get("body", b"")
+        data += message.get("body", b"")
         if not message.get("more_body"):
             break
-    return found[:most]
+    return data[:most]
 
 
 async def respond(

@@ -222,7 +222,7 @@ class LiveRun:
                 hearing.result()
             is_connected = bus.link.connected.is_set()
             self._spans.listening(is_connected)
-            before = self.view.problem
+            old_problem = self.view.problem
             if not is_connected:
                 if await self._has_moved():
                     raise UserError("no live data: the run has another broker now")
@@ -231,12 +231,12 @@ class LiveRun:
                 self._looked_at = now
                 await self._look(bus)
                 self.view.problem = ""
-            present = [one for role in ROLES for one in roster.alive(role)]
-            if present != self.view.processes or self.view.problem != before:
+            present = [presence for role in ROLES for presence in roster.alive(role)]
+            if present != self.view.processes or self.view.problem != old_problem:
                 self.view.processes = present
                 self._changed.set()
             if is_connected:
-                self._forget_silent({f"{one.role}.{one.id}" for one in present}, now)
+                self._forget_silent({f"{presence.role}.{presence.id}" for presence in present}, now)
             if self._changed.is_set():
                 self._changed.clear()
                 self._tell()
@@ -245,10 +245,10 @@ class LiveRun:
     async def _look(self, bus: Bus) -> None:
         """Read what is not announced."""
         view = self.view
-        found = await bus.key_value(CONTROL).get(self.run)
-        if found is not None and isinstance(found[0], wire.DesiredState):
-            view.desired = found[0].state
-            view.reason = found[0].reason
+        desired = await bus.key_value(CONTROL).get(self.run)
+        if desired is not None and isinstance(desired[0], wire.DesiredState):
+            view.desired = desired[0].state
+            view.reason = desired[0].reason
         if any(self._listeners.values()):
             for stream in QUEUES:
                 view.queues[stream.name] = await _depth(bus, stream)

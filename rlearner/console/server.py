@@ -65,8 +65,8 @@ async def serve_console(options: argparse.Namespace, stop: Stop) -> int:
         if start:
             state.run(start, keep=True)
         target = f"/run/{start}" if start else "/"
-        with _links(address, target, port) as said:
-            access = ConsoleAccess(password, said)
+        with _links(address, target, port) as on_token:
+            access = ConsoleAccess(password, on_token)
             gate = ConsoleGate(
                 make_app(state), access, names, f"rlearner_console_{port}", secure=bool(tls)
             )
@@ -177,13 +177,13 @@ def _names(options: argparse.Namespace, *, has_tls: bool) -> tuple[set[str], str
     users, so the console has a name there that nobody can guess; browsers resolve every name below
     localhost to loopback.
     """
-    named = [name.lower() for name in options.host_name or []]
+    hosts = [name.lower() for name in options.host_name or []]
     if is_loopback(options.bind) and not has_tls:
-        names = named or [f"{secrets.token_hex(8)}.localhost"]
+        names = hosts or [f"{secrets.token_hex(8)}.localhost"]
         return set(names), names[0]
     own = set() if _is_any(options.bind) else {options.bind.lower()}
-    shown = socket.getfqdn() if _is_any(options.bind) else options.bind
-    return {*LOOPBACK_NAMES, *named, *own}, named[0] if named else shown
+    host = socket.getfqdn() if _is_any(options.bind) else options.bind
+    return {*LOOPBACK_NAMES, *hosts, *own}, hosts[0] if hosts else host
 
 
 def _bracketed(name: str) -> str:
@@ -203,11 +203,11 @@ def open_port(bind: str, port: int) -> socket.socket:
         listener.listen(256)
     except (OSError, UnicodeError) as error:
         listener.close()
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         if isinstance(error, socket.gaierror):
-            raise ConfigError("--bind", bind, f"an address of this host ({why})") from None
+            raise ConfigError("--bind", bind, f"an address of this host ({reason})") from None
         raise ConfigError(
-            "--port", port, f"not available on {bind} ({why}); choose another, or 0 for any"
+            "--port", port, f"not available on {bind} ({reason}); choose another, or 0 for any"
         ) from None
     return listener
 

@@ -75,8 +75,8 @@ class ConsoleRun:
             if key not in answers:
                 if len(answers) >= MAX_ANSWERS:
                     answers.clear()
-                answers[key] = found = question()
-                return found
+                answers[key] = value = question()
+                return value
             return cast(T, answers[key])
 
         return answer
@@ -131,8 +131,8 @@ class ConsoleState:
         Raises:
             UserError: if there is none, or its settings cannot be read.
         """
-        found = self._runs.get(name)
-        if found is None or not (found.folder / "config.yaml").exists():
+        run = self._runs.get(name)
+        if run is None or not (run.folder / "config.yaml").exists():
             if (
                 "/" in name
                 or name.startswith(".")
@@ -140,14 +140,14 @@ class ConsoleState:
                 or len(os.fsencode(name)) > NAME_BYTES
             ):
                 raise UserError(f"no run {name[:60]!r} below {self.root}")
-            place = find_run(name, str(self.root)) if found is None else None
+            place = find_run(name, str(self.root)) if run is None else None
             if place is None or place.folder.parent != self.root.absolute():
-                if found is not None:
-                    return found  # its pages say that the folder is gone
+                if run is not None:
+                    return run  # its pages say that the folder is gone
                 raise UserError(f"no run {name!r} below {self.root}")
-            found = self._runs[name] = ConsoleRun(place, self.broker, is_kept=keep)
-        found.used_at = asyncio.get_running_loop().time()
-        return found
+            run = self._runs[name] = ConsoleRun(place, self.broker, is_kept=keep)
+        run.used_at = asyncio.get_running_loop().time()
+        return run
 
     async def tidy(self) -> None:
         """Close runs that no page needs, until cancelled."""

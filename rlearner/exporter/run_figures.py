@@ -98,8 +98,8 @@ class RunFigures(Collector):
         if not isinstance(message, wire.Metrics):
             self._malformed += 1
             return
-        _, before = self._learner.get(message.id, (0.0, {}))
-        self._learner[message.id] = (self._clock(), newest_values(before, message.values))
+        _, old_values = self._learner.get(message.id, (0.0, {}))
+        self._learner[message.id] = (self._clock(), newest_values(old_values, message.values))
         self._history.take(message.values)
 
     def answer(self, figures: BrokerFigures) -> None:
@@ -132,9 +132,9 @@ class RunFigures(Collector):
     def forget_silent(self) -> None:
         """Drop the metrics of processes that have left."""
         since = self._clock() - SILENT_S
-        for known in (self._raw, self._learner):
-            for key in [key for key, (at, _) in list(known.items()) if at < since]:
-                known.pop(key, None)  # a scrape, in another thread, may have dropped it
+        for values_by_process in (self._raw, self._learner):
+            for key in [key for key, (at, _) in list(values_by_process.items()) if at < since]:
+                values_by_process.pop(key, None)  # a scrape, in another thread, may have dropped it
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing: names are known only when processes report them."""
@@ -176,19 +176,21 @@ class RunFigures(Collector):
     def _values(self) -> list[tuple[str, str, dict[str, float]]]:
         """Return role, id and metrics of each process that reports."""
         since = self._clock() - SILENT_S
-        found = [
-            ("learner", one, own) for one, (at, own) in list(self._learner.items()) if at >= since
+        sources = [
+            ("learner", process_id, own)
+            for process_id, (at, own) in list(self._learner.items())
+            if at >= since
         ]
         for subject, (at, data) in list(self._raw.items()):
             message, _ = decode(data, METRICS.messages)
             if isinstance(message, wire.Metrics):
                 # which the broker lets only this process use
                 role, process_id = subject.split(".")[-2:]
-                found += [(role, process_id, message.values)] if at >= since else []
+                sources += [(role, process_id, message.values)] if at >= since else []
             else:
                 self._malformed += 1
                 self._raw.pop(subject, None)
-        return found
+        return sources
 
     def _processes(self, families: Families) -> None:
         """Add what processes announce."""
@@ -196,70 +198,86 @@ class RunFigures(Collector):
         for role in ROLES:
             labels = {"run": self._run, "role": role}
             text = "Processes of the run that are heard."
-            families.gauge("processes", text, labels, sum(one.role == role for one in living))
-        for one in living:
-            who = {"run": self._run, "role": one.role, "id": one.id}
+            families.gauge(
+                "processes", text, labels, sum(presence.role == role for presence in living)
+            )
+        for presence in living:
+            labels_of_process = {"run": self._run, "role": presence.role, "id": presence.id}
             about = {
-                "host": one.host,
-                "engine": one.engine,
-                "policy": one.policy if one.role == "rollout" else "",
+                "host": presence.host,
+                "engine": presence.engine,
+                "policy": presence.policy if presence.role == "rollout" else "",
             }
-            families.gauge("member_info", "Always 1; what the process is.", {**who, **about}, 1.0)
-            state = {"serving": "ready"}.get(one.state, one.state)
-            for each in STATES:
+            families.gauge(
+                "member_info", "Always 1; what the process is.", {**labels_of_process, **about}, 1.0
+            )
+            state = {"serving": "ready"}.get(presence.state, presence.state)
+            for lifecycle in STATES:
                 families.gauge(
-                    "member_state", STATE_HELP, {**who, "state": each}, float(each == state)
+                    "member_state",
+                    STATE_HELP,
+                    {**labels_of_process, "state": lifecycle},
+                    float(lifecycle == state),
                 )
             families.gauge(
-                "member_slots", "Requests or groups that it handles at once.", who, one.slots
+                "member_slots",
+                "Requests or groups that it handles at once.",
+                labels_of_process,
+                presence.slots,
             )
             families.gauge(
-                "member_running", "Requests or groups that it handles.", who, one.running
+                "member_running",
+                "Requests or groups that it handles.",
+                labels_of_process,
+                presence.running,
             )
             families.gauge(
-                "member_waiting", "Requests or groups that wait in it.", who, one.waiting
+                "member_waiting",
+                "Requests or groups that wait in it.",
+                labels_of_process,
+                presence.waiting,
             )
             families.gauge(
                 "member_policy_version",
                 "Newest version that it holds, -1 none.",
-                who,
-                one.policy_version,
+                labels_of_process,
+                presence.policy_version,
             )
             families.gauge(
                 "member_problem",
                 "1 while it takes no work, for a reason.",
-                who,
-                float(bool(one.problem)),
+                labels_of_process,
+                float(bool(presence.problem)),
             )
 
     def _queues(self, families: Families, unread: float | None) -> None:
         broker = self._broker
         for queue in broker.queues:
-            where = {"run": self._run, "stream": queue.stream, "subject": queue.subject}
-            families.gauge(QUEUE_DEPTH, QUEUE_DEPTH_HELP, where, queue.pending + queue.held)
+            queue_labels = {"run": self._run, "stream": queue.stream, "subject": queue.subject}
+            families.gauge(QUEUE_DEPTH, QUEUE_DEPTH_HELP, queue_labels, queue.pending + queue.held)
             families.gauge(
                 "queue_pending",
                 "Messages of a queue that no process has yet.",
-                where,
+                queue_labels,
                 queue.pending,
             )
             families.gauge(
                 "queue_held",
                 "Messages that a process has and did not acknowledge.",
-                where,
+                queue_labels,
                 queue.held,
             )
             text = "Held messages that were delivered more than once."
-            families.gauge("queue_redelivered", text, where, queue.redelivered)
+            families.gauge("queue_redelivered", text, queue_labels, queue.redelivered)
             text = "Requests of processes that wait for messages of this queue."
-            families.gauge("queue_waiting_pulls", text, where, queue.waiting_pulls)
+            families.gauge("queue_waiting_pulls", text, queue_labels, queue.waiting_pulls)
         if unread is not None:
-            where = {
+            queue_labels = {
                 "run": self._run,
                 "stream": SAMPLES.name,
                 "subject": SAMPLES.subject(self._run),
             }
-            families.gauge(QUEUE_DEPTH, QUEUE_DEPTH_HELP, where, unread)
+            families.gauge(QUEUE_DEPTH, QUEUE_DEPTH_HELP, queue_labels, unread)
         for stream, count in broker.messages.items():
             families.gauge(
                 "stream_messages", "Messages kept.", {"run": self._run, "stream": stream}, count

@@ -85,13 +85,13 @@ async def _run_there(bus: Bus, stop: Stop) -> None:
     reminders = Reminders()
     while True:
         try:
-            known = await _known(bus)
+            runs = await _known(bus)
         except NO_ANSWER as error:
             status = f"waiting for run {bus.run}; {_why(error)}"
         else:
-            if bus.run in known:
+            if bus.run in runs:
                 return
-            names = ", ".join(sorted(known)) or "none"
+            names = ", ".join(sorted(runs)) or "none"
             status = f"waiting for run {bus.run}; the broker at {bus.link.where} has {names}"
         stop.health.set("starting", status)
         if reminders.due(time.monotonic()):
@@ -115,12 +115,12 @@ def _where(options: argparse.Namespace) -> tuple[str, str, Login | None]:
             be used.
     """
     if options.join is not None:
-        made = tokens.read(options.join, OBSERVER)
-        if options.run_name != made.run:
+        login = tokens.read(options.join, OBSERVER)
+        if options.run_name != login.run:
             raise UserError(
-                f"exporter {options.run_name}: the token {options.join} is for run {made.run}"
+                f"exporter {options.run_name}: the token {options.join} is for run {login.run}"
             )
-        return made.run, made.broker, made.login
+        return login.run, login.broker, login.login
     try:
         place = find_run(options.run_name, options.dir)
     except UserError:
@@ -137,11 +137,11 @@ async def _follow(bus: Bus, figures: RunFigures, stop: Stop) -> None:
     subscribed = await bus.link.subscribe(METRICS.all_subjects(bus.run), receive)
     roster = Roster(bus, beats=BEATS, members=[role for role in ROLES if role not in BEATS])
     listening = False
-    asked = asyncio.create_task(stop.asked.wait())
+    stopping = asyncio.create_task(stop.asked.wait())
     advising = asyncio.create_task(asyncio.to_thread(figures.advise))
-    ends: list[asyncio.Future[Any]] = [asked, bus.link.refused]
+    ends: list[asyncio.Future[Any]] = [stopping, bus.link.refused]
     try:
-        while not asked.done():
+        while not stopping.done():
             if bus.link.refused.done():
                 raise bus.link.refused.result()
             figures.is_connected = bus.link.connected.is_set()
@@ -153,7 +153,7 @@ async def _follow(bus: Bus, figures: RunFigures, stop: Stop) -> None:
                 advising = asyncio.create_task(asyncio.to_thread(figures.advise))
             await asyncio.wait(ends, timeout=ASK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        asked.cancel()
+        stopping.cancel()
         await asyncio.gather(advising, return_exceptions=True)
         with suppress(OSError, Disconnected):  # the broker has gone, and with it the subscriptions
             await roster.close()
@@ -181,10 +181,10 @@ async def _ask_once(bus: Bus, figures: RunFigures, stop: Stop) -> None:
     except NO_ANSWER as error:
         figures.fail()
         figures.is_connected = bus.link.connected.is_set()
-        why = _why(error)
+        reason = _why(error)
         if stop.health.state != "failed":
-            log.warning("run %s: %s; asking again every %g s", bus.run, why, ASK_EVERY_S)
-        stop.health.set("failed", f"run {bus.run}: {why}")
+            log.warning("run %s: %s; asking again every %g s", bus.run, reason, ASK_EVERY_S)
+        stop.health.set("failed", f"run {bus.run}: {reason}")
         return
     if stop.health.state != "ready":
         log.info("run %s: its broker answers", bus.run)
@@ -198,18 +198,22 @@ async def ask_broker(bus: Bus) -> BrokerFigures:
         ApiError: if it refuses, for example because it has no stream of this run.
         LostState: if it has no bucket of this run.
     """
-    stored = [stream for stream in STREAMS if stream.kind in STORED]
+    stored_streams = [stream for stream in STREAMS if stream.kind in STORED]
     details = {DEAD.name: {"subjects_filter": DEAD.all_subjects(bus.run)}}
-    infos = await asyncio.gather(*(bus.info(stream, details.get(stream.name)) for stream in stored))
-    states = {stream.name: info["state"] for stream, info in zip(stored, infos, strict=True)}
+    infos = await asyncio.gather(
+        *(bus.info(stream, details.get(stream.name)) for stream in stored_streams)
+    )
+    states = {
+        stream.name: info["state"] for stream, info in zip(stored_streams, infos, strict=True)
+    }
     queues = await asyncio.gather(
-        *(_queues(bus, one) for one in stored if one.kind is StreamKind.WORK_QUEUE)
+        *(_queues(bus, stream) for stream in stored_streams if stream.kind is StreamKind.WORK_QUEUE)
     )
     spec = await bus.key_value(RUNS).get(bus.run)
     desired = await bus.key_value(CONTROL).get(bus.run)
     config = spec[0].config if spec is not None and isinstance(spec[0], wire.RunSpec) else {}
     replicas = int(infos[0]["config"].get("num_replicas", 1))
-    used, limit = replica_usage(await ask(bus.link, "INFO"), replicas)
+    used_bytes, limit = replica_usage(await ask(bus.link, "INFO"), replicas)
     configured = (config.get("broker") or {}).get("store_max_gib")
     if configured is not None:
         limit = min(limit or int(configured * 2**30), int(configured * 2**30))
@@ -218,7 +222,7 @@ async def ask_broker(bus: Bus) -> BrokerFigures:
         messages={name: int(state["messages"]) for name, state in states.items()},
         sizes={name: int(state["bytes"]) for name, state in states.items()},
         dead=_dead_letters(states[DEAD.name]),
-        store_bytes=used,
+        store_bytes=used_bytes,
         store_limit_bytes=limit,
         desired=desired[0].state
         if desired is not None and isinstance(desired[0], wire.DesiredState)
@@ -231,15 +235,15 @@ async def ask_broker(bus: Bus) -> BrokerFigures:
 def _dead_letters(state: dict[str, Any]) -> dict[str, int]:
     """Return the dead letters by stream, 0 for a queue or log without any."""
     sources = [
-        one.name
-        for one in STREAMS
-        if one.kind in (StreamKind.WORK_QUEUE, StreamKind.LOG) and one.messages
+        stream.name
+        for stream in STREAMS
+        if stream.kind in (StreamKind.WORK_QUEUE, StreamKind.LOG) and stream.messages
     ]
-    found = {
+    letters = {
         subject.rpartition(".")[2]: int(count)
         for subject, count in (state.get("subjects") or {}).items()
     }
-    return dict.fromkeys(sources, 0) | found
+    return dict.fromkeys(sources, 0) | letters
 
 
 async def _queues(bus: Bus, stream: Stream) -> list[Queue]:
@@ -248,19 +252,19 @@ async def _queues(bus: Bus, stream: Stream) -> list[Queue]:
     return [
         Queue(
             stream=stream.name,
-            subject=str(one["config"].get("filter_subject", "")),
-            pending=int(one["num_pending"]),
-            held=int(one["num_ack_pending"]),
-            redelivered=int(one["num_redelivered"]),
-            waiting_pulls=int(one["num_waiting"]),
+            subject=str(consumer["config"].get("filter_subject", "")),
+            pending=int(consumer["num_pending"]),
+            held=int(consumer["num_ack_pending"]),
+            redelivered=int(consumer["num_redelivered"]),
+            waiting_pulls=int(consumer["num_waiting"]),
         )
-        for one in listed.get("consumers") or ()
+        for consumer in listed.get("consumers") or ()
     ]
 
 
 async def _offer(bus: Bus, last: int) -> wire.WeightsOffer | None:
-    found = await peek(bus, WEIGHTS, last) if last else None
-    message = found.record.message if found is not None else None
+    record = await peek(bus, WEIGHTS, last) if last else None
+    message = record.record.message if record is not None else None
     return message if isinstance(message, wire.WeightsOffer) else None
 
 

@@ -49,21 +49,22 @@ def group_advantages(
             return [_by_position(sample) for sample in assembler.stream(group)], ""
         if assembler.needs_scores:
             return None, f"they need the models' scores ({waits_for_batch(algorithm) or name})"
-        groups, why = _groups_of_step(connection, folder, group, way)
-        if why:
-            return None, why
+        groups, reason = _groups_of_step(connection, folder, group, way)
+        if reason:
+            return None, reason
         samples = iter(assembler.batch(groups))
-        found = {
-            one.ticket: [_by_position(next(samples)) for _ in one.trajectories] for one in groups
+        positions = {
+            group.ticket: [_by_position(next(samples)) for _ in group.trajectories]
+            for group in groups
         }
     except (ConfigError, ValidationError, ValueError, TypeError, ArithmeticError) as error:
         return (
             None,
             f"they cannot be computed: {type(error).__name__}: {' '.join(str(error).split())[:200]}",
         )
-    if group.ticket not in found:
+    if group.ticket not in positions:
         return None, "the group was not selected for training (algorithm.keep_fraction)"
-    return found[group.ticket], ""
+    return positions[group.ticket], ""
 
 
 def _groups_of_step(

@@ -48,19 +48,19 @@ def _follow(
     inside: str,
     read: Reader,
 ) -> None:
-    known = followed.sources_of(connection, kind)
-    there: dict[str, tuple[re.Match[str], os.stat_result]] = {}
+    sources = followed.sources_of(connection, kind)
+    matches: dict[str, tuple[re.Match[str], os.stat_result]] = {}
     for name, match in _named(folder, pattern):
         try:
-            there[name] = match, os.stat(f"{folder}/{name}/{inside}".rstrip("/"))
+            matches[name] = match, os.stat(f"{folder}/{name}/{inside}".rstrip("/"))
         except OSError:  # being deleted
             continue
-    for name, source in known.items():
-        if name not in there:
+    for name, source in sources.items():
+        if name not in matches:
             _remove(connection, source)
             followed.forget(connection, source)
-    for name, (match, status) in there.items():
-        source = known.get(name) or followed.begin(connection, kind, name)
+    for name, (match, status) in matches.items():
+        source = sources.get(name) or followed.begin(connection, kind, name)
         if source.is_as_seen(status):
             continue
         _remove(connection, source)
@@ -103,8 +103,8 @@ def _read_evaluation(
         position = position + len(data)
         try:
             row = json.loads(data)
-            tries = [bool(one) for one in row["success"]]
-            rewards = [float(one) for one in row["reward"]]
+            tries = [bool(value) for value in row["success"]]
+            rewards = [float(value) for value in row["reward"]]
             task = (
                 str(row["domain"]),
                 int(row["task_index"]),
@@ -112,11 +112,11 @@ def _read_evaluation(
                 sum(tries),
                 sum(rewards),
             )
-            shown = (len(row["frames"]), preview(str(row["prompt"])))
+            preview_columns = (len(row["frames"]), preview(str(row["prompt"])))
         except (ValueError, KeyError, TypeError, RecursionError):
             source.problem = f"{EVALS}/{source.name}: line {number + 1} cannot be read"
             continue
-        whole = (source.id, number, start, position, step, policy, *task, *shown)
+        whole = (source.id, number, start, position, step, policy, *task, *preview_columns)
         connection.execute(
             "INSERT INTO evaluated VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", whole
         )

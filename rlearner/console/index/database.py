@@ -85,9 +85,9 @@ def open_writer(path: Path) -> sqlite3.Connection:
             connection.execute("PRAGMA secure_delete=OFF")
             connection.execute("PRAGMA cache_size=-16384")
             connection.execute("PRAGMA journal_size_limit=16777216")
-            found = connection.execute("PRAGMA user_version").fetchone()[0]
-            if found != VERSION:
-                _create(connection, found)
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
+            if version != VERSION:
+                _create(connection, version)
         except BaseException:
             connection.close()
             raise
@@ -114,13 +114,13 @@ def open_reader(path: Path) -> sqlite3.Connection:
 
 def has_fts(connection: sqlite3.Connection) -> bool:
     """Return whether texts are in full-text tables, which need FTS5."""
-    found = connection.execute(
+    row = connection.execute(
         "SELECT sql FROM sqlite_master WHERE name = ?", (TEXT_TABLES[0],)
     ).fetchone()
-    return found is not None and "fts5" in found[0]
+    return row is not None and "fts5" in row[0]
 
 
-def _create(connection: sqlite3.Connection, found: int) -> None:
+def _create(connection: sqlite3.Connection, version: int) -> None:
     """Make the tables.
 
     Raises:
@@ -128,13 +128,13 @@ def _create(connection: sqlite3.Connection, found: int) -> None:
     """
     connection.execute("BEGIN IMMEDIATE")  # another console may do the same
     try:
-        found = connection.execute("PRAGMA user_version").fetchone()[0]
-        if found == VERSION:
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if version == VERSION:
             connection.execute("ROLLBACK")
             return
-        if found or connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+        if version or connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             raise DatabaseDamagedError(
-                f"written by another version of rlearner ({found}, this one needs {VERSION})"
+                f"written by another version of rlearner ({version}, this one needs {VERSION})"
             )
         for statement in SCHEMA.split(";\n"):
             connection.execute(statement)
@@ -191,8 +191,8 @@ def require_room(path: Path) -> None:
         DatabaseUnavailableError: if it has not.
     """
     with explained():
-        found = os.statvfs(path.parent)
-    if (free := found.f_bavail * found.f_frsize) < RESERVE_BYTES:
+        usage = os.statvfs(path.parent)
+    if (free := usage.f_bavail * usage.f_frsize) < RESERVE_BYTES:
         raise DatabaseUnavailableError(
             f"{free >> 20} MiB are free, it leaves {RESERVE_BYTES >> 20} MiB to the run"
         )
@@ -206,7 +206,7 @@ def identity(path: Path) -> int:
         return 0
 
 
-def move_aside(path: Path, found: int) -> None:
+def move_aside(path: Path, version: int) -> None:
     """Rename a damaged database, over an earlier one.
 
     Args:
@@ -217,7 +217,7 @@ def move_aside(path: Path, found: int) -> None:
         explained(),
         lock(path.with_suffix(".lock"), f"{path} is being moved aside", wait_s=BUSY_S),
     ):
-        if identity(path) == found:
+        if identity(path) == version:
             replace(path, path.with_name(DAMAGED))
             for suffix in ("-wal", "-shm"):
                 path.with_name(path.name + suffix).unlink(missing_ok=True)

@@ -43,7 +43,7 @@ def _result(rows: list[tuple[Any, ...]]) -> EvaluationResult:
         low=low,
         high=high,
         reward_mean=sum(row[6] for row in rows) / max(episodes, 1),
-        by_domain={name: right / max(tried, 1) for name, (right, tried) in sorted(domains.items())},
+        by_domain={name: right / max(count, 1) for name, (right, count) in sorted(domains.items())},
     )
 
 

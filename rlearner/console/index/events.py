@@ -26,15 +26,15 @@ def events(
 ) -> list[Event]:
     first = start if start is not None else 0.0
     last = end if end is not None else float("inf")
-    wanted = f" AND kind IN ({', '.join('?' * len(kinds))})" if kinds else ""
+    kind_filter = f" AND kind IN ({', '.join('?' * len(kinds))})" if kinds else ""
     noted = connection.execute(
-        f"SELECT time, step, kind, text, who FROM events WHERE time BETWEEN ? AND ?{wanted} ORDER BY time DESC LIMIT ?",
+        f"SELECT time, step, kind, text, who FROM events WHERE time BETWEEN ? AND ?{kind_filter} ORDER BY time DESC LIMIT ?",
         (first, last, *kinds, newest),
     ).fetchall()
-    found = [_noted(connection, *row) for row in noted]
+    events_list = [_noted(connection, *row) for row in noted]
     if not kinds or EPOCH in kinds:
-        found += [one for one in _epochs(connection) if first <= one.time <= last]
-    return sorted(found, key=lambda one: (one.time, one.step, one.kind, one.text))[-newest:]
+        events_list += [event for event in _epochs(connection) if first <= event.time <= last]
+    return sorted(events_list, key=lambda one: (one.time, one.step, one.kind, one.text))[-newest:]
 
 
 def _noted(
@@ -45,7 +45,7 @@ def _noted(
 
 def _epochs(connection: sqlite3.Connection) -> Iterator[Event]:
     """Yield an event for each record by which a learner set its rules when it started."""
-    before = _first_rules(connection)
+    old_rules = _first_rules(connection)
     for seq, body in connection.execute(
         "SELECT seq, body FROM ledger_lines WHERE state = 'rules' ORDER BY first, end"
     ):
@@ -53,10 +53,14 @@ def _epochs(connection: sqlite3.Connection) -> Iterator[Event]:
         row = connection.execute(
             "SELECT epoch FROM frames WHERE seq = ? AND kind = 'RulesChange'", (seq,)
         ).fetchone()
-        told = [format_change(one) for one in changes(before, rules)] if before is not None else []
-        before = rules
-        more = [f"and {len(told) - MAX_CHANGES} more"] if len(told) > MAX_CHANGES else []
-        settings = f": {', '.join([*told[:MAX_CHANGES], *more])}" if told else ""
+        lines = (
+            [format_change(change) for change in changes(old_rules, rules)]
+            if old_rules is not None
+            else []
+        )
+        old_rules = rules
+        more = [f"and {len(lines) - MAX_CHANGES} more"] if len(lines) > MAX_CHANGES else []
+        settings = f": {', '.join([*lines[:MAX_CHANGES], *more])}" if lines else ""
         step, time = _place(connection, seq)
         text = f"learner started, epoch {row[0]}{settings}" if row else f"learner started{settings}"
         yield Event(time, step, EPOCH, text, "learner", approximate=True)
@@ -80,10 +84,10 @@ def _place(connection: sqlite3.Connection, seq: int) -> tuple[int, float]:
         (seq,),
     ).fetchone()
     step = int(row[0]) if row[0] is not None else 0
-    for wanted, column in ((step + 1, "time - coalesce(wall, 0)"), (step, "time")):
+    for wanted_step, column in ((step + 1, "time - coalesce(wall, 0)"), (step, "time")):
         line = connection.execute(
-            f"SELECT {column} FROM steps WHERE step = ? ORDER BY end DESC LIMIT 1", (wanted,)
+            f"SELECT {column} FROM steps WHERE step = ? ORDER BY end DESC LIMIT 1", (wanted_step,)
         )
-        if (found := line.fetchone()) is not None:
-            return step, float(found[0])
+        if (place_row := line.fetchone()) is not None:
+            return step, float(place_row[0])
     return step, 0.0

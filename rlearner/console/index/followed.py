@@ -85,9 +85,9 @@ def begin(connection: sqlite3.Connection, kind: str, name: str, first: int = 0) 
 
 def save(connection: sqlite3.Connection, source: Source) -> None:
     """Store how far a file was read."""
-    given = ", ".join(f"{name} = ?" for name in _COLUMNS[3:])
+    assignments = ", ".join(f"{name} = ?" for name in _COLUMNS[3:])
     values = [getattr(source, name) for name in _COLUMNS[3:]]
-    connection.execute(f"UPDATE sources SET {given} WHERE id = ?", (*values, source.id))
+    connection.execute(f"UPDATE sources SET {assignments} WHERE id = ?", (*values, source.id))
 
 
 def forget(connection: sqlite3.Connection, source: Source) -> None:
@@ -125,7 +125,7 @@ def same_lines(file: int, ends: Iterable[tuple[int, int]]) -> int:
     position = crc = 0
     buffer = b""
     begin = 0
-    for end, wanted in ends:
+    for end, expected_digest in ends:
         while begin + len(buffer) < end:
             more = os.pread(file, max(READ_BYTES, end - begin - len(buffer)), begin + len(buffer))
             if not more:
@@ -133,7 +133,7 @@ def same_lines(file: int, ends: Iterable[tuple[int, int]]) -> int:
             buffer = buffer[position - begin :] + more
             begin = position
         crc = crc32(buffer[position - begin : end - begin], crc)
-        if crc != wanted:
+        if crc != expected_digest:
             return position
         position = end
     return position
@@ -144,9 +144,9 @@ def next_lines(file: int, offset: int, crc: int) -> Iterator[Line]:
     is one.
     """
     buffer = b""
-    wanted = READ_BYTES
+    num_bytes = READ_BYTES
     while b"\n" not in buffer:
-        more = os.pread(file, wanted, offset + len(buffer))
+        more = os.pread(file, num_bytes, offset + len(buffer))
         if not more:
             return
         buffer += more

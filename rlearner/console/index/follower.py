@@ -101,7 +101,7 @@ class RunFollower:
             self._inode = index.inode
             if self.path.stat().st_size <= CHECK_BYTES:
                 index.check()
-            seen = (-1, -1)
+            version = (-1, -1)
             looks = 0
             while not self._stop.is_set():
                 if not (self.folder / "config.yaml").exists():
@@ -114,13 +114,13 @@ class RunFollower:
                 if self._suspect.is_set():
                     raise DatabaseDamagedError("an answer could not be read")
                 more = index.update(only_steps=looks % LOOKS > 0)
-                before = seen
-                seen = index.version()
+                old_version = version
+                version = index.version()
                 looks = 0 if more else looks + 1
-                if seen != before or self._state != "current":
+                if version != old_version or self._state != "current":
                     self._notes, self._counts = tuple(index.notes()), index.counts()
                 self._note(more=more)
-                if seen != before:
+                if version != old_version:
                     self._changed()
                 self._stop.wait(PAUSE_S if more else POLL_S)
         finally:

@@ -46,14 +46,14 @@ def group(connection: sqlite3.Connection, folder: Path, ticket: int) -> GroupVie
             else f"record {way.seq} is {NOWHERE}"
         )
     if not isinstance(record.message, wire.Group):
-        why = describe(record)
+        summary = describe(record)
         raise UserError(
-            f"ticket {ticket} has no group: {why.get('reason', 'malformed')}, {why.get('detail')}"
+            f"ticket {ticket} has no group: {summary.get('reason', 'malformed')}, {summary.get('detail')}"
         )
     config = settings(folder)
-    tokenizer, where = _tokenizer(config, folder)
-    found = record.message
-    advantages, why_none = group_advantages(connection, folder, config, found, way)
+    tokenizer, origin = _tokenizer(config, folder)
+    message = record.message
+    advantages, why_none = group_advantages(connection, folder, config, message, way)
     unavailable = {"advantage": why_none} if why_none else {}
     figures: list[TokenFigures] = []
     try:
@@ -63,15 +63,15 @@ def group(connection: sqlite3.Connection, folder: Path, ticket: int) -> GroupVie
     views = [
         _view(
             i,
-            one,
+            trajectory,
             tokenizer,
             advantages[i] if advantages else None,
             figures[i] if i < len(figures) else None,
         )
-        for i, one in enumerate(found.trajectories)
+        for i, trajectory in enumerate(message.trajectories)
     ]
-    head = (ticket, way, found.prompt, found.reference, found.temperature, where)
-    return GroupView(*head, views, unavailable, list(found.frames))
+    head = (ticket, way, message.prompt, message.reference, message.temperature, origin)
+    return GroupView(*head, views, unavailable, list(message.frames))
 
 
 def provenance(
@@ -80,22 +80,22 @@ def provenance(
     lines = tickets.lines_of(connection, ticket)
     if not lines:
         newest = connection.execute("SELECT max(ticket) FROM tickets").fetchone()[0]
-        there = f"its tickets are 1-{newest}" if newest else "it has none yet"
-        raise UserError(f"run {folder.name} has no ticket {ticket}; {there}")
+        bounds = f"its tickets are 1-{newest}" if newest else "it has none yet"
+        raise UserError(f"run {folder.name} has no ticket {ticket}; {bounds}")
     seq = tickets.record_of(lines)
-    found = ticket_summary(lines)
+    summary = ticket_summary(lines)
     record = read_record(connection, folder, seq) if seq else None
     source = "no record yet" if not seq else ARCHIVE if record else NOWHERE
-    found |= {"record": {"seq": seq, "source": source, "stored_at": ""}}
-    if step := found.get("step", 0):
+    summary |= {"record": {"seq": seq, "source": source, "stored_at": ""}}
+    if step := summary.get("step", 0):
         time = series.time_of(connection, step)
-        found["step_time"] = (
+        summary["step_time"] = (
             datetime.fromtimestamp(time, UTC).isoformat(timespec="milliseconds") if time else ""
         )
     if record is not None:
-        found |= describe(record)
-    head = (ticket, found["state"], found.get("domain", ""), found.get("task_index", -1))
-    way = Provenance(*head, step=step, seq=seq, text=text_of(found))
+        summary |= describe(record)
+    head = (ticket, summary["state"], summary.get("domain", ""), summary.get("task_index", -1))
+    way = Provenance(*head, step=step, seq=seq, text=text_of(summary))
     return way, record
 
 
@@ -117,15 +117,15 @@ def _tokenizer(config: Mapping[str, Any], folder: Path) -> tuple[Tokenizer | Non
 
 def _view(
     ordinal: int,
-    one: wire.Trajectory,
+    trajectory: wire.Trajectory,
     tokenizer: Tokenizer | None,
     advantages: Mapping[int, float] | None,
     figures: TokenFigures | None,
 ) -> TrajectoryView:
-    found = trajectory_of(one, tokenizer, figures)
-    mask = one.loss_mask.array()
+    view = trajectory_of(trajectory, tokenizer, figures)
+    mask = trajectory.loss_mask.array()
     pieces = []
-    for piece in found["pieces"]:
+    for piece in view["pieces"]:
         if "turn" not in piece:
             pieces.append(Piece(0, piece["start"], piece["end"], piece["text"], []))
             continue
@@ -160,7 +160,14 @@ def _view(
             piece["logprob"],
         )
         pieces.append(Piece(*head, *more))
-    parts = {name: value for name, value in one.reward_parts.items() if "/" not in name}
-    notes = {name: value for name, value in one.reward_parts.items() if "/" in name}
-    outcome = (one.success, one.end, one.greedy, one.response, dict(one.metrics), pieces)
-    return TrajectoryView(ordinal, one.episode, one.reward, parts, notes, *outcome)
+    parts = {name: value for name, value in trajectory.reward_parts.items() if "/" not in name}
+    notes = {name: value for name, value in trajectory.reward_parts.items() if "/" in name}
+    outcome = (
+        trajectory.success,
+        trajectory.end,
+        trajectory.greedy,
+        trajectory.response,
+        dict(trajectory.metrics),
+        pieces,
+    )
+    return TrajectoryView(ordinal, trajectory.episode, trajectory.reward, parts, notes, *outcome)

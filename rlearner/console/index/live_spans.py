@@ -80,9 +80,11 @@ class LiveSpans:
         """Take the metrics of a process."""
         now = self._clock()
         lane = f"{metrics.role}.{metrics.id}"
-        before, after = PLAUSIBLE_S
+        most_past_s, most_ahead_s = PLAUSIBLE_S
         good = [
-            one for one in metrics.spans if now - before <= one.start and one.end <= now + after
+            span
+            for span in metrics.spans
+            if now - most_past_s <= span.start and span.end <= now + most_ahead_s
         ]
         with self._lock:
             if metrics.role == "learner":
@@ -134,14 +136,14 @@ class LiveSpans:
         )
         rows = [
             (
-                f"{one.time:.3f} {one.who} {one.text}",
-                one.time,
-                one.step,
-                one.kind,
-                one.text,
-                one.who,
+                f"{event.time:.3f} {event.who} {event.text}",
+                event.time,
+                event.step,
+                event.kind,
+                event.text,
+                event.who,
             )
-            for one in events
+            for event in events
         ]
         connection.executemany(
             "INSERT OR IGNORE INTO events (source, key, time, step, kind, text, who) VALUES (0, ?, ?, ?, ?, ?, ?)",
@@ -162,10 +164,10 @@ class LiveSpans:
 
     def _notice(self, lane: str, metrics: wire.Metrics, now: float) -> None:
         failure = metrics.text.get("failure", "")
-        seen = self._seen.get(lane)
-        if seen is None:
+        presence = self._seen.get(lane)
+        if presence is None:
             self._note(now, "joined", f"{metrics.role} {metrics.id} is there", metrics.id)
-        elif failure and failure != seen.failure:
+        elif failure and failure != presence.failure:
             self._note(
                 now, "failed", f"a group failed: {failure}", metrics.text.get("failed_by", "")
             )
@@ -175,11 +177,11 @@ class LiveSpans:
         since = self._listening_since
         if since is None or now - since <= SILENT_S:
             return
-        for lane in [lane for lane, seen in self._seen.items() if now - seen.at > SILENT_S]:
+        for lane in [lane for lane, presence in self._seen.items() if now - presence.at > SILENT_S]:
             at = self._seen.pop(lane).at
             role, _, process = lane.partition(".")
-            when = "" if at >= since else ", while nothing was heard of the run"
-            text = f"{role} {process} left, or was not heard for {SILENT_S:.0f} s{when}"
+            suffix = "" if at >= since else ", while nothing was heard of the run"
+            text = f"{role} {process} left, or was not heard for {SILENT_S:.0f} s{suffix}"
             self._note(max(at, since), "left", text, process)
 
     def _note(self, at: float, kind: str, text: str, who: str) -> None:
@@ -220,22 +222,22 @@ class _Lanes:
 
 def _store(connection: sqlite3.Connection, lane: int, span: wire.Span) -> None:
     if not span.sample and _is_solid(span.seconds, span.end - span.start):
-        before = connection.execute(
+        old_row = connection.execute(
             "SELECT start, end, seconds, count FROM spans WHERE start BETWEEN ? AND ? AND lane = ? AND kind = ?"
             " AND step = ? AND ticket = 0 ORDER BY start DESC LIMIT 1",
             (span.start - JOIN_UP_TO_S, span.start + JOIN_GAP_S, lane, span.kind, span.step),
         ).fetchone()
         if (
-            before is not None
-            and abs(before[1] - span.start) <= JOIN_GAP_S
-            and span.end - before[0] <= JOIN_UP_TO_S
-            and _is_solid(before[2], before[1] - before[0])
+            old_row is not None
+            and abs(old_row[1] - span.start) <= JOIN_GAP_S
+            and span.end - old_row[0] <= JOIN_UP_TO_S
+            and _is_solid(old_row[2], old_row[1] - old_row[0])
         ):
-            place = (before[0], lane, span.kind, before[1])
+            place = (old_row[0], lane, span.kind, old_row[1])
             connection.execute(
                 "UPDATE spans SET end = ?, seconds = ?, count = ? WHERE start = ? AND lane = ? AND kind = ?"
                 " AND ticket = 0 AND end = ?",
-                (span.end, before[2] + span.seconds, before[3] + span.count, *place),
+                (span.end, old_row[2] + span.seconds, old_row[3] + span.count, *place),
             )
             return
     row = (
@@ -267,9 +269,9 @@ def _add_up(sums: dict[tuple[int, int, int, str], list[float]], lane: int, span:
         for bucket in range(first, last + 1):
             inside = min(span.end, (bucket + 1) * width) - max(span.start, bucket * width)
             share = inside / length if length > 0 else float(bucket == last)
-            found = sums[width, bucket, lane, span.kind]
-            found[0] += share * span.seconds
-            found[1] += span.count if bucket == last else 0
+            total = sums[width, bucket, lane, span.kind]
+            total[0] += share * span.seconds
+            total[1] += span.count if bucket == last else 0
 
 
 def _prune(connection: sqlite3.Connection) -> None:

@@ -205,16 +205,16 @@ class RunQueries:
 
     def close(self) -> None:
         """Close this thread's connection."""
-        if (held := getattr(self._local, "held", None)) is not None:
-            held[1].close()
+        if (opened := getattr(self._local, "held", None)) is not None:
+            opened[1].close()
             self._local.held = None
 
     def _connection(self) -> sqlite3.Connection:
         """Return this thread's connection to the present database; a rebuilt one is another file."""
         inode = database.identity(self.path)
-        held: tuple[int, sqlite3.Connection] | None = getattr(self._local, "held", None)
-        if held is not None and held[0] == inode:
-            return held[1]
+        opened: tuple[int, sqlite3.Connection] | None = getattr(self._local, "held", None)
+        if opened is not None and opened[0] == inode:
+            return opened[1]
         self.close()
         connection = database.open_reader(self.path)
         self._local.held = inode, connection

@@ -32,20 +32,20 @@ def update(connection: sqlite3.Connection, folder: Path) -> tuple[bool, set[int]
     """Read what is new, at most a few MB; return whether there may be more, and the tickets whose
     records changed.
     """
-    known = followed.sources_of(connection, "frames")
+    sources = followed.sources_of(connection, "frames")
     changed = set[int]()
     more = False
-    there = _files(folder / archive.FOLDER)
-    for name in [name for name in known if name not in there]:
-        changed |= _cut(connection, known[name], 0, 0)
-        followed.forget(connection, known[name])
-    for name, following in pairwise([*there, ""]):
+    files = _files(folder / archive.FOLDER)
+    for name in [name for name in sources if name not in files]:
+        changed |= _cut(connection, sources[name], 0, 0)
+        followed.forget(connection, sources[name])
+    for name, following in pairwise([*files, ""]):
         file = followed.open_file(folder / archive.FOLDER / name)
         if file < 0:
             continue
         try:
-            source = known.get(name) or followed.begin(connection, "frames", name, there[name])
-            has_more, tickets = _read(connection, file, source, there.get(following, NO_END))
+            source = sources.get(name) or followed.begin(connection, "frames", name, files[name])
+            has_more, tickets = _read(connection, file, source, files.get(following, NO_END))
         finally:
             os.close(file)
         changed |= tickets
@@ -104,9 +104,9 @@ def _frame_at(file: int, source: Source, size: int, *, is_last: bool) -> _Frame 
     """
     place = source.offset
     header = archive.read_header(os.pread(file, archive.HEADER_BYTES, place))
-    left = size - place - archive.HEADER_BYTES
-    if header is None or header[2] > left:
-        if not is_last or (header is None and left >= 0):
+    remaining = size - place - archive.HEADER_BYTES
+    if header is None or header[2] > remaining:
+        if not is_last or (header is None and remaining >= 0):
             source.problem = f"{archive.FOLDER}/{source.name}: no frame at byte {place}"
         return None
     seq, ticket, length, check = header
@@ -150,16 +150,18 @@ def _cut(connection: sqlite3.Connection, source: Source, offset: int, until: int
         ).fetchone()
         offset = row[0] if row[0] is not None else offset
     place = (source.id, offset)
-    found = connection.execute(
+    rows = connection.execute(
         "SELECT DISTINCT ticket FROM frames WHERE source = ? AND offset >= ?", place
     ).fetchall()
     own = "SELECT id FROM groups WHERE source = ? AND offset >= ?"
-    gone = connection.execute(f"DELETE FROM trajectories WHERE grp IN ({own})", place).rowcount
-    _count(connection, -gone)
+    num_deleted = connection.execute(
+        f"DELETE FROM trajectories WHERE grp IN ({own})", place
+    ).rowcount
+    _count(connection, -num_deleted)
     connection.execute("DELETE FROM groups WHERE source = ? AND offset >= ?", place)
     connection.execute("DELETE FROM frames WHERE source = ? AND offset >= ?", place)
     source.offset = min(source.offset, offset)
-    return {ticket for (ticket,) in found}
+    return {ticket for (ticket,) in rows}
 
 
 def _count(connection: sqlite3.Connection, more: int) -> None:
@@ -200,16 +202,16 @@ class _Rows:
     def _add_group(self, place: tuple[int, int, int, int], group: wire.Group) -> None:
         self._group += 1
         self._groups.append((self._group, *place, group.hub, preview(group.prompt)))
-        if asked := "\n".join(filter(None, (group.prompt, group.reference))):
-            self._prompts.append((self._group, searchable(asked)))
-        for ordinal, one in enumerate(group.trajectories):
+        if prompt_text := "\n".join(filter(None, (group.prompt, group.reference))):
+            self._prompts.append((self._group, searchable(prompt_text)))
+        for ordinal, trajectory in enumerate(group.trajectories):
             self._trajectory += 1
             head = (self._trajectory, self._group, place[2], ordinal, group.ticket)
             self._trajectories.append(
-                (*head, one.episode, group.domain, group.task_index, *_figures(one))
+                (*head, trajectory.episode, group.domain, group.task_index, *_figures(trajectory))
             )
-            if one.response:
-                self._responses.append((self._trajectory, searchable(one.response)))
+            if trajectory.response:
+                self._responses.append((self._trajectory, searchable(trajectory.response)))
 
     def store(self) -> None:
         """Write them."""
@@ -226,16 +228,23 @@ class _Rows:
         )
 
 
-def _figures(one: wire.Trajectory) -> tuple[Any, ...]:
-    runs = wire.growing(one.version_runs)
+def _figures(trajectory: wire.Trajectory) -> tuple[Any, ...]:
+    runs = wire.growing(trajectory.version_runs)
     versions = [
         version for version, length in zip(runs[::2], runs[1::2], strict=True) if length > 0
     ] or [-1]
-    mask = one.loss_mask.data
-    sizes = (len(mask), mask.count(1), len(one.turns))
-    servers = " ".join(dict.fromkeys(turn.server for turn in one.turns))
-    head = (one.reward, one.success, one.end, *sizes, min(versions), max(versions))
-    return *head, servers, one.greedy, preview(one.response)
+    mask = trajectory.loss_mask.data
+    sizes = (len(mask), mask.count(1), len(trajectory.turns))
+    servers = " ".join(dict.fromkeys(turn.server for turn in trajectory.turns))
+    head = (
+        trajectory.reward,
+        trajectory.success,
+        trajectory.end,
+        *sizes,
+        min(versions),
+        max(versions),
+    )
+    return *head, servers, trajectory.greedy, preview(trajectory.response)
 
 
 def read_record(connection: sqlite3.Connection, folder: Path, seq: int) -> LogRecord | None:

@@ -48,9 +48,9 @@ class RunIndex:
             DatabaseDamagedError: if there is some.
         """
         with database.explained():
-            (found,) = self.connection.execute("PRAGMA quick_check(1)").fetchone()
-        if found != "ok":
-            raise database.DatabaseDamagedError(" ".join(str(found).split()))
+            (verdict,) = self.connection.execute("PRAGMA quick_check(1)").fetchone()
+        if verdict != "ok":
+            raise database.DatabaseDamagedError(" ".join(str(verdict).split()))
 
     def update(self, *, only_steps: bool = False) -> bool:
         """Read a piece of what is new, in one transaction; return whether there may be more.
@@ -94,7 +94,7 @@ class RunIndex:
     def notes(self) -> list[str]:
         """Return one line for each source that is missing or cannot be read."""
         with database.explained():
-            found = [
+            columns = [
                 row[0]
                 for row in self.connection.execute(
                     "SELECT problem FROM sources WHERE problem != '' ORDER BY id"
@@ -102,16 +102,16 @@ class RunIndex:
             ]
             has_frames = self.connection.execute("SELECT 1 FROM frames LIMIT 1").fetchone()
         if has_frames is None and not (self.folder / SAMPLES_FOLDER).is_dir():
-            found.append(
+            columns.append(
                 "no trajectories: the run does not keep its records (samples.keep=true keeps them)"
             )
-        return found
+        return columns
 
     def version(self) -> tuple[int, int]:
         """Return what differs after each change of the database, by this process or another one."""
         with database.explained():
-            (others,) = self.connection.execute("PRAGMA data_version").fetchone()
-        return self.connection.total_changes, int(others)
+            (data_version,) = self.connection.execute("PRAGMA data_version").fetchone()
+        return self.connection.total_changes, int(data_version)
 
     def counts(self) -> tuple[float, int, int]:
         """Return the share of the files' bytes that was read, the newest step, and the number of

@@ -65,7 +65,7 @@ class RunList:
             self._asking = asyncio.create_task(self._ask(self._files))
             self._asked_at = now
         if self._asking is not None and any(
-            one.url and one.folder not in self._answers for one in self._files
+            place.url and place.folder not in self._answers for place in self._files
         ):
             await asyncio.wait({self._asking}, timeout=wait_s)
         return await asyncio.to_thread(
@@ -80,24 +80,26 @@ class RunList:
 
     async def _ask(self, files: Sequence[RunFiles]) -> None:
         by_url: dict[str, list[RunFiles]] = defaultdict(list)
-        for one in files:
-            if one.url and one.run:
-                by_url[one.url].append(one)
-        kept = {one.folder for own in by_url.values() for one in own}
+        for place in files:
+            if place.url and place.run:
+                by_url[place.url].append(place)
+        current_folders = {place.folder for own in by_url.values() for place in own}
         self._answers = {
-            folder: answer for folder, answer in self._answers.items() if folder in kept
+            folder: answer for folder, answer in self._answers.items() if folder in current_folders
         }
         await asyncio.gather(*(self._ask_one(url, own) for url, own in by_url.items()))
 
     async def _ask_one(self, url: str, files: Sequence[RunFiles]) -> None:
-        names = list(dict.fromkeys(one.run for one in files))
+        names = list(dict.fromkeys(place.run for place in files))
         async with self._few:
             try:
-                found = await ask_broker_of_runs(url, names)
+                answers = await ask_broker_of_runs(url, names)
             except (RlearnerError, ApiError, Disconnected, OSError) as error:
                 log.info("broker of %s: %s", ", ".join(names), error)
-                found = dict.fromkeys(names, ([], str(error)))
-        self._answers |= {one.folder: (bool(found[one.run][0]), found[one.run][1]) for one in files}
+                answers = dict.fromkeys(names, ([], str(error)))
+        self._answers |= {
+            place.folder: (bool(answers[place.run][0]), answers[place.run][1]) for place in files
+        }
 
 
 def settings(folder: Path) -> dict[str, Any]:
@@ -138,8 +140,8 @@ def _row(run: RunFiles, answer: tuple[bool, str] | None) -> RunRow:
 
 
 def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
-    found = config.get(name)
-    return found if isinstance(found, dict) else {}
+    section = config.get(name)
+    return section if isinstance(section, dict) else {}
 
 
 def setting_differences(folders: Sequence[Path]) -> list[SettingDifference]:
@@ -147,13 +149,13 @@ def setting_differences(folders: Sequence[Path]) -> list[SettingDifference]:
     and folder.
     """
     flat = {folder.name: flatten(settings(folder)) for folder in folders}
-    keys = dict.fromkeys(key for one in flat.values() for key in one)
-    found = []
+    keys = dict.fromkeys(key for settings in flat.values() for key in settings)
+    differences = []
     for key in sorted(keys):
-        values = {run: one[key] for run, one in flat.items() if key in one}
-        same = len(values) == len(flat) and all(
+        values = {run: settings[key] for run, settings in flat.items() if key in settings}
+        is_equal = len(values) == len(flat) and all(
             value == next(iter(values.values())) for value in values.values()
         )
-        if not same and key not in ("run.name", "run.dir"):
-            found.append(SettingDifference(key, values))
-    return found
+        if not is_equal and key not in ("run.name", "run.dir"):
+            differences.append(SettingDifference(key, values))
+    return differences

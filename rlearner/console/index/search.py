@@ -52,9 +52,9 @@ def search(
     if order not in ORDERS:
         raise ConfigError("order", order, f"one of {', '.join(ORDERS)}")
     conditions, values = _conditions(connection, wanted)
-    where = " AND ".join(conditions) or "1"
+    condition = " AND ".join(conditions) or "1"
     total = (
-        connection.execute(f"SELECT count(*) {_FROM} WHERE {where}", values).fetchone()[0]
+        connection.execute(f"SELECT count(*) {_FROM} WHERE {condition}", values).fetchone()[0]
         if count
         else None
     )
@@ -64,24 +64,24 @@ def search(
     free = "+" if conditions and expression != "t.seq" else ""
     if after:
         sign = "<" if direction == "DESC" else ">"
-        where += f" AND ({free}{expression}, t.seq, t.ordinal) {sign} (?, ?, ?)"
+        condition += f" AND ({free}{expression}, t.seq, t.ordinal) {sign} (?, ?, ?)"
         values = [*values, *_cursor(after)]
     keys = dict.fromkeys([expression, "t.seq", "t.ordinal"])
-    inner = ", ".join(f"{free}{one} {direction}" for one in keys)
-    outer = ", ".join(f"{one} {direction}" for one in ("key", "t.seq", "t.ordinal"))
+    inner = ", ".join(f"{free}{column} {direction}" for column in keys)
+    outer = ", ".join(f"{column} {direction}" for column in ("key", "t.seq", "t.ordinal"))
     rows = connection.execute(
-        f"SELECT key, {_COLUMNS} FROM (SELECT t.id AS found, {expression} AS key {_FROM} WHERE {where}"
+        f"SELECT key, {_COLUMNS} FROM (SELECT t.id AS found, {expression} AS key {_FROM} WHERE {condition}"
         f" ORDER BY {inner} LIMIT ?) JOIN trajectories t ON t.id = found JOIN groups g ON g.id = t.grp"
         f" ORDER BY {outer}",
         [*values, limit + 1],
     ).fetchall()
-    shown = [_row(row[1:]) for row in rows[:limit]]
+    page_rows = [_row(row[1:]) for row in rows[:limit]]
     last = (
-        json.dumps([rows[limit - 1][0], shown[-1].seq, shown[-1].ordinal])
-        if len(rows) > limit and shown
+        json.dumps([rows[limit - 1][0], page_rows[-1].seq, page_rows[-1].ordinal])
+        if len(rows) > limit and page_rows
         else ""
     )
-    return TrajectoryPage(shown, last, total)
+    return TrajectoryPage(page_rows, last, total)
 
 
 def _row(row: tuple[Any, ...]) -> TrajectoryRow:
@@ -93,22 +93,22 @@ def _row(row: tuple[Any, ...]) -> TrajectoryRow:
 
 def _cursor(after: str) -> list[float]:
     try:
-        found = json.loads(after)
+        position = json.loads(after)
     except ValueError:
-        found = None
+        position = None
     if (
-        not isinstance(found, list)
-        or len(found) != 3
-        or not all(type(one) in (int, float) for one in found)
+        not isinstance(position, list)
+        or len(position) != 3
+        or not all(type(number) in (int, float) for number in position)
     ):
         raise ConfigError("after", after, "the `after` of a page")
-    return found
+    return position
 
 
 def _conditions(
     connection: sqlite3.Connection, wanted: TrajectoryFilter
 ) -> tuple[list[str], list[Any]]:
-    given: list[tuple[str, Any]] = [
+    choices: list[tuple[str, Any]] = [
         ("t.step >= ?", None if wanted.min_step is None else max(wanted.min_step, 1)),
         ("t.step <= ?", wanted.max_step),
         ("t.step > ?", None if wanted.max_step is None else 0),
@@ -125,9 +125,9 @@ def _conditions(
         ("instr(' ' || t.servers || ' ', ' ' || ? || ' ')", wanted.server or None),
         ("t.grp IN (SELECT id FROM groups WHERE hub = ?)", wanted.hub or None),
     ]
-    found = [(text, value) for text, value in given if value is not None]
-    conditions = [text for text, _ in found]
-    values = [value for _, value in found]
+    chosen_conditions = [(text, value) for text, value in choices if value is not None]
+    conditions = [text for text, _ in chosen_conditions]
+    values = [value for _, value in chosen_conditions]
     if wanted.text.strip():
         text, more = _text_condition(connection, wanted.text)
         conditions.append(text)

@@ -14,8 +14,8 @@ MAX_STEP: Final = 2**62
 def metric_names(connection: sqlite3.Connection, search: str, limit: int) -> list[str]:
     words = search.lower().split()
     names = [name for (name,) in connection.execute("SELECT name FROM metrics ORDER BY name")]
-    found = [name for name in names if all(word in name.lower() for word in words)]
-    alive = (name for name in found if connection.execute(_ANY, (name,)).fetchone())
+    matches = [name for name in names if all(word in name.lower() for word in words)]
+    alive = (name for name in matches if connection.execute(_ANY, (name,)).fetchone())
     return [name for name, _ in zip(alive, range(limit), strict=False)]
 
 
@@ -27,9 +27,9 @@ _LAST: Final = "SELECT name, (SELECT value FROM points WHERE metric = metrics.id
 
 
 def last_values(connection: sqlite3.Connection, names: Sequence[str]) -> dict[str, float]:
-    wanted = f" WHERE name IN ({', '.join('?' * len(names))})" if names else ""
-    found = connection.execute(f"{_LAST}{wanted} ORDER BY name", tuple(names)).fetchall()
-    return {name: value for name, value in found if value is not None}
+    name_filter = f" WHERE name IN ({', '.join('?' * len(names))})" if names else ""
+    rows = connection.execute(f"{_LAST}{name_filter} ORDER BY name", tuple(names)).fetchall()
+    return {name: value for name, value in rows if value is not None}
 
 
 def newest_rows(connection: sqlite3.Connection, count: int) -> list[dict[str, float]]:
@@ -52,7 +52,7 @@ def series(
 ) -> dict[str, Series]:
     until = MAX_STEP if last_step is None else last_step
     times: dict[int, float] = {}
-    found = {}
+    series_by_name = {}
     for name in dict.fromkeys(names):
         points, total = _points(connection, name, first_step, until, max_points)
         if not points:
@@ -60,14 +60,14 @@ def series(
         if not times:
             times = dict(_all_points(connection, "time", first_step, until))
         steps = [step for step, _ in points]
-        found[name] = Series(
+        series_by_name[name] = Series(
             name,
             steps,
             [times.get(step, 0.0) for step in steps],
             [value for _, value in points],
             total,
         )
-    return found
+    return series_by_name
 
 
 def _points(
@@ -82,7 +82,7 @@ def _points(
     if total <= max(2, most):
         return _all_points(connection, name, first, last), total
     width = -(-(end - begin + 1) // max(1, most // 2))
-    kept = {
+    points = {
         (step, value)
         for extreme in ("min", "max")  # a column next to one of these is of the row that has it
         for step, value in connection.execute(
@@ -90,7 +90,7 @@ def _points(
             (name, first, last, begin, width),
         )
     }
-    return sorted(kept), total
+    return sorted(points), total
 
 
 def _all_points(

@@ -76,8 +76,10 @@ class StepsReader:
             steps.append((line.end, line.start, line.crc, step, values.get("time", 0.0), *phases))
             if step >= 0:
                 newest[step] = values
-        known = connection.execute("SELECT max(step) FROM steps").fetchone()[0]
-        self._drop(connection, [step for step in newest if known is not None and step <= known])
+        newest_step = connection.execute("SELECT max(step) FROM steps").fetchone()[0]
+        self._drop(
+            connection, [step for step in newest if newest_step is not None and step <= newest_step]
+        )
         connection.executemany("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?)", steps)
         for step, values in newest.items():
             self._store(connection, step, values)
@@ -94,15 +96,15 @@ class StepsReader:
 
     def _cut(self, connection: sqlite3.Connection, file: int, offset: int) -> None:
         """Take back the lines behind a place; an earlier line of the same step counts again."""
-        found = connection.execute(
+        bounds = connection.execute(
             "SELECT DISTINCT step FROM steps WHERE end > ? AND step >= 0", (offset,)
         ).fetchall()
         connection.execute("DELETE FROM steps WHERE end > ?", (offset,))
         if not offset:
             connection.execute("DELETE FROM points")
             return
-        self._drop(connection, [step for (step,) in found])
-        for (step,) in found:
+        self._drop(connection, [step for (step,) in bounds])
+        for (step,) in bounds:
             place = connection.execute(
                 "SELECT start, end FROM steps WHERE step = ? ORDER BY end DESC LIMIT 1", (step,)
             )

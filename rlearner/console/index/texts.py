@@ -27,8 +27,8 @@ def preview(text: str) -> str:
 
 def words_of(text: str) -> list[str]:
     """Return what a text must hold: the words and the quoted phrases of a query."""
-    found = [phrase or word for phrase, word in _PART.findall(text)]
-    return [one.strip() for one in found if any(map(str.isalnum, one))]
+    phrases = [phrase or word for phrase, word in _PART.findall(text)]
+    return [phrase.strip() for phrase in phrases if any(map(str.isalnum, phrase))]
 
 
 def match_expression(text: str) -> str:

@@ -23,19 +23,19 @@ def update(connection: sqlite3.Connection, folder: Path) -> tuple[bool, set[int]
     """Read what is new, at most a few MB; return whether there may be more, and the tickets whose
     lines changed.
     """
-    known = followed.sources_of(connection, "ledger")
+    sources = followed.sources_of(connection, "ledger")
     changed = set[int]()
     more = False
-    there = _files(folder / FOLDER)
-    for name in [name for name in known if name not in there]:
-        changed |= _cut(connection, known[name], 0)
-        followed.forget(connection, known[name])
-    for name, first in there.items():
+    files = _files(folder / FOLDER)
+    for name in [name for name in sources if name not in files]:
+        changed |= _cut(connection, sources[name], 0)
+        followed.forget(connection, sources[name])
+    for name, first in files.items():
         file = followed.open_file(folder / FOLDER / name)
         if file < 0:  # a learner that resumes has just deleted it
             continue
         try:
-            source = known.get(name) or followed.begin(connection, "ledger", name, first)
+            source = sources.get(name) or followed.begin(connection, "ledger", name, first)
             has_more, tickets = _read(connection, file, source)
         finally:
             os.close(file)
@@ -51,14 +51,14 @@ def _files(folder: Path) -> dict[str, int]:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    found = {
+    files = {
         name: name.removeprefix("step-").removesuffix(SUFFIX)
         for name in names
         if name.endswith(SUFFIX)
     }
     numbers = {
         name: int(digits)
-        for name, digits in found.items()
+        for name, digits in files.items()
         if name.startswith("step-") and digits.isdecimal()
     }
     return dict(sorted(numbers.items(), key=lambda item: item[1]))
@@ -95,27 +95,29 @@ def _read(connection: sqlite3.Connection, file: int, source: Source) -> tuple[bo
 def _row(source: Source, line: Line) -> tuple[int, int, int, int, int, str, int, int, bytes]:
     head = (source.id, line.end, line.crc, source.first)
     try:
-        one = ledger_file.decode(line.data)
-        if max(one.ticket, one.seq, abs(one.step)) >= 2**63:
+        record = ledger_file.decode(line.data)
+        if max(record.ticket, record.seq, abs(record.step)) >= 2**63:
             raise ValueError("out of range")
     except ValueError:
         return *head, 0, MALFORMED, 0, -1, line.data
     ticket = (
-        max(one.ticket, 0) if one.state not in ("boundary", "summary", "rules", "unrecorded") else 0
+        max(record.ticket, 0)
+        if record.state not in ("boundary", "summary", "rules", "unrecorded")
+        else 0
     )
-    return *head, ticket, one.state, one.seq, one.step, line.data
+    return *head, ticket, record.state, record.seq, record.step, line.data
 
 
 def _cut(connection: sqlite3.Connection, source: Source, offset: int) -> set[int]:
     """Take back the lines behind a place, and return their tickets."""
     place = (source.id, offset)
-    found = connection.execute(
+    rows = connection.execute(
         "SELECT DISTINCT ticket FROM ledger_lines WHERE source = ? AND end > ? AND ticket > 0",
         place,
     ).fetchall()
     connection.execute("DELETE FROM ledger_lines WHERE source = ? AND end > ?", place)
     _count_malformed(connection, source)
-    return {ticket for (ticket,) in found}
+    return {ticket for (ticket,) in rows}
 
 
 def _count_malformed(connection: sqlite3.Connection, source: Source) -> None:
@@ -151,18 +153,18 @@ def judge(connection: sqlite3.Connection, tickets: Iterable[int]) -> None:
                 "UPDATE trajectories SET state = 'arrived', step = 0 WHERE ticket = ?", (ticket,)
             )
             continue
-        found = ticket_summary(lines)
-        values = [found.get(name, -1) for name in ("task_index", "min_version")]
-        versions = [found.get(name, -1) for name in ("oldest_version", "newest_version")]
+        summary = ticket_summary(lines)
+        values = [summary.get(name, -1) for name in ("task_index", "min_version")]
+        versions = [summary.get(name, -1) for name in ("oldest_version", "newest_version")]
         head = (
             ticket,
-            found["state"],
-            found.get("domain", ""),
+            summary["state"],
+            summary.get("domain", ""),
             *values,
             record_of(lines),
-            found.get("step", 0),
+            summary.get("step", 0),
         )
-        row = (*head, *versions, found.get("reason", ""))
+        row = (*head, *versions, summary.get("reason", ""))
         connection.execute(
             "INSERT OR REPLACE INTO tickets VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row
         )

@@ -35,7 +35,7 @@ def extent(connection: sqlite3.Connection) -> tuple[float, float]:
         newest = connection.execute(
             "SELECT max(end) FROM (SELECT end FROM spans ORDER BY start DESC LIMIT 256)"
         )
-        ends += [since, *(one for one in newest.fetchone() if one is not None)]
+        ends += [since, *(value for value in newest.fetchone() if value is not None)]
     return (min(ends), max(ends)) if ends else (0.0, 0.0)
 
 
@@ -44,15 +44,15 @@ def spans(
 ) -> Timeline:
     phases = _phases(connection, start, end)
     width = 0.0
-    found = None
+    found_spans = None
     if start >= kept_since(connection, 0):
-        found = _single(connection, start, end, max_spans - len(PHASES) * len(phases))
-    if found is None:
-        width, found = _added_up(connection, phases, start, end, resolution_s, max_spans)
+        found_spans = _single(connection, start, end, max_spans - len(PHASES) * len(phases))
+    if found_spans is None:
+        width, found_spans = _added_up(connection, phases, start, end, resolution_s, max_spans)
     else:
-        found += _phase_spans(phases, [one for one in found if one.lane == LEARNER])
-    lanes = sorted({one.lane for one in found}, key=_lane_order)
-    return Timeline(start, end, lanes, found, width, _live_since(connection) or 0.0)
+        found_spans += _phase_spans(phases, [span for span in found_spans if span.lane == LEARNER])
+    lanes = sorted({span.lane for span in found_spans}, key=_lane_order)
+    return Timeline(start, end, lanes, found_spans, width, _live_since(connection) or 0.0)
 
 
 def _live_since(connection: sqlite3.Connection) -> float | None:
@@ -113,25 +113,27 @@ def _phase_spans(
     phases: Sequence[tuple[int, float, float, float, float]], reported: Sequence[TimelineSpan]
 ) -> list[TimelineSpan]:
     """Return the phases of the steps of which the learner reported nothing."""
-    begins = np.array([one.start for one in reported])
+    begins = np.array([span.start for span in reported])
     ends = (
-        np.maximum.accumulate(np.array([one.end for one in reported])) if reported else np.zeros(0)
+        np.maximum.accumulate(np.array([span.end for span in reported]))
+        if reported
+        else np.zeros(0)
     )
-    found = []
+    phase_spans = []
     for step, time, wall, train, offer in phases:
         middle = time - wall / 2
-        before = int(np.searchsorted(begins, middle, side="right")) - 1
-        if before >= 0 and ends[before] >= middle:
+        index = int(np.searchsorted(begins, middle, side="right")) - 1
+        if index >= 0 and ends[index] >= middle:
             continue
         edges = _edges(time, wall, train, offer)
         for kind, first, last in zip(PHASES, edges, edges[1:], strict=False):
             if last > first:
-                found.append(
+                phase_spans.append(
                     TimelineSpan(
                         LEARNER, kind, float(first), float(last), float(last - first), 1, 0, step
                     )
                 )
-    return found
+    return phase_spans
 
 
 def _edges(time: Any, wall: Any, train: Any, offer: Any) -> list[Any]:
@@ -157,20 +159,20 @@ def _added_up(
 ) -> tuple[float, list[TimelineSpan]]:
     """Return the width of the buckets, and at most ``max_spans`` of them."""
     length = max(end - start, 1e-3)
-    wanted = max(resolution_s, length * MAX_KINDS / max_spans)
+    width_s = max(resolution_s, length * MAX_KINDS / max_spans)
     while True:
-        level = _level(connection, wanted, start)
-        width = wanted if level is None else max(1, math.ceil(wanted / level)) * level
-        found = _reported(connection, start, end, level, width) if level else []
-        found += _phase_buckets(
-            phases, start, end, width, {one.start for one in found if one.lane == LEARNER}
+        level = _level(connection, width_s, start)
+        width = width_s if level is None else max(1, math.ceil(width_s / level)) * level
+        buckets = _reported(connection, start, end, level, width) if level else []
+        buckets += _phase_buckets(
+            phases, start, end, width, {span.start for span in buckets if span.lane == LEARNER}
         )
-        if len(found) <= max_spans or width >= length:
-            return width, found
-        wanted = max(wanted, width) * max(1.2, len(found) / max_spans)
+        if len(buckets) <= max_spans or width >= length:
+            return width, buckets
+        width_s = max(width_s, width) * max(1.2, len(buckets) / max_spans)
 
 
-def _level(connection: sqlite3.Connection, wanted: float, start: float) -> int | None:
+def _level(connection: sqlite3.Connection, width_s: float, start: float) -> int | None:
     """Return the widest buckets of at most half the wanted width that are kept from the start on;
     None: there are none.
 
@@ -178,8 +180,8 @@ def _level(connection: sqlite3.Connection, wanted: float, start: float) -> int |
     """
     if connection.execute("SELECT 1 FROM buckets LIMIT 1").fetchone() is None:
         return None
-    kept = [width for width in WIDTHS if kept_since(connection, width) <= start] or [WIDTHS[-1]]
-    return max([width for width in kept if width <= wanted / 2], default=kept[0])
+    widths = [width for width in WIDTHS if kept_since(connection, width) <= start] or [WIDTHS[-1]]
+    return max([width for width in widths if width <= width_s / 2], default=widths[0])
 
 
 def _reported(
@@ -202,7 +204,7 @@ def _phase_buckets(
     start: float,
     end: float,
     width: float,
-    known: set[float],
+    reported_starts: set[float],
 ) -> list[TimelineSpan]:
     """Return the learner's phases in buckets, except in those where it reported itself."""
     if not phases:
@@ -211,16 +213,16 @@ def _phase_buckets(
     begins = np.arange(math.floor(start / width), math.floor(end / width) + 1) * width
     grid = np.append(begins, begins[-1] + width)
     edges = _edges(*columns)
-    found = []
+    buckets = []
     for kind, first, last in zip(PHASES, edges, edges[1:], strict=False):
         busy = np.diff(_integral(first, last, grid))
-        ended = np.diff(np.searchsorted(np.sort(last), grid))
+        num_ended = np.diff(np.searchsorted(np.sort(last), grid))
         for begin, seconds, count in zip(
-            begins.tolist(), busy.tolist(), ended.tolist(), strict=True
+            begins.tolist(), busy.tolist(), num_ended.tolist(), strict=True
         ):
-            if seconds > 0 and begin not in known:
-                found.append(TimelineSpan(LEARNER, kind, begin, begin + width, seconds, count))
-    return found
+            if seconds > 0 and begin not in reported_starts:
+                buckets.append(TimelineSpan(LEARNER, kind, begin, begin + width, seconds, count))
+    return buckets
 
 
 def _integral(first: Floats, last: Floats, at: Floats) -> Floats:
@@ -228,5 +230,5 @@ def _integral(first: Floats, last: Floats, at: Floats) -> Floats:
     points = np.maximum.accumulate(np.column_stack([first, last]).ravel())
     lengths = np.diff(points, prepend=points[0])
     lengths[::2] = 0.0  # between two intervals
-    found: Floats = np.interp(at, points, np.cumsum(lengths))
-    return found
+    integral: Floats = np.interp(at, points, np.cumsum(lengths))
+    return integral

@@ -34,10 +34,12 @@ COLUMNS: Final[list[dict[str, Any]]] = [
 async def dead_letters_page(state: ConsoleState, run: ConsoleRun) -> None:
     """Build the page."""
     page = Page(state)
-    found: dict[int, LogRecord] = {}
+    records: dict[int, LogRecord] = {}
     problem = ""
     try:
-        found = {record.seq: record for record in await actions.letters(await run.live.connected())}
+        records = {
+            record.seq: record for record in await actions.letters(await run.live.connected())
+        }
     except UserError as error:
         problem = " ".join(str(error).split())
     with frame(state, "Dead letters", run.name, "dead-letters"):
@@ -45,42 +47,42 @@ async def dead_letters_page(state: ConsoleState, run: ConsoleRun) -> None:
             banner(problem, "bad")
         with tag("div", classes="head"):
             tag("h1", "Dead letters")
-            count = tag("span", _count(found), "dim")
+            count = tag("span", _count(records), "dim")
         with tag("section", classes="panel"):
-            grid = Grid("dead letters", COLUMNS, _rows(found), empty="none")
+            grid = Grid("dead letters", COLUMNS, _rows(records), empty="none")
         detail = tag("section", aria_live="polite")
-        if state.actions and found:
+        if state.actions and records:
             with tag("section", classes="panel"):
                 tag("h2", "Delete")
                 purged = tag("div", classes="mono", aria_live="polite")
                 button = tag("button", "Delete…", "btn danger")
 
     def look(event: GenericEventArguments) -> None:
-        record = found.get(int(event.args["key"]))
+        record = records.get(int(event.args["key"]))
         if record is not None:
             detail.clear()
             with detail:
                 _detail(page, state, run, record)
 
     async def again() -> None:
-        found.clear()
-        found.update(
+        records.clear()
+        records.update(
             {record.seq: record for record in await actions.letters(await run.live.connected())}
         )
-        grid.change(_rows(found))
-        count._text = _count(found)
+        grid.change(_rows(records))
+        count._text = _count(records)
         count.update()
 
     async def purge() -> AsyncGenerator[str, None]:
-        through = max(found, default=0)
+        through = max(records, default=0)
         yield await actions.purge(await run.live.connected(), through, page.session)
         await again()
 
     grid.on("press", look)
-    if state.actions and found:
+    if state.actions and records:
         confirm(
             button,
-            f"Delete all dead letters of run {run.name} up to number {max(found)}, also those not shown?",
+            f"Delete all dead letters of run {run.name} up to number {max(records)}, also those not shown?",
         )
         button.on("confirmed", lambda: perform(purged, button, purge))
     page.until_gone(run.live.listen(lambda: None))
@@ -91,13 +93,13 @@ def confirm(button: Element, question: str) -> None:
     button._props["data-confirm"] = question
 
 
-def _count(found: dict[int, LogRecord]) -> str:
-    return f"{len(found)}, the newest first"
+def _count(records: dict[int, LogRecord]) -> str:
+    return f"{len(records)}, the newest first"
 
 
-def _rows(found: dict[int, LogRecord]) -> list[dict[str, Any]]:
+def _rows(records: dict[int, LogRecord]) -> list[dict[str, Any]]:
     rows = []
-    for seq, record in found.items():
+    for seq, record in records.items():
         letter = record.message
         row: dict[str, Any] = {
             "key": str(seq),
@@ -106,9 +108,9 @@ def _rows(found: dict[int, LogRecord]) -> list[dict[str, Any]]:
             "bytes": len(record.data),
         }
         if isinstance(letter, wire.DeadLetter):
-            where = f"{letter.stream} {letter.sequence}" if letter.sequence else letter.stream
+            origin = f"{letter.stream} {letter.sequence}" if letter.sequence else letter.stream
             row |= {
-                "stream": where,
+                "stream": origin,
                 "ticket": letter.ticket or None,
                 "by": letter.by,
                 "bytes": len(letter.data),

@@ -43,8 +43,8 @@ async def fleet_page(state: ConsoleState, run: ConsoleRun, log_name: str) -> Non
     page = Page(state)
     live = run.live
     names = await asyncio.to_thread(log_files, run.folder)
-    chosen = log_name if log_name in names else next(iter(names), "")
-    end = await asyncio.to_thread(tail, run.folder, chosen)
+    selected_log = log_name if log_name in names else next(iter(names), "")
+    end = await asyncio.to_thread(tail, run.folder, selected_log)
     with frame(state, "Fleet", run.name, "fleet") as banners:
         with tag("div", classes="head"):
             tag("h1", "Fleet")
@@ -58,15 +58,15 @@ async def fleet_page(state: ConsoleState, run: ConsoleRun, log_name: str) -> Non
             if names:
                 with tag("nav", classes="form", aria_label="log files"):
                     for name in names:
-                        here = {"aria_current": "true"} if name == chosen else {}
+                        attributes = {"aria_current": "true"} if name == selected_log else {}
                         tag(
                             "a",
                             name,
-                            f"btn{' primary' if name == chosen else ''}",
+                            f"btn{' primary' if name == selected_log else ''}",
                             href=f"?log={name}",
-                            **here,
+                            **attributes,
                         )
-                output = tag("pre", end, "log", tabindex="0", aria_label=f"end of {chosen}")
+                output = tag("pre", end, "log", tabindex="0", aria_label=f"end of {selected_log}")
             else:
                 tag(
                     "p",
@@ -74,23 +74,23 @@ async def fleet_page(state: ConsoleState, run: ConsoleRun, log_name: str) -> Non
                     "dim",
                 )
 
-    shown = ""
+    old_problem = ""
 
     async def refresh() -> None:
-        nonlocal shown
-        if live.view.problem != shown:
-            shown = live.view.problem
+        nonlocal old_problem
+        if live.view.problem != old_problem:
+            old_problem = live.view.problem
             banners.clear()
-            if shown:
+            if old_problem:
                 with banners:
-                    banner(shown)
+                    banner(old_problem)
         _set_text(about, _about(live.view))
         flow.change(flow_parts(run, live.view))
         grid.change(process_rows(live.view))
 
     async def refresh_log() -> None:
         if names:
-            _set_text(output, await asyncio.to_thread(tail, run.folder, chosen))
+            _set_text(output, await asyncio.to_thread(tail, run.folder, selected_log))
 
     page.until_gone(live.listen(page.soon(refresh), queues=True))
     page.until_gone(ui.timer(2.0, page.soon(refresh_log)).cancel)
@@ -106,39 +106,39 @@ def _set_text(element: Element, text: str) -> None:
 def _about(view: BrokerView) -> str:
     if view.problem:
         return ""
-    why = f" ({view.reason})" if view.reason else ""
-    return f"{len(view.processes)} processes on {view.broker}; the operator wants it {view.desired or 'running'}{why}"
+    reason = f" ({view.reason})" if view.reason else ""
+    return f"{len(view.processes)} processes on {view.broker}; the operator wants it {view.desired or 'running'}{reason}"
 
 
 def process_rows(view: BrokerView) -> list[dict[str, Any]]:
     """Return the table of the processes."""
     rows = []
-    for one in view.processes:
-        heard = view.metrics.get(f"{one.role}.{one.id}")
-        values = heard.values if heard is not None else {}
+    for presence in view.processes:
+        metrics = view.metrics.get(f"{presence.role}.{presence.id}")
+        values = metrics.values if metrics is not None else {}
         memory = values.get("process/memory_bytes", values.get("process/rss_bytes"))
-        state = "asleep" if one.asleep else one.state
+        state = "asleep" if presence.asleep else presence.state
         rows.append({
-            "key": f"{one.role}.{one.id}", "process": display_name(one.role, one.id),
-            "state": state, "state_tone": TONES.get(one.state, ""),
-            "version": one.policy_version if one.policy_version >= 0 else None,
-            "busy": f"{one.running}/{one.slots}" if one.slots else str(one.running), "busy_sort": one.running,
-            "waiting": one.waiting, "speed": round(one.speed) if one.speed else None,
-            "idle": f"{one.idle_ratio:.0%}" if one.idle_ratio >= 0 else None, "idle_sort": one.idle_ratio,
-            "memory": f"{memory / 2**20:,.0f} MiB" if memory else _memory(one), "host": one.host, "pid": str(one.pid),
-            "serves": f"{one.engine}, policy {one.policy}" if one.role == "rollout" else ", ".join(one.serves),
-            "trouble": visible(one.problem or one.said) or None,
-            "trouble_tone": "bad" if one.problem or " ERROR " in one.said else "warn" if one.said else "",
+            "key": f"{presence.role}.{presence.id}", "process": display_name(presence.role, presence.id),
+            "state": state, "state_tone": TONES.get(presence.state, ""),
+            "version": presence.policy_version if presence.policy_version >= 0 else None,
+            "busy": f"{presence.running}/{presence.slots}" if presence.slots else str(presence.running), "busy_sort": presence.running,
+            "waiting": presence.waiting, "speed": round(presence.speed) if presence.speed else None,
+            "idle": f"{presence.idle_ratio:.0%}" if presence.idle_ratio >= 0 else None, "idle_sort": presence.idle_ratio,
+            "memory": f"{memory / 2**20:,.0f} MiB" if memory else _memory(presence), "host": presence.host, "pid": str(presence.pid),
+            "serves": f"{presence.engine}, policy {presence.policy}" if presence.role == "rollout" else ", ".join(presence.serves),
+            "trouble": visible(presence.problem or presence.said) or None,
+            "trouble_tone": "bad" if presence.problem or " ERROR " in presence.said else "warn" if presence.said else "",
         })  # fmt: skip
     return rows
 
 
-def _memory(one: wire.Presence) -> str | None:
+def _memory(presence: wire.Presence) -> str | None:
     """Return the memory of a process of this host."""
-    if one.host != os.uname().nodename:
+    if presence.host != os.uname().nodename:
         return None
     try:
-        pages = int(Path(f"/proc/{one.pid}/statm").read_text().split()[1])
+        pages = int(Path(f"/proc/{presence.pid}/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):
         return None
     # coarse, so that it seldom changes
@@ -148,10 +148,10 @@ def _memory(one: wire.Presence) -> str | None:
 def flow_parts(run: ConsoleRun, view: BrokerView) -> list[dict[str, Any]]:
     """Return the picture of the streams: processes and what waits between them."""
     by_role: dict[str, list[wire.Presence]] = {}
-    for one in view.processes:
-        by_role.setdefault(one.role, []).append(one)
-    heard = view.metrics.get("learner.learner")
-    values = heard.values if heard is not None else {}
+    for presence in view.processes:
+        by_role.setdefault(presence.role, []).append(presence)
+    metrics = view.metrics.get("learner.learner")
+    values = metrics.values if metrics is not None else {}
     learner = by_role.get("learner", [])
     version = f"version {learner[0].policy_version}" if learner else "not running"
     tickets = ", ".join(
@@ -164,15 +164,15 @@ def flow_parts(run: ConsoleRun, view: BrokerView) -> list[dict[str, Any]]:
         return sum(view.queues[stream].values()) if stream in view.queues else None
 
     def several(role: str, word: str) -> list[str]:
-        there = by_role.get(role, [])
-        running = sum(one.running for one in there)
-        slots = sum(one.slots for one in there)
+        members = by_role.get(role, [])
+        running = sum(presence.running for presence in members)
+        slots = sum(presence.slots for presence in members)
         return [
-            f"{len(there)} {'process' if len(there) == 1 else 'processes'}",
+            f"{len(members)} {'process' if len(members) == 1 else 'processes'}",
             f"{running} of {slots} {word}",
         ]
 
-    speed = sum(one.speed for one in by_role.get("rollout", []))
+    speed = sum(presence.speed for presence in by_role.get("rollout", []))
     servers = [*several("rollout", "requests"), f"{speed:,.0f} tokens/s"]
     arrived = values.get("queue/samples/depth")
     return [
@@ -180,7 +180,7 @@ def flow_parts(run: ConsoleRun, view: BrokerView) -> list[dict[str, Any]]:
         {"key": "tickets", "edge": "tickets", "count": waiting("tickets"), "title": "waiting for a hub"},
         {"key": "envhub", "node": "environment hubs", "lines": several("envhub", "slots")},
         {"key": "generate", "edge": "requests", "both": True, "title": "waiting in the servers",
-         "count": sum(one.waiting for one in by_role.get("rollout", [])) if view.processes else None},
+         "count": sum(presence.waiting for presence in by_role.get("rollout", [])) if view.processes else None},
         {"key": "rollout", "node": "rollout servers", "lines": servers},
         {"key": "episodes", "edge": "episodes", "count": waiting("episodes"), "title": "waiting for a reward hub"},
         {"key": "rewardhub", "node": "reward hubs", "lines": several("rewardhub", "groups")},

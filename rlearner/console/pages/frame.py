@@ -118,8 +118,14 @@ def frame(
             with tag("nav", classes="tabs", aria_label="pages of the run"):
                 for number, (path, text) in enumerate(TABS, start=2):
                     if path != "actions" or state.actions:
-                        here = {"aria_current": "page"} if path == tab else {}
-                        tag("a", text, href=link("run", run, path), data_key=str(number), **here)
+                        attributes = {"aria_current": "page"} if path == tab else {}
+                        tag(
+                            "a",
+                            text,
+                            href=link("run", run, path),
+                            data_key=str(number),
+                            **attributes,
+                        )
         with tag("div", classes="tools"):
             tag(
                 "button",
@@ -163,13 +169,13 @@ def trouble(problem: str, status: int) -> None:
 
 def index_banners(run: ConsoleRun, banners: Element) -> Callable[[], None]:
     """Show what is wrong with a run's index, if anything; returns what brings that up to date."""
-    shown: list[tuple[str, str]] = []
+    texts: list[tuple[str, str]] = []
 
     def refresh() -> None:
         now = index_lines(run)
-        if now == shown:
+        if now == texts:
             return
-        shown[:] = now
+        texts[:] = now
         banners.clear()
         with banners:
             for text, tone in now:
@@ -193,10 +199,12 @@ def index_lines(run: ConsoleRun) -> list[tuple[str, str]]:
     elif status.problem:
         lines.append((status.problem, "bad"))
     if status.state in ("building", "rebuilding") and status.done < 1.0:
-        what = "rebuilt, because it was damaged" if status.state == "rebuilding" else "being built"
+        activity = (
+            "rebuilt, because it was damaged" if status.state == "rebuilding" else "being built"
+        )
         lines.append(
             (
-                f"the index of this run is {what}: {status.done:.0%}; until then not everything is shown",
+                f"the index of this run is {activity}: {status.done:.0%}; until then not everything is shown",
                 "info",
             )
         )

@@ -75,19 +75,21 @@ def _group(view: GroupView, colour: str, episode: str) -> None:
         tag("dt", "temperature")
         tag("dd", f"{view.temperature:g}")
         tag("dt", "rewards")
-        tag("dd", ", ".join(f"{one.reward:g}" for one in view.trajectories))
-    shown = [
-        one for one in view.trajectories if not episode.isdigit() or one.episode == int(episode)
+        tag("dd", ", ".join(f"{trajectory.reward:g}" for trajectory in view.trajectories))
+    selected_trajectories = [
+        trajectory
+        for trajectory in view.trajectories
+        if not episode.isdigit() or trajectory.episode == int(episode)
     ]
     episodes: list[dict[str, Any]] = []
     count = 0
-    for one in shown or view.trajectories:
-        plain: dict[str, Any] = asdict(one)
+    for trajectory in selected_trajectories or view.trajectories:
+        plain: dict[str, Any] = asdict(trajectory)
         tokens = sum(len(piece["tokens"]) for piece in plain["pieces"])
         count += tokens
         if count > MAX_TOKENS and episodes:
             banner(
-                f"{len(shown) - len(episodes)} more episodes are not shown; add ?episode=N to the address"
+                f"{len(selected_trajectories) - len(episodes)} more episodes are not shown; add ?episode=N to the address"
             )
             break
         episodes.append(plain)

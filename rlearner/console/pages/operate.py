@@ -66,35 +66,35 @@ async def actions_page(state: ConsoleState, run: ConsoleRun) -> None:
                 tag("label", "reason, for the processes' logs", "wide"),
             ):
                 reason = tag("input", classes="in", name="reason", maxlength="200", data_search="")
-            told = {"reason": ""}
+            reason_field = {"reason": ""}
             reason.on(
                 "change",
-                lambda event: told.update(reason=str(event.args)),
+                lambda event: reason_field.update(reason=str(event.args)),
                 js_handler="(e) => emit(e.target.value)",
             )
             with tag("div", classes="actions"):
                 for command, title, text, asks in STATES:
                     _action(title, text, f"{title} run {run.name}?" if asks else "", output,
-                            partial(_set, page, run, command, told))  # fmt: skip
+                            partial(_set, page, run, command, reason_field))  # fmt: skip
                 for action, title, text in REQUESTS:
                     _action(title, text, "", output, partial(_request, page, run, action))
         with tag("section", classes="panel"):
             tag("h2", "Outcome")
             output.move()
 
-    shown = ""
+    old_problem = ""
 
     async def refresh() -> None:
-        nonlocal shown
+        nonlocal old_problem
         view = run.live.view
-        if view.problem != shown:
-            shown = view.problem
+        if view.problem != old_problem:
+            old_problem = view.problem
             banners.clear()
-            if shown:
+            if old_problem:
                 with banners:
-                    banner(shown, "bad")
-        why = f" ({view.reason})" if view.reason else ""
-        text = "" if view.problem else f"the operator wants it {view.desired or 'running'}{why}"
+                    banner(old_problem, "bad")
+        reason = f" ({view.reason})" if view.reason else ""
+        text = "" if view.problem else f"the operator wants it {view.desired or 'running'}{reason}"
         if about._text != text:
             about._text = text
             about.update()
@@ -119,10 +119,10 @@ def _action(
 
 
 async def _set(
-    page: Page, run: ConsoleRun, command: str, told: dict[str, str]
+    page: Page, run: ConsoleRun, command: str, reason_field: dict[str, str]
 ) -> AsyncGenerator[str, None]:
     for line in await actions.set_desired(
-        await run.live.connected(), command, told["reason"], page.session
+        await run.live.connected(), command, reason_field["reason"], page.session
     ):
         yield line
 

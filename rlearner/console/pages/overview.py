@@ -64,8 +64,8 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
     """Build the page of one run."""
     page = Page(state)
     queries = run.queries
-    wanted = [name for name in more.split(",") if name][:12]
-    every = {name for _, names, _ in CURVES for name in names} | set(wanted)
+    extra_metrics = [name for name in more.split(",") if name][:12]
+    every = {name for _, names, _ in CURVES for name in names} | set(extra_metrics)
     question = run.remember(
         f"overview {sorted(every)}",
         lambda: (
@@ -76,7 +76,7 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
             queries.metric_names(),
         ),
     )
-    found, events, results, last, metrics = await ask(question) or ({}, [], [], {}, [])  # fmt: skip
+    lines_by_name, events, results, last, metrics = await ask(question) or ({}, [], [], {}, [])  # fmt: skip
     with frame(state, "Overview", run.name, "") as banners:
         refresh_banners = index_banners(run, banners)
         with tag("div", classes="head"):
@@ -99,18 +99,18 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
         marks = _marks(events)
         curves: list[Curve] = []
         with tag("div", classes="grid"):
-            for name in wanted:
-                _curve(curves, name, (name,), {}, found, marks)
+            for name in extra_metrics:
+                _curve(curves, name, (name,), {}, lines_by_name, marks)
             with tag("section", classes="panel"):
                 evaluation = Chart(
                     "Evaluation, with 95 % intervals", _evaluations(results), marks, low=0, high=1
                 )
             for title, names, bounds in CURVES:
-                if any(name in found for name in names) or title in (
+                if any(name in lines_by_name for name in names) or title in (
                     "Reward",
                     "Success rate in training",
                 ):
-                    _curve(curves, title, names, bounds, found, marks)
+                    _curve(curves, title, names, bounds, lines_by_name, marks)
         with tag("section", classes="panel"):
             tag("h2", "Events")
             columns: list[dict[str, Any]] = [
@@ -122,7 +122,7 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
         for note in notes:
             tag("p", note, "dim")
 
-    newest = _newest(found)
+    newest = _newest(lines_by_name)
     has_changed = False
     clock = time.monotonic
     refreshed_at = 0.0
@@ -142,7 +142,7 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
                 curve.chart.run_method("set", _series(curve.names, fresh))
             fresh, newest = {}, _newest(fresh)
         newest = max(newest, _newest(fresh))
-        points = {name: [one.steps, _digits(one.values)] for name, one in fresh.items()}
+        points = {name: [line.steps, _digits(line.values)] for name, line in fresh.items()}
         stats.change(_stats(run, last, run.live.view), points or None)
         refreshed_at = clock()
 
@@ -190,26 +190,28 @@ def _subtitle(run: ConsoleRun) -> str:
 
 
 def _curve(
-    curves: list[Curve], title: str, names: tuple[str, ...], bounds: dict[str, Any], found: dict[str, Series],
+    curves: list[Curve], title: str, names: tuple[str, ...], bounds: dict[str, Any], lines: dict[str, Series],
     marks: list[dict[str, Any]],
 ) -> None:  # fmt: skip
-    there = tuple(name for name in names if name in found) or names[:1]
+    present_names = tuple(name for name in names if name in lines) or names[:1]
     with tag("section", classes="panel"):
-        curves.append(Curve(Chart(title, _series(there, found), marks, **bounds), there))
+        curves.append(
+            Curve(Chart(title, _series(present_names, lines), marks, **bounds), present_names)
+        )
 
 
-def _series(names: tuple[str, ...], found: dict[str, Series]) -> list[dict[str, Any]]:
+def _series(names: tuple[str, ...], lines: dict[str, Series]) -> list[dict[str, Any]]:
     """Return curves as ``chart.js`` takes them."""
     return [
-        {"name": name, "x": one.steps, "y": _digits(one.values)}
-        if (one := found.get(name))
+        {"name": name, "x": line.steps, "y": _digits(line.values)}
+        if (line := lines.get(name))
         else {"name": name, "x": [], "y": []}
         for name in names
     ]
 
 
-def _newest(found: dict[str, Series]) -> int:
-    return max([0, *(one.steps[-1] for one in found.values() if one.steps)])
+def _newest(lines: dict[str, Series]) -> int:
+    return max([0, *(line.steps[-1] for line in lines.values() if line.steps)])
 
 
 def _digits(values: list[float]) -> list[float]:
@@ -218,11 +220,11 @@ def _digits(values: list[float]) -> list[float]:
 
 def _stats(run: ConsoleRun, last: dict[str, float], live: BrokerView) -> list[dict[str, Any]]:
     step = run.follower.status().steps
-    learner = next((one for one in live.processes if one.role == "learner"), None)
-    heard = live.metrics.get("learner.learner") if learner is not None else None
+    learner = next((presence for presence in live.processes if presence.role == "learner"), None)
+    metrics = live.metrics.get("learner.learner") if learner is not None else None
     state, note, tone = _state(run, step, live)
-    phase = heard.text.get("phase", "") if heard is not None else ""
-    found: list[dict[str, Any]] = [
+    phase = metrics.text.get("phase", "") if metrics is not None else ""
+    stats: list[dict[str, Any]] = [
         {"key": "state", "label": "state", "value": state, "note": phase or note, "tone": tone},
         {
             "key": "step",
@@ -234,14 +236,14 @@ def _stats(run: ConsoleRun, last: dict[str, float], live: BrokerView) -> list[di
     for label, name, note in SHOWN:
         value = last.get(name)
         text: Any = f"{value:.0%}" if value is not None and name in SHARES else value
-        found.append({"key": name, "label": label, "value": text, "note": note})
+        stats.append({"key": name, "label": label, "value": text, "note": note})
     if "eval/success_rate" in last:
         at = f"after step {last['eval/step']:.0f}" if "eval/step" in last else ""
-        found.append(
+        stats.append(
             {"key": "eval", "label": "evaluation", "value": last["eval/success_rate"], "note": at}
         )
     if learner is not None:
-        found.append(
+        stats.append(
             {
                 "key": "version",
                 "label": "version",
@@ -249,13 +251,13 @@ def _stats(run: ConsoleRun, last: dict[str, float], live: BrokerView) -> list[di
                 "note": f"epoch {learner.epoch}",
             }
         )
-    return found
+    return stats
 
 
 def _state(run: ConsoleRun, step: int, live: BrokerView) -> tuple[str, str, str]:
     if live.problem and live.processes:  # those that were there before the broker went
         return "broker away", live.problem, "warn"
-    if any(one.role == "learner" for one in live.processes):
+    if any(presence.role == "learner" for presence in live.processes):
         if live.desired and live.desired != "running":
             return live.desired, live.reason, "warn"
         return "training", "", "good"
@@ -274,19 +276,20 @@ def _left(run: ConsoleRun, step: int, last: dict[str, float]) -> str:
 
 
 def _evaluations(results: list[EvaluationResult]) -> list[dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for one in results:
-        line = found.setdefault(
-            one.policy, {"name": one.policy, "x": [], "y": [], "low": [], "high": [], "dots": True}
+    rows: dict[str, dict[str, Any]] = {}
+    for result in results:
+        line = rows.setdefault(
+            result.policy,
+            {"name": result.policy, "x": [], "y": [], "low": [], "high": [], "dots": True},
         )
         for name, value in (
-            ("x", one.step),
-            ("y", one.success_rate),
-            ("low", one.low),
-            ("high", one.high),
+            ("x", result.step),
+            ("y", result.success_rate),
+            ("low", result.low),
+            ("high", result.high),
         ):
             line[name].append(value)
-    return list(found.values())
+    return list(rows.values())
 
 
 def _bottleneck(rows: list[dict[str, float]], config: dict[str, Any]) -> str:
@@ -299,14 +302,14 @@ def _bottleneck(rows: list[dict[str, float]], config: dict[str, Any]) -> str:
 
 
 def _evaluated(events: list[Event]) -> list[Event]:
-    return [one for one in events if one.kind == "evaluation"]
+    return [event for event in events if event.kind == "evaluation"]
 
 
 def _marks(events: list[Event]) -> list[dict[str, Any]]:
-    marked = [one for one in events if one.step >= 0]
+    marked_events = [event for event in events if event.step >= 0]
     return [
-        {"step": one.step, "kind": one.kind, "text": f"{one.kind}: {one.text}"[:160]}
-        for one in marked
+        {"step": event.step, "kind": event.kind, "text": f"{event.kind}: {event.text}"[:160]}
+        for event in marked_events
     ]
 
 
@@ -319,12 +322,14 @@ def _event_rows(events: list[Event]) -> list[dict[str, Any]]:
         "checkpoint": "good",
     }
     rows = []
-    for one in events[::-1][:EVENTS_SHOWN]:
-        when = time.strftime("%m-%d %H:%M:%S", time.localtime(one.time)) if one.time else "–"
-        who = f"{one.who}: " if one.who and one.who not in one.text else ""
+    for event in events[::-1][:EVENTS_SHOWN]:
+        time_text = (
+            time.strftime("%m-%d %H:%M:%S", time.localtime(event.time)) if event.time else "–"
+        )
+        author = f"{event.who}: " if event.who and event.who not in event.text else ""
         rows.append({
-            "key": f"{one.time} {one.kind} {one.text}", "when": ("≈ " if one.approximate else "") + when,
-            "step": one.step if one.step >= 0 else None, "kind": one.kind, "kind_tone": tones.get(one.kind, ""),
-            "text": f"{who}{one.text}",
+            "key": f"{event.time} {event.kind} {event.text}", "when": ("≈ " if event.approximate else "") + time_text,
+            "step": event.step if event.step >= 0 else None, "kind": event.kind, "kind_tone": tones.get(event.kind, ""),
+            "text": f"{author}{event.text}",
         })  # fmt: skip
     return rows

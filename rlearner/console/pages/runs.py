@@ -50,8 +50,8 @@ async def runs_page(state: ConsoleState, compare: str, metric: str) -> None:
     """Build the page of all runs."""
     page = Page(state)
     rows = await state.list.rows()
-    known = {row.name for row in rows}
-    chosen = [name for name in compare.split(",") if name in known][:MAX_COMPARED]
+    names = {row.name for row in rows}
+    compared = [name for name in compare.split(",") if name in names][:MAX_COMPARED]
     metric = metric or METRIC
     with frame(state, "Runs"):
         with tag("div", classes="head"):
@@ -70,22 +70,24 @@ async def runs_page(state: ConsoleState, compare: str, metric: str) -> None:
                 js_handler="(e) => dispatchEvent(new CustomEvent('grid-filter', {detail: e.target.value}))",
             )
         with tag("div", classes="panel"):
-            shown = _rows(rows, chosen)
-            grid = Grid("runs", COLUMNS, shown, filterable=True, empty=f"no runs in {state.root}")
+            table_rows = _rows(rows, compared)
+            grid = Grid(
+                "runs", COLUMNS, table_rows, filterable=True, empty=f"no runs in {state.root}"
+            )
 
             def pick(event: GenericEventArguments) -> None:
-                now = [name for name in chosen if name != event.args]
-                now += [] if event.args in chosen else [event.args]
+                now = [name for name in compared if name != event.args]
+                now += [] if event.args in compared else [event.args]
                 ui.navigate.to(_address(now[-MAX_COMPARED:], metric))
 
             grid.on("pick", pick)
-        if chosen:
-            await _compared(state, chosen, metric)
+        if compared:
+            await _compared(state, compared, metric)
         else:
             tag("p", "Tick runs to compare their curves and settings.", "dim")
 
     async def again() -> None:
-        grid.change(_rows(await state.list.rows(), chosen))
+        grid.change(_rows(await state.list.rows(), compared))
 
     timer = ui.timer(REFRESH_S, again)
     ui.timer(FIRST_S, again, once=True)
@@ -96,15 +98,15 @@ def _address(names: list[str], metric: str) -> str:
     return "/?" + urlencode({"compare": ",".join(names), "metric": metric}) if names else "/"
 
 
-def _rows(rows: list[RunRow], chosen: list[str]) -> list[dict[str, Any]]:
+def _rows(rows: list[RunRow], compared: list[str]) -> list[dict[str, Any]]:
     now = time.time()
     return [
         {
             "key": row.name,
-            "on": row.name in chosen,
+            "on": row.name in compared,
             "name": row.name,
             "name_href": link("run", row.name),
-            "name_color": f"var(--c{chosen.index(row.name)})" if row.name in chosen else None,
+            "name_color": f"var(--c{compared.index(row.name)})" if row.name in compared else None,
             "state": row.state,
             "state_tone": TONES.get(row.state, ""),
             "steps": f"{row.step}/{row.steps}",
@@ -122,26 +124,26 @@ def _rows(rows: list[RunRow], chosen: list[str]) -> list[dict[str, Any]]:
     ]
 
 
-async def _compared(state: ConsoleState, chosen: list[str], metric: str) -> None:
+async def _compared(state: ConsoleState, names_compared: list[str], metric: str) -> None:
     """Build the curves and the differences of several runs."""
     series = []
     names = set[str]()
     folders = list[Path]()
-    for number, name in enumerate(chosen):
+    for number, name in enumerate(names_compared):
         try:
             run = state.run(name)
         except UserError:
             continue
         folders.append(run.folder)
-        found = await ask(partial(run.queries.series, [metric], POINTS)) or {}
+        series_by_name = await ask(partial(run.queries.series, [metric], POINTS)) or {}
         names |= set(await ask(run.queries.metric_names) or [])
-        if (one := found.get(metric)) is not None:
+        if (line := series_by_name.get(metric)) is not None:
             series.append(
-                {"name": name, "x": one.steps, "y": one.values, "color": f"var(--c{number})"}
+                {"name": name, "x": line.steps, "y": line.values, "color": f"var(--c{number})"}
             )
     with tag("div", classes="panel"):
         with tag("form", classes="form", method="get", action="/"):
-            tag("input", type="hidden", name="compare", value=",".join(chosen))
+            tag("input", type="hidden", name="compare", value=",".join(names_compared))
             with tag("label", "metric", "wide"):
                 tag(
                     "input",
@@ -152,28 +154,30 @@ async def _compared(state: ConsoleState, chosen: list[str], metric: str) -> None
                     data_search="",
                 )
             with tag("datalist", id="metrics"):
-                for known in sorted(names):
-                    tag("option", value=known)
+                for metric_name in sorted(names):
+                    tag("option", value=metric_name)
             tag("button", "Show", "btn", type="submit")
             tag("a", "compare none", "btn", href="/")
         Chart(metric, series, [], height=280)
-        if len(series) < len(chosen):
-            missing = [name for name in chosen if name not in {one["name"] for one in series}]
+        if len(series) < len(names_compared):
+            missing = [
+                name for name in names_compared if name not in {line["name"] for line in series}
+            ]
             tag("p", f"without {metric}: {', '.join(missing)}", "dim")
     if len(folders) > 1:
-        _differences(chosen, await asyncio.to_thread(setting_differences, folders))
+        _differences(names_compared, await asyncio.to_thread(setting_differences, folders))
 
 
-def _differences(chosen: list[str], found: list[SettingDifference]) -> None:
+def _differences(compared: list[str], differences: list[SettingDifference]) -> None:
     columns: list[dict[str, Any]] = [{"key": "setting", "title": "setting", "mono": True}]
-    columns += [{"key": f"run_{i}", "title": name, "wrap": True} for i, name in enumerate(chosen)]
+    columns += [{"key": f"run_{i}", "title": name, "wrap": True} for i, name in enumerate(compared)]
     rows = [
-        {"key": one.key, "setting": one.key}
+        {"key": difference.key, "setting": difference.key}
         | {
-            f"run_{i}": _text(one.values[name]) if name in one.values else "–"
-            for i, name in enumerate(chosen)
+            f"run_{i}": _text(difference.values[name]) if name in difference.values else "–"
+            for i, name in enumerate(compared)
         }
-        for one in found
+        for difference in differences
     ]
     with tag("div", classes="panel"):
         tag("h2", f"Settings that differ: {len(rows)}")

@@ -26,8 +26,8 @@ async def timeline_page(state: ConsoleState, run: ConsoleRun, step: str) -> None
     page = Page(state)
     start, end = await ask(run.queries.extent) or (0.0, 0.0)
     view = await ask(lambda: step_range(run, step)) if step else None
-    shown = view or (start, max(end, start + 1.0))
-    data = await _data(run, *shown, PIXELS)
+    view_range = view or (start, max(end, start + 1.0))
+    data = await _data(run, *view_range, PIXELS)
     with frame(state, "Timeline", run.name, "timeline") as banners:
         refresh_banners = index_banners(run, banners)
         with tag("div", classes="head"):
@@ -50,13 +50,13 @@ async def timeline_page(state: ConsoleState, run: ConsoleRun, step: str) -> None
         if step and view is None:
             tag("p", f"no step {step} in this run", "bad", role="alert")
         with tag("section", classes="panel"):
-            lanes = Lanes({**data, "view": list(shown)}, f"/run/{run.name}", follow=not step)
+            lanes = Lanes({**data, "view": list(view_range)}, f"/run/{run.name}", follow=not step)
 
     async def answer(event: GenericEventArguments) -> None:
-        asked = event.args
-        first = float(asked["start"])
-        last = float(asked["end"])
-        pixels = int(asked.get("px") or PIXELS)
+        arguments = event.args
+        first = float(arguments["start"])
+        last = float(arguments["end"])
+        pixels = int(arguments.get("px") or PIXELS)
         if last > first:
             lanes.run_method("set", await _data(run, first, last, min(max(pixels, 100), 4000)))
 
@@ -77,49 +77,51 @@ def step_range(run: ConsoleRun, text: str) -> tuple[float, float] | None:
     if step > run.follower.status().steps:
         return None
     end = run.queries.time_of(step)
-    before = run.queries.time_of(step - 1) if step > 1 else None
+    previous_time = run.queries.time_of(step - 1) if step > 1 else None
     if end is None:
         return None
-    start = before if before is not None else run.queries.extent()[0]
+    start = previous_time if previous_time is not None else run.queries.extent()[0]
     around = (end - start) * AROUND
     return start - around, end + around
 
 
 async def _data(run: ConsoleRun, start: float, end: float, pixels: int) -> dict[str, Any]:
-    nothing = Timeline(start, end, [], [])
-    found, events, extent = await ask(
+    empty_timeline = Timeline(start, end, [], [])
+    timeline, events, extent = await ask(
         lambda: (
             run.queries.spans(start, end, (end - start) / pixels, MAX_SPANS),
             run.queries.events(start, end, MARKED, MARKS), run.queries.extent(),
         )
-    ) or (nothing, list[Event](), (start, end))  # fmt: skip
-    number = {name: i for i, name in enumerate(found.lanes)}
+    ) or (empty_timeline, list[Event](), (start, end))  # fmt: skip
+    number = {name: i for i, name in enumerate(timeline.lanes)}
     return {
-        "lanes": found.lanes,
+        "lanes": timeline.lanes,
         "spans": [
             [
-                number[one.lane],
-                one.kind,
-                one.start,
-                one.end,
-                one.seconds,
-                one.count,
-                one.ticket,
-                one.step,
+                number[span.lane],
+                span.kind,
+                span.start,
+                span.end,
+                span.seconds,
+                span.count,
+                span.ticket,
+                span.step,
             ]
-            for one in found.spans
+            for span in timeline.spans
         ],
-        "bucket_s": found.bucket_s,
+        "bucket_s": timeline.bucket_s,
         "extent": list(extent),
         "marks": [
-            {"time": one.time, "kind": one.kind, "text": one.text} for one in events if one.time
+            {"time": span.time, "kind": span.kind, "text": span.text}
+            for span in events
+            if span.time
         ],
-        "live_since": found.live_since,
+        "live_since": timeline.live_since,
     }
 
 
 def _since(live_since: float) -> str:
     if not live_since:
         return "only the learner's phases are known: the console was not open while the run trained"
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(live_since))
-    return f"all processes since {when}; before, the learner's phases"
+    time_text = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(live_since))
+    return f"all processes since {time_text}; before, the learner's phases"

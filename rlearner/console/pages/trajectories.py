@@ -40,16 +40,16 @@ COLUMNS: Final[list[dict[str, Any]]] = [
 
 async def trajectories_page(state: ConsoleState, run: ConsoleRun, query: dict[str, str]) -> None:
     """Build the page for a query of its form."""
-    wanted, problem = parse(query)
+    selection, problem = parse(query)
     order: Order = query["order"] if query.get("order") in get_args(Order) else "newest"  # type: ignore[assignment]
-    after = query.get("after", "")
-    found = TrajectoryPage([])
+    cursor = query.get("after", "")
+    page = TrajectoryPage([])
     domains = list[str]()
     if not problem:
         try:
-            found, domains = await ask(
-                lambda: (run.queries.search(wanted, order, LIMIT, after), run.queries.domains())
-            ) or (found, domains)
+            page, domains = await ask(
+                lambda: (run.queries.search(selection, order, LIMIT, cursor), run.queries.domains())
+            ) or (page, domains)
         except UserError as error:
             problem = " ".join(str(error).split())
     with frame(state, "Trajectories", run.name, "trajectories") as banners:
@@ -61,19 +61,19 @@ async def trajectories_page(state: ConsoleState, run: ConsoleRun, query: dict[st
             tag("span", f"{run.follower.status().trajectories:,} in the index", "dim")
         _form(query, domains, order)
         with tag("section", classes="panel"):
-            nothing = "nothing matches" if any(query.values()) else _why_none(run)
-            Grid("trajectories", COLUMNS, rows_of(run, found), empty=nothing)
+            empty_text = "nothing matches" if any(query.values()) else _why_none(run)
+            Grid("trajectories", COLUMNS, rows_of(run, page), empty=empty_text)
         with tag("div", classes="form"):
-            if after:
+            if cursor:
                 tag("a", "first page", "btn", href=_page(query, ""))
-            if found.after:
-                tag("a", "next page", "btn", href=_page(query, found.after), rel="next")
+            if page.after:
+                tag("a", "next page", "btn", href=_page(query, page.after), rel="next")
 
 
 def _why_none(run: ConsoleRun) -> str:
     samples = run.config.get("samples")
-    kept = isinstance(samples, dict) and samples.get("keep")
-    return "none yet" if kept else "this run keeps none: set samples.keep=true"
+    is_keeping = isinstance(samples, dict) and samples.get("keep")
+    return "none yet" if is_keeping else "this run keeps none: set samples.keep=true"
 
 
 def parse(query: dict[str, str]) -> tuple[TrajectoryFilter, str]:
@@ -98,26 +98,26 @@ def parse(query: dict[str, str]) -> tuple[TrajectoryFilter, str]:
     return TrajectoryFilter(**values), ""
 
 
-def rows_of(run: ConsoleRun, found: TrajectoryPage) -> list[dict[str, Any]]:
+def rows_of(run: ConsoleRun, page: TrajectoryPage) -> list[dict[str, Any]]:
     """Return the table of a page of trajectories."""
     return [
         {
-            "key": str(one.id), "what": f"{one.ticket} / {one.episode}",
-            "what_href": f"{link('run', run.name, 'group', one.ticket)}#episode-{one.episode}",
-            "what_sort": one.seq * 1000 + one.ordinal, "step": one.step or None, "domain": one.domain,
-            "reward": one.reward,
-            "solved": "yes" if one.success else "no", "solved_tone": "good" if one.success else "",
-            "turns": one.turns, "tokens": one.sampled, "state": one.state, "end": one.end,
-            "versions": f"{one.oldest}–{one.newest}" if one.newest != one.oldest else f"{one.newest}",
-            "versions_sort": one.newest, "preview": one.preview or one.prompt,
+            "key": str(row.id), "what": f"{row.ticket} / {row.episode}",
+            "what_href": f"{link('run', run.name, 'group', row.ticket)}#episode-{row.episode}",
+            "what_sort": row.seq * 1000 + row.ordinal, "step": row.step or None, "domain": row.domain,
+            "reward": row.reward,
+            "solved": "yes" if row.success else "no", "solved_tone": "good" if row.success else "",
+            "turns": row.turns, "tokens": row.sampled, "state": row.state, "end": row.end,
+            "versions": f"{row.oldest}–{row.newest}" if row.newest != row.oldest else f"{row.newest}",
+            "versions_sort": row.newest, "preview": row.preview or row.prompt,
         }
-        for one in found.rows
+        for row in page.rows
     ]  # fmt: skip
 
 
-def _page(query: dict[str, str], after: str) -> str:
-    kept = {name: value for name, value in query.items() if value and name != "after"}
-    return "?" + urlencode(kept | ({"after": after} if after else {}))
+def _page(query: dict[str, str], cursor: str) -> str:
+    kept_query = {name: value for name, value in query.items() if value and name != "after"}
+    return "?" + urlencode(kept_query | ({"after": cursor} if cursor else {}))
 
 
 def _form(query: dict[str, str], domains: list[str], order: str) -> None:
@@ -139,14 +139,17 @@ def _form(query: dict[str, str], domains: list[str], order: str) -> None:
         _select(
             "domain",
             "domain",
-            {"": "any", **{one: one for one in domains}},
+            {"": "any", **{option: option for option in domains}},
             query.get("domain", ""),
         )
         _select(
             "success", "solved", {"": "any", "yes": "yes", "no": "no"}, query.get("success", "")
         )
         _select(
-            "state", "state", {"": "any", **{one: one for one in STATES}}, query.get("state", "")
+            "state",
+            "state",
+            {"": "any", **{option: option for option in STATES}},
+            query.get("state", ""),
         )
         _select("order", "order", ORDERS, order)
         tag("button", "Search", "btn primary", type="submit")
