@@ -91,11 +91,13 @@ class OpenAIEngine(WeightlessEngine):
             log.warning(
                 "answers of %s are text, tokenized here; logprobs are reported as 0", args.base_url
             )
-        named = "api_key" in args.model_fields_set
+        is_key_named = "api_key" in args.model_fields_set
         url = args.base_url
         times = args.retries
         secret = args.api_key
-        key = secret.require("rollout.engine_args.api_key", url) if named else secret.find(url)
+        key = (
+            secret.require("rollout.engine_args.api_key", url) if is_key_named else secret.find(url)
+        )
         self._endpoint = EndpointClient(
             url, key, timeout_s=args.timeout_s, retries=times, base_s=args.backoff_s
         )
@@ -113,9 +115,9 @@ class OpenAIEngine(WeightlessEngine):
                 GenerationOutput(error="engine openai forwards neither guides nor logit_bias")
             )
         answer: asyncio.Future[GenerationOutput] = asyncio.get_running_loop().create_future()
-        asked = _Forwarded(request, GenerationJob.of(request, time.monotonic()), answer)
-        self._requests[request.request_id] = asked
-        self._scheduler.submit(asked.job)
+        forwarded = _Forwarded(request, GenerationJob.of(request, time.monotonic()), answer)
+        self._requests[request.request_id] = forwarded
+        self._scheduler.submit(forwarded.job)
         self._admit()
         try:
             await asyncio.wait([answer], timeout=request.deadline_s)
@@ -123,12 +125,12 @@ class OpenAIEngine(WeightlessEngine):
                 answer.result() if answer.done() else GenerationOutput(finish_reason="deadline")
             )
         finally:
-            self._leave(asked)
+            self._leave(forwarded)
 
     def abort(self, request_id: str) -> None:
-        asked = self._requests.get(request_id)
-        if asked is not None and not asked.answer.done():
-            asked.answer.set_result(GenerationOutput(finish_reason="abort"))
+        forwarded = self._requests.get(request_id)
+        if forwarded is not None and not forwarded.answer.done():
+            forwarded.answer.set_result(GenerationOutput(finish_reason="abort"))
 
     def stats(self) -> EngineStats:
         now = time.monotonic()
@@ -174,7 +176,7 @@ class OpenAIEngine(WeightlessEngine):
         except RuntimeError as error:
             raise UserError(str(error)) from None
         names = (
-            [str(one.get("id")) for one in listed if isinstance(one, dict)]
+            [str(model.get("id")) for model in listed if isinstance(model, dict)]
             if isinstance(listed, list)
             else []
         )
@@ -190,36 +192,36 @@ class OpenAIEngine(WeightlessEngine):
         if not self._scheduler.num_running:
             self._busy_since = now
         for start in self._scheduler.admit(now):
-            asked = self._requests[start.job.request_id]
-            asked.work = asyncio.create_task(self._answer(asked))
-            self._works.add(asked.work)
-            asked.work.add_done_callback(self._works.discard)
+            forwarded = self._requests[start.job.request_id]
+            forwarded.work = asyncio.create_task(self._answer(forwarded))
+            self._works.add(forwarded.work)
+            forwarded.work.add_done_callback(self._works.discard)
 
-    def _leave(self, asked: _Forwarded) -> None:
+    def _leave(self, forwarded: _Forwarded) -> None:
         """Forget a request that has its answer, or whose caller is gone, and free its slot for the
         next one.
         """
-        del self._requests[asked.job.request_id]
-        if asked.work is not None:
-            asked.work.cancel()
-        if asked.job.slot == WAITING:
-            self._scheduler.abort(asked.job.request_id)
+        del self._requests[forwarded.job.request_id]
+        if forwarded.work is not None:
+            forwarded.work.cancel()
+        if forwarded.job.slot == WAITING:
+            self._scheduler.abort(forwarded.job.request_id)
             return
-        self._scheduler.finish(asked.job.slot, None)
+        self._scheduler.finish(forwarded.job.slot, None)
         if not self._scheduler.num_running:
             self._busy_s += time.monotonic() - self._busy_since
         if not self._closed.is_set():
             self._admit()
 
-    async def _answer(self, asked: _Forwarded) -> None:
+    async def _answer(self, forwarded: _Forwarded) -> None:
         try:
-            output = await self._forward(asked.request)
+            output = await self._forward(forwarded.request)
         except Exception as error:  # noqa: BLE001 - raised again by generate
-            if not asked.answer.done():
-                asked.answer.set_exception(error)
+            if not forwarded.answer.done():
+                forwarded.answer.set_exception(error)
         else:
-            if not asked.answer.done():
-                asked.answer.set_result(output)
+            if not forwarded.answer.done():
+                forwarded.answer.set_result(output)
 
     async def _forward(self, request: wire.GenerateRequest) -> GenerationOutput:
         assert self._endpoint is not None
@@ -259,8 +261,8 @@ class OpenAIEngine(WeightlessEngine):
             return "/completions", common | {"prompt": prompt}
         messages = self._splitter.split(self._tokenizer.decode(context, skip_special_tokens=False))
         if messages is None:
-            why = "the context is not a conversation of the model's chat template"
-            raise ValueError(f"{why}; use engine_args.api=completions")
+            reason = "the context is not a conversation of the model's chat template"
+            raise ValueError(f"{reason}; use engine_args.api=completions")
         return "/chat/completions", common | {"messages": messages}
 
     def _sampling(self, sampling: wire.SamplingParams, limit: int) -> dict[str, Any]:
@@ -319,26 +321,28 @@ class OpenAIEngine(WeightlessEngine):
             logprobs = [0.0] * len(ids)
         return GenerationOutput(ids, logprobs, [(VERSION, len(ids))] if ids else [], reason)
 
-    def _logprobs_of(self, told: object, count: int) -> list[float]:
+    def _logprobs_of(self, reply: object, count: int) -> list[float]:
         """Return the endpoint's logprobs, zeros if they are missing."""
-        found: list[Any] = []
-        if isinstance(told, dict):
-            found = told.get("token_logprobs") or [
-                entry.get("logprob") for entry in told.get("content") or []
+        values: list[Any] = []
+        if isinstance(reply, dict):
+            values = reply.get("token_logprobs") or [
+                entry.get("logprob") for entry in reply.get("content") or []
             ]
-        if len(found) >= count and all(
-            isinstance(one, int | float) and math.isfinite(one) for one in found[:count]
+        if len(values) >= count and all(
+            isinstance(value, int | float) and math.isfinite(value) for value in values[:count]
         ):
-            return [min(0.0, float(one)) for one in found[:count]]
+            return [min(0.0, float(value)) for value in values[:count]]
         if not self._no_logprobs:
             self._no_logprobs = True
             log.warning("the endpoint returns no logprobs; they are reported as 0")
         return [0.0] * count
 
 
-def _token_ids(told: object) -> list[int]:
-    if isinstance(told, list) and all(isinstance(one, int) and 0 <= one < 2**31 for one in told):
-        return told
+def _token_ids(reply: object) -> list[int]:
+    if isinstance(reply, list) and all(
+        isinstance(token_id, int) and 0 <= token_id < 2**31 for token_id in reply
+    ):
+        return reply
     raise RuntimeError(
         "the endpoint returns no token_ids; set rollout.engine_args.token_ids=false to exchange text"
     )

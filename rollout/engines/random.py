@@ -124,11 +124,11 @@ class RandomEngine(WeightlessEngine):
         elif self._args.delay_s:
             began = time.monotonic()
             need = self._args.delay_s * len(tokens)
-            left = max(0.0, deadline - began)
+            remaining_s = max(0.0, deadline - began)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(aborted.wait(), min(need, left))
+                await asyncio.wait_for(aborted.wait(), min(need, remaining_s))
             # otherwise all tokens, even if the timer fired slightly early
-            if aborted.is_set() or left < need:
+            if aborted.is_set() or remaining_s < need:
                 allowed = min(
                     len(tokens), int((time.monotonic() - began) / self._args.delay_s + 1e-3)
                 )
@@ -144,8 +144,8 @@ class RandomEngine(WeightlessEngine):
     def _reshaping(self, sampling: wire.SamplingParams) -> LogitOffsets:
         if self._choices:
             raise GuideError("engine random with choices has no distribution to reshape")
-        if why := reshaping_problem(sampling, self._tokenizer.vocab_size, self._tokenizer):
-            raise GuideError(why)
+        if reason := reshaping_problem(sampling, self._tokenizer.vocab_size, self._tokenizer):
+            raise GuideError(reason)
         return LogitOffsets(
             sampling, self._tokenizer.vocab_size, self._ends(sampling), self._guides
         )
@@ -160,13 +160,13 @@ class RandomEngine(WeightlessEngine):
         """Stream the pieces one by one, each after its delay, and return how many fit into the
         time.
         """
-        due = time.monotonic()
+        due_at = time.monotonic()
         for count, piece in enumerate(pieces):
-            due += self._args.delay_s
+            due_at += self._args.delay_s
             with contextlib.suppress(TimeoutError):
-                if (left := min(due, deadline) - time.monotonic()) > 0:
-                    await asyncio.wait_for(aborted.wait(), left)
-            if aborted.is_set() or due > deadline:
+                if (remaining_s := min(due_at, deadline) - time.monotonic()) > 0:
+                    await asyncio.wait_for(aborted.wait(), remaining_s)
+            if aborted.is_set() or due_at > deadline:
                 return count
             tap.told(piece)
         return len(pieces)
@@ -212,16 +212,16 @@ class RandomEngine(WeightlessEngine):
         stops = StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None
         tokens: list[int] = []
         logprobs: list[float] = []
-        stopped = False
-        while len(tokens) < limit and not stopped:
+        has_stopped = False
+        while len(tokens) < limit and not has_stopped:
             weights = np.exp(reshaping.offsets().astype(np.float64))
             probs = weights / weights.sum()
             (token,) = rng.choices(range(size), cum_weights=probs.cumsum().tolist())
             reshaping.take(token, bool(np.abs(probs - 1 / size).sum() / 2 > MOVED))
             tokens.append(token)
             logprobs.append(math.log(probs[token]))
-            stopped = token in ends or (stops is not None and stops.hit(tokens))
-        return tokens, logprobs, "stop" if stopped else "length"
+            has_stopped = token in ends or (stops is not None and stops.hit(tokens))
+        return tokens, logprobs, "stop" if has_stopped else "length"
 
     def _uniform(
         self, rng: random.Random, sampling: wire.SamplingParams, limit: int
@@ -230,11 +230,11 @@ class RandomEngine(WeightlessEngine):
         ends = self._ends(sampling)
         stops = StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None
         tokens: list[int] = []
-        stopped = False
-        while len(tokens) < limit and not stopped:
+        has_stopped = False
+        while len(tokens) < limit and not has_stopped:
             tokens.append(rng.randrange(size))
-            stopped = tokens[-1] in ends or (stops is not None and stops.hit(tokens))
-        return tokens, [-math.log(size)] * len(tokens), "stop" if stopped else "length"
+            has_stopped = tokens[-1] in ends or (stops is not None and stops.hit(tokens))
+        return tokens, [-math.log(size)] * len(tokens), "stop" if has_stopped else "length"
 
 
 def end_token(tokenizer: Tokenizer, path: str) -> int:
@@ -244,15 +244,15 @@ def end_token(tokenizer: Tokenizer, path: str) -> int:
     Raises:
         UserError: if the model has none.
     """
-    named = read_json(
+    names = read_json(
         tokenizer_folder(path) / "tokenizer_config.json", path, _KEY, missing_ok=True
     ).get("eos_token")
-    text = named.get("content") if isinstance(named, dict) else named
-    found = tokenizer.token_id(text) if isinstance(text, str) else None
-    if found is None:
-        found = next(iter(tokenizer.eos_token_ids), None)
-    if found is None:
+    text = names.get("content") if isinstance(names, dict) else names
+    token_id = tokenizer.token_id(text) if isinstance(text, str) else None
+    if token_id is None:
+        token_id = next(iter(tokenizer.eos_token_ids), None)
+    if token_id is None:
         raise UserError(
             f"model path {path!r}: engine random with choices needs a tokenizer with an end token"
         )
-    return found
+    return token_id

@@ -33,10 +33,10 @@ class TurnSplitter:
         self._to_user = to_user
         self._openings = [(opening, "")]
         try:
-            before, after, _ = _between(
+            text_before, text_after, _ = _between(
                 render([_says("system", _SYSTEM), _says("user", _FIRST)]), (_SYSTEM, _FIRST)
             )
-            self._openings.append((before, after))
+            self._openings.append((text_before, text_after))
         except ConfigError:
             pass  # no system messages in this template
         # one may be a prefix of the other
@@ -52,12 +52,12 @@ class TurnSplitter:
         for opening, after_system in self._openings:
             if not body.startswith(opening):
                 continue
-            rest = body.removeprefix(opening)
+            remainder = body.removeprefix(opening)
             if not after_system:
-                return self._turns(rest)
-            system, found, rest = rest.partition(after_system)
-            if found:
-                return [_says("system", system), *self._turns(rest)]
+                return self._turns(remainder)
+            system, separator, remainder = remainder.partition(after_system)
+            if separator:
+                return [_says("system", system), *self._turns(remainder)]
         return None
 
     def _turns(self, text: str) -> list[dict[str, str]]:
@@ -83,19 +83,19 @@ def _first(text: str, marks: Sequence[str]) -> tuple[int, int] | None:
     """Return position and length of the first mark found, None if there is none; ties go to the
     mark listed first.
     """
-    found = [
+    positions = [
         (at, order, len(mark)) for order, mark in enumerate(marks) if (at := text.find(mark)) >= 0
     ]
-    return (min(found)[0], min(found)[2]) if found else None
+    return (min(positions)[0], min(positions)[2]) if positions else None
 
 
 def _between(text: str, words: Sequence[str]) -> list[str]:
     """Return the text before, between and after words that occur once each, in this order."""
     pieces = []
     for word in words:
-        before, found, text = text.partition(word)
-        if not found:
+        text_before, separator, text = text.partition(word)
+        if not separator:
             allowed = "the model's chat template does not render every turn; use completions"
             raise ConfigError("rollout.engine_args.api", "chat", allowed)
-        pieces.append(before)
+        pieces.append(text_before)
     return [*pieces, text]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def check_fit(held: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+def check_fit(current: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
     """Check that an update has exactly the tensors that the engine holds.
 
     Raises:
@@ -21,19 +21,19 @@ def check_fit(held: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tens
 
     if isinstance(tensors, OnDemand):
         tensors = tensors.base  # reading shapes must not compute tensors
-    if missing := sorted(held.keys() - tensors.keys()):
+    if missing := sorted(current.keys() - tensors.keys()):
         raise OfferRefused(
-            f"the update lacks {len(missing)} of {len(held)} tensors, the first is {missing[0]}"
+            f"the update lacks {len(missing)} of {len(current)} tensors, the first is {missing[0]}"
         )
-    if unknown := sorted(tensors.keys() - held.keys()):
+    if unknown := sorted(tensors.keys() - current.keys()):
         raise OfferRefused(
             f"the update has {len(unknown)} unknown tensors, the first is {unknown[0]}"
         )
-    for name, tensor in held.items():
+    for name, tensor in current.items():
         if tensor.shape != tensors[name].shape:
-            found = tuple(tensors[name].shape)
+            shape = tuple(tensors[name].shape)
             expected = tuple(tensor.shape)
-            raise OfferRefused(f"{name} has shape {found}, the model expects {expected}")
+            raise OfferRefused(f"{name} has shape {shape}, the model expects {expected}")
 
 
 def materialized(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:

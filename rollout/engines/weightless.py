@@ -63,12 +63,12 @@ class WeightlessEngine:
         """
         if self._closed.is_set():
             raise RuntimeError("the engine has stopped")
-        why = request_problem(
+        reason = request_problem(
             request, max_context_tokens=self._config.section.max_context_tokens, vocab_size=None
         )
-        if not why and request.request_id in running:
-            why = f"request_id {request.request_id!r} is already running or waiting"
-        return self._count(GenerationOutput(error=why)) if why else None
+        if not reason and request.request_id in running:
+            reason = f"request_id {request.request_id!r} is already running or waiting"
+        return self._count(GenerationOutput(error=reason)) if reason else None
 
     def _count(self, output: GenerationOutput) -> GenerationOutput:
         self._finished[output.finish_reason] += 1

@@ -92,7 +92,7 @@ class SlotAttention:
             raise UserError(
                 f"engine hf does not run {type(module).__name__}: only plain causal attention is supported"
             )
-        how = _How(key.shape[1], query.shape[1] // key.shape[1], scaling, softcap, s_aux)
+        shape = _How(key.shape[1], query.shape[1] // key.shape[1], scaling, softcap, s_aux)
         rule = mask_rule(attention_mask, type(module).__name__)
         self.is_capped = self.is_capped or softcap is not None
         layer = int(module.layer_idx)  # type: ignore[arg-type]  # every attention module in transformers has one
@@ -103,9 +103,9 @@ class SlotAttention:
             rows = query.shape[2]
             alone = ForwardPass([Segment(0, 0, rows)], rows, self.device)
             block = alone.blocks[0]
-            mask = alone.mask(block, how.groups, rule, query.dtype)
-            return _attend(query, key, value, mask, block, how)[None], None
-        return self._slotted(self.current, layer, query, key, value, rule, how)[None], None
+            mask = alone.mask(block, shape.groups, rule, query.dtype)
+            return _attend(query, key, value, mask, block, shape)[None], None
+        return self._slotted(self.current, layer, query, key, value, rule, shape)[None], None
 
     def _slotted(
         self,
@@ -115,11 +115,11 @@ class SlotAttention:
         key: Tensor,
         value: Tensor,
         rule: MaskRule | None,
-        how: _How,
+        shape: _How,
     ) -> Tensor:
         keys = self._keys[layer]
         values = self._values[layer]
-        index = now.index(how.kv_heads)
+        index = now.index(shape.kv_heads)
         keys.view(-1, keys.shape[-1]).index_copy_(
             0, index, key[0].transpose(0, 1).reshape(-1, keys.shape[-1])
         )
@@ -128,9 +128,9 @@ class SlotAttention:
         )
         outputs = []
         for block in now.blocks:
-            mask = now.mask(block, how.groups, rule, query.dtype)
-            seen = _held(keys, block), _held(values, block)
-            outputs.append(_attend(query, *seen, mask, block, how))
+            mask = now.mask(block, shape.groups, rule, query.dtype)
+            visible = _held(keys, block), _held(values, block)
+            outputs.append(_attend(query, *visible, mask, block, shape))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -166,7 +166,12 @@ class _How:
 
 
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, block: SegmentBlock, how: _How
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    block: SegmentBlock,
+    shape: _How,
 ) -> Tensor:
     """Compute attention of one block, shape (rows of the block, heads, head size).
 
@@ -176,37 +181,48 @@ def _attend(
     """
     head_dim = query.shape[-1]
     # nothing to fold
-    if block.new == 1 and how.groups == 1 and how.softcap is None and how.sinks is None:
+    if block.new == 1 and shape.groups == 1 and shape.softcap is None and shape.sinks is None:
         rows = query[0, :, block.rows].transpose(0, 1)[:, :, None]
-        return F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=how.scale)[
-            :, :, 0
-        ]
-    folded = query[0, :, block.rows].view(how.kv_heads, how.groups, block.size, block.new, head_dim)
-    folded = folded.permute(2, 0, 1, 3, 4).reshape(
-        block.size, how.kv_heads, how.groups * block.new, head_dim
+        return F.scaled_dot_product_attention(
+            rows, keys, values, attn_mask=mask, scale=shape.scale
+        )[:, :, 0]
+    folded = query[0, :, block.rows].view(
+        shape.kv_heads, shape.groups, block.size, block.new, head_dim
     )
-    if how.softcap is None and how.sinks is None:
-        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=how.scale)
+    folded = folded.permute(2, 0, 1, 3, 4).reshape(
+        block.size, shape.kv_heads, shape.groups * block.new, head_dim
+    )
+    if shape.softcap is None and shape.sinks is None:
+        out = F.scaled_dot_product_attention(
+            folded, keys, values, attn_mask=mask, scale=shape.scale
+        )
     else:
-        out = _explicit(folded, keys, values, mask, block, how)
-    out = out.view(block.size, how.kv_heads, how.groups, block.new, -1).permute(0, 3, 1, 2, 4)
-    return out.reshape(block.size * block.new, how.kv_heads * how.groups, -1)
+        out = _explicit(folded, keys, values, mask, block, shape)
+    out = out.view(block.size, shape.kv_heads, shape.groups, block.new, -1).permute(0, 3, 1, 2, 4)
+    return out.reshape(block.size * block.new, shape.kv_heads * shape.groups, -1)
 
 
 def _explicit(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, block: SegmentBlock, how: _How
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    block: SegmentBlock,
+    shape: _How,
 ) -> Tensor:
     """Compute attention without the fused kernel, which lacks soft-capped logits (Gemma 2) and
     sinks (gpt-oss).
     """
-    scale = how.scale if how.scale is not None else query.shape[-1] ** -0.5
+    scale = shape.scale if shape.scale is not None else query.shape[-1] ** -0.5
     scores = torch.matmul(query, keys.transpose(2, 3)) * scale
-    if how.softcap is not None:
-        scores = torch.tanh(scores / how.softcap) * how.softcap
+    if shape.softcap is not None:
+        scores = torch.tanh(scores / shape.softcap) * shape.softcap
     if mask is not None:
         scores = scores + mask
-    if how.sinks is not None:
-        sinks = how.sinks.view(1, how.kv_heads, how.groups, 1).expand(block.size, -1, -1, block.new)
+    if shape.sinks is not None:
+        sinks = shape.sinks.view(1, shape.kv_heads, shape.groups, 1).expand(
+            block.size, -1, -1, block.new
+        )
         scores = torch.cat([scores, sinks.reshape(*scores.shape[:-1], 1).to(scores.dtype)], dim=-1)
     probs = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
     return torch.matmul(probs[..., : keys.shape[2]], values)

@@ -83,15 +83,15 @@ class HFEngine:
         if tap is not None:
             self._taps[request.request_id] = tap
         try:
-            made = None
+            reshaping = None
             if is_reshaped(request.sampling):
                 self._preparing.add(request.request_id)
-                made = await asyncio.to_thread(self._running_core().reshape, request.sampling)
+                reshaping = await asyncio.to_thread(self._running_core().reshape, request.sampling)
                 if request.request_id not in self._preparing:
                     return GenerationOutput(finish_reason="abort")
             self._commands.put(
                 lambda core: core.submit(
-                    request, now, None if tap is None else tap.top_logprobs, made
+                    request, now, None if tap is None else tap.top_logprobs, reshaping
                 )
             )
             return await future
@@ -125,8 +125,8 @@ class HFEngine:
         await self._call(lambda core: core.wake())
 
     async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
-        found = await self._call(lambda core: core.model.logprobs(token_ids))
-        array: npt.NDArray[np.float32] = found.numpy()
+        logprobs = await self._call(lambda core: core.model.logprobs(token_ids))
+        array: npt.NDArray[np.float32] = logprobs.numpy()
         return array
 
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -203,9 +203,9 @@ class HFEngine:
         if core.can_step:
             core.step()
         if core.told:
-            told = core.told
+            events = core.told
             core.told = []
-            self._post(self._tell, told)
+            self._post(self._tell, events)
         if core.outbox:
             outputs = core.outbox
             core.outbox = []
@@ -226,8 +226,8 @@ class HFEngine:
         return command is not None
 
     def _patience(self, core: EngineCore) -> float | None:
-        due = core.scheduler.next_deadline()
-        return None if due is None else max(0.0, due - time.monotonic())
+        due_at = core.scheduler.next_deadline()
+        return None if due_at is None else max(0.0, due_at - time.monotonic())
 
     def _post(self, function: Callable[..., None], *args: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -236,8 +236,8 @@ class HFEngine:
     # --------------------------------------------------------------------------------------- the
     # event loop
 
-    def _tell(self, told: list[tuple[str, TokenEvent]]) -> None:
-        for request_id, piece in told:
+    def _tell(self, events: list[tuple[str, TokenEvent]]) -> None:
+        for request_id, piece in events:
             tap = self._taps.get(request_id)
             if tap is not None:
                 tap.told(piece)

@@ -121,15 +121,15 @@ class EngineCore:
                 stream.
             reshaping: see ``reshape``.
         """
-        why = request_problem(
+        reason = request_problem(
             request, max_context_tokens=self.model.max_context, vocab_size=self.model.vocab_size
         )
-        if not why and request.sampling.stop and self._tokenizer is None:
-            why = "stop strings need a tokenizer, and the model's folder has none"
-        if not why and self.scheduler.job(request.request_id) is not None:
-            why = f"request_id {request.request_id!r} is already running or waiting"
-        if why or isinstance(reshaping, str):
-            self._answer(request.request_id, GenerationOutput(error=why or str(reshaping)))
+        if not reason and request.sampling.stop and self._tokenizer is None:
+            reason = "stop strings need a tokenizer, and the model's folder has none"
+        if not reason and self.scheduler.job(request.request_id) is not None:
+            reason = f"request_id {request.request_id!r} is already running or waiting"
+        if reason or isinstance(reshaping, str):
+            self._answer(request.request_id, GenerationOutput(error=reason or str(reshaping)))
             return
         if reshaping is not None:
             self._reshapings[request.request_id] = reshaping
@@ -144,8 +144,8 @@ class EngineCore:
         """
         if not is_reshaped(sampling):
             return None
-        if why := reshaping_problem(sampling, self.model.vocab_size, self._tokenizer):
-            return why
+        if reason := reshaping_problem(sampling, self.model.vocab_size, self._tokenizer):
+            return reason
         try:
             ends = request_end_tokens(sampling, self._end_ids)
             return LogitOffsets(sampling, self.model.vocab_size, ends, self._guides)
@@ -154,12 +154,13 @@ class EngineCore:
 
     def score(self, request: wire.GenerateRequest) -> GenerationOutput:
         """Return the likeliest tokens at each position of a context, without a slot."""
-        why = request_problem(
+        reason = request_problem(
             request, max_context_tokens=self.model.max_context, vocab_size=self.model.vocab_size
         )
-        if why or self.version < max(request.min_version, 0):
+        if reason or self.version < max(request.min_version, 0):
             return GenerationOutput(
-                error=why or f"no weights of version {request.min_version} or later to score with"
+                error=reason
+                or f"no weights of version {request.min_version} or later to score with"
             )
         ids, logprobs = self.model.top_logprobs(
             request.token_ids.array().tolist(), request.prompt_top_k
@@ -233,13 +234,13 @@ class EngineCore:
         """
         for row in [row for row in self._reading if row.source is not None]:
             source = row.source
-            wanted = row.length - 1
-            if source is None or not self._is_usable(source, wanted):
+            num_tokens = row.length - 1
+            if source is None or not self._is_usable(source, num_tokens):
                 row.source = None  # ended early: computed here
-            elif source.cached >= wanted:
-                self.model.copy_prefix(source.job.slot, row.job.slot, wanted)
-                self._hits += wanted - row.reused
-                row.cached = row.reused = wanted
+            elif source.cached >= num_tokens:
+                self.model.copy_prefix(source.job.slot, row.job.slot, num_tokens)
+                self._hits += num_tokens - row.reused
+                row.cached = row.reused = num_tokens
                 row.source = None
                 self._reading.remove(row)
 
@@ -371,13 +372,13 @@ class EngineCore:
             rows = [self._rows[slot] for slot in sorted(self._rows)]
             return rows, [Segment(row.job.slot, row.cached, 1) for row in rows]
         share: dict[int, int] = {}
-        left = self._prefill_tokens
+        num_left = self._prefill_tokens
         for row in self._reading:
             unread = row.length - row.cached
             if self.model.has_states and self._shares_prompts and unread > 1:
                 unread -= 1  # others copy its states at this point
-            share[row.job.slot] = min(unread, left) if row.source is None else 0
-            left -= share[row.job.slot]
+            share[row.job.slot] = min(unread, num_left) if row.source is None else 0
+            num_left -= share[row.job.slot]
         rows = [self._rows[slot] for slot in sorted(self._rows) if share.get(slot, 1)]
         return rows, [Segment(row.job.slot, row.cached, share.get(row.job.slot, 1)) for row in rows]
 
@@ -394,9 +395,9 @@ class EngineCore:
         )
         self._prefilled += len(ids) if self._reading else 0
         device = self.model.device
-        wanted = torch.from_numpy(ends[complete]).to(device)
+        last_positions = torch.from_numpy(ends[complete]).to(device)
         return self.model.forward(
-            segments, torch.from_numpy(ids.astype(np.int64)).to(device), wanted
+            segments, torch.from_numpy(ids.astype(np.int64)).to(device), last_positions
         )
 
     def _sample(self, rows: list[RequestRow], segments: list[Segment], logits: Tensor) -> None:
@@ -461,8 +462,12 @@ class EngineCore:
             rows[index].job.request_id: distance > MOVED
             for index, distance in zip(at, distances, strict=True)
         }
-        left = [index for index in range(len(rows)) if index not in broken]
-        return [rows[index] for index in left], shaped[left] if broken else shaped, flags
+        sound_rows = [index for index in range(len(rows)) if index not in broken]
+        return (
+            [rows[index] for index in sound_rows],
+            shaped[sound_rows] if broken else shaped,
+            flags,
+        )
 
     @torch.inference_mode()
     def _tell(
@@ -475,8 +480,8 @@ class EngineCore:
         top: dict[int, list[tuple[int, float]]] = {}
         if wanting:
             most = max(self._taps[rows[index].job.request_id] for index in wanting)
-            found = likeliest(logits[wanting], [rows[index].params for index in wanting], most)
-            ids, values = (part.tolist() for part in found)
+            top_tokens = likeliest(logits[wanting], [rows[index].params for index in wanting], most)
+            ids, values = (part.tolist() for part in top_tokens)
             for index, row_ids, row_values in zip(wanting, ids, values, strict=True):
                 pairs = zip(row_ids, row_values, strict=True)
                 finite = [pair for pair in pairs if math.isfinite(pair[1])]

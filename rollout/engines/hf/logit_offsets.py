@@ -82,7 +82,7 @@ class LogitOffsets:
         """
         sampling = self._sampling
         counts = self._counts
-        made = (
+        offsets = (
             self._bias
             - sampling.frequency_penalty * counts
             - sampling.presence_penalty * (counts > 0)
@@ -93,8 +93,8 @@ class LogitOffsets:
                 allowed[self._ends] = True
             if not allowed.any():
                 raise GuideError("the guide allows no token")
-            made[~allowed] = -np.inf
-        return np.asarray(made, np.float32)
+            offsets[~allowed] = -np.inf
+        return np.asarray(offsets, np.float32)
 
     def take(self, token: int, flag: bool) -> None:
         """Record a sampled token."""

@@ -204,8 +204,8 @@ class SlotModel:
             UserError: if its layers cannot be taken over.
         """
         name = type(self.model).__name__
-        if why := unsupported_reason(self.model.config) or unsupported_class(type(self.model)):
-            raise UserError(f"engine hf cannot run {name}: {why}")
+        if reason := unsupported_reason(self.model.config) or unsupported_class(type(self.model)):
+            raise UserError(f"engine hf cannot run {name}: {reason}")
         ALL_ATTENTION_FUNCTIONS.register(self._name, self.attention)
         ALL_MASK_ATTENTION_FUNCTIONS.register(self._name, make_rule)
         ids = torch.arange(
@@ -242,8 +242,8 @@ class SlotModel:
             raise UserError(
                 f"rollout.engine_args.kv_cache_gib: {args.kv_cache_gib} is not allowed; {need}"
             )
-        wanted = args.kv_slots or max_running * (2 if prefix_cache else 1)
-        slots = min(wanted, fit)
+        num_slots = args.kv_slots or max_running * (2 if prefix_cache else 1)
+        slots = min(num_slots, fit)
         self.attention.allocate(slots, self.max_context)
         self.states.allocate(slots)
         return slots, min(max_running, slots)
@@ -265,13 +265,15 @@ def load_model(config: EngineConfig, device: torch.device) -> Any:
         trusted = config.trust_remote_code
         if config.has_weights:
             folder = model_folder(path, trust_remote_code=trusted)
-            named = {"dtype": dtype, "trust_remote_code": trusted, "use_safetensors": True}
-            model = transformers.AutoModelForCausalLM.from_pretrained(folder, **named)
+            options = {"dtype": dtype, "trust_remote_code": trusted, "use_safetensors": True}
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
         else:
             model = _without_weights(path, dtype, trust_remote_code=trusted)
     except Exception as error:
-        known = isinstance(error, (OSError, ValueError, KeyError, RuntimeError))
-        if not known and not type(error).__module__.startswith(("safetensors", "huggingface_hub")):
+        is_expected = isinstance(error, (OSError, ValueError, KeyError, RuntimeError))
+        if not is_expected and not type(error).__module__.startswith(
+            ("safetensors", "huggingface_hub")
+        ):
             raise
         raise UserError(
             f"model path {path!r}: no causal language model could be loaded: {one_line(error)}"
@@ -293,17 +295,17 @@ def _without_weights(path: str, dtype: torch.dtype, *, trust_remote_code: bool) 
     return model
 
 
-def pick_device(wanted: str) -> torch.device:
+def pick_device(name: str) -> torch.device:
     """Return the torch device; ``auto`` is cuda if available.
 
     Raises:
         UserError: if cuda is requested and this torch cannot use it.
     """
     available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
-        why = f"this torch ({torch.__version__}) cannot use them; install its CUDA build"
-        raise UserError(f"GPUs are requested, but {why}")
-    if not available or wanted == "cpu":
+    if name == "cuda" and not available:
+        reason = f"this torch ({torch.__version__}) cannot use them; install its CUDA build"
+        raise UserError(f"GPUs are requested, but {reason}")
+    if not available or name == "cpu":
         return torch.device("cpu")
     if torch.cuda.device_count() > 1:
         count = torch.cuda.device_count()
@@ -313,18 +315,18 @@ def pick_device(wanted: str) -> torch.device:
     return numbered("cuda")
 
 
-def fitting_context(model: Any, wanted: int) -> int:
+def fitting_context(model: Any, max_tokens: int) -> int:
     """Return the requested context length.
 
     Raises:
         UserError: if the model has fewer positions.
     """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and wanted > positions:
+    if positions is not None and max_tokens > positions:
         raise UserError(
-            f"rollout.max_context_tokens: {wanted} is not allowed; the model has {positions} positions"
+            f"rollout.max_context_tokens: {max_tokens} is not allowed; the model has {positions} positions"
         )
-    return wanted
+    return max_tokens
 
 
 def end_tokens(model: Any) -> frozenset[int]:

@@ -119,8 +119,8 @@ class LayerStates(PassCache):
     def has_previous_state(
         self, layer_idx: int | None = None, state_idx: int | None = None
     ) -> bool:
-        known = self.layers[self._layer].has_previous_state
-        return all(known.values()) if state_idx is None else bool(known[state_idx])
+        states = self.layers[self._layer].has_previous_state
+        return all(states.values()) if state_idx is None else bool(states[state_idx])
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
         """Return MiniMax's state."""
@@ -356,7 +356,7 @@ def _named_arguments(
 
 def _in_float32(value: Any) -> Any:
     if isinstance(value, tuple):
-        return tuple(_in_float32(each) for each in value)
+        return tuple(_in_float32(item) for item in value)
     return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
@@ -377,7 +377,7 @@ def _piece(value: Any, states: LayerStates, rows: Tensor | slice, size: int, tot
     if isinstance(value, Cache):
         return states
     if isinstance(value, tuple):
-        return tuple(_piece(each, states, rows, size, total) for each in value)
+        return tuple(_piece(item, states, rows, size, total) for item in value)
     if isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == (1, total):
         return value[0, rows].reshape(size, -1, *value.shape[2:])
     return value

@@ -112,17 +112,21 @@ def sample(
         logits = logits / batch.temperature
     logprobs = logits.log_softmax(-1)
     if batch.filtered is not None and len(batch.filtered) == len(logits):
-        tokens, chosen = _draw_filtered(logprobs, batch, uniform)
+        tokens, chosen_logprobs = _draw_filtered(logprobs, batch, uniform)
     else:
-        tokens, chosen = _draw(logprobs, uniform)
+        tokens, chosen_logprobs = _draw(logprobs, uniform)
         if batch.filtered is not None:
             rows = batch.filtered
-            tokens[rows], chosen[rows] = _draw_filtered(logprobs[rows], batch, uniform[rows])
+            tokens[rows], chosen_logprobs[rows] = _draw_filtered(
+                logprobs[rows], batch, uniform[rows]
+            )
     if batch.greedy is not None and best is not None:
         tokens = torch.where(batch.greedy, best, tokens)
         # 0, or NaN if the logits are not finite
-        chosen = torch.where(batch.greedy, chosen - chosen, chosen)
-    return tokens, chosen
+        chosen_logprobs = torch.where(
+            batch.greedy, chosen_logprobs - chosen_logprobs, chosen_logprobs
+        )
+    return tokens, chosen_logprobs
 
 
 def likeliest(
@@ -145,8 +149,8 @@ def likeliest(
     values, tokens = logprobs.topk(k, dim=-1, sorted=True)
     if batch.filtered is not None:
         width = min(max(_CANDIDATES, batch.max_top_k, k), logprobs.shape[-1])
-        kept, order = _kept(logprobs[batch.filtered], batch, width)
-        values[batch.filtered] = kept.log_softmax(-1)[:, :k]
+        candidates, order = _kept(logprobs[batch.filtered], batch, width)
+        values[batch.filtered] = candidates.log_softmax(-1)[:, :k]
         tokens[batch.filtered] = order[:, :k]
     return tokens, values
 
@@ -173,10 +177,12 @@ def _distribution(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     logits = logits.float()
     logprobs = (logits if batch.temperature is None else logits / batch.temperature).log_softmax(-1)
     if batch.filtered is not None:
-        some = logprobs[batch.filtered]
-        kept, order = _kept(some, batch, min(max(_CANDIDATES, batch.max_top_k), logprobs.shape[-1]))
-        logprobs[batch.filtered] = torch.full_like(some, float("-inf")).scatter(
-            -1, order, kept.log_softmax(-1)
+        filtered = logprobs[batch.filtered]
+        candidates, order = _kept(
+            filtered, batch, min(max(_CANDIDATES, batch.max_top_k), logprobs.shape[-1])
+        )
+        logprobs[batch.filtered] = torch.full_like(filtered, float("-inf")).scatter(
+            -1, order, candidates.log_softmax(-1)
         )
     probs = logprobs.exp()
     if batch.greedy is None:
@@ -198,9 +204,11 @@ def _draw(logprobs: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, 
 def _draw_filtered(
     logprobs: torch.Tensor, batch: SamplingBatch, uniform: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    kept, order = _kept(logprobs, batch, min(max(_CANDIDATES, batch.max_top_k), logprobs.shape[-1]))
-    tokens, chosen = _draw(kept.log_softmax(-1), uniform)
-    return order.gather(-1, tokens[:, None])[:, 0], chosen
+    candidates, order = _kept(
+        logprobs, batch, min(max(_CANDIDATES, batch.max_top_k), logprobs.shape[-1])
+    )
+    tokens, chosen_logprobs = _draw(candidates.log_softmax(-1), uniform)
+    return order.gather(-1, tokens[:, None])[:, 0], chosen_logprobs
 
 
 def _kept(
@@ -213,11 +221,11 @@ def _kept(
     probs = best.exp()
     rank = torch.arange(width, device=logprobs.device)
     in_k = rank < batch.top_k
-    before = (probs * in_k).cumsum(-1) - probs  # mass of all better candidates
+    better_mass = (probs * in_k).cumsum(-1) - probs  # mass of all better candidates
     mass_k = torch.where(
         batch.top_k <= width, (probs * in_k).sum(-1, keepdim=True), torch.ones_like(batch.top_p)
     )
-    keep = in_k & (before < batch.top_p * mass_k) & (probs >= batch.min_p * probs[:, :1])
+    keep = in_k & (better_mass < batch.top_p * mass_k) & (probs >= batch.min_p * probs[:, :1])
     keep[:, 0] = True
     if width < logprobs.shape[-1] and bool((keep[:, -1] & (batch.top_k[:, 0] > width)).any()):
         # the last candidate passes: there may be more

@@ -73,10 +73,10 @@ class _SelfTest:
         switches = switch_lengths(config)
         size: dict[str, int] = {"vocab_size": slots.vocab_size, "max_context": slots.max_context}
         text = probe_tokens(tokenizer, config, **size)
-        other = probe_tokens(tokenizer, config, **size, start=101)
+        neighbour = probe_tokens(tokenizer, config, **size, start=101)
         self._texts = [self._text(text, switches)]
         if slots.num_slots > 1:
-            self._texts.append(self._text(other[: max(2, len(text) // 3)], switches))
+            self._texts.append(self._text(neighbour[: max(2, len(text) // 3)], switches))
         columns = np.random.default_rng(0).permutation(slots.vocab_size)[:_COLUMNS]
         self._columns = torch.from_numpy(columns).to(slots.device)
         self._epsilon = torch.finfo(slots.model.dtype).eps
@@ -111,10 +111,10 @@ class _SelfTest:
             at += len(text.rows)
         judge: dict[str, Any] = {"epsilon": self._epsilon, "stretches": stretches}
         alone = self._joined([self._without_slots(text) for text in self._texts])
-        if why := noise_problem(self._samples, alone, **judge):
-            return f"its attention needs more than positions and masks: {why}"
-        if why := noise_problem(self._samples, self._joined(self._over_slots()), **judge):
-            return f"its output changes when a sequence is read in parts, next to others: {why}"
+        if reason := noise_problem(self._samples, alone, **judge):
+            return f"its attention needs more than positions and masks: {reason}"
+        if reason := noise_problem(self._samples, self._joined(self._over_slots()), **judge):
+            return f"its output changes when a sequence is read in parts, next to others: {reason}"
         return ""
 
     def uncovered_layers(self) -> str:
@@ -162,8 +162,8 @@ class _SelfTest:
         generator = torch.Generator(self._slots.device).manual_seed(len(self._samples))
 
         def round_otherwise(_: torch.nn.Module, __: Any, embedded: Tensor) -> Tensor:
-            drawn = torch.randn(embedded.shape, generator=generator, device=embedded.device)
-            return (embedded * (1 + self._epsilon * drawn)).to(embedded.dtype)
+            noise = torch.randn(embedded.shape, generator=generator, device=embedded.device)
+            return (embedded * (1 + self._epsilon * noise)).to(embedded.dtype)
 
         hook = self._slots.model.get_input_embeddings().register_forward_hook(round_otherwise)
         try:
@@ -173,7 +173,7 @@ class _SelfTest:
 
     def _native(self, text: TestText, ends: Sequence[int]) -> Tensor:
         """Compute a text as plain transformers does, in parts that end there and at its end."""
-        found = []
+        logprobs = []
         cache = None
         start = 0
         for end in (*ends, len(text.ids)):
@@ -186,10 +186,10 @@ class _SelfTest:
                 logits_to_keep=torch.tensor(rows or [0], device=text.ids.device),
             )
             if rows:
-                found.append(self._values(output.logits[0]))
+                logprobs.append(self._values(output.logits[0]))
             cache = output.past_key_values if ends else None
             start = end
-        return torch.cat(found)
+        return torch.cat(logprobs)
 
     def _without_slots(self, text: TestText) -> Tensor:
         positions = torch.arange(len(text.ids), device=text.ids.device)
@@ -202,14 +202,14 @@ class _SelfTest:
         """
         first_slot = self._slots.num_slots - len(self._texts)
         plans = [_lengths(len(text.ids)) for text in self._texts]
-        found: list[list[Tensor]] = [[] for _ in self._texts]
+        rows_of_text: list[list[Tensor]] = [[] for _ in self._texts]
         starts = [0] * len(self._texts)
         for step in range(max(len(plan) for plan in plans)):
             segments = []
             ids = []
             rows = []
             owners = []
-            before = 0
+            offset = 0
             for number, (text, plan) in enumerate(zip(self._texts, plans, strict=True)):
                 if step >= len(plan):
                     continue
@@ -217,17 +217,19 @@ class _SelfTest:
                 new = plan[step]
                 segments.append(Segment(first_slot + number, start, new))
                 ids.append(text.ids[start : start + new])
-                wanted = [row - start + before for row in text.rows if start <= row < start + new]
-                rows += wanted
-                owners += [number] * len(wanted)
+                positions = [
+                    row - start + offset for row in text.rows if start <= row < start + new
+                ]
+                rows += positions
+                owners += [number] * len(positions)
                 starts[number] = start + new
-                before = before + new
+                offset = offset + new
             logits = self._slots.forward(
                 segments, torch.cat(ids), torch.tensor(rows or [0], device=ids[0].device)
             )
             for owner, values in zip(owners, self._values(logits), strict=False):
-                found[owner].append(values)
-        return [torch.stack(rows_of_text) for rows_of_text in found]
+                rows_of_text[owner].append(values)
+        return [torch.stack(rows_of_text) for rows_of_text in rows_of_text]
 
     def _values(self, logits: Tensor) -> Tensor:
         return logits.float().log_softmax(-1)[:, self._columns]

@@ -22,8 +22,8 @@ def unsupported_reason(config: Any) -> str:
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if why := _KNOWN.get(config.get_text_config().model_type):
-        return why
+    if reason := _KNOWN.get(config.get_text_config().model_type):
+        return reason
     try:
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError:

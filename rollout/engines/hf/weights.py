@@ -28,9 +28,9 @@ class HeldWeights:
             holder = (
                 first.setdefault(tensor.data_ptr() or id(tensor), name) if tensor.numel() else name
             )
-            known = self._live.setdefault(holder, [])
-            if not any(tensor is each for each in known):
-                known.append(tensor)
+            live = self._live.setdefault(holder, [])
+            if not any(tensor is tensor_held for tensor_held in live):
+                live.append(tensor)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the current tensors by name, in model order."""
@@ -46,22 +46,22 @@ class HeldWeights:
             TransferFailed: if a name is missing or unknown, or a shape differs.
         """
         # read each once: some mappings compute them
-        held = self.tensors()
-        given = dict(tensors)
-        check_fit(held, given)
+        current = self.tensors()
+        new_tensors = dict(tensors)
+        check_fit(current, new_tensors)
         copied = []
         for name, live in self._live.items():
-            if all(_replaceable(each, given[name]) for each in live):
-                for each in live:
-                    each.data = given[name]
+            if all(_replaceable(tensor, new_tensors[name]) for tensor in live):
+                for tensor in live:
+                    tensor.data = new_tensors[name]
             else:
-                copied.append((held[name], given[name]))
+                copied.append((current[name], new_tensors[name]))
         copy_all(copied, torch.get_num_threads())
-        if any(tensor.is_cuda for tensor in held.values()):
+        if any(tensor.is_cuda for tensor in current.values()):
             # no pass still reads the old tensors: the caller may overwrite their memory
             torch.cuda.synchronize()
 
 
-def _replaceable(held: torch.Tensor, new: torch.Tensor) -> bool:
-    same_kind = held.dtype == new.dtype and held.device == new.device
-    return same_kind and held.shape == new.shape and held.stride() == new.stride()
+def _replaceable(current: torch.Tensor, new: torch.Tensor) -> bool:
+    same_kind = current.dtype == new.dtype and current.device == new.device
+    return same_kind and current.shape == new.shape and current.stride() == new.stride()

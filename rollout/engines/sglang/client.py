@@ -140,8 +140,8 @@ def read_leg(reply: Mapping[str, Any], sampling: wire.SamplingParams) -> Generat
         if not isinstance(told, list) or len(told) != len(token_ids):
             why = "this SGLang does not return logprobs under top_p, top_k or min_p (return_sampling_mask)"
             raise SGLangRequestError(f"{why}; install a newer one")
-        logprobs = [_number(one) for one in told]
-    if not all(math.isfinite(one) for one in logprobs):
+        logprobs = [_number(value) for value in told]
+    if not all(math.isfinite(value) for value in logprobs):
         raise SGLangRequestError("the model's logits are not finite")
     runs, spans = _version_runs(meta, len(token_ids))
     ends = (i for i, token in enumerate(token_ids) if token in sampling.stop_token_ids)
@@ -153,33 +153,35 @@ def read_leg(reply: Mapping[str, Any], sampling: wire.SamplingParams) -> Generat
     prompt = int(meta.get("prompt_tokens") or 0)
     cached = int(meta.get("cached_tokens") or 0)
     return GenerateLeg(
-        token_ids, [min(0.0, one) for one in logprobs], runs, reason, prompt, cached, spans
+        token_ids, [min(0.0, value) for value in logprobs], runs, reason, prompt, cached, spans
     )
 
 
-def _number(told: Any) -> float:
+def _number(value: Any) -> float:
     """Convert a number, with null for NaN, which JSON lacks."""
-    return math.nan if told is None else float(told)
+    return math.nan if value is None else float(value)
 
 
 def _version_runs(meta: Mapping[str, Any], count: int) -> tuple[list[tuple[int, int]], bool]:
-    told = meta.get("weight_versions")
+    versions = meta.get("weight_versions")
     try:
-        if isinstance(told, list) and told:
-            runs = [(int(span["version"]), int(span["end"]) - int(span["start"])) for span in told]
+        if isinstance(versions, list) and versions:
+            runs = [
+                (int(span["version"]), int(span["end"]) - int(span["start"])) for span in versions
+            ]
             runs = [run for run in runs if run[1] > 0]
             if sum(length for _, length in runs) == count:
                 return runs, True
             raise SGLangRequestError(
-                f"its weight_versions {told!r} do not add up to {count} tokens"
+                f"its weight_versions {versions!r} do not add up to {count} tokens"
             )
         return ([(int(meta["weight_version"]), count)] if count else []), False
     except (KeyError, TypeError, ValueError):
-        found = told or meta.get("weight_version")
-        raise SGLangRequestError(f"its answer has no valid weight version: {found!r}") from None
+        version = versions or meta.get("weight_version")
+        raise SGLangRequestError(f"its answer has no valid weight version: {version!r}") from None
 
 
-def shift_runs(runs: Sequence[tuple[int, int]], before: int) -> list[tuple[int, int]]:
+def shift_runs(runs: Sequence[tuple[int, int]], version_before: int) -> list[tuple[int, int]]:
     """Return the versions that sampled the tokens, from those that SGLang recorded.
 
     SGLang records a weight change after the tokens processed so far, and processes a token while
@@ -191,31 +193,31 @@ def shift_runs(runs: Sequence[tuple[int, int]], before: int) -> list[tuple[int, 
         runs: pairs (version, number of tokens).
         before: the version when the request was sent.
     """
-    found: list[tuple[int, int]] = []
+    shifted: list[tuple[int, int]] = []
     for version, count in runs:
-        found += [(before, 1), (version, count - 1)]
-        before = version
-    return merge_runs(found)
+        shifted += [(version_before, 1), (version, count - 1)]
+        version_before = version
+    return merge_runs(shifted)
 
 
 def merge_runs(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Merge adjacent runs of one version and drop empty ones."""
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for version, count in runs:
-        if found and found[-1][0] == version:
-            found[-1] = (version, found[-1][1] + count)
+        if merged and merged[-1][0] == version:
+            merged[-1] = (version, merged[-1][1] + count)
         elif count > 0:
-            found.append((version, count))
-    return found
+            merged.append((version, count))
+    return merged
 
 
 def truncate_runs(runs: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:
     """Return the runs of the first ``count`` tokens."""
-    kept = []
+    shortened = []
     for version, length in runs:
-        kept.append((version, max(0, min(length, count))))
+        shortened.append((version, max(0, min(length, count))))
         count -= length
-    return merge_runs(kept)
+    return merge_runs(shortened)
 
 
 def read_scores(reply: Mapping[str, Any], num_tokens: int) -> npt.NDArray[np.float32]:
@@ -304,10 +306,10 @@ class SGLangClient:
             raise ConnectionError(
                 f"SGLang's {path}: {' '.join(str(error).split()) or type(error).__name__}"
             ) from None
-        found = _object(raw)
-        if status != 200 or found.get("success") is False:
-            raise SGLangRequestError(f"SGLang answered {path} with {status}: {_said(raw, found)}")
-        return found
+        reply = _object(raw)
+        if status != 200 or reply.get("success") is False:
+            raise SGLangRequestError(f"SGLang answered {path} with {status}: {_said(raw, reply)}")
+        return reply
 
     async def abort(self, rid: str) -> None:
         """Abort a request, which then returns its partial output; an empty id aborts all."""
@@ -319,13 +321,13 @@ class SGLangClient:
 
 def _object(raw: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(raw)
+        value = json.loads(raw)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
-def _said(raw: bytes, found: Mapping[str, Any]) -> str:
-    error = found.get("error", found.get("message", ""))
-    said = error.get("message", error) if isinstance(error, dict) else error
-    return " ".join(str(said or raw[:300].decode(errors="replace")).split())[:300]
+def _said(raw: bytes, reply: Mapping[str, Any]) -> str:
+    error = reply.get("error", reply.get("message", ""))
+    text = error.get("message", error) if isinstance(error, dict) else error
+    return " ".join(str(text or raw[:300].decode(errors="replace")).split())[:300]

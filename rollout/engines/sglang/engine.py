@@ -132,9 +132,9 @@ class SGLangEngine:
         )
         self._views = stored_views(model, self._held)
         if self._views and section.weights_into == "workers":
-            why = f"the workers of SGLang receive {next(iter(self._views))} under its name here, not its file's"
+            reason = f"the workers of SGLang receive {next(iter(self._views))} under its name here, not its file's"
             raise ConfigError(
-                "rollout.weights_into", "workers", f"auto or server with this model: {why}"
+                "rollout.weights_into", "workers", f"auto or server with this model: {reason}"
             )
         text = model.config.get_text_config()
         self._vocab_size = int(text.vocab_size)
@@ -172,8 +172,8 @@ class SGLangEngine:
             await self.close()
             raise
         if not self._spans and section.update_mode == "keep":
-            why = "this SGLang does not return the weight version of each token"
-            log.warning("%s: new weights recompute the KV of running requests", why)
+            reason = "this SGLang does not return the weight version of each token"
+            log.warning("%s: new weights recompute the KV of running requests", reason)
         self._requests.open.set()
 
     async def _find_workers(self, num_copies: int) -> None:
@@ -221,13 +221,13 @@ class SGLangEngine:
             self._child = None
             await asyncio.to_thread(child.stop)
 
-    def _died(self, why: str) -> None:
+    def _died(self, reason: str) -> None:
         """Fail the engine: the child exited unexpectedly."""
         if self._ended is not None and not self._ended.done() and self._child is not None:
             self._child.keep_log = True
-            self._ended.set_exception(RuntimeError(f"SGLang ended: {why}"))
+            self._ended.set_exception(RuntimeError(f"SGLang ended: {reason}"))
             self._ended.exception()  # mark as retrieved: join raises it again
-        self._requests.fail(f"the engine stopped: SGLang ended: {why}")
+        self._requests.fail(f"the engine stopped: SGLang ended: {reason}")
 
     async def _first(self) -> GenerateLeg:
         """Sample one token, to check that the server works and what it returns.
@@ -251,11 +251,11 @@ class SGLangEngine:
     async def generate(self, request: wire.GenerateRequest) -> GenerationOutput:
         self._check_alive()
         most = self._config.section.max_context_tokens
-        why = request_problem(request, max_context_tokens=most, vocab_size=self._vocab_size)
-        if not why and request.request_id in self._requests:
-            why = f"request_id {request.request_id!r} is already running or waiting"
-        if why:
-            return self._requests.count(GenerationOutput(error=why))
+        reason = request_problem(request, max_context_tokens=most, vocab_size=self._vocab_size)
+        if not reason and request.request_id in self._requests:
+            reason = f"request_id {request.request_id!r} is already running or waiting"
+        if reason:
+            return self._requests.count(GenerationOutput(error=reason))
         if request.prompt_top_k:
             return self._requests.count(await self._requests.score(request))
         return await self._requests.run(request)
@@ -421,13 +421,13 @@ class SGLangEngine:
         assert self._api is not None
         try:
             async with asyncio.timeout(RETURN_WITHIN_S):
-                while sent := list(self._requests.sent()):
+                while requests := list(self._requests.sent()):
                     await self._api.abort("")
-                    for running in sent:
+                    for running in requests:
                         running.quiet.clear()
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(ABORT_AGAIN_S):
-                            for running in sent:
+                            for running in requests:
                                 if running.rid:
                                     await running.quiet.wait()
         except TimeoutError:

@@ -98,8 +98,8 @@ def load(original: Callable[..., Outcome], updater: Any, named_tensors: Any) -> 
         return original(updater, named_tensors)
 
     def load_some(tensors: Any) -> None:
-        done, message = original(updater, list(tensors))
-        if not done:
+        is_loaded, message = original(updater, list(tensors))
+        if not is_loaded:
             raise RuntimeError(message)
         if updater.device == "cuda":
             torch.cuda.synchronize()  # the memory of these tensors is used again

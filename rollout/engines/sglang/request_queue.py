@@ -92,11 +92,11 @@ class SGLangRequestQueue:
         if self._timer is not None:
             self._timer.cancel()
 
-    def fail(self, why: str) -> None:
+    def fail(self, reason: str) -> None:
         """Fail every unanswered request with this error."""
         for running in self._requests.values():
             if not running.answer.done():
-                running.answer.set_exception(RuntimeError(why))
+                running.answer.set_exception(RuntimeError(reason))
 
     async def run(self, request: wire.GenerateRequest) -> GenerationOutput:
         """Run a valid request to its end."""
@@ -219,11 +219,13 @@ class SGLangRequestQueue:
         if self._timer is not None:
             self._timer.cancel()
         times = (self.scheduler.next_deadline(), self.scheduler.next_preemption(now))
-        due = min((time for time in times if time is not None), default=None)
+        due_at = min((time for time in times if time is not None), default=None)
         loop = asyncio.get_running_loop()
-        waits = due is not None and not self._closed
+        waits = due_at is not None and not self._closed
         self._timer = (
-            loop.call_later(max(0.0, due - now), self._admit) if due is not None and waits else None
+            loop.call_later(max(0.0, due_at - now), self._admit)
+            if due_at is not None and waits
+            else None
         )
 
     def _end(self, running: RunningRequest, reason: wire.FinishReason) -> None:

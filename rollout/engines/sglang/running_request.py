@@ -70,23 +70,25 @@ class RunningRequest:
 
     def add(self, leg: GenerateLeg) -> bool:
         """Append a call's tokens up to the first forbidden one; return whether all were appended."""
-        before = len(self._token_ids)
-        if not before:
+        num_before = len(self._token_ids)
+        if not num_before:
             self._hits = min(leg.cached_tokens, len(self.job.tokens))
         allowed = list(
             itertools.takewhile(lambda run: run[0] not in self.forbidden, leg.version_runs)
         )
-        taken = sum(count for _, count in allowed)
+        num_taken = sum(count for _, count in allowed)
         self._runs += shift_runs(allowed, self.sent_by)
-        self._token_ids += leg.token_ids[:taken]
-        self._logprobs += leg.logprobs[:taken]
-        if self._stops is not None and before:
-            self._cut(self._stops, before)
-        return taken == len(leg.token_ids)
+        self._token_ids += leg.token_ids[:num_taken]
+        self._logprobs += leg.logprobs[:num_taken]
+        if self._stops is not None and num_before:
+            self._cut(self._stops, num_before)
+        return num_taken == len(leg.token_ids)
 
-    def _cut(self, stops: StopStrings, before: int) -> None:
+    def _cut(self, stops: StopStrings, num_before: int) -> None:
         """Cut the output after a stop string that began before the last call, if there is one."""
-        for count in range(before + 1, min(before + stops.window, len(self._token_ids)) + 1):
+        for count in range(
+            num_before + 1, min(num_before + stops.window, len(self._token_ids)) + 1
+        ):
             if stops.hit(self._token_ids[:count]):
                 self._token_ids = self._token_ids[:count]
                 self._logprobs = self._logprobs[:count]

@@ -49,9 +49,9 @@ def launch_command(args: SGLangArgs) -> list[str]:
     if args.command is not None:
         return list(args.command)
     if find_spec("sglang") is None:
-        other = "rollout.engine_args.command: [/path/to/python, -m, sglang.launch_server]"
+        remedy = "rollout.engine_args.command: [/path/to/python, -m, sglang.launch_server]"
         install = "pip install 'rlearner[sglang]', or set the Python of another environment in"
-        raise UserError(f"engine sglang needs the package sglang; {install} {other}")
+        raise UserError(f"engine sglang needs the package sglang; {install} {remedy}")
     return [sys.executable, "-m", "sglang.launch_server"]
 
 
@@ -69,7 +69,7 @@ def server_options(
         has_weights: False: the folder has none, and the server starts with random ones.
         shares_device: whether the server must be able to free its memory and fill it again.
     """
-    given: dict[str, str | int | float | bool] = {
+    options: dict[str, str | int | float | bool] = {
         "model-path": model_path,
         "host": HOST,
         "port": port,
@@ -91,16 +91,18 @@ def server_options(
         "enable-memory-saver": shares_device,
         "enable-weights-cpu-backup": shares_device,
     }
-    given["load-format"] = "safetensors" if has_weights else "dummy"
-    given |= {"device": "cpu"} if device == "cpu" else {}
-    given |= (
+    options["load-format"] = "safetensors" if has_weights else "dummy"
+    options |= {"device": "cpu"} if device == "cpu" else {}
+    options |= (
         {"mem-fraction-static": args.mem_fraction_static}
         if args.mem_fraction_static is not None
         else {}
     )
-    given |= args.flags
-    wanted = {name: value for name, value in given.items() if value is not False}
-    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in wanted.items()]
+    options |= args.flags
+    enabled = {name: value for name, value in options.items() if value is not False}
+    return [
+        f"--{name}" if value is True else f"--{name}={value}" for name, value in enabled.items()
+    ]
 
 
 def data_parallel_copies(
@@ -115,13 +117,15 @@ def data_parallel_copies(
     if heads % args.tensor_parallel:
         allowed = f"a divisor of the model's {heads} attention heads"
         raise ConfigError("rollout.engine_args.tensor_parallel", args.tensor_parallel, allowed)
-    wanted = args.data_parallel or 1
-    visible = [one for one in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
+    num_copies = args.data_parallel or 1
+    visible = [
+        device for device in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip()
+    ]
     if device == "cpu" or not visible:
-        copies = wanted
+        copies = num_copies
     else:
-        if args.tensor_parallel * wanted > len(visible):
-            product = args.tensor_parallel * wanted
+        if args.tensor_parallel * num_copies > len(visible):
+            product = args.tensor_parallel * num_copies
             allowed = (
                 f"tensor_parallel times data_parallel is {product}, and --gpus names {len(visible)}"
             )
@@ -207,11 +211,11 @@ class SGLangProcess:
             or ["no output"]
         )
         code = self._process.poll()
-        said = f"{telling[-1][-300:]} (exit code {code}, see {self.log_path})"
+        text = f"{telling[-1][-300:]} (exit code {code}, see {self.log_path})"
         if any("out of memory" in line.lower() for line in lines):
-            said += "; lower rollout.engine_args.mem_fraction_static, rollout.max_running or max_context_tokens,"
-            said += " or raise tensor_parallel"
-        return said
+            text += "; lower rollout.engine_args.mem_fraction_static, rollout.max_running or max_context_tokens,"
+            text += " or raise tensor_parallel"
+        return text
 
     def stop(self) -> None:
         """Stop the server and all its processes; blocks for a few seconds at most."""

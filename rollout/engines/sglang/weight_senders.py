@@ -113,10 +113,12 @@ class DiskSender:
             for name in ("config.json", "generation_config.json"):
                 if (file := Path(self._model_path).expanduser() / name).is_file():
                     shutil.copyfile(file, self._folder / name)
-            held = {
+            tensors_to_write = {
                 name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()
             }
-            save_file(held, self._folder / "model.safetensors", metadata={"format": "pt"})
+            save_file(
+                tensors_to_write, self._folder / "model.safetensors", metadata={"format": "pt"}
+            )
         except (OSError, SafetensorError) as error:  # a full disk raises either
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)
@@ -128,18 +130,18 @@ class DiskSender:
 
 def remove_stale_folders(folder: Path) -> None:
     """Remove the files of processes that were killed during an update: they use memory."""
-    for left in folder.glob(f"{PREFIX}*"):
-        pid = left.name.removeprefix(PREFIX).partition("-")[0]
+    for leftover in folder.glob(f"{PREFIX}*"):
+        pid = leftover.name.removeprefix(PREFIX).partition("-")[0]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
-def weights_file_parent(wanted: str | None, size_bytes: int) -> str | None:
+def weights_file_parent(configured: str | None, size_bytes: int) -> str | None:
     """Return the folder of the file: the configured one, else memory if it fits, else None for the
     temporary folder.
     """
-    if wanted is not None:
-        return wanted
+    if configured is not None:
+        return configured
     try:
         return (
             SHM
@@ -265,10 +267,10 @@ def join_group(name: str, port: int, rank: int, size: int, timeout_s: float) -> 
         else "pg_options"
     )
     options: dict[str, Any] = {"group_name": GroupName(name), "timeout": timeout, option: None}
-    made: Any = helper(size, rank, [], Backend("gloo"), PrefixStore(name, store), **options)
+    group: Any = helper(size, rank, [], Backend("gloo"), PrefixStore(name, store), **options)
     # destroying it needs them
-    distributed_c10d._world.pg_group_ranks[made[0]] = {number: number for number in range(size)}
-    return made[0]
+    distributed_c10d._world.pg_group_ranks[group[0]] = {number: number for number in range(size)}
+    return group[0]
 
 
 def split_tensors(
@@ -278,15 +280,15 @@ def split_tensors(
     itself.
     """
     part: dict[str, torch.Tensor] = {}
-    used = 0
+    size_used = 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
-        if part and used + size > most_bytes:
+        if part and size_used + size > most_bytes:
             yield part
             part = {}
-            used = 0
+            size_used = 0
         part[name] = tensor
-        used += size
+        size_used += size
     if part:
         yield part
 
@@ -312,10 +314,10 @@ def meta_tensors(
             options = {"dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
             model = transformers.AutoModelForCausalLM.from_config(config, **options)
     except (OSError, ValueError, KeyError) as error:
-        why = " ".join(str(error).split())[:300]
-        raise UserError(f"model path {model_path!r}: no causal language model: {why}") from None
-    if stored := stored_names(Path(model_path)):
-        use_conversions(model, stored, list(model.state_dict()))
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"model path {model_path!r}: no causal language model: {reason}") from None
+    if names := stored_names(Path(model_path)):
+        use_conversions(model, names, list(model.state_dict()))
     return HeldWeights(model).tensors(), model
 
 

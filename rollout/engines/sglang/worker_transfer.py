@@ -95,10 +95,10 @@ class WorkerTransferSender:
             raise TransferFailed(
                 f"SGLang did not load the weights: {str(error).splitlines()[0]}"
             ) from None
-        found = re.search(rf"{DIGEST}(\S+)", str(reply.get("message")))
-        if found is None:
+        match = re.search(rf"{DIGEST}(\S+)", str(reply.get("message")))
+        if match is None:
             raise TransferFailed("SGLang did not say which bytes its workers have received")
-        self.digest = found[1]
+        self.digest = match[1]
 
     async def close(self) -> None: ...
 
@@ -113,7 +113,7 @@ def num_workers(args: SGLangArgs, num_copies: int, into: str) -> int:
     if num_copies == 1 and not pipelines:
         return args.tensor_parallel
     if into == "workers":
-        why = (
+        reason = (
             f"{num_copies} copies of the model"
             if num_copies > 1
             else f"engine_args.flags.{pipelines[0]}"
@@ -121,6 +121,6 @@ def num_workers(args: SGLangArgs, num_copies: int, into: str) -> int:
         raise ConfigError(
             "rollout.weights_into",
             into,
-            f"auto or server with {why}: SGLang's update group holds one",
+            f"auto or server with {reason}: SGLang's update group holds one",
         )
     return 0

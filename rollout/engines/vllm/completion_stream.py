@@ -97,9 +97,11 @@ class CompletionStream:
             self._stopped = True  # the request ends with an error, or without these tokens
             return
         self._told = end
-        told = [0.0] * len(logprobs) if self._greedy else logprobs
+        reported = [0.0] * len(logprobs) if self._greedy else logprobs
         top = self._top[new] if self._tap.top_logprobs else ()
-        self._tap.told(TokenEvent(self._token_ids[new], told, int(version.partition(":")[2]), top))
+        self._tap.told(
+            TokenEvent(self._token_ids[new], reported, int(version.partition(":")[2]), top)
+        )
 
 
 def likeliest(token_ids: Sequence[int], logprobs: Sequence[float], k: int) -> TopLogprobs:

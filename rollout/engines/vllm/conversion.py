@@ -150,5 +150,5 @@ def top_rows(rows: Sequence[Any], k: int) -> tuple[npt.NDArray[np.int32], npt.ND
     for index, row in enumerate(rows):
         best = sorted(row.items(), key=lambda item: -item[1].logprob)[:k]
         ids[index] = [token for token, _ in best]
-        logprobs[index] = [each.logprob for _, each in best]
+        logprobs[index] = [entry.logprob for _, entry in best]
     return ids, logprobs

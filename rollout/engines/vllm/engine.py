@@ -87,12 +87,12 @@ class VLLMEngine:
                 error=f"request_id {request.request_id!r} is already running or waiting"
             )
         most = self._config.section.max_context_tokens
-        why = request_problem(request, max_context_tokens=most, vocab_size=opened.vocab_size)
-        if not why and request.sampling.stop and opened.tokenizer is None:
-            why = "stop strings need a tokenizer, and the model's folder has none"
-        why = why or reshaping_problem(request.sampling, opened.vocab_size, opened.tokenizer)
-        if why:
-            return self._requests.count(GenerationOutput(error=why))
+        reason = request_problem(request, max_context_tokens=most, vocab_size=opened.vocab_size)
+        if not reason and request.sampling.stop and opened.tokenizer is None:
+            reason = "stop strings need a tokenizer, and the model's folder has none"
+        reason = reason or reshaping_problem(request.sampling, opened.vocab_size, opened.tokenizer)
+        if reason:
+            return self._requests.count(GenerationOutput(error=reason))
         if request.prompt_top_k:
             return self._requests.count(await self._score(request))
         return await self._requests.run(request, tap)
@@ -172,8 +172,8 @@ class VLLMEngine:
                 error, Exception
             ):
                 raise
-            why = " ".join(str(error).split())[:400]
-            raise TransferFailed(f"vLLM could not load version {version}: {why}") from error
+            reason = " ".join(str(error).split())[:400]
+            raise TransferFailed(f"vLLM could not load version {version}: {reason}") from error
         finally:
             self._requests.held = False
         loading.judge(True)

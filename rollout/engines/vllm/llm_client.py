@@ -117,7 +117,7 @@ class LLMClient:
     def tokenless(self, request_ids: Sequence[str]) -> list[str]:
         """Return the requests that are in vLLM and have no token yet."""
         processor = self._llm.output_processor
-        found = []
+        requests = []
         for request_id in request_ids:
             states = [
                 processor.request_states.get(name)
@@ -126,8 +126,8 @@ class LLMClient:
             if states and all(
                 state is not None and not state.detokenizer.num_output_tokens() for state in states
             ):
-                found.append(request_id)
-        return found
+                requests.append(request_id)
+        return requests
 
 
 def final_only() -> dict[str, Any]:

@@ -181,10 +181,10 @@ class VLLMRequestQueue:
             else:
                 self._end(run, "deadline")
         if not self.held:
-            before = self.scheduler.num_running
+            num_before = self.scheduler.num_running
             for start in self.scheduler.admit(now):
                 self._spawn(self._drive(loading, self._runs[start.job.request_id]))
-            if not before and self.scheduler.num_running:
+            if not num_before and self.scheduler.num_running:
                 self._busy_since = now
             yielding = self.scheduler.preempt(
                 now, lambda job: loading.asking.generated(job.request_id)
@@ -196,13 +196,15 @@ class VLLMRequestQueue:
     def _arm(self, now: float) -> None:
         """Set the timer for the next deadline, or for the next request that another makes way for."""
         times = (self.scheduler.next_deadline(), self.scheduler.next_preemption(now))
-        due = min((time for time in times if time is not None), default=None)
-        if due is None or (self._timer is not None and self._due <= due):
+        due_at = min((time for time in times if time is not None), default=None)
+        if due_at is None or (self._timer is not None and self._due <= due_at):
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._due = due
-        self._timer = asyncio.get_running_loop().call_later(max(0.0, due - now) + 0.001, self._ring)
+        self._due = due_at
+        self._timer = asyncio.get_running_loop().call_later(
+            max(0.0, due_at - now) + 0.001, self._ring
+        )
 
     def _ring(self) -> None:
         self._timer = None
@@ -248,9 +250,9 @@ class VLLMRequestQueue:
                 None if tap is None else CompletionStream(tap, greedy=greedy, good=loading.good)
             )
             params = SamplingParams(**fields, **(final_only() if telling is None else as_deltas()))
-            told = None if telling is None else telling.take
+            listener = None if telling is None else telling.take
             final = await loading.asking.ask(
-                prompt, params, request.request_id, lambda: run.ended_by is not None, told
+                prompt, params, request.request_id, lambda: run.ended_by is not None, listener
             )
             if not run.again or run.ended_by is not None:
                 break

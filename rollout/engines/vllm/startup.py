@@ -290,23 +290,23 @@ def _open(fields: Mapping[str, Any], folder: Path) -> Any:
         AssertionError,
         NotImplementedError,
     ) as error:
-        why = startup_error(str(error), folder / "errors.log")
-        raise UserError(f"engine vllm does not start with {fields['model']!r}: {why}") from error
+        reason = startup_error(str(error), folder / "errors.log")
+        raise UserError(f"engine vllm does not start with {fields['model']!r}: {reason}") from error
 
 
-def startup_error(said: str, errors: Path) -> str:
+def startup_error(message: str, errors: Path) -> str:
     """Return in one line why vLLM did not start: the first error in its processes' log, else the
     one raised here.
     """
     logged = _CAUSE.search(errors.read_text(errors="replace")) if errors.is_file() else None
-    found = logged[0].strip() if logged else one_line(ValueError(_pydantic(said)))
-    found = found if len(found) <= 400 else found[:400] + " …"
-    return f"{found}; {_LOWER}" if _MEMORY.search(found) else found
+    line = logged[0].strip() if logged else one_line(ValueError(_pydantic(message)))
+    line = line if len(line) <= 400 else line[:400] + " …"
+    return f"{line}; {_LOWER}" if _MEMORY.search(line) else line
 
 
-def _pydantic(said: str) -> str:
+def _pydantic(message: str) -> str:
     """Return the message of a pydantic validation error: the text after 'Value error', else all of
     it.
     """
-    match = re.search(r"Value error, (.+?)(?: \[type=|$)", said, re.MULTILINE)
-    return match[1] if match else said
+    match = re.search(r"Value error, (.+?)(?: \[type=|$)", message, re.MULTILINE)
+    return match[1] if match else message

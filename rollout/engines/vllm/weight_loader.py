@@ -51,18 +51,22 @@ class VLLMWeightLoader:
         init["views"] = self.opened.views
         try:
             await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init))
-            before = await self.asking.logprobs(self.opened.text)
+            logprobs_before = await self.asking.logprobs(self.opened.text)
             await reload_weights(self.llm)
-            after = await self.asking.logprobs(self.opened.text)
+            logprobs_after = await self.asking.logprobs(self.opened.text)
         except Exception as error:  # any error of a worker arrives as one
-            why = first_line(error)
+            reason = first_line(error)
             raise UserError(
-                f"engine vllm cannot take new weights of {config.model_path!r}: {why}"
+                f"engine vllm cannot take new weights of {config.model_path!r}: {reason}"
             ) from error
-        spread = float(np.abs(before - after).max()) if len(before) else 0.0
+        spread = (
+            float(np.abs(logprobs_before - logprobs_after).max()) if len(logprobs_before) else 0.0
+        )
         if not spread <= _SPREAD[config.dtype]:
-            why = f"after loading the same weights again, logprobs differ by {spread:.2g}"
-            raise UserError(f"engine vllm cannot take new weights of {config.model_path!r}: {why}")
+            reason = f"after loading the same weights again, logprobs differ by {spread:.2g}"
+            raise UserError(
+                f"engine vllm cannot take new weights of {config.model_path!r}: {reason}"
+            )
 
     async def note(self, version: int) -> None:
         """Label later tokens with this version."""

@@ -62,8 +62,8 @@ class WorkerExtension:
 
     def received_digest(self) -> str:
         """Return the digest of all bytes that this worker received last."""
-        found: str = self.weight_transfer_engine.digest
-        return found
+        digest: str = self.weight_transfer_engine.digest
+        return digest
 
     def wipe_kv_cache(self) -> None:
         """Zero the KV cache: a NaN in a block persists, because attention multiplies masked values
@@ -122,14 +122,14 @@ class LearnerWeightsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
 
     @torch.no_grad()
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        loaded: set[str] = set()
+        names: set[str] = set()
         tells = True  # whether the model says what it has set
 
         def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
             nonlocal tells
             names = self.model.load_weights(as_stored(tensors, self._views))
             tells = tells and names is not None
-            loaded.update(names or ())
+            names.update(names or ())
             if not current_platform.is_cpu():
                 torch.accelerator.synchronize()  # the memory of these tensors is used again
 
@@ -141,9 +141,9 @@ class LearnerWeightsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
             raise RuntimeError("no transfer was begun")
         else:
             self.digest = self.receiver.load(load)
-        if tells and (missed := sorted(dict(self.model.named_parameters()).keys() - loaded)):
-            found = f"set {len(loaded)} of vLLM's parameters and miss {len(missed)}, the first is {missed[0]}"
-            raise ValueError(f"the weights {found}")
+        if tells and (missed := sorted(dict(self.model.named_parameters()).keys() - names)):
+            problem = f"set {len(names)} of vLLM's parameters and miss {len(missed)}, the first is {missed[0]}"
+            raise ValueError(f"the weights {problem}")
 
     def finish_weight_update(self) -> None:
         for layer in self.model.modules():
