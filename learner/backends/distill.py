@@ -39,18 +39,18 @@ class DistillBackend(TorchBackend):
     """
 
     def __init__(
-        self, model_path: str, *, direction: str, top_k: int, teacher: str | None, **others: Any
+        self, model_path: str, *, direction: str, top_k: int, teacher: str | None, **settings: Any
     ) -> None:
-        super().__init__(model_path, **others)
+        super().__init__(model_path, **settings)
         passes = self.worker.passes
-        loaded = None
+        teacher_model = None
         if teacher is not None:
             check_model_path(teacher, "distill.teacher")
-            own = {**self._context.loading, "packing": passes.packs}
-            loaded = PolicyModel(teacher, device=self.device, trainable=False, **own)
-            passes.packs = passes.packs and self.worker.models.can_pack(loaded)
+            loading = {**self._context.loading, "packing": passes.packs}
+            teacher_model = PolicyModel(teacher, device=self.device, trainable=False, **loading)
+            passes.packs = passes.packs and self.worker.models.can_pack(teacher_model)
         passes.numerator = DivergenceNumerator(
-            self.policy, loaded, direction=direction, top_k=top_k
+            self.policy, teacher_model, direction=direction, top_k=top_k
         )
 
     @torch.no_grad()
@@ -97,7 +97,7 @@ class DivergenceNumerator:
                 features = self._teacher.features(batch)
             (divergence,) = self._student.map_logits(batch, self._to_teacher_here, features)
         else:
-            columns = [_taught(samples, name) for name in ("top_ids", "top_logprobs")]
+            columns = [_teacher_column(samples, name) for name in ("top_ids", "top_logprobs")]
             if (largest := int(columns[0].max())) >= self._student.vocab_size:
                 has = f"the student's model has {self._student.vocab_size}"
                 allowed = f"a smaller one: one of the teacher's best is token {largest}, and {has}"
@@ -126,7 +126,7 @@ class DivergenceNumerator:
         return (kl(candidates(logits.float(), ids), with_rest(logprobs), self._direction),)
 
 
-def _taught(samples: Sequence[TrainSample], name: str) -> Tensor:
+def _teacher_column(samples: Sequence[TrainSample], name: str) -> Tensor:
     columns: list[Array] = [
         column for sample in samples if (column := getattr(sample, name, None)) is not None
     ]

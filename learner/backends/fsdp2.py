@@ -58,8 +58,8 @@ class ShardedOptimizer(MasterOptimizer):
             if parameter.grad is not None:
                 assert isinstance(parameter.grad, DTensor)
                 live = self._live[name]
-                found = parameter.grad.to_local().to(live.dtype)
-                live.grad = found if live.grad is None else live.grad.add_(found)
+                gradient = parameter.grad.to_local().to(live.dtype)
+                live.grad = gradient if live.grad is None else live.grad.add_(gradient)
                 parameter.grad = None
         super().collect()
 
@@ -80,10 +80,10 @@ class ShardedOptimizer(MasterOptimizer):
     def slice_of(self, kind: str, name: str, tensor: Tensor) -> Slice:
         if tensor.ndim == 0:
             return super().slice_of(kind, name, tensor)
-        return _rows(f"{kind}.{name}", self._sharded[name], tensor)
+        return _row_slice(f"{kind}.{name}", self._sharded[name], tensor)
 
 
-def _rows(name: str, like: DTensor, rows: Tensor) -> Slice:
+def _row_slice(name: str, like: DTensor, rows: Tensor) -> Slice:
     """Return the slice that is a rank's rows of a tensor that is divided like another."""
     shape = tuple(like.shape)
     _, (first, *_) = compute_local_shape_and_global_offset(shape, like.device_mesh, like.placements)
@@ -104,11 +104,11 @@ class Fsdp2Weights(ShardedWeights):
 
     def slices(self) -> Iterator[Slice]:
         for name, tensor in self._named(self._tensors.__getitem__).items():
-            found = tensor.detach()
+            part = tensor.detach()
             yield (
-                _rows(name, found, found.to_local())
-                if isinstance(found, DTensor)
-                else Slice.whole(name, found)
+                _row_slice(name, part, part.to_local())
+                if isinstance(part, DTensor)
+                else Slice.whole(name, part)
             )
 
     def factors(self) -> dict[str, Tensor]:
@@ -155,15 +155,15 @@ def _build_sharded(context: RunContext, ranks: RankGroup) -> RankWorker:
         fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
         part.set_gradient_divide_factor(1.0)  # a sum over ranks, like every other sum here
         part.set_force_sum_reduction_for_comms(True)  # the only reduction that gloo supports
-    module.within = MethodType(_within, module)
+    module.within = MethodType(_run_within, module)
     register_fsdp_forward_method(module, "within")
     policy.within = module.within
     if policy.empty is not None:
-        _fill(module, policy.empty, device)
+        _fill_parameters(module, policy.empty, device)
         policy.probe()
         models.decide_packing()
     weights.divide()
-    trained = {n: p for n, p in models.trained().items() if isinstance(p, DTensor)}
+    trained = {n: p for n, p in models.trained_parameters().items() if isinstance(p, DTensor)}
     optimizer = ShardedOptimizer(trained, context.train, mesh)
     passes = ModelPasses(context, models, optimizer, device, rank=ranks.rank)
     layout = RankLayout.plain(ranks.size, same_number=True)  # each pass gathers and scatters
@@ -183,12 +183,12 @@ def _build_sharded(context: RunContext, ranks: RankGroup) -> RankWorker:
 
 
 @torch.no_grad()
-def _fill(module: nn.Module, empty: EmptyModel, device: torch.device) -> None:
+def _fill_parameters(module: nn.Module, empty: EmptyModel, device: torch.device) -> None:
     """Read this rank's rows of each parameter, and tell FSDP."""
 
     def rows(name: str, like: Any) -> Tensor:
         local = torch.empty(like.to_local().shape, dtype=like.dtype, device=device)
-        empty.read(name, _rows(name, like, local).start, local)
+        empty.read(name, _row_slice(name, like, local).start, local)
         mesh = like.device_mesh
         placements = like.placements
         whole = DTensor.from_local(
@@ -204,11 +204,11 @@ def _fill(module: nn.Module, empty: EmptyModel, device: torch.device) -> None:
                     parameter.reset_sharded_param()  # type: ignore[no-untyped-call]
 
 
-def _within(
+def _run_within(
     _: nn.Module, function: Callable[..., Tensor | tuple[Tensor, ...]], *arguments: object
 ) -> Tensor | tuple[Tensor, ...]:
-    found = function(*arguments)
-    if isinstance(found, Tensor):
-        return found
+    outputs = function(*arguments)
+    if isinstance(outputs, Tensor):
+        return outputs
     # hooks on views may be lost
-    return tuple(tensor.clone() if tensor._is_view() else tensor for tensor in found)
+    return tuple(tensor.clone() if tensor._is_view() else tensor for tensor in outputs)

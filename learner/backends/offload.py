@@ -22,7 +22,7 @@ def held_tensors(
     Raises:
         RuntimeError: if FSDP's memory would have to be replaced, which its own tensors share, too.
     """
-    for tensor in _every(modules, optimizers):
+    for tensor in _all_tensors(modules, optimizers):
         if tensor is None or tensor.device.type != device.type:
             continue
         if not isinstance(tensor, DTensor):
@@ -35,7 +35,7 @@ def held_tensors(
             )
 
 
-def _every(
+def _all_tensors(
     modules: Sequence[nn.Module], optimizers: Sequence[MasterOptimizer]
 ) -> Iterator[Tensor | None]:
     for module in modules:
@@ -43,4 +43,4 @@ def _every(
             yield from (parameter, parameter.grad)
         yield from module.buffers()
     for optimizer in optimizers:
-        yield from optimizer.held()
+        yield from optimizer.resident_tensors()

@@ -60,7 +60,7 @@ class MasterOptimizer:
         self._live = dict(parameters)
         self.updates = 0
         self._masters = {
-            name: _master(parameter, train.optimizer_offload)
+            name: _make_master(parameter, train.optimizer_offload)
             for name, parameter in self._live.items()
         }
         self._copied = [
@@ -83,8 +83,8 @@ class MasterOptimizer:
             live = self._live[name]
             master = self._masters[name]
             if live.grad is not None:
-                found = live.grad.to(master.device, torch.float32)
-                master.grad = found if master.grad is None else master.grad.add_(found)
+                gradient = live.grad.to(master.device, torch.float32)
+                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
                 live.grad = None
 
     @torch.no_grad()
@@ -99,23 +99,23 @@ class MasterOptimizer:
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the norm of all gradients, over all ranks that hold a part."""
-        found: Tensor = nn.utils.get_total_norm(gradients)
-        return found
+        norm: Tensor = nn.utils.get_total_norm(gradients)
+        return norm
 
     def tensors(self) -> list[Tensor]:
         """Return everything that ranks must agree on: live weights, master weights and moments."""
-        found = [parameter.detach() for parameter in self._live.values()]
-        found += [self._masters[name].detach() for name in self._copied]
-        return found + [
+        tensors = [parameter.detach() for parameter in self._live.values()]
+        tensors += [self._masters[name].detach() for name in self._copied]
+        return tensors + [
             tensor
             for master in self._masters.values()
             for tensor in self._adamw.state[master].values()
         ]
 
-    def held(self) -> Iterator[Tensor]:
+    def resident_tensors(self) -> Iterator[Tensor]:
         """Yield all tensors of the parts held here: live and master weights, gradients, moments."""
         for parameter in (*self._live.values(), *self._masters.values()):
-            yield from (one for one in (parameter, parameter.grad) if one is not None)
+            yield from (tensor for tensor in (parameter, parameter.grad) if tensor is not None)
         for master in self._masters.values():
             yield from self._adamw.state[master].values()
 
@@ -186,7 +186,7 @@ class MasterOptimizer:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the whole state, of all ranks, by name."""
-        return {one.name: one.shape for one in self.slices()} | {UPDATES: ()}
+        return {piece.name: piece.shape for piece in self.slices()} | {UPDATES: ()}
 
     def refuse(self, state: Mapping[str, tuple[int, ...]]) -> None:
         """Check the shapes of a stored state.
@@ -195,15 +195,15 @@ class MasterOptimizer:
             UserError: if names or shapes are those of another model.
         """
         problem = "the optimizer state belongs to another model"
-        held = self.shapes()
-        if odd := sorted(held.keys() ^ state.keys()):
+        shapes = self.shapes()
+        if odd := sorted(shapes.keys() ^ state.keys()):
             raise UserError(f"{problem}: {len(odd)} entries differ, the first is {odd[0]}")
-        for name, shape in held.items():
+        for name, shape in shapes.items():
             if shape != state[name]:
                 raise UserError(f"{problem}: {name} has shape {state[name]}, not {shape}")
 
     @torch.no_grad()
-    def restored(self, updates: int) -> None:
+    def finish_restore(self, updates: int) -> None:
         """Make weights and masters agree after the slices were loaded."""
         self.updates = updates
         for name in self._copied:
@@ -214,7 +214,7 @@ class MasterOptimizer:
                 self._masters[name].copy_(self._live[name])
 
 
-def _master(parameter: nn.Parameter, offload: bool) -> nn.Parameter:
+def _make_master(parameter: nn.Parameter, offload: bool) -> nn.Parameter:
     if offload:
         return nn.Parameter(parameter.detach().to("cpu", torch.float32, copy=True))
     return (
@@ -227,11 +227,11 @@ def decay_groups(
 ) -> list[dict[str, Any]]:
     """Return AdamW's parameter groups: matrices, which decay, and the others; none is empty."""
     matrices = [p for p in parameters.values() if p.ndim >= 2]
-    others = [p for p in parameters.values() if p.ndim < 2]
+    vectors = [p for p in parameters.values() if p.ndim < 2]
     return [
-        {"params": held, "weight_decay": decay}
-        for held, decay in ((matrices, weight_decay), (others, 0.0))
-        if held
+        {"params": members, "weight_decay": decay}
+        for members, decay in ((matrices, weight_decay), (vectors, 0.0))
+        if members
     ]
 
 

@@ -85,9 +85,14 @@ class ModelPasses:
             num_at_once: slices that are worked on at the same time; where there are fewer, they are
                 cut smaller.
         """
-        found = self._cut(samples, self._slice_tokens)
-        if num_at_once == 1 or not found or len(found) >= num_at_once or len(samples) <= len(found):
-            return found
+        slices = self._cut(samples, self._slice_tokens)
+        if (
+            num_at_once == 1
+            or not slices
+            or len(slices) >= num_at_once
+            or len(samples) <= len(slices)
+        ):
+            return slices
         size = (
             num_distinct_tokens(samples)
             if self.packs
@@ -161,16 +166,16 @@ class ModelPasses:
             return {}
         slices = self.recorded
         self.recorded = []
-        samples = [sample for held, _, _ in slices for sample in held]
+        samples = [sample for part, _, _ in slices for sample in part]
         columns = [
             torch.cat(column).half().cpu().numpy() for column in list(zip(*slices, strict=True))[1:]
         ]
         ends = np.cumsum([sample.num_tokens for sample in samples])[:-1]
         log_ratios, entropies = (np.split(column, ends) for column in columns)
-        found: dict[int, TokenFigures] = {}
+        figures: dict[int, TokenFigures] = {}
         for sample, log_ratio, entropy in zip(samples, log_ratios, entropies, strict=True):
-            found.setdefault(id(sample), TokenFigures(entropy, log_ratio))
-        return found
+            figures.setdefault(id(sample), TokenFigures(entropy, log_ratio))
+        return figures
 
     def sums_of(self, batch: TokenBatch, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Return a slice's sums as numbers, with its counts."""

@@ -29,13 +29,13 @@ class SentRun:
     read: Callable[[], Tensor]
 
     @classmethod
-    def of(cls, one: Slice, rank: int, size: int) -> SentRun:
+    def of(cls, piece: Slice, rank: int, size: int) -> SentRun:
         """Return what a rank of ``size`` sends of a slice that is a range: of what several hold, an
         equal range.
         """
-        first, last = one.span(rank, size)
-        run = ElementRun(one.name.removeprefix(MODEL), one.start + first, last - first)
-        return cls(run, partial(_flat, one, rank, size))
+        first, last = piece.span(rank, size)
+        run = ElementRun(piece.name.removeprefix(MODEL), piece.start + first, last - first)
+        return cls(run, partial(_flat_elements, piece, rank, size))
 
 
 class RunsInOrder(Mapping[str, Tensor]):
@@ -44,13 +44,15 @@ class RunsInOrder(Mapping[str, Tensor]):
     """
 
     def __init__(self, runs: Iterable[SentRun]) -> None:
-        self._keys = {one.run.key: one for one in sorted(runs, key=lambda one: one.run.key)}
+        self._keys = {
+            sent_run.run.key: sent_run for sent_run in sorted(runs, key=lambda one: one.run.key)
+        }
         self._waiting = iter(self._keys.items())
 
     def __getitem__(self, key: str) -> Tensor:
-        for found, one in self._waiting:
-            elements = one.read()
-            if found == key:
+        for next_key, sent_run in self._waiting:
+            elements = sent_run.read()
+            if next_key == key:
                 return elements
         raise KeyError(key)
 
@@ -62,10 +64,10 @@ class RunsInOrder(Mapping[str, Tensor]):
 
     def finish(self) -> None:
         """Take part in reading what remains, of which this rank sends nothing."""
-        for _, one in self._waiting:
-            one.read()
+        for _, sent_run in self._waiting:
+            sent_run.read()
 
 
 @torch.no_grad()
-def _flat(one: Slice, rank: int, size: int) -> Tensor:
-    return one.own(rank, size).tensor
+def _flat_elements(piece: Slice, rank: int, size: int) -> Tensor:
+    return piece.own(rank, size).tensor

@@ -29,7 +29,7 @@ class StagedPart:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory."""
-        return sum(one.tensor.nbytes for one in self._slices)
+        return sum(piece.tensor.nbytes for piece in self._slices)
 
     def write(self, folder: str | Path) -> PartFile:
         """Write and sync this rank's file; from any thread.
@@ -80,11 +80,13 @@ class RankSnapshot:
             return [self._own.write(folder)]
         with leader.working():
             leader.tell(WriteCommand(str(folder)))
-            found = [self._own.report(str(folder)), *leader.written()]
-        for one in found:
-            if one.part is None:
-                raise OSError(one.errno, one.problem) if one.errno else UserError(one.problem)
-        return [one.part for one in found if one.part is not None]
+            replies = [self._own.report(str(folder)), *leader.written()]
+        for reply in replies:
+            if reply.part is None:
+                raise (
+                    OSError(reply.errno, reply.problem) if reply.errno else UserError(reply.problem)
+                )
+        return [reply.part for reply in replies if reply.part is not None]
 
     def drop(self) -> None:
         """See ``learner.backends.base.Snapshot``."""

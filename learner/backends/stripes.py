@@ -52,11 +52,11 @@ class OwnStripe:
         self._weights = weights
         self._ranks = ranks
         self._device = device
-        plan = stripe_plan(model, [one.run for one in self._sent() if one.run.count])
+        plan = stripe_plan(model, [sent_run.run for sent_run in self._sent() if sent_run.run.count])
         self.stripe = StripeRank(ranks.rank, model, plan, device if device.type == "cuda" else None)
 
     def _sent(self) -> Iterator[SentRun]:
-        return self._weights.sent(self._ranks.rank, self._ranks.size)
+        return self._weights.sent_runs(self._ranks.rank, self._ranks.size)
 
     @torch.no_grad()
     def stage(self, version: int) -> Tensor:
@@ -88,10 +88,12 @@ class RankStripes:
         self._model = model
         self._own = own
         self._ranks = ranks
-        others = ranks.ask(OpenStripesCommand(model.text))
-        found = [plans.from_text(reply.plan) for reply in others if isinstance(reply, StripeReply)]
+        replies = ranks.ask(OpenStripesCommand(model.text))
+        other_plans = [
+            plans.from_text(reply.plan) for reply in replies if isinstance(reply, StripeReply)
+        ]
         self.own = own.stripe
-        self.plans = [own.stripe.plan, *found]
+        self.plans = [own.stripe.plan, *other_plans]
         check_cover(model, self.plans)
 
     def stage(self, version: int) -> str:

@@ -151,10 +151,10 @@ class TorchBackend:
             for part in self._slices([sample for sample in trained if id(sample) not in skipped])
         ]
         jobs += [(part, False) for part in self._slices(idle)]
-        for found in self._run(jobs):
-            _add(sums, found)
+        for slice_sums in self._run(jobs):
+            _add_sums(sums, slice_sums)
         self._counts.add(sum(sample.num_tokens for sample in trained), len(trained))
-        _add(self._sums, sums)
+        _add_sums(self._sums, sums)
         return sums
 
     def step(self) -> dict[str, float]:
@@ -173,36 +173,36 @@ class TorchBackend:
         self._check_ids(rows)
         algorithm = self._context.algorithm
         trains_policy = self._models.critic is None or self.version >= algorithm.critic.warmup_steps
-        done: list[dict[str, float]] = []
+        updates: list[dict[str, float]] = []
         for epoch in range(algorithm.num_epochs):
             for part in minibatches(
                 rows, algorithm.num_minibatches, (self._passes.seed, self.version, epoch)
             ):
-                done.append(self._update(part, trains_policy))
-        metrics = average_metrics(done, algorithm.num_epochs)
-        metrics["actor/num_updates"] = float(len(done) if trains_policy else 0)
+                updates.append(self._update(part, trains_policy))
+        metrics = average_metrics(updates, algorithm.num_epochs)
+        metrics["actor/num_updates"] = float(len(updates) if trains_policy else 0)
         return self._complete(metrics, len(rows))
 
     def _update(self, part: Sequence[TrainSample], trains_policy: bool) -> dict[str, float]:
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         if self._models.critic is not None:
             sums = dict[str, float]()
-            for one in self._run_critic([(piece, True) for piece in self._slices(part)]):
-                _add(sums, one)
+            for slice_sums in self._run_critic([(piece, True) for piece in self._slices(part)]):
+                _add_sums(sums, slice_sums)
             command = StepCommand(sums.get("tokens", 0.0), self.version, self._steps, critic=True)
             work = partial(self.worker.critic_step, sums, self.version, self._steps)
-            found = self._ranks.together(command, work)
+            metrics = self._ranks.together(command, work)
         if trains_policy:
             for micro in cut(part, self.cutter().budget, packed=self._passes.packs):
                 self.forward_backward(micro)
-            found |= self._take()
-        return found
+            metrics |= self._take()
+        return metrics
 
     @torch.no_grad()
     def score(self, samples: Sequence[TrainSample]) -> list[SampleScores]:
         rows = [sample for sample in samples if sample.num_inputs]
         self._check_ids(rows)
-        found: dict[int, SampleScores] = {}
+        scores_by_id: dict[int, SampleScores] = {}
         jobs = [(piece, False) for piece in self._slices(rows)]
         layout = self.worker.layout
         work = self._passes.score
@@ -214,12 +214,12 @@ class TorchBackend:
                 for column in columns
             ]
             scores = [SampleScores(*row) for row in zip(*parts, strict=True)]
-            found |= {id(sample): one for sample, one in zip(piece, scores, strict=True)}
-        self._reward_kl += [one.kl for one in found.values() if one.kl is not None]
+            scores_by_id |= {id(sample): score for sample, score in zip(piece, scores, strict=True)}
+        self._reward_kl += [score.kl for score in scores_by_id.values() if score.kl is not None]
         empty = np.zeros(0, np.float32)
         no_kl = empty if self._models.kl_in_reward else None
-        nothing = SampleScores(empty, no_kl, None if self._models.critic is None else empty)
-        return [found.get(id(sample), nothing) for sample in samples]
+        no_scores = SampleScores(empty, no_kl, None if self._models.critic is None else empty)
+        return [scores_by_id.get(id(sample), no_scores) for sample in samples]
 
     def take_problem(self) -> str:
         return self.worker.take_problem()
@@ -244,11 +244,11 @@ class TorchBackend:
         algorithm = self._context.algorithm
         scale = denominator(algorithm.loss_agg_mode, self._counts, self._context.max_length)
         command = StepCommand(scale, self.version, self._steps)
-        done = self._ranks.together(
+        update = self._ranks.together(
             command, partial(self.worker.step, scale, self.version, self._steps)
         )
         metrics = step_metrics(self._sums, self._counts, scale, algorithm)
-        metrics |= {f"actor/{name}": value for name, value in done.items()}
+        metrics |= {f"actor/{name}": value for name, value in update.items()}
         self._counts, self._sums = BatchCounts(), dict[str, float]()
         return metrics
 
@@ -337,7 +337,7 @@ class TorchBackend:
     def adapter(self) -> wire.Adapter | None:
         base = self._models.base_digest
         adapters = self.policy.adapters
-        return None if adapters is None or not base else adapters.shown(base)
+        return None if adapters is None or not base else adapters.describe(base)
 
     def factors(self) -> dict[str, Tensor]:
         return (
@@ -382,12 +382,12 @@ class TorchBackend:
         adapters = self.policy.adapters
         base = None
         if adapters is not None:
-            shown = adapters.shown("")
+            adapter = adapters.describe("")
             base = StoredBase(
                 self._context.first_path,
-                list(shown.targets),
-                shown.scale,
-                list(shown.transposed),
+                list(adapter.targets),
+                adapter.scale,
+                list(adapter.transposed),
                 {
                     name: exported
                     for name, exported in adapters.exported_names.items()
@@ -434,8 +434,8 @@ class TorchBackend:
     def load_state(self, parts: Sequence[PartFile]) -> None:
         for part in parts:
             part.check_size()
-        stored = StoredTensors(part.path for part in parts)
-        self.worker.refuse({name: entry.shape for name, entry in stored.entries.items()})
+        tensors = StoredTensors(part.path for part in parts)
+        self.worker.refuse({name: entry.shape for name, entry in tensors.entries.items()})
         if problem := self._ranks.verify(list(parts), self.worker.verify):
             raise DamagedFileError(problem)
         self._ranks.together(LoadCommand(list(parts)), partial(self.worker.load, parts))
@@ -459,6 +459,6 @@ class TorchBackend:
         self._ranks.close()
 
 
-def _add(into: dict[str, float], values: Mapping[str, float]) -> None:
+def _add_sums(into: dict[str, float], values: Mapping[str, float]) -> None:
     for name, value in values.items():
         into[name] = into.get(name, 0.0) + value

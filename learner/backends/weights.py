@@ -50,12 +50,12 @@ class PolicyWeights:
         for name, tensor in self._named(self._policy.tensors().__getitem__).items():
             yield Slice.whole(name, tensor)
 
-    def sent(self, rank: int, size: int) -> Iterator[SentRun]:
+    def sent_runs(self, rank: int, size: int) -> Iterator[SentRun]:
         """Yield what a rank of ``size`` sends of ``slices``; together the ranks send everything
         once.
         """
-        for one in self.slices():
-            yield SentRun.of(one, rank, size)
+        for piece in self.slices():
+            yield SentRun.of(piece, rank, size)
 
     def _named(self, find: Find) -> dict[str, Tensor]:
         """Return the tensors that checkpoints hold by their names there, tied ones once."""
@@ -97,14 +97,14 @@ class GatheredWeights(Mapping[str, Tensor]):
         self._names = list(names)
         self._gather = gather
         self._bucket = {name: index for index, bucket in enumerate(buckets) for name in bucket}
-        self._held: tuple[int, dict[str, Tensor]] = (-1, {})
+        self._gathered: tuple[int, dict[str, Tensor]] = (-1, {})
 
     def __getitem__(self, name: str) -> Tensor:
         index = self._bucket[name]
-        if self._held[0] != index:
-            self._held = (-1, {})
-            self._held = (index, self._gather(index))
-        return self._held[1][name]
+        if self._gathered[0] != index:
+            self._gathered = (-1, {})
+            self._gathered = (index, self._gather(index))
+        return self._gathered[1][name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -75,10 +75,10 @@ class RankWorker:
             steps: at which the schedule of the learning rate ends.
         """
         self.reduce()
-        done = self.optimizer.step(denominator, at, steps)
-        if done["skipped"]:
+        update = self.optimizer.step(denominator, at, steps)
+        if update["skipped"]:
             self._name_problem()
-        return done
+        return update
 
     def _name_problem(self) -> None:
         problem = self.optimizer.problem
@@ -98,10 +98,10 @@ class RankWorker:
         assert self.models.critic is not None
         if self.ranks.size > 1:
             sum_over_ranks(self.models.critic.optimizer.gradients(), self.device)
-        done = self.models.critic.step(sums, at, steps)
+        metrics = self.models.critic.step(sums, at, steps)
         if problem := self.models.critic.optimizer.problem:
             self.problem = self.problem or f"critic: {problem}"
-        return done
+        return metrics
 
     def logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor:
         """Return log p(token[i + 1] | token[: i + 1]) at temperature 1, (n - 1,) float32 on the
@@ -156,31 +156,31 @@ class RankWorker:
 
     def optimizer_slices(self) -> Iterator[Slice]:
         """Yield this rank's slices of the policy's optimizer."""
-        for one in self.optimizer.slices():
-            yield one.below(OPTIMIZER)
+        for piece in self.optimizer.slices():
+            yield piece.below(OPTIMIZER)
 
     def critic_slices(self) -> Iterator[Slice]:
         """Yield the critic, which every rank holds whole, and its optimizer."""
-        for one in self.models.critic.slices() if self.models.critic is not None else ():
-            yield one.below(CRITIC)
+        for piece in self.models.critic.slices() if self.models.critic is not None else ():
+            yield piece.below(CRITIC)
 
     def numbers(self) -> list[Slice]:
         """Return what one rank writes whole: counts, and its random numbers."""
         rank = self.ranks.rank
         device = self.device
-        found = dict[str, Tensor]()
-        found[_rng("cpu", rank)] = torch.get_rng_state()
+        tensors = dict[str, Tensor]()
+        tensors[_rng_name("cpu", rank)] = torch.get_rng_state()
         if device.type == "cuda":
-            found[_rng("cuda", rank)] = torch.cuda.get_rng_state(device)
+            tensors[_rng_name("cuda", rank)] = torch.cuda.get_rng_state(device)
         if rank == 0:
-            found[VERSION] = torch.tensor(self.passes.version)
-            found[KL_COEF] = torch.tensor(self.passes.kl.value, dtype=torch.float64)
-            found[OPTIMIZER + UPDATES] = torch.tensor(self.optimizer.updates)
+            tensors[VERSION] = torch.tensor(self.passes.version)
+            tensors[KL_COEF] = torch.tensor(self.passes.kl.value, dtype=torch.float64)
+            tensors[OPTIMIZER + UPDATES] = torch.tensor(self.optimizer.updates)
             if self.models.critic is not None:
-                found[CRITIC + OPTIMIZER + UPDATES] = torch.tensor(
+                tensors[CRITIC + OPTIMIZER + UPDATES] = torch.tensor(
                     self.models.critic.optimizer.updates
                 )
-        return [Slice.whole(name, tensor, shared=False) for name, tensor in found.items()]
+        return [Slice.whole(name, tensor, shared=False) for name, tensor in tensors.items()]
 
     def refuse(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check the shapes of a checkpoint's tensors.
@@ -188,7 +188,9 @@ class RankWorker:
         Raises:
             UserError: if it belongs to another model.
         """
-        if missing := [name for name in (VERSION, KL_COEF, _rng("cpu", 0)) if name not in shapes]:
+        if missing := [
+            name for name in (VERSION, KL_COEF, _rng_name("cpu", 0)) if name not in shapes
+        ]:
             raise UserError(f"the checkpoint has no {missing[0]}")
         self.optimizer.refuse(shapes_below(OPTIMIZER, shapes))
         if self.models.critic is not None:
@@ -212,20 +214,20 @@ class RankWorker:
         A GPU's random numbers are restored only where there is a GPU, a rank's only where there is
         that rank.
         """
-        stored = StoredTensors(part.path for part in parts)
-        stored.load(self.optimizer_slices())
-        stored.load(self.critic_slices())
-        self.optimizer.restored(int(stored[OPTIMIZER + UPDATES]))
+        tensors = StoredTensors(part.path for part in parts)
+        tensors.load(self.optimizer_slices())
+        tensors.load(self.critic_slices())
+        self.optimizer.finish_restore(int(tensors[OPTIMIZER + UPDATES]))
         if self.models.critic is not None:
-            self.models.critic.optimizer.restored(int(stored[CRITIC + OPTIMIZER + UPDATES]))
-        self.passes.version = int(stored[VERSION])
+            self.models.critic.optimizer.finish_restore(int(tensors[CRITIC + OPTIMIZER + UPDATES]))
+        self.passes.version = int(tensors[VERSION])
         if self.passes.kl.target is not None:
-            self.passes.kl.value = float(stored[KL_COEF])
+            self.passes.kl.value = float(tensors[KL_COEF])
         rank = self.ranks.rank
-        if _rng("cpu", rank) in stored:
-            torch.set_rng_state(stored[_rng("cpu", rank)])
-        if self.device.type == "cuda" and _rng("cuda", rank) in stored:
-            torch.cuda.set_rng_state(stored[_rng("cuda", rank)], self.device)
+        if _rng_name("cpu", rank) in tensors:
+            torch.set_rng_state(tensors[_rng_name("cpu", rank)])
+        if self.device.type == "cuda" and _rng_name("cuda", rank) in tensors:
+            torch.cuda.set_rng_state(tensors[_rng_name("cuda", rank)], self.device)
 
     def obey(
         self, command: messages.WorkCommand, send: Callable[[messages.Reply], None]
@@ -245,11 +247,12 @@ class RankWorker:
                 jobs = list(zip(unpack_slices(command.slices), command.train, strict=True))
                 return messages.SumsReply(passes.run(jobs))
             case messages.ScoreCommand():
-                found = passes.score(
+                scores = passes.score(
                     [(samples, False) for samples in unpack_slices(command.slices)]
                 )
                 columns = [
-                    [None if c is None else c.astype("<f4").tobytes() for c in row] for row in found
+                    [None if c is None else c.astype("<f4").tobytes() for c in row]
+                    for row in scores
                 ]
                 return messages.ColumnsReply(columns)
             case messages.StepCommand(critic=True):
@@ -314,7 +317,7 @@ class RankWorker:
         self.ranks.leave()
 
 
-def _rng(device: str, rank: int) -> str:
+def _rng_name(device: str, rank: int) -> str:
     """Return the name of a rank's random numbers."""
     return f"{RNG}{device}" + (f".{rank}" if rank else "")
 
@@ -324,7 +327,7 @@ def build_worker(context: RunContext, ranks: RankGroup) -> RankWorker:
     device = prepare_process(context)
     models = ModelSet(context, device, ranks.rank)
     ranks.join(device)
-    optimizer = MasterOptimizer(models.trained(), context.train)
+    optimizer = MasterOptimizer(models.trained_parameters(), context.train)
     passes = ModelPasses(context, models, optimizer, device, rank=ranks.rank)
 
     def reduce() -> None:

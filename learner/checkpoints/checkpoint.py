@@ -168,9 +168,9 @@ def load_state(checkpoint: Checkpoint, backend: Backend) -> None:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return all checkpoints of a run, oldest first."""
-    found = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step-*"))
-    named = [(int(match[1]), path) for match, path in found if match and path.is_dir()]
-    return [path for _, path in sorted(named)]
+    matches = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step-*"))
+    numbered = [(int(match[1]), path) for match, path in matches if match and path.is_dir()]
+    return [path for _, path in sorted(numbered)]
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
@@ -203,8 +203,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
         body = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedFileError(f"{file}: cannot be read: {error}") from None
-    if (found := body.get("format") if isinstance(body, dict) else None) not in (1, FORMAT):
-        raise UserError(f"{file}: format {found!r}, this program reads 1 and {FORMAT}")
+    if (file_format := body.get("format") if isinstance(body, dict) else None) not in (1, FORMAT):
+        raise UserError(f"{file}: format {file_format!r}, this program reads 1 and {FORMAT}")
     step = body.get("step")
     epoch = body.get("epoch")
     ledger = body.get("ledger")
@@ -215,13 +215,13 @@ def read_checkpoint(path: Path) -> Checkpoint:
         )
     parts = (
         [{"file": "state.safetensors", "size": -1, "digest": ""}]
-        if found == 1
+        if file_format == 1
         else body.get("parts")
     )
-    made = Checkpoint(path, step, epoch, ledger, _parts(file, parts))
-    for part in made.parts:
+    checkpoint = Checkpoint(path, step, epoch, ledger, _read_parts(file, parts))
+    for part in checkpoint.parts:
         part.check_size()
-    return made
+    return checkpoint
 
 
 def verify(path: Path) -> Checkpoint:
@@ -231,26 +231,26 @@ def verify(path: Path) -> Checkpoint:
         DamagedFileError: if it cannot be read, or a part is not what was written.
         UserError: if another version of rlearner wrote it.
     """
-    found = read_checkpoint(path)
-    for part in found.parts:
+    checkpoint = read_checkpoint(path)
+    for part in checkpoint.parts:
         part.verify()
-    return found
+    return checkpoint
 
 
-def _parts(file: Path, listed: Any) -> tuple[PartFile, ...]:
+def _read_parts(file: Path, listed: Any) -> tuple[PartFile, ...]:
     try:
-        found = tuple(
-            PartFile(str(file.parent / _plain(one["file"])), one["size"], one["digest"])
-            for one in listed
+        parts = tuple(
+            PartFile(str(file.parent / _check_name(entry["file"])), entry["size"], entry["digest"])
+            for entry in listed
         )
     except (TypeError, KeyError, ValueError) as error:
         raise DamagedFileError(f"{file}: damaged: no list of parts: {error}") from None
-    if not found:
+    if not parts:
         raise DamagedFileError(f"{file}: damaged: no parts")
-    return found
+    return parts
 
 
-def _plain(name: str) -> str:
+def _check_name(name: str) -> str:
     if name != os.path.basename(name):
         raise ValueError(f"{name!r} is not a file's name")
     return name

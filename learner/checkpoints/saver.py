@@ -54,7 +54,7 @@ class CheckpointSaver:
         watch: EpochWatch,
         stop: Stop,
         say: Callable[[str], None],
-        written: int = -1,
+        newest_step: int = -1,
         pressed: Callable[[], bool] = lambda: False,
     ) -> None:
         self._folder = folder
@@ -66,19 +66,19 @@ class CheckpointSaver:
         self._records = records
         self._watch = watch
         self._stop = stop
-        self._due = CheckpointSchedule(
+        self._schedule = CheckpointSchedule(
             section.every_steps, section.every_minutes * 60, time.monotonic(), section.keep
         )
-        self._patience = DiskRetry(
+        self._disk_retry = DiskRetry(
             folder, stop, "no checkpoint is written and the log is not trimmed", say
         )
         self._say = say
-        self._written = written
+        self._written_step = newest_step
         self._pressed = pressed
         # step of the checkpoint behind which the log was trimmed for lack of room
-        self._relieved = -1
+        self._relieved_step = -1
         self._writing: asyncio.Task[None] | None = None
-        self._taken = written  # step of the state that was copied last
+        self._copied_step = newest_step  # step of the state that was copied last
         self._by_operator = False  # whether the operator's checkpoint was not taken yet
         # set when it may be taken without waiting for the end of a step
         self.requested = asyncio.Event()
@@ -94,9 +94,9 @@ class CheckpointSaver:
 
     async def open(self) -> None:
         """Trim the log, in case an earlier incarnation was killed before it could."""
-        if kept := checkpoint.list_checkpoints(self._folder):
+        if paths := checkpoint.list_checkpoints(self._folder):
             try:
-                await self._trim(kept[0])
+                await self._trim(paths[0])
             except UserError as error:  # the run does not resume from the oldest one
                 log.warning("%s; the log is not trimmed behind it", error)
 
@@ -110,12 +110,12 @@ class CheckpointSaver:
             Fenced: if a newer learner holds the run.
         """
         if (
-            self._written <= self._relieved
-            or len(kept := checkpoint.list_checkpoints(self._folder)) < 2
+            self._written_step <= self._relieved_step
+            or len(paths := checkpoint.list_checkpoints(self._folder)) < 2
         ):
             return
-        self._relieved = self._written
-        for path in reversed(kept[1:]):  # behind the oldest one it is trimmed already
+        self._relieved_step = self._written_step
+        for path in reversed(paths[1:]):  # behind the oldest one it is trimmed already
             if await self._is_whole(path):
                 text = "the log is trimmed behind %s to make room in the broker's store; the run resumes only from it"
                 log.warning(text, path)
@@ -128,7 +128,7 @@ class CheckpointSaver:
             await asyncio.to_thread(checkpoint.verify, path)
         except UserError as error:
             log.error("%s; the log is not trimmed behind this checkpoint", error)
-            self._due.press()
+            self._schedule.press()
             return False
         return True
 
@@ -138,17 +138,17 @@ class CheckpointSaver:
         Args:
             ledger: dumped at this boundary.
         """
-        self._due.completed(ledger["version"], time.monotonic(), failing=self._failing)
+        self._schedule.completed(ledger["version"], time.monotonic(), failing=self._failing)
         if self._pressed():
-            self._due.press()
-        if self._due.must_wait(failing=self._failing):
+            self._schedule.press()
+        if self._schedule.must_wait(failing=self._failing):
             await self._wait_for_space()
-        if self._due.due and not self._busy:
+        if self._schedule.due and not self._busy:
             await self._take(ledger)
 
     def request(self) -> None:
         """Make a checkpoint due now, for the operator."""
-        self._due.press()
+        self._schedule.press()
         self._by_operator = True
         self.requested.set()
 
@@ -158,7 +158,7 @@ class CheckpointSaver:
         Args:
             ledger: dumped at the last boundary.
         """
-        if self._by_operator and not self._busy and ledger["version"] != self._taken:
+        if self._by_operator and not self._busy and ledger["version"] != self._copied_step:
             await self._take(ledger)
 
     @property
@@ -169,17 +169,17 @@ class CheckpointSaver:
     @property
     def written(self) -> int:
         """Step of the newest checkpoint on disk, -1 if there is none."""
-        return self._written
+        return self._written_step
 
     @property
     def writing(self) -> int:
         """Step of the checkpoint that is being written, -1 if none is."""
-        return self._taken if self._busy else -1
+        return self._copied_step if self._busy else -1
 
     @property
     def problem(self) -> str:
         """Why the newest checkpoint cannot be written, empty if it can."""
-        return self._patience.reason if self._busy else ""
+        return self._disk_retry.reason if self._busy else ""
 
     async def finish(self, ledger: dict[str, Any]) -> None:
         """Write the state of the last boundary unless that is done; return when it is on disk.
@@ -199,7 +199,7 @@ class CheckpointSaver:
             return
         if self._writing is not None:
             await self._writing
-        if ledger["version"] != self._written:
+        if ledger["version"] != self._written_step:
             await self._training.undo()
             await self._take(ledger)
             assert self._writing is not None
@@ -224,19 +224,19 @@ class CheckpointSaver:
 
     @property
     def _failing(self) -> bool:
-        return self._busy and bool(self._patience.reason)
+        return self._busy and bool(self._disk_retry.reason)
 
     async def _wait_for_space(self) -> None:
         assert self._writing is not None
         log.error("%s: training waits until a checkpoint can be written", self._folder)
-        self._say(f"{self._patience.reason}; training waits")
-        asked = asyncio.ensure_future(self._stop.asked.wait())
+        self._say(f"{self._disk_retry.reason}; training waits")
+        stop_wait = asyncio.ensure_future(self._stop.asked.wait())
         try:
-            await asyncio.wait({self._writing, asked}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({self._writing, stop_wait}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            asked.cancel()
+            stop_wait.cancel()
             with suppress(asyncio.CancelledError):
-                await asked
+                await stop_wait
 
     async def _take(self, ledger: dict[str, Any]) -> None:
         if self._writing is not None:
@@ -245,8 +245,8 @@ class CheckpointSaver:
         with self._training.spans.work("checkpoint", step=ledger["version"]):
             snapshot = await self._training.call(self._training.backend.snapshot)
         self._times["time/checkpoint"] = time.monotonic() - began
-        self._due.taken(time.monotonic())
-        self._taken = ledger["version"]
+        self._schedule.taken(time.monotonic())
+        self._copied_step = ledger["version"]
         self._by_operator = False
         self._writing = asyncio.create_task(self._write(snapshot, ledger))
         self._writing.add_done_callback(self._failed)
@@ -262,15 +262,15 @@ class CheckpointSaver:
         """Write a checkpoint, delete the oldest, and trim the log behind those that are kept."""
         await self._records.sync()
         began = time.monotonic()
-        path = await self._patience(lambda: self._try(snapshot, ledger))
+        path = await self._disk_retry(lambda: self._try(snapshot, ledger))
         snapshot.drop()
-        self._written = ledger["version"]
+        self._written_step = ledger["version"]
         self._times["time/checkpoint_write"] = time.monotonic() - began
         log.info("checkpoint %s", path)
-        kept = await self._patience.in_thread(checkpoint.prune, self._folder, self._keep)
+        paths = await self._disk_retry.in_thread(checkpoint.prune, self._folder, self._keep)
         # without another one, the log alone can replace it
-        if len(kept) > 1 or await self._is_whole(kept[0]):
-            await self._trim(kept[0])
+        if len(paths) > 1 or await self._is_whole(paths[0]):
+            await self._trim(paths[0])
         if self._by_operator:
             self.requested.set()
 

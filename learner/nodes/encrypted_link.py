@@ -58,15 +58,15 @@ class EncryptedFrames:
         )
         socket.reconnect_ivl = -1  # a connection that was lost has lost frames
         prepare(socket)
-        made = cls(socket)
+        frames = cls(socket)
         socket.ipv6 = ":" in host
         socket.connect(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
-        return made
+        return frames
 
     def monitor(self) -> zmq.Socket[bytes]:
         """Return the socket that tells when the connection ends; for a ``LinkWatch``."""
-        found: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.Event.DISCONNECTED)
-        return found
+        monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.Event.DISCONNECTED)
+        return monitor
 
     def first(self) -> tuple[bytes, int] | None:
         """Return the first frame, if it is there, and the descriptor of the connection that it came
@@ -166,12 +166,15 @@ class LinkWatch:
         self, monitor: zmq.Socket[bytes], frames: EncryptedFrames, descriptor: int | None
     ) -> None:
         event = parse_monitor_message(monitor.recv_multipart())
-        ended = event["event"] == zmq.Event.DISCONNECTED and descriptor in (None, event["value"])
-        if not ended and event["event"] != zmq.Event.MONITOR_STOPPED:
+        is_disconnect = event["event"] == zmq.Event.DISCONNECTED and descriptor in (
+            None,
+            event["value"],
+        )
+        if not is_disconnect and event["event"] != zmq.Event.MONITOR_STOPPED:
             return
         with self._lock:
             self._watched.pop(monitor)
         monitor.close(0)
-        if ended:
+        if is_disconnect:
             frames.lost.set()
             self.on_lost(frames)

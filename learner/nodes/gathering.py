@@ -45,21 +45,23 @@ def own_address(host: str) -> str:
         UserError: if the name is unknown or not this host's.
     """
     try:
-        found = list(
+        candidates = list(
             dict.fromkeys(
                 str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
             )
         )
     except OSError as error:
         raise UserError(f"--rendezvous {host}: {error.strerror or error}") from None
-    own = [address for known in addresses().values() for address in known]
-    mine = [address for address in found if address in own or address.startswith("127.")]
-    if not mine:
+    own = [
+        address for interface_addresses in addresses().values() for address in interface_addresses
+    ]
+    matches = [address for address in candidates if address in own or address.startswith("127.")]
+    if not matches:
         has = ", ".join(address for address in own if address not in ("127.0.0.1", "::1"))
         raise UserError(
             f"--rendezvous {host}: node 0 must be there, but this host has {has or 'no address'}"
         )
-    return min(mine, key=lambda address: address.startswith("127.") or address == "::1")
+    return min(matches, key=lambda address: address.startswith("127.") or address == "::1")
 
 
 class Gathering:
@@ -109,7 +111,9 @@ class Gathering:
         self._watch = LinkWatch(self._lost.append)
         self._children: list[subprocess.Popen[bytes]] = []
 
-    def gather(self, deadline_s: float, stopped: Callable[[], bool] = lambda: False) -> NodeRanks:
+    def gather(
+        self, deadline_s: float, is_stopped: Callable[[], bool] = lambda: False
+    ) -> NodeRanks:
         """Wait for all ranks and return them.
 
         Raises:
@@ -119,7 +123,7 @@ class Gathering:
             GatheringStopped: if ``stopped`` says so.
         """
         try:
-            self._gather(deadline_s, stopped)
+            self._gather(deadline_s, is_stopped)
         except UserError as error:
             self._abandon(2, str(error))
             raise
@@ -132,15 +136,15 @@ class Gathering:
     def _hand_over(self, ranks: list[RemoteRank]) -> NodeRanks:
         for link in self._waiting.values():
             link.close()
-        made = NodeRanks(
+        node_ranks = NodeRanks(
             self._server, self._address, self._size_here, ranks, self._children, self._watch
         )
-        self._watch.on_lost = made.lose
+        self._watch.on_lost = node_ranks.lose
         for frames in self._lost:  # since the last look
-            made.lose(frames)
-        return made
+            node_ranks.lose(frames)
+        return node_ranks
 
-    def _gather(self, deadline_s: float, stopped: Callable[[], bool]) -> None:
+    def _gather(self, deadline_s: float, is_stopped: Callable[[], bool]) -> None:
         if self._placement.local_rank is None:
             file = str(self._key_file)
             config = self._config
@@ -159,7 +163,7 @@ class Gathering:
         list_at = began + FIRST_LIST_S
         deadline = began + deadline_s
         while not self._roll.complete:
-            if stopped():
+            if is_stopped():
                 raise GatheringStopped("stopped while waiting for the other nodes")
             now = time.monotonic()
             if now > deadline:
@@ -175,10 +179,12 @@ class Gathering:
             while self._lost:
                 self._forget(self._lost.pop())
             if (
-                ended := next((one for one in self._children if one.poll() is not None), None)
+                exited := next(
+                    (child for child in self._children if child.poll() is not None), None
+                )
             ) is not None:
                 raise NodesMissing(
-                    f"a rank of this node (pid {ended.pid}) ended with code {ended.returncode}"
+                    f"a rank of this node (pid {exited.pid}) ended with code {exited.returncode}"
                 )
             time.sleep(POLL_S)
         if problem := self._roll.wrong_size(self._size):
@@ -186,10 +192,10 @@ class Gathering:
 
     def _read_arrivals(self) -> None:
         value = self._store.peek(ARRIVALS)
-        found = [] if value is None else arrivals(value)
-        for arrival in found[self._num_read :]:
+        all_arrivals = [] if value is None else arrivals(value)
+        for arrival in all_arrivals[self._num_read :]:
             self._answer(arrival)
-        self._num_read = len(found)
+        self._num_read = len(all_arrivals)
 
     def _answer(self, arrival: Arrival) -> None:
         pair, port = self._server.open_pair(prepare)

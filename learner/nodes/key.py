@@ -68,16 +68,16 @@ def read_key(
         UserError: if there is none, others can read it, or it holds no key.
     """
     deadline = time.monotonic() + wait_s
-    said = False
+    is_announced = False
     while True:
         try:
-            return _read(path)
+            return _read_file(path)
         except FileNotFoundError:
             if make:
-                _make(path)
+                _make_file(path)
             elif time.monotonic() < deadline:
-                if not said:
-                    said = True
+                if not is_announced:
+                    is_announced = True
                     log.info("waiting up to %g s for the key of the nodes, %s", wait_s, path)
                 nap(0.5)
             else:
@@ -91,7 +91,7 @@ def read_key(
             ) from None
 
 
-def _read(path: Path) -> NodeKey:
+def _read_file(path: Path) -> NodeKey:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     with os.fdopen(descriptor) as file:
         status = os.fstat(file.fileno())
@@ -115,7 +115,7 @@ def _read(path: Path) -> NodeKey:
     return NodeKey(secret)
 
 
-def _make(path: Path) -> None:
+def _make_file(path: Path) -> None:
     """Make the file unless another process has made it; a reader never sees a part of it.
 
     Raises:

@@ -78,7 +78,7 @@ def worst(codes: Sequence[int]) -> int:
     """
     for code in (EXIT_USER_ERROR, EXIT_FAULT, EXIT_STOPPED):
         if code in codes or (
-            code == EXIT_FAULT and any(one not in (0, EXIT_STOPPED) for one in codes)
+            code == EXIT_FAULT and any(rank_code not in (0, EXIT_STOPPED) for rank_code in codes)
         ):
             return code
     return 0
@@ -101,15 +101,17 @@ def run_node(starts: Sequence[RankStart]) -> int:
         if count > 1:
             os._exit(EXIT_STOPPED)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {
+        number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
-        return _wait(ranks)
+        return _wait_for_ranks(ranks)
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+def _wait_for_ranks(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     deadline: float | None = None
     while any(rank.poll() is None for rank in ranks):
         if deadline is None and any(rank.returncode is not None for rank in ranks):

@@ -17,23 +17,23 @@ Listing = dict[str, tuple[int, str]]  # file: size, digest if it is small
 
 def list_folder(folder: Path) -> Listing:
     """Return the files of a model folder that ranks load."""
-    found: Listing = {}
+    listing: Listing = {}
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder)
         if file.suffix in SUFFIXES and name.parts[0] != STATE and file.is_file():
             size = file.stat().st_size
-            found[str(name)] = (
+            listing[str(name)] = (
                 size,
                 sha256(file.read_bytes()).hexdigest()[:32] if size <= SMALL_BYTES else "",
             )
-    return found
+    return listing
 
 
-def difference(rank_0: Listing, here: Listing) -> str:
+def difference(rank_0: Listing, local: Listing) -> str:
     """Return how a folder differs from rank 0's, as a line; empty if it does not."""
-    for name in dict.fromkeys([*rank_0, *here]):
+    for name in dict.fromkeys([*rank_0, *local]):
         one = rank_0.get(name)
-        two = here.get(name)
+        two = local.get(name)
         if one is None or two is None:
             return f"{name} is only {'here' if one is None else 'there'}"
         if one[0] != two[0]:

@@ -90,15 +90,17 @@ class NodeRanks:
         if self._ending.is_set():
             return
         rank, hello = next(
-            (number, one.hello) for number, one in enumerate(self._ranks, 1) if one.frames is frames
+            (number, remote.hello)
+            for number, remote in enumerate(self._ranks, 1)
+            if remote.frames is frames
         )
-        said = self._store.peek(farewell_key(*hello.seat))
-        if said is None:
-            told = f"rank {rank} of {hello.name} is gone; all nodes end, to resume from the last checkpoint"
-            self.died = told
+        message = self._store.peek(farewell_key(*hello.seat))
+        if message is None:
+            line = f"rank {rank} of {hello.name} is gone; all nodes end, to resume from the last checkpoint"
+            self.died = line
             code = EXIT_RANK_DIED
         else:
-            farewell = msgspec.json.decode(said, type=Farewell)
+            farewell = msgspec.json.decode(message, type=Farewell)
             self.died = f"rank {rank} of {hello.name}: {farewell.line}"
             code = farewell.code
         exit_at_once(self.died, code)

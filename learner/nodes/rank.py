@@ -65,7 +65,7 @@ def serve_rank(start: RankStart) -> int:
     """Serve until rank 0 ends the run; return the exit code."""
     logs.identify(role="learner", process_id=f"node-{start.node}-{start.local_rank}")
     rank = JoiningRank(start)
-    with _signals(rank):
+    with _handle_signals(rank):
         return rank.run()
 
 
@@ -133,12 +133,12 @@ class JoiningRank:
         deadline = time.monotonic() + start.deadline_s
         remind_at = 0.0
         while True:
-            reason = _unreachable(start.host, start.port)
+            reason = _connection_problem(start.host, start.port)
             if not reason:
                 try:
                     return BoardClient(address, own, ANSWER_S)
                 except TransferFailed:
-                    if not _unreachable(start.host, start.port):
+                    if not _connection_problem(start.host, start.port):
                         raise UserError(
                             f"{self._where} does not know the key {start.key_file} of node {start.node}: copy that of "
                             "node 0 here, or name the port of node 0's rendezvous"
@@ -182,10 +182,10 @@ class JoiningRank:
         log.info(
             "rank %d of node %d has reached rank 0 at %s", start.local_rank, start.node, self._where
         )
-        here = address_towards(start.host)
+        address = address_towards(start.host)
 
         def meet(build: BuildCommand) -> Meeting:
-            return Meeting(PrefixStore(build.store, client), here)
+            return Meeting(PrefixStore(build.store, client), address)
 
         end = serve(link, meet, partial(compare, node=hello.name))
         if end.reason:
@@ -210,7 +210,7 @@ class JoiningRank:
         return code
 
 
-def _unreachable(host: str, port: int) -> str:
+def _connection_problem(host: str, port: int) -> str:
     """Return why nothing can be reached at an address, empty if something listens there."""
     try:
         socket.create_connection((host, port), timeout=ANSWER_S).close()
@@ -220,30 +220,32 @@ def _unreachable(host: str, port: int) -> str:
 
 
 @contextmanager
-def _signals(rank: JoiningRank) -> Iterator[None]:
+def _handle_signals(rank: JoiningRank) -> Iterator[None]:
     """End at the first signal before joining; afterwards rank 0 ends the run, and a second signal
     this process.
 
     Slurm and systemd signal every process of a node, and so does the process that started this one;
     that it forwards a signal is not a second one.
     """
-    seen: list[int] = []
+    received: list[int] = []
 
     def handle(number: int, _: FrameType | None) -> None:
-        if not rank.joined or (number in seen and number != FORWARDED):
+        if not rank.joined or (number in received and number != FORWARDED):
             os._exit(EXIT_STOPPED)
-        seen.append(number)
-        if len(seen) == 1:
+        received.append(number)
+        if len(received) == 1:
             os.write(
                 2, f"{signal.Signals(number).name}: this rank ends when rank 0 does\n".encode()
             )
 
     handled = (signal.SIGINT, signal.SIGTERM, FORWARDED)
-    before: dict[signal.Signals, Any] = {one: signal.signal(one, handle) for one in handled}
+    handlers: dict[signal.Signals, Any] = {
+        forwarded: signal.signal(forwarded, handle) for forwarded in handled
+    }
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 

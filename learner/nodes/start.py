@@ -107,7 +107,9 @@ async def gathered(
         Stopped: if a stop is requested while waiting.
         NodesMissing: if not all nodes come in time.
     """
-    ranks = await asyncio.to_thread(_gather, placement, config, num_here, options, stop, shared)
+    ranks = await asyncio.to_thread(
+        _gather_ranks, placement, config, num_here, options, stop, shared
+    )
     outcome = Outcome(shared=sorted({*shared, *ranks.shared}))
     try:
         from learner.backends.ranks.group import others_elsewhere
@@ -124,7 +126,7 @@ async def gathered(
         await asyncio.to_thread(ranks.end, outcome.code)
 
 
-def _gather(
+def _gather_ranks(
     placement: Placement,
     config: dict[str, Any],
     num_here: int,

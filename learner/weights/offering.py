@@ -176,8 +176,8 @@ def plain_shapes(path: str, model: ModelSection) -> dict[str, Tensor]:
     module = build_empty(path, model)
     tensors: dict[str, Tensor] = dict(module.named_parameters())
     buffers = {name for name, _ in module.named_buffers()}
-    stored = module.state_dict()
-    return tensors | {name: tensor for name, tensor in stored.items() if name in buffers}
+    state = module.state_dict()
+    return tensors | {name: tensor for name, tensor in state.items() if name in buffers}
 
 
 def first_difference(offered_plan: LayoutPlan, plain: LayoutPlan) -> str:

@@ -96,10 +96,8 @@ class SnapshotServer:
         except OSError as error:
             allowed = f"unavailable ({error.strerror}); give another, or 0"
             raise ConfigError("train.weights_snapshot_port", port, allowed) from None
-        host, taken = self._runner.addresses[0][:2]
-        self.address = (
-            f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{taken}"
-        )
+        host, bound_port = self._runner.addresses[0][:2]
+        self.address = f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{bound_port}"
         log.info("snapshots of the weights at %s, API key in %s", self.address, self._where)
 
     async def close(self) -> None:

@@ -100,7 +100,7 @@ def test_a_critic_beside_adapters_on_two_copies_of_two_ranks(path, monkeypatch):
     )
     try:
         agree(steps(backend, range(3)), expected)
-        os.kill(backend._ranks.leader.others.processes[1].pid, signal.SIGKILL)
+        os.kill(backend._ranks.leader.ranks.processes[1].pid, signal.SIGKILL)
         assert seen.wait(10)
         with pytest.raises(RankExitedError, match="rank 2"):
             steps(backend, [3])

@@ -61,8 +61,8 @@ class ZeroWeights(ShardedWeights):
             return {name: self._policy.whole(name, find).clone() for name in names}
 
     def slices(self) -> Iterator[Slice]:
-        held: dict[str, Any] = self._named(self._tensors.__getitem__)
-        for name, tensor in held.items():
+        tensors: dict[str, Any] = self._named(self._tensors.__getitem__)
+        for name, tensor in tensors.items():
             if (partition := getattr(tensor, "ds_tensor", None)) is None:
                 yield Slice.whole(name, tensor.detach())
             else:
@@ -82,11 +82,11 @@ class ZeroWeights(ShardedWeights):
         """Within it these of the module's tensors are whole on every rank; entered by all ranks at
         the same time.
         """
-        held = {name: self._tensors[name] for name in names}
+        tensors = {name: self._tensors[name] for name in names}
         with deepspeed_library().zero.GatheredParameters(
-            [t for t in held.values() if hasattr(t, "ds_id")]
+            [t for t in tensors.values() if hasattr(t, "ds_id")]
         ):
-            yield lambda name: held[name].detach()
+            yield lambda name: tensors[name].detach()
 
 
 class DeepspeedBackend(TorchBackend):
@@ -122,8 +122,8 @@ def _build_worker(context: RunContext, ranks: RankGroup) -> RankWorker:
     ranks.join(device, alone=True)
     weights = ZeroWeights(policy, sharded)
     if (empty := policy.empty) is not None:
-        empty.replace(_untouched, device)
-    trained = models.trained()
+        empty.replace(_untouched_parameter, device)
+    trained = models.trained_parameters()
     if (
         len(
             kinds := {str(parameter.dtype).removeprefix("torch.") for parameter in trained.values()}
@@ -154,7 +154,7 @@ def _build_worker(context: RunContext, ranks: RankGroup) -> RankWorker:
     )
 
 
-def _untouched(_: str, like: nn.Parameter) -> nn.Parameter:
+def _untouched_parameter(_: str, like: nn.Parameter) -> nn.Parameter:
     """Return a parameter whose memory is not touched before it is read, and given back as soon as
     it is divided.
     """

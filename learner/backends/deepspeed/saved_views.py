@@ -34,10 +34,10 @@ class SavedView:
         if missing:
             self.weight.all_gather()
         data: Tensor = self.weight.data
-        found = data.as_strided(self.size, self.stride, data.storage_offset() + self.offset)
+        view = data.as_strided(self.size, self.stride, data.storage_offset() + self.offset)
         if missing:
             self.weight.partition()  # the view keeps its memory
-        return found
+        return view
 
 
 def save_views_as_places(offloaded: bool) -> AbstractContextManager[Any]:
@@ -49,7 +49,7 @@ def save_views_as_places(offloaded: bool) -> AbstractContextManager[Any]:
     """
 
     def pack(tensor: Tensor) -> Any:
-        if (place := _place(tensor)) is not None:
+        if (place := _find_place(tensor)) is not None:
             return place
         return activation_offload.pack(tensor) if offloaded else tensor
 
@@ -59,7 +59,7 @@ def save_views_as_places(offloaded: bool) -> AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-def _place(tensor: Tensor) -> SavedView | None:
+def _find_place(tensor: Tensor) -> SavedView | None:
     weight = tensor._base
     if (
         not isinstance(weight, nn.Parameter)

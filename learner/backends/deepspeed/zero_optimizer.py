@@ -157,8 +157,12 @@ class ZeroOptimizer(MasterOptimizer):
             divide_while_reading(module, settings, dtype, read)
         self.engine = initialize_engine(FunctionModule(module), self._adamw, settings, device)
         self._zero = self.engine.optimizer
-        held = [parameter for group in self._adamw.param_groups for parameter in group["params"]]
-        self._flat: list[Tensor] = list(getattr(self._zero, "fp32_partitioned_groups_flat", held))
+        live_parameters = [
+            parameter for group in self._adamw.param_groups for parameter in group["params"]
+        ]
+        self._flat: list[Tensor] = list(
+            getattr(self._zero, "fp32_partitioned_groups_flat", live_parameters)
+        )
         for flat in self._flat:
             self._adamw.state[flat] = fresh_state(flat)
         if not self._sharded:
@@ -181,9 +185,9 @@ class ZeroOptimizer(MasterOptimizer):
         ]
         state = self._adamw.state
         return live + [
-            one
+            tensor
             for flat in self._flat
-            for one in (flat.detach(), *(state[flat][kind] for kind in MOMENTS))
+            for tensor in (flat.detach(), *(state[flat][kind] for kind in MOMENTS))
         ]
 
     @torch.no_grad()
@@ -220,9 +224,9 @@ class ZeroOptimizer(MasterOptimizer):
             self.dirty = False
 
     def _norm(self) -> float:
-        found = float(self.engine.get_global_grad_norm())
+        norm = float(self.engine.get_global_grad_norm())
         # DeepSpeed returns -1 for a gradient that is not finite
-        return found if found >= 0 else math.inf
+        return norm if norm >= 0 else math.inf
 
     def _factor(self) -> float | None:
         if self._denominator is None:
@@ -246,16 +250,16 @@ class ZeroOptimizer(MasterOptimizer):
                 yield from self._range(f"{kind}.{name}", parameter, tuple(self._shapes[name]), key)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        found: dict[str, tuple[int, ...]] = {UPDATES: ()}
+        shapes: dict[str, tuple[int, ...]] = {UPDATES: ()}
         for name, shape in self._shapes.items():
-            found[f"step.{name}"] = ()
-            found |= {
+            shapes[f"step.{name}"] = ()
+            shapes |= {
                 f"{kind}.{name}": tuple(shape)
                 for kind in (*MOMENTS, *(("master",) if self._low else ()))
             }
-        return found
+        return shapes
 
-    def restored(self, updates: int) -> None:
+    def finish_restore(self, updates: int) -> None:
         self.updates = updates  # live weights stay as the model was loaded
         step = self._adamw.state[self._flat[0]]["step"]
         for flat in self._flat[1:]:
@@ -268,10 +272,10 @@ class ZeroOptimizer(MasterOptimizer):
         is None.
         """
         if self._sharded:
-            held = self._zero._get_fp32_opt_state_partition(
+            partitions = self._zero._get_fp32_opt_state_partition(
                 parameter, release_swap_buffers=False, optim_state_key=key
             )
-            yield partition_slice(entry, shape, held[0])
+            yield partition_slice(entry, shape, partitions[0])
         elif (mapping := parameter._hp_mapping) is not None:
             yield Slice(
                 entry, shape, mapping.lp_fragment_address.start, mapping.get_hp_fragment(key)

@@ -58,7 +58,7 @@ class MegatronAdapters(LoraAdapters):
         all stages.
         """
         adapted = [part for part in parts if len(self.parts(part.name)) > 1]
-        factors = [one for part in adapted for one in self._parts_of(part)]
+        factors = [factor for part in adapted for factor in self._parts_of(part)]
         shapes = {name: tensor.to("meta") for name, tensor in self.first.items()}
         self.exchange = TensorExchange(grid, groups, factors, shapes, device)
         for part in self.exchange.own:
@@ -71,9 +71,9 @@ class MegatronAdapters(LoraAdapters):
         for part in adapted:
             if part.stage == grid.stage:
                 holders.setdefault(part.holder, []).append(part)
-        for holder, together in holders.items():
+        for holder, parts_of_holder in holders.items():
             layer = model.get_submodule(holder.removesuffix(".weight"))
-            hook = self._adding(layer, together, groups.tp, device)
+            hook = self._adding(layer, parts_of_holder, groups.tp, device)
             if grid.tp > 1:
                 hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]  # as the layer, see ``compile_blocks``
             layer.register_forward_hook(hook)
@@ -93,27 +93,27 @@ class MegatronAdapters(LoraAdapters):
     ) -> Callable[..., Any]:
         """Return a forward hook of one of Megatron's layers, which fuses several of Hugging Face's."""
         rows = torch.arange(layer.weight.shape[0], device=device)
-        of_each: list[tuple[Tensor, Tensor, Tensor, bool]] = []
+        shares: list[tuple[Tensor, Tensor, Tensor, bool]] = []
         for part in parts:
             a, b = (self.live[name] for name in self.parts(part.name)[1:])
             # its rows; whether inputs are divided
-            of_each.append((a, b, part.view(rows).flatten(), part.dim == 1))
+            shares.append((a, b, part.view(rows).flatten(), part.dim == 1))
         megatron = megatron_library()
 
         def hook(
-            _: Any, arguments: tuple[Tensor, ...], found: tuple[Tensor, Any]
+            _: Any, arguments: tuple[Tensor, ...], outputs: tuple[Tensor, Any]
         ) -> tuple[Tensor, Any] | None:
             if self._disabled:
                 return None
-            result, bias = found
+            result, bias = outputs
             inputs = arguments[0].float()
             total = result.float()
-            for a, b, where, parted in of_each:
+            for a, b, places, is_divided in shares:
                 inner = functional.linear(inputs, a)
-                inner = (megatron.sum_of_shares if parted else megatron.sum_of_slopes)(
+                inner = (megatron.sum_of_shares if is_divided else megatron.sum_of_slopes)(
                     inner, group=group
                 )
-                total = total.index_add(-1, where, functional.linear(inner, b), alpha=self._scale)
+                total = total.index_add(-1, places, functional.linear(inner, b), alpha=self._scale)
             return total.to(result.dtype), bias
 
         return hook

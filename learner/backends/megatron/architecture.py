@@ -45,7 +45,7 @@ def architecture_of(config: Any, path: str) -> DecoderArchitecture:
     """
     name = next(iter(config.architectures or []), type(config).__name__)
     check_architecture(name, path)
-    if odd := _oddity(config):
+    if odd := _unsupported_setting(config):
         allowed = f"a plain {name} with train.backend megatron, not one with {odd}; fsdp2 takes it"
         raise ConfigError("model.path", path, allowed)
     return DecoderArchitecture(
@@ -65,7 +65,7 @@ def architecture_of(config: Any, path: str) -> DecoderArchitecture:
     )
 
 
-def _oddity(config: Any) -> str:
+def _unsupported_setting(config: Any) -> str:
     """Return the first unsupported setting; empty if there is none."""
     rope = config.rope_parameters or {}
     if (kind := rope.get("rope_type", "default")) not in ROPE_TYPES:
@@ -103,11 +103,11 @@ def check_sizes(shape: ModelSizes, tensor_parallel: int, pipeline_parallel: int)
         "key-value heads": shape.num_groups,
         "MLP columns": shape.intermediate,
     }
-    for what, count in sizes.items():
+    for kind, count in sizes.items():
         if count % tensor_parallel:
             fitting = [size for size in range(1, shape.num_groups + 1) if divides(shape, size)]
             allowed = (
-                f"one of {', '.join(map(str, fitting))}: it must divide the model's {count} {what}"
+                f"one of {', '.join(map(str, fitting))}: it must divide the model's {count} {kind}"
             )
             raise ConfigError("train.megatron.tensor_parallel", tensor_parallel, allowed)
     if shape.num_layers % pipeline_parallel:

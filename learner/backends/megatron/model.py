@@ -133,12 +133,12 @@ def build(
     """Build the layers of one stage on the CPU, with weights not yet initialised."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about its own deprecated defaults
-        model = _build(shape, dtype, grid, groups).to(dtype)  # also torch's norms
+        model = _build_layers(shape, dtype, grid, groups).to(dtype)  # also torch's norms
     model.rotary_pos_emb = RotaryEmbedding(freqs)
     return model.eval()
 
 
-def _build(
+def _build_layers(
     shape: DecoderArchitecture, dtype: torch.dtype, grid: RankGrid, groups: ProcessGroups
 ) -> Any:
     megatron = megatron_library()

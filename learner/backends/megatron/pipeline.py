@@ -25,10 +25,10 @@ Forward = Callable[[int, Tensor | None], Tensor | None]
 def pass_order(num: int, stage: int, num_stages: int) -> list[tuple[bool, int]]:
     """Return a stage's passes of ``num`` slices: (whether backward, which slice)."""
     ahead = min(num_stages - 1 - stage, num)
-    found = [(False, index) for index in range(ahead)]
+    passes = [(False, index) for index in range(ahead)]
     for index in range(num - ahead):
-        found += [(False, ahead + index), (True, index)]
-    return found + [(True, index) for index in range(num - ahead, num)]
+        passes += [(False, ahead + index), (True, index)]
+    return passes + [(True, index) for index in range(num - ahead, num)]
 
 
 class StagePipeline:
@@ -54,7 +54,10 @@ class StagePipeline:
         )
 
     def run(
-        self, shapes: Sequence[tuple[int, ...]], forward: Forward, done: Callable[[], None] | None
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        forward: Forward,
+        on_backward: Callable[[], None] | None,
     ) -> None:
         """Run all slices forward and, with ``done``, backward.
 
@@ -63,49 +66,61 @@ class StagePipeline:
             done: called after each backward pass.
         """
         forward_only = [(False, index) for index in range(len(shapes))]
-        steps = pass_order(len(shapes), self._grid.stage, self._grid.pp) if done else forward_only
-        held: dict[int, tuple[Tensor | None, GradientEdge]] = {}
-        made = None
-        to = None
+        steps = (
+            pass_order(len(shapes), self._grid.stage, self._grid.pp)
+            if on_backward
+            else forward_only
+        )
+        pending: dict[int, tuple[Tensor | None, GradientEdge]] = {}
+        outgoing = None
+        target = None
         for is_backward, index in steps:
-            arrived = self._exchange(
-                made, to, self._behind if is_backward else self._before, shapes[index]
+            incoming = self._exchange(
+                outgoing, target, self._behind if is_backward else self._before, shapes[index]
             )
             if is_backward:
-                assert done is not None
-                made = _backward(*held.pop(index), arrived)
-                to = self._before
-                done()
+                assert on_backward is not None
+                outgoing = _run_backward(*pending.pop(index), incoming)
+                target = self._before
+                on_backward()
                 continue
-            if arrived is not None and done:
-                arrived.requires_grad_()
-            left = forward(index, arrived)
-            made = None if left is None else left.detach()
-            to = self._behind
-            if done:
-                assert left is not None
+            if incoming is not None and on_backward:
+                incoming.requires_grad_()
+            output = forward(index, incoming)
+            outgoing = None if output is None else output.detach()
+            target = self._behind
+            if on_backward:
+                assert output is not None
                 # not the output: only the next stage needs it
-                held[index] = arrived, get_gradient_edge(left)
-        self._exchange(made, to, None, ())
+                pending[index] = incoming, get_gradient_edge(output)
+        self._exchange(outgoing, target, None, ())
 
     def _exchange(
-        self, made: Tensor | None, to: int | None, src: int | None, shape: tuple[int, ...]
+        self,
+        outgoing: Tensor | None,
+        target: int | None,
+        source: int | None,
+        shape: tuple[int, ...],
     ) -> Tensor | None:
-        arriving = (
-            None if src is None else torch.empty(shape, dtype=self._dtype, device=self._device)
+        incoming = (
+            None if source is None else torch.empty(shape, dtype=self._dtype, device=self._device)
         )
-        sent = (
+        sends = (
             []
-            if made is None or to is None
-            else [dist.P2POp(dist.isend, made.contiguous(), to, self._group)]
+            if outgoing is None or target is None
+            else [dist.P2POp(dist.isend, outgoing.contiguous(), target, self._group)]
         )
-        received = [] if arriving is None else [dist.P2POp(dist.irecv, arriving, src, self._group)]
-        for work in dist.batch_isend_irecv(sent + received) if sent or received else ():
+        receives = (
+            [] if incoming is None else [dist.P2POp(dist.irecv, incoming, source, self._group)]
+        )
+        for work in dist.batch_isend_irecv(sends + receives) if sends or receives else ():
             work.wait()
-        return arriving
+        return incoming
 
 
-def _backward(entered: Tensor | None, left: GradientEdge, gradient: Tensor | None) -> Tensor | None:
+def _run_backward(
+    stage_input: Tensor | None, output: GradientEdge, gradient: Tensor | None
+) -> Tensor | None:
     """Return the gradient that the previous stage needs."""
-    torch.autograd.backward([left], None if gradient is None else [gradient])
-    return None if entered is None else entered.grad
+    torch.autograd.backward([output], None if gradient is None else [gradient])
+    return None if stage_input is None else stage_input.grad

@@ -59,9 +59,9 @@ class MegatronPolicy:
         self._grid = grid
         self._groups = groups
         shape = shell.shape
-        self._like, self._stored, self._parts = (
+        self._like, self._weights_in_files, self._parts = (
             shell.tensors,
-            shell.stored,
+            shell.weights,
             parts_of(shape, grid.tp, grid.pp),
         )
         self.adapters: MegatronAdapters | None = None
@@ -70,7 +70,7 @@ class MegatronPolicy:
         self.exchange = TensorExchange(grid, groups, self._parts, self._like, device)
         holders = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         torch._foreach_zero_(list(holders.values()))  # rows beyond the vocabulary stay zeros
-        shell.stored.load(self.exchange.slices(holders))
+        shell.weights.load(self.exchange.slices(holders))
         self.model.to(device).requires_grad_(trainable)
         self._pipeline = StagePipeline(grid, groups, device, dtype)
         self._columns = share_size(shape.vocab, grid.tp)
@@ -110,14 +110,14 @@ class MegatronPolicy:
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the weights that were loaded, read from their files again."""
-        return CastWeights(self._stored, self._like)
+        return CastWeights(self._weights_in_files, self._like)
 
     def checkpoint_blocks(self) -> None:
         """Keep only the input of each transformer block and compute the rest again in the backward
         pass.
         """
         for layer in self.model.decoder.layers:
-            layer.forward = partial(_again, layer.forward)
+            layer.forward = partial(_checkpointed_forward, layer.forward)
 
     def compile_blocks(self) -> None:
         """Compile each block without layers that ranks divide: their overlapping all-reduces do not
@@ -135,19 +135,19 @@ class MegatronPolicy:
 
     def gather(self, name: str) -> Tensor | None:
         """Return a whole live tensor with adapters merged on rank 0, None elsewhere; collective."""
-        found = self.exchange.gather(
+        weight = self.exchange.gather(
             name, dict(self.model.named_parameters()), self._like[name].dtype
         )
         if self.adapters is None:
-            return found
-        held, *names = self.adapters.parts(name)
+            return weight
+        base_name, *names = self.adapters.parts(name)
         factors = {
-            factor: one for factor in names if (one := self.gather_factor(factor)) is not None
+            factor: tensor for factor in names if (tensor := self.gather_factor(factor)) is not None
         }
         return (
             None
-            if found is None
-            else self.adapters.merged(name, ({held: found} | factors).__getitem__)
+            if weight is None
+            else self.adapters.merged(name, ({base_name: weight} | factors).__getitem__)
         )
 
     def gather_factor(self, name: str) -> Tensor | None:
@@ -155,22 +155,22 @@ class MegatronPolicy:
         assert self.adapters is not None
         return self.adapters.exchange.gather(name, self.adapters.live, torch.float32)
 
-    def measured(self, batches: Sequence[TokenBatch]) -> list[Measured | None]:
+    def measure(self, batches: Sequence[TokenBatch]) -> list[Measured | None]:
         """Return logprobs and entropies of slices, without gradient; None on ranks without logits."""
-        found: list[Measured | None] = [None] * len(batches)
+        results: list[Measured | None] = [None] * len(batches)
 
         def keep(index: int, measured: Measured) -> None:
-            found[index] = measured
+            results[index] = measured
 
         with torch.no_grad():
             self._run(batches, keep, None, entropy_grad=False)
-        return found
+        return results
 
-    def trained(
+    def train_batches(
         self,
         batches: Sequence[TokenBatch],
         loss: Callable[[int, Measured], Tensor],
-        done: Callable[[], None],
+        on_backward: Callable[[], None],
         saving: Callable[[], AbstractContextManager[Any]],
         *,
         entropy_grad: bool,
@@ -183,43 +183,43 @@ class MegatronPolicy:
             saving: context of each forward pass, which keeps its activations.
             entropy_grad: let gradient flow through the entropy too.
         """
-        self._run(batches, loss, done, saving, entropy_grad=entropy_grad)
+        self._run(batches, loss, on_backward, saving, entropy_grad=entropy_grad)
 
     def _run(
         self,
         batches: Sequence[TokenBatch],
         finish: Callable[[int, Measured], Tensor | None],
-        done: Callable[[], None] | None,
+        on_backward: Callable[[], None] | None,
         saving: Callable[[], AbstractContextManager[Any]] = nullcontext,
         *,
         entropy_grad: bool,
     ) -> None:
-        def forward(index: int, entered: Tensor | None) -> Tensor | None:
+        def forward(index: int, stage_input: Tensor | None) -> Tensor | None:
             with saving():
-                left = self._through(batches[index], entered)
+                output = self._through(batches[index], stage_input)
                 return (
-                    finish(index, self._measure(left, batches[index], entropy_grad))
+                    finish(index, self._measure(output, batches[index], entropy_grad))
                     if self.speaks
-                    else left
+                    else output
                 )
 
         shapes = [
             (batch.input_ids.shape[1], batch.input_ids.shape[0], self._shape.hidden)
             for batch in batches
         ]
-        self._pipeline.run(shapes, forward, done)
+        self._pipeline.run(shapes, forward, on_backward)
 
-    def _through(self, batch: TokenBatch, entered: Tensor | None) -> Tensor:
+    def _through(self, batch: TokenBatch, stage_input: Tensor | None) -> Tensor:
         """Run the stage's layers on the output of the previous stage, (tokens, rows, hidden) both."""
         ids = batch.input_ids
         packed = batch.position_ids
         positions = torch.arange(ids.shape[1], device=self.device) if packed is None else packed[0]
-        self.model.set_input_tensor(entered)
-        left: Tensor = self.model(
+        self.model.set_input_tensor(stage_input)
+        output: Tensor = self.model(
             ids, None, None, packed_seq_params=RowLayout(positions, batch.packing)
         )
         self.model.set_input_tensor(None)
-        return left
+        return output
 
     def _measure(self, hidden: Tensor, batch: TokenBatch, entropy_grad: bool) -> Measured:
         """Return logprobs and entropies of the trained tokens from the last layer's (tokens, rows,
@@ -254,26 +254,30 @@ class MegatronPolicy:
         """
         if len(token_ids) < 2:
             return torch.zeros(0, device=self.device)
-        (measured,) = self.measured([_one_row(token_ids)])
-        found = (
+        (measured,) = self.measure([_single_row(token_ids)])
+        logprobs = (
             measured[0]
             if measured is not None
             else torch.empty(len(token_ids) - 1, device=self.device)
         )
         if self._grid.pp > 1:
-            dist.broadcast(found, self._grid.speakers[0])
-        return found
+            dist.broadcast(logprobs, self._grid.speakers[0])
+        return logprobs
 
 
-def _again(forward: Callable[..., Any], hidden_states: Tensor, **named: Any) -> Any:
+def _checkpointed_forward(
+    forward: Callable[..., Any], hidden_states: Tensor, **keywords: Any
+) -> Any:
     # Positional, since the hooks of ``activations_in_host_memory`` do not see keyword arguments.
     return checkpoint(
-        forward, hidden_states, use_reentrant=False, preserve_rng_state=False, **named
+        forward, hidden_states, use_reentrant=False, preserve_rng_state=False, **keywords
     )
 
 
-def _one_row(ids: Tensor) -> TokenBatch:
-    where = torch.arange(len(ids) - 1, device=ids.device)
-    nothing = torch.zeros(len(ids) - 1, device=ids.device)
-    zeros = torch.zeros_like(where)
-    return TokenBatch(ids[None, :-1], where, ids[1:], zeros, nothing, nothing, None, 1, zeros)
+def _single_row(ids: Tensor) -> TokenBatch:
+    predictors = torch.arange(len(ids) - 1, device=ids.device)
+    no_values = torch.zeros(len(ids) - 1, device=ids.device)
+    no_counts = torch.zeros_like(predictors)
+    return TokenBatch(
+        ids[None, :-1], predictors, ids[1:], no_counts, no_values, no_values, None, 1, no_counts
+    )

@@ -52,7 +52,7 @@ class TensorExchange:
             place = grid.copy + grid.dp * stages.index(grid.stage)
             count = grid.dp * len(stages)
             if holder.ndim and part.dim is not None and grid.tp > 1:
-                yield _share(
+                yield _share_slice(
                     part, holder, tuple(self.shapes[part.name].shape), grid, (place, count)
                 )
             else:
@@ -72,19 +72,19 @@ class TensorExchange:
         part = self._first[name]
         grid = self._grid
         source = grid.at(0, 0, part.stage)
-        found = None
+        tensor = None
         if grid.stage == part.stage and grid.copy == 0:
-            found = self._whole(part, holders[part.holder])
+            tensor = self._whole(part, holders[part.holder])
         if source == 0:
-            return found if grid.rank == 0 else None
+            return tensor if grid.rank == 0 else None
         if grid.rank == source:
-            assert found is not None
-            dist.send(found, 0)
+            assert tensor is not None
+            dist.send(tensor, 0)
         if grid.rank != 0:
             return None
-        found = torch.empty(self.shapes[name].shape, dtype=dtype, device=self._device)
-        dist.recv(found, source)
-        return found
+        tensor = torch.empty(self.shapes[name].shape, dtype=dtype, device=self._device)
+        dist.recv(tensor, source)
+        return tensor
 
     def _whole(self, part: TensorPart, holder: Tensor) -> Tensor:
         shape = list(self.shapes[part.name].shape)
@@ -100,7 +100,7 @@ class TensorExchange:
         return torch.cat(shares, part.dim).narrow(part.dim, 0, length).contiguous()
 
 
-def _share(
+def _share_slice(
     part: TensorPart, holder: Tensor, shape: tuple[int, ...], grid: RankGrid, among: tuple[int, int]
 ) -> Slice:
     """Return the slice of a tensor that the ranks of a layer divide: rows or columns, without
@@ -113,5 +113,7 @@ def _share(
     first = min(grid.share * size, length)
     if part.dim == 1:
         return Slice(part.name, shape, first, view[:, : length - first], among=among, block=True)
-    held = view[: length - first] if len(view) == size else view  # heads in groups have no padding
-    return Slice(part.name, shape, first * prod(shape[1:]), held, among=among)
+    elements = (
+        view[: length - first] if len(view) == size else view
+    )  # heads in groups have no padding
+    return Slice(part.name, shape, first * prod(shape[1:]), elements, among=among)

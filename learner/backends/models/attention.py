@@ -61,12 +61,12 @@ class AttentionPattern:
         """Return which keys from ``low`` to ``stop`` the queries from ``start`` to ``stop`` see, as
         bool.
         """
-        if (found := self._masks.get((low, start, stop))) is None:
+        if (mask := self._masks.get((low, start, stop))) is None:
             places = torch.arange(low, stop, device=self._device)
             first = places.new_zeros(())
-            found = self._function(first, first, places[start - low :, None], places[None])
-            self._masks[low, start, stop] = found
-        return found
+            mask = self._function(first, first, places[start - low :, None], places[None])
+            self._masks[low, start, stop] = mask
+        return mask
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def compute_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     packing: PackedRow | None = None,
-    **others: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention for transformers.
 
@@ -179,10 +179,10 @@ def compute_attention(
         InexactAttentionError: if the model needs more.
     """
     unknown = [
-        name for name, value in others.items() if value is not None and name not in _IRRELEVANT
+        name for name, value in options.items() if value is not None and name not in _IRRELEVANT
     ]
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if unknown or dropout or not is_causal or others.get("output_attentions"):
+    if unknown or dropout or not is_causal or options.get("output_attentions"):
         raise InexactAttentionError(
             f"its attention has {' and '.join(unknown) or 'dropout, or sees later tokens'}"
         )
@@ -220,7 +220,7 @@ def describe_mask(
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     use_vmap: bool = False,
-    **others: Any,
+    **options: Any,
 ) -> AttentionPattern | None:
     """Return what ``compute_attention`` needs to know of a mask, for transformers: None for plain
     causal attention.

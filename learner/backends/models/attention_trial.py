@@ -96,12 +96,14 @@ class AttentionTrial:
         self.sequences = [
             np.append(ids[:_PREFIX], ids[n : n + length]) for n, length in enumerate(_LENGTHS)
         ]
-        self._alone = [self._states(one) for one in self.sequences]
+        self._alone = [self._states(sequence) for sequence in self.sequences]
         with _rounding_errors(trunk, device):
             # a pass reads all weights
-            noise = _difference(self._states(self.sequences[-1]), self._alone[-1])
+            noise = _relative_difference(self._states(self.sequences[-1]), self._alone[-1])
         leaked = self._states(np.concatenate(self.sequences))
-        self.leak = self._distance(torch.split(leaked, [len(one) for one in self.sequences]))
+        self.leak = self._distance(
+            torch.split(leaked, [len(sequence) for sequence in self.sequences])
+        )
         self.noise = max(noise, _MIN_NOISE)
         self.limit = math.sqrt(self.noise * self.leak)
 
@@ -122,27 +124,29 @@ class AttentionTrial:
     def read_packed(self) -> list[Tensor]:
         """Return the states of the sequences in one row."""
         row = SharedRow.of(self.sequences)
-        named = {
+        arguments = {
             "position_ids": self._put(row.places)[None],
             "packing": pack_row(row.indices, self._device),
         }
         states = self._states(
             row.token_ids,
             attention_mask=self._put(np.ones((1, len(row.places)), np.int64)),
-            **named,
+            **arguments,
         )
-        return [states[self._put(where)] for where in row.indices]
+        return [states[self._put(indices)] for indices in row.indices]
 
     def read_padded(self) -> list[Tensor]:
         """Return the states of the sequences in a padded batch."""
         longest = max(map(len, self.sequences))
-        ids = np.stack([np.pad(one, (0, longest - len(one))) for one in self.sequences])
+        ids = np.stack(
+            [np.pad(sequence, (0, longest - len(sequence))) for sequence in self.sequences]
+        )
         states = self._trunk(input_ids=self._put(ids), use_cache=False).last_hidden_state
-        return [row[: len(one)] for row, one in zip(states, self.sequences, strict=True)]
+        return [row[: len(sequence)] for row, sequence in zip(states, self.sequences, strict=True)]
 
-    def _states(self, ids: Array, **named: Any) -> Tensor:
+    def _states(self, ids: Array, **arguments: Any) -> Tensor:
         states: Tensor = self._trunk(
-            input_ids=self._put(ids)[None], use_cache=False, **named
+            input_ids=self._put(ids)[None], use_cache=False, **arguments
         ).last_hidden_state[0]
         return states
 
@@ -152,11 +156,12 @@ class AttentionTrial:
     def _distance(self, results: Sequence[Tensor]) -> float:
         """Return how far results are from those of the sequences alone, of the worst sequence."""
         return max(
-            _difference(states, alone) for states, alone in zip(results, self._alone, strict=True)
+            _relative_difference(states, alone)
+            for states, alone in zip(results, self._alone, strict=True)
         )
 
 
-def _difference(states: Tensor, expected: Tensor) -> float:
+def _relative_difference(states: Tensor, expected: Tensor) -> float:
     """Return the size of the difference by that of the state, of the median token.
 
     A leak reaches most tokens; a router that takes another expert by a rounding error changes a

@@ -48,12 +48,12 @@ class TokenBatch:
             return {"input_ids": self.input_ids}
         # With a mask of ones transformers does not look for sequences in the position ids, which is
         # not needed here.
-        named = {
+        arguments = {
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,
             "packing": self.packing,
         }
-        return named | {"attention_mask": torch.ones_like(self.input_ids)}
+        return arguments | {"attention_mask": torch.ones_like(self.input_ids)}
 
 
 def collate(
@@ -99,7 +99,7 @@ def collate(
         input_ids=put(ids),
         predictors=put(
             np.concatenate(
-                [where[s.positions - 1] for where, s in zip(indices, samples, strict=True)]
+                [places[s.positions - 1] for places, s in zip(indices, samples, strict=True)]
             )
         ),
         targets=put(np.concatenate([s.token_ids[s.positions] for s in samples]).astype(np.int64)),

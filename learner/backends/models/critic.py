@@ -66,27 +66,29 @@ class ValueModel:
         max_context: int | None = None,
     ) -> None:
         self._section = section
-        loaded = load_model(path, model, device, max_context)
-        self.unpackable = choose_attention(loaded, device, path, packed=train.packing != "padded")
-        head = nn.Linear(loaded.config.get_text_config().hidden_size, 1)
+        language_model = load_model(path, model, device, max_context)
+        self.unpackable = choose_attention(
+            language_model, device, path, packed=train.packing != "padded"
+        )
+        head = nn.Linear(language_model.config.get_text_config().hidden_size, 1)
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)
-        self.module = nn.ModuleDict({"trunk": trunk_of(loaded), "head": head})
+        self.module = nn.ModuleDict({"trunk": trunk_of(language_model), "head": head})
         self.module.to(device).requires_grad_(True)
-        own = {
+        overrides = {
             "lr": section.lr,
             "weight_decay": section.weight_decay,
             "max_grad_norm": section.max_grad_norm,
         }
         self.optimizer = MasterOptimizer(
-            dict(self.module.named_parameters()), train.model_copy(update=own)
+            dict(self.module.named_parameters()), train.model_copy(update=overrides)
         )
 
     def values(self, batch: TokenBatch) -> Tensor:
         """Return the values of the trained tokens, (T,) float32."""
         hidden = self.module["trunk"](**batch.inputs(), use_cache=False).last_hidden_state
-        chosen = hidden.flatten(0, 1).index_select(0, batch.predictors).float()
-        values: Tensor = self.module["head"](chosen)[:, 0]
+        features = hidden.flatten(0, 1).index_select(0, batch.predictors).float()
+        values: Tensor = self.module["head"](features)[:, 0]
         return values
 
     def forward_backward(self, batch: TokenBatch) -> dict[str, float]:
@@ -100,7 +102,7 @@ class ValueModel:
         losses.sum().backward()  # type: ignore[no-untyped-call]
         self.optimizer.collect()
         error = torch.square(values.detach() - batch.returns)
-        found = [
+        columns = [
             losses.detach(),
             clipped,
             values.detach(),
@@ -109,7 +111,7 @@ class ValueModel:
             torch.square(batch.returns),
         ]
         sums = dict(
-            zip(_SUMS, torch.stack([part.double().sum() for part in found]).tolist(), strict=True)
+            zip(_SUMS, torch.stack([part.double().sum() for part in columns]).tolist(), strict=True)
         )
         return {"tokens": float(len(losses))} | sums
 
@@ -125,7 +127,7 @@ class ValueModel:
             steps: at which the schedule of the learning rate ends; None: ``train.steps``.
         """
         count = max(sums.get("tokens", 0.0), 1.0)
-        done = self.optimizer.step(count, at, steps)
+        update = self.optimizer.step(count, at, steps)
         mean = {name: sums.get(name, 0.0) / count for name in _SUMS}
         variance = mean["returns_squared"] - mean["returns"] ** 2
         return {
@@ -133,16 +135,16 @@ class ValueModel:
             "critic/vf_clipfrac": mean["clipped"],
             "critic/vpred_mean": mean["values"],
             "critic/vf_explained_var": 1.0 - mean["error"] / variance if variance > 1e-12 else 0.0,
-            "critic/grad_norm": done["grad_norm"],
-            "critic/lr": done["lr"],
+            "critic/grad_norm": update["grad_norm"],
+            "critic/lr": update["lr"],
         }
 
     def slices(self) -> Iterator[Slice]:
         """Yield weights, moments and masters; every rank holds all of them."""
         for name, parameter in self.module.named_parameters():
             yield Slice.whole(_WEIGHT + name, parameter)
-        for one in self.optimizer.slices():
-            yield one.below(OPTIMIZER)
+        for piece in self.optimizer.slices():
+            yield piece.below(OPTIMIZER)
 
     def refuse(self, state: Mapping[str, tuple[int, ...]]) -> None:
         """Check the shapes of a stored state.

@@ -39,7 +39,7 @@ class EmptyModel:
     """
 
     module: Any
-    stored: StoredTensors
+    weights: StoredTensors
     path: str
 
     def read(self, name: str, start: int, into: Tensor) -> None:
@@ -48,7 +48,7 @@ class EmptyModel:
         Raises:
             ConfigError: if one is NaN or infinite.
         """
-        self.stored.read(name, start, into)
+        self.weights.read(name, start, into)
         if problem := first_non_finite({name: into}):
             raise ConfigError("model.path", self.path, f"a model of finite weights: {problem}")
 
@@ -56,12 +56,12 @@ class EmptyModel:
         """Read all weights."""
 
         def whole(name: str, tensor: Any) -> Tensor:
-            found = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            self.read(name, 0, found)
+            weight = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            self.read(name, 0, weight)
             return (
-                nn.Parameter(found, tensor.requires_grad)
+                nn.Parameter(weight, tensor.requires_grad)
                 if isinstance(tensor, nn.Parameter)
-                else found
+                else weight
             )
 
         self.replace(whole, device)
@@ -71,17 +71,17 @@ class EmptyModel:
         device.
         """
         saved = {name for name, _ in self.module.named_buffers()} & set(self.module.state_dict())
-        done: dict[int, Any] = {}
+        replacements: dict[int, Any] = {}
         for path, owner in self.module.named_modules():
             for key, tensor in [*owner._parameters.items()]:
                 if tensor is not None:
-                    if id(tensor) not in done:
+                    if id(tensor) not in replacements:
                         # keeps its id
-                        done[id(tensor)] = (
+                        replacements[id(tensor)] = (
                             parameter(f"{path}.{key}".removeprefix("."), tensor),
                             tensor,
                         )
-                    owner._parameters[key] = done[id(tensor)][0]
+                    owner._parameters[key] = replacements[id(tensor)][0]
             for key, tensor in [*owner._buffers.items()]:
                 if tensor is not None:
                     owner._buffers[key] = tensor.to(device)
@@ -96,12 +96,12 @@ def open_parts(path: str, section: ModelSection) -> EmptyModel | None:
     Raises:
         ConfigError: if its configuration or parts are missing or damaged.
     """
-    if (stored := weights_in_parts(path)) is None:
+    if (weights := weights_in_parts(path)) is None:
         return None
     module = build_empty(path, section)
-    if problem := _difference(module, stored):
+    if problem := _layout_difference(module, weights):
         raise ConfigError("model.path", path, f"its parts do not fit its config.json: {problem}")
-    return EmptyModel(module, stored, path)
+    return EmptyModel(module, weights, path)
 
 
 def weights_in_parts(path: str) -> StoredTensors | None:
@@ -126,8 +126,8 @@ def open_empty(path: str, section: ModelSection) -> EmptyModel | str:
     """Return a model whose weights can be read in slices, or why they cannot: transformers converts
     them.
     """
-    if (found := open_parts(path, section)) is not None:
-        return found
+    if (model := open_parts(path, section)) is not None:
+        return model
     folder = Path(model_folder(path, trust_remote_code=section.trust_remote_code))
     module = build_empty(path, section)
     if getattr(module.config, "quantization_config", None) is not None:
@@ -139,10 +139,10 @@ def open_empty(path: str, section: ModelSection) -> EmptyModel | str:
     ):
         return "transformers stores its weights under other names"
     try:
-        stored = weights_in_files(folder)
+        weights = weights_in_files(folder)
     except DamagedFileError as error:
         return str(error)
-    return _difference(module, stored) or EmptyModel(module, stored, path)
+    return _layout_difference(module, weights) or EmptyModel(module, weights, path)
 
 
 def build_empty(path: str, section: ModelSection) -> Any:
@@ -175,19 +175,21 @@ def build_empty(path: str, section: ModelSection) -> Any:
     return module.eval()
 
 
-def _difference(module: Any, stored: StoredTensors) -> str:
+def _layout_difference(module: Any, weights: StoredTensors) -> str:
     """Return how the stored weights differ from the model's: names, shapes, or tied weights stored
     twice.
     """
-    wanted: Mapping[str, Any] = dict(module.named_parameters())
+    parameters: Mapping[str, Any] = dict(module.named_parameters())
     buffers = {name: tensor for name, tensor in module.state_dict().items() if not tensor.is_meta}
-    for name, tensor in {**wanted, **buffers}.items():
-        if (entry := stored.entries.get(name)) is None:
+    for name, tensor in {**parameters, **buffers}.items():
+        if (entry := weights.entries.get(name)) is None:
             return f"{name} is missing"
         if entry.shape != tuple(tensor.shape):
             return f"{name} has shape {entry.shape}, not {tuple(tensor.shape)}"
-    twice = [name for name in module.state_dict() if name not in wanted and name not in buffers]
-    return next((f"{name} is tied, and stored" for name in twice if name in stored), "")
+    tied_names = [
+        name for name in module.state_dict() if name not in parameters and name not in buffers
+    ]
+    return next((f"{name} is tied, and stored" for name in tied_names if name in weights), "")
 
 
 @contextmanager

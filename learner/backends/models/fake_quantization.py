@@ -33,13 +33,13 @@ def quantized_as_sent(policy: PolicyModel) -> Iterator[None]:
 
         def live(name: str) -> Tensor:
             owner, _, last = name.rpartition(".")
-            tensor: Tensor = _own(modules[owner])[last]
+            tensor: Tensor = _parameters_of(modules[owner])[last]
             return tensor.detach()
 
         for name, module in modules.items():
             plain = {
                 last: f"{name}.{last}".removeprefix(".")
-                for last, w in _own(module).items()
+                for last, w in _parameters_of(module).items()
                 if w is not None
             }
             if adapters is not None:
@@ -63,24 +63,24 @@ class _Swap:
     def __init__(self, names: dict[str, str], whole: Any) -> None:
         self._names = names
         self._whole = whole
-        self._held: dict[str, Any] = {}
+        self._originals: dict[str, Any] = {}
 
     @torch.no_grad()
     def put(self, module: nn.Module, _: Any) -> None:
         """Put the rounded weights in."""
-        own = _own(module)
+        own = _parameters_of(module)
         for last, name in self._names.items():
             weight = self._whole(name)
             rounded = fp8.as_sent(name, weight)
             if rounded is not weight or weight.data_ptr() != own[last].data_ptr():
-                self._held[last] = own[last]
+                self._originals[last] = own[last]
                 own[last] = nn.Parameter(rounded, requires_grad=False)
 
     def back(self, module: nn.Module, *_: Any) -> None:
         """Restore the module's weights."""
-        _own(module).update(self._held)
-        self._held.clear()
+        _parameters_of(module).update(self._originals)
+        self._originals.clear()
 
 
-def _own(module: nn.Module) -> Any:
+def _parameters_of(module: nn.Module) -> Any:
     return module._parameters

@@ -49,7 +49,7 @@ class LoraAdapters:
     """
 
     def __init__(self, module: nn.Module, section: LoraSection, seed: int, base: str) -> None:
-        peft = _peft(section)
+        peft = _import_peft(section)
         targets = find_targets(module, section)
         self._scale = section.alpha / section.rank
         self._config = peft.LoraConfig(
@@ -91,7 +91,7 @@ class LoraAdapters:
             ):
                 self._transposed.add(name_pattern(weight))
         self.names = {name: plain_name(name) for name in module.state_dict() if not is_factor(name)}
-        self._found = {plain: name for name, plain in self.names.items()}
+        self._module_names = {plain: name for name, plain in self.names.items()}
         self.exported_names = {
             factor: exported_name(own)
             for weight, pair in self._factors.items()
@@ -105,7 +105,7 @@ class LoraAdapters:
 
     def merged(self, name: str, find: Find) -> Tensor:
         """Return a weight by Hugging Face's name, merged as in a model without adapters."""
-        weight = find(self._found[name])
+        weight = find(self._module_names[name])
         if name not in self._factors:
             return weight
         a, b = (find(factor) for factor in self._factors[name])
@@ -113,9 +113,9 @@ class LoraAdapters:
 
     def parts(self, name: str) -> list[str]:
         """Return the names of the module's tensors that ``merged`` reads."""
-        return [self._found[name], *self._factors.get(name, ())]
+        return [self._module_names[name], *self._factors.get(name, ())]
 
-    def shown(self, base: str) -> wire.Adapter:
+    def describe(self, base: str) -> wire.Adapter:
         """Describe the adapters for an offer; ``base`` is the digest of the weights below them."""
         targets = sorted({name_pattern(name) for name in self._factors})
         more = {
@@ -182,23 +182,23 @@ class LoraAdapters:
             raise ConfigError(
                 "train.lora", own, f"null: {folder.parent} was trained without adapters"
             )
-        said = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+        config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
         for key, name in (
             ("rank", "r"),
             ("alpha", "lora_alpha"),
             ("target_modules", "target_modules"),
             ("target_modules", "target_parameters"),
         ):
-            values = (said.get(name), getattr(self._config, name))
+            values = (config.get(name), getattr(self._config, name))
             before, now = (
                 sorted(value) if isinstance(value, list | set) else value for value in values
             )
             if before != now:
                 allowed = f"{before}, as in {folder.parent}: adapters cannot change their shape"
                 raise ConfigError(f"train.lora.{key}", now, allowed)
-        stored = load_file(str(folder / ADAPTER_WEIGHTS))
+        factors = load_file(str(folder / ADAPTER_WEIGHTS))
         for name, factor in self.factors(find).items():
-            factor.copy_(stored[self.exported_names[name]])
+            factor.copy_(factors[self.exported_names[name]])
 
 
 class MergedWeights(Mapping[str, Tensor]):
@@ -220,7 +220,7 @@ class MergedWeights(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def _peft(section: LoraSection) -> Any:
+def _import_peft(section: LoraSection) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)

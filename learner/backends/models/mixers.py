@@ -40,14 +40,14 @@ class PackedMixer:
         self._module.forward = self._forward
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def run(self, *arguments: Any, **named: Any) -> Any:
+    def run(self, *arguments: Any, **keywords: Any) -> Any:
         """Compute (rows, tokens, width), or each sequence of the packed row."""
-        named.pop("packing", None)
+        keywords.pop("packing", None)
         if self.packing is None:
-            return self._forward(*arguments, **named)
-        states, *others = arguments or (named.pop("hidden_states"),)
+            return self._forward(*arguments, **keywords)
+        states, *extras = arguments or (keywords.pop("hidden_states"),)
         rows = [part[:, 0] for part in self.packing.rows(states[:, None])]
-        results = [self._forward(part, *others, **named) for part in rows]
+        results = [self._forward(part, *extras, **keywords) for part in rows]
         if not all(isinstance(result, Tensor) for result in results):
             raise InexactAttentionError(
                 f"{type(self._module).__name__} returns more than its states"
@@ -82,7 +82,7 @@ def _is_mixer(module: nn.Module) -> bool:
 
 
 def _set_packing(
-    mixers: list[PackedMixer], _: nn.Module, __: tuple[Any, ...], named: dict[str, Any]
+    mixers: list[PackedMixer], _: nn.Module, __: tuple[Any, ...], keywords: dict[str, Any]
 ) -> None:
     for mixer in mixers:
-        mixer.packing = named.get("packing")
+        mixer.packing = keywords.get("packing")

@@ -108,7 +108,7 @@ class ModelSet:
         """Decide whether rows are packed, once all models have their weights."""
         self.packs = self._context.packing and self.can_pack(self.policy, self.ref, self.critic)
 
-    def trained(self) -> dict[str, nn.Parameter]:
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
         """Return the policy's parameters that are trained, by name."""
         return {
             name: parameter
@@ -137,13 +137,13 @@ class ModelSet:
         Raises:
             ConfigError: if one does not, and ``train.packing`` requires it.
         """
-        wanted = self._context.train.packing
+        packing = self._context.train.packing
         problem = next(
             (model.unpackable for model in models if model is not None and model.unpackable), ""
         )
-        if problem and wanted == "packed":
+        if problem and packing == "packed":
             allowed = f"{self.policy.path} is not exact in packed rows ({problem}): auto or padded"
-            raise ConfigError("train.packing", wanted, allowed)
+            raise ConfigError("train.packing", packing, allowed)
         if problem:
             log.info("rows are padded, not packed: %s", problem)
         return not problem

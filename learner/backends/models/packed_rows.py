@@ -68,14 +68,16 @@ def pack_row(sequences: Sequence[Array], device: torch.device) -> PackedRow:
     shapes: list[tuple[int, int]] = []
     spread: list[Array] = []
     while ordered:
-        num = sum(len(one) <= MAX_LENGTH_RATIO * len(ordered[0]) for one in ordered)
+        num = sum(len(sequence) <= MAX_LENGTH_RATIO * len(ordered[0]) for sequence in ordered)
         piece = ordered[:num]
         ordered = ordered[num:]
         longest = len(piece[-1])
         shapes.append((num, longest))
         # Places after a sequence's end repeat its last token; no token sees them, and their results
         # are dropped.
-        spread += [np.pad(one, (0, longest - len(one)), mode="edge") for one in piece]
+        spread += [
+            np.pad(sequence, (0, longest - len(sequence)), mode="edge") for sequence in piece
+        ]
     places = np.concatenate(spread)
     # a token's first place, which no padding precedes
     _, gather = np.unique(places, return_index=True)
@@ -110,13 +112,13 @@ class SharedRow:
         indices: list[Array] = [np.empty(0, np.int64)] * len(sequences)
         ids: list[Array] = []
         places: list[Array] = []
-        before = np.empty(0, np.int64)
+        previous = np.empty(0, np.int64)
         size = 0
         for number, shared in prefix_order(sequences):
             own = sequences[number][shared:]
-            before = np.concatenate([before[:shared], np.arange(size, size + len(own))])
-            indices[number] = before
+            previous = np.concatenate([previous[:shared], np.arange(size, size + len(own))])
+            indices[number] = previous
             size = size + len(own)
             ids.append(own)
-            places.append(np.arange(shared, len(before)))
+            places.append(np.arange(shared, len(previous)))
         return SharedRow(np.concatenate(ids).astype(np.int64), np.concatenate(places), indices)

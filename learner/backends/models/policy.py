@@ -73,12 +73,12 @@ class PolicyModel:
         self._packing = packing
         self.empty: EmptyModel | None = None
         if divided:
-            found = open_empty(path, model)
-            if isinstance(found, EmptyModel):
-                self.empty = found
-                fix_positions(found.module, max_context)
+            opened = open_empty(path, model)
+            if isinstance(opened, EmptyModel):
+                self.empty = opened
+                fix_positions(opened.module, max_context)
             else:
-                log.info("%s: every rank loads the whole model: %s", path, found)
+                log.info("%s: every rank loads the whole model: %s", path, opened)
         loaded = (
             self.empty.module
             if self.empty is not None
@@ -96,7 +96,7 @@ class PolicyModel:
         self._head_rows = int(self.head.weight.shape[0])  # a sharded weight has no rows later
         self.adapters: LoraAdapters | None = None
         # calls a function that reads weights; sharded models gather them
-        self.within: Callable[..., Any] = _call
+        self.within: Callable[..., Any] = _call_directly
         self.unpackable = ""
         self._plain_head = False
         if self.empty is None:
@@ -161,8 +161,8 @@ class PolicyModel:
         Args:
             entropy_grad: let gradient flow through the entropy too.
         """
-        found: tuple[Tensor, Tensor] = self.within(self._score, batch, entropy_grad)
-        return found
+        scores: tuple[Tensor, Tensor] = self.within(self._score, batch, entropy_grad)
+        return scores
 
     def _score(self, batch: TokenBatch, entropy_grad: bool) -> tuple[Tensor, Tensor]:
         return self.score_features(self.features(batch), batch, entropy_grad=entropy_grad)
@@ -195,8 +195,8 @@ class PolicyModel:
                 tensors (t, …).
             columns: (T, …) each.
         """
-        found: tuple[Tensor, ...] = self.within(self._map_logits, batch, function, *columns)
-        return found
+        results: tuple[Tensor, ...] = self.within(self._map_logits, batch, function, *columns)
+        return results
 
     def _map_logits(
         self, batch: TokenBatch, function: LogitFunction, *columns: Tensor
@@ -226,13 +226,13 @@ class PolicyModel:
         """
         if len(token_ids) < 2:
             return torch.zeros(0, device=self.device)
-        found: Tensor = self.within(self._logprobs, token_ids)
-        return found
+        logprobs: Tensor = self.within(self._logprobs, token_ids)
+        return logprobs
 
     def _logprobs(self, token_ids: Tensor) -> Tensor:
         logits = self.module(input_ids=token_ids[None, :-1], use_cache=False).logits[0]
-        chosen: Tensor = logits.float().log_softmax(-1).gather(-1, token_ids[1:, None])[:, 0]
-        return chosen
+        logprobs: Tensor = logits.float().log_softmax(-1).gather(-1, token_ids[1:, None])[:, 0]
+        return logprobs
 
     @contextmanager
     def plain_attention(self) -> Iterator[None]:
@@ -244,14 +244,14 @@ class PolicyModel:
             for part in self.module.modules()
             if hasattr(part, "config")
         }
-        chosen = [(config, config._attn_implementation) for config in configs.values()]
+        originals = [(config, config._attn_implementation) for config in configs.values()]
         try:
-            for config, _ in chosen:
+            for config, _ in originals:
                 config._attn_implementation = "eager"
             yield
         finally:
             # of the whole model first: it sets those of its parts
-            for config, implementation in chosen:
+            for config, implementation in originals:
                 config._attn_implementation = implementation
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -263,12 +263,12 @@ class PolicyModel:
         tensors = self.tensors()
         plain = {name: name for name in tensors} if self.adapters is None else self.adapters.names
         # by storage, since memory may be on the meta device or moved away
-        seen: set[tuple[int, int]] = set()
+        places: set[tuple[int, int]] = set()
         distinct: list[str] = []
         for name, tensor in tensors.items():
             place = (tensor.untyped_storage()._cdata, int(tensor.storage_offset()))
-            if name in plain and (tensor.numel() == 0 or place not in seen):
-                seen.add(place)
+            if name in plain and (tensor.numel() == 0 or place not in places):
+                places.add(place)
                 distinct.append(plain[name])
         if self.adapters is None:
             return {name: tensors[name] for name in distinct}
@@ -276,11 +276,11 @@ class PolicyModel:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the module's live parameters, then its persistent buffers, by the module's names."""
-        found = dict(self.module.named_parameters())
-        found |= {
-            name: tensor for name, tensor in self.module.state_dict().items() if name not in found
+        tensors = dict(self.module.named_parameters())
+        tensors |= {
+            name: tensor for name, tensor in self.module.state_dict().items() if name not in tensors
         }
-        return {name: tensor.detach() for name, tensor in found.items()}
+        return {name: tensor.detach() for name, tensor in tensors.items()}
 
     def whole(self, name: str, find: Find) -> Tensor:
         """Return one of ``weights``, computed from the module's tensors."""
@@ -352,7 +352,7 @@ def map_chunks(
     return tuple(torch.cat(results) for results in zip(*parts, strict=True))
 
 
-def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+def _call_directly(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
@@ -395,13 +395,13 @@ def load_model(
     folder = model_folder(path, trust_remote_code=section.trust_remote_code)
     if problem := training_problem(read_json(Path(folder) / "config.json", path, "model.path")):
         raise ConfigError("model.path", path, problem)
-    named: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "dtype": getattr(torch, section.dtype),
         "trust_remote_code": section.trust_remote_code,
     }
-    named |= {"use_safetensors": True, "output_loading_info": True}
+    arguments |= {"use_safetensors": True, "output_loading_info": True}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(folder, **named)
+        model, info = AutoModelForCausalLM.from_pretrained(folder, **arguments)
     except (
         OSError,
         ValueError,
@@ -425,16 +425,16 @@ def load_model(
     return model
 
 
-def pick_device(wanted: str) -> torch.device:
+def pick_device(name: str) -> torch.device:
     """Return the device; ``auto`` is cuda if available.
 
     Raises:
         ConfigError: if this machine does not have it.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "auto":
+    if name == "auto":
         return torch.device("cuda", 0) if count else torch.device("cpu")
-    known = ["cpu", *(["cuda"] if count else []), *(f"cuda:{index}" for index in range(count))]
-    if wanted not in known:
-        raise ConfigError("train.device", wanted, f"this machine has {', '.join(known)}")
-    return numbered(wanted)
+    devices = ["cpu", *(["cuda"] if count else []), *(f"cuda:{index}" for index in range(count))]
+    if name not in devices:
+        raise ConfigError("train.device", name, f"this machine has {', '.join(devices)}")
+    return numbered(name)

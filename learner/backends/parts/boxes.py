@@ -33,12 +33,12 @@ class Box:
     def numel(self) -> int:
         return self.rows * self.columns
 
-    def meet(self, other: Box) -> Box | None:
+    def meet(self, box: Box) -> Box | None:
         """Return what two boxes have in common, None if that is nothing."""
-        top = max(self.top, other.top)
-        bottom = min(self.bottom, other.bottom)
-        left = max(self.left, other.left)
-        right = min(self.right, other.right)
+        top = max(self.top, box.top)
+        bottom = min(self.bottom, box.bottom)
+        left = max(self.left, box.left)
+        right = min(self.right, box.right)
         return Box(top, bottom, left, right) if top < bottom and left < right else None
 
     def cut(self, numel: int) -> Iterator[Box]:
@@ -85,21 +85,21 @@ def stored_boxes(whole: Sequence[int], shape: Sequence[int], offsets: Sequence[i
     """
     rows, width = matrix_of(whole)
     if len(offsets) == 1:
-        found = list(boxes_between(offsets[0], offsets[0] + prod(shape), width)) if width else []
+        boxes = list(boxes_between(offsets[0], offsets[0] + prod(shape), width)) if width else []
     elif len(offsets) == len(whole) == len(shape) == 2:
-        found = (
+        boxes = (
             [Box(offsets[0], offsets[0] + shape[0], offsets[1], offsets[1] + shape[1])]
             if prod(shape)
             else []
         )
     else:
         raise ValueError(f"a slice of shape {list(shape)} at {list(offsets)} of {list(whole)}")
-    for box in found:
+    for box in boxes:
         if not (0 <= box.top < box.bottom <= rows and 0 <= box.left < box.right <= width):
             raise ValueError(
                 f"a slice of shape {list(shape)} at {list(offsets)} is outside {list(whole)}"
             )
-    return found
+    return boxes
 
 
 def first_gap(boxes: Iterable[Box], rows: int, width: int) -> int | None:

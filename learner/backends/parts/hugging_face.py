@@ -50,7 +50,7 @@ def write_description(
         path: folder or hub name of the model that the run started from.
     """
     original = find_original(path)
-    kept = (
+    kept_names = (
         use_conversions(module, list(original.tensors), names, untrained)
         if original.tensors
         else []
@@ -63,12 +63,12 @@ def write_description(
 
         custom_object_save(module, folder, config=config)
     config.save_pretrained(folder)
-    if kept or original.config.get("model_type", config.model_type) != config.model_type:
+    if kept_names or original.config.get("model_type", config.model_type) != config.model_type:
         original.write_config(folder, config.dtype)
     if module.can_generate():
         module.generation_config.save_pretrained(folder)
     weights = {name: (CODES[tensor.dtype], list(tensor.shape)) for name, tensor in shapes.items()}
-    return StoredModel(weights, keeps_names(module, shapes), base, original.path, kept)
+    return StoredModel(weights, keeps_names(module, shapes), base, original.path, kept_names)
 
 
 def write_model(
@@ -87,27 +87,29 @@ def write_model(
         UserError: if the model below the adapters, or a file to copy from, is not there.
         OSError: if a file cannot be written.
     """
-    stored = StoredTensors(parts)
-    source: WeightSource = StoredWeights(model, stored)
+    tensors = StoredTensors(parts)
+    source: WeightSource = StoredWeights(model, tensors)
     if model.base is not None:
-        source = MergedWeights(model, model.base, _factors(stored))
+        source = MergedWeights(model, model.base, _read_factors(tensors))
     sources: list[WeightSource] = [
         source if model.same_names else ConvertedWeights(model, source, folder)
     ]
     if model.kept:
         sources.append(KeptWeights(model))
-    place = {name: each for each in sources for name in each.shapes}
-    like = {name: tensor for each in sources for name, tensor in each.shapes.items()}
+    origins = {name: origin for origin in sources for name in origin.shapes}
+    like = {name: tensor for origin in sources for name, tensor in origin.shapes.items()}
     shards = shards_of(like, max_shard_bytes)
     files = [folder / shard_name(index, len(shards)) for index in range(len(shards))]
     for file, names in zip(files, shards, strict=True):
-        _write(file, {name: like[name] for name in names}, lambda name: place[name].pieces(name))
+        _write_tensors(
+            file, {name: like[name] for name in names}, lambda name: origins[name].pieces(name)
+        )
     if len(files) > 1:
-        where = {
+        weight_map = {
             name: file.name for file, names in zip(files, shards, strict=True) for name in names
         }
         total = sum(tensor.nbytes for tensor in like.values())
-        about = {"metadata": {"total_size": total}, "weight_map": where}
+        about = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
 
@@ -121,15 +123,18 @@ def write_adapters(model: StoredModel, parts: Sequence[str | Path], folder: Path
     if model.base is not None:
         names = model.base.exported_names
         factors = {
-            names.get(name, name): factor for name, factor in _factors(StoredTensors(parts)).items()
+            names.get(name, name): factor
+            for name, factor in _read_factors(StoredTensors(parts)).items()
         }
-        _write(
+        _write_tensors(
             folder / ADAPTER_FOLDER / ADAPTER_WEIGHTS, factors, lambda name: pieces(factors[name])
         )
 
 
-def _factors(stored: StoredTensors) -> dict[str, Tensor]:
-    return {name.removeprefix(ADAPTER): stored[name] for name in stored if name.startswith(ADAPTER)}
+def _read_factors(tensors: StoredTensors) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(ADAPTER): tensors[name] for name in tensors if name.startswith(ADAPTER)
+    }
 
 
 def shards_of(like: Mapping[str, Tensor], max_bytes: int) -> list[list[str]]:
@@ -152,7 +157,7 @@ def shard_name(index: int, count: int) -> str:
     )
 
 
-def _write(
+def _write_tensors(
     file: Path, like: Mapping[str, Tensor], bytes_of: Callable[[str], Iterator[memoryview]]
 ) -> None:
     """Write tensors of the shapes and dtypes of ``like``."""

@@ -52,11 +52,11 @@ class Slice:
         of a block.
         """
         first, last = self.span(rank, size)
-        held = self.tensor.detach() if self.block else self.tensor.detach().reshape(-1)
+        elements = self.tensor.detach() if self.block else self.tensor.detach().reshape(-1)
         start = self.start + first * (self.shape[1] if self.block else 1)
-        return Slice(self.name, self.shape, start, held[first:last], block=self.block)
+        return Slice(self.name, self.shape, start, elements[first:last], block=self.block)
 
-    def staged(self, rank: int, size: int) -> Slice:
+    def host_copy(self, rank: int, size: int) -> Slice:
         """Return a copy in host memory of what a rank writes."""
         own = self.own(rank, size)
         return replace(
@@ -67,4 +67,4 @@ class Slice:
 @torch.no_grad()
 def stage(slices: Iterable[Slice], rank: int, size: int) -> list[Slice]:
     """Return host copies of what a rank of ``size`` writes; training does not change them."""
-    return [copied for one in slices if (copied := one.staged(rank, size)).tensor.numel()]
+    return [copied for piece in slices if (copied := piece.host_copy(rank, size)).tensor.numel()]

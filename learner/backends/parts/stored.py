@@ -36,19 +36,19 @@ class _Piece:
     file: Path
     offset: int
 
-    def read(self, wanted: Box, into: Tensor, dtype: torch.dtype) -> None:
+    def read(self, area: Box, into: Tensor, dtype: torch.dtype) -> None:
         """Fill a matrix of any dtype and device with a box within this one."""
-        with _opened(self.file) as descriptor:
-            for box in wanted.cut(CHUNK // dtype.itemsize):
-                top = box.top - wanted.top
-                left = box.left - wanted.left
+        with _open_file(self.file) as descriptor:
+            for box in area.cut(CHUNK // dtype.itemsize):
+                top = box.top - area.top
+                left = box.left - area.left
                 target = into[top : top + box.rows, left : left + box.columns]
                 if target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
                     self._fill(target, box, descriptor)
                 else:
-                    held = torch.empty(box.rows, box.columns, dtype=dtype)
-                    self._fill(held, box, descriptor)
-                    target.copy_(held)
+                    buffer = torch.empty(box.rows, box.columns, dtype=dtype)
+                    self._fill(buffer, box, descriptor)
+                    target.copy_(buffer)
 
     def _fill(self, into: Tensor, box: Box, descriptor: int) -> None:
         data = bytes_of(into)
@@ -58,7 +58,7 @@ class _Piece:
         length = at_once * box.columns * size
         for index, row in enumerate(range(box.top, box.bottom, at_once)):
             place = (row - self.box.top) * self.box.columns + box.left - self.box.left
-            _fill(
+            _read_into(
                 data[index * length : (index + 1) * length],
                 descriptor,
                 self.offset + place * size,
@@ -122,9 +122,9 @@ class StoredTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self.entries[name]
-        found = torch.empty(entry.shape, dtype=entry.dtype)
-        self.read(name, 0, found)
-        return found
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        self.read(name, 0, tensor)
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
@@ -137,13 +137,13 @@ class StoredTensors(Mapping[str, Tensor]):
 
     def below(self, prefix: str) -> StoredTensors:
         """Return the tensors whose names begin with a prefix, without it."""
-        found = StoredTensors(())
-        found.entries = {
+        tensors = StoredTensors(())
+        tensors.entries = {
             name.removeprefix(prefix): e
             for name, e in self.entries.items()
             if name.startswith(prefix)
         }
-        return found
+        return tensors
 
     @torch.no_grad()
     def read(self, name: str, start: int, into: Tensor) -> None:
@@ -153,9 +153,9 @@ class StoredTensors(Mapping[str, Tensor]):
             DamagedFileError: if a file has become shorter or unreadable.
         """
         if not into.is_contiguous():
-            held = torch.empty(into.shape, dtype=into.dtype, device=into.device)
-            self.read(name, start, held)
-            into.copy_(held)
+            buffer = torch.empty(into.shape, dtype=into.dtype, device=into.device)
+            self.read(name, start, buffer)
+            into.copy_(buffer)
             return
         flat = into.detach().view(-1)
         entry = self.entries[name]
@@ -178,39 +178,44 @@ class StoredTensors(Mapping[str, Tensor]):
     @torch.no_grad()
     def load(self, slices: Iterable[Slice]) -> None:
         """Fill slices; the names must be here."""
-        for one in slices:
-            if one.block:
-                (top, left), (rows, columns) = divmod(one.start, one.shape[1]), one.tensor.shape
-                self.entries[one.name].read(
-                    Box(top, top + rows, left, left + columns), one.tensor.detach()
+        for piece in slices:
+            if piece.block:
+                (top, left), (rows, columns) = (
+                    divmod(piece.start, piece.shape[1]),
+                    piece.tensor.shape,
+                )
+                self.entries[piece.name].read(
+                    Box(top, top + rows, left, left + columns), piece.tensor.detach()
                 )
             else:
-                self.read(one.name, one.start, one.tensor)
+                self.read(piece.name, piece.start, piece.tensor)
 
     def _open(self, file: Path) -> None:
         try:
-            end, found = _header(file)
-            about = found.pop("__metadata__", None) or {}
+            extent, header = _read_header(file)
+            about = header.pop("__metadata__", None) or {}
             shapes, offsets = (json.loads(about.get(key) or "{}") for key in (SHAPES, OFFSETS))
-            for name, entry in found.items():
+            for name, entry in header.items():
                 dtype = DTYPES[entry["dtype"]]
                 shape = tuple(int(length) for length in entry["shape"])
                 begin, close = entry["data_offsets"]
                 whole = tuple(int(length) for length in shapes.get(name, shape))
                 place = (
-                    [int(one) for one in offsets[name]["saved_offsets"]] if name in shapes else [0]
+                    [int(offset) for offset in offsets[name]["saved_offsets"]]
+                    if name in shapes
+                    else [0]
                 )
                 if (
-                    not 0 <= begin <= close <= end.size - end.data
+                    not 0 <= begin <= close <= extent.size - extent.data
                     or close - begin != prod(shape) * dtype.itemsize
                 ):
                     raise ValueError(f"{name} is not where the header says")
-                stored = self.entries.setdefault(name, StoredTensor(dtype, whole))
-                if (stored.dtype, stored.shape) != (dtype, whole):
+                tensor = self.entries.setdefault(name, StoredTensor(dtype, whole))
+                if (tensor.dtype, tensor.shape) != (dtype, whole):
                     raise ValueError(f"{name} has another shape or dtype than in another file")
-                at = end.data + begin
+                at = extent.data + begin
                 for box in stored_boxes(whole, shape, place):
-                    stored.pieces.append(_Piece(box, file, at))
+                    tensor.pieces.append(_Piece(box, file, at))
                     at += box.numel * dtype.itemsize
         except OSError as error:
             raise DamagedFileError(f"{file} cannot be read: {error.strerror}") from None
@@ -255,20 +260,20 @@ class _Extent:
     size: int  # bytes of the file
 
 
-def _header(file: Path) -> tuple[_Extent, dict[str, Any]]:
-    with file.open("rb") as opened:
-        size = os.fstat(opened.fileno()).st_size
-        length = int.from_bytes(opened.read(8), "little")
+def _read_header(file: Path) -> tuple[_Extent, dict[str, Any]]:
+    with file.open("rb") as file_object:
+        size = os.fstat(file_object.fileno()).st_size
+        length = int.from_bytes(file_object.read(8), "little")
         if not 2 <= length <= min(_MAX_HEADER, size - 8):
             raise ValueError(f"a header of {length} bytes in a file of {size}")
-        found = json.loads(opened.read(length))
-    if not isinstance(found, dict):
+        header = json.loads(file_object.read(length))
+    if not isinstance(header, dict):
         raise ValueError("the header is not a JSON object")
-    return _Extent(8 + length, size), found
+    return _Extent(8 + length, size), header
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[int]:
+def _open_file(file: Path) -> Iterator[int]:
     """Yield a file's descriptor."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
@@ -280,13 +285,13 @@ def _opened(file: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _fill(data: memoryview, descriptor: int, offset: int, file: Path) -> None:
+def _read_into(data: memoryview, descriptor: int, offset: int, file: Path) -> None:
     while data:
         try:
-            done = os.preadv(descriptor, [data], offset)
+            num_read = os.preadv(descriptor, [data], offset)
         except OSError as error:
             raise DamagedFileError(f"{file} cannot be read: {error.strerror}") from None
-        if not done:
+        if not num_read:
             raise DamagedFileError(f"{file} is damaged: it ends too early")
-        data = data[done:]
-        offset = offset + done
+        data = data[num_read:]
+        offset = offset + num_read

@@ -39,35 +39,35 @@ def write_part(path: Path, slices: Sequence[Slice]) -> PartFile:
     # aligned, as safetensors wants
     ordered = sorted(slices, key=lambda one: (-one.tensor.itemsize, one.name))
     shapes = {one.name: list(one.shape) for one in ordered}
-    offsets = {one.name: {"saved_offsets": _place(one)} for one in ordered}
+    offsets = {one.name: {"saved_offsets": _offsets_of(one)} for one in ordered}
     about = {SHAPES: json.dumps(shapes), OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0"}
     entries = [(one.name, one.tensor.dtype, list(one.tensor.shape)) for one in ordered]
     hasher = new_hash()
     size = 0
     with path.open("wb") as file:
-        data = (piece for one in ordered for piece in pieces(one.tensor))
-        for piece in chain([memoryview(header(entries, about))], data):
-            hasher.update(piece)
-            size += file.write(piece)
-        _sync(file)
+        data = (chunk for one in ordered for chunk in pieces(one.tensor))
+        for chunk in chain([memoryview(header(entries, about))], data):
+            hasher.update(chunk)
+            size += file.write(chunk)
+        _sync_file(file)
     return PartFile(str(path), size, hasher.hexdigest())
 
 
-def _place(one: Slice) -> list[int]:
-    return list(divmod(one.start, one.shape[1])) if one.block else [one.start]
+def _offsets_of(piece: Slice) -> list[int]:
+    return list(divmod(piece.start, piece.shape[1])) if piece.block else [piece.start]
 
 
 def header(entries: Sequence[tuple[str, torch.dtype, list[int]]], about: dict[str, str]) -> bytes:
     """Return the start of a safetensors file with tensors of these names, dtypes and shapes, one
     after the other.
     """
-    found: dict[str, object] = {"__metadata__": {"format": "pt"} | about}
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"} | about}
     end = 0
     for name, dtype, shape in entries:
         start = end
         end = end + torch.Size(shape).numel() * dtype.itemsize
-        found[name] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(found, separators=(",", ":")).encode()
+        fields[name] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -91,6 +91,6 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def _sync(file: IO[bytes]) -> None:
+def _sync_file(file: IO[bytes]) -> None:
     file.flush()
     os.fsync(file.fileno())

@@ -60,8 +60,8 @@ class ChildRanks:
         code = process.wait()
         if self._closing or self.died:
             return
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        self.died = f"rank {rank} (pid {process.pid}) ended {how}; so does the learner, to resume from its checkpoint"
+        ending = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        self.died = f"rank {rank} (pid {process.pid}) ended {ending}; so does the learner, to resume from its checkpoint"
         if self._armed:
             exit_at_once(self.died)
 

@@ -59,12 +59,14 @@ def own_jobs(jobs: Sequence[Job], shares: Sequence[Share]) -> list[Job]:
     ]
 
 
-def merge_in_order(dealt: Sequence[Sequence[Share]], done: Sequence[Sequence[T]]) -> list[T]:
+def merge_in_order(
+    dealt: Sequence[Sequence[Share]], results_by_rank: Sequence[Sequence[T]]
+) -> list[T]:
     """Return the results of the ranks in the order of the slices."""
     pairs = [
         pair
-        for shares, results in zip(dealt, done, strict=True)
+        for shares, results in zip(dealt, results_by_rank, strict=True)
         for pair in zip(shares, results, strict=True)
     ]
-    found = {index: result for (index, _), result in pairs if index is not None}
-    return [found[index] for index in sorted(found)]
+    by_index = {index: result for (index, _), result in pairs if index is not None}
+    return [by_index[index] for index in sorted(by_index)]

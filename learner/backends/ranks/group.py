@@ -36,15 +36,15 @@ _elsewhere: list[OtherRanks] = []  # ranks of several nodes, which meet before t
 
 
 @contextmanager
-def others_elsewhere(others: OtherRanks) -> Iterator[None]:
+def others_elsewhere(ranks: OtherRanks) -> Iterator[None]:
     """Within it, backends of several ranks are built on these instead of on children of this
     process.
     """
-    _elsewhere.append(others)
+    _elsewhere.append(ranks)
     try:
         yield
     finally:
-        _elsewhere.remove(others)
+        _elsewhere.remove(ranks)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class RankGroup:
         self.leader = leader
         self._meeting = meeting
         # on rank 0: ranks of its host
-        self.num_here = 1 if leader is None else leader.others.num_here
+        self.num_here = 1 if leader is None else leader.ranks.num_here
         # called before the process group is destroyed
         self.before_leaving: Callable[[], None] = lambda: None
         self._joined = False
@@ -106,20 +106,20 @@ class RankGroup:
         """
         if size == 1:
             return cls()
-        others = _elsewhere[-1] if _elsewhere else ChildRanks(size)
+        other_ranks = _elsewhere[-1] if _elsewhere else ChildRanks(size)
         try:
-            others.build(target, settings)
+            other_ranks.build(target, settings)
         except BaseException:
-            others.close()
+            other_ranks.close()
             raise
-        return cls(size, meeting=others.meeting(), leader=RankLeader(others))
+        return cls(size, meeting=other_ranks.meeting(), leader=RankLeader(other_ranks))
 
     def join(self, device: torch.device, *, alone: bool = False) -> None:
         """Join the process group; with ``alone`` a single process makes a group of one."""
         if self._meeting is not None:
             with self.leader.working() if self.leader is not None else nullcontext():
                 if self.leader is not None:
-                    self.leader.others.arm()
+                    self.leader.ranks.arm()
                 join_group(self._meeting, self.rank, self.size, device)
         elif alone:
             join_single_group(device)
@@ -164,11 +164,11 @@ class RankGroup:
             return work(parts)
         with self.leader.working():
             self.leader.tell(VerifyCommand(parts))
-            found = [work(parts)]
-            found += [
+            problems = [work(parts)]
+            problems += [
                 reply.problem for reply in self.leader.replies() if isinstance(reply, VerifiedReply)
             ]
-        return next(filter(None, found), "")
+        return next(filter(None, problems), "")
 
     def share_out(
         self,
@@ -188,10 +188,10 @@ class RankGroup:
                 self.leader.tell_one(
                     rank, command(pack_slices(jobs, shares), [train for _, train in shares])
                 )
-            done: list[Any] = [work(own_jobs(jobs, dealt[0]))]
-            done += [results_of(reply) for reply in self.leader.replies()]
+            results: list[Any] = [work(own_jobs(jobs, dealt[0]))]
+            results += [results_of(reply) for reply in self.leader.replies()]
         return merge_in_order(
-            [dealt[rank] for rank in layout.speakers], [done[rank] for rank in layout.speakers]
+            [dealt[rank] for rank in layout.speakers], [results[rank] for rank in layout.speakers]
         )
 
     def leave(self) -> None:

@@ -72,8 +72,8 @@ class OtherRanks(Protocol):
 class RankLeader:
     """Rank 0's connections to the ranks that execute its commands."""
 
-    def __init__(self, others: OtherRanks) -> None:
-        self.others = others
+    def __init__(self, ranks: OtherRanks) -> None:
+        self.ranks = ranks
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -86,33 +86,33 @@ class RankLeader:
             yield
         except (LinkClosedError, GroupFailedError, RuntimeError) as error:
             self._wait_for_news(1.0)
-            if self.others.died or isinstance(error, LinkClosedError):
-                raise RankExitedError(self.others.died or "a rank closed its connection") from None
+            if self.ranks.died or isinstance(error, LinkClosedError):
+                raise RankExitedError(self.ranks.died or "a rank closed its connection") from None
             raise
 
     def _wait_for_news(self, seconds: float) -> None:
-        done = threading.Event()
+        pause = threading.Event()
         for _ in range(20):
-            if self.others.died or done.wait(seconds / 20):
+            if self.ranks.died or pause.wait(seconds / 20):
                 return
 
     def tell(self, message: Any) -> None:
         """Send a message to all ranks."""
-        for link in self.others.links:
+        for link in self.ranks.links:
             link.send(message)
 
     def tell_one(self, rank: int, message: Any) -> None:
         """Send a message to one rank."""
-        self.others.links[rank - 1].send(message)
+        self.ranks.links[rank - 1].send(message)
 
     def replies(self) -> list[Reply]:
         """Receive a reply from each rank, in order."""
-        return [link.reply() for link in self.others.links]
+        return [link.reply() for link in self.ranks.links]
 
     def written(self) -> list[WrittenReply]:
         """Receive what each rank wrote, in order."""
-        return [link.written() for link in self.others.links]
+        return [link.written() for link in self.ranks.links]
 
     def close(self) -> None:
         """Have the other ranks leave."""
-        self.others.close()
+        self.ranks.close()

@@ -59,7 +59,7 @@ class RankLink:
         self.close = frames.close
         self._arrived = threading.Condition()
         self._reading = False
-        self._written, self._others = deque[Reply](), deque[Reply]()
+        self._written_replies, self._other_replies = deque[Reply](), deque[Reply]()
 
     def send(self, message: Any) -> None:
         """Send a command or a reply."""
@@ -68,30 +68,34 @@ class RankLink:
 
     def command(self) -> Command:
         """Wait for the next command."""
-        found: Command = _commands.decode(self._frames.take())
-        return found
+        command: Command = _commands.decode(self._frames.take())
+        return command
 
     def reply(self) -> Reply:
         """Wait for the next reply, except ``WrittenReply``."""
-        return self._next(self._others)
+        return self._next(self._other_replies)
 
     def written(self) -> WrittenReply:
         """Wait for the next ``WrittenReply``."""
-        found = self._next(self._written)
-        assert isinstance(found, WrittenReply)
-        return found
+        reply = self._next(self._written_replies)
+        assert isinstance(reply, WrittenReply)
+        return reply
 
-    def _next(self, wanted: deque[Reply]) -> Reply:
+    def _next(self, queue: deque[Reply]) -> Reply:
         """Return the first of the wanted replies; one thread reads for both kinds."""
         while True:
             with self._arrived:
-                self._arrived.wait_for(lambda: wanted or not self._reading)
-                if wanted:
-                    return wanted.popleft()
+                self._arrived.wait_for(lambda: queue or not self._reading)
+                if queue:
+                    return queue.popleft()
                 self._reading = True
             try:
-                found: Reply = _replies.decode(self._frames.take())
-                (self._written if isinstance(found, WrittenReply) else self._others).append(found)
+                reply: Reply = _replies.decode(self._frames.take())
+                (
+                    self._written_replies
+                    if isinstance(reply, WrittenReply)
+                    else self._other_replies
+                ).append(reply)
             finally:
                 with self._arrived:
                     self._reading = False
@@ -117,8 +121,8 @@ class SocketFrames:
     def closes(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         try:
-            while (left := deadline - time.monotonic()) > 0:
-                self._socket.settimeout(left)
+            while (remaining := deadline - time.monotonic()) > 0:
+                self._socket.settimeout(remaining)
                 if not self._socket.recv(1 << 20):
                     return True
         except TimeoutError:

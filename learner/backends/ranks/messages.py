@@ -254,12 +254,12 @@ def pack_sample(sample: TrainSample) -> SampleMessage:
 
 def unpack_sample(sample: SampleMessage) -> TrainSample:
     """Return the sample of a message."""
-    found: dict[str, Array | None] = {
+    columns: dict[str, Array | None] = {
         name: None if data is None else np.frombuffer(data, dtype)
         for (name, dtype), data in zip(_DTYPES.items(), sample.columns, strict=True)
     }
     return TrainSample(
-        **found,  # type: ignore[arg-type]
+        **columns,  # type: ignore[arg-type]
         group=sample.group,
         reward=sample.reward,
         temperature=sample.temperature,

@@ -20,7 +20,7 @@ from learner.config import TrainSection
 # of one collective, for a rank that hangs; one that exits is noticed at once
 _TIMEOUT: Final = timedelta(minutes=10)
 # prefixes of variables that decide
-_SHOWN: Final = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_VISIBLE_DEVICES")
+_REPORTED_PREFIXES: Final = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_VISIBLE_DEVICES")
 
 
 class GroupFailedError(RlearnerError):
@@ -67,16 +67,16 @@ def settings_on_rank(train: TrainSection, local_rank: int, num_here: int) -> Tra
             f"auto, cpu or cuda with train.ranks {train.ranks}: each rank takes a GPU of its own"
         )
         raise ConfigError("train.device", train.device, allowed)
-    if num_here > (seen := torch.cuda.device_count()):
-        if seen == 1 and num_here < train.ranks:
+    if num_here > (num_gpus := torch.cuda.device_count()):
+        if num_gpus == 1 and num_here < train.ranks:
             # Slurm shows each task only its own GPU
             return train.model_copy(update={"device": "cuda:0"})
-        here = (
+        machine = (
             "this machine"
             if num_here == train.ranks
             else f"{socket.gethostname()}, which has {num_here} of them,"
         )
-        raise ConfigError("train.ranks", train.ranks, f"{here} has {seen} GPUs")
+        raise ConfigError("train.ranks", train.ranks, f"{machine} has {num_gpus} GPUs")
     return train.model_copy(update={"device": f"cuda:{local_rank}"})
 
 
@@ -87,9 +87,9 @@ def join_group(meeting: Meeting, rank: int, size: int, device: torch.device) -> 
         GroupFailedError: if they cannot connect; says by which interface and with which versions
             and variables.
     """
-    backend = _take(device)
+    backend = _select_backend(device)
     address = meeting.address
-    interface = interface_of(address) if address else _loopback()
+    interface = interface_of(address) if address else _loopback_interface()
     for name, value in group_environment(interface, address).items():
         os.environ.setdefault(name, value)
     try:
@@ -109,14 +109,14 @@ def group_environment(interface: str, address: str) -> dict[str, str]:
     """
     if not interface:
         return {}
-    found = {"GLOO_SOCKET_IFNAME": interface}
+    variables = {"GLOO_SOCKET_IFNAME": interface}
     if address:
-        found |= {
+        variables |= {
             name: value
             for name, value in nccl_environment(address).items()
             if name.startswith("NCCL_")
         }
-    return found
+    return variables
 
 
 def failure(
@@ -133,24 +133,28 @@ def failure(
     if backend == "nccl":
         nccl: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         versions += [f"NCCL {'.'.join(map(str, nccl))}", f"CUDA {torch.version.cuda}"]
-    seen = [f"{name}={value}" for name, value in sorted(environ.items()) if name.startswith(_SHOWN)]
-    where = f"interface {interface or 'unknown'}{f' ({address})' if address else ''}"
+    variables = [
+        f"{name}={value}"
+        for name, value in sorted(environ.items())
+        if name.startswith(_REPORTED_PREFIXES)
+    ]
+    route = f"interface {interface or 'unknown'}{f' ({address})' if address else ''}"
     return (
-        f"{backend} cannot connect rank {rank} with the other {size - 1}: {first_line(error)}; {where}, "
-        f"{', '.join(versions)}, {' '.join(seen) or 'no variables of NCCL or gloo'}"
+        f"{backend} cannot connect rank {rank} with the other {size - 1}: {first_line(error)}; {route}, "
+        f"{', '.join(versions)}, {' '.join(variables) or 'no variables of NCCL or gloo'}"
     )
 
 
 def join_single_group(device: torch.device) -> None:
     """Make a group of one, for libraries that need a group."""
-    dist.init_process_group(_take(device), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    dist.init_process_group(_select_backend(device), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
 
-def _loopback() -> str:
+def _loopback_interface() -> str:
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "")
 
 
-def _take(device: torch.device) -> str:
+def _select_backend(device: torch.device) -> str:
     """Return the backend of torch.distributed for a device."""
     if device.type != "cuda":
         return "gloo"

@@ -175,7 +175,7 @@ def test_a_number_that_is_taken_is_refused_to_the_second(
     found: list[NodeRanks] = []
     gathers = threading.Thread(target=lambda: found.append(gathering.gather(LONG_S)))
     gathers.start()
-    until(lambda: gathering._roll.here.get((1, 0)))
+    until(lambda: gathering._roll.present.get((1, 0)))
     with caplog.at_level(logging.ERROR):
         assert place.join().ends() == 2
     assert any(line.startswith("--node-rank 1 is taken by ") for line in caplog.messages)
