@@ -8,12 +8,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-_SMALLEST_BYTES: Final = 1 << 16  # below this a copy costs more than the memory is worth
+# Starting a copy of a smaller tensor costs more than its memory is worth.
+_SMALLEST_BYTES: Final = 1 << 16
 
 
 def activations_in_host_memory(enabled: bool) -> AbstractContextManager[Any]:
-    """Around a forward pass, copy activations to pinned host memory until the backward pass needs
-    them.
+    """Around a forward pass, keep activations in pinned host memory until the backward pass.
 
     Weights stay in place. Copies run on the stream of the pass and so lengthen it; on a CPU nothing
     is copied.
@@ -39,6 +39,6 @@ def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
 
 
 def _is_offloaded(tensor: Tensor) -> bool:
-    # or its transpose
+    # Weights stay on the device anyway; a linear layer saves a transposed view of its own.
     is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
     return tensor.is_cuda and tensor.nbytes >= _SMALLEST_BYTES and not is_weight

@@ -35,7 +35,7 @@ class DistillBackend(TorchBackend):
         direction: forward or reverse.
         top_k: the teacher's best candidates to compare, and the rest as one; 0 compares all tokens.
         teacher: folder or hub name of a teacher to load here; None if samples carry its logprobs.
-        others: arguments of ``TorchBackend``.
+        settings: arguments of ``TorchBackend``.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class DivergenceNumerator:
         self._teacher = teacher
         self._direction = direction
         self._top_k = top_k
-        # Models of one family pad the same vocabulary to different sizes: what only one of them has
-        # is left out.
-        self._width = min(student.vocab_size, teacher.vocab_size if teacher else student.vocab_size)
+        # Models of one family pad the same vocabulary to different sizes. Tokens that only one of
+        # them has are never sampled, and are ignored.
+        self._width = min(model.vocab_size for model in (student, teacher or student))
         if top_k >= self._width:
             raise ConfigError(
                 "distill.top_k", top_k, f"below {self._width}, the vocabulary; 0 compares all of it"
@@ -99,8 +99,8 @@ class DivergenceNumerator:
         else:
             columns = [_teacher_column(samples, name) for name in ("top_ids", "top_logprobs")]
             if (largest := int(columns[0].max())) >= self._student.vocab_size:
-                has = f"the student's model has {self._student.vocab_size}"
-                allowed = f"a smaller one: one of the teacher's best is token {largest}, and {has}"
+                size = f"the student's model has {self._student.vocab_size}"
+                allowed = f"a smaller one: one of the teacher's best is token {largest}, and {size}"
                 raise ConfigError("distill.top_k", columns[0].shape[1], allowed)
             columns = [column.to(self._student.device) for column in columns]
             (divergence,) = self._student.map_logits(batch, self._to_teacher_elsewhere, *columns)
@@ -110,17 +110,14 @@ class DivergenceNumerator:
     def _to_teacher_here(self, logits: Tensor, features: Tensor) -> tuple[Tensor]:
         assert self._teacher is not None
         with torch.no_grad():
-            taught = self._teacher.logits(features).float()[:, : self._width]
-            top = taught.topk(self._top_k, -1).indices if self._top_k else None
-            teacher = taught.log_softmax(-1) if top is None else candidates(taught, top)
+            teacher = self._teacher.logits(features).float()[:, : self._width]
         student = logits.float()[:, : self._width]
-        return (
-            kl(
-                student.log_softmax(-1) if top is None else candidates(student, top),
-                teacher,
-                self._direction,
-            ),
-        )
+        if self._top_k:
+            best = teacher.topk(self._top_k, -1).indices
+            divergence = kl(candidates(student, best), candidates(teacher, best), self._direction)
+        else:
+            divergence = kl(student.log_softmax(-1), teacher.log_softmax(-1), self._direction)
+        return (divergence,)
 
     def _to_teacher_elsewhere(self, logits: Tensor, ids: Tensor, logprobs: Tensor) -> tuple[Tensor]:
         return (kl(candidates(logits.float(), ids), with_rest(logprobs), self._direction),)

@@ -47,7 +47,7 @@ class ShardedOptimizer(MasterOptimizer):
     ) -> None:
         self._mesh = mesh
         self._sharded = dict(parameters)
-        # the same memory
+        # The same memory, so that an update of a part is an update of the model.
         parts = {name: nn.Parameter(p.to_local().detach()) for name, p in parameters.items()}
         super().__init__(parts, train)
 
@@ -60,6 +60,7 @@ class ShardedOptimizer(MasterOptimizer):
                 live = self._live[name]
                 gradient = parameter.grad.to_local().to(live.dtype)
                 live.grad = gradient if live.grad is None else live.grad.add_(gradient)
+                # Otherwise FSDP would add the next pass to a gradient that is counted already.
                 parameter.grad = None
         super().collect()
 
@@ -87,7 +88,9 @@ def _row_slice(name: str, like: DTensor, rows: Tensor) -> Slice:
     """Return the slice that is a rank's rows of a tensor that is divided like another."""
     shape = tuple(like.shape)
     _, (first, *_) = compute_local_shape_and_global_offset(shape, like.device_mesh, like.placements)
-    return Slice(name, shape, first * prod(shape[1:]) if rows.numel() else 0, rows)
+    # A rank without rows has no first row, whatever torch computes for it.
+    start = first * prod(shape[1:]) if rows.numel() else 0
+    return Slice(name, shape, start, rows)
 
 
 class Fsdp2Weights(ShardedWeights):
@@ -105,18 +108,21 @@ class Fsdp2Weights(ShardedWeights):
     def slices(self) -> Iterator[Slice]:
         for name, tensor in self._named(self._tensors.__getitem__).items():
             part = tensor.detach()
-            yield (
-                _row_slice(name, part, part.to_local())
-                if isinstance(part, DTensor)
-                else Slice.whole(name, part)
-            )
+            if isinstance(part, DTensor):
+                yield _row_slice(name, part, part.to_local())
+            else:
+                yield Slice.whole(name, part)
 
     def factors(self) -> dict[str, Tensor]:
-        return {} if self._policy.adapters is None else self._policy.adapters.factors(self._find)
+        if self._policy.adapters is None:
+            return {}
+        return self._policy.adapters.factors(self._find)
 
     def _find(self, name: str) -> Tensor:
-        tensor = self._tensors[name].detach()
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        tensor: Tensor = self._tensors[name].detach()
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        return tensor
 
 
 class Fsdp2Backend(TorchBackend):
@@ -127,7 +133,9 @@ class Fsdp2Backend(TorchBackend):
     @classmethod
     def plan(cls, context: RunContext) -> tuple[RunContext, BuildWorker]:
         """Divide the model only if there are several ranks."""
-        return context, _build_sharded if context.train.ranks > 1 else build_worker
+        if context.train.ranks > 1:
+            return context, _build_sharded
+        return context, build_worker
 
 
 def _build_sharded(context: RunContext, ranks: RankGroup) -> RankWorker:
@@ -153,8 +161,10 @@ def _build_sharded(context: RunContext, ranks: RankGroup) -> RankWorker:
     ]
     for part in (*layers, module):
         fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
-        part.set_gradient_divide_factor(1.0)  # a sum over ranks, like every other sum here
-        part.set_force_sum_reduction_for_comms(True)  # the only reduction that gloo supports
+        # The learner divides by the tokens of all ranks: gradients are sums until then.
+        part.set_gradient_divide_factor(1.0)
+        # Gloo has no other reduction.
+        part.set_force_sum_reduction_for_comms(True)
     module.within = MethodType(_run_within, module)
     register_fsdp_forward_method(module, "within")
     policy.within = module.within
@@ -163,30 +173,35 @@ def _build_sharded(context: RunContext, ranks: RankGroup) -> RankWorker:
         policy.probe()
         models.decide_packing()
     weights.divide()
-    trained = {n: p for n, p in models.trained_parameters().items() if isinstance(p, DTensor)}
+    trained = {
+        name: parameter
+        for name, parameter in models.trained_parameters().items()
+        if isinstance(parameter, DTensor)
+    }
     optimizer = ShardedOptimizer(trained, context.train, mesh)
     passes = ModelPasses(context, models, optimizer, device, rank=ranks.rank)
-    layout = RankLayout.plain(ranks.size, same_number=True)  # each pass gathers and scatters
-    # FSDP has summed the gradients, so nothing is left to reduce.
+    # Each pass gathers and scatters, so all ranks must make the same number of passes.
+    layout = RankLayout.plain(ranks.size, same_number=True)
     return RankWorker(
         context,
         ranks,
         layout,
-        device,
-        models,
-        optimizer,
-        weights,
-        passes,
-        lambda: None,
+        device=device,
+        models=models,
+        optimizer=optimizer,
+        weights=weights,
+        passes=passes,
+        # FSDP has summed the gradients in the backward passes.
+        reduce=lambda: None,
         sharded=True,
     )
 
 
 @torch.no_grad()
 def _fill_parameters(module: nn.Module, empty: EmptyModel, device: torch.device) -> None:
-    """Read this rank's rows of each parameter, and tell FSDP."""
+    """Read this rank's rows of each parameter into memory that FSDP takes over."""
 
-    def rows(name: str, like: Any) -> Tensor:
+    def read_rows(name: str, like: Any) -> Tensor:
         local = torch.empty(like.to_local().shape, dtype=like.dtype, device=device)
         empty.read(name, _row_slice(name, like, local).start, local)
         mesh = like.device_mesh
@@ -196,7 +211,7 @@ def _fill_parameters(module: nn.Module, empty: EmptyModel, device: torch.device)
         )
         return nn.Parameter(whole, like.requires_grad)
 
-    empty.replace(rows, device)
+    empty.replace(read_rows, device)
     for part in module.modules():
         if isinstance(part, FSDPModule):
             for group in part._get_fsdp_state()._fsdp_param_groups:
@@ -210,5 +225,5 @@ def _run_within(
     outputs = function(*arguments)
     if isinstance(outputs, Tensor):
         return outputs
-    # hooks on views may be lost
+    # FSDP registers hooks on the outputs, and hooks on views may be lost.
     return tuple(tensor.clone() if tensor._is_view() else tensor for tensor in outputs)

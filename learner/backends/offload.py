@@ -1,6 +1,4 @@
-"""Lists what a rank keeps on its device between two steps, to be moved away while another process
-uses it.
-"""
+"""Lists what a rank keeps on its device between two steps, to be moved away for a while."""
 
 from __future__ import annotations
 
@@ -16,8 +14,7 @@ from learner.backends.optimizer import MasterOptimizer
 def held_tensors(
     modules: Sequence[nn.Module], optimizers: Sequence[MasterOptimizer], device: torch.device
 ) -> Iterator[Tensor]:
-    """Yield the tensors on the device: weights, buffers, gradients, masters and moments; some share
-    memory.
+    """Yield all tensors on the device, some of which share memory.
 
     Raises:
         RuntimeError: if FSDP's memory would have to be replaced, which its own tensors share, too.

@@ -23,7 +23,8 @@ from learner.backends.objective import PolicyObjective
 from learner.backends.optimizer import MasterOptimizer
 from learner.backends.ranks.dealing import Job
 
-CPU_SLICE_TOKENS: Final = 2048  # larger slices pad more and exceed the cache
+# On a CPU, larger slices only pad more and exceed the cache.
+CPU_SLICE_TOKENS: Final = 2048
 
 Numerator = Callable[[Sequence[TrainSample], TokenBatch], tuple[Tensor, dict[str, Tensor]]]
 
@@ -93,16 +94,17 @@ class ModelPasses:
             or len(samples) <= len(slices)
         ):
             return slices
-        size = (
-            num_distinct_tokens(samples)
-            if self.packs
-            else sum(sample.num_inputs for sample in samples)
-        )
+        if self.packs:
+            size = num_distinct_tokens(samples)
+        else:
+            size = sum(sample.num_inputs for sample in samples)
         budget = -(-size // num_at_once)
         return self._cut(samples, min(budget, self._slice_tokens))
 
     def _cut(self, samples: Sequence[TrainSample], budget: int) -> list[list[TrainSample]]:
-        return by_prefix(samples, budget) if self.packs else by_length(samples, budget)
+        if self.packs:
+            return by_prefix(samples, budget)
+        return by_length(samples, budget)
 
     def collate(self, samples: Sequence[TrainSample]) -> TokenBatch:
         """Return the tensors of a slice."""
@@ -131,24 +133,21 @@ class ModelPasses:
 
     @torch.no_grad()
     def score(self, jobs: Sequence[Job]) -> list[list[Array | None]]:
-        """Return each slice's logprobs, divergence and values; None what the algorithm does not
-        need.
-        """
+        """Return each slice's logprobs, divergence and values; None if the algorithm needs none."""
         return [self._score(samples) for samples, _ in jobs]
 
     def _score(self, samples: Sequence[TrainSample]) -> list[Array | None]:
         batch = self.collate(samples)
         models = self.models
         logprobs, _ = models.policy.score(batch)
-        columns = [
-            logprobs,
-            None,
-            models.critic.values(batch) if models.critic is not None else None,
-        ]
+        kl = None
+        values = None
+        if models.critic is not None:
+            values = models.critic.values(batch)
         if models.ref is not None and models.kl_in_reward:
-            columns[1] = kl_penalty(
-                logprobs, models.ref.score(batch)[0], self.algorithm.kl_estimator
-            )
+            reference, _ = models.ref.score(batch)
+            kl = kl_penalty(logprobs, reference, self.algorithm.kl_estimator)
+        columns = (logprobs, kl, values)
         return [None if column is None else column.cpu().numpy() for column in columns]
 
     def discard(self) -> None:
@@ -159,8 +158,9 @@ class ModelPasses:
 
     @torch.no_grad()
     def take_recorded(self) -> dict[int, TokenFigures]:
-        """Return what was recorded since the last call, of each sample's first pass, by the
-        sample's id.
+        """Return what was recorded since the last call, by the samples' ids.
+
+        Of each sample the first pass counts.
         """
         if not self.recorded:
             return {}
@@ -179,7 +179,7 @@ class ModelPasses:
 
     def sums_of(self, batch: TokenBatch, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Return a slice's sums as numbers, with its counts."""
-        # one transfer
+        # One transfer to the host for all of them.
         values = torch.stack([value.detach().double() for value in sums.values()]).tolist()
         counts = {
             "tokens": len(batch.targets),
@@ -191,8 +191,9 @@ class ModelPasses:
         )
 
     def draw_seed(self) -> int:
-        """Return a seed for one slice's dropout: the same after a resume or a repeated step,
-        different on each rank.
+        """Return a seed for one slice's dropout.
+
+        It is the same after a resume or in a repeated step, and another one on each rank.
         """
         version, count = self._drawn
         self._drawn = (self.version, count + 1 if version == self.version else 1)
@@ -203,7 +204,8 @@ class ModelPasses:
     def _policy_loss(
         self, samples: Sequence[TrainSample], batch: TokenBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        reference = self._reference(batch)  # first: the other pass keeps its activations
+        # Before the policy's pass, which keeps its activations.
+        reference = self._reference(batch)
         logprobs, entropy = self.models.policy.score(
             batch, entropy_grad=self.algorithm.entropy_coef > 0
         )
@@ -217,8 +219,6 @@ class ModelPasses:
 
     @torch.no_grad()
     def _reference(self, batch: TokenBatch) -> Tensor | None:
-        return (
-            self.models.ref.score(batch)[0]
-            if self.models.ref is not None and self.models.kl_in_loss
-            else None
-        )
+        if self.models.ref is not None and self.models.kl_in_loss:
+            return self.models.ref.score(batch)[0]
+        return None

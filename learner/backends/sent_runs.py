@@ -1,6 +1,4 @@
-"""Elements of the weights that this rank sends, read while they are copied, so that few are held
-twice.
-"""
+"""Elements of the weights that this rank sends, read only when they are copied."""
 
 from __future__ import annotations
 
@@ -30,8 +28,9 @@ class SentRun:
 
     @classmethod
     def of(cls, piece: Slice, rank: int, size: int) -> SentRun:
-        """Return what a rank of ``size`` sends of a slice that is a range: of what several hold, an
-        equal range.
+        """Return what a rank of ``size`` sends of a slice that is a range.
+
+        Of what several ranks hold, each sends an equal range.
         """
         first, last = piece.span(rank, size)
         run = ElementRun(piece.name.removeprefix(MODEL), piece.start + first, last - first)
@@ -39,14 +38,14 @@ class SentRun:
 
 
 class RunsInOrder(Mapping[str, Tensor]):
-    """Runs by their keys, each read once and in the order of the keys: the same on all ranks for a
-    tensor's runs.
+    """Runs by their keys, each read once and in the order of the keys.
+
+    The order is the same on all ranks, since reading a run may be collective.
     """
 
     def __init__(self, runs: Iterable[SentRun]) -> None:
-        self._keys = {
-            sent_run.run.key: sent_run for sent_run in sorted(runs, key=lambda one: one.run.key)
-        }
+        ordered = sorted(runs, key=lambda sent_run: sent_run.run.key)
+        self._keys = {sent_run.run.key: sent_run for sent_run in ordered}
         self._waiting = iter(self._keys.items())
 
     def __getitem__(self, key: str) -> Tensor:

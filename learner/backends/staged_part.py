@@ -39,15 +39,19 @@ class StagedPart:
             OSError: if the file cannot be written.
         """
         if not Path(folder).is_dir():
-            problem = f"rank {self._rank} on {socket.gethostname()} does not see {folder}, which rank 0 has made"
-            raise UserError(f"{problem}; run.dir must be in a file system that all nodes share")
+            host = socket.gethostname()
+            raise UserError(
+                f"rank {self._rank} on {host} does not see {folder}, which rank 0 has made; "
+                "run.dir must be in a file system that all nodes share"
+            )
         return write_part(Path(folder) / part_name(self._rank, self._size), self._slices)
 
     def write_in_thread(self, folder: str, send: Callable[[Reply], None]) -> None:
         """Write while this rank trains, and report it."""
 
         def work() -> None:
-            with suppress(LinkClosedError):  # rank 0 has ended, and so will this process
+            # Rank 0 may have ended; then so will this process.
+            with suppress(LinkClosedError):
                 send(self.report(folder))
 
         threading.Thread(target=work, name="write-checkpoint", daemon=True).start()
@@ -65,9 +69,7 @@ class StagedPart:
 
 
 class RankSnapshot:
-    """See ``learner.backends.base.Snapshot``: this rank's part here, the others' in their
-    processes.
-    """
+    """See ``learner.backends.base.Snapshot``; each rank's part is in its own process."""
 
     def __init__(self, own: StagedPart, ranks: RankGroup) -> None:
         self._own = own
@@ -83,14 +85,15 @@ class RankSnapshot:
             replies = [self._own.report(str(folder)), *leader.written()]
         for reply in replies:
             if reply.part is None:
-                raise (
-                    OSError(reply.errno, reply.problem) if reply.errno else UserError(reply.problem)
-                )
+                if reply.errno:
+                    raise OSError(reply.errno, reply.problem)
+                raise UserError(reply.problem)
         return [reply.part for reply in replies if reply.part is not None]
 
     def drop(self) -> None:
         """See ``learner.backends.base.Snapshot``."""
         self._own = StagedPart([], 0, 1)
         if (leader := self._ranks.leader) is not None:
-            with suppress(LinkClosedError):  # a rank has ended, and so will this process
+            # A rank may have ended; then so will this process.
+            with suppress(LinkClosedError):
                 leader.tell(DropCommand())

@@ -1,12 +1,11 @@
-"""Sends weights from all ranks: each stages the elements that it holds, and broadcasts them; nobody
-gathers the model.
+"""Sends weights from all ranks: each broadcasts the elements that it holds; none gathers the model.
 
-    rank 0                                               rank 1 … N-1
-    open: OpenStripesCommand(plan)   --- link -->        divides the plan by what it holds
-                                     <-----------        StripeReply: the plan of its stripe
-    serve: ServeStripesCommand(rendezvous, key)  ->      connects, and waits there for orders in a thread
-    stage(version)                   ----------->        copies its stripe, adds up its part of the digest's sums
-    broker.weights.stripes.lead      - rendezvous ->     broadcasts its stripe
+    rank 0                                             rank 1 … N-1
+    open: OpenStripesCommand(plan)  --- link -------->  divides the plan by what it holds
+                                    <-----------------  StripeReply: the plan of its stripe
+    serve: ServeStripesCommand      ----------------->  waits at the rendezvous, in a thread
+    stage(version)                  ----------------->  copies its stripe, sums the digest's part
+    broker.weights.stripes.lead     -- rendezvous --->  broadcasts its stripe
 
 See ``broker.weights.stripes`` for the transfer.
 """
@@ -60,8 +59,10 @@ class OwnStripe:
 
     @torch.no_grad()
     def stage(self, version: int) -> Tensor:
-        """Copy a version; return on rank 0 the sums of all ranks for the model's digest; all ranks
-        call it together.
+        """Copy a version; all ranks call it together.
+
+        Returns:
+            On rank 0 the sums of all ranks, for the model's digest.
         """
         runs = RunsInOrder(self._sent())
         sums = self.stripe.stage(version, runs).to(self._device)

@@ -1,6 +1,4 @@
-"""The training steps of every backend, and the backend ``torch``: one process, one device, plain
-torch.
-"""
+"""The training steps of every backend, and the backend ``torch``: one process, one device."""
 
 from __future__ import annotations
 
@@ -104,14 +102,14 @@ class TorchBackend:
         self._models = self.worker.models
         self._passes = self.worker.passes
         self._steps = context.train.steps
-        self._counts, self._sums = BatchCounts(), dict[str, float]()
-        self._reward_kl: list[Array] = []  # of the step's scored samples
+        self._counts = BatchCounts()
+        self._sums: dict[str, float] = {}
+        # Of the step's scored samples.
+        self._reward_kl: list[Array] = []
 
     @classmethod
     def plan(cls, context: RunContext) -> tuple[RunContext, BuildWorker]:
-        """Check settings before any rank starts; return those to use, and what builds a rank's
-        worker from them.
-        """
+        """Check settings before any rank starts; return those to use, and a builder of workers."""
         return context, build_worker
 
     @classmethod
@@ -138,8 +136,9 @@ class TorchBackend:
         self._check_ids(trained)
         # Without a KL or entropy term a row whose advantages are all 0 has no gradient: it is
         # measured, not trained.
-        every_row = self._models.kl_in_loss or self._context.algorithm.entropy_coef > 0
-        idle = [] if every_row else [s for s in trained if not s.advantages[s.positions].any()]
+        idle: list[TrainSample] = []
+        if not self._models.kl_in_loss and self._context.algorithm.entropy_coef <= 0:
+            idle = [sample for sample in trained if not sample.advantages[sample.positions].any()]
         skipped = {id(sample) for sample in idle}
         sums = {
             "tokens": 0.0,
@@ -162,8 +161,7 @@ class TorchBackend:
         return self._complete(self._take(), num_rows)
 
     def update(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        """Run a whole step: ``num_epochs`` passes in ``num_minibatches`` updates each, of the
-        critic and the policy.
+        """Run a step: ``num_epochs`` passes of ``num_minibatches`` updates of critic and policy.
 
         The policy does not change during the critic's warm-up. With several minibatches, seed,
         version and pass fix the order of the samples, which is the same after a resume; with one,
@@ -186,7 +184,7 @@ class TorchBackend:
     def _update(self, part: Sequence[TrainSample], trains_policy: bool) -> dict[str, float]:
         metrics: dict[str, float] = {}
         if self._models.critic is not None:
-            sums = dict[str, float]()
+            sums: dict[str, float] = {}
             for slice_sums in self._run_critic([(piece, True) for piece in self._slices(part)]):
                 _add_sums(sums, slice_sums)
             command = StepCommand(sums.get("tokens", 0.0), self.version, self._steps, critic=True)
@@ -226,7 +224,8 @@ class TorchBackend:
 
     def record_tokens(self) -> bool:
         if self._ranks.size > 1 or not self.records_tokens:
-            return False  # the other ranks' tokens are not here
+            # The other ranks keep the figures of their tokens.
+            return False
         self._passes.recorded = []
         return True
 
@@ -237,7 +236,9 @@ class TorchBackend:
         if self._ranks.leader is not None:
             self._ranks.leader.tell(DiscardCommand())
         self._passes.discard()
-        self._counts, self._sums, self._reward_kl = BatchCounts(), dict[str, float](), []
+        self._counts = BatchCounts()
+        self._sums = {}
+        self._reward_kl = []
 
     def _take(self) -> dict[str, float]:
         """Update the policy; return the metrics."""
@@ -249,7 +250,8 @@ class TorchBackend:
         )
         metrics = step_metrics(self._sums, self._counts, scale, algorithm)
         metrics |= {f"actor/{name}": value for name, value in update.items()}
-        self._counts, self._sums = BatchCounts(), dict[str, float]()
+        self._counts = BatchCounts()
+        self._sums = {}
         return metrics
 
     def _complete(self, metrics: dict[str, float], num_rows: int) -> dict[str, float]:
@@ -271,11 +273,16 @@ class TorchBackend:
         return self._ranks.share_out(jobs, self.worker.layout, command, self._passes.run)
 
     def _run_critic(self, jobs: Sequence[Job]) -> list[dict[str, float]]:
-        layout = RankLayout.plain(self._ranks.size)  # every rank holds the whole critic
-        now = partial(
-            RunCommand, kl_coef=self.kl_coef, version=self.version, seed=self._passes.seed
+        # Every rank holds the whole critic.
+        layout = RankLayout.plain(self._ranks.size)
+        command = partial(
+            RunCommand,
+            train=[],
+            kl_coef=self.kl_coef,
+            version=self.version,
+            seed=self._passes.seed,
+            critic=True,
         )
-        command = partial(now, train=[], critic=True)
         return self._ranks.share_out(
             jobs, layout, lambda slices, _: command(slices), self._passes.run_critic
         )
@@ -288,7 +295,8 @@ class TorchBackend:
         for sample in samples:
             if (largest := int(sample.token_ids.max())) >= size:
                 raise WireError(
-                    f"group {sample.group}: token id {largest} is outside the model's vocabulary of {size}"
+                    f"group {sample.group}: token id {largest} is outside "
+                    f"the model's vocabulary of {size}"
                 )
 
     @property
@@ -321,8 +329,9 @@ class TorchBackend:
         return self.worker.weights.shapes()
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the live weights by state-dict name, adapters merged; sharded ones are gathered as
-        they are read.
+        """Return the live weights by state-dict name, adapters merged.
+
+        Sharded ones are gathered as they are read.
         """
         weights = self.worker.weights
         if not weights.buckets:
@@ -337,14 +346,14 @@ class TorchBackend:
     def adapter(self) -> wire.Adapter | None:
         base = self._models.base_digest
         adapters = self.policy.adapters
-        return None if adapters is None or not base else adapters.describe(base)
+        if adapters is None or not base:
+            return None
+        return adapters.describe(base)
 
     def factors(self) -> dict[str, Tensor]:
-        return (
-            {}
-            if self.policy.adapters is None
-            else self._on_all("factors", self.worker.weights.factors)
-        )
+        if self.policy.adapters is None:
+            return {}
+        return self._on_all("factors", self.worker.weights.factors)
 
     def logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor:
         return self._on_all(
@@ -361,11 +370,9 @@ class TorchBackend:
 
     def _on_all(self, name: str, work: Callable[[], T], numbers: Sequence[int] = ()) -> T:
         """Return ``work()``, on all ranks at the same time if none holds the whole model."""
-        return (
-            self._ranks.together(CollectiveCommand(name, list(numbers)), work)
-            if self.worker.sharded
-            else work()
-        )
+        if self.worker.sharded:
+            return self._ranks.together(CollectiveCommand(name, list(numbers)), work)
+        return work()
 
     def snapshot(self) -> Snapshot:
         """Copy every rank's part of the state to its host memory; training waits only for this.
@@ -419,9 +426,7 @@ class TorchBackend:
             (folder / TEMPLATE_FILE).write_text(tokenizer.chat_template.source, encoding="utf-8")
 
     def save(self, path: str | Path) -> None:
-        """Write the live policy, configuration and tokenizer for transformers to load; adapters
-        also for peft.
-        """
+        """Write policy, configuration and tokenizer for transformers, adapters also for peft."""
         Path(path).mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=".parts.", dir=path) as parts:
             snapshot = self.snapshot()
@@ -454,6 +459,7 @@ class TorchBackend:
         return RankStripes(plan, self.worker.open_stripe(plan), self._ranks)
 
     def close(self) -> None:
+        # There is no worker if building it has failed.
         if hasattr(self, "worker") and self.worker.stripe is not None:
             self.worker.stripe.stripe.close()
         self._ranks.close()

@@ -1,6 +1,4 @@
-"""The policy's weights as the learner reads them: whole, by state-dict name, from one rank or
-gathered from all.
-"""
+"""The policy's weights as the learner reads them: whole, by state-dict name."""
 
 from __future__ import annotations
 
@@ -15,13 +13,14 @@ from learner.backends.parts.names import ADAPTER, MODEL
 from learner.backends.parts.slices import Slice
 from learner.backends.sent_runs import SentRun
 
-BUCKET_BYTES: Final = 32 << 20  # of weights gathered at once
+# Of weights gathered at once: what rank 0's device holds of them in addition to its own part.
+BUCKET_BYTES: Final = 32 << 20
 
 
 class PolicyWeights:
     """The weights of a policy that this process holds whole."""
 
-    # names gathered together; empty where nothing must be gathered
+    # Names of weights that are gathered together; empty where nothing must be gathered.
     buckets: Sequence[Sequence[str]] = ()
 
     def __init__(self, policy: PolicyModel) -> None:
@@ -44,16 +43,12 @@ class PolicyWeights:
         raise TypeError(f"{type(self).__name__} gathers no bucket {bucket}")
 
     def slices(self) -> Iterator[Slice]:
-        """Yield this rank's slices of what is trained: ``model.<name>``, or with adapters
-        ``adapter.<peft's name>``.
-        """
+        """Yield this rank's slices of what is trained: ``model.<name>`` or ``adapter.<name>``."""
         for name, tensor in self._named(self._policy.tensors().__getitem__).items():
             yield Slice.whole(name, tensor)
 
     def sent_runs(self, rank: int, size: int) -> Iterator[SentRun]:
-        """Yield what a rank of ``size`` sends of ``slices``; together the ranks send everything
-        once.
-        """
+        """Yield what a rank of ``size`` sends; together the ranks send everything once."""
         for piece in self.slices():
             yield SentRun.of(piece, rank, size)
 
@@ -69,7 +64,9 @@ class PolicyWeights:
     def factors(self) -> dict[str, Tensor]:
         """Return the whole adapters by peft's names; collective if sharded."""
         adapters = self._policy.adapters
-        return {} if adapters is None else adapters.factors(self._policy.tensors().__getitem__)
+        if adapters is None:
+            return {}
+        return adapters.factors(self._policy.tensors().__getitem__)
 
 
 class ShardedWeights(PolicyWeights):
@@ -102,6 +99,7 @@ class GatheredWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         index = self._bucket[name]
         if self._gathered[0] != index:
+            # Free the previous bucket first.
             self._gathered = (-1, {})
             self._gathered = (index, self._gather(index))
         return self._gathered[1][name]

@@ -1,6 +1,4 @@
-"""One rank's models, optimizer, weights and passes, and the operations on them that all ranks
-execute alike.
-"""
+"""One rank's models, optimizer, weights and passes, and the operations that all ranks execute."""
 
 from __future__ import annotations
 
@@ -82,7 +80,8 @@ class RankWorker:
 
     def _name_problem(self) -> None:
         problem = self.optimizer.problem
-        if self.sharded:  # the tensor may be of another rank's part
+        # The tensor may be in another rank's part.
+        if self.sharded:
             texts = gather_texts(problem, self.device)
             problem = next((f"rank {rank}: {text}" for rank, text in enumerate(texts) if text), "")
         self.problem = self.problem or problem
@@ -104,10 +103,12 @@ class RankWorker:
         return metrics
 
     def logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor:
-        """Return log p(token[i + 1] | token[: i + 1]) at temperature 1, (n - 1,) float32 on the
-        CPU.
+        """Return log p(token[i + 1] | token[: i + 1]) at temperature 1.
+
+        Returns:
+            (n - 1,) float32 on the CPU.
         """
-        # servers compute with other weights than these
+        # Servers compute with rounded weights, so these must be compared with.
         rounded = self.context.train.weights_dtype == fp8.NAME
         with quantized_as_sent(self.models.policy) if rounded else nullcontext():
             return self.models.policy.logprobs(
@@ -129,17 +130,15 @@ class RankWorker:
         return StagedPart(staged, rank, size)
 
     def offload(self, folder: str) -> None:
-        """Move models, gradients and optimizer off the device, between two steps; do nothing else
-        until ``reload``.
+        """Move everything off the device, between two steps; only ``reload`` may follow.
 
         Raises:
             OSError: if the folder cannot be written; nothing has moved then.
         """
         self.offloaded = self.offloaded or OffloadedMemory(folder)
-        optimizers = [
-            self.optimizer,
-            *([] if self.models.critic is None else [self.models.critic.optimizer]),
-        ]
+        optimizers = [self.optimizer]
+        if self.models.critic is not None:
+            optimizers.append(self.models.critic.optimizer)
         self.offloaded.release(held_tensors(self.models.modules(), optimizers, self.device))
 
     def reload(self) -> None:
@@ -148,9 +147,7 @@ class RankWorker:
             self.offloaded.restore()
 
     def policy_slices(self) -> Iterator[Slice]:
-        """Yield this rank's slices of the policy and its optimizer; read once and in order by all
-        ranks.
-        """
+        """Yield this rank's slices of policy and optimizer; all ranks read them in order."""
         yield from self.weights.slices()
         yield from self.optimizer_slices()
 
@@ -161,14 +158,15 @@ class RankWorker:
 
     def critic_slices(self) -> Iterator[Slice]:
         """Yield the critic, which every rank holds whole, and its optimizer."""
-        for piece in self.models.critic.slices() if self.models.critic is not None else ():
-            yield piece.below(CRITIC)
+        if self.models.critic is not None:
+            for piece in self.models.critic.slices():
+                yield piece.below(CRITIC)
 
     def numbers(self) -> list[Slice]:
         """Return what one rank writes whole: counts, and its random numbers."""
         rank = self.ranks.rank
         device = self.device
-        tensors = dict[str, Tensor]()
+        tensors: dict[str, Tensor] = {}
         tensors[_rng_name("cpu", rank)] = torch.get_rng_state()
         if device.type == "cuda":
             tensors[_rng_name("cuda", rank)] = torch.cuda.get_rng_state(device)
@@ -197,9 +195,7 @@ class RankWorker:
             self.models.critic.refuse(shapes_below(CRITIC, shapes))
 
     def verify(self, parts: Sequence[PartFile]) -> str:
-        """Read this rank's share of a checkpoint's files; return what is wrong with them, empty if
-        nothing is.
-        """
+        """Read this rank's share of a checkpoint's files; return the first fault, empty if none."""
         try:
             for part in parts[self.ranks.rank :: self.ranks.size]:
                 part.verify()
@@ -208,8 +204,7 @@ class RankWorker:
         return ""
 
     def load(self, parts: Sequence[PartFile]) -> None:
-        """Restore all but the weights from a checkpoint's files, whose shapes were checked; all
-        ranks do.
+        """Restore all but the weights from a checkpoint's files; all ranks do.
 
         A GPU's random numbers are restored only where there is a GPU, a rank's only where there is
         that rank.
@@ -251,7 +246,7 @@ class RankWorker:
                     [(samples, False) for samples in unpack_slices(command.slices)]
                 )
                 columns = [
-                    [None if c is None else c.astype("<f4").tobytes() for c in row]
+                    [None if column is None else column.astype("<f4").tobytes() for column in row]
                     for row in scores
                 ]
                 return messages.ColumnsReply(columns)
@@ -262,7 +257,8 @@ class RankWorker:
             case messages.DiscardCommand():
                 passes.discard()
             case messages.CopyCommand():
-                self.staged = None  # the memory of the previous one
+                # Free the memory of the previous copy first.
+                self.staged = None
                 self.staged = self.stage()
             case messages.WriteCommand():
                 assert self.staged is not None
@@ -319,7 +315,10 @@ class RankWorker:
 
 def _rng_name(device: str, rank: int) -> str:
     """Return the name of a rank's random numbers."""
-    return f"{RNG}{device}" + (f".{rank}" if rank else "")
+    # Rank 0's has no number, as in checkpoints of one rank.
+    if rank == 0:
+        return f"{RNG}{device}"
+    return f"{RNG}{device}.{rank}"
 
 
 def build_worker(context: RunContext, ranks: RankGroup) -> RankWorker:
@@ -336,4 +335,14 @@ def build_worker(context: RunContext, ranks: RankGroup) -> RankWorker:
 
     layout = RankLayout.plain(ranks.size)
     weights = PolicyWeights(models.policy)
-    return RankWorker(context, ranks, layout, device, models, optimizer, weights, passes, reduce)
+    return RankWorker(
+        context,
+        ranks,
+        layout,
+        device=device,
+        models=models,
+        optimizer=optimizer,
+        weights=weights,
+        passes=passes,
+        reduce=reduce,
+    )

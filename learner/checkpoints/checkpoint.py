@@ -1,5 +1,4 @@
-"""Reads and writes checkpoints: folders with a part for each rank, the learner's ledger, and small
-models whole.
+"""Reads and writes checkpoints: a part for each rank, the ledger, and small models whole.
 
 ``checkpoints/step-000020/`` holds configuration and tokenizer, of small models also the weights in
 Hugging Face format, and ``learner/``: a part for each rank (``learner.backends.parts``: weights,
@@ -35,9 +34,11 @@ if TYPE_CHECKING:
     from learner.backends.base import Backend, Snapshot
 
 FORMAT: Final = 2
-HF_MAX_GIB: Final = 8.0  # up to which a model is also written whole
+# Up to this size a model is also written whole, for transformers to load.
+HF_MAX_GIB: Final = 8.0
 _NAME = re.compile(r"step-(\d{6,})")
-_SET_ASIDE: Final = "damaged-"  # of a checkpoint that could not be read, before its name
+# Prefix of a checkpoint that could not be read.
+_SET_ASIDE: Final = "damaged-"
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,7 @@ def stage(
     *,
     hf_max_gib: float = HF_MAX_GIB,
 ) -> Path:
-    """Write a snapshot into a temporary folder and sync it; from any thread, while the backend
-    trains.
+    """Write a snapshot into a temporary folder and sync it; from any thread.
 
     Raises:
         OSError: if the folder cannot be written; nothing is left behind.
@@ -122,6 +122,7 @@ def stage(
             "parts": files,
             "ledger": ledger,
         }
+        # Last: a folder without this file is no checkpoint.
         (own / "learner.json").write_text(json.dumps(body) + "\n", encoding="utf-8")
         sync_tree(work)
     except SafetensorError as error:
@@ -151,9 +152,13 @@ def name_of(step: int) -> str:
 
 
 def _os_error(error: Exception) -> Exception:
-    """Return the operating system's error inside an error of safetensors, else that error itself."""
-    code = re.search(r"os error (\d+)", str(error))
-    return OSError(int(code[1]), os.strerror(int(code[1]))) if code else error
+    """Return the operating system's error inside an error of safetensors, or the error itself."""
+    # safetensors has no attribute for it; the saver retries only errors of the system.
+    match = re.search(r"os error (\d+)", str(error))
+    if match is None:
+        return error
+    code = int(match[1])
+    return OSError(code, os.strerror(code))
 
 
 def load_state(checkpoint: Checkpoint, backend: Backend) -> None:
@@ -203,7 +208,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
         body = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedFileError(f"{file}: cannot be read: {error}") from None
-    if (file_format := body.get("format") if isinstance(body, dict) else None) not in (1, FORMAT):
+    file_format = body.get("format") if isinstance(body, dict) else None
+    if file_format not in (1, FORMAT):
         raise UserError(f"{file}: format {file_format!r}, this program reads 1 and {FORMAT}")
     step = body.get("step")
     epoch = body.get("epoch")
@@ -213,11 +219,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise DamagedFileError(
             f"{file}: damaged: step {step!r}, epoch {epoch!r}, and no ledger of that step"
         )
-    parts = (
-        [{"file": "state.safetensors", "size": -1, "digest": ""}]
-        if file_format == 1
-        else body.get("parts")
-    )
+    parts = body.get("parts")
+    if file_format == 1:
+        parts = [{"file": "state.safetensors", "size": -1, "digest": ""}]
     checkpoint = Checkpoint(path, step, epoch, ledger, _read_parts(file, parts))
     for part in checkpoint.parts:
         part.check_size()
@@ -251,6 +255,7 @@ def _read_parts(file: Path, listed: Any) -> tuple[PartFile, ...]:
 
 
 def _check_name(name: str) -> str:
+    # A damaged or hostile list must not name files outside of the checkpoint.
     if name != os.path.basename(name):
         raise ValueError(f"{name!r} is not a file's name")
     return name

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PARTING_S: Final = 10.0  # longest wait for an unreachable broker, at the end
+# At the end, longest wait for a broker that does not answer: a stop must not hang.
+PARTING_S: Final = 10.0
 
 
 class CheckpointSaver:
@@ -37,10 +38,9 @@ class CheckpointSaver:
 
     Args:
         folder: ``runs/<name>/checkpoints``.
-        written: step of the newest checkpoint there, -1 if there is none.
         say: receives a text when training has to wait, and an empty one afterwards.
-        pressed: returns whether the broker's store needs the log trimmed soon, regardless of the
-            schedule.
+        newest_step: step of the newest checkpoint there, -1 if there is none.
+        pressed: returns whether the broker's store needs the log trimmed soon.
     """
 
     def __init__(
@@ -75,19 +75,19 @@ class CheckpointSaver:
         self._say = say
         self._written_step = newest_step
         self._pressed = pressed
-        # step of the checkpoint behind which the log was trimmed for lack of room
+        # Step of the checkpoint behind which the log was trimmed for lack of room.
         self._relieved_step = -1
         self._writing: asyncio.Task[None] | None = None
-        self._copied_step = newest_step  # step of the state that was copied last
-        self._by_operator = False  # whether the operator's checkpoint was not taken yet
-        # set when it may be taken without waiting for the end of a step
+        # Step of the state that was copied last, which may not be written yet.
+        self._copied_step = newest_step
+        # Whether the operator's checkpoint was not taken yet.
+        self._by_operator = False
+        # Set when that may be taken without waiting for the end of a step.
         self.requested = asyncio.Event()
         self._times: dict[str, float] = {}
 
     def values(self) -> dict[str, float]:
-        """Return metrics since the last call: seconds that training waited for the copy, seconds of
-        writing.
-        """
+        """Return metrics since the last call: seconds of waiting for the copy, and of writing."""
         times = self._times
         self._times = {}
         return {"time/checkpoint": 0.0} | times
@@ -97,33 +97,37 @@ class CheckpointSaver:
         if paths := checkpoint.list_checkpoints(self._folder):
             try:
                 await self._trim(paths[0])
-            except UserError as error:  # the run does not resume from the oldest one
+            except UserError as error:
+                # The run need not end: it does not resume from its oldest checkpoint.
                 log.warning("%s; the log is not trimmed behind it", error)
 
     async def relieve(self) -> None:
-        """Trim the log behind the newest whole checkpoint, once for each; the run resumes only from
-        there then.
+        """Trim the log behind the newest whole checkpoint, from which alone the run resumes then.
 
-        Its files are read first: were they damaged, the run could be resumed from nowhere.
+        Its files are read first: were they damaged, the run could not be resumed at all.
 
         Raises:
             Fenced: if a newer learner holds the run.
         """
-        if (
-            self._written_step <= self._relieved_step
-            or len(paths := checkpoint.list_checkpoints(self._folder)) < 2
-        ):
+        if self._written_step <= self._relieved_step:
+            return
+        paths = checkpoint.list_checkpoints(self._folder)
+        # Behind the oldest one the log is trimmed already.
+        if len(paths) < 2:
             return
         self._relieved_step = self._written_step
-        for path in reversed(paths[1:]):  # behind the oldest one it is trimmed already
+        for path in reversed(paths[1:]):
             if await self._is_whole(path):
-                text = "the log is trimmed behind %s to make room in the broker's store; the run resumes only from it"
-                log.warning(text, path)
+                log.warning(
+                    "the log is trimmed behind %s to make room in the broker's store; "
+                    "the run resumes only from it",
+                    path,
+                )
                 await self._trim(path)
                 return
 
     async def _is_whole(self, path: Path) -> bool:
-        """Return whether a checkpoint has the bytes that were written; if not, another one is due."""
+        """Return whether a checkpoint has the bytes that were written; if not, make one due."""
         try:
             await asyncio.to_thread(checkpoint.verify, path)
         except UserError as error:
@@ -179,7 +183,9 @@ class CheckpointSaver:
     @property
     def problem(self) -> str:
         """Why the newest checkpoint cannot be written, empty if it can."""
-        return self._disk_retry.reason if self._busy else ""
+        if not self._busy:
+            return ""
+        return self._disk_retry.reason
 
     async def finish(self, ledger: dict[str, Any]) -> None:
         """Write the state of the last boundary unless that is done; return when it is on disk.
@@ -240,7 +246,8 @@ class CheckpointSaver:
 
     async def _take(self, ledger: dict[str, Any]) -> None:
         if self._writing is not None:
-            await self._writing  # done; raises its error
+            # It is done; this raises its error.
+            await self._writing
         began = time.monotonic()
         with self._training.spans.work("checkpoint", step=ledger["version"]):
             snapshot = await self._training.call(self._training.backend.snapshot)
@@ -255,9 +262,6 @@ class CheckpointSaver:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._stop.request(described(error))
 
-    # ---------------------------------------------------------------------------------- during
-    # training
-
     async def _write(self, snapshot: Snapshot, ledger: dict[str, Any]) -> None:
         """Write a checkpoint, delete the oldest, and trim the log behind those that are kept."""
         await self._records.sync()
@@ -268,7 +272,7 @@ class CheckpointSaver:
         self._times["time/checkpoint_write"] = time.monotonic() - began
         log.info("checkpoint %s", path)
         paths = await self._disk_retry.in_thread(checkpoint.prune, self._folder, self._keep)
-        # without another one, the log alone can replace it
+        # If it is the only one, nothing but the log could replace it, so it is read first.
         if len(paths) > 1 or await self._is_whole(paths[0]):
             await self._trim(paths[0])
         if self._by_operator:
@@ -289,15 +293,22 @@ class CheckpointSaver:
             Fenced: if a newer learner holds the run.
         """
         await self._watch.refuse_if_fenced()
-        arguments = (self._folder, self._training.backend, snapshot, ledger, self._watch.epoch)
-        work = await asyncio.to_thread(
-            partial(checkpoint.stage, *arguments, hf_max_gib=self._hf_max_gib)
+        stage = partial(
+            checkpoint.stage,
+            self._folder,
+            self._training.backend,
+            snapshot,
+            ledger=ledger,
+            epoch=self._watch.epoch,
+            hf_max_gib=self._hf_max_gib,
         )
+        work = await asyncio.to_thread(stage)
         try:
             await self._watch.refuse_if_fenced()
             return await asyncio.to_thread(checkpoint.commit, work, self._folder, ledger["version"])
         except FileNotFoundError:
-            await self._watch.refuse_if_fenced()  # a newer learner has tidied up
+            # A newer learner deletes half-written folders: then this raises Fenced.
+            await self._watch.refuse_if_fenced()
             raise
         finally:
             await asyncio.to_thread(checkpoint.discard, work)

@@ -1,6 +1,4 @@
-"""Divides the ranks of a run over nodes: ``train.ranks`` is the number of all, ``--gpus`` says how
-many are here.
-"""
+"""Divides the ranks of a run over nodes: ``train.ranks`` counts all, ``--gpus`` those here."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ def lay_out(
     """
     device = gpus.select(spec)
     numbers = gpus.parse(spec) if device == "cuda" else []
-    # else this node's other ranks use them already
+    # Under torchrun or srun this node's other ranks may use them already.
     if numbers and not share and placement.local_rank is None:
         refuse_taken(numbers, spec)
     return divide(config, placement, spec, len(numbers))
@@ -36,16 +34,18 @@ def lay_out(
 def divide(
     config: dict[str, Any], placement: Placement, spec: str, num_gpus: int
 ) -> tuple[dict[str, Any], int]:
-    """Return the configuration with ``train.ranks`` of all nodes, and the number of ranks on this
-    node.
+    """Return the configuration with ``train.ranks``, and the number of ranks on this node.
 
     Raises:
         ConfigError: if ``train.ranks`` or ``train.device`` is another one, or does not divide.
     """
     train = config.get("train") or {}
     if not isinstance(train, dict):
-        return config, 1  # refused by validation
-    device = None if spec == "auto" else "cuda" if num_gpus else "cpu"
+        # Validation refuses it.
+        return config, 1
+    device = None
+    if spec != "auto":
+        device = "cuda" if num_gpus else "cpu"
     if device and train.get("device", "auto") not in ("auto", device):
         raise ConfigError(
             "train.device", train["device"], f"{device} with --gpus {spec}, or nothing"
@@ -71,7 +71,7 @@ def divide(
             )
             raise ConfigError("train.ranks", size, allowed)
         num_here = size // nodes
-    return {
-        **config,
-        "train": {**train, "ranks": size, **({"device": device} if device else {})},
-    }, num_here
+    train = {**train, "ranks": size}
+    if device:
+        train["device"] = device
+    return {**config, "train": train}, num_here

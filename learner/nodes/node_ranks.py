@@ -36,6 +36,7 @@ from learner.nodes.model_folders import list_folder
 log = logging.getLogger(__name__)
 
 STORE_S: Final = 600.0
+# Time for ranks to end by the last command, before children are killed.
 LEAVE_S: Final = 10.0
 
 
@@ -94,10 +95,13 @@ class NodeRanks:
             for number, remote in enumerate(self._ranks, 1)
             if remote.frames is frames
         )
+        # A rank that ends by itself has left the reason there before.
         message = self._store.peek(farewell_key(*hello.seat))
         if message is None:
-            line = f"rank {rank} of {hello.name} is gone; all nodes end, to resume from the last checkpoint"
-            self.died = line
+            self.died = (
+                f"rank {rank} of {hello.name} is gone; "
+                "all nodes end, to resume from the last checkpoint"
+            )
             code = EXIT_RANK_DIED
         else:
             farewell = msgspec.json.decode(message, type=Farewell)
@@ -110,6 +114,7 @@ class NodeRanks:
 
     @property
     def _name(self) -> str:
+        # Each group that is built meets under a name of its own in the same store.
         return f"group-{self._num_built}"
 
     def build(self, backend: str, settings: dict[str, Any]) -> None:
@@ -119,9 +124,16 @@ class NodeRanks:
         )
         sizes = {rank.hello.node: rank.hello.local_size for rank in self._ranks}
         for number, rank in enumerate(self._ranks, 1):
-            local = (rank.hello.local_rank, sizes[rank.hello.node])
             rank.link.send(
-                BuildCommand(backend, number, len(self._ranks) + 1, self._name, settings, *local)
+                BuildCommand(
+                    backend,
+                    number,
+                    len(self._ranks) + 1,
+                    store=self._name,
+                    settings=settings,
+                    local_rank=rank.hello.local_rank,
+                    num_here=sizes[rank.hello.node],
+                )
             )
 
     def _compare_folders(self, paths: set[str]) -> None:

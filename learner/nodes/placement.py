@@ -1,6 +1,4 @@
-"""Finds this process's place among several nodes: from its options, or the variables of torchrun or
-Slurm.
-"""
+"""Finds this process's place among several nodes: from options, or variables of a launcher."""
 
 from __future__ import annotations
 
@@ -21,10 +19,11 @@ TORCHRUN: Final = (
     "MASTER_PORT",
 )
 SLURM: Final = (
-    "SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_TASKS_PER_NODE",
-    "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID",
+    "SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES",
+    "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID",
 )  # fmt: skip
-FIRST_PORT: Final = 15_000  # of Slurm's steps, below the ports that systems give out by themselves
+# Of Slurm's steps: below the ports that systems give out by themselves.
+FIRST_PORT: Final = 15_000
 NUM_PORTS: Final = 16_000
 
 
@@ -86,7 +85,8 @@ def place(
     for name, value, expected in options:
         if value is not None and value != expected:
             raise UserError(
-                f"{name} {value}: {placement.source} started this process with {expected}; leave {name} out"
+                f"{name} {value}: {placement.source} started this process with {expected}; "
+                f"leave {name} out"
             )
     if rendezvous is None:
         return placement
@@ -140,28 +140,31 @@ def _of_torchrun(environ: Mapping[str, str]) -> Placement | None:
     if local_rank >= local_size or rank >= size or size % local_size:
         values = ", ".join(f"{name}={environ[name]}" for name in TORCHRUN[:4])
         raise UserError(
-            f"torchrun: {values} contradict each other; each node needs as many processes as the others"
+            f"torchrun: {values} contradict each other; "
+            "each node needs as many processes as the others"
         )
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        port += 1  # torchrun itself listens at the port that it names
+        # torchrun itself listens at the port that it names.
+        port += 1
     return Placement(
         node,
         size // local_size,
         environ["MASTER_ADDR"],
-        port,
-        "torchrun",
-        local_rank,
-        local_size,
-        size,
+        port=port,
+        source="torchrun",
+        local_rank=local_rank,
+        local_size=local_size,
+        size=size,
     )
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Placement | None:
-    """Return the place that srun gives: with one task per node, a task starts its node's ranks;
-    else it is a rank.
+    """Return the place that srun gives.
+
+    With one task per node, a task starts its node's ranks; with several, each is a rank.
     """
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
-    # a shell or a batch script, not several tasks of srun
+    # Otherwise it is a shell or a batch script, not several tasks of srun.
     if not tasks.isdecimal() or int(tasks) < 2:
         return None
     _require_variables("srun", SLURM, environ)
@@ -177,11 +180,21 @@ def _of_slurm(environ: Mapping[str, str]) -> Placement | None:
     )
     host = first_host(environ["SLURM_STEP_NODELIST"])
     size = int(tasks)
+    # The same on all nodes without asking, and another one for each step of a job.
     port = FIRST_PORT + (job * 31 + step) % NUM_PORTS
     if nodes == size:
         return Placement(node, nodes, host, port, "srun")
     sizes = tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
-    return Placement(node, nodes, host, port, "srun", local_rank, sizes[node], size)
+    return Placement(
+        node,
+        nodes,
+        host,
+        port=port,
+        source="srun",
+        local_rank=local_rank,
+        local_size=sizes[node],
+        size=size,
+    )
 
 
 def first_host(hosts: str) -> str:
@@ -193,7 +206,7 @@ def first_host(hosts: str) -> str:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Return the tasks of each node from a text as Slurm writes it: ``2(x3),1`` gives [2, 2, 2, 1]."""
+    """Return the tasks of each node: from Slurm's ``2(x3),1``, [2, 2, 2, 1]."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -206,7 +219,8 @@ def tasks_per_node(text: str) -> list[int]:
 def _require_variables(source: str, names: tuple[str, ...], environ: Mapping[str, str]) -> None:
     if missing := [name for name in names if not environ.get(name)]:
         raise UserError(
-            f"{source}: the environment has no {', '.join(missing)}; unset its variables or set them all"
+            f"{source}: the environment has no {', '.join(missing)}; "
+            "unset its variables or set them all"
         )
 
 

@@ -43,10 +43,12 @@ from learner.nodes.model_folders import compare
 
 log = logging.getLogger(__name__)
 
-ANSWER_S: Final = 10.0  # longest wait for a reply of rank 0
+# Longest wait for a reply of rank 0.
+ANSWER_S: Final = 10.0
 AGAIN_S: Final = 1.0
 REMIND_S: Final = 15.0
-FAREWELL_S: Final = 3.0  # in which this rank ends by itself after rank 0 did
+# After rank 0's end, this rank ends by itself within this time, unless it hangs in a collective.
+FAREWELL_S: Final = 3.0
 
 
 class NoRendezvousError(Exception):
@@ -108,6 +110,7 @@ class JoiningRank:
             )
             return EXIT_FAULT
         except Exception as error:
+            # Whatever it is: rank 0's log must say why the run ended.
             log.exception("%s: %s", type(error).__name__, error)
             return self._fail(
                 client,
@@ -140,8 +143,9 @@ class JoiningRank:
                 except TransferFailed:
                     if not _connection_problem(start.host, start.port):
                         raise UserError(
-                            f"{self._where} does not know the key {start.key_file} of node {start.node}: copy that of "
-                            "node 0 here, or name the port of node 0's rendezvous"
+                            f"{self._where} does not know the key {start.key_file} of node "
+                            f"{start.node}: copy that of node 0 here, or name the port of node 0's "
+                            "rendezvous"
                         ) from None
             if time.monotonic() > deadline:
                 raise NoRendezvousError(
@@ -175,7 +179,8 @@ class JoiningRank:
             watch.close()
             link.close()
 
-        self._close = close  # once rank 0 knows why
+        # Called at the end only, once rank 0 knows why.
+        self._close = close
         hello = greet(start.node, start.local_rank, start.size_here, start.config, start.shared)
         link.send(hello)
         self.joined = True
@@ -200,7 +205,7 @@ class JoiningRank:
             )
 
     def _fail(self, client: BoardClient, line: str, code: int, *, say: bool = True) -> int:
-        """Tell rank 0, so that the line stands in its log, too."""
+        """Leave rank 0 the reason, so that its log has the line too."""
         if say:
             log.error("%s", line)
         self._finished.set()
@@ -221,11 +226,10 @@ def _connection_problem(host: str, port: int) -> str:
 
 @contextmanager
 def _handle_signals(rank: JoiningRank) -> Iterator[None]:
-    """End at the first signal before joining; afterwards rank 0 ends the run, and a second signal
-    this process.
+    """Before joining, end at the first signal; after it, wait for rank 0, or end at the second.
 
-    Slurm and systemd signal every process of a node, and so does the process that started this one;
-    that it forwards a signal is not a second one.
+    Slurm and systemd signal every process of a node, and the process that started this one forwards
+    the same signal, which does not count as a second one.
     """
     received: list[int] = []
 

@@ -52,7 +52,8 @@ async def watch_refusals(
 async def _check_result(check: Callable[[CheckOffer], Awaitable[str]], request: CheckOffer) -> str:
     try:
         difference = await check(request)
-    except (RlearnerError, RuntimeError) as error:  # torch's, for example out of memory
+    except (RlearnerError, RuntimeError) as error:
+        # torch's, for example out of memory. A check that fails proves nothing: the run goes on.
         log.warning(
             "weights: they could not be checked here: %s", " ".join(str(error).split())[:300]
         )

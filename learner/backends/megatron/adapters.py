@@ -26,8 +26,7 @@ from learner.config import LoraSection
 
 
 class MegatronAdapters(LoraAdapters):
-    """See ``learner.backends.models.lora.LoraAdapters``; ``module`` is on the meta device and stays
-    unchanged.
+    """See ``LoraAdapters``; ``module`` is on the meta device and stays unchanged.
 
     Attributes:
         first: the whole factors by the module's names, in host memory, until ``divide``.
@@ -54,8 +53,10 @@ class MegatronAdapters(LoraAdapters):
         groups: ProcessGroups,
         device: torch.device,
     ) -> None:
-        """Keep this rank's shares of the factors and hook ``model``, this stage's; ``parts`` are of
-        all stages.
+        """Keep this rank's shares of the factors, and hook them into this stage's ``model``.
+
+        Args:
+            parts: of all stages.
         """
         adapted = [part for part in parts if len(self.parts(part.name)) > 1]
         factors = [factor for part in adapted for factor in self._parts_of(part)]
@@ -64,7 +65,7 @@ class MegatronAdapters(LoraAdapters):
         for part in self.exchange.own:
             share = take_share(self.first[part.name], part.dim, grid.tp, grid.share)
             self.live[part.name] = nn.Parameter(share.to(device, copy=True).contiguous())
-        # frees the whole factors
+        # Neither the whole factors nor the skeleton are needed any more.
         self.first = {}
         self._layers = []
         holders: dict[str, list[TensorPart]] = {}
@@ -75,7 +76,8 @@ class MegatronAdapters(LoraAdapters):
             layer = model.get_submodule(holder.removesuffix(".weight"))
             hook = self._adding(layer, parts_of_holder, groups.tp, device)
             if grid.tp > 1:
-                hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]  # as the layer, see ``compile_blocks``
+                # As the layer itself, see ``MegatronPolicy.compile_blocks``.
+                hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
             layer.register_forward_hook(hook)
 
     def _parts_of(self, part: TensorPart) -> list[TensorPart]:
@@ -91,12 +93,12 @@ class MegatronAdapters(LoraAdapters):
     def _adding(
         self, layer: Any, parts: Sequence[TensorPart], group: Any, device: torch.device
     ) -> Callable[..., Any]:
-        """Return a forward hook of one of Megatron's layers, which fuses several of Hugging Face's."""
+        """Return a forward hook for one of Megatron's layers and its parts in Hugging Face's."""
         rows = torch.arange(layer.weight.shape[0], device=device)
         shares: list[tuple[Tensor, Tensor, Tensor, bool]] = []
         for part in parts:
             a, b = (self.live[name] for name in self.parts(part.name)[1:])
-            # its rows; whether inputs are divided
+            # The outputs that the factors change, and whether ranks divide the inputs.
             shares.append((a, b, part.view(rows).flatten(), part.dim == 1))
         megatron = megatron_library()
 
@@ -110,9 +112,9 @@ class MegatronAdapters(LoraAdapters):
             total = result.float()
             for a, b, places, is_divided in shares:
                 inner = functional.linear(inputs, a)
-                inner = (megatron.sum_of_shares if is_divided else megatron.sum_of_slopes)(
-                    inner, group=group
-                )
+                # Divided inputs: sum the products forward. Whole inputs: sum gradients backward.
+                sum_over = megatron.sum_of_shares if is_divided else megatron.sum_of_slopes
+                inner = sum_over(inner, group=group)
                 total = total.index_add(-1, places, functional.linear(inner, b), alpha=self._scale)
             return total.to(result.dtype), bias
 
@@ -123,9 +125,7 @@ class MegatronAdapters(LoraAdapters):
 
 
 def _without_weights(module: Any) -> Any:
-    """Return the model with linear layers in host memory that use no memory, for peft to add
-    factors to.
-    """
+    """Return a copy of the model for peft, whose linear layers have shapes but use no memory."""
     skeleton = copy.deepcopy(module)
     for layer in skeleton.modules():
         if isinstance(layer, nn.Linear):

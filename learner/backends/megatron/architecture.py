@@ -8,7 +8,7 @@ from typing import Any, Final
 from broker.errors import ConfigError
 
 SUPPORTED: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-# frequencies independent of length, cosines not scaled
+# Their frequencies do not depend on the length, and their cosines are not scaled.
 ROPE_TYPES: Final = ("default", "linear", "llama3")
 
 
@@ -79,11 +79,9 @@ def _unsupported_setting(config: Any) -> str:
     for switch in ("attention_bias", "mlp_bias"):
         if getattr(config, switch, False):
             return switch
-    return (
-        f"attention_dropout {config.attention_dropout}"
-        if getattr(config, "attention_dropout", 0.0)
-        else ""
-    )
+    if getattr(config, "attention_dropout", 0.0):
+        return f"attention_dropout {config.attention_dropout}"
+    return ""
 
 
 def check_architecture(name: str, path: str) -> None:

@@ -1,6 +1,4 @@
-"""Assigns each rank a pipeline stage, a share of each layer and a copy of the model; makes their
-groups.
-"""
+"""Assigns each rank a pipeline stage, a share of each layer and a copy of the model."""
 
 from __future__ import annotations
 
@@ -12,8 +10,9 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class RankGrid:
-    """``size`` ranks as copies of ``pp`` stages, each divided by ``tp`` neighbours, which
-    communicate most.
+    """``size`` ranks as copies of ``pp`` stages, each divided among ``tp`` ranks.
+
+    The ranks of a layer communicate most, so their numbers are neighbours.
     """
 
     size: int

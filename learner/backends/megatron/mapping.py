@@ -54,8 +54,9 @@ def take_share(whole: Tensor, dim: int | None, tp: int, share: int) -> Tensor:
 
 
 def parts_of(shape: DecoderArchitecture, tp: int, pp: int) -> list[TensorPart]:
-    """Return all parts in the order of Hugging Face's models; an embedding tied across stages
-    counts in the first.
+    """Return all parts, in the order of Hugging Face's models.
+
+    An embedding that is tied across stages counts in the first.
     """
     parts = [
         TensorPart(
@@ -84,19 +85,23 @@ def _layer_parts(
 ) -> Iterator[TensorPart]:
     theirs = f"model.layers.{layer}."
     ours = f"decoder.layers.{place}."
-    own = f"{ours}self_attention."
+    attention = f"{ours}self_attention."
     for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
         for name in ("q", "k", "v"):
             view = _head_view(shape, tp, name)
             yield TensorPart(
-                f"{theirs}self_attn.{name}_proj.{kind}", f"{own}linear_qkv.{kind}", stage, 0, view
+                f"{theirs}self_attn.{name}_proj.{kind}",
+                f"{attention}linear_qkv.{kind}",
+                stage,
+                0,
+                view,
             )
     yield TensorPart(
-        f"{theirs}self_attn.o_proj.weight", f"{own}linear_proj.weight", stage, 1, whole_view
+        f"{theirs}self_attn.o_proj.weight", f"{attention}linear_proj.weight", stage, 1, whole_view
     )
     if shape.qk_norm:
         for name in ("q", "k"):
-            holder = f"{own}{name}_layernorm.weight"
+            holder = f"{attention}{name}_layernorm.weight"
             yield TensorPart(
                 f"{theirs}self_attn.{name}_norm.weight",
                 holder,

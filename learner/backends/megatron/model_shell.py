@@ -1,6 +1,4 @@
-"""A model without weights: Hugging Face's names and shapes of its tensors, its configuration and
-its files.
-"""
+"""A model without weights: its configuration, its files, and its tensors' names and shapes."""
 
 from __future__ import annotations
 

@@ -37,9 +37,10 @@ class MegatronOptimizer(MasterOptimizer):
         self._divided = {part.holder for part in parts if part.dim is not None}
         self._copies = {part.holder for part in parts if part.copy}
         self._summed = {part.holder for part in parts if part.summed}
-        self._both_ends = (
-            "embedding.word_embeddings.weight" if grid.stage == 0 else "output_layer.weight"
-        )
+        if grid.stage == 0:
+            self._both_ends = "embedding.word_embeddings.weight"
+        else:
+            self._both_ends = "output_layer.weight"
         self._at_ends = (
             self._both_ends in parameters
             and policy.module.config.tie_word_embeddings

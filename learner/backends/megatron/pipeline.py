@@ -1,5 +1,6 @@
-"""Runs slices through the stages of a pipeline, alternating forward and backward to keep few
-activations.
+"""Runs slices through the stages of a pipeline, alternating forward and backward passes.
+
+So a stage holds the activations of a slice for itself and for each stage behind it, not of all.
 
 Megatron's own schedules need a GPU for their counters; here every rank knows all slices, so no
 shapes are sent. The order is that of PipeDream-Flush (Narayanan et al. 2021, arXiv 2104.04473,
@@ -49,9 +50,9 @@ class StagePipeline:
         self._device = device
         self._dtype = dtype
         self._before = grid.at(grid.share, grid.copy, grid.stage - 1) if grid.stage else None
-        self._behind = (
-            grid.at(grid.share, grid.copy, grid.stage + 1) if grid.stage < grid.pp - 1 else None
-        )
+        self._behind: int | None = None
+        if grid.stage < grid.pp - 1:
+            self._behind = grid.at(grid.share, grid.copy, grid.stage + 1)
 
     def run(
         self,
@@ -59,25 +60,22 @@ class StagePipeline:
         forward: Forward,
         on_backward: Callable[[], None] | None,
     ) -> None:
-        """Run all slices forward and, with ``done``, backward.
+        """Run all slices forward and, with ``on_backward``, backward.
 
         Args:
             shapes: of the tensor between stages, for each slice.
-            done: called after each backward pass.
+            on_backward: called after each backward pass.
         """
-        forward_only = [(False, index) for index in range(len(shapes))]
-        steps = (
-            pass_order(len(shapes), self._grid.stage, self._grid.pp)
-            if on_backward
-            else forward_only
-        )
+        if on_backward:
+            steps = pass_order(len(shapes), self._grid.stage, self._grid.pp)
+        else:
+            steps = [(False, index) for index in range(len(shapes))]
         pending: dict[int, tuple[Tensor | None, GradientEdge]] = {}
         outgoing = None
         target = None
         for is_backward, index in steps:
-            incoming = self._exchange(
-                outgoing, target, self._behind if is_backward else self._before, shapes[index]
-            )
+            source = self._behind if is_backward else self._before
+            incoming = self._exchange(outgoing, target, source, shapes[index])
             if is_backward:
                 assert on_backward is not None
                 outgoing = _run_backward(*pending.pop(index), incoming)
@@ -91,7 +89,7 @@ class StagePipeline:
             target = self._behind
             if on_backward:
                 assert output is not None
-                # not the output: only the next stage needs it
+                # The output itself is not kept: only the next stage needs it.
                 pending[index] = incoming, get_gradient_edge(output)
         self._exchange(outgoing, target, None, ())
 
@@ -102,19 +100,17 @@ class StagePipeline:
         source: int | None,
         shape: tuple[int, ...],
     ) -> Tensor | None:
-        incoming = (
-            None if source is None else torch.empty(shape, dtype=self._dtype, device=self._device)
-        )
-        sends = (
-            []
-            if outgoing is None or target is None
-            else [dist.P2POp(dist.isend, outgoing.contiguous(), target, self._group)]
-        )
-        receives = (
-            [] if incoming is None else [dist.P2POp(dist.irecv, incoming, source, self._group)]
-        )
-        for work in dist.batch_isend_irecv(sends + receives) if sends or receives else ():
-            work.wait()
+        operations: list[dist.P2POp] = []
+        incoming = None
+        if outgoing is not None and target is not None:
+            operations.append(dist.P2POp(dist.isend, outgoing.contiguous(), target, self._group))
+        if source is not None:
+            incoming = torch.empty(shape, dtype=self._dtype, device=self._device)
+            operations.append(dist.P2POp(dist.irecv, incoming, source, self._group))
+        # torch refuses an empty batch.
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
         return incoming
 
 

@@ -1,6 +1,4 @@
-"""Turns the blocks of columns that the ranks of a layer hold into rows, which are ranges of the
-flattened tensor.
-"""
+"""Turns the columns that the ranks of a layer hold into rows, ranges of the flattened tensor."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ class RowExchange:
         self._group = group
 
     def sent_runs(self, slices: Iterable[Slice]) -> Iterator[SentRun]:
-        """Yield what this rank sends; the ranks of a layer read runs of blocks at the same time and
-        in one order.
-        """
+        """Yield what this rank sends; the ranks of a layer read their runs together, in order."""
         grid = self._grid
         for piece in slices:
             if not piece.block:
@@ -58,7 +54,9 @@ class RowExchange:
 
     @torch.no_grad()
     def _exchange(self, own: Slice) -> Tensor:
-        tp, (length, columns) = self._grid.tp, (own.shape[1], own.tensor.shape[1])
+        tp = self._grid.tp
+        length = own.shape[1]
+        columns = own.tensor.shape[1]
         size = share_size(length, tp)
         rows = self._rows(own)
         widths = [min(size, length - size * share) for share in range(tp)]

@@ -33,7 +33,7 @@ class TensorExchange:
         self.shapes = dict(shapes)
         self.own = [part for part in parts if part.stage == grid.stage]
         self._first = {part.name: part for part in parts if not part.copy}
-        # that have a tensor: a tied embedding is at both ends
+        # The stages that have a tensor: a tied embedding is at both ends.
         self._stages: dict[str, list[int]] = {}
         for part in parts:
             self._stages.setdefault(part.name, []).append(part.stage)
@@ -55,11 +55,13 @@ class TensorExchange:
                 yield _share_slice(
                     part, holder, tuple(self.shapes[part.name].shape), grid, (place, count)
                 )
+                continue
+            among = (place * grid.tp + grid.share, count * grid.tp)
+            if holder.ndim:
+                shape = tuple(self.shapes[part.name].shape)
+                yield Slice(part.name, shape, 0, part.view(holder), among=among)
             else:
-                among = (place * grid.tp + grid.share, count * grid.tp)
-                whole = part.view(holder) if holder.ndim else holder
-                shape = tuple(self.shapes[part.name].shape) if holder.ndim else ()
-                yield Slice(part.name, shape, 0, whole, among=among)
+                yield Slice(part.name, (), 0, holder, among=among)
 
     @torch.no_grad()
     def gather(self, name: str, holders: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor | None:
@@ -91,7 +93,7 @@ class TensorExchange:
         length = shape[part.dim] if part.dim is not None else 0
         if part.dim is not None:
             shape[part.dim] = share_size(length, self._grid.tp)
-        # from host memory
+        # While the model is loaded its parameters are in host memory.
         share = part.view(holder.detach()).reshape(shape).to(self._device).contiguous()
         if part.dim is None or self._grid.tp == 1:
             return share
@@ -103,9 +105,7 @@ class TensorExchange:
 def _share_slice(
     part: TensorPart, holder: Tensor, shape: tuple[int, ...], grid: RankGrid, among: tuple[int, int]
 ) -> Slice:
-    """Return the slice of a tensor that the ranks of a layer divide: rows or columns, without
-    padding.
-    """
+    """Return this rank's rows or columns of a divided tensor, without padding."""
     assert part.dim is not None
     length = shape[part.dim]
     view = part.view(holder)
@@ -113,7 +113,8 @@ def _share_slice(
     first = min(grid.share * size, length)
     if part.dim == 1:
         return Slice(part.name, shape, first, view[:, : length - first], among=among, block=True)
-    elements = (
-        view[: length - first] if len(view) == size else view
-    )  # heads in groups have no padding
+    elements = view
+    # Heads in groups have another shape than the tensor, and no padding.
+    if len(view) == size:
+        elements = view[: length - first]
     return Slice(part.name, shape, first * prod(shape[1:]), elements, among=among)

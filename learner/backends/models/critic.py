@@ -1,4 +1,4 @@
-"""A value model: the policy's architecture with one output per position instead of the vocabulary."""
+"""A value model: the policy's architecture with one output per position."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ _SUMS: Final = ("loss", "clipped", "values", "error", "returns", "returns_square
 def value_losses(
     values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return ``0.5 max((V - R)^2, (V_old + clip(V - V_old, ±clip) - R)^2)``, as in PPO (Schulman et
-    al., 2017).
+    """Return PPO's ``0.5 max((V - R)^2, (V_old + clip(V - V_old, ±clip) - R)^2)``.
+
+    See Schulman et al., Proximal policy optimization algorithms, 2017.
 
     Args:
         values: (T,) now, with gradient.
@@ -45,8 +46,7 @@ def value_losses(
 
 
 class ValueModel:
-    """The value of the state in which each trained token was sampled. The head starts at 0, so all
-    values do.
+    """The value of the state in which each trained token was sampled; all values start at 0.
 
     Args:
         path: weights of the trunk, with which the policy started.
@@ -92,9 +92,7 @@ class ValueModel:
         return values
 
     def forward_backward(self, batch: TokenBatch) -> dict[str, float]:
-        """Add a slice to the gradient, not yet normalised; return sums over its tokens, and their
-        number.
-        """
+        """Add a slice to the gradient, not yet normalised; return sums over its tokens."""
         assert batch.values is not None
         assert batch.returns is not None
         values = self.values(batch)
@@ -118,8 +116,7 @@ class ValueModel:
     def step(
         self, sums: Mapping[str, float], at: int, steps: int | None = None
     ) -> dict[str, float]:
-        """Update, normalised over all tokens since the last update; return metrics by their
-        published names.
+        """Update, normalised over all tokens since the last update; return the metrics.
 
         Args:
             sums: over everything added since.
@@ -130,11 +127,13 @@ class ValueModel:
         update = self.optimizer.step(count, at, steps)
         mean = {name: sums.get(name, 0.0) / count for name in _SUMS}
         variance = mean["returns_squared"] - mean["returns"] ** 2
+        # Returns that are all alike have a variance of rounding errors only.
+        explained = 1.0 - mean["error"] / variance if variance > 1e-12 else 0.0
         return {
             "critic/vf_loss": mean["loss"],
             "critic/vf_clipfrac": mean["clipped"],
             "critic/vpred_mean": mean["values"],
-            "critic/vf_explained_var": 1.0 - mean["error"] / variance if variance > 1e-12 else 0.0,
+            "critic/vf_explained_var": explained,
             "critic/grad_norm": update["grad_norm"],
             "critic/lr": update["lr"],
         }
@@ -155,6 +154,7 @@ class ValueModel:
         own = {_WEIGHT + name: tuple(p.shape) for name, p in self.module.named_parameters()}
         if own != {name: shape for name, shape in state.items() if name.startswith(_WEIGHT)}:
             raise UserError(
-                "the checkpoint's critic belongs to another model, or there is none; begin a new run"
+                "the checkpoint's critic belongs to another model, or there is none; "
+                "begin a new run"
             )
         self.optimizer.refuse(shapes_below(OPTIMIZER, state))

@@ -1,6 +1,4 @@
-"""Builds a model without its weights, and fills it from files: whole, or each rank the part that it
-holds.
-"""
+"""Builds a model without its weights, and fills it from files, whole or each rank's part."""
 
 from __future__ import annotations
 
@@ -26,13 +24,13 @@ from rlearner_text.transformers_import import import_transformers
 
 log = logging.getLogger(__name__)
 
-Replace = Callable[[str, Any], Tensor]  # of a parameter's name and itself; returns its successor
+# Takes a parameter's name and the parameter; returns its successor.
+Replace = Callable[[str, Any], Tensor]
 
 
 @dataclass(frozen=True)
 class EmptyModel:
-    """A model whose parameters are on the meta device and whose buffers are ready, and the files
-    with its weights.
+    """A model with parameters on the meta device and buffers in memory, and its weights' files.
 
     Attributes:
         path: as the user named the model.
@@ -58,25 +56,21 @@ class EmptyModel:
         def whole(name: str, tensor: Any) -> Tensor:
             weight = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             self.read(name, 0, weight)
-            return (
-                nn.Parameter(weight, tensor.requires_grad)
-                if isinstance(tensor, nn.Parameter)
-                else weight
-            )
+            if isinstance(tensor, nn.Parameter):
+                return nn.Parameter(weight, tensor.requires_grad)
+            return weight
 
         self.replace(whole, device)
 
     def replace(self, parameter: Replace, device: torch.device) -> None:
-        """Replace the parameters, tied ones by the same, read the stored buffers and move all to a
-        device.
-        """
+        """Replace the parameters, tied ones by the same, and read the stored buffers."""
         saved = {name for name, _ in self.module.named_buffers()} & set(self.module.state_dict())
         replacements: dict[int, Any] = {}
         for path, owner in self.module.named_modules():
             for key, tensor in [*owner._parameters.items()]:
                 if tensor is not None:
                     if id(tensor) not in replacements:
-                        # keeps its id
+                        # The old tensor is kept, so that no new one gets its id.
                         replacements[id(tensor)] = (
                             parameter(f"{path}.{key}".removeprefix("."), tensor),
                             tensor,
@@ -90,8 +84,7 @@ class EmptyModel:
 
 
 def open_parts(path: str, section: ModelSection) -> EmptyModel | None:
-    """Return the model of a checkpoint without weights in Hugging Face format, None for any other
-    folder.
+    """Return the model of a checkpoint whose weights are only in parts, None for other folders.
 
     Raises:
         ConfigError: if its configuration or parts are missing or damaged.
@@ -105,8 +98,7 @@ def open_parts(path: str, section: ModelSection) -> EmptyModel | None:
 
 
 def weights_in_parts(path: str) -> StoredTensors | None:
-    """Return the weights of a checkpoint that has none in Hugging Face format, None for any other
-    folder.
+    """Return the weights of a checkpoint that has them only in parts, None for other folders.
 
     Raises:
         ConfigError: if its parts are missing or damaged.
@@ -123,9 +115,7 @@ def weights_in_parts(path: str) -> StoredTensors | None:
 
 
 def open_empty(path: str, section: ModelSection) -> EmptyModel | str:
-    """Return a model whose weights can be read in slices, or why they cannot: transformers converts
-    them.
-    """
+    """Return a model whose weights can be read in slices, or why they cannot."""
     if (model := open_parts(path, section)) is not None:
         return model
     folder = Path(model_folder(path, trust_remote_code=section.trust_remote_code))
@@ -146,8 +136,7 @@ def open_empty(path: str, section: ModelSection) -> EmptyModel | str:
 
 
 def build_empty(path: str, section: ModelSection) -> Any:
-    """Build a model in evaluation mode whose parameters are on the meta device; buffers are
-    computed.
+    """Build a model in evaluation mode with computed buffers and parameters on the meta device.
 
     Raises:
         ConfigError: if transformers cannot read the configuration.
@@ -176,9 +165,7 @@ def build_empty(path: str, section: ModelSection) -> Any:
 
 
 def _layout_difference(module: Any, weights: StoredTensors) -> str:
-    """Return how the stored weights differ from the model's: names, shapes, or tied weights stored
-    twice.
-    """
+    """Return how the stored weights differ from the model's in names or shapes."""
     parameters: Mapping[str, Any] = dict(module.named_parameters())
     buffers = {name: tensor for name, tensor in module.state_dict().items() if not tensor.is_meta}
     for name, tensor in {**parameters, **buffers}.items():
@@ -194,9 +181,7 @@ def _layout_difference(module: Any, weights: StoredTensors) -> str:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Within it every parameter that a module registers goes to the meta device before its memory
-    is touched.
-    """
+    """Move parameters to the meta device as modules register them, before memory is touched."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -1,5 +1,4 @@
-"""Low-rank adapters by peft: each linear layer keeps its frozen weight W and trains two small
-factors.
+"""Low-rank adapters by peft: a linear layer freezes its weight W and trains two small factors.
 
 A layer computes ``x W' + (x A') B' * alpha / rank`` (Hu et al., LoRA, 2021, arXiv 2106.09685).
 Merged weights are ``W + B A * alpha / rank``, computed in float32 and cast to W's dtype. The
@@ -25,10 +24,12 @@ from learner.backends.models.lora_targets import find_targets
 from learner.backends.parts.hugging_face import ADAPTER_WEIGHTS
 from learner.config import LoraSection
 
-_NAME: Final = "default"  # peft's name of a single adapter
+# peft's name of a single adapter
+_NAME: Final = "default"
 _CONFIG: Final = "adapter_config.json"
 
-Find = Callable[[str], Tensor]  # returns a tensor of the module by the module's name
+# Returns a tensor of the module by the module's name.
+Find = Callable[[str], Tensor]
 
 
 class LoraAdapters:
@@ -65,7 +66,8 @@ class LoraAdapters:
         try:
             peft.inject_adapter_in_model(self._config, module)
         except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
-            allowed = f"null: peft cannot adapt {type(module).__name__}: {' '.join(str(error).split())[:300]}"
+            reason = " ".join(str(error).split())[:300]
+            allowed = f"null: peft cannot adapt {type(module).__name__}: {reason}"
             raise ConfigError("train.lora", section.model_dump(), allowed) from error
         self._config.target_modules = targets.modules
         self._config.target_parameters = targets.parameters or None
@@ -118,12 +120,13 @@ class LoraAdapters:
     def describe(self, base: str) -> wire.Adapter:
         """Describe the adapters for an offer; ``base`` is the digest of the weights below them."""
         targets = sorted({name_pattern(name) for name in self._factors})
-        more = {
-            "rank": self._config.r,
-            "scale": self._scale,
-            "transposed": sorted(self._transposed),
-        }
-        return wire.Adapter(base=base, targets=targets, **more)
+        return wire.Adapter(
+            base=base,
+            targets=targets,
+            rank=self._config.r,
+            scale=self._scale,
+            transposed=sorted(self._transposed),
+        )
 
     def factors(self, find: Find) -> dict[str, Tensor]:
         """Return all live factors by name, see ``broker.weights.adapter.factor_names``."""
@@ -135,9 +138,7 @@ class LoraAdapters:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Within it the model computes with the frozen weights alone; only for passes without
-        gradient.
-        """
+        """Compute with the frozen weights alone; only for passes without gradient."""
         self._disable(True)
         try:
             yield
@@ -146,13 +147,13 @@ class LoraAdapters:
 
     def _disable(self, disabled: bool) -> None:
         for layer in self._layers:
-            # enable_adapters would also change requires_grad of the factors, which FSDP reads once,
+            # enable_adapters would also change requires_grad of the factors, which FSDP reads only
             # in the first pass.
             layer._disable_adapters = disabled
 
     @contextmanager
     def dropping(self, seed: Callable[[], int]) -> Iterator[None]:
-        """Within it the adapters' dropout is active, if there is any, with a seed for itself."""
+        """Activate the adapters' dropout, if there is any, with a seed of its own."""
         if self._dropouts:
             torch.manual_seed(seed())
         for dropout in self._dropouts:
@@ -189,13 +190,16 @@ class LoraAdapters:
             ("target_modules", "target_modules"),
             ("target_modules", "target_parameters"),
         ):
-            values = (config.get(name), getattr(self._config, name))
-            before, now = (
-                sorted(value) if isinstance(value, list | set) else value for value in values
+            saved = config.get(name)
+            current = getattr(self._config, name)
+            # peft writes sets as lists, in any order.
+            saved, current = (
+                sorted(value) if isinstance(value, list | set) else value
+                for value in (saved, current)
             )
-            if before != now:
-                allowed = f"{before}, as in {folder.parent}: adapters cannot change their shape"
-                raise ConfigError(f"train.lora.{key}", now, allowed)
+            if saved != current:
+                allowed = f"{saved}, as in {folder.parent}: adapters cannot change their shape"
+                raise ConfigError(f"train.lora.{key}", current, allowed)
         factors = load_file(str(folder / ADAPTER_WEIGHTS))
         for name, factor in self.factors(find).items():
             factor.copy_(factors[self.exported_names[name]])

@@ -1,9 +1,8 @@
-"""Chooses the weights of a model that get adapters: matrices of the language model that tokens are
-multiplied with.
+"""Chooses the weights that get adapters: matrices of the language model that multiply tokens.
 
-Vision and audio towers are left out, because only the language model is trained, as are routers: a
-small change of theirs sends tokens to other experts, which the servers' sums in another order may
-not follow.
+Vision and audio towers get none, because only the language model is trained. Nor do routers: a
+small change of theirs sends tokens to other experts, and servers, which sum in another order, may
+choose differently.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ from learner.config import LoraSection
 
 _ROUTER: Final = re.compile(r"(^|\.)(router|gate|wg|shared_expert_gate|modality_router)(\.|$)")
 _TOWER: Final = re.compile("vision|visual|audio|projector")
-SMALLEST_SHARE: Final = 0.005  # of the weights, that is named by itself
-# Mamba multiplies by the weight without calling the layer, so adapters are ignored
+# Of the weights. The log line sums up layers with less, or it would name every norm.
+SMALLEST_SHARE: Final = 0.005
+# Mamba multiplies by the weight without calling the layer, so its adapters would be ignored.
 _UNCALLED: Final = ("dt_proj",)
 _WEIGHT: Final = ".weight"
 
@@ -58,13 +58,17 @@ class _Candidate:
     @property
     def last(self) -> str:
         """The name in ``train.lora.target_modules``."""
-        *_, owner, last = ("", *self.name.split("."))
-        return owner if self.stacked and last == "weight" else last
+        parts = self.name.split(".")
+        if self.stacked and parts[-1] == "weight" and len(parts) > 1:
+            return parts[-2]
+        return parts[-1]
 
     @property
     def parameter(self) -> str:
         """The weight's name."""
-        return self.name if self.stacked else self.name + _WEIGHT
+        if self.stacked:
+            return self.name
+        return self.name + _WEIGHT
 
 
 def find_targets(module: Any, section: LoraSection) -> AdapterTargets:
@@ -82,11 +86,10 @@ def find_targets(module: Any, section: LoraSection) -> AdapterTargets:
         ) or ["it has no linear layers"]
         allowed = f"null: peft can adapt no layer of {type(module).__name__}; {'; '.join(problems)}"
         raise ConfigError("train.lora", section.model_dump(), allowed)
-    targets = (
-        _linear_candidates(candidates)
-        if section.target_modules == "all-linear"
-        else _named_candidates(candidates, section)
-    )
+    if section.target_modules == "all-linear":
+        targets = _linear_candidates(candidates)
+    else:
+        targets = _named_candidates(candidates, section)
     if not targets:
         raise ConfigError(
             "train.lora.target_modules", "all-linear", f"names out of {', '.join(usable)}"
@@ -128,7 +131,8 @@ def describe_share(sizes: Mapping[str, int], adapted: Collection[str]) -> str:
             with_adapters[".".join(layer[-2:] if "experts" in layer else layer[-1:])] += size
         else:
             without_adapters[_outer_name(layer)] += size
-    line = f"adapters on {with_adapters.total() / total:.1%} of the weights ({', '.join(sorted(with_adapters))})"
+    names = ", ".join(sorted(with_adapters))
+    line = f"adapters on {with_adapters.total() / total:.1%} of the weights ({names})"
     shares = {
         name: size / total
         for name, size in without_adapters.most_common()
@@ -139,9 +143,7 @@ def describe_share(sizes: Mapping[str, int], adapted: Collection[str]) -> str:
 
 
 def _outer_name(layer: list[str]) -> str:
-    """Return a short name of what a weight without adapters belongs to: a tower, or the layer
-    itself.
-    """
+    """Return the tower that a weight without adapters belongs to, or else its layer's name."""
     tower = next((part for part in layer if _TOWER.search(part)), "")
     return tower or ".".join(part for part in layer[-2:] if part not in ("*", "model"))
 
@@ -200,7 +202,8 @@ def _named_candidates(candidates: Collection[_Candidate], section: LoraSection) 
     usable = {candidate.last for candidate in candidates if not candidate.problem}
     for candidate in candidates:
         if candidate.last in names and candidate.problem:
-            allowed = f"layers that peft can adapt: {', '.join(sorted(usable))}; {candidate.name}: {candidate.problem}"
+            reason = f"{candidate.name}: {candidate.problem}"
+            allowed = f"layers that peft can adapt: {', '.join(sorted(usable))}; {reason}"
             raise ConfigError("train.lora.target_modules", candidate.last, allowed)
     if odd := sorted(names - usable):
         allowed = f"linear layers that this model has: {', '.join(sorted(usable)) or 'none at all'}"
@@ -222,7 +225,8 @@ def _renamed_by_peft(module: Any, names: Collection[str]) -> set[str]:
         config = LoraConfig(target_modules=[name])
         try:
             convert_peft_config_for_transformers(config, module, conversions=None)
-        except ValueError:  # it needs the other layers of the experts, too
+        except ValueError:
+            # It needs the other layers of the experts, too.
             renamed.add(name)
         else:
             if name not in config.target_modules:

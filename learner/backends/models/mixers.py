@@ -1,4 +1,4 @@
-"""Recurrent and convolutional layers of packed rows: each sequence of a row has a state of its own.
+"""Recurrent and convolutional layers of packed rows: each sequence has a state of its own.
 
 Layers of linear attention, state spaces and short convolutions carry a state along a row. In a
 packed row they take its sequences as the rows of a batch, like attention. The way of transformers
@@ -73,9 +73,8 @@ def separate_sequences(trunk: nn.Module) -> Callable[[], None]:
 
 
 def _is_mixer(module: nn.Module) -> bool:
-    """Recognise a layer that carries a state: all of today's begin with a short convolution over
-    the tokens.
-    """
+    """Return whether a layer carries a state along the tokens."""
+    # All such layers of transformers begin with a short convolution over the tokens.
     return "forward" not in vars(module) and any(
         isinstance(child, nn.Conv1d) for child in module.children()
     )

@@ -23,7 +23,8 @@ from learner.config import kl_in_reward
 
 log = logging.getLogger(__name__)
 
-LoadModel = Callable[[str, bool], Any]  # of a path, and whether the model is trained
+# Takes a path, and whether the model is trained.
+LoadModel = Callable[[str, bool], Any]
 
 
 class FrozenBase:
@@ -76,7 +77,7 @@ class ModelSet:
                 plan = plan_of(
                     self.policy.shapes(), train.weights_bucket_mib, dtype=train.weights_dtype
                 )
-                # of whole weights without adapters
+                # Servers apply the adapters to whole weights, so the digest is of these.
                 self.base_digest = digest_of(plan, self.policy.weights())
             sizes = {name: tensor.numel() for name, tensor in self.policy.shapes().items()}
             adapters = self.policy.adapt(train.lora, context.seed)
@@ -92,7 +93,12 @@ class ModelSet:
         self.critic: ValueModel | None = None
         if critic.enabled:
             self.critic = ValueModel(
-                first, critic, train, context.model, device, context.max_context
+                first,
+                critic,
+                train,
+                model=context.model,
+                device=device,
+                max_context=context.max_context,
             )
         self.packs = False
         if getattr(self.policy, "empty", None) is None:
@@ -118,8 +124,11 @@ class ModelSet:
 
     def modules(self) -> list[nn.Module]:
         """Return the modules of all models."""
-        own = [model.module for model in (self.policy, self.critic) if model is not None]
-        return [*own, self.ref.module] if isinstance(self.ref, PolicyModel) else own
+        modules = [model.module for model in (self.policy, self.critic) if model is not None]
+        # A frozen base is a view of the policy.
+        if isinstance(self.ref, PolicyModel):
+            modules.append(self.ref.module)
+        return modules
 
     @property
     def kl_in_loss(self) -> bool:

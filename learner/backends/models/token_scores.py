@@ -1,5 +1,4 @@
-"""Logprob and entropy of tokens from their logits, in blocks that stay in a cache, within the
-logits' own memory.
+"""Computes logprob and entropy of tokens in the memory of their logits, block by block.
 
 The plain formula reads and writes the whole (tokens, vocabulary) matrix about ten times and holds
 five copies of it. Here a block of rows is read once, its probabilities replace the logits, and the
@@ -14,9 +13,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-# of one block of rows in float32: half of a core's second-level cache
+# Of one block of rows in float32: half of a core's second-level cache.
 BLOCK_BYTES: Final = {"cpu": 1 << 20}
-_OTHER_BLOCK_BYTES: Final = 1 << 26  # on a GPU: large enough to hide the start of kernels
+# On a GPU: large enough to hide the start of kernels.
+_OTHER_BLOCK_BYTES: Final = 1 << 26
 _LOWEST: Final = torch.finfo(torch.float32).min
 
 
@@ -64,7 +64,8 @@ class _TokenScores(torch.autograd.Function):
             block = torch.exp(logprobs, out=probabilities[rows])
             # A logit of -inf (a padded vocabulary) adds nothing; 0 * -inf would be NaN.
             entropy[rows] = logprobs.clamp_min_(_LOWEST).mul_(block).sum(-1).neg_()
-            del own, logprobs  # before the next block's
+            # Free them before the next block's are made.
+            del own, logprobs
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         # Saved this way, checkpointing and offload see it, and a second backward pass is an error.
@@ -82,12 +83,11 @@ class _TokenScores(torch.autograd.Function):
             logprob_gradient = logprob_gradient / temperature
             entropy_gradient = entropy_gradient / temperature
         for rows in _row_blocks(gradient):
-            block = gradient[rows]  # probabilities p, which become -g p - h (p log p + H p)
-            surprise = (
-                None
-                if entropy is None
-                else torch.xlogy(block, block).addcmul_(block, entropy[rows, None])
-            )
+            # Probabilities p, which become -g p - h (p log p + H p).
+            block = gradient[rows]
+            surprise = None
+            if entropy is not None:
+                surprise = torch.xlogy(block, block).addcmul_(block, entropy[rows, None])
             block.mul_(-logprob_gradient[rows, None])
             if surprise is not None:
                 block.addcmul_(surprise, entropy_gradient[rows, None], value=-1.0)

@@ -1,4 +1,4 @@
-"""Writes models that transformers loads from parts, a few megabytes or one merged weight at a time."""
+"""Writes models that transformers loads, from parts, a few megabytes or one weight at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from rlearner_text.stored_form import keeps_names, use_conversions
 log = logging.getLogger(__name__)
 
 MAX_SHARD_BYTES: Final = 5 << 30
-ADAPTER_FOLDER: Final = "adapter"  # the adapters in peft's format
+# The adapters in peft's format.
+ADAPTER_FOLDER: Final = "adapter"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 
 
@@ -50,11 +51,9 @@ def write_description(
         path: folder or hub name of the model that the run started from.
     """
     original = find_original(path)
-    kept_names = (
-        use_conversions(module, list(original.tensors), names, untrained)
-        if original.tensors
-        else []
-    )
+    kept_names: list[str] = []
+    if original.tensors:
+        kept_names = use_conversions(module, list(original.tensors), names, untrained)
     config = module.config
     config.dtype = str(module.dtype).removeprefix("torch.")
     config.architectures = [type(module).__name__.removeprefix("FSDP")]
@@ -152,20 +151,21 @@ def shards_of(like: Mapping[str, Tensor], max_bytes: int) -> list[list[str]]:
 
 def shard_name(index: int, count: int) -> str:
     """Return the name that transformers gives a file of a model."""
-    return (
-        "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
-    )
+    if count == 1:
+        return "model.safetensors"
+    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def _write_tensors(
     file: Path, like: Mapping[str, Tensor], bytes_of: Callable[[str], Iterator[memoryview]]
 ) -> None:
     """Write tensors of the shapes and dtypes of ``like``."""
-    names = sorted(like, key=lambda name: -like[name].itemsize)  # aligned; otherwise in order
-    with file.open("wb") as opened:
-        opened.write(
+    # The largest items come first, so that all are aligned; otherwise in order.
+    names = sorted(like, key=lambda name: -like[name].itemsize)
+    with file.open("wb") as output:
+        output.write(
             header([(name, like[name].dtype, list(like[name].shape)) for name in names], {})
         )
         for name in names:
             for piece in bytes_of(name):
-                opened.write(piece)
+                output.write(piece)

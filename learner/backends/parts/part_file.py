@@ -10,7 +10,8 @@ import msgspec
 
 from broker.errors import UserError
 
-CHUNK: Final = 8 << 20  # bytes written, hashed or read at once
+# Bytes written, hashed or read at once, which is all that such work holds in memory.
+CHUNK: Final = 8 << 20
 
 
 class DamagedFileError(UserError):

@@ -1,6 +1,4 @@
-"""Where the tensors of a written model come from: parts, merged adapters, conversions, the original
-files.
-"""
+"""Sources of a written model's tensors: parts, merged adapters, conversions, original files."""
 
 from __future__ import annotations
 
@@ -50,12 +48,9 @@ class StoredWeights:
     def __init__(self, model: StoredModel, tensors: StoredTensors) -> None:
         self.shapes = model.on_meta()
         self._tensors = tensors
-        missing = (
-            [name for name in model.weights if MODEL + name not in tensors]
-            if model.base is None
-            else []
-        )
-        if missing:
+        missing = [name for name in model.weights if MODEL + name not in tensors]
+        # With adapters, the parts have these alone.
+        if missing and model.base is None:
             raise DamagedFileError(
                 f"the parts lack {len(missing)} weights, the first is {missing[0]}"
             )
@@ -68,8 +63,9 @@ class StoredWeights:
 
 
 class MergedWeights:
-    """The base's weights with the adapters merged in; all are in memory if the base's files hold
-    them otherwise.
+    """The base's weights with the adapters merged in.
+
+    They are read one by one; if the base's files have other names or shapes, all are in memory.
     """
 
     def __init__(self, model: StoredModel, base: StoredBase, factors: Mapping[str, Tensor]) -> None:

@@ -90,11 +90,10 @@ class StoredTensor:
 
     def gap(self) -> str:
         """Return which elements are missing, empty if none is."""
-        at = (
-            first_gap((piece.box for piece in self.pieces), *matrix_of(self.shape))
-            if self.numel
-            else None
-        )
+        if self.numel:
+            at = first_gap((piece.box for piece in self.pieces), *matrix_of(self.shape))
+        else:
+            at = None
         return "" if at is None else f"element {at} of {self.numel}"
 
 
@@ -200,11 +199,10 @@ class StoredTensors(Mapping[str, Tensor]):
                 shape = tuple(int(length) for length in entry["shape"])
                 begin, close = entry["data_offsets"]
                 whole = tuple(int(length) for length in shapes.get(name, shape))
-                place = (
-                    [int(offset) for offset in offsets[name]["saved_offsets"]]
-                    if name in shapes
-                    else [0]
-                )
+                if name in shapes:
+                    place = [int(offset) for offset in offsets[name]["saved_offsets"]]
+                else:
+                    place = [0]
                 if (
                     not 0 <= begin <= close <= extent.size - extent.data
                     or close - begin != prod(shape) * dtype.itemsize
@@ -242,11 +240,9 @@ def weights_in_files(folder: Path) -> StoredTensors:
         return StoredTensors([folder / _WHOLE])
     index = folder / INDEX
     try:
-        names = (
-            set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-            if index.is_file()
-            else ()
-        )
+        names: set[str] = set()
+        if index.is_file():
+            names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise DamagedFileError(f"{index} cannot be read: {' '.join(str(error).split())}") from None
     return StoredTensors(

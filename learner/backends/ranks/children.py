@@ -20,6 +20,7 @@ from learner.backends.ranks.link import RankLink, SocketFrames
 from learner.backends.ranks.messages import BuildCommand
 from learner.backends.ranks.rendezvous import Meeting
 
+# Time for the other ranks to leave the process group and free their GPUs.
 _LEAVE_S: Final = 10.0
 
 
@@ -44,7 +45,7 @@ class ChildRanks:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "learner.backends.ranks.follower", str(theirs.fileno())]
         try:
-            # their logs go where this process's go
+            # Their logs go where this process's go.
             with theirs, os.fdopen(os.dup(2), "wb") as output:
                 process = spawn(command, output, pass_fds=[theirs.fileno()])
         except BaseException:
@@ -61,7 +62,10 @@ class ChildRanks:
         if self._closing or self.died:
             return
         ending = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        self.died = f"rank {rank} (pid {process.pid}) ended {ending}; so does the learner, to resume from its checkpoint"
+        self.died = (
+            f"rank {rank} (pid {process.pid}) ended {ending}; "
+            "so does the learner, to resume from its checkpoint"
+        )
         if self._armed:
             exit_at_once(self.died)
 
@@ -71,7 +75,15 @@ class ChildRanks:
     def build(self, backend: str, settings: dict[str, Any]) -> None:
         for rank, link in enumerate(self.links, 1):
             link.send(
-                BuildCommand(backend, rank, self._size, self._store, settings, rank, self._size)
+                BuildCommand(
+                    backend,
+                    rank,
+                    self._size,
+                    store=self._store,
+                    settings=settings,
+                    local_rank=rank,
+                    num_here=self._size,
+                )
             )
 
     def arm(self) -> None:

@@ -9,15 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# All ranks send as many bytes in one collective, so a text has a fixed size.
 TEXT_BYTES: Final = 512
-_BUCKET_ELEMENTS: Final = 8 << 20  # reduced at once: 32 MiB of float32
+# Reduced at once, 32 MiB of float32: the memory of the copy that a transfer needs.
+_BUCKET_ELEMENTS: Final = 8 << 20
 
 
 @torch.no_grad()
 def broadcast_from_rank_0(tensors: Sequence[Tensor], device: torch.device) -> None:
     """Overwrite tensors with those of rank 0."""
     for tensor in tensors:
-        local = tensor.to(device)  # an offloaded tensor is on the CPU
+        # An offloaded tensor is on the CPU.
+        local = tensor.to(device)
         dist.broadcast(local, 0)
         if local is not tensor:
             tensor.copy_(local)
@@ -25,7 +28,7 @@ def broadcast_from_rank_0(tensors: Sequence[Tensor], device: torch.device) -> No
 
 @torch.no_grad()
 def sum_over_ranks(tensors: Sequence[Tensor], device: torch.device, group: Any = None) -> None:
-    """Sum tensors in place over the ranks of a group, or all ranks; small tensors share a transfer."""
+    """Sum tensors in place over the ranks of a group, or all ranks."""
     bucket: list[Tensor] = []
     for index, tensor in enumerate(tensors):
         bucket.append(tensor)

@@ -15,8 +15,9 @@ from learner.backends.ranks.messages import (
 )
 
 T = TypeVar("T")
-Job = tuple[Sequence[TrainSample], bool]  # a slice, and whether it is trained
-# index of the slice, None for a filler that trains nothing; whether it is trained
+# A slice, and whether it is trained.
+Job = tuple[Sequence[TrainSample], bool]
+# Index of a slice, None for a filler that trains nothing; whether it is trained.
 Share = tuple[int | None, bool]
 
 
@@ -35,7 +36,8 @@ def deal_jobs(jobs: Sequence[Job], num: int, *, same_number: bool) -> list[list[
         most = max(len(part) for part in parts)
         for shares, part in zip(dealt, parts, strict=True):
             shares += [(indices[index], kind) for index in part]
-            shares += [(None, kind)] * (most - len(part) if same_number else 0)
+            if same_number:
+                shares += [(None, kind)] * (most - len(part))
     return dealt
 
 

@@ -32,14 +32,13 @@ from learner.backends.ranks.messages import (
 from learner.backends.ranks.rendezvous import Meeting, join_group, join_single_group
 
 T = TypeVar("T")
-_elsewhere: list[OtherRanks] = []  # ranks of several nodes, which meet before there is a backend
+# Ranks of several nodes, which meet before there is a backend.
+_elsewhere: list[OtherRanks] = []
 
 
 @contextmanager
 def others_elsewhere(ranks: OtherRanks) -> Iterator[None]:
-    """Within it, backends of several ranks are built on these instead of on children of this
-    process.
-    """
+    """Build backends of several ranks on these instead of on children of this process."""
     _elsewhere.append(ranks)
     try:
         yield
@@ -83,9 +82,9 @@ class RankGroup:
         self.rank = rank
         self.leader = leader
         self._meeting = meeting
-        # on rank 0: ranks of its host
+        # Ranks of this host; known on rank 0 only.
         self.num_here = 1 if leader is None else leader.ranks.num_here
-        # called before the process group is destroyed
+        # Called before the process group is destroyed.
         self.before_leaving: Callable[[], None] = lambda: None
         self._joined = False
 
@@ -94,9 +93,9 @@ class RankGroup:
         """Address of this host that the ranks on other hosts have reached; empty if all ranks are
         on this host.
         """
-        return (
-            self._meeting.address if self._meeting is not None and self.num_here < self.size else ""
-        )
+        if self._meeting is not None and self.num_here < self.size:
+            return self._meeting.address
+        return ""
 
     @classmethod
     def start(cls, target: str, size: int, settings: dict[str, Any]) -> RankGroup:
@@ -157,9 +156,7 @@ class RankGroup:
             self.leader.tell_one(rank, command)
 
     def verify(self, parts: list[PartFile], work: Callable[[Sequence[PartFile]], str]) -> str:
-        """Return the first problem that a rank finds in its share of a checkpoint's files, empty if
-        there is none.
-        """
+        """Return the first problem that a rank finds in its share of the files; empty if none."""
         if self.leader is None:
             return work(parts)
         with self.leader.working():
@@ -177,8 +174,10 @@ class RankGroup:
         command: Callable[[list[list[SampleMessage]], list[bool]], Command],
         work: Callable[[Sequence[Job]], list[T]],
     ) -> list[T]:
-        """Run jobs here by ``work`` and elsewhere by ``command(slices, whether trained)``; return
-        results in order.
+        """Run jobs here by ``work``, on other ranks by ``command``; return results in order.
+
+        Args:
+            command: takes a rank's slices, and for each whether it is trained.
         """
         if self.leader is None:
             return work(jobs)

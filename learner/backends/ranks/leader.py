@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final, Protocol
@@ -16,7 +16,8 @@ from learner.backends.ranks.rendezvous import GroupFailedError, Meeting
 
 log = logging.getLogger(__name__)
 
-EXIT_RANK_DIED: Final = 1  # a supervisor restarts the learner
+# A supervisor restarts the learner after it.
+EXIT_RANK_DIED: Final = 1
 
 
 class RankExitedError(RlearnerError):
@@ -25,6 +26,7 @@ class RankExitedError(RlearnerError):
 
 def exit_at_once(line: str, code: int = EXIT_RANK_DIED) -> None:
     """Exit at once, as if killed; everything that must last is on disk or in the broker."""
+    # Cleaning up would hang: other threads wait in collectives for the rank that is gone.
     log.critical("%s", line)
     logging.shutdown()
     os._exit(code)
@@ -85,16 +87,17 @@ class RankLeader:
         try:
             yield
         except (LinkClosedError, GroupFailedError, RuntimeError) as error:
+            # torch reports a lost peer as any RuntimeError, often before its end is noticed.
             self._wait_for_news(1.0)
             if self.ranks.died or isinstance(error, LinkClosedError):
                 raise RankExitedError(self.ranks.died or "a rank closed its connection") from None
             raise
 
     def _wait_for_news(self, seconds: float) -> None:
-        pause = threading.Event()
         for _ in range(20):
-            if self.ranks.died or pause.wait(seconds / 20):
+            if self.ranks.died:
                 return
+            time.sleep(seconds / 20)
 
     def tell(self, message: Any) -> None:
         """Send a message to all ranks."""

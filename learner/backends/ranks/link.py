@@ -1,6 +1,4 @@
-"""What connects rank 0 and one other rank: msgpack messages over a private socket, or between nodes
-over CURVE.
-"""
+"""The link of rank 0 and one other rank: msgpack messages over a socket, or over CURVE."""
 
 from __future__ import annotations
 
@@ -26,7 +24,10 @@ class LinkClosedError(Exception):
 
 
 class Frames(Protocol):
-    """Carries frames between two processes; raises ``LinkClosedError`` if the other end has closed."""
+    """Carries frames between two processes.
+
+    Its methods raise ``LinkClosedError`` if the other end has closed.
+    """
 
     def put(self, frame: bytes) -> None:
         """Send a frame."""
@@ -46,8 +47,7 @@ class Frames(Protocol):
 
 
 class RankLink:
-    """One end of a connection; a thread that writes a checkpoint may use it next to the one that
-    trains.
+    """One end of a connection, for two threads: one trains, one writes a checkpoint.
 
     Its methods raise ``LinkClosedError`` if the other end has closed.
     """
@@ -59,7 +59,9 @@ class RankLink:
         self.close = frames.close
         self._arrived = threading.Condition()
         self._reading = False
-        self._written_replies, self._other_replies = deque[Reply](), deque[Reply]()
+        # The thread that writes a checkpoint waits for the first kind, the other for the second.
+        self._written_replies = deque[Reply]()
+        self._other_replies = deque[Reply]()
 
     def send(self, message: Any) -> None:
         """Send a command or a reply."""
@@ -91,11 +93,10 @@ class RankLink:
                 self._reading = True
             try:
                 reply: Reply = _replies.decode(self._frames.take())
-                (
-                    self._written_replies
-                    if isinstance(reply, WrittenReply)
-                    else self._other_replies
-                ).append(reply)
+                if isinstance(reply, WrittenReply):
+                    self._written_replies.append(reply)
+                else:
+                    self._other_replies.append(reply)
             finally:
                 with self._arrived:
                     self._reading = False
@@ -103,7 +104,7 @@ class RankLink:
 
 
 class SocketFrames:
-    """Frames over a stream socket between two processes of one host: a length and that many bytes."""
+    """Frames over a stream socket of one host: a length and that many bytes."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
