@@ -28,8 +28,7 @@ class TaughtSample(TrainSample):
 
 
 class DistillBackend(TorchBackend):
-    """Minimises the mean over trained tokens of KL(teacher || student), or the reverse, times the
-    token's weight.
+    """Minimises the weighted mean over trained tokens of KL(teacher || student), or the reverse.
 
     Args:
         direction: forward or reverse.

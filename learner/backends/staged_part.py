@@ -81,7 +81,7 @@ class RankSnapshot:
         if leader is None:
             return [self._own.write(folder)]
         with leader.working():
-            leader.tell(WriteCommand(str(folder)))
+            leader.send_to_all(WriteCommand(str(folder)))
             replies = [self._own.report(str(folder)), *leader.written()]
         for reply in replies:
             if reply.part is None:
@@ -96,4 +96,4 @@ class RankSnapshot:
         if (leader := self._ranks.leader) is not None:
             # A rank may have ended; then so will this process.
             with suppress(LinkClosedError):
-                leader.tell(DropCommand())
+                leader.send_to_all(DropCommand())

@@ -122,4 +122,4 @@ class RankStripes:
                 timeout_s=settings.timeout_s,
                 connect_timeout_s=settings.connect_timeout_s,
             )
-            self._ranks.tell_one(rank, command)
+            self._ranks.send_to(rank, command)

@@ -234,7 +234,7 @@ class TorchBackend:
 
     def discard(self) -> None:
         if self._ranks.leader is not None:
-            self._ranks.leader.tell(DiscardCommand())
+            self._ranks.leader.send_to_all(DiscardCommand())
         self._passes.discard()
         self._counts = BatchCounts()
         self._sums = {}

@@ -166,7 +166,7 @@ class Roll:
         return f"here: {names}; missing: {', '.join(missing) or 'none'}"
 
     def in_order(self) -> list[Hello]:
-        """Return those who are there as ranks 0, 1, ...: neighbours share a node."""
+        """Return the messages in the order of ranks, which follow each other on a node."""
         return [self.present[seat] for seat in sorted(self.present)]
 
     def wrong_size(self, size: int) -> str:

@@ -121,13 +121,9 @@ def _build_worker(context: RunContext, ranks: RankGroup) -> RankWorker:
     if (empty := policy.empty) is not None:
         empty.replace(_untouched_parameter, device)
     trained = models.trained_parameters()
-    if (
-        len(
-            kinds := {str(parameter.dtype).removeprefix("torch.") for parameter in trained.values()}
-        )
-        > 1
-    ):
-        allowed = f"fsdp2: {policy.path} has weights of {' and '.join(sorted(kinds))}"
+    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in trained.values()}
+    if len(dtypes) > 1:
+        allowed = f"fsdp2: {policy.path} has weights of {' and '.join(sorted(dtypes))}"
         raise ConfigError("train.backend", "deepspeed", allowed)
     read = None if empty is None else lambda name, parameter: empty.read(name, 0, parameter)
     optimizer = ZeroOptimizer(module, trained, train, device, read)

@@ -231,10 +231,8 @@ class ZeroOptimizer(MasterOptimizer):
 
     def _norm(self) -> float:
         norm = float(self.engine.get_global_grad_norm())
-        # DeepSpeed returns -1 for a gradient that is not finite.
-        if norm < 0:
-            return math.inf
-        return norm
+        # DeepSpeed returns -1 for a gradient that is not finite; NaN counts as such, too.
+        return norm if norm >= 0 else math.inf
 
     def _factor(self) -> float | None:
         if self._denominator is None:
@@ -252,11 +250,11 @@ class ZeroOptimizer(MasterOptimizer):
     def slices(self) -> Iterator[Slice]:
         """Yield this rank's ranges of DeepSpeed's flat partitions."""
         step = self._adamw.state[self._flat[0]]["step"]
-        # DeepSpeed's own keys; None stands for the float32 weights.
-        keys = dict(zip(self._kinds, (*MOMENTS, None), strict=False))
         for name, parameter in self._live.items():
             yield Slice.whole(f"step.{name}", step)
-            for kind, key in keys.items():
+            for kind in self._kinds:
+                # DeepSpeed has no key for its float32 weights.
+                key = None if kind == "master" else kind
                 yield from self._range(f"{kind}.{name}", parameter, tuple(self._shapes[name]), key)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -35,7 +35,8 @@ def pass_order(num: int, stage: int, num_stages: int) -> list[tuple[bool, int]]:
 class StagePipeline:
     """One stage of the pipeline.
 
-    One exchange sends a pass's output and receives the next input, so neighbours never deadlock.
+    One exchange sends a pass's output and receives the next input, so that two stages never wait
+    for each other.
 
     Args:
         device: receives tensors.

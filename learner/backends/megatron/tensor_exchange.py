@@ -15,8 +15,10 @@ from learner.backends.parts.slices import Slice
 
 
 class TensorExchange:
-    """What this rank holds of some tensors; ``shapes`` are all of them by Hugging Face's names, on
-    the meta device.
+    """What this rank holds of some tensors.
+
+    Attributes:
+        shapes: of all of them by Hugging Face's names, on the meta device.
     """
 
     def __init__(

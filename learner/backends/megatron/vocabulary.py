@@ -20,8 +20,7 @@ def measure_shares(
     group: Any,
     entropy_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return each target's logprob and its distribution's entropy in nats, (T,) float32 each, on
-    all ranks.
+    """Return each target's logprob and entropy in nats, (T,) float32 each, on all ranks.
 
     Every rank continues with the same loss, so the gradient of a sum over ranks is, on each rank,
     that of its own part.

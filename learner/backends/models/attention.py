@@ -43,7 +43,7 @@ class InexactAttentionError(Exception):
 
 
 class AttentionPattern:
-    """Which of the ``size`` last tokens a token sees; stands where transformers has a mask.
+    """Which of the ``size`` last tokens a token sees; replaces the mask of transformers.
 
     Args:
         function: of transformers: row, head, query and key indices to whether the query sees the

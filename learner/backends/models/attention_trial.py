@@ -43,7 +43,7 @@ _FAILURES: Final = (
     RuntimeError,
     AssertionError,
 )
-# Of a leak to rounding errors; below it they cannot be told apart.
+# Of a leak to rounding errors; below it one cannot be distinguished from the other.
 _MIN_CONTRAST: Final = 4.0
 # A few tokens may happen to be computed without any rounding error.
 _MIN_NOISE: Final = 1e-6

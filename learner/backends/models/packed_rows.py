@@ -26,7 +26,7 @@ MAX_LENGTH_RATIO: Final = 1.25
 class PackedRow:
     """Where the sequences of a row are.
 
-    Not a tuple: torch.compile would inspect one and compile anew for each layout.
+    Not a tuple: torch.compile would inspect one and compile again for each layout.
 
     Attributes:
         shapes: for each call of the attention kernel, its number of sequences and the length of the

@@ -1,7 +1,6 @@
-"""Reads tensors from safetensors files by ranges of elements and by blocks, without holding more
-than is asked for.
+"""Reads tensors from safetensors files by ranges of elements and by blocks.
 
-Files are read, not mapped: what is not asked for is never in this process's memory.
+Files are read, not mapped: this process never holds more than the caller asked for.
 """
 
 from __future__ import annotations
@@ -25,12 +24,13 @@ from learner.backends.parts.writing import DTYPES, OFFSETS, SHAPES, bytes_of
 
 INDEX: Final = "model.safetensors.index.json"
 _WHOLE: Final = "model.safetensors"
-_MAX_HEADER: Final = 100_000_000  # bytes, the format's limit
+# Bytes, the format's own limit.
+_MAX_HEADER: Final = 100_000_000
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A box of a tensor; its elements are neighbours in a file, from ``offset`` bytes on."""
+    """A box of a tensor, whose elements follow each other in a file from ``offset`` bytes on."""
 
     box: Box
     file: Path
@@ -53,7 +53,7 @@ class _Piece:
     def _fill(self, into: Tensor, box: Box, descriptor: int) -> None:
         data = bytes_of(into)
         size = into.itemsize
-        # rows that are neighbours in the file
+        # Whole rows follow each other in the file, and need one read for all.
         at_once = box.rows if box.columns == self.box.columns else 1
         length = at_once * box.columns * size
         for index, row in enumerate(range(box.top, box.bottom, at_once)):
@@ -90,11 +90,10 @@ class StoredTensor:
 
     def gap(self) -> str:
         """Return which elements are missing, empty if none is."""
-        if self.numel:
-            at = first_gap((piece.box for piece in self.pieces), *matrix_of(self.shape))
-        else:
-            at = None
-        return "" if at is None else f"element {at} of {self.numel}"
+        if not self.numel:
+            return ""
+        element = first_gap((piece.box for piece in self.pieces), *matrix_of(self.shape))
+        return "" if element is None else f"element {element} of {self.numel}"
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -138,8 +137,8 @@ class StoredTensors(Mapping[str, Tensor]):
         """Return the tensors whose names begin with a prefix, without it."""
         tensors = StoredTensors(())
         tensors.entries = {
-            name.removeprefix(prefix): e
-            for name, e in self.entries.items()
+            name.removeprefix(prefix): entry
+            for name, entry in self.entries.items()
             if name.startswith(prefix)
         }
         return tensors
@@ -164,9 +163,7 @@ class StoredTensors(Mapping[str, Tensor]):
             at += box.numel
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield neighbouring elements with the place of the first; each tensor is valid until the
-        next.
-        """
+        """Yield pieces of a tensor and their places; each piece is overwritten by the next."""
         dtype = self.entries[name].dtype
         buffer = torch.empty(min(CHUNK // dtype.itemsize, max(0, stop - start)), dtype=dtype)
         for at in range(start, stop, max(1, len(buffer))):
@@ -179,10 +176,8 @@ class StoredTensors(Mapping[str, Tensor]):
         """Fill slices; the names must be here."""
         for piece in slices:
             if piece.block:
-                (top, left), (rows, columns) = (
-                    divmod(piece.start, piece.shape[1]),
-                    piece.tensor.shape,
-                )
+                top, left = divmod(piece.start, piece.shape[1])
+                rows, columns = piece.tensor.shape
                 self.entries[piece.name].read(
                     Box(top, top + rows, left, left + columns), piece.tensor.detach()
                 )

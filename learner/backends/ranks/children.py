@@ -25,9 +25,7 @@ _LEAVE_S: Final = 10.0
 
 
 class ChildRanks:
-    """Ranks 1 … size - 1, see ``learner.backends.ranks.leader.OtherRanks``; the constructor starts
-    them.
-    """
+    """Ranks 1 … size - 1, see ``OtherRanks``; the constructor starts them."""
 
     def __init__(self, size: int) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="rlearner-ranks-"))

@@ -81,7 +81,7 @@ def serve(
                 case EndCommand():
                     return command
                 case BuildCommand():
-                    worker = _build(command, meet(command))
+                    worker = _build_worker(command, meet(command))
                 case ReleaseCommand():
                     if worker is not None:
                         worker.part()
@@ -105,7 +105,7 @@ def serve(
         raise
 
 
-def _build(build: BuildCommand, meeting: Meeting) -> RankWorker:
+def _build_worker(build: BuildCommand, meeting: Meeting) -> RankWorker:
     logs.identify(role="learner", process_id=f"rank-{build.rank}")
     worker: RankWorker = resolve("backends", build.backend, {}).follow(build, meeting)
     return worker

@@ -90,9 +90,7 @@ class RankGroup:
 
     @property
     def hosts_address(self) -> str:
-        """Address of this host that the ranks on other hosts have reached; empty if all ranks are
-        on this host.
-        """
+        """Address of this host for ranks on other hosts; empty if all ranks are on this host."""
         if self._meeting is not None and self.num_here < self.size:
             return self._meeting.address
         return ""
@@ -131,7 +129,7 @@ class RankGroup:
         if self.leader is None:
             return work()
         with self.leader.working():
-            self.leader.tell(command)
+            self.leader.send_to_all(command)
             return work()
 
     def all_done(self, command: Command, work: Callable[[], None]) -> None:
@@ -146,21 +144,21 @@ class RankGroup:
         if self.leader is None:
             return []
         with self.leader.working():
-            self.leader.tell(command)
+            self.leader.send_to_all(command)
             return self.leader.replies()
 
-    def tell_one(self, rank: int, command: Command) -> None:
+    def send_to(self, rank: int, command: Command) -> None:
         """Send a command to another rank."""
         assert self.leader is not None, "rank 0 of several commands the others"
         with self.leader.working():
-            self.leader.tell_one(rank, command)
+            self.leader.send_to(rank, command)
 
     def verify(self, parts: list[PartFile], work: Callable[[Sequence[PartFile]], str]) -> str:
         """Return the first problem that a rank finds in its share of the files; empty if none."""
         if self.leader is None:
             return work(parts)
         with self.leader.working():
-            self.leader.tell(VerifyCommand(parts))
+            self.leader.send_to_all(VerifyCommand(parts))
             problems = [work(parts)]
             problems += [
                 reply.problem for reply in self.leader.replies() if isinstance(reply, VerifiedReply)
@@ -184,7 +182,7 @@ class RankGroup:
         dealt = layout.deal(jobs)
         with self.leader.working():
             for rank, shares in enumerate(dealt[1:], 1):
-                self.leader.tell_one(
+                self.leader.send_to(
                     rank, command(pack_slices(jobs, shares), [train for _, train in shares])
                 )
             results: list[Any] = [work(own_jobs(jobs, dealt[0]))]

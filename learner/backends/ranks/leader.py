@@ -58,8 +58,9 @@ class OtherRanks(Protocol):
         ...
 
     def arm(self) -> None:
-        """From now on exit when a rank ends. Before, rank 0 fails by itself for the same reason and
-        reports it better.
+        """From now on exit when a rank ends.
+
+        Before, rank 0 fails by itself for the same reason, and reports it better.
 
         Raises:
             RankExitedError: if one has ended already.
@@ -99,12 +100,12 @@ class RankLeader:
                 return
             time.sleep(seconds / 20)
 
-    def tell(self, message: Any) -> None:
+    def send_to_all(self, message: Any) -> None:
         """Send a message to all ranks."""
         for link in self.ranks.links:
             link.send(message)
 
-    def tell_one(self, rank: int, message: Any) -> None:
+    def send_to(self, rank: int, message: Any) -> None:
         """Send a message to one rank."""
         self.ranks.links[rank - 1].send(message)
 
