@@ -14,6 +14,7 @@ BACKENDS: Final[dict[str, str]] = {
 
 # Train in one process. Listed here because `check` must know it without importing torch.
 SINGLE_PROCESS_BACKENDS: Final = frozenset({"torch"})
+# Backends whose models are plain PyTorch modules.
 _PLAIN: Final = ("torch", "ddp", "fsdp2")
 # For each option of the section train, and for a critic, the backends that support it.
 SUPPORTED_OPTIONS: Final[dict[str, tuple[str, ...]]] = {

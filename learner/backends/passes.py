@@ -75,6 +75,7 @@ class ModelPasses:
         self._slice_tokens = min(tokens, CPU_SLICE_TOKENS) if device.type == "cpu" else tokens
         self.seed = context.seed
         self.rank = rank
+        # The version for which seeds were drawn last, and how many.
         self._drawn = (0, 0)
 
     def slices(

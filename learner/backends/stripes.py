@@ -66,6 +66,7 @@ class OwnStripe:
         """
         runs = RunsInOrder(self._sent())
         sums = self.stripe.stage(version, runs).to(self._device)
+        # The other ranks may read runs of which this rank sends nothing.
         runs.finish()
         if self._ranks.size > 1:
             dist.reduce(sums, 0)

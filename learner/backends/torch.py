@@ -96,6 +96,7 @@ class TorchBackend:
         try:
             self.worker = build(context.on_rank(0, self._ranks.num_here), self._ranks)
         except BaseException:
+            # Even after Ctrl-C: the other ranks have started already.
             self.close()
             raise
         self._context = context
@@ -428,6 +429,7 @@ class TorchBackend:
     def save(self, path: str | Path) -> None:
         """Write policy, configuration and tokenizer for transformers, adapters also for peft."""
         Path(path).mkdir(parents=True, exist_ok=True)
+        # In the target's file system, since /tmp may be too small for the parts.
         with TemporaryDirectory(prefix=".parts.", dir=path) as parts:
             snapshot = self.snapshot()
             files = [part.path for part in snapshot.write(Path(parts))]

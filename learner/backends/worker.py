@@ -216,6 +216,7 @@ class RankWorker:
         if self.models.critic is not None:
             self.models.critic.optimizer.finish_restore(int(tensors[CRITIC + OPTIMIZER + UPDATES]))
         self.passes.version = int(tensors[VERSION])
+        # A fixed coefficient is the configuration's, which may have changed since.
         if self.passes.kl.target is not None:
             self.passes.kl.value = float(tensors[KL_COEF])
         rank = self.ranks.rank

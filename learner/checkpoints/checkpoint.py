@@ -33,6 +33,7 @@ from rlearner_text.atomic_folders import begin_folder, finish_folder, remove_fol
 if TYPE_CHECKING:
     from learner.backends.base import Backend, Snapshot
 
+# Format 1, with everything but the weights in one file, is still read.
 FORMAT: Final = 2
 # Up to this size a model is also written whole, for transformers to load.
 HF_MAX_GIB: Final = 8.0
@@ -129,6 +130,7 @@ def stage(
         discard(work)
         raise _os_error(error) from None
     except BaseException:
+        # Whatever the error: no half-written folder stays, which may be large.
         discard(work)
         raise
     return work

@@ -256,6 +256,7 @@ class CheckpointSaver:
         self._copied_step = ledger["version"]
         self._by_operator = False
         self._writing = asyncio.create_task(self._write(snapshot, ledger))
+        # A write that fails ends the run at once, not at the next checkpoint.
         self._writing.add_done_callback(self._failed)
 
     def _failed(self, task: asyncio.Task[None]) -> None:
@@ -264,6 +265,7 @@ class CheckpointSaver:
 
     async def _write(self, snapshot: Snapshot, ledger: dict[str, Any]) -> None:
         """Write a checkpoint, delete the oldest, and trim the log behind those that are kept."""
+        # The records that the checkpoint covers must be on disk before it: a resume skips them.
         await self._records.sync()
         began = time.monotonic()
         path = await self._disk_retry(lambda: self._try(snapshot, ledger))

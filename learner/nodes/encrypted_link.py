@@ -124,6 +124,7 @@ class LinkWatch:
 
     def __init__(self, on_lost: Callable[[EncryptedFrames], None]) -> None:
         self.on_lost = on_lost
+        # ``add`` is called while the thread reads.
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._watched: dict[Any, tuple[EncryptedFrames, int | None]] = {}

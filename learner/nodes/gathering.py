@@ -131,6 +131,7 @@ class Gathering:
             self._abandon(2, str(error))
             raise
         except BaseException:
+            # Whatever ends the wait: the ranks that are there must end, too.
             self._abandon(1)
             raise
         log.info("all ranks are there; %s", self._roll.describe())
@@ -154,6 +155,7 @@ class Gathering:
         return node_ranks
 
     def _gather(self, deadline_s: float, is_stopped: Callable[[], bool]) -> None:
+        # Under torchrun and srun the launcher has started the other ranks of this node.
         if self._placement.local_rank is None:
             for local_rank in range(1, self._size_here):
                 start = start_of(

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
+# Packages whose versions must be the same on all nodes.
 PACKAGES: Final = ("rlearner", "torch", "transformers")
 # Settings that only rank 0 uses, and that may differ.
 OWN: Final = ("run.name", "run.dir")

@@ -8,6 +8,7 @@ from typing import Final
 
 from learner.backends.ranks.messages import FoldersCommand, FoldersReply
 
+# Of the files from which ranks load models and tokenizers; other files may differ.
 SUFFIXES: Final = {".json", ".safetensors", ".txt", ".model", ".jinja", ".py"}
 # Folder of a checkpoint from which no rank loads its model.
 STATE: Final = "learner"

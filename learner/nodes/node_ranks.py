@@ -156,6 +156,7 @@ class NodeRanks:
 
     def close(self) -> None:
         """Have the ranks drop the backend; they wait for another one."""
+        # All get the command before any reply is awaited, so that they leave the group together.
         for link in self.links:
             with suppress(LinkClosedError):
                 link.send(ReleaseCommand())

@@ -126,6 +126,7 @@ async def gathered(
         if isinstance(error, UserError) or (
             isinstance(error, BaseExceptionGroup) and error.subgroup(UserError)
         ):
+            # A supervisor does not start the nodes again: the same error would follow.
             outcome.code = EXIT_USER_ERROR
         raise
     finally:

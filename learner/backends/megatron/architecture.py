@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from broker.errors import ConfigError
 
+# Their layers are all alike, and their tensors have the names that ``mapping`` translates.
 SUPPORTED: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 # Their frequencies do not depend on the length, and their cosines are not scaled.
 ROPE_TYPES: Final = ("default", "linear", "llama3")

@@ -19,6 +19,7 @@ from learner.config import CriticSection, TrainSection
 from rlearner_text.config import ModelSection
 
 _WEIGHT: Final = "weight."
+# In the order of the columns that ``forward_backward`` sums up.
 _SUMS: Final = ("loss", "clipped", "values", "error", "returns", "returns_squared")
 
 

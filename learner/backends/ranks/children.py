@@ -51,6 +51,7 @@ class ChildRanks:
             raise
         self.processes.append(process)
         self.links.append(RankLink(SocketFrames(ours)))
+        # A thread for each child notices its end at once, without polling.
         threading.Thread(
             target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True
         ).start()

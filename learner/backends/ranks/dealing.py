@@ -28,6 +28,7 @@ def deal_jobs(jobs: Sequence[Job], num: int, *, same_number: bool) -> list[list[
         same_number: whether fillers give all copies the same number of slices.
     """
     dealt: list[list[Share]] = [[] for _ in range(num)]
+    # Dealt apart, because a slice that is trained costs more than one that is only measured.
     for kind in (True, False):
         indices = [index for index, (_, train) in enumerate(jobs) if train == kind]
         parts = deal_slices(

@@ -107,6 +107,7 @@ class RankGroup:
         try:
             other_ranks.build(target, settings)
         except BaseException:
+            # The ranks have started already, and must not outlive a failed build.
             other_ranks.close()
             raise
         return cls(size, meeting=other_ranks.meeting(), leader=RankLeader(other_ranks))

@@ -54,9 +54,11 @@ class RankLink:
 
     def __init__(self, frames: Frames) -> None:
         self._frames = frames
+        # A rank's two threads both send replies.
         self._sending = threading.Lock()
         self.closes = frames.closes
         self.close = frames.close
+        # A thread that has read a reply for the other one wakes it.
         self._arrived = threading.Condition()
         self._reading = False
         # The thread that writes a checkpoint waits for the first kind, the other for the second.
