@@ -145,7 +145,7 @@ def watch(backend, monkeypatch):
         gathered.clear()
         backward(total)
 
-    monkeypatch.setattr(activation_offload, "_leaves", as_on_a_gpu)
+    monkeypatch.setattr(activation_offload, "_is_offloaded", as_on_a_gpu)
     monkeypatch.setattr(optimizer, "backward", watched)
     if not optimizer._sharded:
         return seen

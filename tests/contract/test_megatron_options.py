@@ -163,7 +163,7 @@ def test_offloaded_activations_make_the_same_steps_and_weights_stay(
             moved.append(tensor.nbytes)
         return moves
 
-    monkeypatch.setattr(activation_offload, "_leaves", as_on_a_gpu)
+    monkeypatch.setattr(activation_offload, "_is_offloaded", as_on_a_gpu)
     try:
         close(run(backend, range(2)), expected)
         assert sum(moved) > 5e4  # also of checkpointed layers what enters them: 128 bytes a token
