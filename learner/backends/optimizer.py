@@ -182,7 +182,7 @@ class MasterOptimizer:
         """Return the shapes of the whole state, of all ranks, by name."""
         return {piece.name: piece.shape for piece in self.slices()} | {UPDATES: ()}
 
-    def refuse(self, state: Mapping[str, tuple[int, ...]]) -> None:
+    def check_shapes(self, state: Mapping[str, tuple[int, ...]]) -> None:
         """Check the shapes of a stored state.
 
         Raises:

@@ -82,7 +82,7 @@ class RankSnapshot:
             return [self._own.write(folder)]
         with leader.working():
             leader.send_to_all(WriteCommand(str(folder)))
-            replies = [self._own.report(str(folder)), *leader.written()]
+            replies = [self._own.report(str(folder)), *leader.receive_written()]
         for reply in replies:
             if reply.part is None:
                 if reply.errno:

@@ -442,7 +442,7 @@ class TorchBackend:
         for part in parts:
             part.check_size()
         tensors = StoredTensors(part.path for part in parts)
-        self.worker.refuse({name: entry.shape for name, entry in tensors.entries.items()})
+        self.worker.check_shapes({name: entry.shape for name, entry in tensors.entries.items()})
         if problem := self._ranks.verify(list(parts), self.worker.verify):
             raise DamagedFileError(problem)
         self._ranks.together(LoadCommand(list(parts)), partial(self.worker.load, parts))

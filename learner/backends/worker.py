@@ -180,7 +180,7 @@ class RankWorker:
                 )
         return [Slice.whole(name, tensor, shared=False) for name, tensor in tensors.items()]
 
-    def refuse(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check the shapes of a checkpoint's tensors.
 
         Raises:
@@ -190,9 +190,9 @@ class RankWorker:
             name for name in (VERSION, KL_COEF, _rng_name("cpu", 0)) if name not in shapes
         ]:
             raise UserError(f"the checkpoint has no {missing[0]}")
-        self.optimizer.refuse(shapes_below(OPTIMIZER, shapes))
+        self.optimizer.check_shapes(shapes_below(OPTIMIZER, shapes))
         if self.models.critic is not None:
-            self.models.critic.refuse(shapes_below(CRITIC, shapes))
+            self.models.critic.check_shapes(shapes_below(CRITIC, shapes))
 
     def verify(self, parts: Sequence[PartFile]) -> str:
         """Read this rank's share of a checkpoint's files; return the first fault, empty if none."""

@@ -144,7 +144,7 @@ class NodeRanks:
             link.send(FoldersCommand(folders))
         problem = ""
         for link in self.links:
-            reply = link.reply()
+            reply = link.receive_reply()
             if not isinstance(reply, FoldersReply):
                 raise TypeError(f"expected FoldersReply, got {type(reply).__name__}")
             problem = problem or reply.problem
@@ -162,7 +162,7 @@ class NodeRanks:
                 link.send(ReleaseCommand())
         for link in self.links:
             with suppress(LinkClosedError):
-                link.reply()
+                link.receive_reply()
 
     def end(self, code: int, reason: str = "") -> None:
         """End all ranks with this code, and close everything."""

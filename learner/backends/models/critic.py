@@ -146,7 +146,7 @@ class ValueModel:
         for piece in self.optimizer.slices():
             yield piece.below(OPTIMIZER)
 
-    def refuse(self, state: Mapping[str, tuple[int, ...]]) -> None:
+    def check_shapes(self, state: Mapping[str, tuple[int, ...]]) -> None:
         """Check the shapes of a stored state.
 
         Raises:
@@ -158,4 +158,4 @@ class ValueModel:
                 "the checkpoint's critic belongs to another model, or there is none; "
                 "begin a new run"
             )
-        self.optimizer.refuse(shapes_below(OPTIMIZER, state))
+        self.optimizer.check_shapes(shapes_below(OPTIMIZER, state))

@@ -75,7 +75,7 @@ def serve(
     worker: RankWorker | None = None
     try:
         while True:
-            command = link.command()
+            command = link.receive_command()
             reply: Reply | None = None
             match command:
                 case EndCommand():

@@ -138,7 +138,7 @@ class RankGroup:
         self.together(command, work)
         if self.leader is not None:
             with self.leader.working():
-                self.leader.replies()
+                self.leader.receive_replies()
 
     def ask(self, command: Command) -> list[Reply]:
         """Return the other ranks' replies to a command, in their order."""
@@ -146,7 +146,7 @@ class RankGroup:
             return []
         with self.leader.working():
             self.leader.send_to_all(command)
-            return self.leader.replies()
+            return self.leader.receive_replies()
 
     def send_to(self, rank: int, command: Command) -> None:
         """Send a command to another rank."""
@@ -162,7 +162,9 @@ class RankGroup:
             self.leader.send_to_all(VerifyCommand(parts))
             problems = [work(parts)]
             problems += [
-                reply.problem for reply in self.leader.replies() if isinstance(reply, VerifiedReply)
+                reply.problem
+                for reply in self.leader.receive_replies()
+                if isinstance(reply, VerifiedReply)
             ]
         return next(filter(None, problems), "")
 
@@ -187,7 +189,7 @@ class RankGroup:
                     rank, command(pack_slices(jobs, shares), [train for _, train in shares])
                 )
             results: list[Any] = [work(own_jobs(jobs, dealt[0]))]
-            results += [results_of(reply) for reply in self.leader.replies()]
+            results += [results_of(reply) for reply in self.leader.receive_replies()]
         return merge_in_order(
             [dealt[rank] for rank in layout.speakers], [results[rank] for rank in layout.speakers]
         )

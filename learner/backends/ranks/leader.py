@@ -109,13 +109,13 @@ class RankLeader:
         """Send a message to one rank."""
         self.ranks.links[rank - 1].send(message)
 
-    def replies(self) -> list[Reply]:
+    def receive_replies(self) -> list[Reply]:
         """Receive a reply from each rank, in order."""
-        return [link.reply() for link in self.ranks.links]
+        return [link.receive_reply() for link in self.ranks.links]
 
-    def written(self) -> list[WrittenReply]:
+    def receive_written(self) -> list[WrittenReply]:
         """Receive what each rank wrote, in order."""
-        return [link.written() for link in self.ranks.links]
+        return [link.receive_written() for link in self.ranks.links]
 
     def close(self) -> None:
         """Have the other ranks leave."""

@@ -54,7 +54,7 @@ class RankLink:
 
     def __init__(self, frames: Frames) -> None:
         self._frames = frames
-        # A rank's two threads both send replies.
+        # Two threads send: one trains, the other writes a checkpoint.
         self._sending = threading.Lock()
         self.closes = frames.closes
         self.close = frames.close
@@ -70,16 +70,16 @@ class RankLink:
         with self._sending:
             self._frames.put(_encoder.encode(message))
 
-    def command(self) -> Command:
+    def receive_command(self) -> Command:
         """Wait for the next command."""
         command: Command = _commands.decode(self._frames.take())
         return command
 
-    def reply(self) -> Reply:
+    def receive_reply(self) -> Reply:
         """Wait for the next reply, except ``WrittenReply``."""
         return self._next(self._other_replies)
 
-    def written(self) -> WrittenReply:
+    def receive_written(self) -> WrittenReply:
         """Wait for the next ``WrittenReply``."""
         reply = self._next(self._written_replies)
         assert isinstance(reply, WrittenReply)
