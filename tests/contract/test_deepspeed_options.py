@@ -114,7 +114,7 @@ def watch(backend, monkeypatch):
     seen, gathered, leaves = (
         dict.fromkeys(("moved", "weights", "gathered", "kept"), 0),
         [],
-        activation_offload._leaves,
+        activation_offload._is_offloaded,
     )
     module, optimizer = backend.policy.module, backend.worker.optimizer
     backward = optimizer.backward

@@ -150,7 +150,7 @@ def test_offloaded_activations_make_the_same_steps_and_weights_stay(
         one.untyped_storage().data_ptr()
         for one in (*backend.policy.model.parameters(), *trained.values())
     }
-    leaves, moved = activation_offload._leaves, []
+    leaves, moved = activation_offload._is_offloaded, []
 
     def as_on_a_gpu(tensor):
         class Large:

@@ -70,7 +70,7 @@ def test_offloaded_activations_make_the_same_steps_and_weights_stay(tmp_path, mo
         pytest.importorskip("peft", reason="LoRA needs the extra rlearner[lora]")
     path = save_model(tmp_path)
     _, expected = five(path, **more)
-    leaves, seen = activation_offload._leaves, {"moved": 0, "bytes": 0}
+    leaves, seen = activation_offload._is_offloaded, {"moved": 0, "bytes": 0}
 
     def as_on_a_gpu(tensor):
         class Seen:
