@@ -12,8 +12,9 @@ BACKENDS: Final[dict[str, str]] = {
     "megatron": "learner.backends.megatron.backend:MegatronBackend",
 }
 
-# train in one process; known without importing them
+# Train in one process. Listed here because `check` must know it without importing torch.
 SINGLE_PROCESS_BACKENDS: Final = frozenset({"torch"})
+# Backends whose models are plain PyTorch modules.
 _PLAIN: Final = ("torch", "ddp", "fsdp2")
 # For each option of the section train, and for a critic, the backends that support it.
 SUPPORTED_OPTIONS: Final[dict[str, tuple[str, ...]]] = {

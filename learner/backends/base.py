@@ -24,13 +24,12 @@ from rlearner_text.config import ModelSection
 
 
 class Snapshot(Protocol):
-    """The state between two steps: each rank's part, copied to its host memory, which training does
-    not change.
-    """
+    """The state between two steps: a copy of each rank's part in its own host memory."""
 
     def write(self, folder: Path) -> list[PartFile]:
-        """Write each rank's part into a folder that exists and sync it; from any thread, again
-        after an error.
+        """Write and sync each rank's part into a folder that exists.
+
+        It may be called from any thread, and again after an error.
 
         Raises:
             OSError: if a rank cannot write.
@@ -83,8 +82,7 @@ class Backend(Protocol):
         """Token ids are below this."""
 
     def follow_rules(self, *, steps: int, seed: int) -> None:
-        """Use these from now on: the log has them for the current step, whatever the configuration
-        says.
+        """Use these from now on: the log's settings of a step come before the configuration's.
 
         Args:
             steps: at which the schedule of the learning rate ends.
@@ -92,9 +90,7 @@ class Backend(Protocol):
         """
 
     def cutter(self) -> MicroBatchCutter[TrainSample]:
-        """Return a cutter of samples, in the order of the log, into micro-batches for
-        ``forward_backward``.
-        """
+        """Return what cuts samples, in the order of the log, into micro-batches."""
 
     def forward_backward(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         """Add one micro-batch to the gradient of the current step, not yet normalised.
@@ -108,33 +104,27 @@ class Backend(Protocol):
         """
 
     def step(self) -> dict[str, float]:
-        """Normalise over everything added since the last step, clip, update; return metrics by
-        published names.
-        """
+        """Normalise, clip and update; return metrics by their published names."""
 
     def update(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        """Run a step, ``num_epochs`` passes of ``num_minibatches`` updates, also of the critic;
-        return metrics.
-        """
+        """Run a step, ``num_epochs`` passes of ``num_minibatches`` updates; return metrics."""
 
     def score(self, samples: Sequence[TrainSample]) -> list[SampleScores]:
-        """Return the scores that policy, reference and critic give each sample before the step, a
-        micro-batch of it.
-        """
+        """Return the scores of policy, reference and critic for each sample before the step."""
 
     def take_problem(self) -> str:
-        """Return by which weight or gradient an update since the last call was skipped; empty if
-        none, or unknown.
+        """Return the weight or gradient by which an update since the last call was skipped.
+
+        Empty if none was, or the tensor is not known.
         """
 
     def record_tokens(self) -> bool:
-        """Record entropy and importance ratio of each trained token from now on; return False if it
-        cannot.
-        """
+        """Record entropy and ratio of each trained token from now on; return whether it can."""
 
     def take_recorded(self) -> dict[int, TokenFigures]:
-        """Return the figures of the samples trained since the last call, by their ids; of each
-        sample's first pass.
+        """Return the figures of the samples trained since the last call, by the samples' ids.
+
+        Of each sample the first pass counts.
         """
 
     @property
@@ -146,9 +136,7 @@ class Backend(Protocol):
 
     @property
     def hosts_address(self) -> str:
-        """Address of this host that the ranks on other hosts have reached; empty if all ranks are
-        on this host.
-        """
+        """Address of this host for ranks on other hosts; empty if all ranks are on this host."""
 
     @property
     def device(self) -> torch.device:
@@ -158,49 +146,44 @@ class Backend(Protocol):
         """Return ``weights`` on the meta device."""
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the live tensors by state-dict name, tied ones once; they change at the next
-        ``step``.
+        """Return the live tensors by state-dict name, tied ones once; ``step`` changes them.
 
         A sharded backend gathers them a bucket at a time as they are read: read them once and in
         order.
         """
 
     def adapter(self) -> wire.Adapter | None:
-        """Describe ``factors`` for an offer; None if there are none, or ``train.lora.send`` is the
-        whole model.
-        """
+        """Describe ``factors`` for an offer; None if the whole model is sent."""
 
     def factors(self) -> Mapping[str, Tensor]:
         """Return the adapters' live factors by peft's names, whole; empty without adapters."""
 
     def logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor:
-        """Return log p(token[i + 1] | token[: i + 1]) at temperature 1, (n - 1,) float32 on the
-        CPU.
+        """Return log p(token[i + 1] | token[: i + 1]) at temperature 1.
 
         Weights are those of a server: where ``train.weights_dtype`` is fp8, the rounded ones.
+
+        Returns:
+            (n - 1,) float32 on the CPU.
         """
 
     def plain_logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor | None:
-        """Return ``logprobs`` with attention as transformers defines it, without faster kernels;
-        None if it cannot.
-        """
+        """Return ``logprobs`` with transformers' own attention; None if there is no other."""
 
     def snapshot(self) -> Snapshot:
-        """Copy what a checkpoint holds; training waits only for this. The copy before it is
-        dropped.
-        """
+        """Copy what a checkpoint holds and drop the previous copy; training waits only for this."""
 
     def describe(self, path: str | Path) -> StoredModel:
-        """Write configuration and tokenizer of the policy into a folder; return what its weights
-        are; any thread.
+        """Write configuration and tokenizer into a folder; return what the weights are.
+
+        It may be called from any thread.
         """
 
     def save(self, path: str | Path) -> None:
         """Write the live policy into a folder that transformers loads."""
 
     def load_state(self, parts: Sequence[PartFile]) -> None:
-        """Restore all but the weights from the files of a snapshot, or of a checkpoint in the first
-        format.
+        """Restore all but the weights from the files of a snapshot, or of a format 1 checkpoint.
 
         Raises:
             DamagedFileError: if a file is missing or damaged.
@@ -219,14 +202,10 @@ class Backend(Protocol):
         """
 
     def reload(self) -> None:
-        """Move everything back onto the device; the next step is the same as without ``offload``,
-        bit for bit.
-        """
+        """Move everything back onto the device; later steps are bit for bit as without it."""
 
     def stripes(self, plan: LayoutPlan) -> RankStripes | None:
-        """Have every rank send what it holds, instead of this process everything; None if the ranks
-        cannot.
-        """
+        """Return the means for all ranks to send what they hold; None if they cannot."""
 
     def close(self) -> None:
         """Stop the processes and communicators that it started; no other call may follow."""

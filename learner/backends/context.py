@@ -26,9 +26,7 @@ class RunContext:
 
     @property
     def first_path(self) -> str:
-        """The weights that the run began with; unlike a checkpoint that was resumed from, they are
-        never deleted.
-        """
+        """The weights that the run began with; unlike checkpoints, they are never deleted."""
         return self.ref_path or self.model_path
 
     @property

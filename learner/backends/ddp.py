@@ -1,5 +1,4 @@
-"""Data parallel on several ranks: every rank holds the whole model and its optimizer, gradients are
-summed over ranks.
+"""Data parallelism: every rank holds the whole model and its optimizer; gradients are summed.
 
 See ``learner.backends.ranks`` for who does what.
 """

@@ -28,29 +28,28 @@ class TaughtSample(TrainSample):
 
 
 class DistillBackend(TorchBackend):
-    """Minimises the mean over trained tokens of KL(teacher || student), or the reverse, times the
-    token's weight.
+    """Minimises the weighted mean over trained tokens of KL(teacher || student), or the reverse.
 
     Args:
         direction: forward or reverse.
         top_k: the teacher's best candidates to compare, and the rest as one; 0 compares all tokens.
         teacher: folder or hub name of a teacher to load here; None if samples carry its logprobs.
-        others: arguments of ``TorchBackend``.
+        settings: arguments of ``TorchBackend``.
     """
 
     def __init__(
-        self, model_path: str, *, direction: str, top_k: int, teacher: str | None, **others: Any
+        self, model_path: str, *, direction: str, top_k: int, teacher: str | None, **settings: Any
     ) -> None:
-        super().__init__(model_path, **others)
+        super().__init__(model_path, **settings)
         passes = self.worker.passes
-        loaded = None
+        teacher_model = None
         if teacher is not None:
             check_model_path(teacher, "distill.teacher")
-            own = {**self._context.loading, "packing": passes.packs}
-            loaded = PolicyModel(teacher, device=self.device, trainable=False, **own)
-            passes.packs = passes.packs and self.worker.models.can_pack(loaded)
+            loading = {**self._context.loading, "packing": passes.packs}
+            teacher_model = PolicyModel(teacher, device=self.device, trainable=False, **loading)
+            passes.packs = passes.packs and self.worker.models.can_pack(teacher_model)
         passes.numerator = DivergenceNumerator(
-            self.policy, loaded, direction=direction, top_k=top_k
+            self.policy, teacher_model, direction=direction, top_k=top_k
         )
 
     @torch.no_grad()
@@ -80,9 +79,9 @@ class DivergenceNumerator:
         self._teacher = teacher
         self._direction = direction
         self._top_k = top_k
-        # Models of one family pad the same vocabulary to different sizes: what only one of them has
-        # is left out.
-        self._width = min(student.vocab_size, teacher.vocab_size if teacher else student.vocab_size)
+        # Models of one family pad the same vocabulary to different sizes. Tokens that only one of
+        # them has are never sampled, and are ignored.
+        self._width = min(model.vocab_size for model in (student, teacher or student))
         if top_k >= self._width:
             raise ConfigError(
                 "distill.top_k", top_k, f"below {self._width}, the vocabulary; 0 compares all of it"
@@ -97,10 +96,10 @@ class DivergenceNumerator:
                 features = self._teacher.features(batch)
             (divergence,) = self._student.map_logits(batch, self._to_teacher_here, features)
         else:
-            columns = [_taught(samples, name) for name in ("top_ids", "top_logprobs")]
+            columns = [_teacher_column(samples, name) for name in ("top_ids", "top_logprobs")]
             if (largest := int(columns[0].max())) >= self._student.vocab_size:
-                has = f"the student's model has {self._student.vocab_size}"
-                allowed = f"a smaller one: one of the teacher's best is token {largest}, and {has}"
+                size = f"the student's model has {self._student.vocab_size}"
+                allowed = f"a smaller one: one of the teacher's best is token {largest}, and {size}"
                 raise ConfigError("distill.top_k", columns[0].shape[1], allowed)
             columns = [column.to(self._student.device) for column in columns]
             (divergence,) = self._student.map_logits(batch, self._to_teacher_elsewhere, *columns)
@@ -110,23 +109,20 @@ class DivergenceNumerator:
     def _to_teacher_here(self, logits: Tensor, features: Tensor) -> tuple[Tensor]:
         assert self._teacher is not None
         with torch.no_grad():
-            taught = self._teacher.logits(features).float()[:, : self._width]
-            top = taught.topk(self._top_k, -1).indices if self._top_k else None
-            teacher = taught.log_softmax(-1) if top is None else candidates(taught, top)
+            teacher = self._teacher.logits(features).float()[:, : self._width]
         student = logits.float()[:, : self._width]
-        return (
-            kl(
-                student.log_softmax(-1) if top is None else candidates(student, top),
-                teacher,
-                self._direction,
-            ),
-        )
+        if self._top_k:
+            best = teacher.topk(self._top_k, -1).indices
+            divergence = kl(candidates(student, best), candidates(teacher, best), self._direction)
+        else:
+            divergence = kl(student.log_softmax(-1), teacher.log_softmax(-1), self._direction)
+        return (divergence,)
 
     def _to_teacher_elsewhere(self, logits: Tensor, ids: Tensor, logprobs: Tensor) -> tuple[Tensor]:
         return (kl(candidates(logits.float(), ids), with_rest(logprobs), self._direction),)
 
 
-def _taught(samples: Sequence[TrainSample], name: str) -> Tensor:
+def _teacher_column(samples: Sequence[TrainSample], name: str) -> Tensor:
     columns: list[Array] = [
         column for sample in samples if (column := getattr(sample, name, None)) is not None
     ]

@@ -47,7 +47,7 @@ class ShardedOptimizer(MasterOptimizer):
     ) -> None:
         self._mesh = mesh
         self._sharded = dict(parameters)
-        # the same memory
+        # The same memory, so that an update of a part is an update of the model.
         parts = {name: nn.Parameter(p.to_local().detach()) for name, p in parameters.items()}
         super().__init__(parts, train)
 
@@ -58,8 +58,9 @@ class ShardedOptimizer(MasterOptimizer):
             if parameter.grad is not None:
                 assert isinstance(parameter.grad, DTensor)
                 live = self._live[name]
-                found = parameter.grad.to_local().to(live.dtype)
-                live.grad = found if live.grad is None else live.grad.add_(found)
+                gradient = parameter.grad.to_local().to(live.dtype)
+                live.grad = gradient if live.grad is None else live.grad.add_(gradient)
+                # Otherwise FSDP would add the next pass to a gradient that is counted already.
                 parameter.grad = None
         super().collect()
 
@@ -80,14 +81,16 @@ class ShardedOptimizer(MasterOptimizer):
     def slice_of(self, kind: str, name: str, tensor: Tensor) -> Slice:
         if tensor.ndim == 0:
             return super().slice_of(kind, name, tensor)
-        return _rows(f"{kind}.{name}", self._sharded[name], tensor)
+        return _row_slice(f"{kind}.{name}", self._sharded[name], tensor)
 
 
-def _rows(name: str, like: DTensor, rows: Tensor) -> Slice:
+def _row_slice(name: str, like: DTensor, rows: Tensor) -> Slice:
     """Return the slice that is a rank's rows of a tensor that is divided like another."""
     shape = tuple(like.shape)
     _, (first, *_) = compute_local_shape_and_global_offset(shape, like.device_mesh, like.placements)
-    return Slice(name, shape, first * prod(shape[1:]) if rows.numel() else 0, rows)
+    # A rank without rows has no first row, whatever torch computes for it.
+    start = first * prod(shape[1:]) if rows.numel() else 0
+    return Slice(name, shape, start, rows)
 
 
 class Fsdp2Weights(ShardedWeights):
@@ -104,19 +107,22 @@ class Fsdp2Weights(ShardedWeights):
 
     def slices(self) -> Iterator[Slice]:
         for name, tensor in self._named(self._tensors.__getitem__).items():
-            found = tensor.detach()
-            yield (
-                _rows(name, found, found.to_local())
-                if isinstance(found, DTensor)
-                else Slice.whole(name, found)
-            )
+            part = tensor.detach()
+            if isinstance(part, DTensor):
+                yield _row_slice(name, part, part.to_local())
+            else:
+                yield Slice.whole(name, part)
 
     def factors(self) -> dict[str, Tensor]:
-        return {} if self._policy.adapters is None else self._policy.adapters.factors(self._find)
+        if self._policy.adapters is None:
+            return {}
+        return self._policy.adapters.factors(self._find)
 
     def _find(self, name: str) -> Tensor:
-        tensor = self._tensors[name].detach()
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        tensor: Tensor = self._tensors[name].detach()
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        return tensor
 
 
 class Fsdp2Backend(TorchBackend):
@@ -127,7 +133,9 @@ class Fsdp2Backend(TorchBackend):
     @classmethod
     def plan(cls, context: RunContext) -> tuple[RunContext, BuildWorker]:
         """Divide the model only if there are several ranks."""
-        return context, _build_sharded if context.train.ranks > 1 else build_worker
+        if context.train.ranks > 1:
+            return context, _build_sharded
+        return context, build_worker
 
 
 def _build_sharded(context: RunContext, ranks: RankGroup) -> RankWorker:
@@ -153,42 +161,49 @@ def _build_sharded(context: RunContext, ranks: RankGroup) -> RankWorker:
     ]
     for part in (*layers, module):
         fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
-        part.set_gradient_divide_factor(1.0)  # a sum over ranks, like every other sum here
-        part.set_force_sum_reduction_for_comms(True)  # the only reduction that gloo supports
-    module.within = MethodType(_within, module)
+        # The learner divides by the tokens of all ranks: gradients are sums until then.
+        part.set_gradient_divide_factor(1.0)
+        # Gloo has no other reduction.
+        part.set_force_sum_reduction_for_comms(True)
+    module.within = MethodType(_run_within, module)
     register_fsdp_forward_method(module, "within")
     policy.within = module.within
     if policy.empty is not None:
-        _fill(module, policy.empty, device)
+        _fill_parameters(module, policy.empty, device)
         policy.probe()
         models.decide_packing()
     weights.divide()
-    trained = {n: p for n, p in models.trained().items() if isinstance(p, DTensor)}
+    trained = {
+        name: parameter
+        for name, parameter in models.trained_parameters().items()
+        if isinstance(parameter, DTensor)
+    }
     optimizer = ShardedOptimizer(trained, context.train, mesh)
     passes = ModelPasses(context, models, optimizer, device, rank=ranks.rank)
-    layout = RankLayout.plain(ranks.size, same_number=True)  # each pass gathers and scatters
-    # FSDP has summed the gradients, so nothing is left to reduce.
+    # Each pass gathers and scatters, so all ranks must make the same number of passes.
+    layout = RankLayout.plain(ranks.size, same_number=True)
     return RankWorker(
         context,
         ranks,
         layout,
-        device,
-        models,
-        optimizer,
-        weights,
-        passes,
-        lambda: None,
+        device=device,
+        models=models,
+        optimizer=optimizer,
+        weights=weights,
+        passes=passes,
+        # FSDP has summed the gradients in the backward passes.
+        reduce=lambda: None,
         sharded=True,
     )
 
 
 @torch.no_grad()
-def _fill(module: nn.Module, empty: EmptyModel, device: torch.device) -> None:
-    """Read this rank's rows of each parameter, and tell FSDP."""
+def _fill_parameters(module: nn.Module, empty: EmptyModel, device: torch.device) -> None:
+    """Read this rank's rows of each parameter into memory that FSDP takes over."""
 
-    def rows(name: str, like: Any) -> Tensor:
+    def read_rows(name: str, like: Any) -> Tensor:
         local = torch.empty(like.to_local().shape, dtype=like.dtype, device=device)
-        empty.read(name, _rows(name, like, local).start, local)
+        empty.read(name, _row_slice(name, like, local).start, local)
         mesh = like.device_mesh
         placements = like.placements
         whole = DTensor.from_local(
@@ -196,7 +211,7 @@ def _fill(module: nn.Module, empty: EmptyModel, device: torch.device) -> None:
         )
         return nn.Parameter(whole, like.requires_grad)
 
-    empty.replace(rows, device)
+    empty.replace(read_rows, device)
     for part in module.modules():
         if isinstance(part, FSDPModule):
             for group in part._get_fsdp_state()._fsdp_param_groups:
@@ -204,11 +219,11 @@ def _fill(module: nn.Module, empty: EmptyModel, device: torch.device) -> None:
                     parameter.reset_sharded_param()  # type: ignore[no-untyped-call]
 
 
-def _within(
+def _run_within(
     _: nn.Module, function: Callable[..., Tensor | tuple[Tensor, ...]], *arguments: object
 ) -> Tensor | tuple[Tensor, ...]:
-    found = function(*arguments)
-    if isinstance(found, Tensor):
-        return found
-    # hooks on views may be lost
-    return tuple(tensor.clone() if tensor._is_view() else tensor for tensor in found)
+    outputs = function(*arguments)
+    if isinstance(outputs, Tensor):
+        return outputs
+    # FSDP registers hooks on the outputs, and hooks on views may be lost.
+    return tuple(tensor.clone() if tensor._is_view() else tensor for tensor in outputs)

@@ -17,9 +17,7 @@ from learner.config import AlgorithmSection
 
 
 class PolicyObjective:
-    """The numerator of a loss; the denominator depends on the whole batch
-    (``learner.algorithm.aggregation``).
-    """
+    """The numerator of a loss; the denominator needs the whole batch, see ``aggregation``."""
 
     def __init__(self, algorithm: AlgorithmSection) -> None:
         self._algorithm = algorithm
@@ -50,10 +48,22 @@ class PolicyObjective:
         """
         algorithm = self._algorithm
         proximal = self._proximal(batch, logprobs, version)
-        rows = (batch.advantages, batch.sequence, batch.num_rows)
-        facts = CorrectionInputs(logprobs.detach(), proximal, batch.rollout_logprobs, *rows)
-        correction = self._correct(facts, algorithm)
-        tokens = LossTokens(logprobs, correction.old_logprobs, *rows)
+        inputs = CorrectionInputs(
+            logprobs=logprobs.detach(),
+            proximal_logprobs=proximal,
+            rollout_logprobs=batch.rollout_logprobs,
+            advantages=batch.advantages,
+            sequence=batch.sequence,
+            num_sequences=batch.num_rows,
+        )
+        correction = self._correct(inputs, algorithm)
+        tokens = LossTokens(
+            logprobs=logprobs,
+            old_logprobs=correction.old_logprobs,
+            advantages=batch.advantages,
+            sequence=batch.sequence,
+            num_sequences=batch.num_rows,
+        )
         losses, sums = self._loss(tokens, algorithm)
         losses = correction.weights * losses
         weights = token_weights(algorithm.loss_agg_mode, batch.sequence, batch.num_rows)
@@ -76,9 +86,10 @@ class PolicyObjective:
         return (weights * losses).sum(), sums
 
     def _proximal(self, batch: TokenBatch, logprobs: Tensor, version: int) -> Tensor:
-        """Return logprobs at the start of the step, (T,), without gradient; with one update, those
-        of this pass.
-        """
+        """Return logprobs at the start of the step, (T,), without gradient."""
         if self._algorithm.prox_logp_method == "interpolate":
             return interpolate(logprobs.detach(), batch.rollout_logprobs, batch.versions, version)
-        return logprobs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs
+        if batch.proximal_logprobs is None:
+            # The step has one update only, so this pass is at its start.
+            return logprobs.detach()
+        return batch.proximal_logprobs

@@ -1,6 +1,4 @@
-"""Lists what a rank keeps on its device between two steps, to be moved away while another process
-uses it.
-"""
+"""Lists what a rank keeps on its device between two steps, to be moved away for a while."""
 
 from __future__ import annotations
 
@@ -16,13 +14,12 @@ from learner.backends.optimizer import MasterOptimizer
 def held_tensors(
     modules: Sequence[nn.Module], optimizers: Sequence[MasterOptimizer], device: torch.device
 ) -> Iterator[Tensor]:
-    """Yield the tensors on the device: weights, buffers, gradients, masters and moments; some share
-    memory.
+    """Yield all tensors on the device, some of which share memory.
 
     Raises:
         RuntimeError: if FSDP's memory would have to be replaced, which its own tensors share, too.
     """
-    for tensor in _every(modules, optimizers):
+    for tensor in _all_tensors(modules, optimizers):
         if tensor is None or tensor.device.type != device.type:
             continue
         if not isinstance(tensor, DTensor):
@@ -35,7 +32,7 @@ def held_tensors(
             )
 
 
-def _every(
+def _all_tensors(
     modules: Sequence[nn.Module], optimizers: Sequence[MasterOptimizer]
 ) -> Iterator[Tensor | None]:
     for module in modules:
@@ -43,4 +40,4 @@ def _every(
             yield from (parameter, parameter.grad)
         yield from module.buffers()
     for optimizer in optimizers:
-        yield from optimizer.held()
+        yield from optimizer.resident_tensors()

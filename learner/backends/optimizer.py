@@ -1,6 +1,4 @@
-"""AdamW over float32 weights for models of any dtype, with learning-rate schedule, clipping and
-state.
-"""
+"""AdamW over float32 weights for models of any dtype, with schedule, clipping and state."""
 
 from __future__ import annotations
 
@@ -17,7 +15,8 @@ from learner.backends.parts.slices import Slice
 from learner.config import TrainSection
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
-UPDATES: Final = "updates"  # in a stored state: how many were made
+# In a stored state: how many updates were made.
+UPDATES: Final = "updates"
 
 
 def lr_factor(update: int, train: TrainSection, steps: int | None = None) -> float:
@@ -33,16 +32,13 @@ def lr_factor(update: int, train: TrainSection, steps: int | None = None) -> flo
         return 1.0
     last = train.steps if steps is None else steps
     progress = min(1.0, (update - train.warmup_steps) / max(1, last - train.warmup_steps))
-    return (
-        1.0 - progress
-        if train.lr_schedule == "linear"
-        else 0.5 * (1.0 + math.cos(math.pi * progress))
-    )
+    if train.lr_schedule == "linear":
+        return 1.0 - progress
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 class MasterOptimizer:
-    """AdamW with decoupled decay on matrices only (biases and norms have none), for parameters of
-    any floating dtype.
+    """AdamW for parameters of any floating dtype; only matrices decay, not biases and norms.
 
     Parameters that are not float32 get a float32 master copy, which sums the gradients and is
     updated: at usual learning rates most updates are smaller than bfloat16 can add. With
@@ -60,7 +56,7 @@ class MasterOptimizer:
         self._live = dict(parameters)
         self.updates = 0
         self._masters = {
-            name: _master(parameter, train.optimizer_offload)
+            name: _make_master(parameter, train.optimizer_offload)
             for name, parameter in self._live.items()
         }
         self._copied = [
@@ -83,15 +79,13 @@ class MasterOptimizer:
             live = self._live[name]
             master = self._masters[name]
             if live.grad is not None:
-                found = live.grad.to(master.device, torch.float32)
-                master.grad = found if master.grad is None else master.grad.add_(found)
+                gradient = live.grad.to(master.device, torch.float32)
+                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
                 live.grad = None
 
     @torch.no_grad()
     def gradients(self) -> list[Tensor]:
-        """Return the summed gradient, not yet normalised, in parameter order; zeros where nothing
-        was trained.
-        """
+        """Return the summed gradient in parameter order; zeros where nothing was trained."""
         for master in self._masters.values():
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
@@ -99,23 +93,23 @@ class MasterOptimizer:
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the norm of all gradients, over all ranks that hold a part."""
-        found: Tensor = nn.utils.get_total_norm(gradients)
-        return found
+        norm: Tensor = nn.utils.get_total_norm(gradients)
+        return norm
 
     def tensors(self) -> list[Tensor]:
         """Return everything that ranks must agree on: live weights, master weights and moments."""
-        found = [parameter.detach() for parameter in self._live.values()]
-        found += [self._masters[name].detach() for name in self._copied]
-        return found + [
+        tensors = [parameter.detach() for parameter in self._live.values()]
+        tensors += [self._masters[name].detach() for name in self._copied]
+        return tensors + [
             tensor
             for master in self._masters.values()
             for tensor in self._adamw.state[master].values()
         ]
 
-    def held(self) -> Iterator[Tensor]:
+    def resident_tensors(self) -> Iterator[Tensor]:
         """Yield all tensors of the parts held here: live and master weights, gradients, moments."""
         for parameter in (*self._live.values(), *self._masters.values()):
-            yield from (one for one in (parameter, parameter.grad) if one is not None)
+            yield from (tensor for tensor in (parameter, parameter.grad) if tensor is not None)
         for master in self._masters.values():
             yield from self._adamw.state[master].values()
 
@@ -123,8 +117,7 @@ class MasterOptimizer:
     def step(
         self, denominator: float, at: int | None = None, steps: int | None = None
     ) -> dict[str, float]:
-        """Divide the gradient by the loss's ``denominator``, clip it to ``max_grad_norm``, update,
-        and drop it.
+        """Divide the gradient by the loss's ``denominator``, clip it, update, and drop it.
 
         A gradient that is not finite changes only the count of updates, and sets ``problem``.
 
@@ -140,20 +133,22 @@ class MasterOptimizer:
         grads = self.gradients()
         torch._foreach_div_(grads, denominator)
         norm = self.norm(grads)
-        finite = bool(torch.isfinite(norm))
-        if self._train.max_grad_norm and finite:
+        is_finite = bool(torch.isfinite(norm))
+        if self._train.max_grad_norm and is_finite:
             nn.utils.clip_grads_with_norm_(masters, self._train.max_grad_norm, norm)
-        lr = self._train.lr * lr_factor(self.updates if at is None else at, self._train, steps)
-        if finite:
+        position = self.updates if at is None else at
+        lr = self._train.lr * lr_factor(position, self._train, steps)
+        if is_finite:
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._adamw.step()
             for name in self._copied:
                 self._live[name].copy_(self._masters[name])
-        self.problem = "" if finite else self._first_non_finite(grads)
+        # Before the gradient is dropped, which the search reads.
+        self.problem = "" if is_finite else self._first_non_finite(grads)
         self._adamw.zero_grad()
         self.updates += 1
-        return {"grad_norm": float(norm), "lr": lr, "skipped": float(not finite)}
+        return {"grad_norm": float(norm), "lr": lr, "skipped": float(not is_finite)}
 
     def _first_non_finite(self, gradients: list[Tensor]) -> str:
         """Return which weight, or else which gradient, of this rank is not finite."""
@@ -161,8 +156,9 @@ class MasterOptimizer:
             {name: parameter.detach() for name, parameter in self._live.items()}
         ):
             return f"the weight {problem}"
-        problem = first_non_finite(dict(zip(self._masters, gradients, strict=True)))
-        return f"the gradient of {problem}" if problem else ""
+        if problem := first_non_finite(dict(zip(self._masters, gradients, strict=True))):
+            return f"the gradient of {problem}"
+        return ""
 
     def discard(self) -> None:
         """Drop the gradient."""
@@ -171,7 +167,7 @@ class MasterOptimizer:
             parameter.grad = None
 
     def slices(self) -> Iterator[Slice]:
-        """Yield this rank's slices of moments, masters and counts by ``<kind>.<parameter name>``."""
+        """Yield this rank's slices of moments, masters and counts by ``<kind>.<parameter>``."""
         for name, master in self._masters.items():
             for kind, tensor in self._adamw.state[master].items():
                 yield self.slice_of(kind, name, tensor)
@@ -179,66 +175,63 @@ class MasterOptimizer:
             yield self.slice_of("master", name, self._masters[name])
 
     def slice_of(self, kind: str, name: str, tensor: Tensor) -> Slice:
-        """Return the slice that is a tensor of a parameter's shape, or a scalar; this rank may hold
-        a part.
-        """
+        """Return the slice of a tensor that is divided like its parameter, or of a scalar."""
         return Slice.whole(f"{kind}.{name}", tensor)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the whole state, of all ranks, by name."""
-        return {one.name: one.shape for one in self.slices()} | {UPDATES: ()}
+        return {piece.name: piece.shape for piece in self.slices()} | {UPDATES: ()}
 
-    def refuse(self, state: Mapping[str, tuple[int, ...]]) -> None:
+    def check_shapes(self, state: Mapping[str, tuple[int, ...]]) -> None:
         """Check the shapes of a stored state.
 
         Raises:
             UserError: if names or shapes are those of another model.
         """
         problem = "the optimizer state belongs to another model"
-        held = self.shapes()
-        if odd := sorted(held.keys() ^ state.keys()):
+        shapes = self.shapes()
+        if odd := sorted(shapes.keys() ^ state.keys()):
             raise UserError(f"{problem}: {len(odd)} entries differ, the first is {odd[0]}")
-        for name, shape in held.items():
+        for name, shape in shapes.items():
             if shape != state[name]:
                 raise UserError(f"{problem}: {name} has shape {state[name]}, not {shape}")
 
     @torch.no_grad()
-    def restored(self, updates: int) -> None:
+    def finish_restore(self, updates: int) -> None:
         """Make weights and masters agree after the slices were loaded."""
         self.updates = updates
         for name in self._copied:
             if name in self._rounded:
                 self._live[name].copy_(self._masters[name])
             else:
-                # the weights may have been loaded later
+                # An offloaded float32 master equals the weights, which may have been loaded later.
                 self._masters[name].copy_(self._live[name])
 
 
-def _master(parameter: nn.Parameter, offload: bool) -> nn.Parameter:
+def _make_master(parameter: nn.Parameter, offload: bool) -> nn.Parameter:
     if offload:
         return nn.Parameter(parameter.detach().to("cpu", torch.float32, copy=True))
-    return (
-        parameter if parameter.dtype == torch.float32 else nn.Parameter(parameter.detach().float())
-    )
+    if parameter.dtype == torch.float32:
+        return parameter
+    return nn.Parameter(parameter.detach().float())
 
 
 def decay_groups(
     parameters: Mapping[str, nn.Parameter], weight_decay: float
 ) -> list[dict[str, Any]]:
     """Return AdamW's parameter groups: matrices, which decay, and the others; none is empty."""
-    matrices = [p for p in parameters.values() if p.ndim >= 2]
-    others = [p for p in parameters.values() if p.ndim < 2]
+    matrices = [parameter for parameter in parameters.values() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in parameters.values() if parameter.ndim < 2]
     return [
-        {"params": held, "weight_decay": decay}
-        for held, decay in ((matrices, weight_decay), (others, 0.0))
-        if held
+        {"params": members, "weight_decay": decay}
+        for members, decay in ((matrices, weight_decay), (vectors, 0.0))
+        if members
     ]
 
 
 def fresh_state(master: Tensor) -> dict[str, Tensor]:
-    """Return what AdamW would create at its first step; the state must have the same entries from
-    the start.
-    """
+    """Return what AdamW would create at its first step."""
+    # Checkpoints need the same entries before the first step as after it.
     moments = {kind: torch.zeros_like(master, requires_grad=False) for kind in MOMENTS}
     return {"step": torch.zeros((), dtype=torch.float32, device=master.device)} | moments
 

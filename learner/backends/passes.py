@@ -23,7 +23,8 @@ from learner.backends.objective import PolicyObjective
 from learner.backends.optimizer import MasterOptimizer
 from learner.backends.ranks.dealing import Job
 
-CPU_SLICE_TOKENS: Final = 2048  # larger slices pad more and exceed the cache
+# On a CPU, larger slices only pad more and exceed the cache.
+CPU_SLICE_TOKENS: Final = 2048
 
 Numerator = Callable[[Sequence[TrainSample], TokenBatch], tuple[Tensor, dict[str, Tensor]]]
 
@@ -74,6 +75,7 @@ class ModelPasses:
         self._slice_tokens = min(tokens, CPU_SLICE_TOKENS) if device.type == "cpu" else tokens
         self.seed = context.seed
         self.rank = rank
+        # The version for which seeds were drawn last, and how many.
         self._drawn = (0, 0)
 
     def slices(
@@ -85,19 +87,25 @@ class ModelPasses:
             num_at_once: slices that are worked on at the same time; where there are fewer, they are
                 cut smaller.
         """
-        found = self._cut(samples, self._slice_tokens)
-        if num_at_once == 1 or not found or len(found) >= num_at_once or len(samples) <= len(found):
-            return found
-        size = (
-            num_distinct_tokens(samples)
-            if self.packs
-            else sum(sample.num_inputs for sample in samples)
-        )
+        slices = self._cut(samples, self._slice_tokens)
+        if (
+            num_at_once == 1
+            or not slices
+            or len(slices) >= num_at_once
+            or len(samples) <= len(slices)
+        ):
+            return slices
+        if self.packs:
+            size = num_distinct_tokens(samples)
+        else:
+            size = sum(sample.num_inputs for sample in samples)
         budget = -(-size // num_at_once)
         return self._cut(samples, min(budget, self._slice_tokens))
 
     def _cut(self, samples: Sequence[TrainSample], budget: int) -> list[list[TrainSample]]:
-        return by_prefix(samples, budget) if self.packs else by_length(samples, budget)
+        if self.packs:
+            return by_prefix(samples, budget)
+        return by_length(samples, budget)
 
     def collate(self, samples: Sequence[TrainSample]) -> TokenBatch:
         """Return the tensors of a slice."""
@@ -126,24 +134,21 @@ class ModelPasses:
 
     @torch.no_grad()
     def score(self, jobs: Sequence[Job]) -> list[list[Array | None]]:
-        """Return each slice's logprobs, divergence and values; None what the algorithm does not
-        need.
-        """
+        """Return each slice's logprobs, divergence and values; None if the algorithm needs none."""
         return [self._score(samples) for samples, _ in jobs]
 
     def _score(self, samples: Sequence[TrainSample]) -> list[Array | None]:
         batch = self.collate(samples)
         models = self.models
         logprobs, _ = models.policy.score(batch)
-        columns = [
-            logprobs,
-            None,
-            models.critic.values(batch) if models.critic is not None else None,
-        ]
+        kl = None
+        values = None
+        if models.critic is not None:
+            values = models.critic.values(batch)
         if models.ref is not None and models.kl_in_reward:
-            columns[1] = kl_penalty(
-                logprobs, models.ref.score(batch)[0], self.algorithm.kl_estimator
-            )
+            reference, _ = models.ref.score(batch)
+            kl = kl_penalty(logprobs, reference, self.algorithm.kl_estimator)
+        columns = (logprobs, kl, values)
         return [None if column is None else column.cpu().numpy() for column in columns]
 
     def discard(self) -> None:
@@ -154,27 +159,28 @@ class ModelPasses:
 
     @torch.no_grad()
     def take_recorded(self) -> dict[int, TokenFigures]:
-        """Return what was recorded since the last call, of each sample's first pass, by the
-        sample's id.
+        """Return what was recorded since the last call, by the samples' ids.
+
+        Of each sample the first pass counts.
         """
         if not self.recorded:
             return {}
         slices = self.recorded
         self.recorded = []
-        samples = [sample for held, _, _ in slices for sample in held]
+        samples = [sample for part, _, _ in slices for sample in part]
         columns = [
             torch.cat(column).half().cpu().numpy() for column in list(zip(*slices, strict=True))[1:]
         ]
         ends = np.cumsum([sample.num_tokens for sample in samples])[:-1]
         log_ratios, entropies = (np.split(column, ends) for column in columns)
-        found: dict[int, TokenFigures] = {}
+        figures: dict[int, TokenFigures] = {}
         for sample, log_ratio, entropy in zip(samples, log_ratios, entropies, strict=True):
-            found.setdefault(id(sample), TokenFigures(entropy, log_ratio))
-        return found
+            figures.setdefault(id(sample), TokenFigures(entropy, log_ratio))
+        return figures
 
     def sums_of(self, batch: TokenBatch, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Return a slice's sums as numbers, with its counts."""
-        # one transfer
+        # One transfer to the host for all of them.
         values = torch.stack([value.detach().double() for value in sums.values()]).tolist()
         counts = {
             "tokens": len(batch.targets),
@@ -186,8 +192,9 @@ class ModelPasses:
         )
 
     def draw_seed(self) -> int:
-        """Return a seed for one slice's dropout: the same after a resume or a repeated step,
-        different on each rank.
+        """Return a seed for one slice's dropout.
+
+        It is the same after a resume or in a repeated step, and another one on each rank.
         """
         version, count = self._drawn
         self._drawn = (self.version, count + 1 if version == self.version else 1)
@@ -198,7 +205,8 @@ class ModelPasses:
     def _policy_loss(
         self, samples: Sequence[TrainSample], batch: TokenBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        reference = self._reference(batch)  # first: the other pass keeps its activations
+        # Before the policy's pass, which keeps its activations.
+        reference = self._reference(batch)
         logprobs, entropy = self.models.policy.score(
             batch, entropy_grad=self.algorithm.entropy_coef > 0
         )
@@ -212,8 +220,6 @@ class ModelPasses:
 
     @torch.no_grad()
     def _reference(self, batch: TokenBatch) -> Tensor | None:
-        return (
-            self.models.ref.score(batch)[0]
-            if self.models.ref is not None and self.models.kl_in_loss
-            else None
-        )
+        if self.models.ref is not None and self.models.kl_in_loss:
+            return self.models.ref.score(batch)[0]
+        return None

@@ -51,14 +51,15 @@ def check_megatron(train: Mapping[str, Any]) -> None:
     pipeline = section["pipeline_parallel"]
     ranks = train["ranks"]
     if ranks % (tensor * pipeline):
-        sizes = f"train.megatron.tensor_parallel {tensor} times train.megatron.pipeline_parallel {pipeline}"
+        sizes = (
+            f"train.megatron.tensor_parallel {tensor} "
+            f"times train.megatron.pipeline_parallel {pipeline}"
+        )
         raise ConfigError("train.ranks", ranks, f"a multiple of {sizes}")
 
 
 def stripes_problem(train: Mapping[str, Any]) -> str:
-    """Return why the ranks of a section ``train`` cannot each send what they hold; empty if they
-    can.
-    """
+    """Return what keeps the ranks from each sending what they hold; empty if they can."""
     carriers = ("auto", "nccl", "gloo")
     if train["ranks"] == 1:
         return "train.ranks above 1"

@@ -1,6 +1,4 @@
-"""Elements of the weights that this rank sends, read while they are copied, so that few are held
-twice.
-"""
+"""Elements of the weights that this rank sends, read only when they are copied."""
 
 from __future__ import annotations
 
@@ -29,28 +27,31 @@ class SentRun:
     read: Callable[[], Tensor]
 
     @classmethod
-    def of(cls, one: Slice, rank: int, size: int) -> SentRun:
-        """Return what a rank of ``size`` sends of a slice that is a range: of what several hold, an
-        equal range.
+    def of(cls, piece: Slice, rank: int, size: int) -> SentRun:
+        """Return what a rank of ``size`` sends of a slice that is a range.
+
+        Of what several ranks hold, each sends an equal range.
         """
-        first, last = one.span(rank, size)
-        run = ElementRun(one.name.removeprefix(MODEL), one.start + first, last - first)
-        return cls(run, partial(_flat, one, rank, size))
+        first, last = piece.span(rank, size)
+        run = ElementRun(piece.name.removeprefix(MODEL), piece.start + first, last - first)
+        return cls(run, partial(_flat_elements, piece, rank, size))
 
 
 class RunsInOrder(Mapping[str, Tensor]):
-    """Runs by their keys, each read once and in the order of the keys: the same on all ranks for a
-    tensor's runs.
+    """Runs by their keys, each read once and in the order of the keys.
+
+    The order is the same on all ranks, since reading a run may be collective.
     """
 
     def __init__(self, runs: Iterable[SentRun]) -> None:
-        self._keys = {one.run.key: one for one in sorted(runs, key=lambda one: one.run.key)}
+        ordered = sorted(runs, key=lambda sent_run: sent_run.run.key)
+        self._keys = {sent_run.run.key: sent_run for sent_run in ordered}
         self._waiting = iter(self._keys.items())
 
     def __getitem__(self, key: str) -> Tensor:
-        for found, one in self._waiting:
-            elements = one.read()
-            if found == key:
+        for next_key, sent_run in self._waiting:
+            elements = sent_run.read()
+            if next_key == key:
                 return elements
         raise KeyError(key)
 
@@ -62,10 +63,10 @@ class RunsInOrder(Mapping[str, Tensor]):
 
     def finish(self) -> None:
         """Take part in reading what remains, of which this rank sends nothing."""
-        for _, one in self._waiting:
-            one.read()
+        for _, sent_run in self._waiting:
+            sent_run.read()
 
 
 @torch.no_grad()
-def _flat(one: Slice, rank: int, size: int) -> Tensor:
-    return one.own(rank, size).tensor
+def _flat_elements(piece: Slice, rank: int, size: int) -> Tensor:
+    return piece.own(rank, size).tensor

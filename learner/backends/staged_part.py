@@ -29,7 +29,7 @@ class StagedPart:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory."""
-        return sum(one.tensor.nbytes for one in self._slices)
+        return sum(piece.tensor.nbytes for piece in self._slices)
 
     def write(self, folder: str | Path) -> PartFile:
         """Write and sync this rank's file; from any thread.
@@ -39,15 +39,19 @@ class StagedPart:
             OSError: if the file cannot be written.
         """
         if not Path(folder).is_dir():
-            problem = f"rank {self._rank} on {socket.gethostname()} does not see {folder}, which rank 0 has made"
-            raise UserError(f"{problem}; run.dir must be in a file system that all nodes share")
+            host = socket.gethostname()
+            raise UserError(
+                f"rank {self._rank} on {host} does not see {folder}, which rank 0 has made; "
+                "run.dir must be in a file system that all nodes share"
+            )
         return write_part(Path(folder) / part_name(self._rank, self._size), self._slices)
 
     def write_in_thread(self, folder: str, send: Callable[[Reply], None]) -> None:
         """Write while this rank trains, and report it."""
 
         def work() -> None:
-            with suppress(LinkClosedError):  # rank 0 has ended, and so will this process
+            # Rank 0 may have ended; then so will this process.
+            with suppress(LinkClosedError):
                 send(self.report(folder))
 
         threading.Thread(target=work, name="write-checkpoint", daemon=True).start()
@@ -65,9 +69,7 @@ class StagedPart:
 
 
 class RankSnapshot:
-    """See ``learner.backends.base.Snapshot``: this rank's part here, the others' in their
-    processes.
-    """
+    """See ``learner.backends.base.Snapshot``; each rank's part is in its own process."""
 
     def __init__(self, own: StagedPart, ranks: RankGroup) -> None:
         self._own = own
@@ -79,16 +81,19 @@ class RankSnapshot:
         if leader is None:
             return [self._own.write(folder)]
         with leader.working():
-            leader.tell(WriteCommand(str(folder)))
-            found = [self._own.report(str(folder)), *leader.written()]
-        for one in found:
-            if one.part is None:
-                raise OSError(one.errno, one.problem) if one.errno else UserError(one.problem)
-        return [one.part for one in found if one.part is not None]
+            leader.send_to_all(WriteCommand(str(folder)))
+            replies = [self._own.report(str(folder)), *leader.receive_written()]
+        for reply in replies:
+            if reply.part is None:
+                if reply.errno:
+                    raise OSError(reply.errno, reply.problem)
+                raise UserError(reply.problem)
+        return [reply.part for reply in replies if reply.part is not None]
 
     def drop(self) -> None:
         """See ``learner.backends.base.Snapshot``."""
         self._own = StagedPart([], 0, 1)
         if (leader := self._ranks.leader) is not None:
-            with suppress(LinkClosedError):  # a rank has ended, and so will this process
-                leader.tell(DropCommand())
+            # A rank may have ended; then so will this process.
+            with suppress(LinkClosedError):
+                leader.send_to_all(DropCommand())

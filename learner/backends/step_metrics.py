@@ -40,9 +40,7 @@ def step_metrics(
 
 
 def average_metrics(rows: Sequence[Mapping[str, float]], num_epochs: int) -> dict[str, float]:
-    """Return the means of the metrics of several updates; counts are those of one pass over the
-    samples.
-    """
+    """Return the means of the metrics of several updates; counts are those of one pass."""
     if not rows:
         return {}
     totals = {name: sum(row[name] for row in rows) for name in rows[0]}

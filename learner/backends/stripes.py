@@ -1,12 +1,11 @@
-"""Sends weights from all ranks: each stages the elements that it holds, and broadcasts them; nobody
-gathers the model.
+"""Sends weights from all ranks: each broadcasts the elements that it holds; none gathers the model.
 
-    rank 0                                               rank 1 … N-1
-    open: OpenStripesCommand(plan)   --- link -->        divides the plan by what it holds
-                                     <-----------        StripeReply: the plan of its stripe
-    serve: ServeStripesCommand(rendezvous, key)  ->      connects, and waits there for orders in a thread
-    stage(version)                   ----------->        copies its stripe, adds up its part of the digest's sums
-    broker.weights.stripes.lead      - rendezvous ->     broadcasts its stripe
+    rank 0                                             rank 1 … N-1
+    open: OpenStripesCommand(plan)  --- link -------->  divides the plan by what it holds
+                                    <-----------------  StripeReply: the plan of its stripe
+    serve: ServeStripesCommand      ----------------->  waits at the rendezvous, in a thread
+    stage(version)                  ----------------->  copies its stripe, sums the digest's part
+    broker.weights.stripes.lead     -- rendezvous --->  broadcasts its stripe
 
 See ``broker.weights.stripes`` for the transfer.
 """
@@ -52,19 +51,22 @@ class OwnStripe:
         self._weights = weights
         self._ranks = ranks
         self._device = device
-        plan = stripe_plan(model, [one.run for one in self._sent() if one.run.count])
+        plan = stripe_plan(model, [sent_run.run for sent_run in self._sent() if sent_run.run.count])
         self.stripe = StripeRank(ranks.rank, model, plan, device if device.type == "cuda" else None)
 
     def _sent(self) -> Iterator[SentRun]:
-        return self._weights.sent(self._ranks.rank, self._ranks.size)
+        return self._weights.sent_runs(self._ranks.rank, self._ranks.size)
 
     @torch.no_grad()
     def stage(self, version: int) -> Tensor:
-        """Copy a version; return on rank 0 the sums of all ranks for the model's digest; all ranks
-        call it together.
+        """Copy a version; all ranks call it together.
+
+        Returns:
+            On rank 0 the sums of all ranks, for the model's digest.
         """
         runs = RunsInOrder(self._sent())
         sums = self.stripe.stage(version, runs).to(self._device)
+        # The other ranks may read runs of which this rank sends nothing.
         runs.finish()
         if self._ranks.size > 1:
             dist.reduce(sums, 0)
@@ -88,10 +90,12 @@ class RankStripes:
         self._model = model
         self._own = own
         self._ranks = ranks
-        others = ranks.ask(OpenStripesCommand(model.text))
-        found = [plans.from_text(reply.plan) for reply in others if isinstance(reply, StripeReply)]
+        replies = ranks.ask(OpenStripesCommand(model.text))
+        other_plans = [
+            plans.from_text(reply.plan) for reply in replies if isinstance(reply, StripeReply)
+        ]
         self.own = own.stripe
-        self.plans = [own.stripe.plan, *found]
+        self.plans = [own.stripe.plan, *other_plans]
         check_cover(model, self.plans)
 
     def stage(self, version: int) -> str:
@@ -119,4 +123,4 @@ class RankStripes:
                 timeout_s=settings.timeout_s,
                 connect_timeout_s=settings.connect_timeout_s,
             )
-            self._ranks.tell_one(rank, command)
+            self._ranks.send_to(rank, command)

@@ -1,6 +1,4 @@
-"""The training steps of every backend, and the backend ``torch``: one process, one device, plain
-torch.
-"""
+"""The training steps of every backend, and the backend ``torch``: one process, one device."""
 
 from __future__ import annotations
 
@@ -98,20 +96,21 @@ class TorchBackend:
         try:
             self.worker = build(context.on_rank(0, self._ranks.num_here), self._ranks)
         except BaseException:
+            # Even after Ctrl-C: the other ranks have started already.
             self.close()
             raise
         self._context = context
         self._models = self.worker.models
         self._passes = self.worker.passes
         self._steps = context.train.steps
-        self._counts, self._sums = BatchCounts(), dict[str, float]()
-        self._reward_kl: list[Array] = []  # of the step's scored samples
+        self._counts = BatchCounts()
+        self._sums: dict[str, float] = {}
+        # Of the step's scored samples.
+        self._reward_kl: list[Array] = []
 
     @classmethod
     def plan(cls, context: RunContext) -> tuple[RunContext, BuildWorker]:
-        """Check settings before any rank starts; return those to use, and what builds a rank's
-        worker from them.
-        """
+        """Check settings before any rank starts; return those to use, and a builder of workers."""
         return context, build_worker
 
     @classmethod
@@ -138,8 +137,9 @@ class TorchBackend:
         self._check_ids(trained)
         # Without a KL or entropy term a row whose advantages are all 0 has no gradient: it is
         # measured, not trained.
-        every_row = self._models.kl_in_loss or self._context.algorithm.entropy_coef > 0
-        idle = [] if every_row else [s for s in trained if not s.advantages[s.positions].any()]
+        idle: list[TrainSample] = []
+        if not self._models.kl_in_loss and self._context.algorithm.entropy_coef <= 0:
+            idle = [sample for sample in trained if not sample.advantages[sample.positions].any()]
         skipped = {id(sample) for sample in idle}
         sums = {
             "tokens": 0.0,
@@ -151,10 +151,10 @@ class TorchBackend:
             for part in self._slices([sample for sample in trained if id(sample) not in skipped])
         ]
         jobs += [(part, False) for part in self._slices(idle)]
-        for found in self._run(jobs):
-            _add(sums, found)
+        for slice_sums in self._run(jobs):
+            _add_sums(sums, slice_sums)
         self._counts.add(sum(sample.num_tokens for sample in trained), len(trained))
-        _add(self._sums, sums)
+        _add_sums(self._sums, sums)
         return sums
 
     def step(self) -> dict[str, float]:
@@ -162,8 +162,7 @@ class TorchBackend:
         return self._complete(self._take(), num_rows)
 
     def update(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        """Run a whole step: ``num_epochs`` passes in ``num_minibatches`` updates each, of the
-        critic and the policy.
+        """Run a step: ``num_epochs`` passes of ``num_minibatches`` updates of critic and policy.
 
         The policy does not change during the critic's warm-up. With several minibatches, seed,
         version and pass fix the order of the samples, which is the same after a resume; with one,
@@ -173,36 +172,36 @@ class TorchBackend:
         self._check_ids(rows)
         algorithm = self._context.algorithm
         trains_policy = self._models.critic is None or self.version >= algorithm.critic.warmup_steps
-        done: list[dict[str, float]] = []
+        updates: list[dict[str, float]] = []
         for epoch in range(algorithm.num_epochs):
             for part in minibatches(
                 rows, algorithm.num_minibatches, (self._passes.seed, self.version, epoch)
             ):
-                done.append(self._update(part, trains_policy))
-        metrics = average_metrics(done, algorithm.num_epochs)
-        metrics["actor/num_updates"] = float(len(done) if trains_policy else 0)
+                updates.append(self._update(part, trains_policy))
+        metrics = average_metrics(updates, algorithm.num_epochs)
+        metrics["actor/num_updates"] = float(len(updates) if trains_policy else 0)
         return self._complete(metrics, len(rows))
 
     def _update(self, part: Sequence[TrainSample], trains_policy: bool) -> dict[str, float]:
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         if self._models.critic is not None:
-            sums = dict[str, float]()
-            for one in self._run_critic([(piece, True) for piece in self._slices(part)]):
-                _add(sums, one)
+            sums: dict[str, float] = {}
+            for slice_sums in self._run_critic([(piece, True) for piece in self._slices(part)]):
+                _add_sums(sums, slice_sums)
             command = StepCommand(sums.get("tokens", 0.0), self.version, self._steps, critic=True)
             work = partial(self.worker.critic_step, sums, self.version, self._steps)
-            found = self._ranks.together(command, work)
+            metrics = self._ranks.together(command, work)
         if trains_policy:
             for micro in cut(part, self.cutter().budget, packed=self._passes.packs):
                 self.forward_backward(micro)
-            found |= self._take()
-        return found
+            metrics |= self._take()
+        return metrics
 
     @torch.no_grad()
     def score(self, samples: Sequence[TrainSample]) -> list[SampleScores]:
         rows = [sample for sample in samples if sample.num_inputs]
         self._check_ids(rows)
-        found: dict[int, SampleScores] = {}
+        scores_by_id: dict[int, SampleScores] = {}
         jobs = [(piece, False) for piece in self._slices(rows)]
         layout = self.worker.layout
         work = self._passes.score
@@ -214,19 +213,20 @@ class TorchBackend:
                 for column in columns
             ]
             scores = [SampleScores(*row) for row in zip(*parts, strict=True)]
-            found |= {id(sample): one for sample, one in zip(piece, scores, strict=True)}
-        self._reward_kl += [one.kl for one in found.values() if one.kl is not None]
+            scores_by_id |= {id(sample): score for sample, score in zip(piece, scores, strict=True)}
+        self._reward_kl += [score.kl for score in scores_by_id.values() if score.kl is not None]
         empty = np.zeros(0, np.float32)
         no_kl = empty if self._models.kl_in_reward else None
-        nothing = SampleScores(empty, no_kl, None if self._models.critic is None else empty)
-        return [found.get(id(sample), nothing) for sample in samples]
+        no_scores = SampleScores(empty, no_kl, None if self._models.critic is None else empty)
+        return [scores_by_id.get(id(sample), no_scores) for sample in samples]
 
     def take_problem(self) -> str:
         return self.worker.take_problem()
 
     def record_tokens(self) -> bool:
         if self._ranks.size > 1 or not self.records_tokens:
-            return False  # the other ranks' tokens are not here
+            # The other ranks keep the figures of their tokens.
+            return False
         self._passes.recorded = []
         return True
 
@@ -235,21 +235,24 @@ class TorchBackend:
 
     def discard(self) -> None:
         if self._ranks.leader is not None:
-            self._ranks.leader.tell(DiscardCommand())
+            self._ranks.leader.send_to_all(DiscardCommand())
         self._passes.discard()
-        self._counts, self._sums, self._reward_kl = BatchCounts(), dict[str, float](), []
+        self._counts = BatchCounts()
+        self._sums = {}
+        self._reward_kl = []
 
     def _take(self) -> dict[str, float]:
         """Update the policy; return the metrics."""
         algorithm = self._context.algorithm
         scale = denominator(algorithm.loss_agg_mode, self._counts, self._context.max_length)
         command = StepCommand(scale, self.version, self._steps)
-        done = self._ranks.together(
+        update = self._ranks.together(
             command, partial(self.worker.step, scale, self.version, self._steps)
         )
         metrics = step_metrics(self._sums, self._counts, scale, algorithm)
-        metrics |= {f"actor/{name}": value for name, value in done.items()}
-        self._counts, self._sums = BatchCounts(), dict[str, float]()
+        metrics |= {f"actor/{name}": value for name, value in update.items()}
+        self._counts = BatchCounts()
+        self._sums = {}
         return metrics
 
     def _complete(self, metrics: dict[str, float], num_rows: int) -> dict[str, float]:
@@ -271,11 +274,16 @@ class TorchBackend:
         return self._ranks.share_out(jobs, self.worker.layout, command, self._passes.run)
 
     def _run_critic(self, jobs: Sequence[Job]) -> list[dict[str, float]]:
-        layout = RankLayout.plain(self._ranks.size)  # every rank holds the whole critic
-        now = partial(
-            RunCommand, kl_coef=self.kl_coef, version=self.version, seed=self._passes.seed
+        # Every rank holds the whole critic.
+        layout = RankLayout.plain(self._ranks.size)
+        command = partial(
+            RunCommand,
+            train=[],
+            kl_coef=self.kl_coef,
+            version=self.version,
+            seed=self._passes.seed,
+            critic=True,
         )
-        command = partial(now, train=[], critic=True)
         return self._ranks.share_out(
             jobs, layout, lambda slices, _: command(slices), self._passes.run_critic
         )
@@ -288,7 +296,8 @@ class TorchBackend:
         for sample in samples:
             if (largest := int(sample.token_ids.max())) >= size:
                 raise WireError(
-                    f"group {sample.group}: token id {largest} is outside the model's vocabulary of {size}"
+                    f"group {sample.group}: token id {largest} is outside "
+                    f"the model's vocabulary of {size}"
                 )
 
     @property
@@ -321,8 +330,9 @@ class TorchBackend:
         return self.worker.weights.shapes()
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the live weights by state-dict name, adapters merged; sharded ones are gathered as
-        they are read.
+        """Return the live weights by state-dict name, adapters merged.
+
+        Sharded ones are gathered as they are read.
         """
         weights = self.worker.weights
         if not weights.buckets:
@@ -337,14 +347,14 @@ class TorchBackend:
     def adapter(self) -> wire.Adapter | None:
         base = self._models.base_digest
         adapters = self.policy.adapters
-        return None if adapters is None or not base else adapters.shown(base)
+        if adapters is None or not base:
+            return None
+        return adapters.describe(base)
 
     def factors(self) -> dict[str, Tensor]:
-        return (
-            {}
-            if self.policy.adapters is None
-            else self._on_all("factors", self.worker.weights.factors)
-        )
+        if self.policy.adapters is None:
+            return {}
+        return self._on_all("factors", self.worker.weights.factors)
 
     def logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor:
         return self._on_all(
@@ -361,11 +371,9 @@ class TorchBackend:
 
     def _on_all(self, name: str, work: Callable[[], T], numbers: Sequence[int] = ()) -> T:
         """Return ``work()``, on all ranks at the same time if none holds the whole model."""
-        return (
-            self._ranks.together(CollectiveCommand(name, list(numbers)), work)
-            if self.worker.sharded
-            else work()
-        )
+        if self.worker.sharded:
+            return self._ranks.together(CollectiveCommand(name, list(numbers)), work)
+        return work()
 
     def snapshot(self) -> Snapshot:
         """Copy every rank's part of the state to its host memory; training waits only for this.
@@ -382,12 +390,12 @@ class TorchBackend:
         adapters = self.policy.adapters
         base = None
         if adapters is not None:
-            shown = adapters.shown("")
+            adapter = adapters.describe("")
             base = StoredBase(
                 self._context.first_path,
-                list(shown.targets),
-                shown.scale,
-                list(shown.transposed),
+                list(adapter.targets),
+                adapter.scale,
+                list(adapter.transposed),
                 {
                     name: exported
                     for name, exported in adapters.exported_names.items()
@@ -419,10 +427,9 @@ class TorchBackend:
             (folder / TEMPLATE_FILE).write_text(tokenizer.chat_template.source, encoding="utf-8")
 
     def save(self, path: str | Path) -> None:
-        """Write the live policy, configuration and tokenizer for transformers to load; adapters
-        also for peft.
-        """
+        """Write policy, configuration and tokenizer for transformers, adapters also for peft."""
         Path(path).mkdir(parents=True, exist_ok=True)
+        # In the target's file system, since /tmp may be too small for the parts.
         with TemporaryDirectory(prefix=".parts.", dir=path) as parts:
             snapshot = self.snapshot()
             files = [part.path for part in snapshot.write(Path(parts))]
@@ -434,8 +441,8 @@ class TorchBackend:
     def load_state(self, parts: Sequence[PartFile]) -> None:
         for part in parts:
             part.check_size()
-        stored = StoredTensors(part.path for part in parts)
-        self.worker.refuse({name: entry.shape for name, entry in stored.entries.items()})
+        tensors = StoredTensors(part.path for part in parts)
+        self.worker.check_shapes({name: entry.shape for name, entry in tensors.entries.items()})
         if problem := self._ranks.verify(list(parts), self.worker.verify):
             raise DamagedFileError(problem)
         self._ranks.together(LoadCommand(list(parts)), partial(self.worker.load, parts))
@@ -454,11 +461,12 @@ class TorchBackend:
         return RankStripes(plan, self.worker.open_stripe(plan), self._ranks)
 
     def close(self) -> None:
+        # There is no worker if building it has failed.
         if hasattr(self, "worker") and self.worker.stripe is not None:
             self.worker.stripe.stripe.close()
         self._ranks.close()
 
 
-def _add(into: dict[str, float], values: Mapping[str, float]) -> None:
+def _add_sums(into: dict[str, float], values: Mapping[str, float]) -> None:
     for name, value in values.items():
         into[name] = into.get(name, 0.0) + value

@@ -1,6 +1,4 @@
-"""The policy's weights as the learner reads them: whole, by state-dict name, from one rank or
-gathered from all.
-"""
+"""The policy's weights as the learner reads them: whole, by state-dict name."""
 
 from __future__ import annotations
 
@@ -15,13 +13,14 @@ from learner.backends.parts.names import ADAPTER, MODEL
 from learner.backends.parts.slices import Slice
 from learner.backends.sent_runs import SentRun
 
-BUCKET_BYTES: Final = 32 << 20  # of weights gathered at once
+# Of weights gathered at once: what rank 0's device holds of them in addition to its own part.
+BUCKET_BYTES: Final = 32 << 20
 
 
 class PolicyWeights:
     """The weights of a policy that this process holds whole."""
 
-    # names gathered together; empty where nothing must be gathered
+    # Names of weights that are gathered together; empty where nothing must be gathered.
     buckets: Sequence[Sequence[str]] = ()
 
     def __init__(self, policy: PolicyModel) -> None:
@@ -44,18 +43,14 @@ class PolicyWeights:
         raise TypeError(f"{type(self).__name__} gathers no bucket {bucket}")
 
     def slices(self) -> Iterator[Slice]:
-        """Yield this rank's slices of what is trained: ``model.<name>``, or with adapters
-        ``adapter.<peft's name>``.
-        """
+        """Yield this rank's slices of what is trained: ``model.<name>`` or ``adapter.<name>``."""
         for name, tensor in self._named(self._policy.tensors().__getitem__).items():
             yield Slice.whole(name, tensor)
 
-    def sent(self, rank: int, size: int) -> Iterator[SentRun]:
-        """Yield what a rank of ``size`` sends of ``slices``; together the ranks send everything
-        once.
-        """
-        for one in self.slices():
-            yield SentRun.of(one, rank, size)
+    def sent_runs(self, rank: int, size: int) -> Iterator[SentRun]:
+        """Yield what a rank of ``size`` sends; together the ranks send everything once."""
+        for piece in self.slices():
+            yield SentRun.of(piece, rank, size)
 
     def _named(self, find: Find) -> dict[str, Tensor]:
         """Return the tensors that checkpoints hold by their names there, tied ones once."""
@@ -69,7 +64,9 @@ class PolicyWeights:
     def factors(self) -> dict[str, Tensor]:
         """Return the whole adapters by peft's names; collective if sharded."""
         adapters = self._policy.adapters
-        return {} if adapters is None else adapters.factors(self._policy.tensors().__getitem__)
+        if adapters is None:
+            return {}
+        return adapters.factors(self._policy.tensors().__getitem__)
 
 
 class ShardedWeights(PolicyWeights):
@@ -97,14 +94,15 @@ class GatheredWeights(Mapping[str, Tensor]):
         self._names = list(names)
         self._gather = gather
         self._bucket = {name: index for index, bucket in enumerate(buckets) for name in bucket}
-        self._held: tuple[int, dict[str, Tensor]] = (-1, {})
+        self._gathered: tuple[int, dict[str, Tensor]] = (-1, {})
 
     def __getitem__(self, name: str) -> Tensor:
         index = self._bucket[name]
-        if self._held[0] != index:
-            self._held = (-1, {})
-            self._held = (index, self._gather(index))
-        return self._held[1][name]
+        if self._gathered[0] != index:
+            # Free the previous bucket first.
+            self._gathered = (-1, {})
+            self._gathered = (index, self._gather(index))
+        return self._gathered[1][name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

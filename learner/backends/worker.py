@@ -1,6 +1,4 @@
-"""One rank's models, optimizer, weights and passes, and the operations on them that all ranks
-execute alike.
-"""
+"""One rank's models, optimizer, weights and passes, and the operations that all ranks execute."""
 
 from __future__ import annotations
 
@@ -75,14 +73,15 @@ class RankWorker:
             steps: at which the schedule of the learning rate ends.
         """
         self.reduce()
-        done = self.optimizer.step(denominator, at, steps)
-        if done["skipped"]:
+        update = self.optimizer.step(denominator, at, steps)
+        if update["skipped"]:
             self._name_problem()
-        return done
+        return update
 
     def _name_problem(self) -> None:
         problem = self.optimizer.problem
-        if self.sharded:  # the tensor may be of another rank's part
+        # The tensor may be in another rank's part.
+        if self.sharded:
             texts = gather_texts(problem, self.device)
             problem = next((f"rank {rank}: {text}" for rank, text in enumerate(texts) if text), "")
         self.problem = self.problem or problem
@@ -98,16 +97,18 @@ class RankWorker:
         assert self.models.critic is not None
         if self.ranks.size > 1:
             sum_over_ranks(self.models.critic.optimizer.gradients(), self.device)
-        done = self.models.critic.step(sums, at, steps)
+        metrics = self.models.critic.step(sums, at, steps)
         if problem := self.models.critic.optimizer.problem:
             self.problem = self.problem or f"critic: {problem}"
-        return done
+        return metrics
 
     def logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor:
-        """Return log p(token[i + 1] | token[: i + 1]) at temperature 1, (n - 1,) float32 on the
-        CPU.
+        """Return log p(token[i + 1] | token[: i + 1]) at temperature 1.
+
+        Returns:
+            (n - 1,) float32 on the CPU.
         """
-        # servers compute with other weights than these
+        # Servers compute with rounded weights, so these must be compared with.
         rounded = self.context.train.weights_dtype == fp8.NAME
         with quantized_as_sent(self.models.policy) if rounded else nullcontext():
             return self.models.policy.logprobs(
@@ -129,17 +130,15 @@ class RankWorker:
         return StagedPart(staged, rank, size)
 
     def offload(self, folder: str) -> None:
-        """Move models, gradients and optimizer off the device, between two steps; do nothing else
-        until ``reload``.
+        """Move everything off the device, between two steps; only ``reload`` may follow.
 
         Raises:
             OSError: if the folder cannot be written; nothing has moved then.
         """
         self.offloaded = self.offloaded or OffloadedMemory(folder)
-        optimizers = [
-            self.optimizer,
-            *([] if self.models.critic is None else [self.models.critic.optimizer]),
-        ]
+        optimizers = [self.optimizer]
+        if self.models.critic is not None:
+            optimizers.append(self.models.critic.optimizer)
         self.offloaded.release(held_tensors(self.models.modules(), optimizers, self.device))
 
     def reload(self) -> None:
@@ -148,56 +147,55 @@ class RankWorker:
             self.offloaded.restore()
 
     def policy_slices(self) -> Iterator[Slice]:
-        """Yield this rank's slices of the policy and its optimizer; read once and in order by all
-        ranks.
-        """
+        """Yield this rank's slices of policy and optimizer; all ranks read them in order."""
         yield from self.weights.slices()
         yield from self.optimizer_slices()
 
     def optimizer_slices(self) -> Iterator[Slice]:
         """Yield this rank's slices of the policy's optimizer."""
-        for one in self.optimizer.slices():
-            yield one.below(OPTIMIZER)
+        for piece in self.optimizer.slices():
+            yield piece.below(OPTIMIZER)
 
     def critic_slices(self) -> Iterator[Slice]:
         """Yield the critic, which every rank holds whole, and its optimizer."""
-        for one in self.models.critic.slices() if self.models.critic is not None else ():
-            yield one.below(CRITIC)
+        if self.models.critic is not None:
+            for piece in self.models.critic.slices():
+                yield piece.below(CRITIC)
 
     def numbers(self) -> list[Slice]:
         """Return what one rank writes whole: counts, and its random numbers."""
         rank = self.ranks.rank
         device = self.device
-        found = dict[str, Tensor]()
-        found[_rng("cpu", rank)] = torch.get_rng_state()
+        tensors: dict[str, Tensor] = {}
+        tensors[_rng_name("cpu", rank)] = torch.get_rng_state()
         if device.type == "cuda":
-            found[_rng("cuda", rank)] = torch.cuda.get_rng_state(device)
+            tensors[_rng_name("cuda", rank)] = torch.cuda.get_rng_state(device)
         if rank == 0:
-            found[VERSION] = torch.tensor(self.passes.version)
-            found[KL_COEF] = torch.tensor(self.passes.kl.value, dtype=torch.float64)
-            found[OPTIMIZER + UPDATES] = torch.tensor(self.optimizer.updates)
+            tensors[VERSION] = torch.tensor(self.passes.version)
+            tensors[KL_COEF] = torch.tensor(self.passes.kl.value, dtype=torch.float64)
+            tensors[OPTIMIZER + UPDATES] = torch.tensor(self.optimizer.updates)
             if self.models.critic is not None:
-                found[CRITIC + OPTIMIZER + UPDATES] = torch.tensor(
+                tensors[CRITIC + OPTIMIZER + UPDATES] = torch.tensor(
                     self.models.critic.optimizer.updates
                 )
-        return [Slice.whole(name, tensor, shared=False) for name, tensor in found.items()]
+        return [Slice.whole(name, tensor, shared=False) for name, tensor in tensors.items()]
 
-    def refuse(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check the shapes of a checkpoint's tensors.
 
         Raises:
             UserError: if it belongs to another model.
         """
-        if missing := [name for name in (VERSION, KL_COEF, _rng("cpu", 0)) if name not in shapes]:
+        if missing := [
+            name for name in (VERSION, KL_COEF, _rng_name("cpu", 0)) if name not in shapes
+        ]:
             raise UserError(f"the checkpoint has no {missing[0]}")
-        self.optimizer.refuse(shapes_below(OPTIMIZER, shapes))
+        self.optimizer.check_shapes(shapes_below(OPTIMIZER, shapes))
         if self.models.critic is not None:
-            self.models.critic.refuse(shapes_below(CRITIC, shapes))
+            self.models.critic.check_shapes(shapes_below(CRITIC, shapes))
 
     def verify(self, parts: Sequence[PartFile]) -> str:
-        """Read this rank's share of a checkpoint's files; return what is wrong with them, empty if
-        nothing is.
-        """
+        """Read this rank's share of a checkpoint's files; return the first fault, empty if none."""
         try:
             for part in parts[self.ranks.rank :: self.ranks.size]:
                 part.verify()
@@ -206,26 +204,26 @@ class RankWorker:
         return ""
 
     def load(self, parts: Sequence[PartFile]) -> None:
-        """Restore all but the weights from a checkpoint's files, whose shapes were checked; all
-        ranks do.
+        """Restore all but the weights from a checkpoint's files; all ranks do.
 
         A GPU's random numbers are restored only where there is a GPU, a rank's only where there is
         that rank.
         """
-        stored = StoredTensors(part.path for part in parts)
-        stored.load(self.optimizer_slices())
-        stored.load(self.critic_slices())
-        self.optimizer.restored(int(stored[OPTIMIZER + UPDATES]))
+        tensors = StoredTensors(part.path for part in parts)
+        tensors.load(self.optimizer_slices())
+        tensors.load(self.critic_slices())
+        self.optimizer.finish_restore(int(tensors[OPTIMIZER + UPDATES]))
         if self.models.critic is not None:
-            self.models.critic.optimizer.restored(int(stored[CRITIC + OPTIMIZER + UPDATES]))
-        self.passes.version = int(stored[VERSION])
+            self.models.critic.optimizer.finish_restore(int(tensors[CRITIC + OPTIMIZER + UPDATES]))
+        self.passes.version = int(tensors[VERSION])
+        # A fixed coefficient is the configuration's, which may have changed since.
         if self.passes.kl.target is not None:
-            self.passes.kl.value = float(stored[KL_COEF])
+            self.passes.kl.value = float(tensors[KL_COEF])
         rank = self.ranks.rank
-        if _rng("cpu", rank) in stored:
-            torch.set_rng_state(stored[_rng("cpu", rank)])
-        if self.device.type == "cuda" and _rng("cuda", rank) in stored:
-            torch.cuda.set_rng_state(stored[_rng("cuda", rank)], self.device)
+        if _rng_name("cpu", rank) in tensors:
+            torch.set_rng_state(tensors[_rng_name("cpu", rank)])
+        if self.device.type == "cuda" and _rng_name("cuda", rank) in tensors:
+            torch.cuda.set_rng_state(tensors[_rng_name("cuda", rank)], self.device)
 
     def obey(
         self, command: messages.WorkCommand, send: Callable[[messages.Reply], None]
@@ -245,11 +243,12 @@ class RankWorker:
                 jobs = list(zip(unpack_slices(command.slices), command.train, strict=True))
                 return messages.SumsReply(passes.run(jobs))
             case messages.ScoreCommand():
-                found = passes.score(
+                scores = passes.score(
                     [(samples, False) for samples in unpack_slices(command.slices)]
                 )
                 columns = [
-                    [None if c is None else c.astype("<f4").tobytes() for c in row] for row in found
+                    [None if column is None else column.astype("<f4").tobytes() for column in row]
+                    for row in scores
                 ]
                 return messages.ColumnsReply(columns)
             case messages.StepCommand(critic=True):
@@ -259,7 +258,8 @@ class RankWorker:
             case messages.DiscardCommand():
                 passes.discard()
             case messages.CopyCommand():
-                self.staged = None  # the memory of the previous one
+                # Free the memory of the previous copy first.
+                self.staged = None
                 self.staged = self.stage()
             case messages.WriteCommand():
                 assert self.staged is not None
@@ -314,9 +314,12 @@ class RankWorker:
         self.ranks.leave()
 
 
-def _rng(device: str, rank: int) -> str:
+def _rng_name(device: str, rank: int) -> str:
     """Return the name of a rank's random numbers."""
-    return f"{RNG}{device}" + (f".{rank}" if rank else "")
+    # Rank 0's has no number, as in checkpoints of one rank.
+    if rank == 0:
+        return f"{RNG}{device}"
+    return f"{RNG}{device}.{rank}"
 
 
 def build_worker(context: RunContext, ranks: RankGroup) -> RankWorker:
@@ -324,7 +327,7 @@ def build_worker(context: RunContext, ranks: RankGroup) -> RankWorker:
     device = prepare_process(context)
     models = ModelSet(context, device, ranks.rank)
     ranks.join(device)
-    optimizer = MasterOptimizer(models.trained(), context.train)
+    optimizer = MasterOptimizer(models.trained_parameters(), context.train)
     passes = ModelPasses(context, models, optimizer, device, rank=ranks.rank)
 
     def reduce() -> None:
@@ -333,4 +336,14 @@ def build_worker(context: RunContext, ranks: RankGroup) -> RankWorker:
 
     layout = RankLayout.plain(ranks.size)
     weights = PolicyWeights(models.policy)
-    return RankWorker(context, ranks, layout, device, models, optimizer, weights, passes, reduce)
+    return RankWorker(
+        context,
+        ranks,
+        layout,
+        device=device,
+        models=models,
+        optimizer=optimizer,
+        weights=weights,
+        passes=passes,
+        reduce=reduce,
+    )

@@ -1,5 +1,4 @@
-"""Reads and writes checkpoints: folders with a part for each rank, the learner's ledger, and small
-models whole.
+"""Reads and writes checkpoints: a part for each rank, the ledger, and small models whole.
 
 ``checkpoints/step-000020/`` holds configuration and tokenizer, of small models also the weights in
 Hugging Face format, and ``learner/``: a part for each rank (``learner.backends.parts``: weights,
@@ -34,10 +33,13 @@ from rlearner_text.atomic_folders import begin_folder, finish_folder, remove_fol
 if TYPE_CHECKING:
     from learner.backends.base import Backend, Snapshot
 
+# Format 1, with everything but the weights in one file, is still read.
 FORMAT: Final = 2
-HF_MAX_GIB: Final = 8.0  # up to which a model is also written whole
+# Up to this size a model is also written whole, for transformers to load.
+HF_MAX_GIB: Final = 8.0
 _NAME = re.compile(r"step-(\d{6,})")
-_SET_ASIDE: Final = "damaged-"  # of a checkpoint that could not be read, before its name
+# Prefix of a checkpoint that could not be read.
+_SET_ASIDE: Final = "damaged-"
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,7 @@ def stage(
     *,
     hf_max_gib: float = HF_MAX_GIB,
 ) -> Path:
-    """Write a snapshot into a temporary folder and sync it; from any thread, while the backend
-    trains.
+    """Write a snapshot into a temporary folder and sync it; from any thread.
 
     Raises:
         OSError: if the folder cannot be written; nothing is left behind.
@@ -122,12 +123,14 @@ def stage(
             "parts": files,
             "ledger": ledger,
         }
+        # Last: a folder without this file is no checkpoint.
         (own / "learner.json").write_text(json.dumps(body) + "\n", encoding="utf-8")
         sync_tree(work)
     except SafetensorError as error:
         discard(work)
         raise _os_error(error) from None
     except BaseException:
+        # Whatever the error: no half-written folder stays, which may be large.
         discard(work)
         raise
     return work
@@ -151,9 +154,13 @@ def name_of(step: int) -> str:
 
 
 def _os_error(error: Exception) -> Exception:
-    """Return the operating system's error inside an error of safetensors, else that error itself."""
-    code = re.search(r"os error (\d+)", str(error))
-    return OSError(int(code[1]), os.strerror(int(code[1]))) if code else error
+    """Return the operating system's error inside an error of safetensors, or the error itself."""
+    # safetensors has no attribute for it; the saver retries only errors of the system.
+    match = re.search(r"os error (\d+)", str(error))
+    if match is None:
+        return error
+    code = int(match[1])
+    return OSError(code, os.strerror(code))
 
 
 def load_state(checkpoint: Checkpoint, backend: Backend) -> None:
@@ -168,9 +175,9 @@ def load_state(checkpoint: Checkpoint, backend: Backend) -> None:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return all checkpoints of a run, oldest first."""
-    found = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step-*"))
-    named = [(int(match[1]), path) for match, path in found if match and path.is_dir()]
-    return [path for _, path in sorted(named)]
+    matches = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step-*"))
+    numbered = [(int(match[1]), path) for match, path in matches if match and path.is_dir()]
+    return [path for _, path in sorted(numbered)]
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
@@ -203,8 +210,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
         body = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedFileError(f"{file}: cannot be read: {error}") from None
-    if (found := body.get("format") if isinstance(body, dict) else None) not in (1, FORMAT):
-        raise UserError(f"{file}: format {found!r}, this program reads 1 and {FORMAT}")
+    file_format = body.get("format") if isinstance(body, dict) else None
+    if file_format not in (1, FORMAT):
+        raise UserError(f"{file}: format {file_format!r}, this program reads 1 and {FORMAT}")
     step = body.get("step")
     epoch = body.get("epoch")
     ledger = body.get("ledger")
@@ -213,15 +221,13 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise DamagedFileError(
             f"{file}: damaged: step {step!r}, epoch {epoch!r}, and no ledger of that step"
         )
-    parts = (
-        [{"file": "state.safetensors", "size": -1, "digest": ""}]
-        if found == 1
-        else body.get("parts")
-    )
-    made = Checkpoint(path, step, epoch, ledger, _parts(file, parts))
-    for part in made.parts:
+    parts = body.get("parts")
+    if file_format == 1:
+        parts = [{"file": "state.safetensors", "size": -1, "digest": ""}]
+    checkpoint = Checkpoint(path, step, epoch, ledger, _read_parts(file, parts))
+    for part in checkpoint.parts:
         part.check_size()
-    return made
+    return checkpoint
 
 
 def verify(path: Path) -> Checkpoint:
@@ -231,26 +237,27 @@ def verify(path: Path) -> Checkpoint:
         DamagedFileError: if it cannot be read, or a part is not what was written.
         UserError: if another version of rlearner wrote it.
     """
-    found = read_checkpoint(path)
-    for part in found.parts:
+    checkpoint = read_checkpoint(path)
+    for part in checkpoint.parts:
         part.verify()
-    return found
+    return checkpoint
 
 
-def _parts(file: Path, listed: Any) -> tuple[PartFile, ...]:
+def _read_parts(file: Path, listed: Any) -> tuple[PartFile, ...]:
     try:
-        found = tuple(
-            PartFile(str(file.parent / _plain(one["file"])), one["size"], one["digest"])
-            for one in listed
+        parts = tuple(
+            PartFile(str(file.parent / _check_name(entry["file"])), entry["size"], entry["digest"])
+            for entry in listed
         )
     except (TypeError, KeyError, ValueError) as error:
         raise DamagedFileError(f"{file}: damaged: no list of parts: {error}") from None
-    if not found:
+    if not parts:
         raise DamagedFileError(f"{file}: damaged: no parts")
-    return found
+    return parts
 
 
-def _plain(name: str) -> str:
+def _check_name(name: str) -> str:
+    # A damaged or hostile list must not name files outside of the checkpoint.
     if name != os.path.basename(name):
         raise ValueError(f"{name!r} is not a file's name")
     return name

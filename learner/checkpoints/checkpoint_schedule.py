@@ -4,8 +4,7 @@ from __future__ import annotations
 
 
 class CheckpointSchedule:
-    """Schedule: due at multiples of ``every_steps``, and at the first step that ends ``every_s``
-    after the newest one.
+    """Due at multiples of ``every_steps``, and at the first step ``every_s`` after the newest one.
 
     A checkpoint that becomes due while another is being written stays due: it is taken at the first
     step that ends after that write, with the state of that step. So memory holds at most one copy
@@ -23,15 +22,19 @@ class CheckpointSchedule:
         self._every_s = every_s
         self._ahead = ahead
         self._taken_at = self._due_at = now
-        self.due = False  # whether one should be taken
-        self.missed = 0  # how many became due since writing began to fail
+        # Whether one should be taken.
+        self.due = False
+        # How many became due since writing began to fail.
+        self.missed = 0
 
     def completed(self, step: int, now: float, *, failing: bool) -> None:
         """Count a completed step; ``failing`` if the previous checkpoint cannot be written."""
         by_step = self._every_steps > 0 and step % self._every_steps == 0
         by_clock = self._every_s > 0 and now - max(self._taken_at, self._due_at) >= self._every_s
-        self.missed = self.missed + int(by_step or by_clock) if failing else 0
+        if not failing:
+            self.missed = 0
         if by_step or by_clock:
+            self.missed += int(failing)
             self.due = True
             self._due_at = now
 

@@ -13,6 +13,7 @@ from learner.backends.parts.part_file import DamagedFileError
 from learner.checkpoints.checkpoint import Checkpoint
 from rlearner_text.atomic_folders import atomic_folder
 
+# A small model's weights are in the checkpoint already; they are written again, in shards.
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 

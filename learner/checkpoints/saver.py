@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PARTING_S: Final = 10.0  # longest wait for an unreachable broker, at the end
+# At the end, longest wait for a broker that does not answer: a stop must not hang.
+PARTING_S: Final = 10.0
 
 
 class CheckpointSaver:
@@ -37,10 +38,9 @@ class CheckpointSaver:
 
     Args:
         folder: ``runs/<name>/checkpoints``.
-        written: step of the newest checkpoint there, -1 if there is none.
         say: receives a text when training has to wait, and an empty one afterwards.
-        pressed: returns whether the broker's store needs the log trimmed soon, regardless of the
-            schedule.
+        newest_step: step of the newest checkpoint there, -1 if there is none.
+        pressed: returns whether the broker's store needs the log trimmed soon.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class CheckpointSaver:
         watch: EpochWatch,
         stop: Stop,
         say: Callable[[str], None],
-        written: int = -1,
+        newest_step: int = -1,
         pressed: Callable[[], bool] = lambda: False,
     ) -> None:
         self._folder = folder
@@ -66,69 +66,73 @@ class CheckpointSaver:
         self._records = records
         self._watch = watch
         self._stop = stop
-        self._due = CheckpointSchedule(
+        self._schedule = CheckpointSchedule(
             section.every_steps, section.every_minutes * 60, time.monotonic(), section.keep
         )
-        self._patience = DiskRetry(
+        self._disk_retry = DiskRetry(
             folder, stop, "no checkpoint is written and the log is not trimmed", say
         )
         self._say = say
-        self._written = written
+        self._written_step = newest_step
         self._pressed = pressed
-        # step of the checkpoint behind which the log was trimmed for lack of room
-        self._relieved = -1
+        # Step of the checkpoint behind which the log was trimmed for lack of room.
+        self._relieved_step = -1
         self._writing: asyncio.Task[None] | None = None
-        self._taken = written  # step of the state that was copied last
-        self._by_operator = False  # whether the operator's checkpoint was not taken yet
-        # set when it may be taken without waiting for the end of a step
+        # Step of the state that was copied last, which may not be written yet.
+        self._copied_step = newest_step
+        # Whether the operator's checkpoint was not taken yet.
+        self._by_operator = False
+        # Set when that may be taken without waiting for the end of a step.
         self.requested = asyncio.Event()
         self._times: dict[str, float] = {}
 
     def values(self) -> dict[str, float]:
-        """Return metrics since the last call: seconds that training waited for the copy, seconds of
-        writing.
-        """
+        """Return metrics since the last call: seconds of waiting for the copy, and of writing."""
         times = self._times
         self._times = {}
         return {"time/checkpoint": 0.0} | times
 
     async def open(self) -> None:
         """Trim the log, in case an earlier incarnation was killed before it could."""
-        if kept := checkpoint.list_checkpoints(self._folder):
+        if paths := checkpoint.list_checkpoints(self._folder):
             try:
-                await self._trim(kept[0])
-            except UserError as error:  # the run does not resume from the oldest one
+                await self._trim(paths[0])
+            except UserError as error:
+                # The run need not end: it does not resume from its oldest checkpoint.
                 log.warning("%s; the log is not trimmed behind it", error)
 
     async def relieve(self) -> None:
-        """Trim the log behind the newest whole checkpoint, once for each; the run resumes only from
-        there then.
+        """Trim the log behind the newest whole checkpoint, from which alone the run resumes then.
 
-        Its files are read first: were they damaged, the run could be resumed from nowhere.
+        Its files are read first: were they damaged, the run could not be resumed at all.
 
         Raises:
             Fenced: if a newer learner holds the run.
         """
-        if (
-            self._written <= self._relieved
-            or len(kept := checkpoint.list_checkpoints(self._folder)) < 2
-        ):
+        if self._written_step <= self._relieved_step:
             return
-        self._relieved = self._written
-        for path in reversed(kept[1:]):  # behind the oldest one it is trimmed already
+        paths = checkpoint.list_checkpoints(self._folder)
+        # Behind the oldest one the log is trimmed already.
+        if len(paths) < 2:
+            return
+        self._relieved_step = self._written_step
+        for path in reversed(paths[1:]):
             if await self._is_whole(path):
-                text = "the log is trimmed behind %s to make room in the broker's store; the run resumes only from it"
-                log.warning(text, path)
+                log.warning(
+                    "the log is trimmed behind %s to make room in the broker's store; "
+                    "the run resumes only from it",
+                    path,
+                )
                 await self._trim(path)
                 return
 
     async def _is_whole(self, path: Path) -> bool:
-        """Return whether a checkpoint has the bytes that were written; if not, another one is due."""
+        """Return whether a checkpoint has the bytes that were written; if not, make one due."""
         try:
             await asyncio.to_thread(checkpoint.verify, path)
         except UserError as error:
             log.error("%s; the log is not trimmed behind this checkpoint", error)
-            self._due.press()
+            self._schedule.press()
             return False
         return True
 
@@ -138,17 +142,17 @@ class CheckpointSaver:
         Args:
             ledger: dumped at this boundary.
         """
-        self._due.completed(ledger["version"], time.monotonic(), failing=self._failing)
+        self._schedule.completed(ledger["version"], time.monotonic(), failing=self._failing)
         if self._pressed():
-            self._due.press()
-        if self._due.must_wait(failing=self._failing):
+            self._schedule.press()
+        if self._schedule.must_wait(failing=self._failing):
             await self._wait_for_space()
-        if self._due.due and not self._busy:
+        if self._schedule.due and not self._busy:
             await self._take(ledger)
 
     def request(self) -> None:
         """Make a checkpoint due now, for the operator."""
-        self._due.press()
+        self._schedule.press()
         self._by_operator = True
         self.requested.set()
 
@@ -158,7 +162,7 @@ class CheckpointSaver:
         Args:
             ledger: dumped at the last boundary.
         """
-        if self._by_operator and not self._busy and ledger["version"] != self._taken:
+        if self._by_operator and not self._busy and ledger["version"] != self._copied_step:
             await self._take(ledger)
 
     @property
@@ -169,17 +173,19 @@ class CheckpointSaver:
     @property
     def written(self) -> int:
         """Step of the newest checkpoint on disk, -1 if there is none."""
-        return self._written
+        return self._written_step
 
     @property
     def writing(self) -> int:
         """Step of the checkpoint that is being written, -1 if none is."""
-        return self._taken if self._busy else -1
+        return self._copied_step if self._busy else -1
 
     @property
     def problem(self) -> str:
         """Why the newest checkpoint cannot be written, empty if it can."""
-        return self._patience.reason if self._busy else ""
+        if not self._busy:
+            return ""
+        return self._disk_retry.reason
 
     async def finish(self, ledger: dict[str, Any]) -> None:
         """Write the state of the last boundary unless that is done; return when it is on disk.
@@ -199,7 +205,7 @@ class CheckpointSaver:
             return
         if self._writing is not None:
             await self._writing
-        if ledger["version"] != self._written:
+        if ledger["version"] != self._written_step:
             await self._training.undo()
             await self._take(ledger)
             assert self._writing is not None
@@ -224,53 +230,53 @@ class CheckpointSaver:
 
     @property
     def _failing(self) -> bool:
-        return self._busy and bool(self._patience.reason)
+        return self._busy and bool(self._disk_retry.reason)
 
     async def _wait_for_space(self) -> None:
         assert self._writing is not None
         log.error("%s: training waits until a checkpoint can be written", self._folder)
-        self._say(f"{self._patience.reason}; training waits")
-        asked = asyncio.ensure_future(self._stop.asked.wait())
+        self._say(f"{self._disk_retry.reason}; training waits")
+        stop_wait = asyncio.ensure_future(self._stop.asked.wait())
         try:
-            await asyncio.wait({self._writing, asked}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({self._writing, stop_wait}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            asked.cancel()
+            stop_wait.cancel()
             with suppress(asyncio.CancelledError):
-                await asked
+                await stop_wait
 
     async def _take(self, ledger: dict[str, Any]) -> None:
         if self._writing is not None:
-            await self._writing  # done; raises its error
+            # It is done; this raises its error.
+            await self._writing
         began = time.monotonic()
         with self._training.spans.work("checkpoint", step=ledger["version"]):
             snapshot = await self._training.call(self._training.backend.snapshot)
         self._times["time/checkpoint"] = time.monotonic() - began
-        self._due.taken(time.monotonic())
-        self._taken = ledger["version"]
+        self._schedule.taken(time.monotonic())
+        self._copied_step = ledger["version"]
         self._by_operator = False
         self._writing = asyncio.create_task(self._write(snapshot, ledger))
+        # A write that fails ends the run at once, not at the next checkpoint.
         self._writing.add_done_callback(self._failed)
 
     def _failed(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._stop.request(described(error))
 
-    # ---------------------------------------------------------------------------------- during
-    # training
-
     async def _write(self, snapshot: Snapshot, ledger: dict[str, Any]) -> None:
         """Write a checkpoint, delete the oldest, and trim the log behind those that are kept."""
+        # The records that the checkpoint covers must be on disk before it: a resume skips them.
         await self._records.sync()
         began = time.monotonic()
-        path = await self._patience(lambda: self._try(snapshot, ledger))
+        path = await self._disk_retry(lambda: self._try(snapshot, ledger))
         snapshot.drop()
-        self._written = ledger["version"]
+        self._written_step = ledger["version"]
         self._times["time/checkpoint_write"] = time.monotonic() - began
         log.info("checkpoint %s", path)
-        kept = await self._patience.in_thread(checkpoint.prune, self._folder, self._keep)
-        # without another one, the log alone can replace it
-        if len(kept) > 1 or await self._is_whole(kept[0]):
-            await self._trim(kept[0])
+        paths = await self._disk_retry.in_thread(checkpoint.prune, self._folder, self._keep)
+        # If it is the only one, nothing but the log could replace it, so it is read first.
+        if len(paths) > 1 or await self._is_whole(paths[0]):
+            await self._trim(paths[0])
         if self._by_operator:
             self.requested.set()
 
@@ -289,15 +295,22 @@ class CheckpointSaver:
             Fenced: if a newer learner holds the run.
         """
         await self._watch.refuse_if_fenced()
-        arguments = (self._folder, self._training.backend, snapshot, ledger, self._watch.epoch)
-        work = await asyncio.to_thread(
-            partial(checkpoint.stage, *arguments, hf_max_gib=self._hf_max_gib)
+        stage = partial(
+            checkpoint.stage,
+            self._folder,
+            self._training.backend,
+            snapshot,
+            ledger=ledger,
+            epoch=self._watch.epoch,
+            hf_max_gib=self._hf_max_gib,
         )
+        work = await asyncio.to_thread(stage)
         try:
             await self._watch.refuse_if_fenced()
             return await asyncio.to_thread(checkpoint.commit, work, self._folder, ledger["version"])
         except FileNotFoundError:
-            await self._watch.refuse_if_fenced()  # a newer learner has tidied up
+            # A newer learner deletes half-written folders: then this raises Fenced.
+            await self._watch.refuse_if_fenced()
             raise
         finally:
             await asyncio.to_thread(checkpoint.discard, work)

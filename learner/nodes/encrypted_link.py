@@ -1,8 +1,7 @@
-"""One connection between rank 0 and a rank of any node: ZeroMQ PAIR sockets with CURVE and
-heartbeats.
+"""A connection between rank 0 and a rank of any node: ZeroMQ PAIR sockets, CURVE, heartbeats.
 
-ZeroMQ's own threads send and answer heartbeats, so a rank that computes or loads for minutes is not
-taken for dead, and a host that vanishes without a word is.
+ZeroMQ's own threads send and answer heartbeats. So a rank that computes for minutes is not taken
+for dead, but a host that vanishes is.
 """
 
 from __future__ import annotations
@@ -21,22 +20,25 @@ from learner.nodes.key import NodeKey
 RANK_0: Final = "rank-0"
 OTHERS: Final = "others"
 HEARTBEAT_MS: Final = 2000
-# without an answer to a heartbeat, after which the other end counts as gone
+# Without an answer to a heartbeat for this long, the other end counts as gone.
 SILENT_MS: Final = 15_000
-LINGER_MS: Final = 3000  # for the last command
+# For the last command, which ends the other end.
+LINGER_MS: Final = 3000
 POLL_MS: Final = 200
+# How long the thread that takes holds the socket, and another one that puts may wait.
 TURN_MS: Final = 20
+# Between two turns the lock is free for this long: a lock is not fair.
 HAND_OVER_S: Final = 0.0002
-MAX_UNREAD: Final = 64  # frames, which may have some MiB
+# Frames, which may have some MiB each.
+MAX_UNREAD: Final = 64
 MAX_FRAME_BYTES: Final = 1 << 30
 
 
 class EncryptedFrames:
-    """Frames over a PAIR socket, see ``learner.backends.ranks.link.Frames``; one thread takes, any
-    may put.
+    """Frames over a PAIR socket, see ``Frames``; one thread takes, any may put.
 
-    ZeroMQ's sockets are for one thread at a time, so both hold a lock, the one that takes only for
-    ``TURN_MS``.
+    A ZeroMQ socket is for one thread at a time, so both hold a lock; the thread that takes holds it
+    for ``TURN_MS`` at most.
 
     Attributes:
         lost: whether the other end is gone.
@@ -52,26 +54,23 @@ class EncryptedFrames:
         """Connect to rank 0."""
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         socket.curve_serverkey = key.curve_public(RANK_0).encode()
-        socket.curve_publickey, socket.curve_secretkey = (
-            key.curve_public(OTHERS).encode(),
-            key.curve_secret(OTHERS),
-        )
-        socket.reconnect_ivl = -1  # a connection that was lost has lost frames
+        socket.curve_publickey = key.curve_public(OTHERS).encode()
+        socket.curve_secretkey = key.curve_secret(OTHERS)
+        # Never reconnect: a connection that was lost has lost frames.
+        socket.reconnect_ivl = -1
         prepare(socket)
-        made = cls(socket)
+        frames = cls(socket)
         socket.ipv6 = ":" in host
         socket.connect(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
-        return made
+        return frames
 
     def monitor(self) -> zmq.Socket[bytes]:
-        """Return the socket that tells when the connection ends; for a ``LinkWatch``."""
-        found: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.Event.DISCONNECTED)
-        return found
+        """Return the socket that reports the connection's end, for a ``LinkWatch``."""
+        monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.Event.DISCONNECTED)
+        return monitor
 
     def first(self) -> tuple[bytes, int] | None:
-        """Return the first frame, if it is there, and the descriptor of the connection that it came
-        by.
-        """
+        """Return the first frame and the descriptor of its connection; None if it is not there."""
         if not self._socket.poll(0):
             return None
         frame = self._socket.recv(copy=False)
@@ -88,13 +87,14 @@ class EncryptedFrames:
 
     def take(self) -> bytes:
         while True:
+            # Read before the poll: frames that came before the end must still be taken.
             was_lost = self.lost.is_set()
             with self._turn:
                 if self._socket.poll(0 if was_lost else TURN_MS):
                     return self._socket.recv()
             if was_lost:
                 raise LinkClosedError("the other end has closed")
-            time.sleep(HAND_OVER_S)  # a lock is not fair
+            time.sleep(HAND_OVER_S)
 
     def closes(self, seconds: float) -> bool:
         return self.lost.wait(seconds)
@@ -124,6 +124,7 @@ class LinkWatch:
 
     def __init__(self, on_lost: Callable[[EncryptedFrames], None]) -> None:
         self.on_lost = on_lost
+        # ``add`` is called while the thread reads.
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._watched: dict[Any, tuple[EncryptedFrames, int | None]] = {}
@@ -136,8 +137,8 @@ class LinkWatch:
         """Watch a connection.
 
         Args:
-            descriptor: of the connection; others that fail at the same port, such as strangers',
-                are none of it.
+            descriptor: of the connection; the ends of others at the same port, such as
+                strangers', are ignored.
         """
         with self._lock:
             self._watched[monitor] = frames, descriptor
@@ -166,12 +167,15 @@ class LinkWatch:
         self, monitor: zmq.Socket[bytes], frames: EncryptedFrames, descriptor: int | None
     ) -> None:
         event = parse_monitor_message(monitor.recv_multipart())
-        ended = event["event"] == zmq.Event.DISCONNECTED and descriptor in (None, event["value"])
-        if not ended and event["event"] != zmq.Event.MONITOR_STOPPED:
+        is_disconnect = event["event"] == zmq.Event.DISCONNECTED and descriptor in (
+            None,
+            event["value"],
+        )
+        if not is_disconnect and event["event"] != zmq.Event.MONITOR_STOPPED:
             return
         with self._lock:
             self._watched.pop(monitor)
         monitor.close(0)
-        if ended:
+        if is_disconnect:
             frames.lost.set()
             self.on_lost(frames)

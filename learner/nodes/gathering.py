@@ -1,4 +1,4 @@
-"""Rank 0's side: waits until all nodes are there, and is told when one of them is gone."""
+"""Rank 0's side: waits until all nodes are there, and notices when one of them is gone."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from learner.nodes.placement import Placement
 log = logging.getLogger(__name__)
 
 POLL_S: Final = 0.1
+# Nodes often start a few seconds apart, which needs no line in the log.
 FIRST_LIST_S: Final = 5.0
 LIST_EVERY_S: Final = 15.0
 STORE_S: Final = 60.0
@@ -39,27 +40,30 @@ class GatheringStopped(RlearnerError):
 
 
 def own_address(host: str) -> str:
-    """Return the address of this host by which the others know it: node 0 listens there.
+    """Return the address of this host that a name has for the other nodes; node 0 listens there.
 
     Raises:
         UserError: if the name is unknown or not this host's.
     """
     try:
-        found = list(
+        candidates = list(
             dict.fromkeys(
                 str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
             )
         )
     except OSError as error:
         raise UserError(f"--rendezvous {host}: {error.strerror or error}") from None
-    own = [address for known in addresses().values() for address in known]
-    mine = [address for address in found if address in own or address.startswith("127.")]
-    if not mine:
+    own = [
+        address for interface_addresses in addresses().values() for address in interface_addresses
+    ]
+    matches = [address for address in candidates if address in own or address.startswith("127.")]
+    if not matches:
         has = ", ".join(address for address in own if address not in ("127.0.0.1", "::1"))
         raise UserError(
             f"--rendezvous {host}: node 0 must be there, but this host has {has or 'no address'}"
         )
-    return min(mine, key=lambda address: address.startswith("127.") or address == "::1")
+    # Other hosts cannot reach the loopback addresses.
+    return min(matches, key=lambda address: address.startswith("127.") or address == "::1")
 
 
 class Gathering:
@@ -103,13 +107,16 @@ class Gathering:
         self._server.admit(OTHERS, key.curve_public(OTHERS))
         self._store = self._server.store(STORE_S)
         self._roll = Roll(placement.num_nodes, greet(0, 0, size_here, config, self._shared))
-        self._num_read, self._waiting = 0, dict[EncryptedFrames, RankLink]()
+        self._num_read = 0
+        self._waiting: dict[EncryptedFrames, RankLink] = {}
         self._ranks: dict[tuple[int, int], RemoteRank] = {}
         self._lost: list[EncryptedFrames] = []
         self._watch = LinkWatch(self._lost.append)
         self._children: list[subprocess.Popen[bytes]] = []
 
-    def gather(self, deadline_s: float, stopped: Callable[[], bool] = lambda: False) -> NodeRanks:
+    def gather(
+        self, deadline_s: float, is_stopped: Callable[[], bool] = lambda: False
+    ) -> NodeRanks:
         """Wait for all ranks and return them.
 
         Raises:
@@ -119,11 +126,12 @@ class Gathering:
             GatheringStopped: if ``stopped`` says so.
         """
         try:
-            self._gather(deadline_s, stopped)
+            self._gather(deadline_s, is_stopped)
         except UserError as error:
             self._abandon(2, str(error))
             raise
         except BaseException:
+            # Whatever ends the wait: the ranks that are there must end, too.
             self._abandon(1)
             raise
         log.info("all ranks are there; %s", self._roll.describe())
@@ -132,34 +140,39 @@ class Gathering:
     def _hand_over(self, ranks: list[RemoteRank]) -> NodeRanks:
         for link in self._waiting.values():
             link.close()
-        made = NodeRanks(
-            self._server, self._address, self._size_here, ranks, self._children, self._watch
+        node_ranks = NodeRanks(
+            self._server,
+            self._address,
+            self._size_here,
+            ranks=ranks,
+            children=self._children,
+            watch=self._watch,
         )
-        self._watch.on_lost = made.lose
-        for frames in self._lost:  # since the last look
-            made.lose(frames)
-        return made
+        self._watch.on_lost = node_ranks.lose
+        # Those lost before the assignment above.
+        for frames in self._lost:
+            node_ranks.lose(frames)
+        return node_ranks
 
-    def _gather(self, deadline_s: float, stopped: Callable[[], bool]) -> None:
+    def _gather(self, deadline_s: float, is_stopped: Callable[[], bool]) -> None:
+        # Under torchrun and srun the launcher has started the other ranks of this node.
         if self._placement.local_rank is None:
-            file = str(self._key_file)
-            config = self._config
             for local_rank in range(1, self._size_here):
                 start = start_of(
                     self._placement,
                     local_rank,
                     self._size_here,
-                    file,
-                    config,
-                    deadline_s,
-                    self._shared,
+                    key_file=str(self._key_file),
+                    config=self._config,
+                    deadline_s=deadline_s,
+                    shared=self._shared,
                 )
                 self._children.append(spawn_rank(start))
         began = time.monotonic()
         list_at = began + FIRST_LIST_S
         deadline = began + deadline_s
         while not self._roll.complete:
-            if stopped():
+            if is_stopped():
                 raise GatheringStopped("stopped while waiting for the other nodes")
             now = time.monotonic()
             if now > deadline:
@@ -174,22 +187,21 @@ class Gathering:
                 self._read_hello(frames)
             while self._lost:
                 self._forget(self._lost.pop())
-            if (
-                ended := next((one for one in self._children if one.poll() is not None), None)
-            ) is not None:
-                raise NodesMissing(
-                    f"a rank of this node (pid {ended.pid}) ended with code {ended.returncode}"
-                )
+            for child in self._children:
+                if child.poll() is not None:
+                    raise NodesMissing(
+                        f"a rank of this node (pid {child.pid}) ended with code {child.returncode}"
+                    )
             time.sleep(POLL_S)
         if problem := self._roll.wrong_size(self._size):
             raise UserError(problem)
 
     def _read_arrivals(self) -> None:
         value = self._store.peek(ARRIVALS)
-        found = [] if value is None else arrivals(value)
-        for arrival in found[self._num_read :]:
+        all_arrivals = [] if value is None else arrivals(value)
+        for arrival in all_arrivals[self._num_read :]:
             self._answer(arrival)
-        self._num_read = len(found)
+        self._num_read = len(all_arrivals)
 
     def _answer(self, arrival: Arrival) -> None:
         pair, port = self._server.open_pair(prepare)
@@ -200,7 +212,8 @@ class Gathering:
     def _read_hello(self, frames: EncryptedFrames) -> None:
         if (first := frames.first()) is None:
             return
-        link, (data, descriptor) = self._waiting.pop(frames), first
+        link = self._waiting.pop(frames)
+        data, descriptor = first
         hello = msgspec.msgpack.decode(data, type=Hello)
         if problem := self._roll.conflict(hello):
             log.warning("%s was sent away: %s", hello.name, problem)
@@ -222,8 +235,9 @@ class Gathering:
                 self._roll.leave(seat)
 
     def _abandon(self, code: int, reason: str = "") -> None:
-        """End those who are there, and close."""
+        """End the ranks that are there, and close."""
         joined = {rank.hello.pid for seat, rank in self._ranks.items() if seat[0] == 0}
+        # Ranks that have joined are ended by their links, with a reason.
         for child in self._children:
             if child.pid not in joined:
                 child.terminate()

@@ -1,6 +1,4 @@
-"""What each rank says of itself when it arrives, and the list of who is there; without clock and
-network.
-"""
+"""The first message of each rank, and the list of the ranks that are there; pure."""
 
 from __future__ import annotations
 
@@ -10,15 +8,20 @@ import platform
 import socket
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from typing import Any, Final
 
 import msgspec
 
+# Packages whose versions must be the same on all nodes.
 PACKAGES: Final = ("rlearner", "torch", "transformers")
-OWN: Final = ("run.name", "run.dir")  # settings that are rank 0's alone
-MAX_CHARS: Final = 80  # of a value that is shown
+# Settings that only rank 0 uses, and that may differ.
+OWN: Final = ("run.name", "run.dir")
+# Of a value in a message.
+MAX_CHARS: Final = 80
 
-Seat = tuple[int, int]  # node, number of the rank on it
+# Node, and number of the rank on it.
+Seat = tuple[int, int]
 
 
 class Hello(msgspec.Struct, frozen=True):
@@ -35,7 +38,7 @@ class Hello(msgspec.Struct, frozen=True):
 
     @property
     def seat(self) -> Seat:
-        """Where it sits."""
+        """Node, and number of the rank on it."""
         return self.node, self.local_rank
 
     @property
@@ -49,82 +52,96 @@ def greet(
 ) -> Hello:
     """Return this process's message."""
     return Hello(
-        node, local_rank, local_size, socket.gethostname(), os.getpid(), _versions(), config, shared
+        node,
+        local_rank,
+        local_size,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        versions=_package_versions(),
+        config=config,
+        shared=shared,
     )
 
 
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+def _package_versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "none"
-    return found
+            versions[name] = "none"
+    return versions
 
 
-def first_difference(first: Hello, other: Hello) -> str:
+def first_difference(first: Hello, second: Hello) -> str:
     """Return the first difference in versions or settings as a line, empty if there is none."""
-    for what, one, two in (("", first.versions, other.versions), ("", first.config, other.config)):
-        for key, mine, theirs in _differences(one, two, what):
-            if key not in OWN:
-                return (
-                    f"{key} is {_shown(theirs)} on {other.name}, but {_shown(mine)} on {first.name}"
-                )
-    if bool(first.shared) != bool(other.shared):
-        given, lacking = (first, other) if first.shared else (other, first)
-        return f"--share-gpus is given on {given.name}, but not on {lacking.name}"
+    differences = chain(
+        _find_differences(first.versions, second.versions, ""),
+        _find_differences(first.config, second.config, ""),
+    )
+    for key, mine, theirs in differences:
+        if key not in OWN:
+            values = f"{_shorten(theirs)} on {second.name}, but {_shorten(mine)} on {first.name}"
+            return f"{key} is {values}"
+    if first.shared and not second.shared:
+        return f"--share-gpus is given on {first.name}, but not on {second.name}"
+    if second.shared and not first.shared:
+        return f"--share-gpus is given on {second.name}, but not on {first.name}"
     return ""
 
 
-def _differences(one: Any, two: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(one, dict) and isinstance(two, dict):
-        for name in dict.fromkeys([*one, *two]):
-            yield from _differences(
-                one.get(name), two.get(name), f"{key}.{name}" if key else str(name)
-            )
-    elif one != two:
-        yield key, one, two
+def _find_differences(mine: Any, theirs: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        for name in dict.fromkeys([*mine, *theirs]):
+            path = f"{key}.{name}".removeprefix(".")
+            yield from _find_differences(mine.get(name), theirs.get(name), path)
+    elif mine != theirs:
+        yield key, mine, theirs
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}…"
+    if len(text) <= MAX_CHARS:
+        return text
+    return f"{text[:MAX_CHARS]}…"
 
 
 class Roll:
-    """Who is there of ``num_nodes`` nodes; rank 0 is from the start.
+    """Which ranks of ``num_nodes`` nodes are there; rank 0 is from the start.
 
     Attributes:
-        here: messages of those who are there, by seat.
+        present: messages of those who are there, by seat.
     """
 
     def __init__(self, num_nodes: int, rank_0: Hello) -> None:
         self._num_nodes = num_nodes
         self._rank_0 = rank_0
-        self.here: dict[Seat, Hello] = {rank_0.seat: rank_0}
+        self.present: dict[Seat, Hello] = {rank_0.seat: rank_0}
 
     def conflict(self, hello: Hello) -> str:
         """Return why a rank cannot take its seat, as a line; empty if it can."""
         if not 0 <= hello.node < self._num_nodes:
-            return f"--node-rank {hello.node}: node 0 waits for {self._num_nodes} nodes, 0 to {self._num_nodes - 1}"
-        if (taken := self.here.get(hello.seat)) is not None:
-            return f"--node-rank {hello.node} is taken by {taken.host} (pid {taken.pid}); each node has its own"
+            nodes = f"{self._num_nodes} nodes, 0 to {self._num_nodes - 1}"
+            return f"--node-rank {hello.node}: node 0 waits for {nodes}"
+        if (holder := self.present.get(hello.seat)) is not None:
+            process = f"{holder.host} (pid {holder.pid})"
+            return f"--node-rank {hello.node} is taken by {process}; each node has its own"
         return ""
 
     def enter(self, hello: Hello) -> str:
-        """Let a rank take its seat; return how it differs from rank 0, as a line that ends the
-        start for all.
-        """
-        self.here[hello.seat] = hello
-        known = next(one for one in self.here.values() if one.node == hello.node)
-        if known.local_size != hello.local_size:
-            return f"{hello.name} says that its node has {hello.local_size} ranks, {known.name} {known.local_size}"
+        """Let a rank take its seat; return how it differs from rank 0, empty if it does not."""
+        self.present[hello.seat] = hello
+        neighbor = next(member for member in self.present.values() if member.node == hello.node)
+        if neighbor.local_size != hello.local_size:
+            return (
+                f"{hello.name} says that its node has {hello.local_size} ranks, "
+                f"{neighbor.name} {neighbor.local_size}"
+            )
         return first_difference(self._rank_0, hello)
 
     def leave(self, seat: Seat) -> None:
         """Empty a seat."""
-        self.here.pop(seat, None)
+        self.present.pop(seat, None)
 
     @property
     def complete(self) -> bool:
@@ -132,30 +149,32 @@ class Roll:
         return not any(self._missing(node) for node in range(self._num_nodes))
 
     def _missing(self, node: int) -> str:
-        there = [hello for hello in self.here.values() if hello.node == node]
-        if not there:
+        present = [hello for hello in self.present.values() if hello.node == node]
+        if not present:
             return f"node {node}"
-        lacking = sorted(set(range(there[0].local_size)) - {hello.local_rank for hello in there})
-        return (
-            f"rank {', '.join(map(str, lacking))} of node {node} ({there[0].host})"
-            if lacking
-            else ""
+        lacking = sorted(
+            set(range(present[0].local_size)) - {hello.local_rank for hello in present}
         )
+        if lacking:
+            return f"rank {', '.join(map(str, lacking))} of node {node} ({present[0].host})"
+        return ""
 
     def describe(self) -> str:
         """Return who is there and who is missing."""
         missing = [text for node in range(self._num_nodes) if (text := self._missing(node))]
-        hosts = {hello.node: f"node {hello.node} ({hello.host})" for hello in self.here.values()}
-        return f"here: {', '.join(hosts[node] for node in sorted(hosts))}; missing: {', '.join(missing) or 'none'}"
+        hosts = {hello.node: f"node {hello.node} ({hello.host})" for hello in self.present.values()}
+        names = ", ".join(hosts[node] for node in sorted(hosts))
+        return f"here: {names}; missing: {', '.join(missing) or 'none'}"
 
     def in_order(self) -> list[Hello]:
-        """Return those who are there as ranks 0, 1, ...: neighbours share a node."""
-        return [self.here[seat] for seat in sorted(self.here)]
+        """Return the messages in the order of ranks, which follow each other on a node."""
+        return [self.present[seat] for seat in sorted(self.present)]
 
     def wrong_size(self, size: int) -> str:
         """Return a line if the ranks are not as many as ``train.ranks``, else an empty text."""
-        if len(self.here) == size:
+        if len(self.present) == size:
             return ""
-        sizes = {hello.node: hello.local_size for hello in self.here.values()}
-        each = ", ".join(f"{sizes[node]} on node {node}" for node in sorted(sizes))
-        return f"train.ranks: {size} is not allowed; it counts the ranks of all nodes, which are {each}"
+        sizes = {hello.node: hello.local_size for hello in self.present.values()}
+        counts = ", ".join(f"{sizes[node]} on node {node}" for node in sorted(sizes))
+        problem = f"train.ranks: {size} is not allowed"
+        return f"{problem}; it counts the ranks of all nodes, which are {counts}"

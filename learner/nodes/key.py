@@ -1,4 +1,4 @@
-"""The secret by which the nodes of a learner know each other: a file that only its owner can read."""
+"""The secret that the nodes of a learner share: a file that only its owner can read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from broker.system.private_files import private_folder
 log = logging.getLogger(__name__)
 
 NUM_BYTES: Final = 32
-APPEARS_S: Final = 30.0  # a shared home may show a file of another node late
+# A shared home may show a file of another node late.
+APPEARS_S: Final = 30.0
 
 
 def default_path() -> Path:
@@ -35,19 +36,15 @@ class NodeKey:
     secret: bytes
 
     def __repr__(self) -> str:
+        # Logs must not have the secret.
         return "NodeKey()"
 
     def curve_secret(self, end: str) -> bytes:
-        """Return the secret CURVE key (Z85) of an end of the connection, ``rank-0`` or ``others``."""
+        """Return the secret CURVE key (Z85) of an end, ``rank-0`` or ``others``."""
         from zmq.utils import z85
 
-        return bytes(
-            z85.encode(
-                blake2b(
-                    end.encode(), key=self.secret, digest_size=32, person=b"rlearner-nodes"
-                ).digest()
-            )
-        )
+        digest = blake2b(end.encode(), key=self.secret, digest_size=32, person=b"rlearner-nodes")
+        return bytes(z85.encode(digest.digest()))
 
     def curve_public(self, end: str) -> str:
         """Return the public key (Z85) of an end."""
@@ -68,16 +65,16 @@ def read_key(
         UserError: if there is none, others can read it, or it holds no key.
     """
     deadline = time.monotonic() + wait_s
-    said = False
+    is_announced = False
     while True:
         try:
-            return _read(path)
+            return _read_file(path)
         except FileNotFoundError:
             if make:
-                _make(path)
+                _make_file(path)
             elif time.monotonic() < deadline:
-                if not said:
-                    said = True
+                if not is_announced:
+                    is_announced = True
                     log.info("waiting up to %g s for the key of the nodes, %s", wait_s, path)
                 nap(0.5)
             else:
@@ -91,7 +88,7 @@ def read_key(
             ) from None
 
 
-def _read(path: Path) -> NodeKey:
+def _read_file(path: Path) -> NodeKey:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     with os.fdopen(descriptor) as file:
         status = os.fstat(file.fileno())
@@ -101,7 +98,8 @@ def _read(path: Path) -> NodeKey:
             )
         if stat.S_IMODE(status.st_mode) & 0o077:
             raise UserError(
-                f"{path} can be read by other users; make a new one, or chmod 600 it if none has read it"
+                f"{path} can be read by other users; "
+                "make a new one, or chmod 600 it if none has read it"
             )
         text = file.read(4 * NUM_BYTES).strip()
     try:
@@ -115,7 +113,7 @@ def _read(path: Path) -> NodeKey:
     return NodeKey(secret)
 
 
-def _make(path: Path) -> None:
+def _make_file(path: Path) -> None:
     """Make the file unless another process has made it; a reader never sees a part of it.
 
     Raises:
@@ -127,6 +125,7 @@ def _make(path: Path) -> None:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_bytes(NUM_BYTES).hex() + "\n")
+        # Unlike a rename, a link fails if another process was first.
         try:
             os.link(draft, path)
         except FileExistsError:

@@ -1,6 +1,4 @@
-"""Divides the ranks of a run over nodes: ``train.ranks`` is the number of all, ``--gpus`` says how
-many are here.
-"""
+"""Divides the ranks of a run over nodes: ``train.ranks`` counts all, ``--gpus`` those here."""
 
 from __future__ import annotations
 
@@ -25,9 +23,9 @@ def lay_out(
     Raises:
         UserError: if a GPU does not exist or is taken, or numbers contradict each other.
     """
-    seen = gpus.select(spec)
-    numbers = gpus.parse(spec) if seen == "cuda" else []
-    # else this node's other ranks use them already
+    device = gpus.select(spec)
+    numbers = gpus.parse(spec) if device == "cuda" else []
+    # Under torchrun or srun this node's other ranks may use them already.
     if numbers and not share and placement.local_rank is None:
         refuse_taken(numbers, spec)
     return divide(config, placement, spec, len(numbers))
@@ -36,42 +34,44 @@ def lay_out(
 def divide(
     config: dict[str, Any], placement: Placement, spec: str, num_gpus: int
 ) -> tuple[dict[str, Any], int]:
-    """Return the configuration with ``train.ranks`` of all nodes, and the number of ranks on this
-    node.
+    """Return the configuration with ``train.ranks``, and the number of ranks on this node.
 
     Raises:
         ConfigError: if ``train.ranks`` or ``train.device`` is another one, or does not divide.
     """
     train = config.get("train") or {}
     if not isinstance(train, dict):
-        return config, 1  # refused by validation
-    device = None if spec == "auto" else "cuda" if num_gpus else "cpu"
+        # Validation refuses it.
+        return config, 1
+    device = None
+    if spec != "auto":
+        device = "cuda" if num_gpus else "cpu"
     if device and train.get("device", "auto") not in ("auto", device):
         raise ConfigError(
             "train.device", train["device"], f"{device} with --gpus {spec}, or nothing"
         )
     nodes = placement.num_nodes
-    asked = train.get("ranks")
-    if placement.size is not None and asked not in (None, placement.size):
+    configured = train.get("ranks")
+    if placement.size is not None and configured not in (None, placement.size):
         raise ConfigError(
-            "train.ranks", asked, f"{placement.size} under {placement.source}, or nothing"
+            "train.ranks", configured, f"{placement.size} under {placement.source}, or nothing"
         )
-    size = placement.size or asked or max(num_gpus, 1) * nodes
+    size = placement.size or configured or max(num_gpus, 1) * nodes
     if not isinstance(size, int) or size < nodes:
         allowed = f"at least {nodes}, the ranks of all nodes together with {placement.source}"
         raise ConfigError("train.ranks", size, allowed)
     if placement.local_size and num_gpus and num_gpus < placement.local_size:
-        started = f"{placement.source} starts {placement.local_size} ranks on this node"
-        raise UserError(f"--gpus {spec}: {started}, which need a GPU each")
-    here = placement.local_size or num_gpus
-    if not here:
+        reason = f"{placement.source} starts {placement.local_size} ranks on this node"
+        raise UserError(f"--gpus {spec}: {reason}, which need a GPU each")
+    num_here = placement.local_size or num_gpus
+    if not num_here:
         if size % nodes:
             allowed = (
                 f"a multiple of {nodes} nodes, or --gpus on each node to say how many ranks it has"
             )
             raise ConfigError("train.ranks", size, allowed)
-        here = size // nodes
-    return {
-        **config,
-        "train": {**train, "ranks": size, **({"device": device} if device else {})},
-    }, here
+        num_here = size // nodes
+    train = {**train, "ranks": size}
+    if device:
+        train["device"] = device
+    return {**config, "train": train}, num_here

@@ -17,9 +17,12 @@ from broker.system.children import spawn
 from broker.system.entry import EXIT_FAULT, EXIT_STOPPED, EXIT_USER_ERROR
 from learner.nodes.placement import Placement
 
-FAREWELL_S: Final = 5.0  # after the first rank ended by itself
+# After the first rank ended by itself: the others learn of it by their links, and end too.
+FAREWELL_S: Final = 5.0
 POLL_S: Final = 0.1
-FORWARDED: Final = signal.SIGUSR1  # to ranks, for the first signal that stops their node
+# Sent to ranks for the first signal that stops their node. Slurm signals every process of a node,
+# so the same signal again would count as a second one.
+FORWARDED: Final = signal.SIGUSR1
 
 
 class RankStart(msgspec.Struct, frozen=True):
@@ -54,34 +57,44 @@ def start_of(
     shared: list[str],
 ) -> RankStart:
     """Return what a rank of a node needs."""
-    found = (placement.node, placement.num_nodes, placement.host, placement.port)
-    return RankStart(*found, local_rank, size_here, key_file, config, deadline_s, shared)
+    return RankStart(
+        placement.node,
+        placement.num_nodes,
+        placement.host,
+        port=placement.port,
+        local_rank=local_rank,
+        size_here=size_here,
+        key_file=key_file,
+        config=config,
+        deadline_s=deadline_s,
+        shared=shared,
+    )
 
 
 def spawn_rank(start: RankStart) -> subprocess.Popen[bytes]:
     """Start the process of a rank, which ends with this one."""
+    # Other users could read arguments, and a file would have to be deleted.
     memory = os.memfd_create("rank-start")
     try:
         with os.fdopen(os.dup(memory), "wb") as file:
             file.write(msgspec.msgpack.encode(start))
         os.lseek(memory, 0, os.SEEK_SET)
         command = [sys.executable, "-m", "learner.nodes.rank", str(memory)]
-        with os.fdopen(os.dup(2), "wb") as output:  # its log goes where this process's goes
+        # Its log goes where this process's goes.
+        with os.fdopen(os.dup(2), "wb") as output:
             return spawn(command, output, pass_fds=[memory], death_signal=signal.SIGKILL)
     finally:
         os.close(memory)
 
 
 def worst(codes: Sequence[int]) -> int:
-    """Return the exit code of a node from those of its ranks: user errors, then failures, then a
-    stop.
-    """
-    for code in (EXIT_USER_ERROR, EXIT_FAULT, EXIT_STOPPED):
-        if code in codes or (
-            code == EXIT_FAULT and any(one not in (0, EXIT_STOPPED) for one in codes)
-        ):
-            return code
-    return 0
+    """Return a node's exit code from its ranks': user errors, then failures, then a stop."""
+    if EXIT_USER_ERROR in codes:
+        return EXIT_USER_ERROR
+    # Any other code, such as that of a signal, is a failure.
+    if any(code not in (0, EXIT_STOPPED) for code in codes):
+        return EXIT_FAULT
+    return EXIT_STOPPED if EXIT_STOPPED in codes else 0
 
 
 def run_node(starts: Sequence[RankStart]) -> int:
@@ -101,15 +114,17 @@ def run_node(starts: Sequence[RankStart]) -> int:
         if count > 1:
             os._exit(EXIT_STOPPED)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {
+        number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
-        return _wait(ranks)
+        return _wait_for_ranks(ranks)
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+def _wait_for_ranks(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     deadline: float | None = None
     while any(rank.poll() is None for rank in ranks):
         if deadline is None and any(rank.returncode is not None for rank in ranks):

@@ -6,7 +6,8 @@ from typing import Final
 
 import msgspec
 
-ARRIVALS: Final = "arrivals"  # lines of those who want to join
+# Lines of the ranks that want to join.
+ARRIVALS: Final = "arrivals"
 
 
 class Farewell(msgspec.Struct, frozen=True):
@@ -35,7 +36,7 @@ def arrivals(value: bytes) -> list[Arrival]:
 
 
 def answer_key(token: str) -> str:
-    """Return the key under which rank 0 tells a rank its port."""
+    """Return the key under which a rank finds the port of its link."""
     return f"answer/{token}"
 
 

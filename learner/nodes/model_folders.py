@@ -8,37 +8,43 @@ from typing import Final
 
 from learner.backends.ranks.messages import FoldersCommand, FoldersReply
 
+# Of the files from which ranks load models and tokenizers; other files may differ.
 SUFFIXES: Final = {".json", ".safetensors", ".txt", ".model", ".jinja", ".py"}
-STATE: Final = "learner"  # folder of a checkpoint that only rank 0 reads
-SMALL_BYTES: Final = 1 << 20  # files up to this size are compared by content
+# Folder of a checkpoint from which no rank loads its model.
+STATE: Final = "learner"
+# Files up to this size are compared by content; weights would take minutes to read.
+SMALL_BYTES: Final = 1 << 20
 
-Listing = dict[str, tuple[int, str]]  # file: size, digest if it is small
+# By file its size, and its digest if it is small.
+Listing = dict[str, tuple[int, str]]
 
 
 def list_folder(folder: Path) -> Listing:
     """Return the files of a model folder that ranks load."""
-    found: Listing = {}
+    listing: Listing = {}
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder)
         if file.suffix in SUFFIXES and name.parts[0] != STATE and file.is_file():
             size = file.stat().st_size
-            found[str(name)] = (
-                size,
-                sha256(file.read_bytes()).hexdigest()[:32] if size <= SMALL_BYTES else "",
-            )
-    return found
+            digest = ""
+            if size <= SMALL_BYTES:
+                digest = sha256(file.read_bytes()).hexdigest()[:32]
+            listing[str(name)] = (size, digest)
+    return listing
 
 
-def difference(rank_0: Listing, here: Listing) -> str:
+def difference(rank_0: Listing, local: Listing) -> str:
     """Return how a folder differs from rank 0's, as a line; empty if it does not."""
-    for name in dict.fromkeys([*rank_0, *here]):
-        one = rank_0.get(name)
-        two = here.get(name)
-        if one is None or two is None:
-            return f"{name} is only {'here' if one is None else 'there'}"
-        if one[0] != two[0]:
-            return f"{name} has {two[0]} bytes, there {one[0]}"
-        if one != two:
+    for name in dict.fromkeys([*rank_0, *local]):
+        theirs = rank_0.get(name)
+        ours = local.get(name)
+        if theirs is None:
+            return f"{name} is only here"
+        if ours is None:
+            return f"{name} is only there"
+        if theirs[0] != ours[0]:
+            return f"{name} has {ours[0]} bytes, there {theirs[0]}"
+        if theirs != ours:
             return f"the content of {name} differs"
     return ""
 

@@ -36,6 +36,7 @@ from learner.nodes.model_folders import list_folder
 log = logging.getLogger(__name__)
 
 STORE_S: Final = 600.0
+# Time for ranks to end by the last command, before children are killed.
 LEAVE_S: Final = 10.0
 
 
@@ -90,15 +91,20 @@ class NodeRanks:
         if self._ending.is_set():
             return
         rank, hello = next(
-            (number, one.hello) for number, one in enumerate(self._ranks, 1) if one.frames is frames
+            (number, remote.hello)
+            for number, remote in enumerate(self._ranks, 1)
+            if remote.frames is frames
         )
-        said = self._store.peek(farewell_key(*hello.seat))
-        if said is None:
-            told = f"rank {rank} of {hello.name} is gone; all nodes end, to resume from the last checkpoint"
-            self.died = told
+        # A rank that ends by itself has left the reason there before.
+        message = self._store.peek(farewell_key(*hello.seat))
+        if message is None:
+            self.died = (
+                f"rank {rank} of {hello.name} is gone; "
+                "all nodes end, to resume from the last checkpoint"
+            )
             code = EXIT_RANK_DIED
         else:
-            farewell = msgspec.json.decode(said, type=Farewell)
+            farewell = msgspec.json.decode(message, type=Farewell)
             self.died = f"rank {rank} of {hello.name}: {farewell.line}"
             code = farewell.code
         exit_at_once(self.died, code)
@@ -108,6 +114,7 @@ class NodeRanks:
 
     @property
     def _name(self) -> str:
+        # Each group that is built meets under a name of its own in the same store.
         return f"group-{self._num_built}"
 
     def build(self, backend: str, settings: dict[str, Any]) -> None:
@@ -117,9 +124,16 @@ class NodeRanks:
         )
         sizes = {rank.hello.node: rank.hello.local_size for rank in self._ranks}
         for number, rank in enumerate(self._ranks, 1):
-            local = (rank.hello.local_rank, sizes[rank.hello.node])
             rank.link.send(
-                BuildCommand(backend, number, len(self._ranks) + 1, self._name, settings, *local)
+                BuildCommand(
+                    backend,
+                    number,
+                    len(self._ranks) + 1,
+                    store=self._name,
+                    settings=settings,
+                    local_rank=rank.hello.local_rank,
+                    num_here=sizes[rank.hello.node],
+                )
             )
 
     def _compare_folders(self, paths: set[str]) -> None:
@@ -130,7 +144,7 @@ class NodeRanks:
             link.send(FoldersCommand(folders))
         problem = ""
         for link in self.links:
-            reply = link.reply()
+            reply = link.receive_reply()
             if not isinstance(reply, FoldersReply):
                 raise TypeError(f"expected FoldersReply, got {type(reply).__name__}")
             problem = problem or reply.problem
@@ -142,12 +156,13 @@ class NodeRanks:
 
     def close(self) -> None:
         """Have the ranks drop the backend; they wait for another one."""
+        # All get the command before any reply is awaited, so that they leave the group together.
         for link in self.links:
             with suppress(LinkClosedError):
                 link.send(ReleaseCommand())
         for link in self.links:
             with suppress(LinkClosedError):
-                link.reply()
+                link.receive_reply()
 
     def end(self, code: int, reason: str = "") -> None:
         """End all ranks with this code, and close everything."""

@@ -1,6 +1,4 @@
-"""Finds this process's place among several nodes: from its options, or the variables of torchrun or
-Slurm.
-"""
+"""Finds this process's place among several nodes: from options, or variables of a launcher."""
 
 from __future__ import annotations
 
@@ -21,10 +19,11 @@ TORCHRUN: Final = (
     "MASTER_PORT",
 )
 SLURM: Final = (
-    "SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_TASKS_PER_NODE",
-    "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID",
+    "SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES",
+    "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID",
 )  # fmt: skip
-FIRST_PORT: Final = 15_000  # of Slurm's steps, below the ports that systems give out by themselves
+# Of Slurm's steps: below the ports that systems give out by themselves.
+FIRST_PORT: Final = 15_000
 NUM_PORTS: Final = 16_000
 
 
@@ -76,31 +75,35 @@ def place(
         if node_rank:
             raise UserError(f"--node-rank {node_rank}: --nnodes 1 has only node 0")
         return None
-    found = _of_torchrun(environ) or _of_slurm(environ)
-    if found is None:
+    placement = _of_torchrun(environ) or _of_slurm(environ)
+    if placement is None:
         return _of_options(nnodes, node_rank, rendezvous)
-    given = (("--nnodes", nnodes, found.num_nodes), ("--node-rank", node_rank, found.node))
-    for name, asked, known in given:
-        if asked is not None and asked != known:
+    options = (
+        ("--nnodes", nnodes, placement.num_nodes),
+        ("--node-rank", node_rank, placement.node),
+    )
+    for name, value, expected in options:
+        if value is not None and value != expected:
             raise UserError(
-                f"{name} {asked}: {found.source} started this process with {known}; leave {name} out"
+                f"{name} {value}: {placement.source} started this process with {expected}; "
+                f"leave {name} out"
             )
     if rendezvous is None:
-        return found
+        return placement
     host, port = parse_rendezvous(rendezvous)
-    return Placement(**{**vars(found), "host": host, "port": port})
+    return Placement(**{**vars(placement), "host": host, "port": port})
 
 
 def _of_options(
     nnodes: int | None, node_rank: int | None, rendezvous: str | None
 ) -> Placement | None:
-    given = {"--nnodes": nnodes, "--node-rank": node_rank, "--rendezvous": rendezvous}
-    if all(value is None for value in given.values()):
+    options = {"--nnodes": nnodes, "--node-rank": node_rank, "--rendezvous": rendezvous}
+    if all(value is None for value in options.values()):
         return None
     if nnodes is None or node_rank is None or rendezvous is None:
-        there = " and ".join(name for name, value in given.items() if value is not None)
-        missing = " and ".join(name for name, value in given.items() if value is None)
-        raise UserError(f"{there} without {missing}: several nodes need all three")
+        present = " and ".join(name for name, value in options.items() if value is not None)
+        missing = " and ".join(name for name, value in options.items() if value is None)
+        raise UserError(f"{present} without {missing}: several nodes need all three")
     if node_rank >= nnodes:
         raise UserError(
             f"--node-rank {node_rank}: with --nnodes {nnodes} nodes are numbered 0 to {nnodes - 1}"
@@ -130,33 +133,43 @@ def _of_torchrun(environ: Mapping[str, str]) -> Placement | None:
         or environ["WORLD_SIZE"] == "1"
     ):
         return None
-    _require("torchrun", TORCHRUN, environ)
-    rank, size, local, here, node, port = (
-        _number("torchrun", name, environ) for name in TORCHRUN if name != "MASTER_ADDR"
+    _require_variables("torchrun", TORCHRUN, environ)
+    rank, size, local_rank, local_size, node, port = (
+        _read_number("torchrun", name, environ) for name in TORCHRUN if name != "MASTER_ADDR"
     )
-    if local >= here or rank >= size or size % here:
-        seen = ", ".join(f"{name}={environ[name]}" for name in TORCHRUN[:4])
+    if local_rank >= local_size or rank >= size or size % local_size:
+        values = ", ".join(f"{name}={environ[name]}" for name in TORCHRUN[:4])
         raise UserError(
-            f"torchrun: {seen} contradict each other; each node needs as many processes as the others"
+            f"torchrun: {values} contradict each other; "
+            "each node needs as many processes as the others"
         )
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        port += 1  # torchrun itself listens at the port that it names
+        # torchrun itself listens at the port that it names.
+        port += 1
     return Placement(
-        node, size // here, environ["MASTER_ADDR"], port, "torchrun", local, here, size
+        node,
+        size // local_size,
+        environ["MASTER_ADDR"],
+        port=port,
+        source="torchrun",
+        local_rank=local_rank,
+        local_size=local_size,
+        size=size,
     )
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Placement | None:
-    """Return the place that srun gives: with one task per node, a task starts its node's ranks;
-    else it is a rank.
+    """Return the place that srun gives.
+
+    With one task per node, a task starts its node's ranks; with several, each is a rank.
     """
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
-    # a shell or a batch script, not several tasks of srun
+    # Otherwise it is a shell or a batch script, not several tasks of srun.
     if not tasks.isdecimal() or int(tasks) < 2:
         return None
-    _require("srun", SLURM, environ)
-    node, local, nodes, job, step = (
-        _number("srun", name, environ)
+    _require_variables("srun", SLURM, environ)
+    node, local_rank, nodes, job, step = (
+        _read_number("srun", name, environ)
         for name in (
             "SLURM_NODEID",
             "SLURM_LOCALID",
@@ -167,11 +180,21 @@ def _of_slurm(environ: Mapping[str, str]) -> Placement | None:
     )
     host = first_host(environ["SLURM_STEP_NODELIST"])
     size = int(tasks)
+    # The same on all nodes without asking, and another one for each step of a job.
     port = FIRST_PORT + (job * 31 + step) % NUM_PORTS
     if nodes == size:
         return Placement(node, nodes, host, port, "srun")
-    here = tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
-    return Placement(node, nodes, host, port, "srun", local, here[node], size)
+    sizes = tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
+    return Placement(
+        node,
+        nodes,
+        host,
+        port=port,
+        source="srun",
+        local_rank=local_rank,
+        local_size=sizes[node],
+        size=size,
+    )
 
 
 def first_host(hosts: str) -> str:
@@ -183,24 +206,25 @@ def first_host(hosts: str) -> str:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Return the tasks of each node from a text as Slurm writes it: ``2(x3),1`` gives [2, 2, 2, 1]."""
-    found: list[int] = []
+    """Return the tasks of each node: from Slurm's ``2(x3),1``, [2, 2, 2, 1]."""
+    counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
             raise UserError(f"srun: SLURM_STEP_TASKS_PER_NODE={text} is not a list of numbers")
-        found += [int(match[1])] * int(match[2] or 1)
-    return found
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
 
 
-def _require(source: str, names: tuple[str, ...], environ: Mapping[str, str]) -> None:
+def _require_variables(source: str, names: tuple[str, ...], environ: Mapping[str, str]) -> None:
     if missing := [name for name in names if not environ.get(name)]:
         raise UserError(
-            f"{source}: the environment has no {', '.join(missing)}; unset its variables or set them all"
+            f"{source}: the environment has no {', '.join(missing)}; "
+            "unset its variables or set them all"
         )
 
 
-def _number(source: str, name: str, environ: Mapping[str, str]) -> int:
+def _read_number(source: str, name: str, environ: Mapping[str, str]) -> int:
     if not environ[name].isdecimal():
         raise UserError(f"{source}: {name}={environ[name]} is not a number")
     return int(environ[name])

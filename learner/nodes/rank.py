@@ -43,10 +43,12 @@ from learner.nodes.model_folders import compare
 
 log = logging.getLogger(__name__)
 
-ANSWER_S: Final = 10.0  # longest wait for a reply of rank 0
+# Longest wait for a reply of rank 0.
+ANSWER_S: Final = 10.0
 AGAIN_S: Final = 1.0
 REMIND_S: Final = 15.0
-FAREWELL_S: Final = 3.0  # in which this rank ends by itself after rank 0 did
+# After rank 0's end, this rank ends by itself within this time, unless it hangs in a collective.
+FAREWELL_S: Final = 3.0
 
 
 class NoRendezvousError(Exception):
@@ -65,7 +67,7 @@ def serve_rank(start: RankStart) -> int:
     """Serve until rank 0 ends the run; return the exit code."""
     logs.identify(role="learner", process_id=f"node-{start.node}-{start.local_rank}")
     rank = JoiningRank(start)
-    with _signals(rank):
+    with _handle_signals(rank):
         return rank.run()
 
 
@@ -108,6 +110,7 @@ class JoiningRank:
             )
             return EXIT_FAULT
         except Exception as error:
+            # Whatever it is: rank 0's log must say why the run ended.
             log.exception("%s: %s", type(error).__name__, error)
             return self._fail(
                 client,
@@ -133,15 +136,16 @@ class JoiningRank:
         deadline = time.monotonic() + start.deadline_s
         remind_at = 0.0
         while True:
-            reason = _unreachable(start.host, start.port)
+            reason = _connection_problem(start.host, start.port)
             if not reason:
                 try:
                     return BoardClient(address, own, ANSWER_S)
                 except TransferFailed:
-                    if not _unreachable(start.host, start.port):
+                    if not _connection_problem(start.host, start.port):
                         raise UserError(
-                            f"{self._where} does not know the key {start.key_file} of node {start.node}: copy that of "
-                            "node 0 here, or name the port of node 0's rendezvous"
+                            f"{self._where} does not know the key {start.key_file} of node "
+                            f"{start.node}: copy that of node 0 here, or name the port of node 0's "
+                            "rendezvous"
                         ) from None
             if time.monotonic() > deadline:
                 raise NoRendezvousError(
@@ -175,17 +179,18 @@ class JoiningRank:
             watch.close()
             link.close()
 
-        self._close = close  # once rank 0 knows why
+        # Called at the end only, once rank 0 knows why.
+        self._close = close
         hello = greet(start.node, start.local_rank, start.size_here, start.config, start.shared)
         link.send(hello)
         self.joined = True
         log.info(
             "rank %d of node %d has reached rank 0 at %s", start.local_rank, start.node, self._where
         )
-        here = address_towards(start.host)
+        address = address_towards(start.host)
 
         def meet(build: BuildCommand) -> Meeting:
-            return Meeting(PrefixStore(build.store, client), here)
+            return Meeting(PrefixStore(build.store, client), address)
 
         end = serve(link, meet, partial(compare, node=hello.name))
         if end.reason:
@@ -200,7 +205,7 @@ class JoiningRank:
             )
 
     def _fail(self, client: BoardClient, line: str, code: int, *, say: bool = True) -> int:
-        """Tell rank 0, so that the line stands in its log, too."""
+        """Leave rank 0 the reason, so that its log has the line too."""
         if say:
             log.error("%s", line)
         self._finished.set()
@@ -210,7 +215,7 @@ class JoiningRank:
         return code
 
 
-def _unreachable(host: str, port: int) -> str:
+def _connection_problem(host: str, port: int) -> str:
     """Return why nothing can be reached at an address, empty if something listens there."""
     try:
         socket.create_connection((host, port), timeout=ANSWER_S).close()
@@ -220,30 +225,31 @@ def _unreachable(host: str, port: int) -> str:
 
 
 @contextmanager
-def _signals(rank: JoiningRank) -> Iterator[None]:
-    """End at the first signal before joining; afterwards rank 0 ends the run, and a second signal
-    this process.
+def _handle_signals(rank: JoiningRank) -> Iterator[None]:
+    """Before joining, end at the first signal; after it, wait for rank 0, or end at the second.
 
-    Slurm and systemd signal every process of a node, and so does the process that started this one;
-    that it forwards a signal is not a second one.
+    Slurm and systemd signal every process of a node, and the process that started this one forwards
+    the same signal, which does not count as a second one.
     """
-    seen: list[int] = []
+    received: list[int] = []
 
     def handle(number: int, _: FrameType | None) -> None:
-        if not rank.joined or (number in seen and number != FORWARDED):
+        if not rank.joined or (number in received and number != FORWARDED):
             os._exit(EXIT_STOPPED)
-        seen.append(number)
-        if len(seen) == 1:
+        received.append(number)
+        if len(received) == 1:
             os.write(
                 2, f"{signal.Signals(number).name}: this rank ends when rank 0 does\n".encode()
             )
 
     handled = (signal.SIGINT, signal.SIGTERM, FORWARDED)
-    before: dict[signal.Signals, Any] = {one: signal.signal(one, handle) for one in handled}
+    handlers: dict[signal.Signals, Any] = {
+        forwarded: signal.signal(forwarded, handle) for forwarded in handled
+    }
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 

@@ -64,7 +64,13 @@ def follow(
 
     def start(local_rank: int) -> RankStart:
         return start_of(
-            placement, local_rank, num_here, key_file, config, options.nodes_deadline, shared
+            placement,
+            local_rank,
+            num_here,
+            key_file=key_file,
+            config=config,
+            deadline_s=options.nodes_deadline,
+            shared=shared,
         )
 
     logs.configure()
@@ -72,16 +78,15 @@ def follow(
     logs.apply(options)
     if placement.local_rank is None:
         return run_node([start(local_rank) for local_rank in range(num_here)])
-    from learner.nodes.rank import serve_rank  # imports torch
+    # It imports torch, which a process that only starts ranks does not need.
+    from learner.nodes.rank import serve_rank
 
     return serve_rank(start(placement.local_rank))
 
 
 @dataclass
 class Outcome:
-    """The exit code with which all nodes end, and all their devices on which the learner takes
-    turns.
-    """
+    """The exit code of all nodes, and all devices on which the learner takes turns."""
 
     code: int = EXIT_FAULT
     shared: list[str] = field(default_factory=list)
@@ -96,8 +101,9 @@ async def gathered(
     stop: Stop,
     shared: list[str],
 ) -> AsyncIterator[Outcome]:
-    """Wait for all nodes; within it the backend runs on their ranks; at the end all exit with the
-    code of the outcome.
+    """Wait for all nodes, and run the backend on their ranks while it is open.
+
+    At the end all of them exit with the outcome's code.
 
     Args:
         shared: names of this node's devices, if it takes turns on them.
@@ -107,7 +113,9 @@ async def gathered(
         Stopped: if a stop is requested while waiting.
         NodesMissing: if not all nodes come in time.
     """
-    ranks = await asyncio.to_thread(_gather, placement, config, num_here, options, stop, shared)
+    ranks = await asyncio.to_thread(
+        _gather_ranks, placement, config, num_here, options=options, stop=stop, shared=shared
+    )
     outcome = Outcome(shared=sorted({*shared, *ranks.shared}))
     try:
         from learner.backends.ranks.group import others_elsewhere
@@ -118,13 +126,14 @@ async def gathered(
         if isinstance(error, UserError) or (
             isinstance(error, BaseExceptionGroup) and error.subgroup(UserError)
         ):
+            # A supervisor does not start the nodes again: the same error would follow.
             outcome.code = EXIT_USER_ERROR
         raise
     finally:
         await asyncio.to_thread(ranks.end, outcome.code)
 
 
-def _gather(
+def _gather_ranks(
     placement: Placement,
     config: dict[str, Any],
     num_here: int,
@@ -132,12 +141,18 @@ def _gather(
     stop: Stop,
     shared: list[str],
 ) -> NodeRanks:
-    from learner.nodes.gathering import Gathering, GatheringStopped  # import torch
+    # It imports torch.
+    from learner.nodes.gathering import Gathering, GatheringStopped
 
     key_file = options.nodes_key or default_path()
     try:
         gathering = Gathering(
-            placement, num_here, config["train"]["ranks"], key_file, config, shared
+            placement,
+            num_here,
+            config["train"]["ranks"],
+            key_file=key_file,
+            config=config,
+            shared=shared,
         )
         return gathering.gather(options.nodes_deadline, stop.asked.is_set)
     except GatheringStopped:

@@ -48,18 +48,21 @@ class WeightOffering:
         self._train = train
         self._probe = WeightProbe(backend, dtype, train.weights_dtype, probe_ids)
         self._stripes: RankStripes | None = None
-        self.plan: LayoutPlan  # of the sender
+        # Of the sender.
+        self.plan: LayoutPlan
         if train.weights_backend == "ipc" and backend.device.type != "cuda":
             allowed = f"shared with weights on {backend.device.type}: ipc is read in a GPU's memory"
             raise ConfigError("train.weights_backend", "ipc", allowed)
-        self.adapter = backend.adapter()  # None: all weights are sent
+        # None: all weights are sent.
+        self.adapter = backend.adapter()
         if self.adapter is not None:
             mine = {name: factor.shape for name, factor in backend.factors().items()}
             theirs = self._factor_shapes(self.adapter)
-            # servers could not map them
+            # Servers derive names and shapes of factors from the model, and could not map these.
             if mine != {name: factor.shape for name, factor in theirs.items()}:
                 log.warning(
-                    "weights: servers cannot tell which weights the adapters change; the whole model is sent"
+                    "weights: servers cannot tell which weights the adapters change; "
+                    "the whole model is sent"
                 )
                 self.adapter = None
 
@@ -80,7 +83,9 @@ class WeightOffering:
         else:
             plan = plan_of(self._factor_shapes(self.adapter), train.weights_bucket_mib)
         self.plan = plan
-        self._stripes = self._backend.stripes(plan) if self._wants_stripes() else None
+        self._stripes = None
+        if self._wants_stripes():
+            self._stripes = self._backend.stripes(plan)
         if self._stripes is None and train.weights_stripes == "always":
             raise ConfigError(
                 "train.weights_stripes",
@@ -121,8 +126,10 @@ class WeightOffering:
         return bool(self._backend.hosts_address) and not stripes_problem(train.model_dump())
 
     def serve(self, sender: WeightSender) -> None:
-        """Have the other ranks send their stripes for a sender that has started; called in the
-        training thread.
+        """Have the other ranks send their stripes; called in the training thread.
+
+        Args:
+            sender: it has started.
         """
         if self._stripes is not None:
             admitted = [sender.admit_rank(rank) for rank in range(1, len(self._stripes.plans))]
@@ -130,15 +137,16 @@ class WeightOffering:
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the live tensors of the plan, by name."""
-        return self._backend.weights() if self.adapter is None else self._backend.factors()
+        if self.adapter is None:
+            return self._backend.weights()
+        return self._backend.factors()
 
     def probe(self) -> wire.Probe:
         """Return the probe for an offer of the weights."""
         return self._probe.make()
 
     def layout_difference(self, path: str, model: ModelSection) -> str:
-        """Return the first tensor by which the offered weights differ from the model as servers
-        load it.
+        """Return the first tensor by which the offer differs from the model as servers load it.
 
         Args:
             path: of the model that servers load.
@@ -155,9 +163,7 @@ class WeightOffering:
         return first_difference(self.plan, plain)
 
     def logprobs_difference(self) -> str:
-        """Return the token whose logprob differs most from that of plain attention; empty if they
-        agree, or unknown.
-        """
+        """Return the token whose logprob differs most from plain attention's; empty if none."""
         probed = self.probe()
         plain = self._backend.plain_logprobs(probed.token_ids.array())
         if plain is None:
@@ -166,18 +172,19 @@ class WeightOffering:
             return ""
         trained = probed.logprobs.array()[token]
         expected = float(plain[token])
-        return f"it trains token {token + 1} with logprob {trained:.6f}, which is {expected:.6f} with plain attention"
+        return (
+            f"it trains token {token + 1} with logprob {trained:.6f}, "
+            f"which is {expected:.6f} with plain attention"
+        )
 
 
 def plain_shapes(path: str, model: ModelSection) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers of a model by the names of transformers; tied ones
-    once.
-    """
+    """Return a model's parameters and persistent buffers by transformers' names, tied ones once."""
     module = build_empty(path, model)
     tensors: dict[str, Tensor] = dict(module.named_parameters())
     buffers = {name for name, _ in module.named_buffers()}
-    stored = module.state_dict()
-    return tensors | {name: tensor for name, tensor in stored.items() if name in buffers}
+    state = module.state_dict()
+    return tensors | {name: tensor for name, tensor in state.items() if name in buffers}
 
 
 def first_difference(offered_plan: LayoutPlan, plain: LayoutPlan) -> str:

@@ -1,6 +1,4 @@
-"""Makes the probe of an offer: logprobs of ordinary text, which servers repeat with the weights
-that they loaded.
-"""
+"""Makes the probe of an offer: logprobs of ordinary text, which servers compute again."""
 
 from __future__ import annotations
 
@@ -20,6 +18,7 @@ from rlearner_text.hub import model_folder
 from rlearner_text.probe_text import probe_tokens
 from rlearner_text.tokenizer import Tokenizer
 
+# Without a tokenizer there is no text; any tokens show whether weights are the same.
 RANDOM_TOKENS: Final = 64
 # Largest difference between two correct computations of one logprob, in nats: kernels sum in
 # different orders. It does not follow what two ways of computing differ by here, because that is
@@ -30,8 +29,7 @@ TOLERANCE: Final = {"float32": 5e-3, "bfloat16": 0.25, "float16": 0.05}
 def read_probe_ids(
     path: str, model: ModelSection, *, vocab_size: int, max_context: int
 ) -> list[int]:
-    """Return ids of ordinary text of a model's tokenizer, past every window and switch within the
-    run's context.
+    """Return ids of ordinary text, past every window and switch within the run's context.
 
     Args:
         path: of the model.
@@ -96,7 +94,10 @@ class WeightProbe:
             return (
                 f"the weight {problem}; lower train.lr, and start the run again, which resumes it"
             )
-        text = f"the logprob of token {token} of the probe is {logprob} although all weights are finite"
+        text = (
+            f"the logprob of token {token} of the probe is {logprob} "
+            "although all weights are finite"
+        )
         if self._dtype == "float32":
             return text
         return f"{text}: what the model computes does not fit {self._dtype}; use float32"

@@ -41,18 +41,19 @@ async def watch_refusals(
             continue
         refusals.offered(sender.version)
         servers = [server for server in roster.alive("rollout") if server.policy == wire.ACTOR]
-        if (wanted := refusals.look(servers, roster.clock)) is not None:
-            log.warning("weights: refused by %s; checking them here", wanted.refusal)
-            refusals.checked(wanted, await _result(check, wanted))
+        if (request := refusals.look(servers, roster.clock)) is not None:
+            log.warning("weights: refused by %s; checking them here", request.refusal)
+            refusals.checked(request, await _check_result(check, request))
         if refusals.verdict:
             end(refusals.verdict)
             return
 
 
-async def _result(check: Callable[[CheckOffer], Awaitable[str]], wanted: CheckOffer) -> str:
+async def _check_result(check: Callable[[CheckOffer], Awaitable[str]], request: CheckOffer) -> str:
     try:
-        difference = await check(wanted)
-    except (RlearnerError, RuntimeError) as error:  # torch's, for example out of memory
+        difference = await check(request)
+    except (RlearnerError, RuntimeError) as error:
+        # torch's, for example out of memory. A check that fails proves nothing: the run goes on.
         log.warning(
             "weights: they could not be checked here: %s", " ".join(str(error).split())[:300]
         )

@@ -20,11 +20,16 @@ from typing import Final
 from broker.contract import wire
 from broker.identity.vouchers import signer_of
 
-# longer than a killed server seems alive, so that one that restarts never counts twice
+# Longer than a killed server seems alive, so that one that restarts never counts twice.
 AGREE_S: Final = 10.0
 REMEDIES: Final[dict[wire.RefusalKind, str]] = {
-    "layout": "change model, train.lora or train.backend so that servers have tensors of the same names and shapes",
-    "base": "start servers from the weights that the run started from, or set train.lora.send=merged",
+    "layout": (
+        "change model, train.lora or train.backend "
+        "so that servers have tensors of the same names and shapes"
+    ),
+    "base": (
+        "start servers from the weights that the run started from, or set train.lora.send=merged"
+    ),
     "logprobs": "change rollout.engine, model.dtype or train.backend",
 }
 
@@ -39,9 +44,7 @@ class CheckOffer:
 
 
 def identity_of(server: wire.Presence) -> str:
-    """Return who vouches for a server: its join token, or the server itself if it is of the owner's
-    user.
-    """
+    """Return who vouches for a server: its join token, or the server itself without one."""
     return signer_of(server.voucher) or f"id {server.id}"
 
 
@@ -58,11 +61,13 @@ class OfferRefusals:
         self._epoch = epoch
         self._agree_s = agree_s
         self._others_s = others_s or math.inf
-        self._version = -1  # newest on offer
+        # Newest on offer.
+        self._version = -1
         self._checked: set[tuple[wire.RefusalKind, int]] = set()
-        # identity and kind -> since when it refuses the offer
+        # By identity and kind, since when it refuses the offer.
         self._since: dict[tuple[str, wire.RefusalKind], float] = {}
-        self.verdict = ""  # one line, why the run must end; empty if it need not
+        # One line, why the run must end; empty if it need not.
+        self.verdict = ""
 
     def offered(self, version: int) -> None:
         """Note the newest version on offer."""
@@ -89,19 +94,19 @@ class OfferRefusals:
             if (refusal := self._refusal_of(server)) is not None
         ]
         is_loaded = any(refusal.kind == "logprobs" for _, refusal in refusals)
-        # all versions of an epoch have one layout
+        # All versions of an epoch have one layout, so a server of any of them can load the offer.
         needed = self._epoch, self._version if is_loaded else 0
-        served = [
-            one
-            for one in staying
-            if one.refusal is None and (one.epoch, one.policy_version) >= needed
+        serving = [
+            server
+            for server in staying
+            if server.refusal is None and (server.epoch, server.policy_version) >= needed
         ]
-        if not refusals or served or self.verdict:
+        if not refusals or serving or self.verdict:
             self._since.clear()
             return None
-        known = self._since
+        earlier = self._since
         keys = {(identity_of(server), refusal.kind) for server, refusal in refusals}
-        self._since = {key: known.get(key, now) for key in keys}
+        self._since = {key: earlier.get(key, now) for key in keys}
         self._judge(
             refusals, now, self._agree_s if len(refusals) == len(staying) else self._others_s
         )
@@ -121,14 +126,20 @@ class OfferRefusals:
         return refusal if refusal.kind != "logprobs" or refusal.version == self._version else None
 
     def _judge(
-        self, refusals: list[tuple[wire.Presence, wire.OfferRefusal]], now: float, patience_s: float
+        self, refusals: list[tuple[wire.Presence, wire.OfferRefusal]], now: float, wait_s: float
     ) -> None:
         for _, refusal in refusals:
             times = [since for (_, kind), since in self._since.items() if kind == refusal.kind]
-            if sum(now - since >= patience_s for since in times) >= 2:
-                named = [(server, one) for server, one in refusals if one.kind == refusal.kind]
-                others = ", ".join(sorted(server.id for server, _ in named[1:]))
-                self._end(refusal.kind, f"{_text(*named[0])}; {others} refused it too")
+            if sum(now - since >= wait_s for since in times) >= 2:
+                refused = [
+                    (server, server_refusal)
+                    for server, server_refusal in refusals
+                    if server_refusal.kind == refusal.kind
+                ]
+                other_ids = ", ".join(sorted(server.id for server, _ in refused[1:]))
+                self._end(
+                    refusal.kind, f"{_describe_refusal(*refused[0])}; {other_ids} refused it too"
+                )
                 return
 
     def _next_check(
@@ -136,19 +147,20 @@ class OfferRefusals:
     ) -> CheckOffer | None:
         for server, refusal in refusals:
             key = refusal.kind, self._version if refusal.kind == "logprobs" else 0
-            # a base is a digest, which says no more here
+            # A base is a digest, of which a check here could find nothing new.
             if refusal.kind != "base" and key not in self._checked:
                 self._checked.add(key)
-                return CheckOffer(*key, _text(server, refusal))
+                kind, version = key
+                return CheckOffer(kind, version, _describe_refusal(server, refusal))
         return None
 
     def _end(self, kind: wire.RefusalKind, reason: str) -> None:
         offer = f"version {max(self._version, 0)} of epoch {self._epoch}"
-        again = "and start the run again, which resumes it"
+        advice = "and start the run again, which resumes it"
         self.verdict = (
-            f"no server can load the weights, {offer}: {reason}; {REMEDIES[kind]}, {again}"
+            f"no server can load the weights, {offer}: {reason}; {REMEDIES[kind]}, {advice}"
         )
 
 
-def _text(server: wire.Presence, refusal: wire.OfferRefusal) -> str:
+def _describe_refusal(server: wire.Presence, refusal: wire.OfferRefusal) -> str:
     return f"{server.id}: {refusal.difference}"

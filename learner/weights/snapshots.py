@@ -21,8 +21,10 @@ from rlearner_text.openai.certificates import server_tls
 
 log = logging.getLogger(__name__)
 
-FOLDER: Final = "snapshots"  # in the run's
-CLOSE_S: Final = 5.0  # for open downloads when the learner ends
+# In the run's folder.
+FOLDER: Final = "snapshots"
+# For open downloads when the learner ends.
+CLOSE_S: Final = 5.0
 
 
 async def open_snapshots(
@@ -59,21 +61,21 @@ def load_certificate(cert: str | None, key: str | None) -> ssl.SSLContext | None
     """
     if cert is None:
         return None
-    assert key is not None  # checked with the configuration
+    # The configuration's check refuses one without the other.
+    assert key is not None
     names = {"cert_name": "train.weights_snapshot_cert", "key_name": "train.weights_snapshot_key"}
     return server_tls(cert, key, **names)
 
 
 class SnapshotServer:
-    """HTTP server of /newest.json and the files that it names, read-only, for clients with the API
-    key.
-    """
+    """Read-only HTTP server of /newest.json and the files that it names; needs the API key."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._key, self._where = api_keys.find_key()
         self._runner: web.AppRunner | None = None
-        self.address = ""  # for example http://127.0.0.1:8100, once started
+        # Once started, for example http://127.0.0.1:8100.
+        self.address = ""
 
     async def start(self, bind: str, port: int, tls: ssl.SSLContext | None = None) -> None:
         """Start serving; port 0 takes any free port.
@@ -85,7 +87,8 @@ class SnapshotServer:
             ConfigError: if the port is not available, or other hosts could read what is sent.
         """
         if tls is None and not is_loopback(bind):
-            allowed = f"null at {bind} without TLS; set train.weights_snapshot_cert and train.weights_snapshot_key"
+            keys = "train.weights_snapshot_cert and train.weights_snapshot_key"
+            allowed = f"null at {bind} without TLS; set {keys}"
             raise ConfigError("train.weights_snapshot_port", port, allowed)
         app = web.Application()
         app.router.add_get("/{name}", self._file)
@@ -96,10 +99,10 @@ class SnapshotServer:
         except OSError as error:
             allowed = f"unavailable ({error.strerror}); give another, or 0"
             raise ConfigError("train.weights_snapshot_port", port, allowed) from None
-        host, taken = self._runner.addresses[0][:2]
-        self.address = (
-            f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{taken}"
-        )
+        host, bound_port = self._runner.addresses[0][:2]
+        scheme = "http" if tls is None else "https"
+        authority = f"[{host}]" if ":" in host else host
+        self.address = f"{scheme}://{authority}:{bound_port}"
         log.info("snapshots of the weights at %s, API key in %s", self.address, self._where)
 
     async def close(self) -> None:
@@ -113,6 +116,7 @@ class SnapshotServer:
             text = "the API key is missing or wrong; send it as Authorization: Bearer KEY\n"
             return web.Response(status=401, text=text)
         name = request.match_info["name"]
+        # Only names of snapshots are served, which have no slash.
         path = self._folder / name
         if (name != NEWEST and NAME.fullmatch(name) is None) or not path.is_file():
             return web.Response(status=404, text="there is no such file\n")

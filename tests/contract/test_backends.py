@@ -102,7 +102,7 @@ def test_backend(path, expected, tmp_path, monkeypatch, name):
         assert all(torch.equal(tensor, weights[name]) for name, tensor in second.weights().items())
         close([scanty(second)], [scanty(alone)])
         if name != "torch":
-            os.kill(second._ranks.leader.others.processes[0].pid, signal.SIGKILL)
+            os.kill(second._ranks.leader.ranks.processes[0].pid, signal.SIGKILL)
             assert seen.wait(10)
             (line,) = lines
             assert line.startswith("rank 1 (pid ")

@@ -190,7 +190,7 @@ KILLED = """
     own = staged_part.write_part
 
     def slow(path, slices):  # rank 0 is still writing when rank 1 dies
-        os.kill(backend._ranks.leader.others.processes[0].pid, signal.SIGKILL)
+        os.kill(backend._ranks.leader.ranks.processes[0].pid, signal.SIGKILL)
         time.sleep(20)
         return own(path, slices)
 

@@ -114,7 +114,7 @@ def watch(backend, monkeypatch):
     seen, gathered, leaves = (
         dict.fromkeys(("moved", "weights", "gathered", "kept"), 0),
         [],
-        activation_offload._leaves,
+        activation_offload._is_offloaded,
     )
     module, optimizer = backend.policy.module, backend.worker.optimizer
     backward = optimizer.backward
@@ -145,7 +145,7 @@ def watch(backend, monkeypatch):
         gathered.clear()
         backward(total)
 
-    monkeypatch.setattr(activation_offload, "_leaves", as_on_a_gpu)
+    monkeypatch.setattr(activation_offload, "_is_offloaded", as_on_a_gpu)
     monkeypatch.setattr(optimizer, "backward", watched)
     if not optimizer._sharded:
         return seen

@@ -100,7 +100,7 @@ def test_a_critic_beside_adapters_on_two_copies_of_two_ranks(path, monkeypatch):
     )
     try:
         agree(steps(backend, range(3)), expected)
-        os.kill(backend._ranks.leader.others.processes[1].pid, signal.SIGKILL)
+        os.kill(backend._ranks.leader.ranks.processes[1].pid, signal.SIGKILL)
         assert seen.wait(10)
         with pytest.raises(RankExitedError, match="rank 2"):
             steps(backend, [3])
@@ -150,7 +150,7 @@ def test_offloaded_activations_make_the_same_steps_and_weights_stay(
         one.untyped_storage().data_ptr()
         for one in (*backend.policy.model.parameters(), *trained.values())
     }
-    leaves, moved = activation_offload._leaves, []
+    leaves, moved = activation_offload._is_offloaded, []
 
     def as_on_a_gpu(tensor):
         class Large:
@@ -163,7 +163,7 @@ def test_offloaded_activations_make_the_same_steps_and_weights_stay(
             moved.append(tensor.nbytes)
         return moves
 
-    monkeypatch.setattr(activation_offload, "_leaves", as_on_a_gpu)
+    monkeypatch.setattr(activation_offload, "_is_offloaded", as_on_a_gpu)
     try:
         close(run(backend, range(2)), expected)
         assert sum(moved) > 5e4  # also of checkpointed layers what enters them: 128 bytes a token

@@ -1,5 +1,4 @@
-"""DeepSpeed's ZeRO: ranks hold parts of the optimizer (stage 1), of the gradients (2), of the
-weights (3).
+"""DeepSpeed's ZeRO: ranks divide the optimizer (stage 1), the gradients (2) and the weights (3).
 
 A single rank can keep its optimizer in host memory.
 """
@@ -61,8 +60,8 @@ class ZeroWeights(ShardedWeights):
             return {name: self._policy.whole(name, find).clone() for name in names}
 
     def slices(self) -> Iterator[Slice]:
-        held: dict[str, Any] = self._named(self._tensors.__getitem__)
-        for name, tensor in held.items():
+        tensors: dict[str, Any] = self._named(self._tensors.__getitem__)
+        for name, tensor in tensors.items():
             if (partition := getattr(tensor, "ds_tensor", None)) is None:
                 yield Slice.whole(name, tensor.detach())
             else:
@@ -79,14 +78,12 @@ class ZeroWeights(ShardedWeights):
 
     @contextmanager
     def _whole(self, names: Sequence[str]) -> Iterator[Find]:
-        """Within it these of the module's tensors are whole on every rank; entered by all ranks at
-        the same time.
-        """
-        held = {name: self._tensors[name] for name in names}
+        """Gather some of the module's tensors on every rank while it is open; collective."""
+        tensors = {name: self._tensors[name] for name in names}
         with deepspeed_library().zero.GatheredParameters(
-            [t for t in held.values() if hasattr(t, "ds_id")]
+            [tensor for tensor in tensors.values() if hasattr(tensor, "ds_id")]
         ):
-            yield lambda name: held[name].detach()
+            yield lambda name: tensors[name].detach()
 
 
 class DeepspeedBackend(TorchBackend):
@@ -100,9 +97,9 @@ class DeepspeedBackend(TorchBackend):
         """Check ``train.deepspeed``."""
         train = context.train
         check_deepspeed({**train.model_dump(), "backend": "deepspeed"})
-        # of the critic, which DeepSpeed does not train
-        own = {"optimizer_offload": train.deepspeed.offload_optimizer}
-        return replace(context, train=train.model_copy(update=own)), _build_worker
+        # DeepSpeed does not train the critic, whose optimizer follows the same setting.
+        critic_settings = {"optimizer_offload": train.deepspeed.offload_optimizer}
+        return replace(context, train=train.model_copy(update=critic_settings)), _build_worker
 
 
 def _build_worker(context: RunContext, ranks: RankGroup) -> RankWorker:
@@ -122,15 +119,11 @@ def _build_worker(context: RunContext, ranks: RankGroup) -> RankWorker:
     ranks.join(device, alone=True)
     weights = ZeroWeights(policy, sharded)
     if (empty := policy.empty) is not None:
-        empty.replace(_untouched, device)
-    trained = models.trained()
-    if (
-        len(
-            kinds := {str(parameter.dtype).removeprefix("torch.") for parameter in trained.values()}
-        )
-        > 1
-    ):
-        allowed = f"fsdp2: {policy.path} has weights of {' and '.join(sorted(kinds))}"
+        empty.replace(_untouched_parameter, device)
+    trained = models.trained_parameters()
+    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in trained.values()}
+    if len(dtypes) > 1:
+        allowed = f"fsdp2: {policy.path} has weights of {' and '.join(sorted(dtypes))}"
         raise ConfigError("train.backend", "deepspeed", allowed)
     read = None if empty is None else lambda name, parameter: empty.read(name, 0, parameter)
     optimizer = ZeroOptimizer(module, trained, train, device, read)
@@ -143,25 +136,33 @@ def _build_worker(context: RunContext, ranks: RankGroup) -> RankWorker:
     passes = ModelPasses(context, models, optimizer, device, rank=ranks.rank, saving=saving)
 
     def reduce() -> None:
-        # DeepSpeed makes no update without a gradient, yet moments must decay
+        # Without a gradient DeepSpeed makes no update, but the moments must decay as elsewhere.
         if not optimizer.dirty:
             passes.run_one([filler_sample()], train=True)
 
-    # stages 2 and 3 reduce in each backward pass
+    # Stages 2 and 3 reduce in each backward pass, so all ranks must make the same number of them.
     layout = RankLayout.plain(ranks.size, same_number=True)
     return RankWorker(
-        context, ranks, layout, device, models, optimizer, weights, passes, reduce, sharded=True
+        context,
+        ranks,
+        layout,
+        device=device,
+        models=models,
+        optimizer=optimizer,
+        weights=weights,
+        passes=passes,
+        reduce=reduce,
+        sharded=True,
     )
 
 
-def _untouched(_: str, like: nn.Parameter) -> nn.Parameter:
-    """Return a parameter whose memory is not touched before it is read, and given back as soon as
-    it is divided.
-    """
+def _untouched_parameter(_: str, like: nn.Parameter) -> nn.Parameter:
+    """Return a parameter whose memory is touched only when it is read, and freed when divided."""
     return nn.Parameter(torch.empty(like.shape, dtype=like.dtype), like.requires_grad)
 
 
 def _destroy_group() -> None:
     comm = deepspeed_library().comm
     if comm.is_initialized():
-        comm.destroy_process_group()  # also clears DeepSpeed's own record of the group
+        # torch's own function would leave DeepSpeed's record of the group behind.
+        comm.destroy_process_group()

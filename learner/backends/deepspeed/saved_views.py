@@ -1,5 +1,4 @@
-"""Saves views of gathered weights for the backward pass without keeping the weights (ZeRO's stage
-3).
+"""Saves views of gathered weights for the backward pass without the weights (ZeRO's stage 3).
 
 A linear layer saves a transposed view of its weight. Such a view would keep every layer's gathered
 weights in memory from the forward to the backward pass, which gathers them again. So only the
@@ -30,14 +29,15 @@ class SavedView:
 
     def view(self) -> Tensor:
         """Return the view; a weight that is not gathered is gathered by all ranks."""
-        missing = self.weight.ds_status.name == "NOT_AVAILABLE"
-        if missing:
+        is_missing = self.weight.ds_status.name == "NOT_AVAILABLE"
+        if is_missing:
             self.weight.all_gather()
         data: Tensor = self.weight.data
-        found = data.as_strided(self.size, self.stride, data.storage_offset() + self.offset)
-        if missing:
-            self.weight.partition()  # the view keeps its memory
-        return found
+        view = data.as_strided(self.size, self.stride, data.storage_offset() + self.offset)
+        if is_missing:
+            # The view keeps the gathered memory alive; the weight itself need not.
+            self.weight.partition()
+        return view
 
 
 def save_views_as_places(offloaded: bool) -> AbstractContextManager[Any]:
@@ -49,17 +49,21 @@ def save_views_as_places(offloaded: bool) -> AbstractContextManager[Any]:
     """
 
     def pack(tensor: Tensor) -> Any:
-        if (place := _place(tensor)) is not None:
+        if (place := _find_place(tensor)) is not None:
             return place
-        return activation_offload.pack(tensor) if offloaded else tensor
+        if offloaded:
+            return activation_offload.pack(tensor)
+        return tensor
 
     def unpack(packed: Any) -> Tensor:
-        return packed.view() if isinstance(packed, SavedView) else activation_offload.unpack(packed)
+        if isinstance(packed, SavedView):
+            return packed.view()
+        return activation_offload.unpack(packed)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-def _place(tensor: Tensor) -> SavedView | None:
+def _find_place(tensor: Tensor) -> SavedView | None:
     weight = tensor._base
     if (
         not isinstance(weight, nn.Parameter)
@@ -68,6 +72,7 @@ def _place(tensor: Tensor) -> SavedView | None:
     ):
         return None
     if weight.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
-        return None  # a view of an earlier gathering
+        # A view of an earlier gathering: the weight has other memory by now.
+        return None
     offset = int(tensor.storage_offset()) - int(weight.storage_offset())
     return SavedView(weight, tensor.size(), tensor.stride(), offset)

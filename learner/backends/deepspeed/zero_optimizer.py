@@ -36,13 +36,12 @@ from learner.backends.optimizer import (
 from learner.backends.parts.slices import Slice
 from learner.config import DeepspeedSection, TrainSection
 
-Read = Callable[[str, Tensor], None]  # fills a parameter
+# Fills a parameter by its name.
+Read = Callable[[str, Tensor], None]
 
 
 class FunctionModule(nn.Module):
-    """A model whose forward pass is any function of it, so that the engine sees each call as a
-    forward pass.
-    """
+    """Makes any function of a model a forward pass, which DeepSpeed's engine has to see."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -56,20 +55,17 @@ class DividedPolicy(PolicyModel):
     """The policy of stage 3, whose layers have hooks that gather weights and drop them again."""
 
     def compile_blocks(self) -> None:
-        """Compile each block and gather its weights all at once, so that no hook is inside of what
-        is compiled.
-        """
+        """Compile each block, with its weights gathered before it."""
         check_compiler(self.device)
         leaves = importlib.import_module("deepspeed.utils.z3_leaf_module")
         for block in blocks_of(self.module):
+            # A leaf module gathers all of its weights at once: no hook is in the compiled code.
             leaves.set_z3_leaf_module(block, True)
             block.forward = torch.compile(block.forward, dynamic=True)
 
 
 class ScaledAdamW(AdamW):
-    """AdamW that multiplies gradients by ``factor()`` first, and makes no update if the factor is
-    None.
-    """
+    """AdamW that first multiplies gradients by ``factor()``; if that is None, it does nothing."""
 
     factor: Callable[[], float | None]
 
@@ -105,16 +101,20 @@ def settings_of(section: DeepspeedSection, dtype: torch.dtype) -> dict[str, Any]
         zero["stage3_max_live_parameters"] = zero["stage3_max_reuse_distance"] = (
             section.max_live_parameters
         )
-    low = dtype == torch.bfloat16
+    if dtype == torch.bfloat16:
+        precision = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    else:
+        precision = {}
     return {
-        "train_micro_batch_size_per_gpu": 1,  # required, but without effect here
+        # DeepSpeed requires it; slices here are cut before they reach the engine.
+        "train_micro_batch_size_per_gpu": 1,
         "managed_gradient_accumulation": False,
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         "communication_data_type": "fp32",
         "gradient_clipping": 0.0,
-    } | ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}} if low else {})
+    } | precision
 
 
 class ZeroOptimizer(MasterOptimizer):
@@ -144,7 +144,8 @@ class ZeroOptimizer(MasterOptimizer):
         self.updates = 0
         self.dirty = False
         dtype = next(iter(self._live.values())).dtype
-        self._low = dtype != torch.float32
+        # Weights that are float32 already have no master copies.
+        self._kinds = MOMENTS if dtype == torch.float32 else (*MOMENTS, "master")
         self._shapes = {name: parameter.shape for name, parameter in self._live.items()}
         groups = decay_groups(self._live, train.weight_decay)
         self._adamw = ScaledAdamW(groups, lr=train.lr, betas=train.betas, fused=True)
@@ -157,12 +158,16 @@ class ZeroOptimizer(MasterOptimizer):
             divide_while_reading(module, settings, dtype, read)
         self.engine = initialize_engine(FunctionModule(module), self._adamw, settings, device)
         self._zero = self.engine.optimizer
-        held = [parameter for group in self._adamw.param_groups for parameter in group["params"]]
-        self._flat: list[Tensor] = list(getattr(self._zero, "fp32_partitioned_groups_flat", held))
+        live_parameters = [
+            parameter for group in self._adamw.param_groups for parameter in group["params"]
+        ]
+        self._flat: list[Tensor] = list(
+            getattr(self._zero, "fp32_partitioned_groups_flat", live_parameters)
+        )
         for flat in self._flat:
             self._adamw.state[flat] = fresh_state(flat)
         if not self._sharded:
-            # lets parameters find moments before the first step
+            # Checkpoints may read the moments before the first step creates them.
             self._zero._lazy_init_hp_params_optimizer_state()
 
     def backward(self, total: Tensor) -> None:
@@ -181,9 +186,9 @@ class ZeroOptimizer(MasterOptimizer):
         ]
         state = self._adamw.state
         return live + [
-            one
+            tensor
             for flat in self._flat
-            for one in (flat.detach(), *(state[flat][kind] for kind in MOMENTS))
+            for tensor in (flat.detach(), *(state[flat][kind] for kind in MOMENTS))
         ]
 
     @torch.no_grad()
@@ -191,16 +196,20 @@ class ZeroOptimizer(MasterOptimizer):
         self, denominator: float, at: int | None = None, steps: int | None = None
     ) -> dict[str, float]:
         """As ``MasterOptimizer.step``; a gradient must have been added, even of zeros."""
-        lr = self._train.lr * lr_factor(self.updates if at is None else at, self._train, steps)
+        position = self.updates if at is None else at
+        lr = self._train.lr * lr_factor(position, self._train, steps)
         for group in self._adamw.param_groups:
             group["lr"] = lr
-        self._denominator = denominator / self._size  # DeepSpeed takes the mean over ranks
+        # DeepSpeed takes the mean over ranks, the learner divides a sum.
+        self._denominator = denominator / self._size
         self.engine.step()
         norm = self._norm() / abs(self._denominator)
         self._denominator = None
         self.dirty = False
-        # DeepSpeed has dropped the gradients
-        self.problem = "" if math.isfinite(norm) else self._first_non_finite([])
+        self.problem = ""
+        if not math.isfinite(norm):
+            # DeepSpeed has dropped the gradients by now: only weights can be examined.
+            self.problem = self._first_non_finite([])
         self.updates += 1
         return {"grad_norm": norm, "lr": lr, "skipped": float(not math.isfinite(norm))}
 
@@ -215,19 +224,21 @@ class ZeroOptimizer(MasterOptimizer):
 
     def discard(self) -> None:
         if self.dirty:
-            self._denominator = None  # a step that makes no update
+            # Only a step makes DeepSpeed drop gradients; without a denominator it updates nothing.
+            self._denominator = None
             self.engine.step()
             self.dirty = False
 
     def _norm(self) -> float:
-        found = float(self.engine.get_global_grad_norm())
-        # DeepSpeed returns -1 for a gradient that is not finite
-        return found if found >= 0 else math.inf
+        norm = float(self.engine.get_global_grad_norm())
+        # DeepSpeed returns -1 for a gradient that is not finite; NaN counts as such, too.
+        return norm if norm >= 0 else math.inf
 
     def _factor(self) -> float | None:
         if self._denominator is None:
             return None
-        norm = float(self._zero._global_grad_norm)  # the engine has it only after the step
+        # The engine's own figure is set only after the step.
+        norm = float(self._zero._global_grad_norm)
         if not (math.isfinite(norm) and norm >= 0):
             return None
         limit = self._train.max_grad_norm
@@ -239,24 +250,23 @@ class ZeroOptimizer(MasterOptimizer):
     def slices(self) -> Iterator[Slice]:
         """Yield this rank's ranges of DeepSpeed's flat partitions."""
         step = self._adamw.state[self._flat[0]]["step"]
-        kinds = {kind: kind for kind in MOMENTS} | ({"master": None} if self._low else {})
         for name, parameter in self._live.items():
             yield Slice.whole(f"step.{name}", step)
-            for kind, key in kinds.items():
+            for kind in self._kinds:
+                # DeepSpeed has no key for its float32 weights.
+                key = None if kind == "master" else kind
                 yield from self._range(f"{kind}.{name}", parameter, tuple(self._shapes[name]), key)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        found: dict[str, tuple[int, ...]] = {UPDATES: ()}
+        shapes: dict[str, tuple[int, ...]] = {UPDATES: ()}
         for name, shape in self._shapes.items():
-            found[f"step.{name}"] = ()
-            found |= {
-                f"{kind}.{name}": tuple(shape)
-                for kind in (*MOMENTS, *(("master",) if self._low else ()))
-            }
-        return found
+            shapes[f"step.{name}"] = ()
+            shapes |= {f"{kind}.{name}": tuple(shape) for kind in self._kinds}
+        return shapes
 
-    def restored(self, updates: int) -> None:
-        self.updates = updates  # live weights stay as the model was loaded
+    def finish_restore(self, updates: int) -> None:
+        # Live weights stay as the model was loaded: only counts must agree.
+        self.updates = updates
         step = self._adamw.state[self._flat[0]]["step"]
         for flat in self._flat[1:]:
             self._adamw.state[flat]["step"].copy_(step)
@@ -264,14 +274,12 @@ class ZeroOptimizer(MasterOptimizer):
     def _range(
         self, entry: str, parameter: Any, shape: tuple[int, ...], key: str | None
     ) -> Iterator[Slice]:
-        """Yield what this rank has of a parameter's moments, or of its float32 weights if ``key``
-        is None.
-        """
+        """Yield this rank's part of a moment, or of the float32 weights if ``key`` is None."""
         if self._sharded:
-            held = self._zero._get_fp32_opt_state_partition(
+            partitions = self._zero._get_fp32_opt_state_partition(
                 parameter, release_swap_buffers=False, optim_state_key=key
             )
-            yield partition_slice(entry, shape, held[0])
+            yield partition_slice(entry, shape, partitions[0])
         elif (mapping := parameter._hp_mapping) is not None:
             yield Slice(
                 entry, shape, mapping.lp_fragment_address.start, mapping.get_hp_fragment(key)
@@ -279,9 +287,7 @@ class ZeroOptimizer(MasterOptimizer):
 
 
 def partition_slice(name: str, shape: tuple[int, ...], partition: Tensor) -> Slice:
-    """Return the slice that is a rank's part of a tensor in stage 3: ranks' parts are equal, the
-    last is padded.
-    """
+    """Return a rank's part of a tensor in stage 3; parts have equal sizes, the last has padding."""
     start = dist.get_rank() * partition.numel()
     size = prod(shape)
     return Slice(name, shape, min(start, size), partition.detach().view(-1)[: max(0, size - start)])
@@ -298,20 +304,20 @@ def initialize_engine(
     """Return DeepSpeed's engine; the process group must exist."""
     prepare_library(device)
     engine, *_ = deepspeed_library().initialize(model=model, optimizer=optimizer, config=settings)
-    return engine  # the model's modes stay: evaluation, but for blocks that are checkpointed
+    # The model's modes stay: evaluation, except for blocks whose activations are recomputed.
+    return engine
 
 
 def divide_while_reading(
     module: nn.Module, settings: dict[str, Any], dtype: torch.dtype, read: Read
 ) -> None:
-    """Divide parameters among ranks one by one, as DeepSpeed does; rank 0 reads each, and its ranks
-    have it whole.
-    """
+    """Divide parameters among ranks while rank 0 reads them, so that no rank holds the model."""
 
     def filled() -> Iterator[nn.Parameter]:
         for name, parameter in module.named_parameters():
             if dist.get_rank() == 0:
-                read(name, parameter)  # DeepSpeed sends it to the others
+                # DeepSpeed then sends the parameter to the other ranks.
+                read(name, parameter)
             yield parameter
 
     class Parameters(nn.Module):
@@ -324,16 +330,19 @@ def divide_while_reading(
 
 
 def prepare_library(device: torch.device) -> None:
-    """Set what DeepSpeed reads once, and keep it from talking."""
+    """Set what DeepSpeed reads once, and silence it."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
-    os.environ["LOCAL_RANK"] = str(device.index or 0)  # the GPU that DeepSpeed takes
-    for category in (DeprecationWarning, FutureWarning):  # of torch functions that DeepSpeed calls
+    # DeepSpeed takes the GPU of this number.
+    os.environ["LOCAL_RANK"] = str(device.index or 0)
+    # DeepSpeed calls torch functions that torch has deprecated.
+    for category in (DeprecationWarning, FutureWarning):
         warnings.filterwarnings(
             "ignore", message=r".*`torch\.\S+` is deprecated", category=category
         )
     deepspeed = deepspeed_library()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # otherwise it spends a minute compiling one for inference
+    # Otherwise it spends a minute compiling an operator for inference.
     deepspeed.ops.__compatible_ops__ = {}
-    low: Any = importlib.import_module("deepspeed.runtime.bf16_optimizer")
-    low.see_memory_usage = lambda *_, **__: None  # it prints at any log level
+    bf16_optimizer: Any = importlib.import_module("deepspeed.runtime.bf16_optimizer")
+    # It prints at any log level.
+    bf16_optimizer.see_memory_usage = lambda *_, **__: None

@@ -26,8 +26,7 @@ from learner.config import LoraSection
 
 
 class MegatronAdapters(LoraAdapters):
-    """See ``learner.backends.models.lora.LoraAdapters``; ``module`` is on the meta device and stays
-    unchanged.
+    """See ``LoraAdapters``; ``module`` is on the meta device and stays unchanged.
 
     Attributes:
         first: the whole factors by the module's names, in host memory, until ``divide``.
@@ -54,28 +53,31 @@ class MegatronAdapters(LoraAdapters):
         groups: ProcessGroups,
         device: torch.device,
     ) -> None:
-        """Keep this rank's shares of the factors and hook ``model``, this stage's; ``parts`` are of
-        all stages.
+        """Keep this rank's shares of the factors, and hook them into this stage's ``model``.
+
+        Args:
+            parts: of all stages.
         """
         adapted = [part for part in parts if len(self.parts(part.name)) > 1]
-        factors = [one for part in adapted for one in self._parts_of(part)]
+        factors = [factor for part in adapted for factor in self._parts_of(part)]
         shapes = {name: tensor.to("meta") for name, tensor in self.first.items()}
         self.exchange = TensorExchange(grid, groups, factors, shapes, device)
         for part in self.exchange.own:
             share = take_share(self.first[part.name], part.dim, grid.tp, grid.share)
             self.live[part.name] = nn.Parameter(share.to(device, copy=True).contiguous())
-        # frees the whole factors
+        # Neither the whole factors nor the skeleton are needed any more.
         self.first = {}
         self._layers = []
         holders: dict[str, list[TensorPart]] = {}
         for part in adapted:
             if part.stage == grid.stage:
                 holders.setdefault(part.holder, []).append(part)
-        for holder, together in holders.items():
+        for holder, parts_of_holder in holders.items():
             layer = model.get_submodule(holder.removesuffix(".weight"))
-            hook = self._adding(layer, together, groups.tp, device)
+            hook = self._adding(layer, parts_of_holder, groups.tp, device)
             if grid.tp > 1:
-                hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]  # as the layer, see ``compile_blocks``
+                # As the layer itself, see ``MegatronPolicy.compile_blocks``.
+                hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
             layer.register_forward_hook(hook)
 
     def _parts_of(self, part: TensorPart) -> list[TensorPart]:
@@ -91,29 +93,29 @@ class MegatronAdapters(LoraAdapters):
     def _adding(
         self, layer: Any, parts: Sequence[TensorPart], group: Any, device: torch.device
     ) -> Callable[..., Any]:
-        """Return a forward hook of one of Megatron's layers, which fuses several of Hugging Face's."""
+        """Return a forward hook for one of Megatron's layers and its parts in Hugging Face's."""
         rows = torch.arange(layer.weight.shape[0], device=device)
-        of_each: list[tuple[Tensor, Tensor, Tensor, bool]] = []
+        shares: list[tuple[Tensor, Tensor, Tensor, bool]] = []
         for part in parts:
             a, b = (self.live[name] for name in self.parts(part.name)[1:])
-            # its rows; whether inputs are divided
-            of_each.append((a, b, part.view(rows).flatten(), part.dim == 1))
+            # The outputs that the factors change, and whether ranks divide the inputs.
+            shares.append((a, b, part.view(rows).flatten(), part.dim == 1))
         megatron = megatron_library()
 
         def hook(
-            _: Any, arguments: tuple[Tensor, ...], found: tuple[Tensor, Any]
+            _: Any, arguments: tuple[Tensor, ...], outputs: tuple[Tensor, Any]
         ) -> tuple[Tensor, Any] | None:
             if self._disabled:
                 return None
-            result, bias = found
+            result, bias = outputs
             inputs = arguments[0].float()
             total = result.float()
-            for a, b, where, parted in of_each:
+            for a, b, places, is_divided in shares:
                 inner = functional.linear(inputs, a)
-                inner = (megatron.sum_of_shares if parted else megatron.sum_of_slopes)(
-                    inner, group=group
-                )
-                total = total.index_add(-1, where, functional.linear(inner, b), alpha=self._scale)
+                # Divided inputs: sum the products forward. Whole inputs: sum gradients backward.
+                sum_over = megatron.sum_of_shares if is_divided else megatron.sum_of_slopes
+                inner = sum_over(inner, group=group)
+                total = total.index_add(-1, places, functional.linear(inner, b), alpha=self._scale)
             return total.to(result.dtype), bias
 
         return hook
@@ -123,9 +125,7 @@ class MegatronAdapters(LoraAdapters):
 
 
 def _without_weights(module: Any) -> Any:
-    """Return the model with linear layers in host memory that use no memory, for peft to add
-    factors to.
-    """
+    """Return a copy of the model for peft, whose linear layers have shapes but use no memory."""
     skeleton = copy.deepcopy(module)
     for layer in skeleton.modules():
         if isinstance(layer, nn.Linear):

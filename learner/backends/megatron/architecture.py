@@ -7,8 +7,9 @@ from typing import Any, Final
 
 from broker.errors import ConfigError
 
+# Their layers are all alike, and their tensors have the names that ``mapping`` translates.
 SUPPORTED: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-# frequencies independent of length, cosines not scaled
+# Their frequencies do not depend on the length, and their cosines are not scaled.
 ROPE_TYPES: Final = ("default", "linear", "llama3")
 
 
@@ -45,7 +46,7 @@ def architecture_of(config: Any, path: str) -> DecoderArchitecture:
     """
     name = next(iter(config.architectures or []), type(config).__name__)
     check_architecture(name, path)
-    if odd := _oddity(config):
+    if odd := _unsupported_setting(config):
         allowed = f"a plain {name} with train.backend megatron, not one with {odd}; fsdp2 takes it"
         raise ConfigError("model.path", path, allowed)
     return DecoderArchitecture(
@@ -65,7 +66,7 @@ def architecture_of(config: Any, path: str) -> DecoderArchitecture:
     )
 
 
-def _oddity(config: Any) -> str:
+def _unsupported_setting(config: Any) -> str:
     """Return the first unsupported setting; empty if there is none."""
     rope = config.rope_parameters or {}
     if (kind := rope.get("rope_type", "default")) not in ROPE_TYPES:
@@ -79,11 +80,9 @@ def _oddity(config: Any) -> str:
     for switch in ("attention_bias", "mlp_bias"):
         if getattr(config, switch, False):
             return switch
-    return (
-        f"attention_dropout {config.attention_dropout}"
-        if getattr(config, "attention_dropout", 0.0)
-        else ""
-    )
+    if getattr(config, "attention_dropout", 0.0):
+        return f"attention_dropout {config.attention_dropout}"
+    return ""
 
 
 def check_architecture(name: str, path: str) -> None:
@@ -103,11 +102,11 @@ def check_sizes(shape: ModelSizes, tensor_parallel: int, pipeline_parallel: int)
         "key-value heads": shape.num_groups,
         "MLP columns": shape.intermediate,
     }
-    for what, count in sizes.items():
+    for kind, count in sizes.items():
         if count % tensor_parallel:
             fitting = [size for size in range(1, shape.num_groups + 1) if divides(shape, size)]
             allowed = (
-                f"one of {', '.join(map(str, fitting))}: it must divide the model's {count} {what}"
+                f"one of {', '.join(map(str, fitting))}: it must divide the model's {count} {kind}"
             )
             raise ConfigError("train.megatron.tensor_parallel", tensor_parallel, allowed)
     if shape.num_layers % pipeline_parallel:

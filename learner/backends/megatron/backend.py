@@ -39,14 +39,12 @@ from learner.backends.torch import BuildWorker, TorchBackend
 from learner.backends.weights import ShardedWeights
 from learner.backends.worker import RankWorker, prepare_process
 
-# p stages then compute for 4p / (5p - 1) of the time, if slices are alike
+# p stages then compute for 4p / (5p - 1) of the time, if slices are alike.
 SLICES_PER_STAGE: Final = 4
 
 
 class MegatronWeights(ShardedWeights):
-    """Weights that ranks hold parts of; where ranks do not send them in stripes, rank 0 gathers
-    them with all.
-    """
+    """Weights that ranks hold parts of; without stripes rank 0 gathers them from all."""
 
     def __init__(self, policy: MegatronPolicy, grid: RankGrid, groups: ProcessGroups) -> None:
         super().__init__(policy)  # type: ignore[arg-type]
@@ -56,27 +54,28 @@ class MegatronWeights(ShardedWeights):
 
     @torch.no_grad()
     def gather(self, bucket: int) -> dict[str, Tensor]:
-        found = {name: self._model.gather(name) for name in self.buckets[bucket]}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        weights = {name: self._model.gather(name) for name in self.buckets[bucket]}
+        return {name: tensor for name, tensor in weights.items() if tensor is not None}
 
     def slices(self) -> Iterator[Slice]:
         trained, exchange = self._model.trained_parameters()
-        for one in exchange.slices(trained):
-            adapted = self._model.adapters is not None
-            yield replace(
-                one, name=ADAPTER + exported_name(one.name) if adapted else MODEL + one.name
-            )
+        for piece in exchange.slices(trained):
+            if self._model.adapters is not None:
+                yield replace(piece, name=ADAPTER + exported_name(piece.name))
+            else:
+                yield piece.below(MODEL)
 
-    def sent(self, rank: int, size: int) -> Iterator[SentRun]:
-        return self._rows.sent(self.slices())
+    def sent_runs(self, rank: int, size: int) -> Iterator[SentRun]:
+        return self._rows.sent_runs(self.slices())
 
     def factors(self) -> dict[str, Tensor]:
         adapters = self._model.adapters
         assert adapters is not None
-        names = adapters.exchange.shapes
-        gather = self._model.gather_factor
-        found = {name: factor for name in names if (factor := gather(name)) is not None}
-        return adapters.factors(found.__getitem__) if self._rank == 0 else {}
+        gathered = {name: self._model.gather_factor(name) for name in adapters.exchange.shapes}
+        factors = {name: factor for name, factor in gathered.items() if factor is not None}
+        if self._rank != 0:
+            return {}
+        return adapters.factors(factors.__getitem__)
 
 
 class MegatronPasses(ModelPasses):
@@ -88,17 +87,17 @@ class MegatronPasses(ModelPasses):
         policy: MegatronPolicy,
         grid: RankGrid,
         groups: ProcessGroups,
-        **named: Any,
+        **settings: Any,
     ) -> None:
-        super().__init__(*args, **named)
+        super().__init__(*args, **settings)
         self._policy = policy
         self._grid = grid
         self._groups = groups
 
     def run(self, jobs: Sequence[Job]) -> list[dict[str, float]]:
         batches = [self.collate(part) for part, _ in jobs]
-        references = self._references(batches) if self.models.kl_in_loss else [None] * len(jobs)
-        found: list[dict[str, float]] = [{} for _ in jobs]
+        references = self._references(batches, needed=self.models.kl_in_loss)
+        results: list[dict[str, float]] = [{} for _ in jobs]
 
         def loss(index: int, measured: Measured) -> Tensor:
             batch = batches[index]
@@ -106,11 +105,11 @@ class MegatronPasses(ModelPasses):
             total, sums = self.objective(
                 batch, *measured, reference, kl_coef=self.kl.value, version=self.version
             )
-            found[index] = self.sums_of(batch, sums)
+            results[index] = self.sums_of(batch, sums)
             return total
 
         trained = [index for index, (_, train) in enumerate(jobs) if train]
-        self._policy.trained(
+        self._policy.train_batches(
             [batches[index] for index in trained],
             lambda place, measured: loss(trained[place], measured),
             self.optimizer.collect,
@@ -119,56 +118,59 @@ class MegatronPasses(ModelPasses):
         )
         idle = [index for index, (_, train) in enumerate(jobs) if not train]
         for index, measured in zip(
-            idle, self._policy.measured([batches[index] for index in idle]), strict=True
+            idle, self._policy.measure([batches[index] for index in idle]), strict=True
         ):
             if measured is not None:
                 loss(index, measured)
-        return found
+        return results
 
     def score(self, jobs: Sequence[Job]) -> list[list[Array | None]]:
-        """Return each slice's logprobs, divergence and values; None what this rank does not know."""
+        """Return each slice's logprobs, divergence and values; None where this rank has none."""
         batches = [self.collate(piece) for piece, _ in jobs]
-        references = self._references(batches) if self.models.kl_in_reward else [None] * len(jobs)
-        found: list[list[Array | None]] = []
-        measured = self._policy.measured(batches)
-        for one, reference, values in zip(measured, references, self._values(batches), strict=True):
-            logprobs = one[0] if one is not None else None
+        references = self._references(batches, needed=self.models.kl_in_reward)
+        scores: list[list[Array | None]] = []
+        all_measured = self._policy.measure(batches)
+        for measured, reference, values in zip(
+            all_measured, references, self._values(batches), strict=True
+        ):
+            logprobs = None if measured is None else measured[0]
             kl = None
             if logprobs is not None and reference is not None:
                 kl = kl_penalty(logprobs, reference, self.algorithm.kl_estimator)
-            found.append(
+            scores.append(
                 [
                     None if column is None else column.cpu().numpy()
                     for column in (logprobs, kl, values)
                 ]
             )
-        return found
+        return scores
 
-    def _references(self, batches: Sequence[TokenBatch]) -> list[Tensor | None]:
+    def _references(self, batches: Sequence[TokenBatch], *, needed: bool) -> list[Tensor | None]:
+        if not needed:
+            return [None] * len(batches)
         reference: Any = self.models.ref
         if isinstance(reference, MegatronPolicy):
-            found = reference.measured(batches)
+            all_measured = reference.measure(batches)
         else:
             assert self._policy.adapters is not None
             with self._policy.adapters.off():
-                found = self._policy.measured(batches)
-        return [None if measured is None else measured[0] for measured in found]
+                all_measured = self._policy.measure(batches)
+        return [None if measured is None else measured[0] for measured in all_measured]
 
     @torch.no_grad()
     def _values(self, batches: Sequence[TokenBatch]) -> list[Tensor | None]:
-        """Return the critic's values; one rank of a copy runs each slice, since all hold the whole
-        critic.
-        """
+        """Return the critic's values; all ranks hold it, and those of a copy share the slices."""
         if self.models.critic is None:
             return [None] * len(batches)
-        found = [torch.zeros(len(batch.targets), device=self.device) for batch in batches]
+        values = [torch.zeros(len(batch.targets), device=self.device) for batch in batches]
         dealt = deal_slices(
             [batch.input_ids.numel() for batch in batches], self._grid.tp * self._grid.pp
         )
         for index in dealt[self._grid.place]:
-            found[index] = self.models.critic.values(batches[index])
-        sum_over_ranks(found, self.device, self._groups.model)  # all ranks but one add 0
-        return list(found)
+            values[index] = self.models.critic.values(batches[index])
+        # For each slice all ranks but one add 0.
+        sum_over_ranks(values, self.device, self._groups.model)
+        return list(values)
 
 
 class MegatronBackend(TorchBackend):
@@ -181,17 +183,19 @@ class MegatronBackend(TorchBackend):
 
     @classmethod
     def plan(cls, context: RunContext) -> tuple[RunContext, BuildWorker]:
-        """Read the models' configurations, so that errors in them are reported before any rank
-        starts.
-        """
+        """Read the models' configurations, to report their errors before any rank starts."""
         check_megatron({**context.train.model_dump(), "backend": "megatron"})
-        megatron_library()  # sets what CUDA reads when it is first used
-        wanted = [context.policy_path, *([context.first_path] if context.algorithm.kl_coef else [])]
-        shells = {path: open_shell(path, context.model, context.train.megatron) for path in wanted}
+        # It sets a variable that CUDA reads when it is first used.
+        megatron_library()
+        paths = [context.policy_path]
+        if context.algorithm.kl_coef:
+            paths.append(context.first_path)
+        shells = {path: open_shell(path, context.model, context.train.megatron) for path in paths}
         return context, partial(_build_worker, shells)
 
     def plain_logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor | None:
-        return None  # Megatron's attention is the only one that its layers have
+        # Megatron's layers have only the attention that they train with.
+        return None
 
 
 def _build_worker(
@@ -219,14 +223,22 @@ def _build_worker(
     passes = MegatronPasses(
         context, models, optimizer, device, rank=rank, policy=policy, grid=grid, groups=groups
     )
-    at_once = grid.dp * grid.pp  # one in each stage of each copy
-    # A pipeline fills and empties once for each micro-batch that is cut, so a cut holds several
-    # slices for each stage.
-    copies = [grid.copy_of(each) for each in range(ranks.size)]
-    reduce = optimizer.reduce
-    layout = RankLayout(
-        copies, grid.speakers, at_once, at_once * (SLICES_PER_STAGE if grid.pp > 1 else 1)
-    )
+    # One slice in each stage of each copy.
+    num_at_once = grid.dp * grid.pp
+    # A pipeline fills and empties once for each micro-batch, so one is cut for several slices of
+    # each stage.
+    num_per_cut = num_at_once * SLICES_PER_STAGE if grid.pp > 1 else num_at_once
+    copies = [grid.copy_of(number) for number in range(ranks.size)]
+    layout = RankLayout(copies, grid.speakers, num_at_once, num_per_cut)
     return RankWorker(
-        context, ranks, layout, device, models, optimizer, weights, passes, reduce, sharded=True
+        context,
+        ranks,
+        layout,
+        device=device,
+        models=models,
+        optimizer=optimizer,
+        weights=weights,
+        passes=passes,
+        reduce=optimizer.reduce,
+        sharded=True,
     )

@@ -1,6 +1,4 @@
-"""Assigns each rank a pipeline stage, a share of each layer and a copy of the model; makes their
-groups.
-"""
+"""Assigns each rank a pipeline stage, a share of each layer and a copy of the model."""
 
 from __future__ import annotations
 
@@ -12,8 +10,9 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class RankGrid:
-    """``size`` ranks as copies of ``pp`` stages, each divided by ``tp`` neighbours, which
-    communicate most.
+    """``size`` ranks as copies of ``pp`` stages, each divided among ``tp`` ranks.
+
+    The ranks of a layer communicate most, so their numbers are neighbours.
     """
 
     size: int
@@ -76,17 +75,21 @@ class ProcessGroups:
         shares = range(grid.tp)
         copies = range(grid.dp)
         stages = range(grid.pp)
-        self.tp = _mine(grid, [[grid.at(s, c, p) for s in shares] for c in copies for p in stages])
-        self.dp = _mine(grid, [[grid.at(s, c, p) for c in copies] for s in shares for p in stages])
-        self.model = _mine(
+        self.tp = _own_group(
+            grid, [[grid.at(s, c, p) for s in shares] for c in copies for p in stages]
+        )
+        self.dp = _own_group(
+            grid, [[grid.at(s, c, p) for c in copies] for s in shares for p in stages]
+        )
+        self.model = _own_group(
             grid, [[grid.at(s, c, p) for p in stages for s in shares] for c in copies]
         )
         pipelines = [[grid.at(s, c, p) for p in stages] for s in shares for c in copies]
-        self.pipeline = _mine(grid, pipelines)
-        self.alone = _mine(grid, [[rank] for rank in range(grid.size)])
-        self.ends = _mine(grid, [sorted({line[0], line[-1]}) for line in pipelines])
+        self.pipeline = _own_group(grid, pipelines)
+        self.alone = _own_group(grid, [[rank] for rank in range(grid.size)])
+        self.ends = _own_group(grid, [sorted({line[0], line[-1]}) for line in pipelines])
 
 
-def _mine(grid: RankGrid, groups: list[list[int]]) -> Any:
-    made = [(ranks, dist.new_group(ranks)) for ranks in groups]
-    return next((group for ranks, group in made if grid.rank in ranks), None)
+def _own_group(grid: RankGrid, groups: list[list[int]]) -> Any:
+    new_groups = [(ranks, dist.new_group(ranks)) for ranks in groups]
+    return next((group for ranks, group in new_groups if grid.rank in ranks), None)

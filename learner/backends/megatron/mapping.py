@@ -54,49 +54,54 @@ def take_share(whole: Tensor, dim: int | None, tp: int, share: int) -> Tensor:
 
 
 def parts_of(shape: DecoderArchitecture, tp: int, pp: int) -> list[TensorPart]:
-    """Return all parts in the order of Hugging Face's models; an embedding tied across stages
-    counts in the first.
+    """Return all parts, in the order of Hugging Face's models.
+
+    An embedding that is tied across stages counts in the first.
     """
-    found = [
+    parts = [
         TensorPart(
             "model.embed_tokens.weight", "embedding.word_embeddings.weight", 0, 0, whole_view
         )
     ]
     per_stage = shape.num_layers // pp
     for layer in range(shape.num_layers):
-        found += _layer(shape, tp, layer, layer // per_stage, layer % per_stage)
-    found.append(
+        parts += _layer_parts(shape, tp, layer, layer // per_stage, layer % per_stage)
+    parts.append(
         TensorPart("model.norm.weight", "decoder.final_layernorm.weight", pp - 1, None, whole_view)
     )
     if not shape.tied:
-        found.append(TensorPart("lm_head.weight", "output_layer.weight", pp - 1, 0, whole_view))
+        parts.append(TensorPart("lm_head.weight", "output_layer.weight", pp - 1, 0, whole_view))
     elif pp > 1:
-        found.append(
+        parts.append(
             TensorPart(
                 "model.embed_tokens.weight", "output_layer.weight", pp - 1, 0, whole_view, copy=True
             )
         )
-    return found
+    return parts
 
 
-def _layer(
+def _layer_parts(
     shape: DecoderArchitecture, tp: int, layer: int, stage: int, place: int
 ) -> Iterator[TensorPart]:
     theirs = f"model.layers.{layer}."
     ours = f"decoder.layers.{place}."
-    own = f"{ours}self_attention."
+    attention = f"{ours}self_attention."
     for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
         for name in ("q", "k", "v"):
-            view = _heads(shape, tp, name)
+            view = _head_view(shape, tp, name)
             yield TensorPart(
-                f"{theirs}self_attn.{name}_proj.{kind}", f"{own}linear_qkv.{kind}", stage, 0, view
+                f"{theirs}self_attn.{name}_proj.{kind}",
+                f"{attention}linear_qkv.{kind}",
+                stage,
+                0,
+                view,
             )
     yield TensorPart(
-        f"{theirs}self_attn.o_proj.weight", f"{own}linear_proj.weight", stage, 1, whole_view
+        f"{theirs}self_attn.o_proj.weight", f"{attention}linear_proj.weight", stage, 1, whole_view
     )
     if shape.qk_norm:
         for name in ("q", "k"):
-            holder = f"{own}{name}_layernorm.weight"
+            holder = f"{attention}{name}_layernorm.weight"
             yield TensorPart(
                 f"{theirs}self_attn.{name}_norm.weight",
                 holder,
@@ -111,7 +116,7 @@ def _layer(
             f"{ours}mlp.linear_fc1.weight",
             stage,
             0,
-            _half(index),
+            _half_view(index),
         )
     yield TensorPart(
         f"{theirs}mlp.down_proj.weight", f"{ours}mlp.linear_fc2.weight", stage, 1, whole_view
@@ -130,19 +135,19 @@ def whole_view(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _heads(shape: DecoderArchitecture, tp: int, name: str) -> Callable[[Tensor], Tensor]:
+def _head_view(shape: DecoderArchitecture, tp: int, name: str) -> Callable[[Tensor], Tensor]:
     groups = shape.num_groups // tp
     queries = shape.num_heads // shape.num_groups
     places: dict[str, slice | int] = {"q": slice(0, queries), "k": queries, "v": queries + 1}
-    wanted = places[name]
+    index = places[name]
 
     def view(tensor: Tensor) -> Tensor:
-        return tensor.view(groups, queries + 2, shape.head_dim, *tensor.shape[1:])[:, wanted]
+        return tensor.view(groups, queries + 2, shape.head_dim, *tensor.shape[1:])[:, index]
 
     return view
 
 
-def _half(index: int) -> Callable[[Tensor], Tensor]:
+def _half_view(index: int) -> Callable[[Tensor], Tensor]:
     def view(tensor: Tensor) -> Tensor:
         return tensor.view(2, -1, *tensor.shape[1:])[index]
 

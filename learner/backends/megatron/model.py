@@ -1,5 +1,4 @@
-"""Megatron-core's GPTModel for one stage, with causal attention by torch and rotary positions by
-transformers.
+"""Megatron-core's GPTModel for one stage, with torch's attention and transformers' positions.
 
 Without Transformer Engine, Megatron's attention makes a (row, row) matrix and takes no packed rows;
 torch's needs none. Modules get their process groups as arguments, since Megatron's global state
@@ -53,19 +52,21 @@ class CausalAttention(nn.Module):
         packed_seq_params: RowLayout | None = None,
         **__: Any,
     ) -> Tensor:
-        """Map (tokens, rows, heads, width) each, keys and values with fewer heads, to (tokens,
-        rows, heads * width).
+        """Map (tokens, rows, heads, width) each to (tokens, rows, heads * width).
+
+        Keys and values may have fewer heads.
         """
         query, key, value = (states.permute(1, 2, 0, 3) for states in (query, key, value))
         packing = None if packed_seq_params is None else packed_seq_params.packing
         attended: Tensor = attend_sequences(
             SequenceAttention(self._scale), query, key, value, packing
         )
-        return attended.transpose(0, 1).flatten(2)  # from (rows, tokens, heads, width)
+        # from (rows, tokens, heads, width)
+        return attended.transpose(0, 1).flatten(2)
 
 
 class RotaryEmbedding(nn.Module):
-    """Replaces Megatron's rotary embedding: angles of any positions, at transformers' frequencies."""
+    """Replaces Megatron's rotary embedding; takes any positions, at transformers' frequencies."""
 
     inv_freq: Tensor
 
@@ -74,9 +75,8 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
 
     def get_rotary_seq_len(self, *arguments: Any, **_: Any) -> Tensor:
-        """Return positions, not a length: Megatron passes the result to ``forward``. The row is the
-        last argument.
-        """
+        """Return positions, not a length: Megatron passes the result to ``forward``."""
+        # Megatron passes its ``packed_seq_params`` last.
         row = arguments[-1]
         assert isinstance(row, RowLayout)
         return row.positions
@@ -90,11 +90,11 @@ class RotaryEmbedding(nn.Module):
 @cache
 def megatron_library() -> Any:
     """Import the parts of megatron-core that are used."""
-    # lets all-reduces overlap with the backward pass
+    # With one queue CUDA starts kernels in order, so all-reduces overlap with the backward pass.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     logging.getLogger("megatron").setLevel(logging.WARNING)
     with warnings.catch_warnings():
-        # about torch functions that it calls and about optional packages
+        # Megatron calls functions that torch has deprecated, and misses optional packages.
         warnings.simplefilter("ignore")
         gpt = import_module("megatron.core.models.gpt")
         specs = import_module("megatron.core.models.gpt.gpt_layer_specs")
@@ -132,13 +132,15 @@ def build(
 ) -> Any:
     """Build the layers of one stage on the CPU, with weights not yet initialised."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about its own deprecated defaults
-        model = _build(shape, dtype, grid, groups).to(dtype)  # also torch's norms
+        # Megatron warns of its own deprecated defaults.
+        warnings.simplefilter("ignore")
+        # torch's norms do not follow ``params_dtype``
+        model = _build_layers(shape, dtype, grid, groups).to(dtype)
     model.rotary_pos_emb = RotaryEmbedding(freqs)
     return model.eval()
 
 
-def _build(
+def _build_layers(
     shape: DecoderArchitecture, dtype: torch.dtype, grid: RankGrid, groups: ProcessGroups
 ) -> Any:
     megatron = megatron_library()
@@ -165,7 +167,7 @@ def _build(
         activation_func=functional.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # fused kernels, compiled at the first step, round differently elsewhere
+        # Fused kernels are compiled at the first step, and round differently on other machines.
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
@@ -175,7 +177,7 @@ def _build(
     )
     layer = megatron.layer_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     layer.submodules.self_attention.submodules.core_attention = CausalAttention
-    own = {
+    own_groups = {
         "tp": groups.tp,
         "pp": groups.pipeline,
         "cp": groups.alone,
@@ -191,5 +193,5 @@ def _build(
         post_process=grid.stage == grid.pp - 1,
         share_embeddings_and_output_weights=shape.tied,
         position_embedding_type="rope",
-        pg_collection=megatron.Collection(**own, embd=None, pos_embd=None),
+        pg_collection=megatron.Collection(**own_groups, embd=None, pos_embd=None),
     )

@@ -1,6 +1,4 @@
-"""A model without weights: Hugging Face's names and shapes of its tensors, its configuration and
-its files.
-"""
+"""A model without weights: its configuration, its files, and its tensors' names and shapes."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ class ModelShell:
     shape: DecoderArchitecture
     module: Any  # transformers' model, on the meta device; its configuration is saved with weights
     inv_freq: Tensor  # frequencies of its rotary positions
-    stored: StoredTensors  # its weights
+    weights: StoredTensors
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -51,9 +49,9 @@ def open_shell(path: str, model: ModelSection, section: MegatronSection) -> Mode
     import_transformers()
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if (stored := weights_in_parts(path)) is None:
+    if (weights := weights_in_parts(path)) is None:
         check_model_path(path)
-        stored = _weights_in_files(path)
+        weights = _weights_in_files(path)
     try:
         config = AutoConfig.from_pretrained(model_folder(path))
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
@@ -66,9 +64,9 @@ def open_shell(path: str, model: ModelSection, section: MegatronSection) -> Mode
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, model.dtype)).eval()
     rotary = type(module.model.rotary_emb)(config=config)
-    found = ModelShell(path, shape, module, rotary.inv_freq, stored)
-    _refuse(path, found.tensors, stored)
-    return found
+    shell = ModelShell(path, shape, module, rotary.inv_freq, weights)
+    _check_weights(path, shell.tensors, weights)
+    return shell
 
 
 def _weights_in_files(path: str) -> StoredTensors:
@@ -78,19 +76,19 @@ def _weights_in_files(path: str) -> StoredTensors:
         raise ConfigError("model.path", path, f"a model whose files can be read: {error}") from None
 
 
-def _refuse(path: str, shapes: Mapping[str, Tensor], stored: StoredTensors) -> None:
+def _check_weights(path: str, shapes: Mapping[str, Tensor], weights: StoredTensors) -> None:
     """Raise ConfigError if a weight is missing or has another shape; the message has the first."""
-    if not stored:
+    if not weights:
         raise ConfigError(
             "model.path", path, "a model with weights in *.safetensors with train.backend megatron"
         )
-    if missing := sorted(name for name in shapes if name not in stored):
+    if missing := sorted(name for name in shapes if name not in weights):
         allowed = f"{len(missing)} of its weights are missing, the first is {missing[0]}"
         raise ConfigError("model.path", path, allowed)
     for name, like in shapes.items():
-        found = stored.entries[name].shape
-        wanted = tuple(like.shape)
-        if found != wanted:
+        shape = weights.entries[name].shape
+        expected = tuple(like.shape)
+        if shape != expected:
             raise ConfigError(
-                "model.path", path, f"its {name} has shape {found}, its config.json says {wanted}"
+                "model.path", path, f"its {name} has shape {shape}, its config.json says {expected}"
             )

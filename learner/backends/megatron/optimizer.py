@@ -37,9 +37,10 @@ class MegatronOptimizer(MasterOptimizer):
         self._divided = {part.holder for part in parts if part.dim is not None}
         self._copies = {part.holder for part in parts if part.copy}
         self._summed = {part.holder for part in parts if part.summed}
-        self._both_ends = (
-            "embedding.word_embeddings.weight" if grid.stage == 0 else "output_layer.weight"
-        )
+        if grid.stage == 0:
+            self._both_ends = "embedding.word_embeddings.weight"
+        else:
+            self._both_ends = "output_layer.weight"
         self._at_ends = (
             self._both_ends in parameters
             and policy.module.config.tie_word_embeddings
@@ -69,8 +70,8 @@ class MegatronOptimizer(MasterOptimizer):
     def slices(self) -> Iterator[Slice]:
         """Yield this rank's slices of counts, moments, and masters of rounded weights."""
         for kind, holders in self._holders().items():
-            for one in self._exchange.slices(holders):
-                yield replace(one, name=f"{kind}.{one.name}")
+            for piece in self._exchange.slices(holders):
+                yield replace(piece, name=f"{kind}.{piece.name}")
 
     def _holders(self) -> dict[str, dict[str, Tensor]]:
         """Return this rank's state by kind and Megatron's name."""
@@ -83,8 +84,8 @@ class MegatronOptimizer(MasterOptimizer):
         return kinds | ({"master": dict(masters)} if self._rounded else {})
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        found: dict[str, tuple[int, ...]] = {UPDATES: ()}
+        shapes: dict[str, tuple[int, ...]] = {UPDATES: ()}
         for kind in self._holders():
             for name, like in self._exchange.shapes.items():
-                found[f"{kind}.{name}"] = () if kind == "step" else tuple(like.shape)
-        return found
+                shapes[f"{kind}.{name}"] = () if kind == "step" else tuple(like.shape)
+        return shapes

@@ -1,5 +1,6 @@
-"""Runs slices through the stages of a pipeline, alternating forward and backward to keep few
-activations.
+"""Runs slices through the stages of a pipeline, alternating forward and backward passes.
+
+So a stage holds the activations of a slice for itself and for each stage behind it, not of all.
 
 Megatron's own schedules need a GPU for their counters; here every rank knows all slices, so no
 shapes are sent. The order is that of PipeDream-Flush (Narayanan et al. 2021, arXiv 2104.04473,
@@ -25,16 +26,17 @@ Forward = Callable[[int, Tensor | None], Tensor | None]
 def pass_order(num: int, stage: int, num_stages: int) -> list[tuple[bool, int]]:
     """Return a stage's passes of ``num`` slices: (whether backward, which slice)."""
     ahead = min(num_stages - 1 - stage, num)
-    found = [(False, index) for index in range(ahead)]
+    passes = [(False, index) for index in range(ahead)]
     for index in range(num - ahead):
-        found += [(False, ahead + index), (True, index)]
-    return found + [(True, index) for index in range(num - ahead, num)]
+        passes += [(False, ahead + index), (True, index)]
+    return passes + [(True, index) for index in range(num - ahead, num)]
 
 
 class StagePipeline:
     """One stage of the pipeline.
 
-    One exchange sends a pass's output and receives the next input, so neighbours never deadlock.
+    One exchange sends a pass's output and receives the next input, so that two stages never wait
+    for each other.
 
     Args:
         device: receives tensors.
@@ -49,63 +51,73 @@ class StagePipeline:
         self._device = device
         self._dtype = dtype
         self._before = grid.at(grid.share, grid.copy, grid.stage - 1) if grid.stage else None
-        self._behind = (
-            grid.at(grid.share, grid.copy, grid.stage + 1) if grid.stage < grid.pp - 1 else None
-        )
+        self._behind: int | None = None
+        if grid.stage < grid.pp - 1:
+            self._behind = grid.at(grid.share, grid.copy, grid.stage + 1)
 
     def run(
-        self, shapes: Sequence[tuple[int, ...]], forward: Forward, done: Callable[[], None] | None
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        forward: Forward,
+        on_backward: Callable[[], None] | None,
     ) -> None:
-        """Run all slices forward and, with ``done``, backward.
+        """Run all slices forward and, with ``on_backward``, backward.
 
         Args:
             shapes: of the tensor between stages, for each slice.
-            done: called after each backward pass.
+            on_backward: called after each backward pass.
         """
-        forward_only = [(False, index) for index in range(len(shapes))]
-        steps = pass_order(len(shapes), self._grid.stage, self._grid.pp) if done else forward_only
-        held: dict[int, tuple[Tensor | None, GradientEdge]] = {}
-        made = None
-        to = None
+        if on_backward:
+            steps = pass_order(len(shapes), self._grid.stage, self._grid.pp)
+        else:
+            steps = [(False, index) for index in range(len(shapes))]
+        pending: dict[int, tuple[Tensor | None, GradientEdge]] = {}
+        outgoing = None
+        target = None
         for is_backward, index in steps:
-            arrived = self._exchange(
-                made, to, self._behind if is_backward else self._before, shapes[index]
-            )
+            source = self._behind if is_backward else self._before
+            incoming = self._exchange(outgoing, target, source, shapes[index])
             if is_backward:
-                assert done is not None
-                made = _backward(*held.pop(index), arrived)
-                to = self._before
-                done()
+                assert on_backward is not None
+                outgoing = _run_backward(*pending.pop(index), incoming)
+                target = self._before
+                on_backward()
                 continue
-            if arrived is not None and done:
-                arrived.requires_grad_()
-            left = forward(index, arrived)
-            made = None if left is None else left.detach()
-            to = self._behind
-            if done:
-                assert left is not None
-                # not the output: only the next stage needs it
-                held[index] = arrived, get_gradient_edge(left)
-        self._exchange(made, to, None, ())
+            if incoming is not None and on_backward:
+                incoming.requires_grad_()
+            output = forward(index, incoming)
+            outgoing = None if output is None else output.detach()
+            target = self._behind
+            if on_backward:
+                assert output is not None
+                # The output itself is not kept: only the next stage needs it.
+                pending[index] = incoming, get_gradient_edge(output)
+        self._exchange(outgoing, target, None, ())
 
     def _exchange(
-        self, made: Tensor | None, to: int | None, src: int | None, shape: tuple[int, ...]
+        self,
+        outgoing: Tensor | None,
+        target: int | None,
+        source: int | None,
+        shape: tuple[int, ...],
     ) -> Tensor | None:
-        arriving = (
-            None if src is None else torch.empty(shape, dtype=self._dtype, device=self._device)
-        )
-        sent = (
-            []
-            if made is None or to is None
-            else [dist.P2POp(dist.isend, made.contiguous(), to, self._group)]
-        )
-        received = [] if arriving is None else [dist.P2POp(dist.irecv, arriving, src, self._group)]
-        for work in dist.batch_isend_irecv(sent + received) if sent or received else ():
-            work.wait()
-        return arriving
+        operations: list[dist.P2POp] = []
+        incoming = None
+        if outgoing is not None and target is not None:
+            operations.append(dist.P2POp(dist.isend, outgoing.contiguous(), target, self._group))
+        if source is not None:
+            incoming = torch.empty(shape, dtype=self._dtype, device=self._device)
+            operations.append(dist.P2POp(dist.irecv, incoming, source, self._group))
+        # torch refuses an empty batch.
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        return incoming
 
 
-def _backward(entered: Tensor | None, left: GradientEdge, gradient: Tensor | None) -> Tensor | None:
+def _run_backward(
+    stage_input: Tensor | None, output: GradientEdge, gradient: Tensor | None
+) -> Tensor | None:
     """Return the gradient that the previous stage needs."""
-    torch.autograd.backward([left], None if gradient is None else [gradient])
-    return None if entered is None else entered.grad
+    torch.autograd.backward([output], None if gradient is None else [gradient])
+    return None if stage_input is None else stage_input.grad

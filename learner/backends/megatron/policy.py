@@ -1,6 +1,4 @@
-"""A causal language model in Megatron's layers, divided over ranks, that scores only selected
-tokens.
-"""
+"""A causal language model in Megatron's layers, divided over ranks; it scores selected tokens."""
 
 from __future__ import annotations
 
@@ -28,12 +26,12 @@ from learner.backends.models.policy import MANY_COPIES, map_chunks
 from learner.backends.parts.sources import CastWeights
 from learner.config import LoraSection
 
-Measured = tuple[Tensor, Tensor]  # logprobs and entropies, (T,) each
+# logprobs and entropies, (T,) each
+Measured = tuple[Tensor, Tensor]
 
 
 class MegatronPolicy:
-    """This rank's part of a model; all ranks of a copy call it at the same time with the same
-    slices.
+    """This rank's part of a model; all ranks of a copy call it together, with the same slices.
 
     Attributes:
         module: transformers' model, on the meta device, for the configuration saved with weights.
@@ -58,19 +56,18 @@ class MegatronPolicy:
         self._shape = shell.shape
         self._grid = grid
         self._groups = groups
-        shape = shell.shape
-        self._like, self._stored, self._parts = (
-            shell.tensors,
-            shell.stored,
-            parts_of(shape, grid.tp, grid.pp),
-        )
+        shape = self._shape
+        self._like = shell.tensors
+        self._weights_in_files = shell.weights
+        self._parts = parts_of(shape, grid.tp, grid.pp)
         self.adapters: MegatronAdapters | None = None
         dtype = self.module.dtype
         self.model = build(shape, shell.inv_freq, dtype, grid, groups)
         self.exchange = TensorExchange(grid, groups, self._parts, self._like, device)
         holders = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
-        torch._foreach_zero_(list(holders.values()))  # rows beyond the vocabulary stay zeros
-        shell.stored.load(self.exchange.slices(holders))
+        # Rows behind the vocabulary's end are padding, and stay zeros.
+        torch._foreach_zero_(list(holders.values()))
+        shell.weights.load(self.exchange.slices(holders))
         self.model.to(device).requires_grad_(trainable)
         self._pipeline = StagePipeline(grid, groups, device, dtype)
         self._columns = share_size(shape.vocab, grid.tp)
@@ -85,8 +82,9 @@ class MegatronPolicy:
         return self._grid.stage == self._grid.pp - 1
 
     def adapt(self, section: LoraSection, seed: int) -> MegatronAdapters:
-        """Freeze the model and train adapters, whose ``first`` values may be changed before
-        ``divide_adapters``.
+        """Freeze the model and train adapters.
+
+        Their ``first`` values may be changed until ``divide_adapters``.
         """
         self.model.requires_grad_(False)
         self.adapters = MegatronAdapters(self.module, section, seed, self.path)
@@ -110,67 +108,63 @@ class MegatronPolicy:
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the weights that were loaded, read from their files again."""
-        return CastWeights(self._stored, self._like)
+        return CastWeights(self._weights_in_files, self._like)
 
     def checkpoint_blocks(self) -> None:
-        """Keep only the input of each transformer block and compute the rest again in the backward
-        pass.
-        """
+        """Keep each block's input only, and recompute the rest in the backward pass."""
         for layer in self.model.decoder.layers:
-            layer.forward = partial(_again, layer.forward)
+            layer.forward = partial(_checkpointed_forward, layer.forward)
 
     def compile_blocks(self) -> None:
-        """Compile each block without layers that ranks divide: their overlapping all-reduces do not
-        compile.
-        """
+        """Compile each block, except for the layers that ranks divide."""
         check_compiler(self.device)
         for layer in self.model.decoder.layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
             for part in layer.modules() if self._grid.tp > 1 else ():
                 if isinstance(part, megatron_library().Parallel):
-                    part.forward = torch.compiler.disable(part.forward)  # type: ignore[no-untyped-call]
+                    # Its all-reduce overlaps with computation, which torch cannot compile.
+                    forward = torch.compiler.disable(part.forward)  # type: ignore[no-untyped-call]
+                    part.forward = forward
 
     def shapes(self) -> dict[str, Tensor]:
         return dict(self._like)
 
     def gather(self, name: str) -> Tensor | None:
         """Return a whole live tensor with adapters merged on rank 0, None elsewhere; collective."""
-        found = self.exchange.gather(
+        weight = self.exchange.gather(
             name, dict(self.model.named_parameters()), self._like[name].dtype
         )
         if self.adapters is None:
-            return found
-        held, *names = self.adapters.parts(name)
+            return weight
+        base_name, *names = self.adapters.parts(name)
         factors = {
-            factor: one for factor in names if (one := self.gather_factor(factor)) is not None
+            factor: tensor for factor in names if (tensor := self.gather_factor(factor)) is not None
         }
-        return (
-            None
-            if found is None
-            else self.adapters.merged(name, ({held: found} | factors).__getitem__)
-        )
+        if weight is None:
+            return None
+        return self.adapters.merged(name, ({base_name: weight} | factors).__getitem__)
 
     def gather_factor(self, name: str) -> Tensor | None:
         """Return one of the adapters' whole factors on rank 0, None elsewhere; collective."""
         assert self.adapters is not None
         return self.adapters.exchange.gather(name, self.adapters.live, torch.float32)
 
-    def measured(self, batches: Sequence[TokenBatch]) -> list[Measured | None]:
-        """Return logprobs and entropies of slices, without gradient; None on ranks without logits."""
-        found: list[Measured | None] = [None] * len(batches)
+    def measure(self, batches: Sequence[TokenBatch]) -> list[Measured | None]:
+        """Return logprobs and entropies of slices, without gradient; None without logits here."""
+        results: list[Measured | None] = [None] * len(batches)
 
         def keep(index: int, measured: Measured) -> None:
-            found[index] = measured
+            results[index] = measured
 
         with torch.no_grad():
             self._run(batches, keep, None, entropy_grad=False)
-        return found
+        return results
 
-    def trained(
+    def train_batches(
         self,
         batches: Sequence[TokenBatch],
         loss: Callable[[int, Measured], Tensor],
-        done: Callable[[], None],
+        on_backward: Callable[[], None],
         saving: Callable[[], AbstractContextManager[Any]],
         *,
         entropy_grad: bool,
@@ -179,56 +173,57 @@ class MegatronPolicy:
 
         Args:
             loss: of one slice, called on ranks with logits.
-            done: called after each backward pass.
+            on_backward: called after each backward pass.
             saving: context of each forward pass, which keeps its activations.
             entropy_grad: let gradient flow through the entropy too.
         """
-        self._run(batches, loss, done, saving, entropy_grad=entropy_grad)
+        self._run(batches, loss, on_backward, saving, entropy_grad=entropy_grad)
 
     def _run(
         self,
         batches: Sequence[TokenBatch],
         finish: Callable[[int, Measured], Tensor | None],
-        done: Callable[[], None] | None,
+        on_backward: Callable[[], None] | None,
         saving: Callable[[], AbstractContextManager[Any]] = nullcontext,
         *,
         entropy_grad: bool,
     ) -> None:
-        def forward(index: int, entered: Tensor | None) -> Tensor | None:
+        def forward(index: int, stage_input: Tensor | None) -> Tensor | None:
             with saving():
-                left = self._through(batches[index], entered)
-                return (
-                    finish(index, self._measure(left, batches[index], entropy_grad))
-                    if self.speaks
-                    else left
-                )
+                output = self._through(batches[index], stage_input)
+                if self.speaks:
+                    return finish(index, self._measure(output, batches[index], entropy_grad))
+                return output
 
         shapes = [
             (batch.input_ids.shape[1], batch.input_ids.shape[0], self._shape.hidden)
             for batch in batches
         ]
-        self._pipeline.run(shapes, forward, done)
+        self._pipeline.run(shapes, forward, on_backward)
 
-    def _through(self, batch: TokenBatch, entered: Tensor | None) -> Tensor:
-        """Run the stage's layers on the output of the previous stage, (tokens, rows, hidden) both."""
+    def _through(self, batch: TokenBatch, stage_input: Tensor | None) -> Tensor:
+        """Run the stage's layers on the previous stage's output, (tokens, rows, hidden) both."""
         ids = batch.input_ids
         packed = batch.position_ids
         positions = torch.arange(ids.shape[1], device=self.device) if packed is None else packed[0]
-        self.model.set_input_tensor(entered)
-        left: Tensor = self.model(
+        self.model.set_input_tensor(stage_input)
+        output: Tensor = self.model(
             ids, None, None, packed_seq_params=RowLayout(positions, batch.packing)
         )
         self.model.set_input_tensor(None)
-        return left
+        return output
 
     def _measure(self, hidden: Tensor, batch: TokenBatch, entropy_grad: bool) -> Measured:
-        """Return logprobs and entropies of the trained tokens from the last layer's (tokens, rows,
-        hidden).
+        """Return logprobs and entropies of the trained tokens.
+
+        Args:
+            hidden: (tokens, rows, hidden) of the last layer.
         """
         features = hidden.transpose(0, 1).flatten(0, 1).index_select(0, batch.predictors)
-        columns = (
-            [batch.targets] if batch.temperature is None else [batch.targets, batch.temperature]
-        )
+        if batch.temperature is None:
+            columns = [batch.targets]
+        else:
+            columns = [batch.targets, batch.temperature]
 
         def function(
             logits: Tensor, targets: Tensor, temperature: Tensor | None = None
@@ -249,31 +244,47 @@ class MegatronPolicy:
         return logits
 
     def logprobs(self, token_ids: Tensor) -> Tensor:
-        """Return log p(token[i + 1] | token[: i + 1]) at temperature 1, (n,) int64 to (n - 1,)
-        float32; collective.
+        """Return log p(token[i + 1] | token[: i + 1]) at temperature 1; collective.
+
+        Args:
+            token_ids: (n,) int64.
+
+        Returns:
+            (n - 1,) float32.
         """
         if len(token_ids) < 2:
             return torch.zeros(0, device=self.device)
-        (measured,) = self.measured([_one_row(token_ids)])
-        found = (
-            measured[0]
-            if measured is not None
-            else torch.empty(len(token_ids) - 1, device=self.device)
-        )
+        (measured,) = self.measure([_single_row(token_ids)])
+        if measured is not None:
+            logprobs = measured[0]
+        else:
+            logprobs = torch.empty(len(token_ids) - 1, device=self.device)
         if self._grid.pp > 1:
-            dist.broadcast(found, self._grid.speakers[0])
-        return found
+            dist.broadcast(logprobs, self._grid.speakers[0])
+        return logprobs
 
 
-def _again(forward: Callable[..., Any], hidden_states: Tensor, **named: Any) -> Any:
+def _checkpointed_forward(
+    forward: Callable[..., Any], hidden_states: Tensor, **keywords: Any
+) -> Any:
     # Positional, since the hooks of ``activations_in_host_memory`` do not see keyword arguments.
     return checkpoint(
-        forward, hidden_states, use_reentrant=False, preserve_rng_state=False, **named
+        forward, hidden_states, use_reentrant=False, preserve_rng_state=False, **keywords
     )
 
 
-def _one_row(ids: Tensor) -> TokenBatch:
-    where = torch.arange(len(ids) - 1, device=ids.device)
-    nothing = torch.zeros(len(ids) - 1, device=ids.device)
-    zeros = torch.zeros_like(where)
-    return TokenBatch(ids[None, :-1], where, ids[1:], zeros, nothing, nothing, None, 1, zeros)
+def _single_row(ids: Tensor) -> TokenBatch:
+    predictors = torch.arange(len(ids) - 1, device=ids.device)
+    no_values = torch.zeros(len(ids) - 1, device=ids.device)
+    no_counts = torch.zeros_like(predictors)
+    return TokenBatch(
+        input_ids=ids[None, :-1],
+        predictors=predictors,
+        targets=ids[1:],
+        sequence=no_counts,
+        rollout_logprobs=no_values,
+        advantages=no_values,
+        temperature=None,
+        num_rows=1,
+        versions=no_counts,
+    )

@@ -1,6 +1,4 @@
-"""Turns the blocks of columns that the ranks of a layer hold into rows, which are ranges of the
-flattened tensor.
-"""
+"""Turns the columns that the ranks of a layer hold into rows, ranges of the flattened tensor."""
 
 from __future__ import annotations
 
@@ -35,20 +33,18 @@ class RowExchange:
         self._grid = grid
         self._group = group
 
-    def sent(self, slices: Iterable[Slice]) -> Iterator[SentRun]:
-        """Yield what this rank sends; the ranks of a layer read runs of blocks at the same time and
-        in one order.
-        """
+    def sent_runs(self, slices: Iterable[Slice]) -> Iterator[SentRun]:
+        """Yield what this rank sends; the ranks of a layer read their runs together, in order."""
         grid = self._grid
-        for one in slices:
-            if not one.block:
-                yield SentRun.of(one, grid.rank, grid.size)
+        for piece in slices:
+            if not piece.block:
+                yield SentRun.of(piece, grid.rank, grid.size)
                 continue
-            own = one.own(grid.rank, grid.size)
-            width = one.shape[1]
+            own = piece.own(grid.rank, grid.size)
+            width = piece.shape[1]
             rows = self._rows(own)
             top = own.start // width + sum(rows[: grid.share])
-            run = ElementRun(one.name.removeprefix(MODEL), top * width, rows[grid.share] * width)
+            run = ElementRun(piece.name.removeprefix(MODEL), top * width, rows[grid.share] * width)
             yield SentRun(run, partial(self._exchange, own))
 
     def _rows(self, own: Slice) -> list[int]:
@@ -58,14 +54,18 @@ class RowExchange:
 
     @torch.no_grad()
     def _exchange(self, own: Slice) -> Tensor:
-        tp, (length, columns) = self._grid.tp, (own.shape[1], own.tensor.shape[1])
+        tp = self._grid.tp
+        length = own.shape[1]
+        columns = own.tensor.shape[1]
         size = share_size(length, tp)
         rows = self._rows(own)
         widths = [min(size, length - size * share) for share in range(tp)]
-        here = rows[self._grid.share]
-        sent = [count * columns for count in rows]
-        received = [width * here for width in widths]
-        arrived = own.tensor.new_empty(sum(received))
-        dist.all_to_all_single(arrived, own.tensor.reshape(-1), received, sent, group=self._group)
-        blocks = zip(torch.split(arrived, received), widths, strict=True)
-        return torch.cat([block.view(here, width) for block, width in blocks], 1).flatten()
+        num_rows = rows[self._grid.share]
+        send_sizes = [count * columns for count in rows]
+        receive_sizes = [width * num_rows for width in widths]
+        arrived = own.tensor.new_empty(sum(receive_sizes))
+        dist.all_to_all_single(
+            arrived, own.tensor.reshape(-1), receive_sizes, send_sizes, group=self._group
+        )
+        blocks = zip(torch.split(arrived, receive_sizes), widths, strict=True)
+        return torch.cat([block.view(num_rows, width) for block, width in blocks], 1).flatten()

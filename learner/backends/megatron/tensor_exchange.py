@@ -15,8 +15,10 @@ from learner.backends.parts.slices import Slice
 
 
 class TensorExchange:
-    """What this rank holds of some tensors; ``shapes`` are all of them by Hugging Face's names, on
-    the meta device.
+    """What this rank holds of some tensors.
+
+    Attributes:
+        shapes: of all of them by Hugging Face's names, on the meta device.
     """
 
     def __init__(
@@ -33,7 +35,7 @@ class TensorExchange:
         self.shapes = dict(shapes)
         self.own = [part for part in parts if part.stage == grid.stage]
         self._first = {part.name: part for part in parts if not part.copy}
-        # that have a tensor: a tied embedding is at both ends
+        # The stages that have a tensor: a tied embedding is at both ends.
         self._stages: dict[str, list[int]] = {}
         for part in parts:
             self._stages.setdefault(part.name, []).append(part.stage)
@@ -52,14 +54,16 @@ class TensorExchange:
             place = grid.copy + grid.dp * stages.index(grid.stage)
             count = grid.dp * len(stages)
             if holder.ndim and part.dim is not None and grid.tp > 1:
-                yield _share(
+                yield _share_slice(
                     part, holder, tuple(self.shapes[part.name].shape), grid, (place, count)
                 )
+                continue
+            among = (place * grid.tp + grid.share, count * grid.tp)
+            if holder.ndim:
+                shape = tuple(self.shapes[part.name].shape)
+                yield Slice(part.name, shape, 0, part.view(holder), among=among)
             else:
-                among = (place * grid.tp + grid.share, count * grid.tp)
-                whole = part.view(holder) if holder.ndim else holder
-                shape = tuple(self.shapes[part.name].shape) if holder.ndim else ()
-                yield Slice(part.name, shape, 0, whole, among=among)
+                yield Slice(part.name, (), 0, holder, among=among)
 
     @torch.no_grad()
     def gather(self, name: str, holders: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor | None:
@@ -72,26 +76,26 @@ class TensorExchange:
         part = self._first[name]
         grid = self._grid
         source = grid.at(0, 0, part.stage)
-        found = None
+        tensor = None
         if grid.stage == part.stage and grid.copy == 0:
-            found = self._whole(part, holders[part.holder])
+            tensor = self._whole(part, holders[part.holder])
         if source == 0:
-            return found if grid.rank == 0 else None
+            return tensor if grid.rank == 0 else None
         if grid.rank == source:
-            assert found is not None
-            dist.send(found, 0)
+            assert tensor is not None
+            dist.send(tensor, 0)
         if grid.rank != 0:
             return None
-        found = torch.empty(self.shapes[name].shape, dtype=dtype, device=self._device)
-        dist.recv(found, source)
-        return found
+        tensor = torch.empty(self.shapes[name].shape, dtype=dtype, device=self._device)
+        dist.recv(tensor, source)
+        return tensor
 
     def _whole(self, part: TensorPart, holder: Tensor) -> Tensor:
         shape = list(self.shapes[part.name].shape)
         length = shape[part.dim] if part.dim is not None else 0
         if part.dim is not None:
             shape[part.dim] = share_size(length, self._grid.tp)
-        # from host memory
+        # While the model is loaded its parameters are in host memory.
         share = part.view(holder.detach()).reshape(shape).to(self._device).contiguous()
         if part.dim is None or self._grid.tp == 1:
             return share
@@ -100,12 +104,10 @@ class TensorExchange:
         return torch.cat(shares, part.dim).narrow(part.dim, 0, length).contiguous()
 
 
-def _share(
+def _share_slice(
     part: TensorPart, holder: Tensor, shape: tuple[int, ...], grid: RankGrid, among: tuple[int, int]
 ) -> Slice:
-    """Return the slice of a tensor that the ranks of a layer divide: rows or columns, without
-    padding.
-    """
+    """Return this rank's rows or columns of a divided tensor, without padding."""
     assert part.dim is not None
     length = shape[part.dim]
     view = part.view(holder)
@@ -113,5 +115,8 @@ def _share(
     first = min(grid.share * size, length)
     if part.dim == 1:
         return Slice(part.name, shape, first, view[:, : length - first], among=among, block=True)
-    held = view[: length - first] if len(view) == size else view  # heads in groups have no padding
-    return Slice(part.name, shape, first * prod(shape[1:]), held, among=among)
+    elements = view
+    # Heads in groups have another shape than the tensor, and no padding.
+    if len(view) == size:
+        elements = view[: length - first]
+    return Slice(part.name, shape, first * prod(shape[1:]), elements, among=among)

@@ -20,8 +20,7 @@ def measure_shares(
     group: Any,
     entropy_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return each target's logprob and its distribution's entropy in nats, (T,) float32 each, on
-    all ranks.
+    """Return each target's logprob and entropy in nats, (T,) float32 each, on all ranks.
 
     Every rank continues with the same loss, so the gradient of a sum over ranks is, on each rank,
     that of its own part.
@@ -49,15 +48,17 @@ def measure_shares(
     exponentials = shifted.exp()
     place = targets - first
     own = (place >= 0) & (place < columns)
-    chosen = torch.where(own, shifted.gather(1, place.clamp(0, columns - 1)[:, None])[:, 0], 0.0)
-    total = _over_ranks(exponentials.sum(-1), group)
-    logprobs = _over_ranks(chosen, group) - total.log()
+    target_logits = torch.where(
+        own, shifted.gather(1, place.clamp(0, columns - 1)[:, None])[:, 0], 0.0
+    )
+    total = _sum_over_ranks(exponentials.sum(-1), group)
+    logprobs = _sum_over_ranks(target_logits, group) - total.log()
     with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
         # sum of p (log total - shifted); padding has p = 0 and a finite logit
-        entropy = total.log() - _over_ranks((exponentials * shifted).sum(-1), group) / total
+        entropy = total.log() - _sum_over_ranks((exponentials * shifted).sum(-1), group) / total
     return logprobs, entropy
 
 
-def _over_ranks(tensor: Tensor, group: Any) -> Tensor:
-    found: Tensor = megatron_library().sum_of_shares(tensor.contiguous(), group=group)
-    return found
+def _sum_over_ranks(tensor: Tensor, group: Any) -> Tensor:
+    total: Tensor = megatron_library().sum_of_shares(tensor.contiguous(), group=group)
+    return total

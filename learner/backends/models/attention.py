@@ -1,5 +1,4 @@
-"""Attention of the learner for transformers models: causal, within windows or chunks, with soft
-caps and sinks.
+"""The learner's attention for transformers models: causal, windows, chunks, soft caps and sinks.
 
 transformers separates packed sequences by position ids and masks them with a dense (row, row)
 matrix, so attention costs the square of the row; its SDPA function silently drops soft caps and
@@ -26,15 +25,16 @@ from torch.utils.checkpoint import checkpoint
 from learner.backends.models.packed_rows import PackedRow
 
 NAME: Final = "rlearner"
-# of a block: with more of them, a block of a window has more keys that few queries see
+# Of a block. A larger block of a window has more keys that only few of its queries see.
 _MAX_QUERIES: Final = 512
-_MAX_SCORES: Final = 1 << 26  # of a block, 256 MiB in float32
-# Arguments of transformers that change nothing in attention: positions are in queries and keys
+# Of a block, 256 MiB in float32: what attention may hold in addition to its results.
+_MAX_SCORES: Final = 1 << 26
+# Arguments of transformers that change nothing in attention: queries and keys have their positions
 # already.
 _IRRELEVANT: Final = frozenset({
-    "position_ids", "use_cache", "cache_position", "past_key_values", "output_attentions", "output_hidden_states",
-    "output_router_logits", "return_dict", "logits_to_keep", "num_items_in_batch", "token_type_ids",
-    "mm_token_type_ids",
+    "position_ids", "use_cache", "cache_position", "past_key_values", "output_attentions",
+    "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep",
+    "num_items_in_batch", "token_type_ids", "mm_token_type_ids",
 })  # fmt: skip
 
 
@@ -43,7 +43,7 @@ class InexactAttentionError(Exception):
 
 
 class AttentionPattern:
-    """Which of the ``size`` last tokens a token sees; stands where transformers has a mask.
+    """Which of the ``size`` last tokens a token sees; replaces the mask of transformers.
 
     Args:
         function: of transformers: row, head, query and key indices to whether the query sees the
@@ -55,24 +55,22 @@ class AttentionPattern:
         self.size = size
         self._function = function
         self._device = device
-        self._masks: dict[tuple[int, int, int], Tensor] = {}  # all layers of a pass need the same
+        # All layers of a pass need the same masks.
+        self._masks: dict[tuple[int, int, int], Tensor] = {}
 
     def mask(self, low: int, start: int, stop: int) -> Tensor:
-        """Return which keys from ``low`` to ``stop`` the queries from ``start`` to ``stop`` see, as
-        bool.
-        """
-        if (found := self._masks.get((low, start, stop))) is None:
+        """Return, as bool, which keys from ``low`` on the queries from ``start`` on see."""
+        if (mask := self._masks.get((low, start, stop))) is None:
             places = torch.arange(low, stop, device=self._device)
             first = places.new_zeros(())
-            found = self._function(first, first, places[start - low :, None], places[None])
-            self._masks[low, start, stop] = found
-        return found
+            mask = self._function(first, first, places[start - low :, None], places[None])
+            self._masks[low, start, stop] = mask
+        return mask
 
 
 @dataclass(frozen=True)
 class SequenceAttention:
-    """Attention from queries, keys and values, (rows, heads, tokens, width) each, to (rows, heads,
-    tokens, width).
+    """Attention of queries, keys and values, (rows, heads, tokens, width), to the same shape.
 
     Attributes:
         scaling: of scores; None for one by the root of the width.
@@ -88,7 +86,8 @@ class SequenceAttention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Compute it."""
-        (rows, heads, length, _), kv_heads = query.shape, key.shape[1]
+        rows, heads, length, _ = query.shape
+        kv_heads = key.shape[1]
         is_local = self.pattern is not None and self.pattern.size < length
         is_plain = self.softcap is None and self.sinks is None
         if is_plain and not is_local:
@@ -96,19 +95,22 @@ class SequenceAttention:
             return attend(
                 query, key, value, scale=self.scaling, is_causal=True, enable_gqa=heads != kv_heads
             )
-        if heads != kv_heads:  # kernels that take a mask want as many keys as queries
+        # Kernels that take a mask need as many heads of keys as of queries.
+        if heads != kv_heads:
             key, value = (states.repeat_interleave(heads // kv_heads, 1) for states in (key, value))
         size = self.pattern.size if is_local and self.pattern is not None else length
         step = max(1, min(_MAX_QUERIES, _MAX_SCORES // (rows * heads * size)))
-        attend_block = (
-            partial(_attend_plainly, scaling=self.scaling) if is_plain else self._attend_fully
-        )
+        attend_block: Callable[..., Tensor] = self._attend_fully
+        if is_plain:
+            attend_block = partial(_attend_plainly, scaling=self.scaling)
         blocks: list[Tensor] = []
         for start in range(0, length, step):
             stop = min(start + step, length)
             low = max(0, start - size + 1)
-            tensors = (query[:, :, start:stop], key[:, :, low:stop], value[:, :, low:stop])
-            blocks.append(attend_block(*tensors, self._mask(low, start, stop, query.device)))
+            mask = self._mask(low, start, stop, query.device)
+            keys = slice(low, stop)
+            block = attend_block(query[:, :, start:stop], key[:, :, keys], value[:, :, keys], mask)
+            blocks.append(block)
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
 
     def _mask(self, low: int, start: int, stop: int, device: torch.device) -> Tensor:
@@ -119,8 +121,8 @@ class SequenceAttention:
         )
 
     def _attend_fully(self, *tensors: Tensor) -> Tensor:
-        # The backward pass computes a block again: its scores in float32 would be most of a model's
-        # activations.
+        # The backward pass computes a block again: its scores in float32 would otherwise be most of
+        # a model's activations.
         repeated = partial(
             checkpoint, self._attend_block, use_reentrant=False, preserve_rng_state=False
         )
@@ -128,11 +130,8 @@ class SequenceAttention:
         return result
 
     def _attend_block(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        scores = (
-            query
-            @ key.transpose(-1, -2)
-            * (query.shape[-1] ** -0.5 if self.scaling is None else self.scaling)
-        )
+        scaling = query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
+        scores = query @ key.transpose(-1, -2) * scaling
         if self.softcap is not None:
             scores = torch.tanh(scores / self.softcap) * self.softcap
         scores = scores.float().masked_fill(~mask, -torch.inf)
@@ -162,7 +161,7 @@ def compute_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     packing: PackedRow | None = None,
-    **others: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention for transformers.
 
@@ -179,10 +178,11 @@ def compute_attention(
         InexactAttentionError: if the model needs more.
     """
     unknown = [
-        name for name, value in others.items() if value is not None and name not in _IRRELEVANT
+        name for name, value in options.items() if value is not None and name not in _IRRELEVANT
     ]
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if unknown or dropout or not is_causal or others.get("output_attentions"):
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if unknown or dropout or not is_causal or options.get("output_attentions"):
         raise InexactAttentionError(
             f"its attention has {' and '.join(unknown) or 'dropout, or sees later tokens'}"
         )
@@ -202,8 +202,10 @@ def compute_attention(
 def attend_sequences(
     form: SequenceAttention, query: Tensor, key: Tensor, value: Tensor, packing: PackedRow | None
 ) -> Tensor:
-    """Return attention of each row, or of each sequence of the only row, as (rows, tokens, heads,
-    width).
+    """Return attention of each row, or of each sequence of the only row.
+
+    Returns:
+        (rows, tokens, heads, width).
     """
     if packing is None:
         return form(query, key, value).transpose(1, 2)
@@ -220,10 +222,9 @@ def describe_mask(
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     use_vmap: bool = False,
-    **others: Any,
+    **options: Any,
 ) -> AttentionPattern | None:
-    """Return what ``compute_attention`` needs to know of a mask, for transformers: None for plain
-    causal attention.
+    """Return what ``compute_attention`` needs of a mask; None for plain causal attention.
 
     Raises:
         InexactAttentionError: if the mask depends on more than the distance or the chunk of tokens.

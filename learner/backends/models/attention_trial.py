@@ -23,17 +23,30 @@ from learner.backends.models.attention import NAME, InexactAttentionError, regis
 from learner.backends.models.mixers import separate_sequences
 from learner.backends.models.packed_rows import SharedRow, pack_row
 
-_PREFIX: Final = 2  # tokens that all sequences begin with
-_LENGTHS: Final = (3, 1, 12, 20, 21)  # of the rest
-_SWITCH: Final = 5  # tokens of each window and chunk during a trial
+# Tokens that all sequences begin with, so that packed rows share a prefix.
+_PREFIX: Final = 2
+# Tokens behind the prefix: shorter and longer than a switch, alike and not.
+_LENGTHS: Final = (3, 1, 12, 20, 21)
+# Tokens of each window and chunk during a trial, so that short sequences cross them.
+_SWITCH: Final = 5
 # Read in each forward pass, from the configuration or from a module (Llama 4 scales attention by
 # position).
 _SWITCHES: Final = ("sliding_window", "attention_chunk_size", "floor_scale")
+# What models raise that cannot take an attention or packed rows: their code checks little.
 _FAILURES: Final = (
-    InexactAttentionError, TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError, AssertionError,
-)  # fmt: skip
-_MIN_CONTRAST: Final = 4.0  # of a leak to rounding errors; below it they cannot be told apart
-_MIN_NOISE: Final = 1e-6  # where a few tokens happen to be computed without rounding errors
+    InexactAttentionError,
+    TypeError,
+    ValueError,
+    KeyError,
+    AttributeError,
+    IndexError,
+    RuntimeError,
+    AssertionError,
+)
+# Of a leak to rounding errors; below it one cannot be distinguished from the other.
+_MIN_CONTRAST: Final = 4.0
+# A few tokens may happen to be computed without any rounding error.
+_MIN_NOISE: Final = 1e-6
 
 
 @torch.no_grad()
@@ -64,7 +77,7 @@ def choose_attention(model: Any, device: torch.device, path: str, *, packed: boo
                 return ""
             undo()
         difference = ""
-        # a few models, such as Falcon, choose theirs when they are built
+        # A few models, such as Falcon, choose theirs when they are built.
         for name in (NAME, "eager", original):
             if _set_attention(model, name) and not (difference := trial.refuse(trial.read_padded)):
                 return problem
@@ -76,17 +89,14 @@ def choose_attention(model: Any, device: torch.device, path: str, *, packed: boo
 
 
 def trunk_of(model: Any) -> Any:
-    """Return the model below the head, which computes hidden states; the model itself where it has
-    no such part.
-    """
+    """Return the model below the head, which computes hidden states, or else the model itself."""
     trunk = model.base_model
-    return getattr(model, "model", model) if trunk is model else trunk  # Llama 4 names another part
+    # Llama 4 names another part as its base model.
+    return getattr(model, "model", model) if trunk is model else trunk
 
 
 class AttentionTrial:
-    """Sequences, what a model computes for each alone, and how far another way of reading them may
-    be from it.
-    """
+    """Compares ways of reading sequences with what a model computes for each sequence alone."""
 
     def __init__(self, trunk: Any, device: torch.device) -> None:
         self._trunk = trunk
@@ -96,12 +106,14 @@ class AttentionTrial:
         self.sequences = [
             np.append(ids[:_PREFIX], ids[n : n + length]) for n, length in enumerate(_LENGTHS)
         ]
-        self._alone = [self._states(one) for one in self.sequences]
+        self._alone = [self._states(sequence) for sequence in self.sequences]
         with _rounding_errors(trunk, device):
-            # a pass reads all weights
-            noise = _difference(self._states(self.sequences[-1]), self._alone[-1])
+            # The longest sequence is enough: the others have the same weights.
+            noise = _relative_difference(self._states(self.sequences[-1]), self._alone[-1])
         leaked = self._states(np.concatenate(self.sequences))
-        self.leak = self._distance(torch.split(leaked, [len(one) for one in self.sequences]))
+        self.leak = self._distance(
+            torch.split(leaked, [len(sequence) for sequence in self.sequences])
+        )
         self.noise = max(noise, _MIN_NOISE)
         self.limit = math.sqrt(self.noise * self.leak)
 
@@ -122,27 +134,29 @@ class AttentionTrial:
     def read_packed(self) -> list[Tensor]:
         """Return the states of the sequences in one row."""
         row = SharedRow.of(self.sequences)
-        named = {
+        arguments = {
             "position_ids": self._put(row.places)[None],
             "packing": pack_row(row.indices, self._device),
         }
         states = self._states(
             row.token_ids,
             attention_mask=self._put(np.ones((1, len(row.places)), np.int64)),
-            **named,
+            **arguments,
         )
-        return [states[self._put(where)] for where in row.indices]
+        return [states[self._put(indices)] for indices in row.indices]
 
     def read_padded(self) -> list[Tensor]:
         """Return the states of the sequences in a padded batch."""
         longest = max(map(len, self.sequences))
-        ids = np.stack([np.pad(one, (0, longest - len(one))) for one in self.sequences])
+        ids = np.stack(
+            [np.pad(sequence, (0, longest - len(sequence))) for sequence in self.sequences]
+        )
         states = self._trunk(input_ids=self._put(ids), use_cache=False).last_hidden_state
-        return [row[: len(one)] for row, one in zip(states, self.sequences, strict=True)]
+        return [row[: len(sequence)] for row, sequence in zip(states, self.sequences, strict=True)]
 
-    def _states(self, ids: Array, **named: Any) -> Tensor:
+    def _states(self, ids: Array, **arguments: Any) -> Tensor:
         states: Tensor = self._trunk(
-            input_ids=self._put(ids)[None], use_cache=False, **named
+            input_ids=self._put(ids)[None], use_cache=False, **arguments
         ).last_hidden_state[0]
         return states
 
@@ -152,11 +166,12 @@ class AttentionTrial:
     def _distance(self, results: Sequence[Tensor]) -> float:
         """Return how far results are from those of the sequences alone, of the worst sequence."""
         return max(
-            _difference(states, alone) for states, alone in zip(results, self._alone, strict=True)
+            _relative_difference(states, alone)
+            for states, alone in zip(results, self._alone, strict=True)
         )
 
 
-def _difference(states: Tensor, expected: Tensor) -> float:
+def _relative_difference(states: Tensor, expected: Tensor) -> float:
     """Return the size of the difference by that of the state, of the median token.
 
     A leak reaches most tokens; a router that takes another expert by a rounding error changes a
@@ -168,9 +183,7 @@ def _difference(states: Tensor, expected: Tensor) -> float:
 
 
 def _set_attention(model: Any, name: str) -> bool:
-    """Set the attention of a model, unless it does not let its attention be set; return whether it
-    has it now.
-    """
+    """Set the attention of a model if it allows that; return whether it has it now."""
     with suppress(ValueError, KeyError, AttributeError, ImportError):
         model.set_attn_implementation(name)
     return bool(model.config._attn_implementation == name)
@@ -178,7 +191,7 @@ def _set_attention(model: Any, name: str) -> bool:
 
 @contextmanager
 def _short_switches(model: Any) -> Iterator[None]:
-    """Within it windows and the like are a few tokens long."""
+    """Make windows and the like a few tokens long while it is open."""
     original: list[tuple[Any, str, float]] = []
     for holder in (model.config.get_text_config(), *model.modules()):
         for name in _SWITCHES:
@@ -195,7 +208,7 @@ def _short_switches(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _rounding_errors(trunk: Any, device: torch.device) -> Iterator[None]:
-    """Within it the result of each block is changed by up to a rounding error of its dtype."""
+    """Change each block's result by up to a rounding error of its dtype while it is open."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     random = torch.Generator(device).manual_seed(0)

@@ -1,6 +1,4 @@
-"""Turns samples into tensors: padded or packed rows for the forward pass, flat trained tokens for
-the loss.
-"""
+"""Turns samples into tensors: rows for the forward pass, flat trained tokens for the loss."""
 
 from __future__ import annotations
 
@@ -46,14 +44,14 @@ class TokenBatch:
         """Return the arguments of a transformers model."""
         if self.packing is None:
             return {"input_ids": self.input_ids}
-        # With a mask of ones transformers does not look for sequences in the position ids, which is
-        # not needed here.
-        named = {
+        # With a mask of ones transformers does not search the position ids for sequences, which the
+        # packing has already.
+        arguments = {
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,
             "packing": self.packing,
         }
-        return named | {"attention_mask": torch.ones_like(self.input_ids)}
+        return arguments | {"attention_mask": torch.ones_like(self.input_ids)}
 
 
 def collate(
@@ -75,8 +73,8 @@ def collate(
         indices = row.indices
     else:
         ids = np.zeros((len(samples), max(lengths)), np.int64)
-        for into, read in zip(ids, tokens, strict=True):
-            into[: len(read)] = read
+        for padded, sequence in zip(ids, tokens, strict=True):
+            padded[: len(sequence)] = sequence
         indices = [number * max(lengths) + np.arange(n) for number, n in enumerate(lengths)]
     temperatures = np.concatenate(
         [np.full(s.num_tokens, s.temperature, np.float32) for s in samples]
@@ -99,7 +97,7 @@ def collate(
         input_ids=put(ids),
         predictors=put(
             np.concatenate(
-                [where[s.positions - 1] for where, s in zip(indices, samples, strict=True)]
+                [places[s.positions - 1] for places, s in zip(indices, samples, strict=True)]
             )
         ),
         targets=put(np.concatenate([s.token_ids[s.positions] for s in samples]).astype(np.int64)),

@@ -1,6 +1,4 @@
-"""Applies torch.compile to each block of a transformers model, so that equal blocks share compiled
-code.
-"""
+"""Applies torch.compile to each transformer block, so that equal blocks share compiled code."""
 
 from __future__ import annotations
 
@@ -12,7 +10,8 @@ import torch
 
 from broker.errors import ConfigError
 
-# of one block, by gradient, adapters, packing, single rows; torch stops compiling beyond
+# Of one block, by gradient, adapters, packing and single rows. Beyond the limit torch would run the
+# block uncompiled, without an error.
 _VARIANTS: Final = 32
 
 

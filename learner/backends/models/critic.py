@@ -1,4 +1,4 @@
-"""A value model: the policy's architecture with one output per position instead of the vocabulary."""
+"""A value model: the policy's architecture with one output per position."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from learner.config import CriticSection, TrainSection
 from rlearner_text.config import ModelSection
 
 _WEIGHT: Final = "weight."
+# In the order of the columns that ``forward_backward`` sums up.
 _SUMS: Final = ("loss", "clipped", "values", "error", "returns", "returns_squared")
 
 
 def value_losses(
     values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return ``0.5 max((V - R)^2, (V_old + clip(V - V_old, ±clip) - R)^2)``, as in PPO (Schulman et
-    al., 2017).
+    """Return PPO's ``0.5 max((V - R)^2, (V_old + clip(V - V_old, ±clip) - R)^2)``.
+
+    See Schulman et al., Proximal policy optimization algorithms, 2017.
 
     Args:
         values: (T,) now, with gradient.
@@ -45,8 +47,7 @@ def value_losses(
 
 
 class ValueModel:
-    """The value of the state in which each trained token was sampled. The head starts at 0, so all
-    values do.
+    """The value of the state in which each trained token was sampled; all values start at 0.
 
     Args:
         path: weights of the trunk, with which the policy started.
@@ -66,33 +67,33 @@ class ValueModel:
         max_context: int | None = None,
     ) -> None:
         self._section = section
-        loaded = load_model(path, model, device, max_context)
-        self.unpackable = choose_attention(loaded, device, path, packed=train.packing != "padded")
-        head = nn.Linear(loaded.config.get_text_config().hidden_size, 1)
+        language_model = load_model(path, model, device, max_context)
+        self.unpackable = choose_attention(
+            language_model, device, path, packed=train.packing != "padded"
+        )
+        head = nn.Linear(language_model.config.get_text_config().hidden_size, 1)
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)
-        self.module = nn.ModuleDict({"trunk": trunk_of(loaded), "head": head})
+        self.module = nn.ModuleDict({"trunk": trunk_of(language_model), "head": head})
         self.module.to(device).requires_grad_(True)
-        own = {
+        overrides = {
             "lr": section.lr,
             "weight_decay": section.weight_decay,
             "max_grad_norm": section.max_grad_norm,
         }
         self.optimizer = MasterOptimizer(
-            dict(self.module.named_parameters()), train.model_copy(update=own)
+            dict(self.module.named_parameters()), train.model_copy(update=overrides)
         )
 
     def values(self, batch: TokenBatch) -> Tensor:
         """Return the values of the trained tokens, (T,) float32."""
         hidden = self.module["trunk"](**batch.inputs(), use_cache=False).last_hidden_state
-        chosen = hidden.flatten(0, 1).index_select(0, batch.predictors).float()
-        values: Tensor = self.module["head"](chosen)[:, 0]
+        features = hidden.flatten(0, 1).index_select(0, batch.predictors).float()
+        values: Tensor = self.module["head"](features)[:, 0]
         return values
 
     def forward_backward(self, batch: TokenBatch) -> dict[str, float]:
-        """Add a slice to the gradient, not yet normalised; return sums over its tokens, and their
-        number.
-        """
+        """Add a slice to the gradient, not yet normalised; return sums over its tokens."""
         assert batch.values is not None
         assert batch.returns is not None
         values = self.values(batch)
@@ -100,7 +101,7 @@ class ValueModel:
         losses.sum().backward()  # type: ignore[no-untyped-call]
         self.optimizer.collect()
         error = torch.square(values.detach() - batch.returns)
-        found = [
+        columns = [
             losses.detach(),
             clipped,
             values.detach(),
@@ -109,15 +110,14 @@ class ValueModel:
             torch.square(batch.returns),
         ]
         sums = dict(
-            zip(_SUMS, torch.stack([part.double().sum() for part in found]).tolist(), strict=True)
+            zip(_SUMS, torch.stack([part.double().sum() for part in columns]).tolist(), strict=True)
         )
         return {"tokens": float(len(losses))} | sums
 
     def step(
         self, sums: Mapping[str, float], at: int, steps: int | None = None
     ) -> dict[str, float]:
-        """Update, normalised over all tokens since the last update; return metrics by their
-        published names.
+        """Update, normalised over all tokens since the last update; return the metrics.
 
         Args:
             sums: over everything added since.
@@ -125,26 +125,28 @@ class ValueModel:
             steps: at which the schedule of the learning rate ends; None: ``train.steps``.
         """
         count = max(sums.get("tokens", 0.0), 1.0)
-        done = self.optimizer.step(count, at, steps)
+        update = self.optimizer.step(count, at, steps)
         mean = {name: sums.get(name, 0.0) / count for name in _SUMS}
         variance = mean["returns_squared"] - mean["returns"] ** 2
+        # Returns that are all alike have a variance of rounding errors only.
+        explained = 1.0 - mean["error"] / variance if variance > 1e-12 else 0.0
         return {
             "critic/vf_loss": mean["loss"],
             "critic/vf_clipfrac": mean["clipped"],
             "critic/vpred_mean": mean["values"],
-            "critic/vf_explained_var": 1.0 - mean["error"] / variance if variance > 1e-12 else 0.0,
-            "critic/grad_norm": done["grad_norm"],
-            "critic/lr": done["lr"],
+            "critic/vf_explained_var": explained,
+            "critic/grad_norm": update["grad_norm"],
+            "critic/lr": update["lr"],
         }
 
     def slices(self) -> Iterator[Slice]:
         """Yield weights, moments and masters; every rank holds all of them."""
         for name, parameter in self.module.named_parameters():
             yield Slice.whole(_WEIGHT + name, parameter)
-        for one in self.optimizer.slices():
-            yield one.below(OPTIMIZER)
+        for piece in self.optimizer.slices():
+            yield piece.below(OPTIMIZER)
 
-    def refuse(self, state: Mapping[str, tuple[int, ...]]) -> None:
+    def check_shapes(self, state: Mapping[str, tuple[int, ...]]) -> None:
         """Check the shapes of a stored state.
 
         Raises:
@@ -153,6 +155,7 @@ class ValueModel:
         own = {_WEIGHT + name: tuple(p.shape) for name, p in self.module.named_parameters()}
         if own != {name: shape for name, shape in state.items() if name.startswith(_WEIGHT)}:
             raise UserError(
-                "the checkpoint's critic belongs to another model, or there is none; begin a new run"
+                "the checkpoint's critic belongs to another model, or there is none; "
+                "begin a new run"
             )
-        self.optimizer.refuse(shapes_below(OPTIMIZER, state))
+        self.optimizer.check_shapes(shapes_below(OPTIMIZER, state))

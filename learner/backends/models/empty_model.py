@@ -1,6 +1,4 @@
-"""Builds a model without its weights, and fills it from files: whole, or each rank the part that it
-holds.
-"""
+"""Builds a model without its weights, and fills it from files, whole or each rank's part."""
 
 from __future__ import annotations
 
@@ -26,20 +24,20 @@ from rlearner_text.transformers_import import import_transformers
 
 log = logging.getLogger(__name__)
 
-Replace = Callable[[str, Any], Tensor]  # of a parameter's name and itself; returns its successor
+# Takes a parameter's name and the parameter; returns its successor.
+Replace = Callable[[str, Any], Tensor]
 
 
 @dataclass(frozen=True)
 class EmptyModel:
-    """A model whose parameters are on the meta device and whose buffers are ready, and the files
-    with its weights.
+    """A model with parameters on the meta device and buffers in memory, and its weights' files.
 
     Attributes:
         path: as the user named the model.
     """
 
     module: Any
-    stored: StoredTensors
+    weights: StoredTensors
     path: str
 
     def read(self, name: str, start: int, into: Tensor) -> None:
@@ -48,7 +46,7 @@ class EmptyModel:
         Raises:
             ConfigError: if one is NaN or infinite.
         """
-        self.stored.read(name, start, into)
+        self.weights.read(name, start, into)
         if problem := first_non_finite({name: into}):
             raise ConfigError("model.path", self.path, f"a model of finite weights: {problem}")
 
@@ -56,32 +54,28 @@ class EmptyModel:
         """Read all weights."""
 
         def whole(name: str, tensor: Any) -> Tensor:
-            found = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            self.read(name, 0, found)
-            return (
-                nn.Parameter(found, tensor.requires_grad)
-                if isinstance(tensor, nn.Parameter)
-                else found
-            )
+            weight = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            self.read(name, 0, weight)
+            if isinstance(tensor, nn.Parameter):
+                return nn.Parameter(weight, tensor.requires_grad)
+            return weight
 
         self.replace(whole, device)
 
     def replace(self, parameter: Replace, device: torch.device) -> None:
-        """Replace the parameters, tied ones by the same, read the stored buffers and move all to a
-        device.
-        """
+        """Replace the parameters, tied ones by the same, and read the stored buffers."""
         saved = {name for name, _ in self.module.named_buffers()} & set(self.module.state_dict())
-        done: dict[int, Any] = {}
+        replacements: dict[int, Any] = {}
         for path, owner in self.module.named_modules():
             for key, tensor in [*owner._parameters.items()]:
                 if tensor is not None:
-                    if id(tensor) not in done:
-                        # keeps its id
-                        done[id(tensor)] = (
+                    if id(tensor) not in replacements:
+                        # The old tensor is kept, so that no new one gets its id.
+                        replacements[id(tensor)] = (
                             parameter(f"{path}.{key}".removeprefix("."), tensor),
                             tensor,
                         )
-                    owner._parameters[key] = done[id(tensor)][0]
+                    owner._parameters[key] = replacements[id(tensor)][0]
             for key, tensor in [*owner._buffers.items()]:
                 if tensor is not None:
                     owner._buffers[key] = tensor.to(device)
@@ -90,23 +84,21 @@ class EmptyModel:
 
 
 def open_parts(path: str, section: ModelSection) -> EmptyModel | None:
-    """Return the model of a checkpoint without weights in Hugging Face format, None for any other
-    folder.
+    """Return the model of a checkpoint whose weights are only in parts, None for other folders.
 
     Raises:
         ConfigError: if its configuration or parts are missing or damaged.
     """
-    if (stored := weights_in_parts(path)) is None:
+    if (weights := weights_in_parts(path)) is None:
         return None
     module = build_empty(path, section)
-    if problem := _difference(module, stored):
+    if problem := _layout_difference(module, weights):
         raise ConfigError("model.path", path, f"its parts do not fit its config.json: {problem}")
-    return EmptyModel(module, stored, path)
+    return EmptyModel(module, weights, path)
 
 
 def weights_in_parts(path: str) -> StoredTensors | None:
-    """Return the weights of a checkpoint that has none in Hugging Face format, None for any other
-    folder.
+    """Return the weights of a checkpoint that has them only in parts, None for other folders.
 
     Raises:
         ConfigError: if its parts are missing or damaged.
@@ -123,11 +115,9 @@ def weights_in_parts(path: str) -> StoredTensors | None:
 
 
 def open_empty(path: str, section: ModelSection) -> EmptyModel | str:
-    """Return a model whose weights can be read in slices, or why they cannot: transformers converts
-    them.
-    """
-    if (found := open_parts(path, section)) is not None:
-        return found
+    """Return a model whose weights can be read in slices, or why they cannot."""
+    if (model := open_parts(path, section)) is not None:
+        return model
     folder = Path(model_folder(path, trust_remote_code=section.trust_remote_code))
     module = build_empty(path, section)
     if getattr(module.config, "quantization_config", None) is not None:
@@ -139,15 +129,14 @@ def open_empty(path: str, section: ModelSection) -> EmptyModel | str:
     ):
         return "transformers stores its weights under other names"
     try:
-        stored = weights_in_files(folder)
+        weights = weights_in_files(folder)
     except DamagedFileError as error:
         return str(error)
-    return _difference(module, stored) or EmptyModel(module, stored, path)
+    return _layout_difference(module, weights) or EmptyModel(module, weights, path)
 
 
 def build_empty(path: str, section: ModelSection) -> Any:
-    """Build a model in evaluation mode whose parameters are on the meta device; buffers are
-    computed.
+    """Build a model in evaluation mode with computed buffers and parameters on the meta device.
 
     Raises:
         ConfigError: if transformers cannot read the configuration.
@@ -175,26 +164,24 @@ def build_empty(path: str, section: ModelSection) -> Any:
     return module.eval()
 
 
-def _difference(module: Any, stored: StoredTensors) -> str:
-    """Return how the stored weights differ from the model's: names, shapes, or tied weights stored
-    twice.
-    """
-    wanted: Mapping[str, Any] = dict(module.named_parameters())
+def _layout_difference(module: Any, weights: StoredTensors) -> str:
+    """Return how the stored weights differ from the model's in names or shapes."""
+    parameters: Mapping[str, Any] = dict(module.named_parameters())
     buffers = {name: tensor for name, tensor in module.state_dict().items() if not tensor.is_meta}
-    for name, tensor in {**wanted, **buffers}.items():
-        if (entry := stored.entries.get(name)) is None:
+    for name, tensor in {**parameters, **buffers}.items():
+        if (entry := weights.entries.get(name)) is None:
             return f"{name} is missing"
         if entry.shape != tuple(tensor.shape):
             return f"{name} has shape {entry.shape}, not {tuple(tensor.shape)}"
-    twice = [name for name in module.state_dict() if name not in wanted and name not in buffers]
-    return next((f"{name} is tied, and stored" for name in twice if name in stored), "")
+    tied_names = [
+        name for name in module.state_dict() if name not in parameters and name not in buffers
+    ]
+    return next((f"{name} is tied, and stored" for name in tied_names if name in weights), "")
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Within it every parameter that a module registers goes to the meta device before its memory
-    is touched.
-    """
+    """Move parameters to the meta device as modules register them, before memory is touched."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

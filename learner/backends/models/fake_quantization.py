@@ -1,4 +1,4 @@
-"""Runs the learner's model with the rounded weights that servers compute with, a module at a time."""
+"""Runs the learner's model with the rounded weights of the servers, a module at a time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from learner.backends.models.policy import PolicyModel
 
 @contextmanager
 def quantized_as_sent(policy: PolicyModel) -> Iterator[None]:
-    """Within it the model computes with weights as ``broker.weights.fp8`` rounds them; for passes
-    without gradient.
+    """Compute with weights as ``broker.weights.fp8`` rounds them; for passes without gradient.
 
     Each module's weights are rounded when it is called and restored when it returns. So only one
     module's weights are held twice, and backends that gather a block's weights for its pass (FSDP2,
@@ -26,21 +25,22 @@ def quantized_as_sent(policy: PolicyModel) -> Iterator[None]:
     with ExitStack() as stack:
         modules = dict(policy.module.named_modules())
         if any(module._compiled_call_impl is not None for module in modules.values()):
-            # compiled blocks ignore hooks
+            # Compiled blocks would ignore the hooks.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if adapters is not None:
-            stack.enter_context(adapters.off())  # merged below
+            # The rounded weights have the adapters merged in.
+            stack.enter_context(adapters.off())
 
         def live(name: str) -> Tensor:
             owner, _, last = name.rpartition(".")
-            tensor: Tensor = _own(modules[owner])[last]
+            tensor: Tensor = _parameters_of(modules[owner])[last]
             return tensor.detach()
 
         for name, module in modules.items():
             plain = {
                 last: f"{name}.{last}".removeprefix(".")
-                for last, w in _own(module).items()
-                if w is not None
+                for last, weight in _parameters_of(module).items()
+                if weight is not None
             }
             if adapters is not None:
                 plain = {
@@ -51,7 +51,7 @@ def quantized_as_sent(policy: PolicyModel) -> Iterator[None]:
             if plain:
                 swap = _Swap(plain, lambda whole: policy.whole(whole, live))
                 stack.callback(module.register_forward_pre_hook(swap.put).remove)
-                # before others
+                # Before other hooks, which may free or divide the weights.
                 hook = module.register_forward_hook(swap.back, always_call=True, prepend=True)
                 stack.callback(hook.remove)
         yield
@@ -63,24 +63,24 @@ class _Swap:
     def __init__(self, names: dict[str, str], whole: Any) -> None:
         self._names = names
         self._whole = whole
-        self._held: dict[str, Any] = {}
+        self._originals: dict[str, Any] = {}
 
     @torch.no_grad()
     def put(self, module: nn.Module, _: Any) -> None:
         """Put the rounded weights in."""
-        own = _own(module)
+        own = _parameters_of(module)
         for last, name in self._names.items():
             weight = self._whole(name)
             rounded = fp8.as_sent(name, weight)
             if rounded is not weight or weight.data_ptr() != own[last].data_ptr():
-                self._held[last] = own[last]
+                self._originals[last] = own[last]
                 own[last] = nn.Parameter(rounded, requires_grad=False)
 
     def back(self, module: nn.Module, *_: Any) -> None:
         """Restore the module's weights."""
-        _own(module).update(self._held)
-        self._held.clear()
+        _parameters_of(module).update(self._originals)
+        self._originals.clear()
 
 
-def _own(module: nn.Module) -> Any:
+def _parameters_of(module: nn.Module) -> Any:
     return module._parameters

@@ -1,6 +1,4 @@
-"""Tells the language model in a transformers model from its other parts, which text does not pass
-through.
-"""
+"""Separates the language model in a transformers model from its other parts."""
 
 from __future__ import annotations
 
@@ -8,9 +6,7 @@ from typing import Any
 
 
 def untrained_parts(module: Any) -> list[str]:
-    """Return the names of parameters outside of the language model and its output layer, such as a
-    vision tower's.
-    """
+    """Return the names of parameters outside of the language model, such as a vision tower's."""
     text = [module.get_decoder(), module.get_output_embeddings()]
     own = {id(parameter) for part in text if part is not None for parameter in part.parameters()}
     return [name for name, parameter in module.named_parameters() if id(parameter) not in own]

@@ -1,5 +1,4 @@
-"""Low-rank adapters by peft: each linear layer keeps its frozen weight W and trains two small
-factors.
+"""Low-rank adapters by peft: a linear layer freezes its weight W and trains two small factors.
 
 A layer computes ``x W' + (x A') B' * alpha / rank`` (Hu et al., LoRA, 2021, arXiv 2106.09685).
 Merged weights are ``W + B A * alpha / rank``, computed in float32 and cast to W's dtype. The
@@ -25,10 +24,12 @@ from learner.backends.models.lora_targets import find_targets
 from learner.backends.parts.hugging_face import ADAPTER_WEIGHTS
 from learner.config import LoraSection
 
-_NAME: Final = "default"  # peft's name of a single adapter
+# peft's name of a single adapter
+_NAME: Final = "default"
 _CONFIG: Final = "adapter_config.json"
 
-Find = Callable[[str], Tensor]  # returns a tensor of the module by the module's name
+# Returns a tensor of the module by the module's name.
+Find = Callable[[str], Tensor]
 
 
 class LoraAdapters:
@@ -49,7 +50,7 @@ class LoraAdapters:
     """
 
     def __init__(self, module: nn.Module, section: LoraSection, seed: int, base: str) -> None:
-        peft = _peft(section)
+        peft = _import_peft(section)
         targets = find_targets(module, section)
         self._scale = section.alpha / section.rank
         self._config = peft.LoraConfig(
@@ -65,7 +66,8 @@ class LoraAdapters:
         try:
             peft.inject_adapter_in_model(self._config, module)
         except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
-            allowed = f"null: peft cannot adapt {type(module).__name__}: {' '.join(str(error).split())[:300]}"
+            reason = " ".join(str(error).split())[:300]
+            allowed = f"null: peft cannot adapt {type(module).__name__}: {reason}"
             raise ConfigError("train.lora", section.model_dump(), allowed) from error
         self._config.target_modules = targets.modules
         self._config.target_parameters = targets.parameters or None
@@ -91,7 +93,7 @@ class LoraAdapters:
             ):
                 self._transposed.add(name_pattern(weight))
         self.names = {name: plain_name(name) for name in module.state_dict() if not is_factor(name)}
-        self._found = {plain: name for name, plain in self.names.items()}
+        self._module_names = {plain: name for name, plain in self.names.items()}
         self.exported_names = {
             factor: exported_name(own)
             for weight, pair in self._factors.items()
@@ -105,7 +107,7 @@ class LoraAdapters:
 
     def merged(self, name: str, find: Find) -> Tensor:
         """Return a weight by Hugging Face's name, merged as in a model without adapters."""
-        weight = find(self._found[name])
+        weight = find(self._module_names[name])
         if name not in self._factors:
             return weight
         a, b = (find(factor) for factor in self._factors[name])
@@ -113,17 +115,18 @@ class LoraAdapters:
 
     def parts(self, name: str) -> list[str]:
         """Return the names of the module's tensors that ``merged`` reads."""
-        return [self._found[name], *self._factors.get(name, ())]
+        return [self._module_names[name], *self._factors.get(name, ())]
 
-    def shown(self, base: str) -> wire.Adapter:
+    def describe(self, base: str) -> wire.Adapter:
         """Describe the adapters for an offer; ``base`` is the digest of the weights below them."""
         targets = sorted({name_pattern(name) for name in self._factors})
-        more = {
-            "rank": self._config.r,
-            "scale": self._scale,
-            "transposed": sorted(self._transposed),
-        }
-        return wire.Adapter(base=base, targets=targets, **more)
+        return wire.Adapter(
+            base=base,
+            targets=targets,
+            rank=self._config.r,
+            scale=self._scale,
+            transposed=sorted(self._transposed),
+        )
 
     def factors(self, find: Find) -> dict[str, Tensor]:
         """Return all live factors by name, see ``broker.weights.adapter.factor_names``."""
@@ -135,9 +138,7 @@ class LoraAdapters:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Within it the model computes with the frozen weights alone; only for passes without
-        gradient.
-        """
+        """Compute with the frozen weights alone; only for passes without gradient."""
         self._disable(True)
         try:
             yield
@@ -146,13 +147,13 @@ class LoraAdapters:
 
     def _disable(self, disabled: bool) -> None:
         for layer in self._layers:
-            # enable_adapters would also change requires_grad of the factors, which FSDP reads once,
+            # enable_adapters would also change requires_grad of the factors, which FSDP reads only
             # in the first pass.
             layer._disable_adapters = disabled
 
     @contextmanager
     def dropping(self, seed: Callable[[], int]) -> Iterator[None]:
-        """Within it the adapters' dropout is active, if there is any, with a seed for itself."""
+        """Activate the adapters' dropout, if there is any, with a seed of its own."""
         if self._dropouts:
             torch.manual_seed(seed())
         for dropout in self._dropouts:
@@ -182,23 +183,26 @@ class LoraAdapters:
             raise ConfigError(
                 "train.lora", own, f"null: {folder.parent} was trained without adapters"
             )
-        said = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+        config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
         for key, name in (
             ("rank", "r"),
             ("alpha", "lora_alpha"),
             ("target_modules", "target_modules"),
             ("target_modules", "target_parameters"),
         ):
-            values = (said.get(name), getattr(self._config, name))
-            before, now = (
-                sorted(value) if isinstance(value, list | set) else value for value in values
+            saved = config.get(name)
+            current = getattr(self._config, name)
+            # peft writes sets as lists, in any order.
+            saved, current = (
+                sorted(value) if isinstance(value, list | set) else value
+                for value in (saved, current)
             )
-            if before != now:
-                allowed = f"{before}, as in {folder.parent}: adapters cannot change their shape"
-                raise ConfigError(f"train.lora.{key}", now, allowed)
-        stored = load_file(str(folder / ADAPTER_WEIGHTS))
+            if saved != current:
+                allowed = f"{saved}, as in {folder.parent}: adapters cannot change their shape"
+                raise ConfigError(f"train.lora.{key}", current, allowed)
+        factors = load_file(str(folder / ADAPTER_WEIGHTS))
         for name, factor in self.factors(find).items():
-            factor.copy_(stored[self.exported_names[name]])
+            factor.copy_(factors[self.exported_names[name]])
 
 
 class MergedWeights(Mapping[str, Tensor]):
@@ -220,7 +224,7 @@ class MergedWeights(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def _peft(section: LoraSection) -> Any:
+def _import_peft(section: LoraSection) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)

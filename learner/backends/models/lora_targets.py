@@ -1,9 +1,8 @@
-"""Chooses the weights of a model that get adapters: matrices of the language model that tokens are
-multiplied with.
+"""Chooses the weights that get adapters: matrices of the language model that multiply tokens.
 
-Vision and audio towers are left out, because only the language model is trained, as are routers: a
-small change of theirs sends tokens to other experts, which the servers' sums in another order may
-not follow.
+Vision and audio towers get none, because only the language model is trained. Nor do routers: a
+small change of theirs sends tokens to other experts, and servers, which sum in another order, may
+choose differently.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ from learner.config import LoraSection
 
 _ROUTER: Final = re.compile(r"(^|\.)(router|gate|wg|shared_expert_gate|modality_router)(\.|$)")
 _TOWER: Final = re.compile("vision|visual|audio|projector")
-SMALLEST_SHARE: Final = 0.005  # of the weights, that is named by itself
-# Mamba multiplies by the weight without calling the layer, so adapters are ignored
+# Of the weights. The log line sums up layers with less, or it would name every norm.
+SMALLEST_SHARE: Final = 0.005
+# Mamba multiplies by the weight without calling the layer, so its adapters would be ignored.
 _UNCALLED: Final = ("dt_proj",)
 _WEIGHT: Final = ".weight"
 
@@ -58,13 +58,17 @@ class _Candidate:
     @property
     def last(self) -> str:
         """The name in ``train.lora.target_modules``."""
-        *_, owner, last = ("", *self.name.split("."))
-        return owner if self.stacked and last == "weight" else last
+        parts = self.name.split(".")
+        if self.stacked and parts[-1] == "weight" and len(parts) > 1:
+            return parts[-2]
+        return parts[-1]
 
     @property
     def parameter(self) -> str:
         """The weight's name."""
-        return self.name if self.stacked else self.name + _WEIGHT
+        if self.stacked:
+            return self.name
+        return self.name + _WEIGHT
 
 
 def find_targets(module: Any, section: LoraSection) -> AdapterTargets:
@@ -74,33 +78,36 @@ def find_targets(module: Any, section: LoraSection) -> AdapterTargets:
         ConfigError: if no layer has a name, the output layer has it, or peft cannot adapt it as
             configured.
     """
-    candidates = list(_candidates(module))
-    usable = sorted({each.last for each in candidates if not each.problem})
+    candidates = list(_find_candidates(module))
+    usable = sorted({candidate.last for candidate in candidates if not candidate.problem})
     if not usable:
-        problems = sorted({f"{each.last}: {each.problem}" for each in candidates}) or [
-            "it has no linear layers"
-        ]
+        problems = sorted(
+            {f"{candidate.last}: {candidate.problem}" for candidate in candidates}
+        ) or ["it has no linear layers"]
         allowed = f"null: peft can adapt no layer of {type(module).__name__}; {'; '.join(problems)}"
         raise ConfigError("train.lora", section.model_dump(), allowed)
-    chosen = (
-        _all_linear(candidates)
-        if section.target_modules == "all-linear"
-        else _named(candidates, section)
-    )
-    if not chosen:
+    if section.target_modules == "all-linear":
+        targets = _linear_candidates(candidates)
+    else:
+        targets = _named_candidates(candidates, section)
+    if not targets:
         raise ConfigError(
             "train.lora.target_modules", "all-linear", f"names out of {', '.join(usable)}"
         )
-    renamed = _renamed_by_peft(module, {each.last for each in chosen if not each.stacked})
-    by_weight = [each for each in chosen if each.stacked or each.last in renamed]
+    renamed = _renamed_by_peft(
+        module, {candidate.last for candidate in targets if not candidate.stacked}
+    )
+    by_weight = [
+        candidate for candidate in targets if candidate.stacked or candidate.last in renamed
+    ]
     if by_weight and section.dropout:
-        names = ", ".join(sorted({each.last for each in by_weight}))
+        names = ", ".join(sorted({candidate.last for candidate in by_weight}))
         allowed = (
             f"0, or target_modules without {names}: peft adapts stacked experts without dropout"
         )
         raise ConfigError("train.lora.dropout", section.dropout, allowed)
-    layers = [each.name for each in chosen if each not in by_weight]
-    weights = [each.parameter for each in by_weight]
+    layers = [candidate.name for candidate in targets if candidate not in by_weight]
+    weights = [candidate.parameter for candidate in by_weight]
     return AdapterTargets(
         _short_names(layers, [name for name, _ in module.named_modules()], parts=1),
         _short_names(
@@ -116,31 +123,32 @@ def describe_share(sizes: Mapping[str, int], adapted: Collection[str]) -> str:
         sizes: elements of all weights, by name.
     """
     total = max(1, sum(sizes.values()))
-    has = Counter[str]()
-    lacks = Counter[str]()
+    with_adapters = Counter[str]()
+    without_adapters = Counter[str]()
     for name, size in sizes.items():
         layer = name_pattern(name).removesuffix(_WEIGHT).split(".")
         if name in adapted:
-            has[".".join(layer[-2:] if "experts" in layer else layer[-1:])] += size
+            with_adapters[".".join(layer[-2:] if "experts" in layer else layer[-1:])] += size
         else:
-            lacks[_outer_name(layer)] += size
-    line = f"adapters on {has.total() / total:.1%} of the weights ({', '.join(sorted(has))})"
-    rest = {
-        name: size / total for name, size in lacks.most_common() if size / total >= SMALLEST_SHARE
+            without_adapters[_outer_name(layer)] += size
+    names = ", ".join(sorted(with_adapters))
+    line = f"adapters on {with_adapters.total() / total:.1%} of the weights ({names})"
+    shares = {
+        name: size / total
+        for name, size in without_adapters.most_common()
+        if size / total >= SMALLEST_SHARE
     }
-    rest["other weights"] = lacks.total() / total - sum(rest.values())
-    return f"{line}; none on {', '.join(f'{name} {share:.1%}' for name, share in rest.items())}"
+    shares["other weights"] = without_adapters.total() / total - sum(shares.values())
+    return f"{line}; none on {', '.join(f'{name} {share:.1%}' for name, share in shares.items())}"
 
 
 def _outer_name(layer: list[str]) -> str:
-    """Return a short name of what a weight without adapters belongs to: a tower, or the layer
-    itself.
-    """
+    """Return the tower that a weight without adapters belongs to, or else its layer's name."""
     tower = next((part for part in layer if _TOWER.search(part)), "")
     return tower or ".".join(part for part in layer[-2:] if part not in ("*", "model"))
 
 
-def _candidates(module: Any) -> Iterator[_Candidate]:
+def _find_candidates(module: Any) -> Iterator[_Candidate]:
     """Yield the matrices of the language model but the output layer's."""
     head = module.get_output_embeddings()
     text = set(module.get_decoder().modules())
@@ -149,7 +157,7 @@ def _candidates(module: Any) -> Iterator[_Candidate]:
         if layer not in text or layer is head:
             continue
         if isinstance(layer, nn.Linear):
-            yield _Candidate(name, False, _problem(module, name, layer, places[id(layer)]))
+            yield _Candidate(name, False, _find_problem(module, name, layer, places[id(layer)]))
         else:
             for key, weight in layer.named_parameters(recurse=False):
                 if weight.ndim == 3 and "experts" in type(layer).__name__.lower():
@@ -157,7 +165,7 @@ def _candidates(module: Any) -> Iterator[_Candidate]:
                     yield _Candidate(f"{name}.{key}", True, shared)
 
 
-def _problem(module: Any, name: str, layer: nn.Linear, places: int) -> str:
+def _find_problem(module: Any, name: str, layer: nn.Linear, places: int) -> str:
     """Return why peft cannot adapt a linear layer."""
     if type(layer).forward is not nn.Linear.forward:
         return f"{type(layer).__name__} computes more than a product"
@@ -176,26 +184,31 @@ def _problem(module: Any, name: str, layer: nn.Linear, places: int) -> str:
     return ""
 
 
-def _all_linear(candidates: Collection[_Candidate]) -> list[_Candidate]:
-    return [each for each in candidates if not each.problem and not _ROUTER.search(each.name)]
+def _linear_candidates(candidates: Collection[_Candidate]) -> list[_Candidate]:
+    return [
+        candidate
+        for candidate in candidates
+        if not candidate.problem and not _ROUTER.search(candidate.name)
+    ]
 
 
-def _named(candidates: Collection[_Candidate], section: LoraSection) -> list[_Candidate]:
+def _named_candidates(candidates: Collection[_Candidate], section: LoraSection) -> list[_Candidate]:
     """Return the candidates with the configured names.
 
     Raises:
         ConfigError: if there is none of a name, or peft cannot adapt it.
     """
-    wanted = set(section.target_modules)
-    usable = {each.last for each in candidates if not each.problem}
-    for each in candidates:
-        if each.last in wanted and each.problem:
-            allowed = f"layers that peft can adapt: {', '.join(sorted(usable))}; {each.name}: {each.problem}"
-            raise ConfigError("train.lora.target_modules", each.last, allowed)
-    if odd := sorted(wanted - usable):
+    names = set(section.target_modules)
+    usable = {candidate.last for candidate in candidates if not candidate.problem}
+    for candidate in candidates:
+        if candidate.last in names and candidate.problem:
+            reason = f"{candidate.name}: {candidate.problem}"
+            allowed = f"layers that peft can adapt: {', '.join(sorted(usable))}; {reason}"
+            raise ConfigError("train.lora.target_modules", candidate.last, allowed)
+    if odd := sorted(names - usable):
         allowed = f"linear layers that this model has: {', '.join(sorted(usable)) or 'none at all'}"
         raise ConfigError("train.lora.target_modules", odd, allowed)
-    return [each for each in candidates if each.last in wanted]
+    return [candidate for candidate in candidates if candidate.last in names]
 
 
 def _renamed_by_peft(module: Any, names: Collection[str]) -> set[str]:
@@ -212,7 +225,8 @@ def _renamed_by_peft(module: Any, names: Collection[str]) -> set[str]:
         config = LoraConfig(target_modules=[name])
         try:
             convert_peft_config_for_transformers(config, module, conversions=None)
-        except ValueError:  # it needs the other layers of the experts, too
+        except ValueError:
+            # It needs the other layers of the experts, too.
             renamed.add(name)
         else:
             if name not in config.target_modules:
@@ -220,9 +234,9 @@ def _renamed_by_peft(module: Any, names: Collection[str]) -> set[str]:
     return renamed
 
 
-def _short_names(chosen: Collection[str], every: Collection[str], *, parts: int) -> list[str]:
+def _short_names(selected: Collection[str], every: Collection[str], *, parts: int) -> list[str]:
     """Return the last parts of names where only chosen ones end so, otherwise whole names."""
-    own = set(chosen)
+    own = set(selected)
 
     def tail(name: str) -> str:
         return ".".join(name.split(".")[-parts:])

@@ -1,4 +1,4 @@
-"""Recurrent and convolutional layers of packed rows: each sequence of a row has a state of its own.
+"""Recurrent and convolutional layers of packed rows: each sequence has a state of its own.
 
 Layers of linear attention, state spaces and short convolutions carry a state along a row. In a
 packed row they take its sequences as the rows of a batch, like attention. The way of transformers
@@ -40,14 +40,14 @@ class PackedMixer:
         self._module.forward = self._forward
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def run(self, *arguments: Any, **named: Any) -> Any:
+    def run(self, *arguments: Any, **keywords: Any) -> Any:
         """Compute (rows, tokens, width), or each sequence of the packed row."""
-        named.pop("packing", None)
+        keywords.pop("packing", None)
         if self.packing is None:
-            return self._forward(*arguments, **named)
-        states, *others = arguments or (named.pop("hidden_states"),)
+            return self._forward(*arguments, **keywords)
+        states, *extras = arguments or (keywords.pop("hidden_states"),)
         rows = [part[:, 0] for part in self.packing.rows(states[:, None])]
-        results = [self._forward(part, *others, **named) for part in rows]
+        results = [self._forward(part, *extras, **keywords) for part in rows]
         if not all(isinstance(result, Tensor) for result in results):
             raise InexactAttentionError(
                 f"{type(self._module).__name__} returns more than its states"
@@ -73,16 +73,15 @@ def separate_sequences(trunk: nn.Module) -> Callable[[], None]:
 
 
 def _is_mixer(module: nn.Module) -> bool:
-    """Recognise a layer that carries a state: all of today's begin with a short convolution over
-    the tokens.
-    """
+    """Return whether a layer carries a state along the tokens."""
+    # All such layers of transformers begin with a short convolution over the tokens.
     return "forward" not in vars(module) and any(
         isinstance(child, nn.Conv1d) for child in module.children()
     )
 
 
 def _set_packing(
-    mixers: list[PackedMixer], _: nn.Module, __: tuple[Any, ...], named: dict[str, Any]
+    mixers: list[PackedMixer], _: nn.Module, __: tuple[Any, ...], keywords: dict[str, Any]
 ) -> None:
     for mixer in mixers:
-        mixer.packing = named.get("packing")
+        mixer.packing = keywords.get("packing")

@@ -23,7 +23,8 @@ from learner.config import kl_in_reward
 
 log = logging.getLogger(__name__)
 
-LoadModel = Callable[[str, bool], Any]  # of a path, and whether the model is trained
+# Takes a path, and whether the model is trained.
+LoadModel = Callable[[str, bool], Any]
 
 
 class FrozenBase:
@@ -76,7 +77,7 @@ class ModelSet:
                 plan = plan_of(
                     self.policy.shapes(), train.weights_bucket_mib, dtype=train.weights_dtype
                 )
-                # of whole weights without adapters
+                # Servers apply the adapters to whole weights, so the digest is of these.
                 self.base_digest = digest_of(plan, self.policy.weights())
             sizes = {name: tensor.numel() for name, tensor in self.policy.shapes().items()}
             adapters = self.policy.adapt(train.lora, context.seed)
@@ -92,7 +93,12 @@ class ModelSet:
         self.critic: ValueModel | None = None
         if critic.enabled:
             self.critic = ValueModel(
-                first, critic, train, context.model, device, context.max_context
+                first,
+                critic,
+                train,
+                model=context.model,
+                device=device,
+                max_context=context.max_context,
             )
         self.packs = False
         if getattr(self.policy, "empty", None) is None:
@@ -108,7 +114,7 @@ class ModelSet:
         """Decide whether rows are packed, once all models have their weights."""
         self.packs = self._context.packing and self.can_pack(self.policy, self.ref, self.critic)
 
-    def trained(self) -> dict[str, nn.Parameter]:
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
         """Return the policy's parameters that are trained, by name."""
         return {
             name: parameter
@@ -118,8 +124,11 @@ class ModelSet:
 
     def modules(self) -> list[nn.Module]:
         """Return the modules of all models."""
-        own = [model.module for model in (self.policy, self.critic) if model is not None]
-        return [*own, self.ref.module] if isinstance(self.ref, PolicyModel) else own
+        modules = [model.module for model in (self.policy, self.critic) if model is not None]
+        # A frozen base is a view of the policy.
+        if isinstance(self.ref, PolicyModel):
+            modules.append(self.ref.module)
+        return modules
 
     @property
     def kl_in_loss(self) -> bool:
@@ -137,13 +146,13 @@ class ModelSet:
         Raises:
             ConfigError: if one does not, and ``train.packing`` requires it.
         """
-        wanted = self._context.train.packing
+        packing = self._context.train.packing
         problem = next(
             (model.unpackable for model in models if model is not None and model.unpackable), ""
         )
-        if problem and wanted == "packed":
+        if problem and packing == "packed":
             allowed = f"{self.policy.path} is not exact in packed rows ({problem}): auto or padded"
-            raise ConfigError("train.packing", wanted, allowed)
+            raise ConfigError("train.packing", packing, allowed)
         if problem:
             log.info("rows are padded, not packed: %s", problem)
         return not problem

@@ -1,4 +1,4 @@
-"""Layout of packed rows: where the sequences of a row are, and which of them are computed together.
+"""Layout of packed rows: where their sequences are, and which of them are computed together.
 
 Layers that mix the tokens of a sequence (attention, convolutions, recurrences) take the row's
 sequences as the rows of small batches of similar length; all other layers see the row without
@@ -18,13 +18,15 @@ from torch import Tensor
 
 from learner.algorithm.packing import Array, prefix_order
 
-# longest to shortest sequence of one batch; work on its padding is wasted
+# Longest to shortest sequence of one batch, whose padding is computed in vain; a lower ratio would
+# make more and smaller batches.
 MAX_LENGTH_RATIO: Final = 1.25
 
 
 class PackedRow:
-    """Where the sequences of a row are; not a tuple, which torch.compile would inspect and compile
-    for each layout.
+    """Where the sequences of a row are.
+
+    Not a tuple: torch.compile would inspect one and compile again for each layout.
 
     Attributes:
         shapes: for each call of the attention kernel, its number of sequences and the length of the
@@ -53,6 +55,7 @@ class PackedRow:
     def flat(self, rows: Sequence[Tensor]) -> Tensor:
         """The inverse, to (row, heads, width)."""
         parts = [part.transpose(1, 2).flatten(0, 1) for part in rows]
+        # torch.cat copies even a single part.
         tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
         return tokens if self.gather is None else tokens.index_select(0, self.gather)
 
@@ -68,21 +71,23 @@ def pack_row(sequences: Sequence[Array], device: torch.device) -> PackedRow:
     shapes: list[tuple[int, int]] = []
     spread: list[Array] = []
     while ordered:
-        num = sum(len(one) <= MAX_LENGTH_RATIO * len(ordered[0]) for one in ordered)
+        num = sum(len(sequence) <= MAX_LENGTH_RATIO * len(ordered[0]) for sequence in ordered)
         piece = ordered[:num]
         ordered = ordered[num:]
         longest = len(piece[-1])
         shapes.append((num, longest))
-        # Places after a sequence's end repeat its last token; no token sees them, and their results
-        # are dropped.
-        spread += [np.pad(one, (0, longest - len(one)), mode="edge") for one in piece]
+        # Places behind a sequence's end repeat its last token: no token sees them, and their
+        # results are dropped.
+        spread += [
+            np.pad(sequence, (0, longest - len(sequence)), mode="edge") for sequence in piece
+        ]
     places = np.concatenate(spread)
-    # a token's first place, which no padding precedes
+    # The first place of a token is never padding.
     _, gather = np.unique(places, return_index=True)
     if len(gather) == len(places) and bool((places[1:] > places[:-1]).all()):
         return PackedRow(shapes, None, None)
     return PackedRow(
-        shapes, *(torch.from_numpy(indices).to(device) for indices in (places, gather))
+        shapes, torch.from_numpy(places).to(device), torch.from_numpy(gather).to(device)
     )
 
 
@@ -110,13 +115,13 @@ class SharedRow:
         indices: list[Array] = [np.empty(0, np.int64)] * len(sequences)
         ids: list[Array] = []
         places: list[Array] = []
-        before = np.empty(0, np.int64)
+        previous = np.empty(0, np.int64)
         size = 0
         for number, shared in prefix_order(sequences):
             own = sequences[number][shared:]
-            before = np.concatenate([before[:shared], np.arange(size, size + len(own))])
-            indices[number] = before
+            previous = np.concatenate([previous[:shared], np.arange(size, size + len(own))])
+            indices[number] = previous
             size = size + len(own)
             ids.append(own)
-            places.append(np.arange(shared, len(before)))
+            places.append(np.arange(shared, len(previous)))
         return SharedRow(np.concatenate(ids).astype(np.int64), np.concatenate(places), indices)

@@ -32,15 +32,18 @@ from rlearner_text.transformers_import import import_transformers
 
 log = logging.getLogger(__name__)
 
-_LOGIT_BUDGET: Final = 1 << 28  # float32 numbers held at once for logits, 1 GiB
-MANY_COPIES: Final = 5  # of the logits, in functions of plain operations
+# float32 numbers that logits may hold at once, 1 GiB.
+_LOGIT_BUDGET: Final = 1 << 28
+# Copies of the logits that functions of plain operations hold at the same time.
+MANY_COPIES: Final = 5
+# A cap or a factor shows in a few tokens already.
 _PROBE_TOKENS: Final = 8
-LogitFunction = Callable[..., tuple[Tensor, ...]]  # of logits and columns, (t, …) each
+# Takes logits and columns, (t, …) each.
+LogitFunction = Callable[..., tuple[Tensor, ...]]
 
 
 class PolicyModel:
-    """A causal language model on one device, in evaluation mode: without dropout, so that logprobs
-    equal the engines'.
+    """A causal language model on one device, without dropout, so that logprobs equal the engines'.
 
     The vocabulary-sized part of the forward pass, usually the largest, runs for trained positions
     only; if one chunk does not hold them all, chunks are computed again in the backward pass.
@@ -73,30 +76,29 @@ class PolicyModel:
         self._packing = packing
         self.empty: EmptyModel | None = None
         if divided:
-            found = open_empty(path, model)
-            if isinstance(found, EmptyModel):
-                self.empty = found
-                fix_positions(found.module, max_context)
+            opened = open_empty(path, model)
+            if isinstance(opened, EmptyModel):
+                self.empty = opened
+                fix_positions(opened.module, max_context)
             else:
-                log.info("%s: every rank loads the whole model: %s", path, found)
-        loaded = (
-            self.empty.module
-            if self.empty is not None
-            else load_model(path, model, device, max_context)
-        )
-        self.module = loaded
+                log.info("%s: every rank loads the whole model: %s", path, opened)
+        if self.empty is not None:
+            self.module = self.empty.module
+        else:
+            self.module = load_model(path, model, device, max_context)
         self.module.requires_grad_(trainable)
         for name in untrained_parts(self.module):
-            # checkpoints keep them as they are
+            # Text does not reach them: they would only decay. Checkpoints keep them as they are.
             self.module.get_parameter(name).requires_grad_(False)
         self.head = self.module.get_output_embeddings()
         if self.head is None:
             allowed = f"{type(self.module).__name__} has no output embeddings: not a language model"
             raise ConfigError("model.path", path, allowed)
-        self._head_rows = int(self.head.weight.shape[0])  # a sharded weight has no rows later
+        # Read now: a weight that DeepSpeed divides later has no rows.
+        self._head_rows = int(self.head.weight.shape[0])
         self.adapters: LoraAdapters | None = None
-        # calls a function that reads weights; sharded models gather them
-        self.within: Callable[..., Any] = _call
+        # Calls a function that reads weights; sharded models replace it to gather them.
+        self.within: Callable[..., Any] = _call_directly
         self.unpackable = ""
         self._plain_head = False
         if self.empty is None:
@@ -109,7 +111,7 @@ class PolicyModel:
 
     @torch.no_grad()
     def probe(self) -> None:
-        """Find out by trial runs what the model can do; all ranks do, once they have its weights."""
+        """Find out by trial runs what the model can do; on all ranks, once it has its weights."""
 
         def run() -> Tensor:
             self.unpackable = choose_attention(
@@ -127,8 +129,7 @@ class PolicyModel:
         return self.adapters
 
     def checkpoint_blocks(self) -> None:
-        """Keep only the input of each transformer block and compute the rest again in the backward
-        pass.
+        """Keep each block's input only, and recompute the rest in the backward pass.
 
         Raises:
             ConfigError: if the model does not support it.
@@ -147,7 +148,7 @@ class PolicyModel:
             gradient_checkpointing_kwargs={"use_reentrant": False}
         )
         for block in blocks:
-            # blocks check it; their layers stay in evaluation mode, without dropout
+            # Blocks check this flag; their layers stay in evaluation mode, without dropout.
             block.training = True
 
     def compile_blocks(self) -> None:
@@ -155,14 +156,13 @@ class PolicyModel:
         compile_blocks(self.module, self.device)
 
     def score(self, batch: TokenBatch, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
-        """Return each trained token's logprob and entropy in nats, (T,) float32, at the batch's
-        temperatures.
+        """Return each trained token's logprob and entropy, (T,) float32, in nats.
 
         Args:
             entropy_grad: let gradient flow through the entropy too.
         """
-        found: tuple[Tensor, Tensor] = self.within(self._score, batch, entropy_grad)
-        return found
+        scores: tuple[Tensor, Tensor] = self.within(self._score, batch, entropy_grad)
+        return scores
 
     def _score(self, batch: TokenBatch, entropy_grad: bool) -> tuple[Tensor, Tensor]:
         return self.score_features(self.features(batch), batch, entropy_grad=entropy_grad)
@@ -171,11 +171,11 @@ class PolicyModel:
         self, features: Tensor, batch: TokenBatch, *, entropy_grad: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Return what ``score`` does, from ``features``."""
-        columns = (
-            [batch.targets] if batch.temperature is None else [batch.targets, batch.temperature]
-        )
-        # Only a plain head's logits are read by nothing else: what caps them needs them in its
-        # backward pass.
+        if batch.temperature is None:
+            columns = [batch.targets]
+        else:
+            columns = [batch.targets, batch.temperature]
+        # A plain head's logits may be overwritten. What caps logits needs them for its gradient.
         scores = partial(token_scores, entropy_grad=entropy_grad, owned=self._plain_head)
         logprobs, entropy = map_chunks(scores, self.logits, features, columns, self._chunk_width)
         return logprobs, entropy
@@ -187,16 +187,15 @@ class PolicyModel:
     def map_logits(
         self, batch: TokenBatch, function: LogitFunction, *columns: Tensor
     ) -> tuple[Tensor, ...]:
-        """Apply a function to the logits, (t, vocabulary), of chunks of the trained tokens; return
-        (T, …) each.
+        """Apply a function to the logits of the trained tokens, in chunks; return (T, …) each.
 
         Args:
             function: takes the logits of t of the T tokens and their part of the columns; returns
                 tensors (t, …).
             columns: (T, …) each.
         """
-        found: tuple[Tensor, ...] = self.within(self._map_logits, batch, function, *columns)
-        return found
+        results: tuple[Tensor, ...] = self.within(self._map_logits, batch, function, *columns)
+        return results
 
     def _map_logits(
         self, batch: TokenBatch, function: LogitFunction, *columns: Tensor
@@ -205,8 +204,9 @@ class PolicyModel:
         return map_chunks(function, self.logits, features, columns, MANY_COPIES * self._chunk_width)
 
     def features(self, batch: TokenBatch) -> Tensor:
-        """Return the input of ``logits`` for the T trained tokens: hidden states, or logits without
-        a plain head.
+        """Return the input of ``logits`` for the T trained tokens.
+
+        Hidden states if the head is plain, else logits.
         """
         if not self._plain_head:
             return self._selected_logits(batch)
@@ -221,66 +221,69 @@ class PolicyModel:
 
     @torch.no_grad()
     def logprobs(self, token_ids: Tensor) -> Tensor:
-        """Return log p(token[i + 1] | token[: i + 1]) at temperature 1, (n,) int64 to (n - 1,)
-        float32.
+        """Return log p(token[i + 1] | token[: i + 1]) at temperature 1.
+
+        Args:
+            token_ids: (n,) int64.
+
+        Returns:
+            (n - 1,) float32.
         """
         if len(token_ids) < 2:
             return torch.zeros(0, device=self.device)
-        found: Tensor = self.within(self._logprobs, token_ids)
-        return found
+        logprobs: Tensor = self.within(self._logprobs, token_ids)
+        return logprobs
 
     def _logprobs(self, token_ids: Tensor) -> Tensor:
         logits = self.module(input_ids=token_ids[None, :-1], use_cache=False).logits[0]
-        chosen: Tensor = logits.float().log_softmax(-1).gather(-1, token_ids[1:, None])[:, 0]
-        return chosen
+        logprobs: Tensor = logits.float().log_softmax(-1).gather(-1, token_ids[1:, None])[:, 0]
+        return logprobs
 
     @contextmanager
     def plain_attention(self) -> Iterator[None]:
-        """Within it attention is computed as the model's own code defines it, without a faster
-        implementation.
-        """
+        """Compute attention as the model's own code defines it, without faster kernels."""
         configs = {
             id(part.config): part.config
             for part in self.module.modules()
             if hasattr(part, "config")
         }
-        chosen = [(config, config._attn_implementation) for config in configs.values()]
+        originals = [(config, config._attn_implementation) for config in configs.values()]
         try:
-            for config, _ in chosen:
+            for config, _ in originals:
                 config._attn_implementation = "eager"
             yield
         finally:
-            # of the whole model first: it sets those of its parts
-            for config, implementation in chosen:
+            # The whole model comes first, because setting its attention sets that of its parts.
+            for config, implementation in originals:
                 config._attn_implementation = implementation
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return parameters, then persistent buffers, by state-dict name in order; tied ones once,
-        by the first name.
+        """Return parameters, then persistent buffers, by state-dict name; tied ones once.
 
         Adapters are merged into each weight when it is read.
         """
         tensors = self.tensors()
         plain = {name: name for name in tensors} if self.adapters is None else self.adapters.names
-        # by storage, since memory may be on the meta device or moved away
-        seen: set[tuple[int, int]] = set()
+        # Tied tensors are found by storage: on the meta device, or moved away, they have no
+        # address.
+        places: set[tuple[int, int]] = set()
         distinct: list[str] = []
         for name, tensor in tensors.items():
             place = (tensor.untyped_storage()._cdata, int(tensor.storage_offset()))
-            if name in plain and (tensor.numel() == 0 or place not in seen):
-                seen.add(place)
+            if name in plain and (tensor.numel() == 0 or place not in places):
+                places.add(place)
                 distinct.append(plain[name])
         if self.adapters is None:
             return {name: tensors[name] for name in distinct}
         return MergedWeights(distinct, lambda name: self.whole(name, tensors.__getitem__))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the module's live parameters, then its persistent buffers, by the module's names."""
-        found = dict(self.module.named_parameters())
-        found |= {
-            name: tensor for name, tensor in self.module.state_dict().items() if name not in found
+        """Return the module's live parameters and persistent buffers by the module's names."""
+        tensors = dict(self.module.named_parameters())
+        tensors |= {
+            name: tensor for name, tensor in self.module.state_dict().items() if name not in tensors
         }
-        return {name: tensor.detach() for name, tensor in found.items()}
+        return {name: tensor.detach() for name, tensor in tensors.items()}
 
     def whole(self, name: str, find: Find) -> Tensor:
         """Return one of ``weights``, computed from the module's tensors."""
@@ -298,8 +301,8 @@ class PolicyModel:
         return {name: tensors[name].to("meta") for name in self.weights()}
 
     def _selected_logits(self, batch: TokenBatch) -> Tensor:
-        # The model's forward pass, which may change logits, with a head that sees only the selected
-        # positions.
+        # The model's own forward pass may change logits, so it runs whole; only its head is limited
+        # to the selected positions.
         def select(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return (args[0].flatten(0, 1).index_select(0, batch.predictors)[None], *args[1:])
 
@@ -312,15 +315,14 @@ class PolicyModel:
 
     @torch.no_grad()
     def _head_is_plain(self) -> bool:
-        """Decide by a trial run whether logits are ``head(last hidden state)``: some models cap or
-        scale them.
-        """
+        """Return whether logits are ``head(last hidden state)``; some models cap or scale them."""
         ids = torch.arange(_PROBE_TOKENS, device=self.device)[None] % self.vocab_size
         try:
             ours = self.head(
                 trunk_of(self.module)(input_ids=ids, use_cache=False).last_hidden_state
             )
         except (AttributeError, TypeError):
+            # The trunk takes other arguments, or has no hidden states.
             return False
         return bool(torch.equal(ours, self.module(input_ids=ids, use_cache=False).logits))
 
@@ -332,14 +334,17 @@ def map_chunks(
     columns: Sequence[Tensor],
     width: int,
 ) -> tuple[Tensor, ...]:
-    """Return ``function(logits(features), *columns)``, in chunks that fit the budget; backward
-    passes repeat them.
+    """Return ``function(logits(features), *columns)``, in chunks that fit the budget.
+
+    If there are several, the backward pass computes each again.
 
     Args:
         features: (T, …), as are the columns.
         width: float32 numbers that a row of logits takes, in all its copies; 0 for one chunk.
     """
-    chunk = max(1, _LOGIT_BUDGET // width) if width else len(features)
+    chunk = len(features)
+    if width:
+        chunk = max(1, _LOGIT_BUDGET // width)
 
     def part(features: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:
         return function(logits(features), *columns)
@@ -352,7 +357,7 @@ def map_chunks(
     return tuple(torch.cat(results) for results in zip(*parts, strict=True))
 
 
-def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+def _call_directly(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
@@ -395,13 +400,15 @@ def load_model(
     folder = model_folder(path, trust_remote_code=section.trust_remote_code)
     if problem := training_problem(read_json(Path(folder) / "config.json", path, "model.path")):
         raise ConfigError("model.path", path, problem)
-    named: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "dtype": getattr(torch, section.dtype),
         "trust_remote_code": section.trust_remote_code,
+        # Other files are pickles, which may run code.
+        "use_safetensors": True,
+        "output_loading_info": True,
     }
-    named |= {"use_safetensors": True, "output_loading_info": True}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(folder, **named)
+        model, info = AutoModelForCausalLM.from_pretrained(folder, **arguments)
     except (
         OSError,
         ValueError,
@@ -410,7 +417,8 @@ def load_model(
         SafetensorError,
         StrictDataclassError,
     ) as error:
-        allowed = f"transformers cannot load a causal language model from it: {' '.join(str(error).split())[:300]}"
+        reason = " ".join(str(error).split())[:300]
+        allowed = f"transformers cannot load a causal language model from it: {reason}"
         raise ConfigError("model.path", path, allowed) from error
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(
@@ -425,16 +433,18 @@ def load_model(
     return model
 
 
-def pick_device(wanted: str) -> torch.device:
+def pick_device(name: str) -> torch.device:
     """Return the device; ``auto`` is cuda if available.
 
     Raises:
         ConfigError: if this machine does not have it.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "auto":
+    devices = ["cpu"]
+    if count:
+        devices += ["cuda", *(f"cuda:{index}" for index in range(count))]
+    if name == "auto":
         return torch.device("cuda", 0) if count else torch.device("cpu")
-    known = ["cpu", *(["cuda"] if count else []), *(f"cuda:{index}" for index in range(count))]
-    if wanted not in known:
-        raise ConfigError("train.device", wanted, f"this machine has {', '.join(known)}")
-    return numbered(wanted)
+    if name not in devices:
+        raise ConfigError("train.device", name, f"this machine has {', '.join(devices)}")
+    return numbered(name)

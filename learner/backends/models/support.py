@@ -9,8 +9,7 @@ from rlearner_text.transformers_import import import_transformers
 
 
 def training_problem(config: Mapping[str, Any]) -> str:
-    """Return why the learner cannot train a model; empty if it is a causal language model with
-    plain weights.
+    """Return why the learner cannot train a model; empty if it can.
 
     What a configuration does not show, such as attention that sees later tokens, shows in the trial
     run of ``choose_attention``.
@@ -26,16 +25,16 @@ def training_problem(config: Mapping[str, Any]) -> str:
 
     kind = str(config.get("model_type", ""))
     if (quantization := config.get("quantization_config")) is not None:
-        method = (
-            quantization.get("quant_method", "unknown")
-            if isinstance(quantization, Mapping)
-            else quantization
-        )
+        if isinstance(quantization, Mapping):
+            method = quantization.get("quant_method", "unknown")
+        else:
+            method = quantization
         return f"its weights are quantised ({method}): convert them to bfloat16 first"
     if config.get("is_encoder_decoder"):
         return f"{kind} has an encoder: it is no causal language model"
     if "AutoModelForCausalLM" in (config.get("auto_map") or {}):
-        return ""  # code of its own
+        # The model brings its own code, which decides.
+        return ""
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return f"transformers has no causal language model of type {kind!r}"
     if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.get("is_decoder"):

@@ -1,5 +1,4 @@
-"""Logprob and entropy of tokens from their logits, in blocks that stay in a cache, within the
-logits' own memory.
+"""Computes logprob and entropy of tokens in the memory of their logits, block by block.
 
 The plain formula reads and writes the whole (tokens, vocabulary) matrix about ten times and holds
 five copies of it. Here a block of rows is read once, its probabilities replace the logits, and the
@@ -14,9 +13,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-# of one block of rows in float32: half of a core's second-level cache
+# Of one block of rows in float32: half of a core's second-level cache.
 BLOCK_BYTES: Final = {"cpu": 1 << 20}
-_OTHER_BLOCK_BYTES: Final = 1 << 26  # on a GPU: large enough to hide the start of kernels
+# On a GPU: large enough to hide the start of kernels.
+_OTHER_BLOCK_BYTES: Final = 1 << 26
 _LOWEST: Final = torch.finfo(torch.float32).min
 
 
@@ -38,10 +38,10 @@ def token_scores(
         owned: float32 logits are no longer needed by anyone and may be overwritten.
     """
     own = owned or logits.dtype != torch.float32
-    found: tuple[Tensor, Tensor] = _TokenScores.apply(
+    scores: tuple[Tensor, Tensor] = _TokenScores.apply(
         logits.float(), targets, temperature, entropy_grad, own
     )  # type: ignore[no-untyped-call]
-    return found
+    return scores
 
 
 class _TokenScores(torch.autograd.Function):
@@ -54,46 +54,48 @@ class _TokenScores(torch.autograd.Function):
         entropy_grad: bool,
         owned: bool,
     ) -> tuple[Tensor, Tensor]:
-        chosen = logits.new_empty(len(logits))
+        target_logprobs = logits.new_empty(len(logits))
         entropy = logits.new_empty(len(logits))
         probabilities = logits if owned else torch.empty_like(logits)
-        for rows in _blocks(logits):
+        for rows in _row_blocks(logits):
             own = logits[rows] if temperature is None else logits[rows] / temperature[rows, None]
             logprobs = own.log_softmax(-1)
-            chosen[rows] = logprobs.gather(1, targets[rows, None])[:, 0]
+            target_logprobs[rows] = logprobs.gather(1, targets[rows, None])[:, 0]
             block = torch.exp(logprobs, out=probabilities[rows])
             # A logit of -inf (a padded vocabulary) adds nothing; 0 * -inf would be NaN.
             entropy[rows] = logprobs.clamp_min_(_LOWEST).mul_(block).sum(-1).neg_()
-            del own, logprobs  # before the next block's
+            # Free them before the next block's are made.
+            del own, logprobs
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         # Saved this way, checkpointing and offload see it, and a second backward pass is an error.
         ctx.save_for_backward(
             probabilities, targets, temperature, entropy if entropy_grad else None
         )
-        return chosen, entropy
+        return target_logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, of_chosen: Tensor, of_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, logprob_gradient: Tensor, entropy_gradient: Tensor
+    ) -> tuple[Tensor | None, ...]:
         gradient, targets, temperature, entropy = ctx.saved_tensors
         if temperature is not None:
-            of_chosen = of_chosen / temperature
-            of_entropy = of_entropy / temperature
-        for rows in _blocks(gradient):
-            block = gradient[rows]  # probabilities p, which become -g p - h (p log p + H p)
-            surprise = (
-                None
-                if entropy is None
-                else torch.xlogy(block, block).addcmul_(block, entropy[rows, None])
-            )
-            block.mul_(-of_chosen[rows, None])
+            logprob_gradient = logprob_gradient / temperature
+            entropy_gradient = entropy_gradient / temperature
+        for rows in _row_blocks(gradient):
+            # Probabilities p, which become -g p - h (p log p + H p).
+            block = gradient[rows]
+            surprise = None
+            if entropy is not None:
+                surprise = torch.xlogy(block, block).addcmul_(block, entropy[rows, None])
+            block.mul_(-logprob_gradient[rows, None])
             if surprise is not None:
-                block.addcmul_(surprise, of_entropy[rows, None], value=-1.0)
-            block.scatter_add_(1, targets[rows, None], of_chosen[rows, None])
+                block.addcmul_(surprise, entropy_gradient[rows, None], value=-1.0)
+            block.scatter_add_(1, targets[rows, None], logprob_gradient[rows, None])
         return gradient, None, None, None, None
 
 
-def _blocks(logits: Tensor) -> Iterator[slice]:
+def _row_blocks(logits: Tensor) -> Iterator[slice]:
     """Yield the rows of each block."""
     most = BLOCK_BYTES.get(logits.device.type, _OTHER_BLOCK_BYTES)
     step = max(1, most // max(1, 4 * logits.shape[1]))

@@ -11,13 +11,13 @@ Data flow of a checkpoint::
       writes its part              <------------        WrittenReply: file, size, digest
     learner.json: the ledger, and every part's size and digest; then the folder gets its name
 
-Every tensor has the name and shape of a model that is not divided. A slice is a range of its
-elements in the order of the whole, flattened tensor, or a block of a matrix's columns, so any
-layout can read what any other wrote: FSDP's rows, ZeRO's flat partitions, Megatron's rows and
-columns, an equal range of what several ranks hold alike. A part is a safetensors file in the layout
-of ``HuggingFaceStorageWriter`` of torch.distributed.checkpoint: flat slices and blocks, with their
-offsets in its header. That writer itself is not used, because it builds each file in memory, and
-its plans are pickled between ranks. Nothing here is a pickle.
+Every tensor has the name and shape that it has in an undivided model. A slice is a range of the
+flattened tensor, or a block of a matrix's columns, so any layout can read what any other wrote:
+FSDP's rows, ZeRO's flat partitions, Megatron's rows and columns, an equal range of what several
+ranks hold alike. A part is a safetensors file in the layout of ``HuggingFaceStorageWriter`` of
+torch.distributed.checkpoint: flat slices and blocks, with their offsets in its header. That writer
+itself is not used: it builds each file in memory, and ranks exchange its plans as pickles. Nothing
+here is a pickle.
 
 ``slices`` copies, ``writing`` writes, ``part_file`` verifies, ``stored`` reads what ``boxes``
 (pure) finds, ``hugging_face`` turns parts into a model that transformers loads.

@@ -1,5 +1,4 @@
-"""Elements of a tensor as boxes of a matrix: ranges of the flattened tensor, and blocks of columns;
-pure functions.
+"""Elements of a tensor as boxes of a matrix: flat ranges and blocks of columns; pure functions.
 
 A tensor of several dimensions has a row for each index of the first, any other tensor is one row.
 """
@@ -33,13 +32,15 @@ class Box:
     def numel(self) -> int:
         return self.rows * self.columns
 
-    def meet(self, other: Box) -> Box | None:
+    def meet(self, box: Box) -> Box | None:
         """Return what two boxes have in common, None if that is nothing."""
-        top = max(self.top, other.top)
-        bottom = min(self.bottom, other.bottom)
-        left = max(self.left, other.left)
-        right = min(self.right, other.right)
-        return Box(top, bottom, left, right) if top < bottom and left < right else None
+        top = max(self.top, box.top)
+        bottom = min(self.bottom, box.bottom)
+        left = max(self.left, box.left)
+        right = min(self.right, box.right)
+        if top < bottom and left < right:
+            return Box(top, bottom, left, right)
+        return None
 
     def cut(self, numel: int) -> Iterator[Box]:
         """Yield boxes of at most ``numel`` elements: of whole rows, or of one row that has more."""
@@ -52,13 +53,13 @@ class Box:
 
 def matrix_of(shape: Sequence[int]) -> tuple[int, int]:
     """Return rows and columns of a tensor's matrix."""
-    return (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
+    if len(shape) > 1:
+        return shape[0], prod(shape[1:])
+    return 1, prod(shape)
 
 
 def boxes_between(start: int, stop: int, width: int) -> Iterator[Box]:
-    """Yield a range of the flattened tensor in order: the end of a row, whole rows, the beginning
-    of a row.
-    """
+    """Yield a range of the flattened tensor in order: part of a row, whole rows, part of a row."""
     while start < stop:
         row, column = divmod(start, width)
         if column or stop - start < width:
@@ -85,21 +86,21 @@ def stored_boxes(whole: Sequence[int], shape: Sequence[int], offsets: Sequence[i
     """
     rows, width = matrix_of(whole)
     if len(offsets) == 1:
-        found = list(boxes_between(offsets[0], offsets[0] + prod(shape), width)) if width else []
+        start = offsets[0]
+        # A tensor without elements may have a width of 0.
+        boxes = list(boxes_between(start, start + prod(shape), width)) if width else []
     elif len(offsets) == len(whole) == len(shape) == 2:
-        found = (
-            [Box(offsets[0], offsets[0] + shape[0], offsets[1], offsets[1] + shape[1])]
-            if prod(shape)
-            else []
-        )
+        top, left = offsets
+        block = Box(top, top + shape[0], left, left + shape[1])
+        boxes = [block] if block.numel else []
     else:
         raise ValueError(f"a slice of shape {list(shape)} at {list(offsets)} of {list(whole)}")
-    for box in found:
+    for box in boxes:
         if not (0 <= box.top < box.bottom <= rows and 0 <= box.left < box.right <= width):
             raise ValueError(
                 f"a slice of shape {list(shape)} at {list(offsets)} is outside {list(whole)}"
             )
-    return found
+    return boxes
 
 
 def first_gap(boxes: Iterable[Box], rows: int, width: int) -> int | None:

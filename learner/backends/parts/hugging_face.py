@@ -1,4 +1,4 @@
-"""Writes models that transformers loads from parts, a few megabytes or one merged weight at a time."""
+"""Writes models that transformers loads, from parts, a few megabytes or one weight at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from rlearner_text.stored_form import keeps_names, use_conversions
 log = logging.getLogger(__name__)
 
 MAX_SHARD_BYTES: Final = 5 << 30
-ADAPTER_FOLDER: Final = "adapter"  # the adapters in peft's format
+# The adapters in peft's format.
+ADAPTER_FOLDER: Final = "adapter"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 
 
@@ -50,11 +51,9 @@ def write_description(
         path: folder or hub name of the model that the run started from.
     """
     original = find_original(path)
-    kept = (
-        use_conversions(module, list(original.tensors), names, untrained)
-        if original.tensors
-        else []
-    )
+    kept_names: list[str] = []
+    if original.tensors:
+        kept_names = use_conversions(module, list(original.tensors), names, untrained)
     config = module.config
     config.dtype = str(module.dtype).removeprefix("torch.")
     config.architectures = [type(module).__name__.removeprefix("FSDP")]
@@ -63,12 +62,12 @@ def write_description(
 
         custom_object_save(module, folder, config=config)
     config.save_pretrained(folder)
-    if kept or original.config.get("model_type", config.model_type) != config.model_type:
+    if kept_names or original.config.get("model_type", config.model_type) != config.model_type:
         original.write_config(folder, config.dtype)
     if module.can_generate():
         module.generation_config.save_pretrained(folder)
     weights = {name: (CODES[tensor.dtype], list(tensor.shape)) for name, tensor in shapes.items()}
-    return StoredModel(weights, keeps_names(module, shapes), base, original.path, kept)
+    return StoredModel(weights, keeps_names(module, shapes), base, original.path, kept_names)
 
 
 def write_model(
@@ -87,27 +86,29 @@ def write_model(
         UserError: if the model below the adapters, or a file to copy from, is not there.
         OSError: if a file cannot be written.
     """
-    stored = StoredTensors(parts)
-    source: WeightSource = StoredWeights(model, stored)
+    tensors = StoredTensors(parts)
+    source: WeightSource = StoredWeights(model, tensors)
     if model.base is not None:
-        source = MergedWeights(model, model.base, _factors(stored))
+        source = MergedWeights(model, model.base, _read_factors(tensors))
     sources: list[WeightSource] = [
         source if model.same_names else ConvertedWeights(model, source, folder)
     ]
     if model.kept:
         sources.append(KeptWeights(model))
-    place = {name: each for each in sources for name in each.shapes}
-    like = {name: tensor for each in sources for name, tensor in each.shapes.items()}
+    origins = {name: origin for origin in sources for name in origin.shapes}
+    like = {name: tensor for origin in sources for name, tensor in origin.shapes.items()}
     shards = shards_of(like, max_shard_bytes)
     files = [folder / shard_name(index, len(shards)) for index in range(len(shards))]
     for file, names in zip(files, shards, strict=True):
-        _write(file, {name: like[name] for name in names}, lambda name: place[name].pieces(name))
+        _write_tensors(
+            file, {name: like[name] for name in names}, lambda name: origins[name].pieces(name)
+        )
     if len(files) > 1:
-        where = {
+        weight_map = {
             name: file.name for file, names in zip(files, shards, strict=True) for name in names
         }
         total = sum(tensor.nbytes for tensor in like.values())
-        about = {"metadata": {"total_size": total}, "weight_map": where}
+        about = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
 
@@ -121,15 +122,18 @@ def write_adapters(model: StoredModel, parts: Sequence[str | Path], folder: Path
     if model.base is not None:
         names = model.base.exported_names
         factors = {
-            names.get(name, name): factor for name, factor in _factors(StoredTensors(parts)).items()
+            names.get(name, name): factor
+            for name, factor in _read_factors(StoredTensors(parts)).items()
         }
-        _write(
+        _write_tensors(
             folder / ADAPTER_FOLDER / ADAPTER_WEIGHTS, factors, lambda name: pieces(factors[name])
         )
 
 
-def _factors(stored: StoredTensors) -> dict[str, Tensor]:
-    return {name.removeprefix(ADAPTER): stored[name] for name in stored if name.startswith(ADAPTER)}
+def _read_factors(tensors: StoredTensors) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(ADAPTER): tensors[name] for name in tensors if name.startswith(ADAPTER)
+    }
 
 
 def shards_of(like: Mapping[str, Tensor], max_bytes: int) -> list[list[str]]:
@@ -147,20 +151,21 @@ def shards_of(like: Mapping[str, Tensor], max_bytes: int) -> list[list[str]]:
 
 def shard_name(index: int, count: int) -> str:
     """Return the name that transformers gives a file of a model."""
-    return (
-        "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
-    )
+    if count == 1:
+        return "model.safetensors"
+    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _write(
+def _write_tensors(
     file: Path, like: Mapping[str, Tensor], bytes_of: Callable[[str], Iterator[memoryview]]
 ) -> None:
     """Write tensors of the shapes and dtypes of ``like``."""
-    names = sorted(like, key=lambda name: -like[name].itemsize)  # aligned; otherwise in order
-    with file.open("wb") as opened:
-        opened.write(
+    # The largest items come first, so that all are aligned; otherwise in order.
+    names = sorted(like, key=lambda name: -like[name].itemsize)
+    with file.open("wb") as output:
+        output.write(
             header([(name, like[name].dtype, list(like[name].shape)) for name in names], {})
         )
         for name in names:
             for piece in bytes_of(name):
-                opened.write(piece)
+                output.write(piece)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Final
 
-STATE_FOLDER: Final = "learner"  # in a checkpoint: its parts
-MODEL_FILE: Final = "model.json"  # in that folder: what the weights are
+# In a checkpoint: the folder of its parts.
+STATE_FOLDER: Final = "learner"
+# In that folder: what the weights are.
+MODEL_FILE: Final = "model.json"
 
-MODEL: Final = "model."  # then a weight's name in transformers
-ADAPTER: Final = "adapter."  # then peft's name of a factor
-OPTIMIZER: Final = "optimizer."  # then kind and parameter
+# Then a weight's name in transformers.
+MODEL: Final = "model."
+# Then peft's name of a factor.
+ADAPTER: Final = "adapter."
+# Then kind and parameter.
+OPTIMIZER: Final = "optimizer."
 CRITIC: Final = "critic."
 VERSION: Final = "version"
 KL_COEF: Final = "kl_coef"
-RNG: Final = "rng."  # then the device's type, and the rank if it is not 0
+# Then the device's type, and the rank if it is not 0.
+RNG: Final = "rng."

@@ -16,7 +16,9 @@ from learner.backends.parts.stored import StoredTensors, weights_in_files
 from learner.backends.parts.stored_model import StoredModel
 from rlearner_text.hub import model_folder
 
-_PROCESSORS: Final = "*processor*.json"  # of images, videos and sounds
+# Configurations of processors of images, videos and sounds.
+_PROCESSORS: Final = "*processor*.json"
+# transformers 4 wrote the second, 5 writes the first.
 _DTYPES: Final = ("dtype", "torch_dtype")
 
 
@@ -44,11 +46,12 @@ class OriginalModel:
     def config(self) -> dict[str, Any]:
         """Its config.json; empty if there is none."""
         file = self.folder / "config.json"
-        return dict(json.loads(file.read_text("utf-8"))) if file.is_file() else {}
+        if not file.is_file():
+            return {}
+        return dict(json.loads(file.read_text("utf-8")))
 
     def write_config(self, folder: Path, dtype: str) -> None:
-        """Write the configuration with all parts of the model into a folder, and those of its
-        processors.
+        """Write the configurations of the model with all its parts, and of its processors.
 
         Args:
             dtype: of the weights that were trained.
@@ -62,12 +65,14 @@ class OriginalModel:
 
 
 def find_original(path: str) -> OriginalModel:
-    """Return the model at a path; for a checkpoint without files of this format, the model that it
-    started from.
+    """Return the model at a path, or the one that a checkpoint's run started from.
+
+    A checkpoint with weights in Hugging Face format is a model itself.
     """
     folder = Path(model_folder(path))
     about = folder / STATE_FOLDER / MODEL_FILE
     if about.is_file() and not any(folder.glob("*.safetensors")):
         model = msgspec.json.decode(about.read_bytes(), type=StoredModel)
-        return find_original(model.original) if model.original else OriginalModel(path, folder)
+        if model.original:
+            return find_original(model.original)
     return OriginalModel(path, folder)

@@ -10,7 +10,8 @@ import msgspec
 
 from broker.errors import UserError
 
-CHUNK: Final = 8 << 20  # bytes written, hashed or read at once
+# Bytes written, hashed or read at once, which is all that such work holds in memory.
+CHUNK: Final = 8 << 20
 
 
 class DamagedFileError(UserError):
@@ -27,11 +28,11 @@ class PartFile(msgspec.Struct, frozen=True):
     def check_size(self) -> None:
         """Raise DamagedFileError if the file is missing or has another size."""
         try:
-            found = os.stat(self.path).st_size
+            size = os.stat(self.path).st_size
         except OSError as error:
             raise DamagedFileError(f"{self.path} cannot be read: {error.strerror}") from None
-        if self.size not in (-1, found):
-            raise DamagedFileError(f"{self.path} is damaged: {found} bytes instead of {self.size}")
+        if self.size not in (-1, size):
+            raise DamagedFileError(f"{self.path} is damaged: {size} bytes instead of {self.size}")
 
     def verify(self) -> None:
         """Raise DamagedFileError unless the file has the bytes that were written."""

@@ -48,15 +48,17 @@ class Slice:
         return length * place // count, length * (place + 1) // count
 
     def own(self, rank: int, size: int) -> Slice:
-        """Return what a rank of ``size`` answers for: of what several hold, an equal range, or rows
-        of a block.
-        """
+        """Return what a rank of ``size`` answers for: its equal share of what several hold."""
         first, last = self.span(rank, size)
-        held = self.tensor.detach() if self.block else self.tensor.detach().reshape(-1)
-        start = self.start + first * (self.shape[1] if self.block else 1)
-        return Slice(self.name, self.shape, start, held[first:last], block=self.block)
+        elements = self.tensor.detach()
+        if self.block:
+            start = self.start + first * self.shape[1]
+        else:
+            elements = elements.reshape(-1)
+            start = self.start + first
+        return Slice(self.name, self.shape, start, elements[first:last], block=self.block)
 
-    def staged(self, rank: int, size: int) -> Slice:
+    def host_copy(self, rank: int, size: int) -> Slice:
         """Return a copy in host memory of what a rank writes."""
         own = self.own(rank, size)
         return replace(
@@ -67,4 +69,5 @@ class Slice:
 @torch.no_grad()
 def stage(slices: Iterable[Slice], rank: int, size: int) -> list[Slice]:
     """Return host copies of what a rank of ``size`` writes; training does not change them."""
-    return [copied for one in slices if (copied := one.staged(rank, size)).tensor.numel()]
+    copies = (piece.host_copy(rank, size) for piece in slices)
+    return [copy for copy in copies if copy.tensor.numel()]

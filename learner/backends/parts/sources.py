@@ -1,6 +1,4 @@
-"""Where the tensors of a written model come from: parts, merged adapters, conversions, the original
-files.
-"""
+"""Sources of a written model's tensors: parts, merged adapters, conversions, original files."""
 
 from __future__ import annotations
 
@@ -47,41 +45,39 @@ class WeightSource(Protocol):
 class StoredWeights:
     """The weights in the parts."""
 
-    def __init__(self, model: StoredModel, stored: StoredTensors) -> None:
+    def __init__(self, model: StoredModel, tensors: StoredTensors) -> None:
         self.shapes = model.on_meta()
-        self._stored = stored
-        missing = (
-            [name for name in model.weights if MODEL + name not in stored]
-            if model.base is None
-            else []
-        )
-        if missing:
+        self._tensors = tensors
+        missing = [name for name in model.weights if MODEL + name not in tensors]
+        # With adapters, the parts have these alone.
+        if missing and model.base is None:
             raise DamagedFileError(
                 f"the parts lack {len(missing)} weights, the first is {missing[0]}"
             )
 
     def pieces(self, name: str) -> Iterator[memoryview]:
-        yield from _pieces(self._stored, MODEL + name)
+        yield from _stored_pieces(self._tensors, MODEL + name)
 
     def tensor(self, name: str) -> Tensor:
-        return self._stored[MODEL + name]
+        return self._tensors[MODEL + name]
 
 
 class MergedWeights:
-    """The base's weights with the adapters merged in; all are in memory if the base's files hold
-    them otherwise.
+    """The base's weights with the adapters merged in.
+
+    They are read one by one; if the base's files have other names or shapes, all are in memory.
     """
 
     def __init__(self, model: StoredModel, base: StoredBase, factors: Mapping[str, Tensor]) -> None:
         self.shapes = like = model.on_meta()
-        stored = weights_in_files(Path(model_folder(base.path)))
-        same = {name: stored.entries[name].shape for name in like if name in stored}
-        weights: Mapping[str, Tensor] = CastWeights(stored, like)
+        tensors = weights_in_files(Path(model_folder(base.path)))
+        stored_shapes = {name: tensors.entries[name].shape for name in like if name in tensors}
+        weights: Mapping[str, Tensor] = CastWeights(tensors, like)
         if (
-            same != {name: tuple(tensor.shape) for name, tensor in like.items()}
+            stored_shapes != {name: tuple(tensor.shape) for name, tensor in like.items()}
             or not model.same_names
         ):
-            weights = _loaded(base.path, like)
+            weights = _load_converted(base.path, like)
         self._weights = MergedModel(weights, factors, base.targets, base.scale, base.transposed)
 
     def pieces(self, name: str) -> Iterator[memoryview]:
@@ -91,7 +87,7 @@ class MergedWeights:
         return self._weights[name].contiguous()
 
 
-def _loaded(path: str, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _load_converted(path: str, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a model's weights as transformers loads them."""
     import_transformers()
     from transformers import AutoModelForCausalLM
@@ -132,7 +128,9 @@ class ConvertedWeights:
     def tensor(self, name: str) -> Tensor:
         if (weights := self._weights[name]) != self._current[0]:
             self._current = ([], {})
-            form = stored_form(self._module, {each: self._source.tensor(each) for each in weights})
+            form = stored_form(
+                self._module, {weight: self._source.tensor(weight) for weight in weights}
+            )
             self._current = (weights, form)
         return self._current[1][name]
 
@@ -141,37 +139,39 @@ class KeptWeights:
     """What is never trained, in the original files."""
 
     def __init__(self, model: StoredModel) -> None:
-        self._stored = find_original(model.original).tensors
-        if missing := [name for name in model.kept if name not in self._stored]:
-            kept = f"{len(missing)} tensors of it, which the model does not train and a copy keeps"
-            raise UserError(f"{model.original} lacks {kept}; the first is {missing[0]}")
-        entries = {name: self._stored.entries[name] for name in model.kept}
+        self._tensors = find_original(model.original).tensors
+        if missing := [name for name in model.kept if name not in self._tensors]:
+            problem = (
+                f"{len(missing)} tensors of it, which the model does not train and a copy keeps"
+            )
+            raise UserError(f"{model.original} lacks {problem}; the first is {missing[0]}")
+        entries = {name: self._tensors.entries[name] for name in model.kept}
         self.shapes = {
             n: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
             for n, entry in entries.items()
         }
 
     def pieces(self, name: str) -> Iterator[memoryview]:
-        yield from _pieces(self._stored, name)
+        yield from _stored_pieces(self._tensors, name)
 
     def tensor(self, name: str) -> Tensor:
-        return self._stored[name]
+        return self._tensors[name]
 
 
-def _pieces(stored: StoredTensors, name: str) -> Iterator[memoryview]:
-    for _, piece in stored.chunks(name, 0, stored.entries[name].numel):
+def _stored_pieces(tensors: StoredTensors, name: str) -> Iterator[memoryview]:
+    for _, piece in tensors.chunks(name, 0, tensors.entries[name].numel):
         yield from pieces(piece)
 
 
 class CastWeights(OnDemand):
     """Stored tensors in the dtypes of their namesakes in ``like``, read on access."""
 
-    def __init__(self, stored: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
-        self._stored = stored
+    def __init__(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
         self._like = like
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._stored[name].to(self._like[name].dtype)
+        return self._tensors[name].to(self._like[name].dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._like)

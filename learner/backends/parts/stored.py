@@ -1,7 +1,6 @@
-"""Reads tensors from safetensors files by ranges of elements and by blocks, without holding more
-than is asked for.
+"""Reads tensors from safetensors files by ranges of elements and by blocks.
 
-Files are read, not mapped: what is not asked for is never in this process's memory.
+Files are read, not mapped: this process never holds more than the caller asked for.
 """
 
 from __future__ import annotations
@@ -25,40 +24,41 @@ from learner.backends.parts.writing import DTYPES, OFFSETS, SHAPES, bytes_of
 
 INDEX: Final = "model.safetensors.index.json"
 _WHOLE: Final = "model.safetensors"
-_MAX_HEADER: Final = 100_000_000  # bytes, the format's limit
+# Bytes, the format's own limit.
+_MAX_HEADER: Final = 100_000_000
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A box of a tensor; its elements are neighbours in a file, from ``offset`` bytes on."""
+    """A box of a tensor, whose elements follow each other in a file from ``offset`` bytes on."""
 
     box: Box
     file: Path
     offset: int
 
-    def read(self, wanted: Box, into: Tensor, dtype: torch.dtype) -> None:
+    def read(self, area: Box, into: Tensor, dtype: torch.dtype) -> None:
         """Fill a matrix of any dtype and device with a box within this one."""
-        with _opened(self.file) as descriptor:
-            for box in wanted.cut(CHUNK // dtype.itemsize):
-                top = box.top - wanted.top
-                left = box.left - wanted.left
+        with _open_file(self.file) as descriptor:
+            for box in area.cut(CHUNK // dtype.itemsize):
+                top = box.top - area.top
+                left = box.left - area.left
                 target = into[top : top + box.rows, left : left + box.columns]
                 if target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
                     self._fill(target, box, descriptor)
                 else:
-                    held = torch.empty(box.rows, box.columns, dtype=dtype)
-                    self._fill(held, box, descriptor)
-                    target.copy_(held)
+                    buffer = torch.empty(box.rows, box.columns, dtype=dtype)
+                    self._fill(buffer, box, descriptor)
+                    target.copy_(buffer)
 
     def _fill(self, into: Tensor, box: Box, descriptor: int) -> None:
         data = bytes_of(into)
         size = into.itemsize
-        # rows that are neighbours in the file
+        # Whole rows follow each other in the file, and need one read for all.
         at_once = box.rows if box.columns == self.box.columns else 1
         length = at_once * box.columns * size
         for index, row in enumerate(range(box.top, box.bottom, at_once)):
             place = (row - self.box.top) * self.box.columns + box.left - self.box.left
-            _fill(
+            _read_into(
                 data[index * length : (index + 1) * length],
                 descriptor,
                 self.offset + place * size,
@@ -90,12 +90,10 @@ class StoredTensor:
 
     def gap(self) -> str:
         """Return which elements are missing, empty if none is."""
-        at = (
-            first_gap((piece.box for piece in self.pieces), *matrix_of(self.shape))
-            if self.numel
-            else None
-        )
-        return "" if at is None else f"element {at} of {self.numel}"
+        if not self.numel:
+            return ""
+        element = first_gap((piece.box for piece in self.pieces), *matrix_of(self.shape))
+        return "" if element is None else f"element {element} of {self.numel}"
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -122,9 +120,9 @@ class StoredTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self.entries[name]
-        found = torch.empty(entry.shape, dtype=entry.dtype)
-        self.read(name, 0, found)
-        return found
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        self.read(name, 0, tensor)
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
@@ -137,13 +135,13 @@ class StoredTensors(Mapping[str, Tensor]):
 
     def below(self, prefix: str) -> StoredTensors:
         """Return the tensors whose names begin with a prefix, without it."""
-        found = StoredTensors(())
-        found.entries = {
-            name.removeprefix(prefix): e
-            for name, e in self.entries.items()
+        tensors = StoredTensors(())
+        tensors.entries = {
+            name.removeprefix(prefix): entry
+            for name, entry in self.entries.items()
             if name.startswith(prefix)
         }
-        return found
+        return tensors
 
     @torch.no_grad()
     def read(self, name: str, start: int, into: Tensor) -> None:
@@ -153,9 +151,9 @@ class StoredTensors(Mapping[str, Tensor]):
             DamagedFileError: if a file has become shorter or unreadable.
         """
         if not into.is_contiguous():
-            held = torch.empty(into.shape, dtype=into.dtype, device=into.device)
-            self.read(name, start, held)
-            into.copy_(held)
+            buffer = torch.empty(into.shape, dtype=into.dtype, device=into.device)
+            self.read(name, start, buffer)
+            into.copy_(buffer)
             return
         flat = into.detach().view(-1)
         entry = self.entries[name]
@@ -165,9 +163,7 @@ class StoredTensors(Mapping[str, Tensor]):
             at += box.numel
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield neighbouring elements with the place of the first; each tensor is valid until the
-        next.
-        """
+        """Yield pieces of a tensor and their places; each piece is overwritten by the next."""
         dtype = self.entries[name].dtype
         buffer = torch.empty(min(CHUNK // dtype.itemsize, max(0, stop - start)), dtype=dtype)
         for at in range(start, stop, max(1, len(buffer))):
@@ -178,39 +174,41 @@ class StoredTensors(Mapping[str, Tensor]):
     @torch.no_grad()
     def load(self, slices: Iterable[Slice]) -> None:
         """Fill slices; the names must be here."""
-        for one in slices:
-            if one.block:
-                (top, left), (rows, columns) = divmod(one.start, one.shape[1]), one.tensor.shape
-                self.entries[one.name].read(
-                    Box(top, top + rows, left, left + columns), one.tensor.detach()
+        for piece in slices:
+            if piece.block:
+                top, left = divmod(piece.start, piece.shape[1])
+                rows, columns = piece.tensor.shape
+                self.entries[piece.name].read(
+                    Box(top, top + rows, left, left + columns), piece.tensor.detach()
                 )
             else:
-                self.read(one.name, one.start, one.tensor)
+                self.read(piece.name, piece.start, piece.tensor)
 
     def _open(self, file: Path) -> None:
         try:
-            end, found = _header(file)
-            about = found.pop("__metadata__", None) or {}
+            extent, header = _read_header(file)
+            about = header.pop("__metadata__", None) or {}
             shapes, offsets = (json.loads(about.get(key) or "{}") for key in (SHAPES, OFFSETS))
-            for name, entry in found.items():
+            for name, entry in header.items():
                 dtype = DTYPES[entry["dtype"]]
                 shape = tuple(int(length) for length in entry["shape"])
                 begin, close = entry["data_offsets"]
                 whole = tuple(int(length) for length in shapes.get(name, shape))
-                place = (
-                    [int(one) for one in offsets[name]["saved_offsets"]] if name in shapes else [0]
-                )
+                if name in shapes:
+                    place = [int(offset) for offset in offsets[name]["saved_offsets"]]
+                else:
+                    place = [0]
                 if (
-                    not 0 <= begin <= close <= end.size - end.data
+                    not 0 <= begin <= close <= extent.size - extent.data
                     or close - begin != prod(shape) * dtype.itemsize
                 ):
                     raise ValueError(f"{name} is not where the header says")
-                stored = self.entries.setdefault(name, StoredTensor(dtype, whole))
-                if (stored.dtype, stored.shape) != (dtype, whole):
+                tensor = self.entries.setdefault(name, StoredTensor(dtype, whole))
+                if (tensor.dtype, tensor.shape) != (dtype, whole):
                     raise ValueError(f"{name} has another shape or dtype than in another file")
-                at = end.data + begin
+                at = extent.data + begin
                 for box in stored_boxes(whole, shape, place):
-                    stored.pieces.append(_Piece(box, file, at))
+                    tensor.pieces.append(_Piece(box, file, at))
                     at += box.numel * dtype.itemsize
         except OSError as error:
             raise DamagedFileError(f"{file} cannot be read: {error.strerror}") from None
@@ -237,11 +235,9 @@ def weights_in_files(folder: Path) -> StoredTensors:
         return StoredTensors([folder / _WHOLE])
     index = folder / INDEX
     try:
-        names = (
-            set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-            if index.is_file()
-            else ()
-        )
+        names: set[str] = set()
+        if index.is_file():
+            names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise DamagedFileError(f"{index} cannot be read: {' '.join(str(error).split())}") from None
     return StoredTensors(
@@ -255,20 +251,20 @@ class _Extent:
     size: int  # bytes of the file
 
 
-def _header(file: Path) -> tuple[_Extent, dict[str, Any]]:
-    with file.open("rb") as opened:
-        size = os.fstat(opened.fileno()).st_size
-        length = int.from_bytes(opened.read(8), "little")
+def _read_header(file: Path) -> tuple[_Extent, dict[str, Any]]:
+    with file.open("rb") as file_object:
+        size = os.fstat(file_object.fileno()).st_size
+        length = int.from_bytes(file_object.read(8), "little")
         if not 2 <= length <= min(_MAX_HEADER, size - 8):
             raise ValueError(f"a header of {length} bytes in a file of {size}")
-        found = json.loads(opened.read(length))
-    if not isinstance(found, dict):
+        header = json.loads(file_object.read(length))
+    if not isinstance(header, dict):
         raise ValueError("the header is not a JSON object")
-    return _Extent(8 + length, size), found
+    return _Extent(8 + length, size), header
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[int]:
+def _open_file(file: Path) -> Iterator[int]:
     """Yield a file's descriptor."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
@@ -280,13 +276,13 @@ def _opened(file: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _fill(data: memoryview, descriptor: int, offset: int, file: Path) -> None:
+def _read_into(data: memoryview, descriptor: int, offset: int, file: Path) -> None:
     while data:
         try:
-            done = os.preadv(descriptor, [data], offset)
+            num_read = os.preadv(descriptor, [data], offset)
         except OSError as error:
             raise DamagedFileError(f"{file} cannot be read: {error.strerror}") from None
-        if not done:
+        if not num_read:
             raise DamagedFileError(f"{file} is damaged: it ends too early")
-        data = data[done:]
-        offset = offset + done
+        data = data[num_read:]
+        offset = offset + num_read

@@ -20,54 +20,57 @@ from torch import Tensor
 from learner.backends.parts.part_file import CHUNK, PartFile, new_hash
 from learner.backends.parts.slices import Slice
 
-SHAPES: Final = "shapes"  # in a header's metadata: name to shape of the whole tensor
-OFFSETS: Final = "DCP_SHARDING_INFO"  # torch's name: offsets of the slices in the whole
+# In a header's metadata: name to shape of the whole tensor.
+SHAPES: Final = "shapes"
+# torch's name: offsets of the slices in the whole tensors.
+OFFSETS: Final = "DCP_SHARDING_INFO"
 DTYPES: Final = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 CODES: Final = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def write_part(path: Path, slices: Sequence[Slice]) -> PartFile:
-    """Write slices in host memory, flat or blocks, and sync; a few megabytes are held in addition.
+    """Write and sync slices in host memory; a few megabytes are held in addition.
 
     Raises:
         OSError: if the file cannot be written.
     """
-    # aligned, as safetensors wants
-    ordered = sorted(slices, key=lambda one: (-one.tensor.itemsize, one.name))
-    shapes = {one.name: list(one.shape) for one in ordered}
-    offsets = {one.name: {"saved_offsets": _place(one)} for one in ordered}
+    # The largest items come first, so that all are aligned, as safetensors wants.
+    ordered = sorted(slices, key=lambda piece: (-piece.tensor.itemsize, piece.name))
+    shapes = {piece.name: list(piece.shape) for piece in ordered}
+    offsets = {piece.name: {"saved_offsets": _offsets_of(piece)} for piece in ordered}
     about = {SHAPES: json.dumps(shapes), OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0"}
-    entries = [(one.name, one.tensor.dtype, list(one.tensor.shape)) for one in ordered]
+    entries = [(piece.name, piece.tensor.dtype, list(piece.tensor.shape)) for piece in ordered]
     hasher = new_hash()
     size = 0
     with path.open("wb") as file:
-        data = (piece for one in ordered for piece in pieces(one.tensor))
-        for piece in chain([memoryview(header(entries, about))], data):
-            hasher.update(piece)
-            size += file.write(piece)
-        _sync(file)
+        data = (chunk for piece in ordered for chunk in pieces(piece.tensor))
+        for chunk in chain([memoryview(header(entries, about))], data):
+            hasher.update(chunk)
+            size += file.write(chunk)
+        _sync_file(file)
     return PartFile(str(path), size, hasher.hexdigest())
 
 
-def _place(one: Slice) -> list[int]:
-    return list(divmod(one.start, one.shape[1])) if one.block else [one.start]
+def _offsets_of(piece: Slice) -> list[int]:
+    if piece.block:
+        return list(divmod(piece.start, piece.shape[1]))
+    return [piece.start]
 
 
 def header(entries: Sequence[tuple[str, torch.dtype, list[int]]], about: dict[str, str]) -> bytes:
-    """Return the start of a safetensors file with tensors of these names, dtypes and shapes, one
-    after the other.
-    """
-    found: dict[str, object] = {"__metadata__": {"format": "pt"} | about}
+    """Return the start of a safetensors file with tensors of these names, dtypes and shapes."""
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"} | about}
     end = 0
     for name, dtype, shape in entries:
         start = end
         end = end + torch.Size(shape).numel() * dtype.itemsize
-        found[name] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(found, separators=(",", ":")).encode()
+        fields[name] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -81,16 +84,13 @@ def pieces(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU, which must outlive it.
-
-    An array of numpy would keep torch from ever resizing that memory, as moving it off the device
-    does.
-    """
+    """Return the memory of a contiguous tensor on the CPU, which must outlive it."""
+    # A numpy array would keep torch from resizing that memory ever after, as an offload does.
     if not tensor.nbytes:
         return memoryview(b"")
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def _sync(file: IO[bytes]) -> None:
+def _sync_file(file: IO[bytes]) -> None:
     file.flush()
     os.fsync(file.fileno())

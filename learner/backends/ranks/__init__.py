@@ -1,8 +1,8 @@
 """One learner on several ranks.
 
 Rank 0 is the learner process: it alone talks to the broker, holds the ledger, cuts micro-batches,
-offers weights and writes checkpoints. The other ranks execute its commands and exit with it. On one
-machine they are its children, as below; ``learner.nodes`` has those of several machines, which
+offers weights and commits checkpoints. The other ranks execute its commands and exit with it. On
+one machine they are its children, as below; ``learner.nodes`` has those of several machines, which
 execute the same commands over other links.
 
 Data flow of a step::
@@ -10,7 +10,7 @@ Data flow of a step::
     rank 0                                                        rank 1 … N-1
     forward_backward(samples)
       cut into slices, dealt out by size (``deal``; pure)
-      RunCommand(slices, ...)        --- msgpack, socketpair -->  forward, backward: gradient summed up, not normalized
+      RunCommand(slices, ...)        --- msgpack, socketpair -->  forward, backward: summed gradient
       its own slices: forward, backward
       sums of every slice, in order  <-- SumsReply -------------
     step()

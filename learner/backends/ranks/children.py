@@ -20,13 +20,12 @@ from learner.backends.ranks.link import RankLink, SocketFrames
 from learner.backends.ranks.messages import BuildCommand
 from learner.backends.ranks.rendezvous import Meeting
 
+# Time for the other ranks to leave the process group and free their GPUs.
 _LEAVE_S: Final = 10.0
 
 
 class ChildRanks:
-    """Ranks 1 … size - 1, see ``learner.backends.ranks.leader.OtherRanks``; the constructor starts
-    them.
-    """
+    """Ranks 1 … size - 1, see ``OtherRanks``; the constructor starts them."""
 
     def __init__(self, size: int) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="rlearner-ranks-"))
@@ -44,7 +43,7 @@ class ChildRanks:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "learner.backends.ranks.follower", str(theirs.fileno())]
         try:
-            # their logs go where this process's go
+            # Their logs go where this process's go.
             with theirs, os.fdopen(os.dup(2), "wb") as output:
                 process = spawn(command, output, pass_fds=[theirs.fileno()])
         except BaseException:
@@ -52,6 +51,7 @@ class ChildRanks:
             raise
         self.processes.append(process)
         self.links.append(RankLink(SocketFrames(ours)))
+        # A thread for each child notices its end at once, without polling.
         threading.Thread(
             target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True
         ).start()
@@ -60,8 +60,11 @@ class ChildRanks:
         code = process.wait()
         if self._closing or self.died:
             return
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        self.died = f"rank {rank} (pid {process.pid}) ended {how}; so does the learner, to resume from its checkpoint"
+        ending = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        self.died = (
+            f"rank {rank} (pid {process.pid}) ended {ending}; "
+            "so does the learner, to resume from its checkpoint"
+        )
         if self._armed:
             exit_at_once(self.died)
 
@@ -71,7 +74,15 @@ class ChildRanks:
     def build(self, backend: str, settings: dict[str, Any]) -> None:
         for rank, link in enumerate(self.links, 1):
             link.send(
-                BuildCommand(backend, rank, self._size, self._store, settings, rank, self._size)
+                BuildCommand(
+                    backend,
+                    rank,
+                    self._size,
+                    store=self._store,
+                    settings=settings,
+                    local_rank=rank,
+                    num_here=self._size,
+                )
             )
 
     def arm(self) -> None:

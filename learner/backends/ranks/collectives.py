@@ -9,34 +9,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# All ranks send as many bytes in one collective, so a text has a fixed size.
 TEXT_BYTES: Final = 512
-_BUCKET_ELEMENTS: Final = 8 << 20  # reduced at once: 32 MiB of float32
+# Reduced at once, 32 MiB of float32: the memory of the copy that a transfer needs.
+_BUCKET_ELEMENTS: Final = 8 << 20
 
 
 @torch.no_grad()
 def broadcast_from_rank_0(tensors: Sequence[Tensor], device: torch.device) -> None:
     """Overwrite tensors with those of rank 0."""
     for tensor in tensors:
-        here = tensor.to(device)  # an offloaded tensor is on the CPU
-        dist.broadcast(here, 0)
-        if here is not tensor:
-            tensor.copy_(here)
+        # An offloaded tensor is on the CPU.
+        local = tensor.to(device)
+        dist.broadcast(local, 0)
+        if local is not tensor:
+            tensor.copy_(local)
 
 
 @torch.no_grad()
 def sum_over_ranks(tensors: Sequence[Tensor], device: torch.device, group: Any = None) -> None:
-    """Sum tensors in place over the ranks of a group, or all ranks; small tensors share a transfer."""
+    """Sum tensors in place over the ranks of a group, or all ranks."""
     bucket: list[Tensor] = []
     for index, tensor in enumerate(tensors):
         bucket.append(tensor)
-        room = _BUCKET_ELEMENTS - sum(one.numel() for one in bucket)
+        room = _BUCKET_ELEMENTS - sum(member.numel() for member in bucket)
         if index + 1 == len(tensors) or tensors[index + 1].numel() > room:
-            flat = torch.cat([one.flatten() for one in bucket]).to(device)
+            flat = torch.cat([member.flatten() for member in bucket]).to(device)
             dist.all_reduce(flat, group=group)
-            for one, part in zip(
-                bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True
+            for member, part in zip(
+                bucket, torch.split(flat, [member.numel() for member in bucket]), strict=True
             ):
-                one.copy_(part.view_as(one))
+                member.copy_(part.view_as(member))
             bucket = []
 
 

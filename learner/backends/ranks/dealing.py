@@ -15,8 +15,9 @@ from learner.backends.ranks.messages import (
 )
 
 T = TypeVar("T")
-Job = tuple[Sequence[TrainSample], bool]  # a slice, and whether it is trained
-# index of the slice, None for a filler that trains nothing; whether it is trained
+# A slice, and whether it is trained.
+Job = tuple[Sequence[TrainSample], bool]
+# Index of a slice, None for a filler that trains nothing; whether it is trained.
 Share = tuple[int | None, bool]
 
 
@@ -27,6 +28,7 @@ def deal_jobs(jobs: Sequence[Job], num: int, *, same_number: bool) -> list[list[
         same_number: whether fillers give all copies the same number of slices.
     """
     dealt: list[list[Share]] = [[] for _ in range(num)]
+    # Dealt apart, because a slice that is trained costs more than one that is only measured.
     for kind in (True, False):
         indices = [index for index, (_, train) in enumerate(jobs) if train == kind]
         parts = deal_slices(
@@ -35,7 +37,8 @@ def deal_jobs(jobs: Sequence[Job], num: int, *, same_number: bool) -> list[list[
         most = max(len(part) for part in parts)
         for shares, part in zip(dealt, parts, strict=True):
             shares += [(indices[index], kind) for index in part]
-            shares += [(None, kind)] * (most - len(part) if same_number else 0)
+            if same_number:
+                shares += [(None, kind)] * (most - len(part))
     return dealt
 
 
@@ -59,12 +62,14 @@ def own_jobs(jobs: Sequence[Job], shares: Sequence[Share]) -> list[Job]:
     ]
 
 
-def merge_in_order(dealt: Sequence[Sequence[Share]], done: Sequence[Sequence[T]]) -> list[T]:
+def merge_in_order(
+    dealt: Sequence[Sequence[Share]], results_by_rank: Sequence[Sequence[T]]
+) -> list[T]:
     """Return the results of the ranks in the order of the slices."""
     pairs = [
         pair
-        for shares, results in zip(dealt, done, strict=True)
+        for shares, results in zip(dealt, results_by_rank, strict=True)
         for pair in zip(shares, results, strict=True)
     ]
-    found = {index: result for (index, _), result in pairs if index is not None}
-    return [found[index] for index in sorted(found)]
+    by_index = {index: result for (index, _), result in pairs if index is not None}
+    return [by_index[index] for index in sorted(by_index)]

@@ -1,5 +1,6 @@
-"""The process of a rank above 0: ``python -m learner.backends.ranks.follower FD``, its end of a
-socket.
+"""The process of a rank above 0: ``python -m learner.backends.ranks.follower FD``.
+
+FD is its end of a socket to rank 0.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_FAREWELL_S: Final = 5.0  # in which rank 0 ends, too, if it fails for the same reason
+# If rank 0 fails for the same reason, it ends within this time, and its message is enough.
+_FAREWELL_S: Final = 5.0
 
 
 def main(descriptor: int) -> int:
-    """Serve until rank 0 closes the socket; rank 0 reports lost peers and wrong settings, in one
-    line for all ranks.
+    """Serve until rank 0 closes the socket.
+
+    Rank 0 reports lost ranks and wrong settings, in one line for all ranks.
     """
     logs.configure()
     link = RankLink(SocketFrames(socket.socket(fileno=descriptor)))
@@ -72,13 +75,13 @@ def serve(
     worker: RankWorker | None = None
     try:
         while True:
-            command = link.command()
+            command = link.receive_command()
             reply: Reply | None = None
             match command:
                 case EndCommand():
                     return command
                 case BuildCommand():
-                    worker = _build(command, meet(command))
+                    worker = _build_worker(command, meet(command))
                 case ReleaseCommand():
                     if worker is not None:
                         worker.part()
@@ -102,7 +105,7 @@ def serve(
         raise
 
 
-def _build(build: BuildCommand, meeting: Meeting) -> RankWorker:
+def _build_worker(build: BuildCommand, meeting: Meeting) -> RankWorker:
     logs.identify(role="learner", process_id=f"rank-{build.rank}")
     worker: RankWorker = resolve("backends", build.backend, {}).follow(build, meeting)
     return worker

@@ -32,19 +32,18 @@ from learner.backends.ranks.messages import (
 from learner.backends.ranks.rendezvous import Meeting, join_group, join_single_group
 
 T = TypeVar("T")
-_elsewhere: list[OtherRanks] = []  # ranks of several nodes, which meet before there is a backend
+# Ranks of several nodes, which meet before there is a backend.
+_elsewhere: list[OtherRanks] = []
 
 
 @contextmanager
-def others_elsewhere(others: OtherRanks) -> Iterator[None]:
-    """Within it, backends of several ranks are built on these instead of on children of this
-    process.
-    """
-    _elsewhere.append(others)
+def others_elsewhere(ranks: OtherRanks) -> Iterator[None]:
+    """Build backends of several ranks on these instead of on children of this process."""
+    _elsewhere.append(ranks)
     try:
         yield
     finally:
-        _elsewhere.remove(others)
+        _elsewhere.remove(ranks)
 
 
 @dataclass(frozen=True)
@@ -83,20 +82,18 @@ class RankGroup:
         self.rank = rank
         self.leader = leader
         self._meeting = meeting
-        # on rank 0: ranks of its host
-        self.num_here = 1 if leader is None else leader.others.num_here
-        # called before the process group is destroyed
+        # Ranks of this host; known on rank 0 only.
+        self.num_here = 1 if leader is None else leader.ranks.num_here
+        # Called before the process group is destroyed.
         self.before_leaving: Callable[[], None] = lambda: None
         self._joined = False
 
     @property
     def hosts_address(self) -> str:
-        """Address of this host that the ranks on other hosts have reached; empty if all ranks are
-        on this host.
-        """
-        return (
-            self._meeting.address if self._meeting is not None and self.num_here < self.size else ""
-        )
+        """Address of this host for ranks on other hosts; empty if all ranks are on this host."""
+        if self._meeting is not None and self.num_here < self.size:
+            return self._meeting.address
+        return ""
 
     @classmethod
     def start(cls, target: str, size: int, settings: dict[str, Any]) -> RankGroup:
@@ -106,20 +103,21 @@ class RankGroup:
         """
         if size == 1:
             return cls()
-        others = _elsewhere[-1] if _elsewhere else ChildRanks(size)
+        other_ranks = _elsewhere[-1] if _elsewhere else ChildRanks(size)
         try:
-            others.build(target, settings)
+            other_ranks.build(target, settings)
         except BaseException:
-            others.close()
+            # The ranks have started already, and must not outlive a failed build.
+            other_ranks.close()
             raise
-        return cls(size, meeting=others.meeting(), leader=RankLeader(others))
+        return cls(size, meeting=other_ranks.meeting(), leader=RankLeader(other_ranks))
 
     def join(self, device: torch.device, *, alone: bool = False) -> None:
         """Join the process group; with ``alone`` a single process makes a group of one."""
         if self._meeting is not None:
             with self.leader.working() if self.leader is not None else nullcontext():
                 if self.leader is not None:
-                    self.leader.others.arm()
+                    self.leader.ranks.arm()
                 join_group(self._meeting, self.rank, self.size, device)
         elif alone:
             join_single_group(device)
@@ -132,7 +130,7 @@ class RankGroup:
         if self.leader is None:
             return work()
         with self.leader.working():
-            self.leader.tell(command)
+            self.leader.send_to_all(command)
             return work()
 
     def all_done(self, command: Command, work: Callable[[], None]) -> None:
@@ -140,35 +138,35 @@ class RankGroup:
         self.together(command, work)
         if self.leader is not None:
             with self.leader.working():
-                self.leader.replies()
+                self.leader.receive_replies()
 
     def ask(self, command: Command) -> list[Reply]:
         """Return the other ranks' replies to a command, in their order."""
         if self.leader is None:
             return []
         with self.leader.working():
-            self.leader.tell(command)
-            return self.leader.replies()
+            self.leader.send_to_all(command)
+            return self.leader.receive_replies()
 
-    def tell_one(self, rank: int, command: Command) -> None:
+    def send_to(self, rank: int, command: Command) -> None:
         """Send a command to another rank."""
         assert self.leader is not None, "rank 0 of several commands the others"
         with self.leader.working():
-            self.leader.tell_one(rank, command)
+            self.leader.send_to(rank, command)
 
     def verify(self, parts: list[PartFile], work: Callable[[Sequence[PartFile]], str]) -> str:
-        """Return the first problem that a rank finds in its share of a checkpoint's files, empty if
-        there is none.
-        """
+        """Return the first problem that a rank finds in its share of the files; empty if none."""
         if self.leader is None:
             return work(parts)
         with self.leader.working():
-            self.leader.tell(VerifyCommand(parts))
-            found = [work(parts)]
-            found += [
-                reply.problem for reply in self.leader.replies() if isinstance(reply, VerifiedReply)
+            self.leader.send_to_all(VerifyCommand(parts))
+            problems = [work(parts)]
+            problems += [
+                reply.problem
+                for reply in self.leader.receive_replies()
+                if isinstance(reply, VerifiedReply)
             ]
-        return next(filter(None, found), "")
+        return next(filter(None, problems), "")
 
     def share_out(
         self,
@@ -177,21 +175,23 @@ class RankGroup:
         command: Callable[[list[list[SampleMessage]], list[bool]], Command],
         work: Callable[[Sequence[Job]], list[T]],
     ) -> list[T]:
-        """Run jobs here by ``work`` and elsewhere by ``command(slices, whether trained)``; return
-        results in order.
+        """Run jobs here by ``work``, on other ranks by ``command``; return results in order.
+
+        Args:
+            command: takes a rank's slices, and for each whether it is trained.
         """
         if self.leader is None:
             return work(jobs)
         dealt = layout.deal(jobs)
         with self.leader.working():
             for rank, shares in enumerate(dealt[1:], 1):
-                self.leader.tell_one(
+                self.leader.send_to(
                     rank, command(pack_slices(jobs, shares), [train for _, train in shares])
                 )
-            done: list[Any] = [work(own_jobs(jobs, dealt[0]))]
-            done += [results_of(reply) for reply in self.leader.replies()]
+            results: list[Any] = [work(own_jobs(jobs, dealt[0]))]
+            results += [results_of(reply) for reply in self.leader.receive_replies()]
         return merge_in_order(
-            [dealt[rank] for rank in layout.speakers], [done[rank] for rank in layout.speakers]
+            [dealt[rank] for rank in layout.speakers], [results[rank] for rank in layout.speakers]
         )
 
     def leave(self) -> None:

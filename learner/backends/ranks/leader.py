@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final, Protocol
@@ -16,7 +16,8 @@ from learner.backends.ranks.rendezvous import GroupFailedError, Meeting
 
 log = logging.getLogger(__name__)
 
-EXIT_RANK_DIED: Final = 1  # a supervisor restarts the learner
+# A supervisor restarts the learner after it.
+EXIT_RANK_DIED: Final = 1
 
 
 class RankExitedError(RlearnerError):
@@ -25,6 +26,7 @@ class RankExitedError(RlearnerError):
 
 def exit_at_once(line: str, code: int = EXIT_RANK_DIED) -> None:
     """Exit at once, as if killed; everything that must last is on disk or in the broker."""
+    # Cleaning up would hang: other threads wait in collectives for the rank that is gone.
     log.critical("%s", line)
     logging.shutdown()
     os._exit(code)
@@ -56,8 +58,9 @@ class OtherRanks(Protocol):
         ...
 
     def arm(self) -> None:
-        """From now on exit when a rank ends. Before, rank 0 fails by itself for the same reason and
-        reports it better.
+        """From now on exit when a rank ends.
+
+        Before, rank 0 fails by itself for the same reason, and reports it better.
 
         Raises:
             RankExitedError: if one has ended already.
@@ -72,8 +75,8 @@ class OtherRanks(Protocol):
 class RankLeader:
     """Rank 0's connections to the ranks that execute its commands."""
 
-    def __init__(self, others: OtherRanks) -> None:
-        self.others = others
+    def __init__(self, ranks: OtherRanks) -> None:
+        self.ranks = ranks
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -85,34 +88,35 @@ class RankLeader:
         try:
             yield
         except (LinkClosedError, GroupFailedError, RuntimeError) as error:
+            # torch reports a lost peer as any RuntimeError, often before its end is noticed.
             self._wait_for_news(1.0)
-            if self.others.died or isinstance(error, LinkClosedError):
-                raise RankExitedError(self.others.died or "a rank closed its connection") from None
+            if self.ranks.died or isinstance(error, LinkClosedError):
+                raise RankExitedError(self.ranks.died or "a rank closed its connection") from None
             raise
 
     def _wait_for_news(self, seconds: float) -> None:
-        done = threading.Event()
         for _ in range(20):
-            if self.others.died or done.wait(seconds / 20):
+            if self.ranks.died:
                 return
+            time.sleep(seconds / 20)
 
-    def tell(self, message: Any) -> None:
+    def send_to_all(self, message: Any) -> None:
         """Send a message to all ranks."""
-        for link in self.others.links:
+        for link in self.ranks.links:
             link.send(message)
 
-    def tell_one(self, rank: int, message: Any) -> None:
+    def send_to(self, rank: int, message: Any) -> None:
         """Send a message to one rank."""
-        self.others.links[rank - 1].send(message)
+        self.ranks.links[rank - 1].send(message)
 
-    def replies(self) -> list[Reply]:
+    def receive_replies(self) -> list[Reply]:
         """Receive a reply from each rank, in order."""
-        return [link.reply() for link in self.others.links]
+        return [link.receive_reply() for link in self.ranks.links]
 
-    def written(self) -> list[WrittenReply]:
+    def receive_written(self) -> list[WrittenReply]:
         """Receive what each rank wrote, in order."""
-        return [link.written() for link in self.others.links]
+        return [link.receive_written() for link in self.ranks.links]
 
     def close(self) -> None:
         """Have the other ranks leave."""
-        self.others.close()
+        self.ranks.close()

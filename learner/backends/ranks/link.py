@@ -1,6 +1,4 @@
-"""What connects rank 0 and one other rank: msgpack messages over a private socket, or between nodes
-over CURVE.
-"""
+"""The link of rank 0 and one other rank: msgpack messages over a socket, or over CURVE."""
 
 from __future__ import annotations
 
@@ -26,7 +24,10 @@ class LinkClosedError(Exception):
 
 
 class Frames(Protocol):
-    """Carries frames between two processes; raises ``LinkClosedError`` if the other end has closed."""
+    """Carries frames between two processes.
+
+    Its methods raise ``LinkClosedError`` if the other end has closed.
+    """
 
     def put(self, frame: bytes) -> None:
         """Send a frame."""
@@ -46,52 +47,58 @@ class Frames(Protocol):
 
 
 class RankLink:
-    """One end of a connection; a thread that writes a checkpoint may use it next to the one that
-    trains.
+    """One end of a connection, for two threads: one trains, one writes a checkpoint.
 
     Its methods raise ``LinkClosedError`` if the other end has closed.
     """
 
     def __init__(self, frames: Frames) -> None:
         self._frames = frames
+        # Two threads send: one trains, the other writes a checkpoint.
         self._sending = threading.Lock()
         self.closes = frames.closes
         self.close = frames.close
+        # A thread that has read a reply for the other one wakes it.
         self._arrived = threading.Condition()
         self._reading = False
-        self._written, self._others = deque[Reply](), deque[Reply]()
+        # The thread that writes a checkpoint waits for the first kind, the other for the second.
+        self._written_replies = deque[Reply]()
+        self._other_replies = deque[Reply]()
 
     def send(self, message: Any) -> None:
         """Send a command or a reply."""
         with self._sending:
             self._frames.put(_encoder.encode(message))
 
-    def command(self) -> Command:
+    def receive_command(self) -> Command:
         """Wait for the next command."""
-        found: Command = _commands.decode(self._frames.take())
-        return found
+        command: Command = _commands.decode(self._frames.take())
+        return command
 
-    def reply(self) -> Reply:
+    def receive_reply(self) -> Reply:
         """Wait for the next reply, except ``WrittenReply``."""
-        return self._next(self._others)
+        return self._next(self._other_replies)
 
-    def written(self) -> WrittenReply:
+    def receive_written(self) -> WrittenReply:
         """Wait for the next ``WrittenReply``."""
-        found = self._next(self._written)
-        assert isinstance(found, WrittenReply)
-        return found
+        reply = self._next(self._written_replies)
+        assert isinstance(reply, WrittenReply)
+        return reply
 
-    def _next(self, wanted: deque[Reply]) -> Reply:
+    def _next(self, queue: deque[Reply]) -> Reply:
         """Return the first of the wanted replies; one thread reads for both kinds."""
         while True:
             with self._arrived:
-                self._arrived.wait_for(lambda: wanted or not self._reading)
-                if wanted:
-                    return wanted.popleft()
+                self._arrived.wait_for(lambda: queue or not self._reading)
+                if queue:
+                    return queue.popleft()
                 self._reading = True
             try:
-                found: Reply = _replies.decode(self._frames.take())
-                (self._written if isinstance(found, WrittenReply) else self._others).append(found)
+                reply: Reply = _replies.decode(self._frames.take())
+                if isinstance(reply, WrittenReply):
+                    self._written_replies.append(reply)
+                else:
+                    self._other_replies.append(reply)
             finally:
                 with self._arrived:
                     self._reading = False
@@ -99,7 +106,7 @@ class RankLink:
 
 
 class SocketFrames:
-    """Frames over a stream socket between two processes of one host: a length and that many bytes."""
+    """Frames over a stream socket of one host: a length and that many bytes."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -117,8 +124,8 @@ class SocketFrames:
     def closes(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         try:
-            while (left := deadline - time.monotonic()) > 0:
-                self._socket.settimeout(left)
+            while (remaining := deadline - time.monotonic()) > 0:
+                self._socket.settimeout(remaining)
                 if not self._socket.recv(1 << 20):
                     return True
         except TimeoutError:

@@ -1,6 +1,4 @@
-"""Commands of rank 0 and replies of the other ranks, msgpack frames over a private or encrypted
-connection.
-"""
+"""Commands of rank 0 and replies of the other ranks, in msgpack."""
 
 from __future__ import annotations
 
@@ -84,7 +82,7 @@ class CollectiveCommand(msgspec.Struct, frozen=True, tag=True):
 
 
 class OffloadCommand(msgspec.Struct, frozen=True, tag=True):
-    """Move everything off the device, until ``ReloadCommand``; the reply is an empty ``SumsReply``."""
+    """Move everything off the device; the reply is an empty ``SumsReply``."""
 
     folder: str  # for what a CPU holds
 
@@ -94,8 +92,9 @@ class ReloadCommand(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReleaseCommand(msgspec.Struct, frozen=True, tag=True):
-    """Drop the backend and leave the group; the reply is ``DoneReply``. Another ``BuildCommand``
-    may follow.
+    """Drop the backend and leave the group; the reply is ``DoneReply``.
+
+    Another ``BuildCommand`` may follow.
     """
 
 
@@ -167,7 +166,8 @@ class ServeStripesCommand(msgspec.Struct, frozen=True, tag=True):
     connect_timeout_s: float
 
     def __repr__(self) -> str:
-        return f"ServeStripesCommand({self.host}:{self.port})"  # not the key
+        # Logs must not have the secret key.
+        return f"ServeStripesCommand({self.host}:{self.port})"
 
 
 class SumsReply(msgspec.Struct, frozen=True, tag=True):
@@ -205,8 +205,8 @@ class WrittenReply(msgspec.Struct, frozen=True, tag=True):
 TurnCommand = OffloadCommand | ReloadCommand
 PartCommand = CopyCommand | WriteCommand | DropCommand | VerifyCommand | LoadCommand
 WorkCommand = (
-    RunCommand | ScoreCommand | StepCommand | DiscardCommand | CollectiveCommand | PartCommand | TurnCommand
-    | OpenStripesCommand | ServeStripesCommand
+    RunCommand | ScoreCommand | StepCommand | DiscardCommand | CollectiveCommand
+    | PartCommand | TurnCommand | OpenStripesCommand | ServeStripesCommand
 )  # fmt: skip
 Command = WorkCommand | BuildCommand | ReleaseCommand | EndCommand | FoldersCommand
 ResultsReply = SumsReply | ColumnsReply
@@ -220,19 +220,18 @@ def results_of(reply: Reply) -> Sequence[dict[str, float]] | Sequence[list[Array
     if not isinstance(reply, ColumnsReply):
         raise TypeError(f"expected results, got {type(reply).__name__}")
     return [
-        [None if c is None else np.frombuffer(c, "<f4") for c in columns]
+        [None if column is None else np.frombuffer(column, "<f4") for column in columns]
         for columns in reply.slices
     ]
 
 
 class FillerSample(TrainSample):
-    """One token to read and none to train, for a pass that adds nothing on ranks that have fewer
-    slices than others.
-    """
+    """One token to read and none to train, for ranks with fewer slices than others."""
 
     @property
     def num_inputs(self) -> int:
-        return 1  # the model needs an input
+        # The model needs an input.
+        return 1
 
 
 def filler_sample() -> FillerSample:
@@ -254,12 +253,12 @@ def pack_sample(sample: TrainSample) -> SampleMessage:
 
 def unpack_sample(sample: SampleMessage) -> TrainSample:
     """Return the sample of a message."""
-    found: dict[str, Array | None] = {
+    columns: dict[str, Array | None] = {
         name: None if data is None else np.frombuffer(data, dtype)
         for (name, dtype), data in zip(_DTYPES.items(), sample.columns, strict=True)
     }
     return TrainSample(
-        **found,  # type: ignore[arg-type]
+        **columns,  # type: ignore[arg-type]
         group=sample.group,
         reward=sample.reward,
         temperature=sample.temperature,
@@ -267,8 +266,9 @@ def unpack_sample(sample: SampleMessage) -> TrainSample:
 
 
 def deal_slices(costs: list[int], num_ranks: int) -> list[list[int]]:
-    """Return each rank's slices, ascending; the largest go first, to the rank with the least cost,
-    then the lowest.
+    """Return each rank's slices, ascending.
+
+    The largest are dealt first, each to the rank with the least cost, the lowest of equal ones.
     """
     dealt: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks

@@ -17,10 +17,10 @@ from broker.system.connections import interface_of
 from broker.weights.group import first_line, nccl_environment
 from learner.config import TrainSection
 
-# of one collective, for a rank that hangs; one that exits is noticed at once
+# Of one collective, for a rank that hangs; one that exits is noticed at once.
 _TIMEOUT: Final = timedelta(minutes=10)
-# prefixes of variables that decide
-_SHOWN: Final = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_VISIBLE_DEVICES")
+# Prefixes of the variables that decide how ranks connect.
+_REPORTED_PREFIXES: Final = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_VISIBLE_DEVICES")
 
 
 class GroupFailedError(RlearnerError):
@@ -67,16 +67,15 @@ def settings_on_rank(train: TrainSection, local_rank: int, num_here: int) -> Tra
             f"auto, cpu or cuda with train.ranks {train.ranks}: each rank takes a GPU of its own"
         )
         raise ConfigError("train.device", train.device, allowed)
-    if num_here > (seen := torch.cuda.device_count()):
-        if seen == 1 and num_here < train.ranks:
-            # Slurm shows each task only its own GPU
+    if num_here > (num_gpus := torch.cuda.device_count()):
+        if num_gpus == 1 and num_here < train.ranks:
+            # Slurm may let each task see its own GPU only.
             return train.model_copy(update={"device": "cuda:0"})
-        here = (
-            "this machine"
-            if num_here == train.ranks
-            else f"{socket.gethostname()}, which has {num_here} of them,"
-        )
-        raise ConfigError("train.ranks", train.ranks, f"{here} has {seen} GPUs")
+        if num_here == train.ranks:
+            machine = "this machine"
+        else:
+            machine = f"{socket.gethostname()}, which has {num_here} of them,"
+        raise ConfigError("train.ranks", train.ranks, f"{machine} has {num_gpus} GPUs")
     return train.model_copy(update={"device": f"cuda:{local_rank}"})
 
 
@@ -87,36 +86,44 @@ def join_group(meeting: Meeting, rank: int, size: int, device: torch.device) -> 
         GroupFailedError: if they cannot connect; says by which interface and with which versions
             and variables.
     """
-    backend = _take(device)
+    backend = _select_backend(device)
     address = meeting.address
-    interface = interface_of(address) if address else _loopback()
+    interface = interface_of(address) if address else _loopback_interface()
+    # Variables that a user has set take precedence.
     for name, value in group_environment(interface, address).items():
         os.environ.setdefault(name, value)
     try:
         dist.init_process_group(
             backend, store=meeting.store, rank=rank, world_size=size, timeout=_TIMEOUT
         )
-        dist.all_reduce(torch.zeros(1, device=device))  # NCCL connects only now
+        # NCCL connects at the first collective, and so reports its errors here.
+        dist.all_reduce(torch.zeros(1, device=device))
     except RuntimeError as error:
         raise GroupFailedError(
-            failure(error, backend, rank, size, interface, address, os.environ)
+            failure(
+                error,
+                backend,
+                rank,
+                size=size,
+                interface=interface,
+                address=address,
+                environ=os.environ,
+            )
         ) from None
 
 
 def group_environment(interface: str, address: str) -> dict[str, str]:
-    """Return the variables that hold gloo and NCCL to an interface; those that a user has set take
-    precedence.
-    """
+    """Return the variables that bind gloo and NCCL to an interface."""
     if not interface:
         return {}
-    found = {"GLOO_SOCKET_IFNAME": interface}
+    variables = {"GLOO_SOCKET_IFNAME": interface}
     if address:
-        found |= {
+        variables |= {
             name: value
             for name, value in nccl_environment(address).items()
             if name.startswith("NCCL_")
         }
-    return found
+    return variables
 
 
 def failure(
@@ -133,24 +140,31 @@ def failure(
     if backend == "nccl":
         nccl: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         versions += [f"NCCL {'.'.join(map(str, nccl))}", f"CUDA {torch.version.cuda}"]
-    seen = [f"{name}={value}" for name, value in sorted(environ.items()) if name.startswith(_SHOWN)]
-    where = f"interface {interface or 'unknown'}{f' ({address})' if address else ''}"
+    variables = [
+        f"{name}={value}"
+        for name, value in sorted(environ.items())
+        if name.startswith(_REPORTED_PREFIXES)
+    ]
+    route = f"interface {interface or 'unknown'}"
+    if address:
+        route = f"{route} ({address})"
     return (
-        f"{backend} cannot connect rank {rank} with the other {size - 1}: {first_line(error)}; {where}, "
-        f"{', '.join(versions)}, {' '.join(seen) or 'no variables of NCCL or gloo'}"
+        f"{backend} cannot connect rank {rank} with the other {size - 1}: {first_line(error)}; "
+        f"{route}, {', '.join(versions)}, {' '.join(variables) or 'no variables of NCCL or gloo'}"
     )
 
 
 def join_single_group(device: torch.device) -> None:
     """Make a group of one, for libraries that need a group."""
-    dist.init_process_group(_take(device), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(_select_backend(device), store=store, rank=0, world_size=1)
 
 
-def _loopback() -> str:
+def _loopback_interface() -> str:
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "")
 
 
-def _take(device: torch.device) -> str:
+def _select_backend(device: torch.device) -> str:
     """Return the backend of torch.distributed for a device."""
     if device.type != "cuda":
         return "gloo"

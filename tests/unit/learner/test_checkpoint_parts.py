@@ -125,20 +125,20 @@ def test_a_rank_that_does_not_see_the_folder_says_so(tmp_path: Path) -> None:
 def test_reports_of_checkpoints_and_replies_of_training_come_to_who_waits_for_them() -> None:
     ours, theirs = (RankLink(SocketFrames(end)) for end in socket.socketpair())
     written: list[WrittenReply] = []
-    waiting = threading.Thread(target=lambda: written.append(ours.written()))
+    waiting = threading.Thread(target=lambda: written.append(ours.receive_written()))
     waiting.start()
     for number in range(50):
         theirs.send(SumsReply([{"tokens": float(number)}]))
         if number == 30:
             theirs.send(WrittenReply(PartFile("p", 3, "d")))
-    found = [ours.reply() for _ in range(50)]
+    found = [ours.receive_reply() for _ in range(50)]
     assert [one.slices[0]["tokens"] for one in found if isinstance(one, SumsReply)] == list(
         np.arange(50.0)
     )
     waiting.join(10)
     assert written == [WrittenReply(PartFile("p", 3, "d"))]
     theirs.send(VerifiedReply("bad"))
-    assert ours.reply() == VerifiedReply("bad")
+    assert ours.receive_reply() == VerifiedReply("bad")
     ours.close()
     theirs.close()
 

@@ -58,7 +58,7 @@ def test_nothing_of_a_gathered_weight_is_held(monkeypatch, trained, offloaded):
         left.append(tensor.shape)
         return True
 
-    monkeypatch.setattr(activation_offload, "_leaves", as_on_a_gpu)
+    monkeypatch.setattr(activation_offload, "_is_offloaded", as_on_a_gpu)
     made, inputs = layer(), torch.randn(2, 4, 5)
     ours = inputs.clone().requires_grad_()
     divided = Divided(made)

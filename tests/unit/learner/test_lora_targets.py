@@ -140,7 +140,7 @@ def test_share() -> None:
     start = "(experts.down_proj, experts.gate_up_proj, k_proj, o_proj, q_proj, v_proj)"
     assert line.startswith(f"adapters on {share:.1%} of the weights {start}; none on embed_tokens ")
     assert 0.9 < share < 1
-    offer = adapters.shown("")
+    offer = adapters.describe("")
     assert set(adapted(dict(model_of("qwen3_moe").named_parameters()), offer.targets)) == set(
         adapters.adapted
     )

@@ -276,7 +276,9 @@ def test_ranks_send_every_element_once_in_ranges(
             view = part.view(holders[part.holder])
             view.copy_(take_share(tensors[part.name], part.dim, tp, grid.share).reshape(view.shape))
         runs = list(
-            RowExchange(grid, grid.share).sent(one.below(MODEL) for one in exchange.slices(holders))
+            RowExchange(grid, grid.share).sent_runs(
+                one.below(MODEL) for one in exchange.slices(holders)
+            )
         )
         planned, in_order = sorted(one.run.key for one in runs if one.run.count), RunsInOrder(runs)
         read = {key: in_order[key].clone() for key in planned}

@@ -17,9 +17,9 @@ from waits import until
 
 RANK = """import sys, time
 from types import SimpleNamespace
-from learner.nodes.rank import _signals
+from learner.nodes.rank import _handle_signals
 
-with _signals(SimpleNamespace(joined=sys.argv[1] == "joined")):
+with _handle_signals(SimpleNamespace(joined=sys.argv[1] == "joined")):
     print("ready", flush=True)
     time.sleep(60)
 """

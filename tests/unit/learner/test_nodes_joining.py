@@ -131,7 +131,7 @@ def test_ranks_join_obey_and_end_with_the_code_of_rank_0(
     for time_built in (1, 2):  # a learner that loads again builds again
         ranks.build("any:Any", {"model_path": "a/name", "seed": 7})
         ranks.links[0].send(DiscardCommand())
-        assert ranks.links[0].reply() == SumsReply([{"n": 2.0}])
+        assert ranks.links[0].receive_reply() == SumsReply([{"n": 2.0}])
         assert ranks.meeting().store.get("hello") == b"from rank 1"
         ranks.close()
         assert computing.parted == time_built
@@ -175,7 +175,7 @@ def test_a_number_that_is_taken_is_refused_to_the_second(
     found: list[NodeRanks] = []
     gathers = threading.Thread(target=lambda: found.append(gathering.gather(LONG_S)))
     gathers.start()
-    until(lambda: gathering._roll.here.get((1, 0)))
+    until(lambda: gathering._roll.present.get((1, 0)))
     with caplog.at_level(logging.ERROR):
         assert place.join().ends() == 2
     assert any(line.startswith("--node-rank 1 is taken by ") for line in caplog.messages)
@@ -253,7 +253,7 @@ def test_what_a_rank_failed_of_stands_in_rank_0s_log(
     ranks.build("any:Any", {})
     ranks.links[0].send(DiscardCommand())
     with pytest.raises(LinkClosedError):
-        ranks.links[0].reply()
+        ranks.links[0].receive_reply()
     until(lambda: exits)
     assert joining.ends() == code
     assert exits[0][1] == code
@@ -326,7 +326,7 @@ class TestEncryptedLink:
         assert frames.closes(LONG_S)
         until(lambda: lost == [frames])
         with pytest.raises(LinkClosedError):
-            RankLink(frames).command()
+            RankLink(frames).receive_command()
         with pytest.raises(LinkClosedError):
             frames.put(b"too late")
 

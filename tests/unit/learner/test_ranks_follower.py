@@ -80,7 +80,7 @@ def test_what_went_wrong_here_alone_is_raised(
     link = start(RuntimeError("CUDA out of memory"))
     with pytest.raises(RuntimeError, match="out of memory"):
         follower.main(descriptors[0])
-    assert link.reply() == SumsReply([{"n": 1.0}])
+    assert link.receive_reply() == SumsReply([{"n": 1.0}])
     link.close()
 
 

@@ -176,7 +176,7 @@ async def test_where_tickets_wait_for_room_the_log_is_trimmed_behind_the_newest_
     world.fenced = True
     await world.train_to(5)
     await world.saver.relieve()
-    world.saver._relieved = -1
+    world.saver._relieved_step = -1
     with pytest.raises(Fenced):
         await world.saver.relieve()
     assert len(world.trims) == 3
@@ -201,7 +201,7 @@ async def test_log_is_not_given_up_behind_a_damaged_checkpoint(
         in caplog.text
     )
     flip_bit(tmp_path / "step-000004")
-    world.saver._relieved = -1
+    world.saver._relieved_step = -1
     await world.saver.relieve()
     assert len(world.trims) == before + 1
     await world.train_to(7)  # the next one is due at once

@@ -70,7 +70,7 @@ def test_offloaded_activations_make_the_same_steps_and_weights_stay(tmp_path, mo
         pytest.importorskip("peft", reason="LoRA needs the extra rlearner[lora]")
     path = save_model(tmp_path)
     _, expected = five(path, **more)
-    leaves, seen = activation_offload._leaves, {"moved": 0, "bytes": 0}
+    leaves, seen = activation_offload._is_offloaded, {"moved": 0, "bytes": 0}
 
     def as_on_a_gpu(tensor):
         class Seen:
@@ -85,7 +85,7 @@ def test_offloaded_activations_make_the_same_steps_and_weights_stay(tmp_path, mo
 
     trainer = backend(path, train=settings(activation_offload=True, **more))
     weights = {p.untyped_storage().data_ptr() for p in trainer.policy.module.parameters()}
-    monkeypatch.setattr(activation_offload, "_leaves", as_on_a_gpu)
+    monkeypatch.setattr(activation_offload, "_is_offloaded", as_on_a_gpu)
     agree([trainer.update(samples(seed)) for seed in range(5)], expected)
     assert seen["moved"] > 20
     assert seen["bytes"] > 1e5
