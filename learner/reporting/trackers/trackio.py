@@ -1,6 +1,4 @@
-"""Logs to Trackio; ``trackers.args.trackio`` goes to ``trackio.init``, for example ``{space_id:
-me/lakes}``.
-"""
+"""Logs to Trackio; ``trackers.args.trackio`` goes to ``trackio.init``: ``{space_id: me/run}``."""
 
 from __future__ import annotations
 
