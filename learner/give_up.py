@@ -40,7 +40,8 @@ LEAST_WINDOW: Final = 32
 WORKED_TIMES: Final = 12
 MAX_SKIPPED: Final = 5
 LOOK_EVERY_S: Final = 1.0
-MAX_CHARS: Final = 400  # of a failure's detail
+# Longer details of a failure are cut.
+MAX_CHARS: Final = 400
 # (file.py:88 in fn), see broker.system.workers.fault
 PLACE: Final = re.compile(r"\([^()\s]+:\d+ in [^()]+\)")
 

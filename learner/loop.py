@@ -106,7 +106,8 @@ class TrainingLoop:
         self._consumer.resume(self._resumed.groups)
         opening_actions = self._ledger.open_credit()
         self.boundary = self._ledger.dump()
-        await self._records.began(opening_actions, self._resumed.lost)  # before a ticket goes out
+        # Recorded before a ticket goes out: hubs must not know tickets that the files lack.
+        await self._records.began(opening_actions, self._resumed.lost)
         for ticket in self._resumed.unissued:
             self._issuer.put(ticket)
         self._perform(opening_actions)
@@ -140,7 +141,8 @@ class TrainingLoop:
         return True
 
     async def _read(self, records: AsyncGenerator[LogRecord, None]) -> LogRecord:
-        await self._training.has_room()  # a group that is read must be kept until it is trained on
+        # A group that is read stays in memory until it is trained on.
+        await self._training.has_room()
         return await anext(records)
 
     async def _next(self, records: AsyncGenerator[LogRecord, None]) -> LogRecord | None:
@@ -174,7 +176,8 @@ class TrainingLoop:
             requested.cancel()
         if self._requested.is_set() and not any(event.done() for event in events):
             self._requested.clear()
-            if not self._ledger.state.taken:  # the model is as it was at the boundary
+            # The model is as it was at the boundary.
+            if not self._ledger.state.taken:
                 await self._between_steps(self.boundary)
 
     async def _has_unread_record(self, events: set[asyncio.Future[Any]]) -> bool:
@@ -217,11 +220,13 @@ class TrainingLoop:
         message = entry.message
         if isinstance(message, wire.Closed) and forgotten:
             self._log_closed(message)
-            if message.reason != FILTERED:  # by the hub that has the only group
+            # The hub that closes a filtered ticket has its only group.
+            if message.reason != FILTERED:
                 self._issuer.withdraw(message.ticket, is_queued=message.by == self._bus.name)
         elif isinstance(message, wire.RulesChange):
             self._log_rules_change(message, len(forgotten))
-            for number in forgotten:  # no hub ended these
+            # No hub ended these tickets, so hubs may still hold them.
+            for number in forgotten:
                 self._issuer.withdraw(number)
         self._perform(actions)
         await self._offer_if_current()
@@ -300,7 +305,8 @@ class TrainingLoop:
         line = self._metrics_writer.compose(self._step_values(result, waited_s, copy_s) | timings)
         self._evaluator.step_completed(step, self._steps)
         if self._is_done:
-            await self._training.leave()  # the evaluation needs servers
+            # The evaluation needs the rollout servers on the device.
+            await self._training.leave()
             with self._training.spans.work("evaluate", step=step):
                 await self._evaluator.drain(self._stop.asked)
         await self._metrics_writer.write(line | self._evaluator.take(last=self._is_done))

@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 # Only the package that reads the data knows which files they are.
 DATA_DIGESTS: Final = "envhub.config:data_digests"
-Say = Callable[[str], None]  # receives what is happening, for people
+# Receives progress messages for people.
+Say = Callable[[str], None]
 
 
 def name_run(config: dict[str, Any], path: str) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from learner.run_folder import noted_epoch
 from rlearner_text.hub import is_local, read_json, tokenizer_folder
 from rlearner_text.tokenizer import Tokenizer
 
-MODEL: Final = ("path", "seed", "tiny")  # keys of the section model that decide the first weights
+# Keys of the section model that decide the first weights.
+MODEL: Final = ("path", "seed", "tiny")
 # Keys of config.json that decide the shapes and meaning of the weights; GPT-2's are the last three.
 SHAPES: Final = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -27,10 +28,12 @@ SHAPES: Final = (
     "num_local_experts", "n_routed_experts", "moe_intermediate_size", "n_embd", "n_layer", "n_head",
 )  # fmt: skip
 NO_SHAPE: Final = ("model.seed", "model.tiny.max_position_embeddings")
-MAX_CHARS: Final = 80  # of a value in a message
+# Longer values are cut in messages.
+MAX_CHARS: Final = 80
 FIXED_ADVICE: Final = "a run cannot change that; choose another run.name"
 
-Change = tuple[str, Any, Any]  # dotted key, before, after; None for a missing key
+# Dotted key, old and new value; None for a missing key.
+Change = tuple[str, Any, Any]
 
 
 def read_settings(folder: Path) -> dict[str, Any] | None:

@@ -21,7 +21,8 @@ from broker.system.process_identity import has_ended, this_process
 from learner.reporting.status import ID
 from learner.run_folder import noted_epoch, noted_holder
 
-UNKNOWN_PROCESS = ""  # a holder of which only the epoch is known
+# A holder of which only the epoch is known.
+UNKNOWN_PROCESS = ""
 
 
 class RivalDetector:
@@ -88,7 +89,8 @@ class RivalDetector:
             processes.add(entry[0].process)
         if noted:
             processes.add(noted_holder(self._folder))
-        if epoch > noted:  # taken by a learner of another folder, or just now
+        # Taken by a learner of another folder, or just now.
+        if epoch > noted:
             processes.add(UNKNOWN_PROCESS)
         return processes - {self._process}
 
@@ -106,6 +108,7 @@ class RivalDetector:
 
     def _note_beat(self, presence: wire.Presence, is_alive: bool) -> None:
         if not is_alive:
-            self._beats.clear()  # one of them left; the others beat again within two seconds
+            # A learner has left; the others beat again within two seconds.
+            self._beats.clear()
         elif presence.process != self._process:
             self._beats[presence.process] = (presence, self._roster.clock)

@@ -23,12 +23,14 @@ from broker.system.private_files import private_write
 
 ADDRESS: Final = "broker.url"
 EPOCH: Final = "epoch"
-STORE: Final = "broker"  # of the private broker of `rlearner up`
+# Folder of the private broker of `rlearner up`.
+STORE: Final = "broker"
 # held by `rlearner up`; a line with its process id, then one with the address of its private broker
 UP_LOCK: Final = ".lock"
 # start of the reason if there is a learner, but no run yet
 STARTING: Final = "the learner is starting"
-UNKNOWN: Final = "does not know run"  # part of the reason if the broker answered
+# Part of the reason if the broker answered.
+UNKNOWN: Final = "does not know run"
 # Commands for people: without a broker they answer from the run's folder after this.
 DEADLINE_S: Final = 2.0
 

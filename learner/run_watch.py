@@ -17,7 +17,8 @@ from broker.settings.runspec import publish_runspec
 
 log = logging.getLogger(__name__)
 
-ENDINGS: Final = ("draining", "stopped")  # the desired states in which a learner exits
+# The desired states in which a learner exits.
+ENDINGS: Final = ("draining", "stopped")
 
 
 class EpochWatch:

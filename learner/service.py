@@ -107,7 +107,8 @@ async def serve(
                 stop, Bus.connect(url, run, name=ID, role=ID, deadline_s=connect_deadline_s)
             )
             stack.push_async_callback(bus.close)
-            begin_imports(config)  # while the broker answers and files are read
+            # Imports take seconds: they overlap with the broker and the reading of files.
+            begin_imports(config)
             bus.replicas = section(config, "broker", BrokerSection).replicas
             await _refuse_foreign_run(bus, folder, is_new)
             rivals = await _refuse_rivals(stack, bus, folder, stop) if not take_over else None
@@ -244,9 +245,11 @@ class LearnerService:
         self.resumed = await recovery.recover()
         appending = self._append_rules()
         if self.ledger.state.position or await self.bus.last_seq(SAMPLES):
-            self.member.spawn(appending)  # if the store is full, the log must be trimmed first
+            # Not awaited: if the store is full, the log must be trimmed first.
+            self.member.spawn(appending)
         else:
-            await appending  # the log's first record
+            # A new log begins with its rules.
+            await appending
         await asyncio.to_thread(checkpoint.remove_partial, self.checkpoints)
         for path in self._damaged:
             await asyncio.to_thread(checkpoint.set_aside, path)
@@ -281,8 +284,10 @@ class LearnerService:
                 try:
                     recovery = await self._load(loading, path, model_path, rebase=rebase)
                 except (UserError, LostState, OSError) as error:
+                    # A checkpoint that is no longer the newest was deleted, or the log was trimmed
+                    # past it: try the newest one.
                     if path == self._newest() and not self._pass_over(path, error):
-                        raise  # otherwise deleted, or the log was trimmed past it
+                        raise
                     if path in self._damaged:
                         continue
                 if not self.watch.epoch:
@@ -327,7 +332,8 @@ class LearnerService:
         try:
             from_path = str(resumed.path) if resumed else model_path
             keeps_samples = section(self.config, "samples", SamplesSection).keep
-            seed = self.ledger.rules.seed  # that of the configuration may have changed since
+            # The seed of the configuration may have changed since.
+            seed = self.ledger.rules.seed
             self.training = await open_training(
                 self.config,
                 from_path,
@@ -441,7 +447,8 @@ class LearnerService:
             cleared_epoch = None
             if self.rivals is not None:
                 cleared_epoch = await unless_stopped(self.stop, self.rivals.refuse())
-            with suppress(Fenced):  # another learner was faster: check that one
+            # If another learner was faster, check that one.
+            with suppress(Fenced):
                 await self.watch.take_epoch(
                     spec, above=noted_epoch(self.folder), cleared_epoch=cleared_epoch
                 )
@@ -557,7 +564,8 @@ class LearnerService:
             # A learner that took over may have trimmed the log: report that instead.
             await self.watch.refuse_if_fenced()
             raise
-        except NotFinite as error:  # no checkpoint: the one before is to resume from
+        # No checkpoint is written: the run must resume from finite weights.
+        except NotFinite as error:
             await self.watch.put(wire.DesiredState(state="stopped", reason=str(error)))
             raise
         self.watch.refuse_if_seen_fenced()

@@ -237,7 +237,8 @@ class TrainingThread:
             and (error := future.exception()) is not None
             and not self.failed.done()
         ):
-            self.abandon()  # a step that lacks a group must not be taken
+            # A step that lacks a group must not be taken.
+            self.abandon()
             self.failed.set_exception(error)
 
     def _keep_fraction(self, rules: TicketRules | None) -> float:
@@ -312,7 +313,8 @@ class TrainingThread:
         """Train a step that needs all its groups; once begun, its updates cannot be undone."""
         if self._abandoned.is_set():
             return None
-        if self._num_streamed not in (0, len(self._groups)):  # the rules changed on the way
+        # The rules changed within the step.
+        if self._num_streamed not in (0, len(self._groups)):
             self._scores.reset()
             self.backend.discard()
         samples = self._assembly.batch(groups, self._scores.finish, self.backend.kl_coef)

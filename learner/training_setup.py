@@ -39,7 +39,8 @@ def begin_imports(config: dict[str, Any]) -> None:
 
 
 def _preload_backend(backend: str) -> None:
-    with suppress(ConfigError, ImportError):  # open_training raises it again
+    # ``open_training`` raises the error again.
+    with suppress(ConfigError, ImportError):
         _import_backend(backend)
 
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RunJob = Callable[[Callable[[], None]], Awaitable[None]]  # in the training thread
+# Runs a job in the training thread.
+RunJob = Callable[[Callable[[], None]], Awaitable[None]]
 
 
 class DeviceTurns:

@@ -75,7 +75,8 @@ class ModelPreparation:
         )
         importing.start()
         data = self._demonstrations()
-        importing.join()  # two threads importing transformers at once may see it half-imported
+        # Two threads importing transformers at once may see it half-imported.
+        importing.join()
         self._train(path, data, out)
         return str(out)
 

@@ -94,7 +94,8 @@ def from_trajectory(
     versions = np.full(len(sampled), -1, np.int32)
     versions[sampled] = np.repeat(runs[:, 0], runs[:, 1])
     mask = sampled.copy()
-    mask[:1] = False  # sampled from an empty context, so it has no logprob
+    # The first token is sampled from an empty context, so it has no logprob.
+    mask[:1] = False
     if not trained:
         mask[:] = False
     return TrainSample(

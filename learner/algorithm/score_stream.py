@@ -12,7 +12,8 @@ from learner.algorithm.packing import MicroBatchCutter
 from learner.algorithm.samples import SampleScores, TrainSample
 
 Score = Callable[[Sequence[TrainSample]], list[SampleScores]]
-Key = tuple[int, int]  # a ticket, and which of its samples
+# A ticket, and the index of its sample.
+Key = tuple[int, int]
 
 
 class ScoreStream:

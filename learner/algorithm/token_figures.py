@@ -33,7 +33,8 @@ class TokenFigures:
 
 
 NO_FIGURES = TokenFigures(np.zeros(0, np.float16), np.zeros(0, np.float16))
-StepTokens = Mapping[int, Sequence[TokenFigures]]  # by ticket, for each trajectory of its group
+# By ticket, for each trajectory of its group.
+StepTokens = Mapping[int, Sequence[TokenFigures]]
 
 
 class FigureCollector:
@@ -60,5 +61,6 @@ class FigureCollector:
         """Return the figures of a step by ticket, and begin the next."""
         figures = self._figures
         self._figures = {}
-        self._places.clear()  # those of samples without trained tokens, which may be freed by now
+        # Samples without trained tokens remain; they may be freed, and their ids reused.
+        self._places.clear()
         return figures

@@ -30,7 +30,8 @@ FOLDER: Final = "samples"
 SUFFIX: Final = ".frames"
 PAUSED: Final = ".paused"
 MAGIC: Final = b"RLS1"
-MAX_FRAMES: Final = 2**14  # per file: finding a record reads the headers before it, about 20 ms
+# Finding a record reads the headers before it in its file, which takes about 20 ms.
+MAX_FRAMES: Final = 2**14
 # magic, sequence, ticket, bytes of the record, its digest
 _HEADER: Final = struct.Struct("<4sQqI8s")
 HEADER_BYTES: Final = _HEADER.size
@@ -132,7 +133,8 @@ def mark_paused(folder: Path, position: int) -> None:
         return
     with files[-1][1].open("rb") as file:
         end, last = _skip_frames(file, sys.maxsize)
-    os.truncate(files[-1][1], end)  # a crash may have left half a frame
+    # A crash may have left half a frame.
+    os.truncate(files[-1][1], end)
     (folder / f"{max(last, position) + 1:012d}{PAUSED}").touch(0o600)
     sync(folder)
 
@@ -215,7 +217,8 @@ def _pick_from(path: Path, seqs: set[int]) -> Iterator[ArchiveFrame]:
         ):
             seq, ticket, length, expected_digest = header
             position += _HEADER.size
-            if position + length > size:  # a damaged length may be gigabytes
+            # A damaged length may be gigabytes.
+            if position + length > size:
                 return
             if seq in seqs:
                 seqs.remove(seq)

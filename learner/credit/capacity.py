@@ -14,7 +14,8 @@ from broker.errors import ConfigError
 from broker.settings.config import PRIVATE_STORE_GIB, num_greedy, takes_steps
 
 # Of the wire's encoding; tests/unit/learner/test_capacity.py compares them with it.
-TOKEN_BYTES: Final = 9  # token_ids 4, loss_mask 1, logprobs 4
+# token_ids 4, loss_mask 1, logprobs 4.
+TOKEN_BYTES: Final = 9
 # Of a token's text, which the response and the anchors hold again.
 TEXT_BYTES: Final = 4
 TURN_BYTES: Final = 128

@@ -89,10 +89,14 @@ from learner.algorithm.selection import num_kept
 from learner.credit.ticket_rules import TicketRules, next_domain, task_seed
 
 ZERO_STD: Final = 1e-6
-LOST: Final = "lost"  # closed: the broker no longer knows the ticket
-REMOVED: Final = "removed"  # dropped: the rules no longer have its domain
-FILTERED: Final = "filtered"  # closed: the group was certain to be filtered
-WITHDRAWN: Final = "withdrawn"  # dropped: the rules no longer allow as many tickets
+# Closed: the broker no longer knows the ticket.
+LOST: Final = "lost"
+# Dropped: the rules no longer have its domain.
+REMOVED: Final = "removed"
+# Closed: the group was certain to be filtered.
+FILTERED: Final = "filtered"
+# Dropped: the rules no longer allow as many tickets.
+WITHDRAWN: Final = "withdrawn"
 Outcome = Literal["filtered", "dropped", "dead"]
 
 
@@ -442,15 +446,14 @@ class Ledger:
             self._leave(number, "dropped")
             actions.append(ForgetTicket(number, "dropped", REMOVED))
         surplus = s.credit - (s.trained + s.unselected + self.rules.outstanding(s.version))
-        unneeded = min(
-            max(surplus, 0), len(removed)
-        )  # this many of those just ended are not replaced
-        s.credit -= unneeded
-        actions += [self._issue_next() for _ in range(len(removed) - unneeded)]
+        # So many of the removed tickets are not replaced.
+        num_unneeded = min(max(surplus, 0), len(removed))
+        s.credit -= num_unneeded
+        actions += [self._issue_next() for _ in range(len(removed) - num_unneeded)]
         remaining = [number for number in free if number in s.live]
         # A stable sort: those without a group come first.
         remaining.sort(key=lambda number: number in self._arrived)
-        for number in remaining[: max(surplus - unneeded, 0)]:
+        for number in remaining[: max(surplus - num_unneeded, 0)]:
             self._count(WITHDRAWN)
             self._leave(number, "dropped")
             s.credit -= 1

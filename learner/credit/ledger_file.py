@@ -188,7 +188,8 @@ class LedgerLineBuilder:
         for action in actions:
             if isinstance(action, IssueTicket):
                 lines.append(self._note(_issued_line(action)))
-            elif isinstance(action, ForgetTicket):  # too old for the next step
+            # The group became too old for the next step.
+            elif isinstance(action, ForgetTicket):
                 lines.append(
                     self._ended(
                         action,

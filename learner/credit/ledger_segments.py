@@ -59,7 +59,8 @@ class LedgerLines:
         for i, (first, path) in enumerate(files):
             try:
                 lines, self.problem = read_segment(path, first, is_last=i + 1 == len(files))
-            except FileNotFoundError:  # a learner that resumes deletes the newest files first
+            # A resuming learner deletes the newest files first.
+            except FileNotFoundError:
                 return
             yield from lines
             if self.problem:
@@ -71,7 +72,8 @@ def read_newest(folder: Path) -> tuple[list[LedgerLine], str]:
     for first, path in reversed(segment_files(folder)):
         try:
             return read_segment(path, first, is_last=True)
-        except FileNotFoundError:  # a learner that resumes deletes the newest files first
+        # A resuming learner deletes the newest files first.
+        except FileNotFoundError:
             continue
     return [], ""
 
@@ -118,9 +120,11 @@ def resume_file(
             first,
         )
     private_folder(folder)
-    for path in folder.glob(".step-*"):  # left by a crash
+    # A crash may have left them.
+    for path in folder.glob(".step-*"):
         path.unlink(missing_ok=True)
-    for begin, path in reversed(segment_files(folder)):  # newest first: the rest never has a gap
+    # Newest first, so that the remaining files never have a gap.
+    for begin, path in reversed(segment_files(folder)):
         if begin > first or lines[0].state == "unrecorded":
             path.unlink()
     return LedgerFile(folder, first, lines, max_bytes), lines
@@ -146,7 +150,8 @@ def _kept_lines(folder: Path, ledger: Ledger) -> tuple[int, list[LedgerLine]]:
         if end:
             return first, lines[:end]
         if first < version:
-            break  # older files end before this boundary
+            # Older files end before this boundary.
+            break
     return version, [
         LedgerLine(
             state="unrecorded", step=version, seq=ledger.state.position, counts=ledger.counts()
@@ -198,7 +203,8 @@ class LedgerFile:
         Raises:
             OSError: if the folder cannot be written.
         """
-        self.sync()  # a later file on disk implies that this one is complete
+        # A later file on disk implies that this one is complete.
+        self.sync()
         self._create(first, [summary])
 
     def sync(self) -> None:

@@ -40,7 +40,8 @@ def read_record(entry: LogRecord, ledger: Ledger, vocab_size: int) -> RecordInta
         return RecordIntake(TicketEnd(message.ticket, message.reason))
     if isinstance(message, wire.RulesChange):
         return rules_change(message)
-    if isinstance(message, wire.Parted):  # not fetched, because its ticket awaits no record
+    # Its parts were not fetched, because its ticket awaits no record.
+    if isinstance(message, wire.Parted):
         return RecordIntake(TicketEnd(message.ticket, "malformed"), problem=entry.error)
     if not isinstance(message, wire.Group):
         return RecordIntake(TicketEnd(entry.ticket, "malformed"), problem=entry.error)

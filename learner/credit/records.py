@@ -138,7 +138,8 @@ class LedgerRecorder:
             self._file.leave(step, summary)
 
     async def _append(self, data: bytes) -> None:
-        self._file.append(data)  # into the page cache: microseconds
+        # Not in a thread: a write into the page cache takes microseconds.
+        self._file.append(data)
 
     async def _archive_record(
         self, archive: SampleArchive, entry: LogRecord, record_digest: str

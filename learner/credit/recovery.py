@@ -202,7 +202,8 @@ class Recovery:
         if isinstance(record.message, wire.Parted) or (
             record.parted is not None and record.message is None
         ):
-            return False  # its parts are deleted, so it cannot be compared
+            # Its parts are deleted, so it cannot be compared.
+            return False
         return digest(record.data) != known_digest
 
     async def _not_closed(self) -> list[LedgerEntry]:

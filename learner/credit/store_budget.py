@@ -16,7 +16,8 @@ ADMIT_BELOW: Final = 0.8
 OPEN_BELOW: Final = 0.7
 # Lower: a checkpoint trims the log before tickets have to wait.
 PRESSED_ABOVE: Final = 0.6
-FIRST_GUESS_BYTES: Final = 1 << 20  # of a group, before the first one
+# Assumed size of a group before the first one arrives.
+FIRST_GUESS_BYTES: Final = 1 << 20
 # Groups of which the mean size counts; a single one may be no more than its closing.
 MEASURED_FROM: Final = 8
 

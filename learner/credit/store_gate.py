@@ -22,8 +22,10 @@ LOOK_EVERY_S: Final = 3.0
 # store.
 FIRST_LOOK_SHARE: Final = 0.1
 GIB: Final = 1 << 30
-GROUPS: Final = (EPISODES, SAMPLES)  # one message for each group, or for its closing
-GROWING: Final = (TICKETS, PARTS, *GROUPS)  # these streams grow with the run
+# One message for each group, or for its closing.
+GROUPS: Final = (EPISODES, SAMPLES)
+# Streams that grow with the run.
+GROWING: Final = (TICKETS, PARTS, *GROUPS)
 
 
 class StoreGate:

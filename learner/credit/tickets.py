@@ -22,7 +22,8 @@ from learner.credit.ledger import Ledger
 log = logging.getLogger(__name__)
 
 TICK_S: Final = 1.0
-PIPELINED: Final = 256  # tickets published before their confirmations are awaited
+# Tickets that are published before their confirmations are awaited.
+PIPELINED: Final = 256
 REBASE: Final = (
     "it lost its store; `rlearner start … --rebase` continues with the open tickets counted dead"
 )

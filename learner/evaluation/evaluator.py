@@ -23,7 +23,8 @@ from learner.reporting.transcripts import TranscriptFactory
 log = logging.getLogger(__name__)
 
 TICK_S: Final = 0.5
-ACTORS_KEPT: Final = 4  # evaluations of the actor, for comparison with others
+# Evaluations of the actor, for comparison with others.
+ACTORS_KEPT: Final = 4
 
 
 class Evaluator:

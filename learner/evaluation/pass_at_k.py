@@ -59,7 +59,8 @@ def interval(tasks: Sequence[Sequence[bool]]) -> tuple[float, float]:
         raise ValueError("no tasks")
     means = [sum(tries) / len(tries) for tries in tasks]
     n = len(tasks)
-    z = 1.959964  # the 97.5 % quantile of the normal distribution
+    # The 97.5 % quantile of the normal distribution.
+    z = 1.959964
     mean = sum(means) / n
     if all(len(tries) == 1 for tries in tasks) or n == 1:
         centre = mean + z * z / (2 * n)

@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 
 # In the run's folder: logprobs under a frozen reference.
 REFERENCE: Final = "reference.safetensors"
-_UNLIMITED: Final = 1 << 20  # tokens, for a model that names no limit
+# Tokens of a model that names no limit.
+_UNLIMITED: Final = 1 << 20
 
 
 class OfflinePipeline(Protocol):

@@ -92,6 +92,7 @@ def _encode_example(tokenizer: Tokenizer, messages: Messages, num_shared: int) -
     for index, value in enumerate(mask):
         if turns == 0 and value:
             break
-        turns -= value and mask[index + 1 : index + 2] != [1]  # the last token of a turn
+        # A turn ends where the next token is not trained.
+        turns -= value and mask[index + 1 : index + 2] != [1]
         mask[index] = 0
     return TokenizedExample(token_ids, mask)

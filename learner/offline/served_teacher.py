@@ -50,7 +50,8 @@ CONNECT_S: Final = 20.0
 STOP_TIMEOUT_S: Final = 5.0
 
 T = TypeVar("T")
-Answer = tuple[Array, Array]  # top_ids int32 and top_logprobs float32, (n - 1, k) each
+# The top ids, int32, and their logprobs, float32, (n - 1, k) each.
+Answer = tuple[Array, Array]
 
 
 class ServedTeacher:
@@ -189,7 +190,8 @@ class _TeacherClient:
                     reply = await self._request(server, token_ids)
                     if reply.top_ids is None and reply.finish_reason != "error":
                         raise RequestFailed(reply.error or f"{reply.finish_reason}: it is leaving")
-                except RequestFailed as error:  # not a refusal: another server will score the row
+                # Not a refusal: another server will score the row.
+                except RequestFailed as error:
                     log.info("trying another server: %s: %s", server.id, error)
                     self._avoid[server.id] = time.monotonic() + AVOID_S
                     continue

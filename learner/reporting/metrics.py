@@ -233,7 +233,8 @@ def _end_of(path: Path, last_step: int) -> int:
                 if json.loads(row)["step"] <= last_step:
                     return end
             except (ValueError, TypeError, KeyError):
-                continue  # not a line of this file: cut off with the rest
+                # No line of this file: it is cut off, too.
+                continue
     return 0
 
 
@@ -263,7 +264,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     for row in path.read_bytes().split(b"\n") if path.is_file() else []:
         try:
             line = json.loads(row)
-        except ValueError:  # the bytes may not even be text
+        # The bytes may not even be text.
+        except ValueError:
             break
         if not isinstance(line, dict):
             break

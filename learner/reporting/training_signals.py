@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-OVER_AFTER: Final = 3  # steps in a row without the condition before a warning ends
-RECENT: Final = 100  # lines that status reads
+# Steps in a row without the condition before a warning ends.
+OVER_AFTER: Final = 3
+# Lines that ``rlearner status`` reads.
+RECENT: Final = 100
 EQUAL: Final = 1e-9
 FEW_TOKENS: Final = 8
 
-Line = Mapping[str, Any]  # metric name to value
+# Metric name to value.
+Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,8 @@ RULES: Final[dict[str, WarningRule]] = {
         "train.lora.target_modules",
     ),
     "not_finite": WarningRule(
-        _is_above(0.0, "actor/skipped"),  # a non-finite norm is not written
+        # A non-finite norm is not written.
+        _is_above(0.0, "actor/skipped"),
         1,
         "the gradient was not finite, so the update was skipped: lower train.lr, set "
         "train.max_grad_norm, or try model.dtype=float32",

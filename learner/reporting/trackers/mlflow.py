@@ -15,18 +15,21 @@ from broker.errors import ConfigError
 from broker.system.private_files import private_folder
 from learner.reporting.trackers import flatten
 
-os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when it is imported
+# MLflow reads it when it is imported.
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
 
 ARGS: Final = ("tracking_uri", "experiment", "tags")
-RUN: Final = "rlearner.run"  # tag by which a run continues
+# Tag by which a run continues.
+RUN: Final = "rlearner.run"
 PARAMS_PER_CALL: Final = 100  # of MLflow
 # The newest, in a tag of at most 8,000 characters; the others stay as files.
 TABLES_LISTED: Final = 50
-_REFUSED: Final = re.compile(r"[^\w\-./ ]")  # characters that its names cannot have
+# Characters that names in MLflow cannot have.
+_REFUSED: Final = re.compile(r"[^\w\-./ ]")
 
 
 class MLflow:
@@ -125,7 +128,8 @@ class MLflow:
         tags = self._client.get_run(self._run_id).data.tags
         try:
             listed = json.loads(tags.get(MLFLOW_LOGGED_ARTIFACTS, "[]"))
-        except ValueError:  # MLflow cuts a tag off at 8,000 characters
+        # MLflow cuts a tag off at 8,000 characters.
+        except ValueError:
             listed = []
         entry = {"path": path, "type": "table"}
         if entry not in listed:
