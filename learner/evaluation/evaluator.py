@@ -96,9 +96,7 @@ class Evaluator:
         self._start_baseline(step)
 
     def take(self, *, last: bool) -> dict[str, float]:
-        """Return one line's metrics: the actor's oldest new result (the newest if ``last``), and
-        the baselines'.
-        """
+        """Return one line's metrics: the actor's next result (the newest if ``last``) and others."""
         actors = [result for result in self.completed if result.policy == ACTOR]
         others = [result for result in self.completed if result.policy != ACTOR]
         # A policy that is compared with the actor waits for its result.

@@ -18,7 +18,7 @@ NAMES: Final = {
 
 
 def fleet_figures(role: str, present: Sequence[wire.Presence]) -> dict[str, float]:
-    """Return ``fleet/*`` of one role: counts of all that take work, means of all that measure.
+    """Return ``fleet/*`` of one role: counts of all that take work, means of their times.
 
     Servers of other policies than the actor do not count.
     """
