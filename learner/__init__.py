@@ -1,3 +1,4 @@
-"""The learner: issues tickets, trains on the samples log, offers weights. May import broker, text
-and sandbox.
+"""The learner: issues tickets, trains on the samples log, offers weights.
+
+It may import broker, text and sandbox.
 """

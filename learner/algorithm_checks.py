@@ -1,7 +1,6 @@
 """Refuses algorithm settings that do not work together, by what estimators and losses declare.
 
-Losses import torch, so they are only asked for what they declare if a setting that few of them have
-is set.
+Losses import torch, so their traits are only read if a setting that few losses support is set.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ def check_algorithm(config: dict[str, Any]) -> None:
 def _check_values(algorithm: AlgorithmSection) -> None:
     if algorithm.dual_clip is not None and algorithm.dual_clip <= 1:
         raise ConfigError("algorithm.dual_clip", algorithm.dual_clip, "above 1; 3 is usual")
-    loss = algorithm.pg_variant
-    if algorithm.dual_clip is not None and not _loss_has("dual_clip", loss):
-        those = ", ".join(name for name in sorted(LOSSES) if _loss_has("dual_clip", name))
-        allowed = f"null with algorithm.pg_variant {loss}; it takes effect in {those}"
+    loss_name = algorithm.pg_variant
+    if algorithm.dual_clip is not None and not _loss_has("dual_clip", loss_name):
+        supporting = ", ".join(name for name in sorted(LOSSES) if _loss_has("dual_clip", name))
+        allowed = f"null with algorithm.pg_variant {loss_name}; it takes effect in {supporting}"
         raise ConfigError("algorithm.dual_clip", algorithm.dual_clip, allowed)
-    if algorithm.kl_coef and not _loss_has("kl", loss):
-        allowed = f"0 with algorithm.pg_variant {loss}, which has no KL term"
+    if algorithm.kl_coef and not _loss_has("kl", loss_name):
+        allowed = f"0 with algorithm.pg_variant {loss_name}, which has no KL term"
         raise ConfigError("algorithm.kl_coef", algorithm.kl_coef, allowed)
     if algorithm.mis_mask_level is not None and algorithm.correction != "mis":
         allowed = f"null with algorithm.correction {algorithm.correction}; only mis reads it"
@@ -66,7 +65,10 @@ def _check_values(algorithm: AlgorithmSection) -> None:
             "algorithm.pass_rate", bounds, "the lower share first, for example [0.2, 0.8]"
         )
     if algorithm.close_early and bounds is None:
-        allowed = "false without algorithm.pass_rate: what other filters decide is certain only at a group's end"
+        allowed = (
+            "false without algorithm.pass_rate: what other filters decide is certain only at a "
+            "group's end"
+        )
         raise ConfigError("algorithm.close_early", True, allowed)
     buffer = algorithm.overlong_buffer
     length = algorithm.overlong_length
@@ -98,25 +100,29 @@ def _check_critic(algorithm: AlgorithmSection, traits: EstimatorTraits | None) -
         return
     allowed = f"true with algorithm.adv_estimator {estimator}, which needs a critic"
     if enabled:
-        able = ", ".join(declaring("needs_critic"))
-        allowed = f"false with algorithm.adv_estimator {estimator}; only {able} reads a critic"
+        supporting = ", ".join(declaring("needs_critic"))
+        allowed = (
+            f"false with algorithm.adv_estimator {estimator}; only {supporting} reads a critic"
+        )
     raise ConfigError("algorithm.critic.enabled", enabled, allowed)
 
 
 def _check_streaming(
     streaming: str, algorithm: AlgorithmSection, traits: EstimatorTraits | None
 ) -> None:
-    over_rows = traits is not None and traits.whole_batch
-    whole = f"adv_estimator {algorithm.adv_estimator}" if over_rows else waits_for_batch(algorithm)
-    if streaming == "always" and whole:
-        allowed = f"auto or never with algorithm.{whole}, which needs all groups of a step"
+    uses_whole_batch = traits is not None and traits.whole_batch
+    reason = (
+        f"adv_estimator {algorithm.adv_estimator}"
+        if uses_whole_batch
+        else waits_for_batch(algorithm)
+    )
+    if streaming == "always" and reason:
+        allowed = f"auto or never with algorithm.{reason}, which needs all groups of a step"
         raise ConfigError("train.streaming", streaming, allowed)
 
 
 def _check_correction(algorithm: AlgorithmSection) -> None:
-    """Check that 1 lies between the bounds: on-policy every ratio is 1 and every correction the
-    identity.
-    """
+    """Check that the bounds contain 1, the ratio of on-policy tokens, which need no correction."""
     name = algorithm.correction
     low = algorithm.correction_low
     high = algorithm.correction_high
@@ -131,13 +137,11 @@ def _check_correction(algorithm: AlgorithmSection) -> None:
 
 
 def _check_steps(key: str, algorithm: AlgorithmSection, traits: EstimatorTraits | None) -> None:
-    """Check settings for step samples: treating each sample as an episode would weight long
-    episodes more.
-    """
+    """Check settings for step samples: counted as episodes, they would weight long ones more."""
     estimator = algorithm.adv_estimator
     if traits is not None and not traits.counts_episodes:
-        able = ", ".join(declaring("counts_episodes"))
-        allowed = f"full with algorithm.adv_estimator {estimator}; with steps: {able}"
+        supporting = ", ".join(declaring("counts_episodes"))
+        allowed = f"full with algorithm.adv_estimator {estimator}; with steps: {supporting}"
         raise ConfigError(f"{key}.context", "steps", allowed)
     if (
         algorithm.format_penalty
@@ -152,25 +156,31 @@ def _check_pass_rate(key: str, domain: dict[str, Any], bounds: Sequence[float] |
     """Refuse bounds that filter every group: shares of N episodes are multiples of 1/N."""
     if bounds is None:
         return
-    most = domain["group_size"]
-    least = domain["min_group_size"] or most
+    max_size = domain["group_size"]
+    min_size = domain["min_group_size"] or max_size
     if not any(
-        is_within(solved, num, *bounds)
-        for num in range(least, most + 1)
-        for solved in range(num + 1)
+        is_within(solved, num_episodes, *bounds)
+        for num_episodes in range(min_size, max_size + 1)
+        for solved in range(num_episodes + 1)
     ):
-        sizes = str(most) if least == most else f"{least} to {most}"
-        allowed = f"bounds with a share of successes between them that a group of {key}, {sizes} episodes, can have"
+        sizes = str(max_size) if min_size == max_size else f"{min_size} to {max_size}"
+        allowed = (
+            f"bounds with a share of successes between them that a group of {key}, {sizes} "
+            "episodes, can have"
+        )
         raise ConfigError("algorithm.pass_rate", list(bounds), allowed)
 
 
 def _check_domain(
-    name: str, domain: dict[str, Any], algorithm: AlgorithmSection, declared: EstimatorTraits | None
+    name: str,
+    domain: dict[str, Any],
+    algorithm: AlgorithmSection,
+    declared_traits: EstimatorTraits | None,
 ) -> None:
     key = f"domains.{name}"
     estimator = algorithm.adv_estimator
-    traits = declared or EstimatorTraits()
-    # a group of one has no variance: nothing to compare with, and always filtered
+    traits = declared_traits or EstimatorTraits()
+    # A group of one has no variance: it has nothing to compare with and is always filtered.
     if domain["group_size"] == 1:
         if traits.compares_group:
             raise ConfigError(
@@ -188,7 +198,7 @@ def _check_domain(
         raise ConfigError(f"{key}.group_size_redundancy", domain["group_size_redundancy"], allowed)
     _check_pass_rate(key, domain, algorithm.pass_rate)
     if takes_steps(domain["context"], estimator):
-        _check_steps(key, algorithm, declared)
+        _check_steps(key, algorithm, declared_traits)
     elif domain["thinking"] == "drop" and domain["max_turns"] > 1:
         allowed = (
             "keep with whole conversations, trained as they were sampled; drop needs context: steps"
@@ -200,5 +210,8 @@ def _check_domain(
         )
         raise ConfigError(f"{key}.context", domain["context"], allowed)
     if traits.compares_steps and domain["max_turns"] == 1:
-        allowed = f"above 1 with algorithm.adv_estimator {estimator}, which compares the steps of episodes"
+        allowed = (
+            f"above 1 with algorithm.adv_estimator {estimator}, which compares the steps of "
+            "episodes"
+        )
         raise ConfigError(f"{key}.max_turns", 1, allowed)

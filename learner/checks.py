@@ -1,5 +1,4 @@
-"""Checks the learner's sections and the names in them before anything starts, without importing
-torch.
+"""Checks the learner's sections and plug-in names before a start, without importing torch.
 
 ``rlearner.doctor.preflight`` checks which packages they need.
 """
@@ -44,15 +43,15 @@ def check(config: dict[str, Any]) -> None:
     if config["eval"]["baseline"] == ACTOR:
         allowed = "that is the policy being trained; name another one, for example random"
         raise ConfigError("eval.baseline", ACTOR, allowed)
-    against = config["eval"]["against"]
+    opponents = config["eval"]["against"]
     if (
-        ACTOR in against
-        or config["eval"]["baseline"] in against
-        or len(set(against)) < len(against)
+        ACTOR in opponents
+        or config["eval"]["baseline"] in opponents
+        or len(set(opponents)) < len(opponents)
     ):
         raise ConfigError(
             "eval.against",
-            against,
+            opponents,
             "names of other policies than actor and eval.baseline, each once",
         )
 
@@ -90,8 +89,7 @@ def check_names(config: dict[str, Any]) -> None:
 
 
 def check_family(config: dict[str, Any]) -> None:
-    """Check that models of this family can be trained as configured; see
-    ``rlearner_text.families``.
+    """Check that the model's family can be trained as configured (``rlearner_text.families``).
 
     Raises:
         ConfigError: if they cannot.
@@ -103,19 +101,17 @@ def check_family(config: dict[str, Any]) -> None:
 
 
 def check_name(key: str, kind: str, name: str, table: Mapping[str, str]) -> None:
-    """Refuse a name that does not resolve, or resolves to an object with wrong parameters; trust
-    the table's own.
-    """
+    """Refuse a name that is unknown or takes other parameters; trust those of the table."""
     from broker.settings.registry import check_call, resolve
 
     if name in table:
         return
     try:
-        found = resolve(kind, name, table)
+        plugin = resolve(kind, name, table)
     except ConfigError as error:
         raise ConfigError(key, name, error.allowed) from None
     if kind in CALLED_WITH:
-        check_call(key, name, found, CALLED_WITH[kind])
+        check_call(key, name, plugin, CALLED_WITH[kind])
 
 
 def _check_model(config: dict[str, Any]) -> None:
@@ -190,7 +186,10 @@ def _check_training(config: dict[str, Any]) -> None:
         )
     for name, domain in config["domains"].items():
         if (length := domain["max_context_tokens"]) > train["micro_batch_tokens"]:
-            allowed = f"at least domains.{name}.max_context_tokens, which is {length}: one sequence must fit"
+            allowed = (
+                f"at least domains.{name}.max_context_tokens, which is {length}: one sequence must "
+                "fit"
+            )
             raise ConfigError("train.micro_batch_tokens", train["micro_batch_tokens"], allowed)
         if domain["sampling"]["temperature"] == 0:
             raise ConfigError(
@@ -209,7 +208,8 @@ def check_ranks(train: Mapping[str, Any]) -> None:
     from learner.backends import SINGLE_PROCESS_BACKENDS
 
     if train["ranks"] > 1 and train["backend"] in SINGLE_PROCESS_BACKENDS:
-        allowed = f"1 with train.backend {train['backend']}; more with {_all_but(SINGLE_PROCESS_BACKENDS)}"
+        others = _all_but(SINGLE_PROCESS_BACKENDS)
+        allowed = f"1 with train.backend {train['backend']}; more with {others}"
         raise ConfigError("train.ranks", train["ranks"], allowed)
 
 
@@ -240,15 +240,21 @@ def check_fp8(train: Mapping[str, Any]) -> None:
         return
     lora = train["lora"]
     backend = train["backend"]
-    rest = "null, float32, bfloat16 or float16"
+    other_dtypes = "null, float32, bfloat16 or float16"
     if lora and lora["send"] == "adapter":
-        allowed = f"{rest} with train.lora.send adapter: factors are sent unquantized; fp8 works with merged"
+        allowed = (
+            f"{other_dtypes} with train.lora.send adapter: factors are sent unquantized; fp8 works "
+            "with merged"
+        )
         raise ConfigError("train.weights_dtype", "fp8", allowed)
     if backend == "megatron" or (
         lora and backend == "deepspeed" and train["deepspeed"]["stage"] == 3
     ):
-        who = "megatron" if backend == "megatron" else "deepspeed stage 3 and train.lora"
-        allowed = f"{rest} with train.backend {who}: no rank has the whole matrices that servers compute with"
+        sender = "megatron" if backend == "megatron" else "deepspeed stage 3 and train.lora"
+        allowed = (
+            f"{other_dtypes} with train.backend {sender}: no rank has the whole matrices that "
+            "servers compute with"
+        )
         raise ConfigError("train.weights_dtype", "fp8", allowed)
 
 
@@ -268,40 +274,44 @@ def check_layers(lora: Mapping[str, Any] | None, model: Mapping[str, Any]) -> No
     experts = frozenset[str]() if model["path"] is None else expert_names(folder)
     targets = experts if is_default else experts & set(lora["target_modules"])
     if lora["dropout"] and targets:
-        allowed = f"0, or target_modules without {' and '.join(sorted(targets))}: stacked experts take no dropout"
+        stacked = " and ".join(sorted(targets))
+        allowed = f"0, or target_modules without {stacked}: stacked experts take no dropout"
         raise ConfigError("train.lora.dropout", lora["dropout"], allowed)
     if is_default:
         return
     names = set(LAYERS) if model["path"] is None else layer_names(folder)
+    if names is None:
+        return
     names = names and names | experts
-    if odd := [name for name in lora["target_modules"] if names is not None and name not in names]:
-        allowed = f"names of this model's linear layers: {', '.join(sorted(names or ()))}"
-        raise ConfigError("train.lora.target_modules", odd, allowed)
+    if unknown := [name for name in lora["target_modules"] if name not in names]:
+        allowed = f"names of this model's linear layers: {', '.join(sorted(names))}"
+        raise ConfigError("train.lora.target_modules", unknown, allowed)
 
 
-def _all_but(few: Collection[str]) -> str:
+def _all_but(excluded: Collection[str]) -> str:
     from learner.backends import BACKENDS
 
-    *names, last = (name for name in BACKENDS if name not in few)
+    *names, last = (name for name in BACKENDS if name not in excluded)
     return f"{', '.join(names)} or {last}"
 
 
 def _check_divided(model: Mapping[str, Any], section: Mapping[str, int]) -> None:
-    """Check the sizes of a local or tiny model now; any other model is checked when it is loaded."""
+    """Check the sizes of a local or tiny model; any other is checked when it is loaded."""
     from learner.backends.megatron.architecture import ModelSizes, check_architecture, check_sizes
     from rlearner_text.hub import is_local, read_json
 
     if model["path"] is None:
         tiny = model["tiny"]
-        found = [
+        sizes = [
             tiny[key] for key in ("num_layers", "num_heads", "num_kv_heads", "intermediate_size")
         ]
     elif is_local(model["path"]):
-        said = read_json(
+        model_config = read_json(
             Path(model["path"]).expanduser() / "config.json", model["path"], "model.path"
         )
         check_architecture(
-            str(next(iter(said.get("architectures") or []), said["model_type"])), model["path"]
+            str(next(iter(model_config.get("architectures") or []), model_config["model_type"])),
+            model["path"],
         )
         keys = (
             "num_hidden_layers",
@@ -309,11 +319,11 @@ def _check_divided(model: Mapping[str, Any], section: Mapping[str, int]) -> None
             "num_key_value_heads",
             "intermediate_size",
         )
-        found = [said.get(key, said.get("num_attention_heads")) for key in keys]
+        sizes = [model_config.get(key, model_config.get("num_attention_heads")) for key in keys]
     else:
         return
-    if all(isinstance(size, int) and size > 0 for size in found):
-        check_sizes(ModelSizes(*found), section["tensor_parallel"], section["pipeline_parallel"])
+    if all(isinstance(size, int) and size > 0 for size in sizes):
+        check_sizes(ModelSizes(*sizes), section["tensor_parallel"], section["pipeline_parallel"])
 
 
 def _check_warm_start(config: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Defines the learner's config sections: train, algorithm, warm_start, eval, checkpoint and others."""
+"""Defines the learner's config sections: train, algorithm, eval, checkpoint and others."""
 
 from __future__ import annotations
 
@@ -52,9 +52,7 @@ class DeepspeedSection(Section):
 
 
 class MegatronSection(Section):
-    """How train.backend megatron divides the model; train.ranks over the product is the number of
-    replicas.
-    """
+    """How train.backend megatron divides the model; the other ranks hold replicas."""
 
     # ranks per layer; must divide heads, key-value heads and MLP columns
     tensor_parallel: PositiveInt = 1
@@ -230,9 +228,7 @@ class AlgorithmSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _aggregate_as_the_loss_does(cls, values: Any) -> Any:
-        """GSPO averages over tokens, then over sequences (Zheng et al., arXiv 2507.18071), unless
-        the mode is set.
-        """
+        """Average as GSPO does unless the mode is set (Zheng et al., arXiv 2507.18071)."""
         if isinstance(values, dict) and values.get("pg_variant") == "gspo":
             return {"loss_agg_mode": "seq-mean-token-mean"} | values
         return values
@@ -311,9 +307,7 @@ class TrackersSection(Section):
 
 
 class FailuresSection(Section):
-    """When to end a run whose groups only fail, with exit code 2 and the main reason; see
-    learner/give_up.py.
-    """
+    """When to end a run whose groups only fail; see ``learner/give_up.py``."""
 
     # if the first n groups fail; null: 4 * train.groups_per_step; 0: never
     give_up_after: NonNegativeInt | None = None

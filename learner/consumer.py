@@ -29,23 +29,22 @@ from learner.training import TrainingResult, TrainingThread
 class CompletedStep:
     """A completed step."""
 
-    trained: TrainingResult
-    taken: Sequence[LedgerEntry]  # its groups, in order
+    result: TrainingResult
+    entries: Sequence[LedgerEntry]  # of its groups, in order
     actions: list[Action]  # the ledger's answer, for the caller to perform
 
 
 def accepted_upload(
-    entry: LogRecord, read: RecordIntake, actions: Sequence[Action]
+    entry: LogRecord, intake: RecordIntake, actions: Sequence[Action]
 ) -> wire.Parted | None:
-    """Return the upload of a group in parts that its ledger has accepted: the ticket needs no other
-    one any more.
+    """Return the upload of an accepted group in parts: the ticket needs no other upload any more.
 
     Args:
-        read: the record, validated.
+        intake: the record, validated.
         actions: the ledger's answer to it.
     """
     is_refused = any(isinstance(action, RefuseRecord) for action in actions)
-    return None if is_refused or read.group is None else entry.parted
+    return None if is_refused or intake.group is None else entry.parted
 
 
 class RecordConsumer:
@@ -59,28 +58,25 @@ class RecordConsumer:
     def __init__(self, ledger: Ledger, training: TrainingThread) -> None:
         self.ledger = ledger
         self.training = training
-        self._held: dict[int, wire.Group] = {}
+        self._groups: dict[int, wire.Group] = {}
 
     def resume(self, groups: Mapping[int, wire.Group]) -> None:
-        """Restore the groups that had arrived and were not trained; call this once, before any
-        record.
+        """Restore the groups that arrived untrained; call this once, before any record.
 
         Args:
             groups: by ticket, one for each of ``ledger.arrived``.
         """
-        self._held = dict(groups)
+        self._groups = dict(groups)
         for entry in self.ledger.state.taken:
-            self.training.add(self._held.pop(entry.number), self.ledger.rules)
+            self.training.add(self._groups.pop(entry.number), self.ledger.rules)
 
     def apply(self, entry: LogRecord) -> tuple[RecordIntake, list[Action]]:
-        """Apply the next record, never while the ledger is full; return it decoded, with the
-        actions to perform.
-        """
-        read = record_intake.read_record(entry, self.ledger, self.training.backend.vocab_size)
-        actions = self.ledger.apply(read.record, entry.seq)
-        if read.group is not None and any(isinstance(action, HoldGroup) for action in actions):
-            self._held[read.group.ticket] = read.group
-        return read, actions
+        """Apply and return the next record, with the ledger's actions; never while that is full."""
+        intake = record_intake.read_record(entry, self.ledger, self.training.backend.vocab_size)
+        actions = self.ledger.apply(intake.record, entry.seq)
+        if intake.group is not None and any(isinstance(action, HoldGroup) for action in actions):
+            self._groups[intake.group.ticket] = intake.group
+        return intake, actions
 
     def perform(self, actions: Sequence[Action], *, is_settled: bool = False) -> None:
         """Pass taken groups to the model; the caller issues tickets.
@@ -91,15 +87,15 @@ class RecordConsumer:
         for action in actions:
             if isinstance(action, TakeGroup):
                 self.training.add(
-                    self._held.pop(action.number), self.ledger.rules, is_settled=is_settled
+                    self._groups.pop(action.number), self.ledger.rules, is_settled=is_settled
                 )
             elif isinstance(action, ForgetTicket):
-                self._held.pop(action.number, None)
+                self._groups.pop(action.number, None)
 
     async def complete(self) -> CompletedStep | None:
         """Train the full step; return None if abandoned."""
-        trained = await self.training.finish(self.ledger.state.version, self.ledger.rules)
-        if trained is None:
+        result = await self.training.finish(self.ledger.state.version, self.ledger.rules)
+        if result is None:
             return None
-        taken = list(self.ledger.state.taken)
-        return CompletedStep(trained, taken, self.ledger.complete_step())
+        entries = list(self.ledger.state.taken)
+        return CompletedStep(result, entries, self.ledger.complete_step())

@@ -1,6 +1,4 @@
-"""Retries writes to a folder that is full or not writable for a while, with backoff and log
-messages.
-"""
+"""Retries writes to a folder that is full or not writable for a while."""
 
 from __future__ import annotations
 
@@ -22,6 +20,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FIRST_WAIT_S: Final = 0.5
+# A freed disk must not keep training waiting for long.
 LONGEST_WAIT_S: Final = 10.0
 
 
@@ -34,16 +33,14 @@ class RetryBackoff:
         self._reminders = Reminders()
 
     def failed(self, reason: str, now: float) -> tuple[float, bool]:
-        """Count a failure at ``now``; return the seconds until the next try, and whether to report
-        it.
-        """
+        """Count a failure; return the seconds until the next try, and whether to report it."""
         if reason != self._reason:
             self._reason = reason
             self._reminders.over()
-        speak = self._reminders.due(now)
+        is_due = self._reminders.due(now)
         wait_s = self._wait_s
         self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S)
-        return wait_s, speak
+        return wait_s, is_due
 
     def worked(self) -> None:
         """Reset the waiting time after a successful try."""
@@ -76,8 +73,8 @@ class DiskRetry:
         Raises:
             UserError: if a stop is requested while the job fails.
         """
-        began = time.monotonic()
-        said = False
+        started_at = time.monotonic()
+        is_reported = False
         while True:
             try:
                 result = await job()
@@ -85,17 +82,17 @@ class DiskRetry:
                 self.reason = reason_of(error, self._folder)
                 if self._stop.asked.is_set():
                     raise UserError(f"{self.reason}; asked to stop") from None
-                wait_s, speak = self._backoff.failed(str(error.errno), time.monotonic())
-                said = said or speak
-                if speak:
+                wait_s, is_due = self._backoff.failed(str(error.errno), time.monotonic())
+                is_reported = is_reported or is_due
+                if is_due:
                     log.error("%s; %s until it can be written", self.reason, self._waits)
                     self._say(f"{self.reason}; {self._waits}")
             else:
-                if said:
+                if is_reported:
                     log.warning(
                         "%s: can be written again, after %.1f s",
                         self._folder,
-                        time.monotonic() - began,
+                        time.monotonic() - started_at,
                     )
                     self._say("")
                 self._backoff.worked()
@@ -113,6 +110,6 @@ def reason_of(error: OSError, folder: Path) -> str:
     """Return one line: the folder, the operating system's error, and the free space."""
     text = f"{folder}: {error.strerror or error}"
     with suppress(OSError):
-        space = os.statvfs(folder)
-        text += f" ({space.f_bavail * space.f_frsize / 2**20:.0f} MiB free)"
+        filesystem = os.statvfs(folder)
+        text += f" ({filesystem.f_bavail * filesystem.f_frsize / 2**20:.0f} MiB free)"
     return text

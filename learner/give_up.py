@@ -36,17 +36,18 @@ log = logging.getLogger(__name__)
 # closed by the learner's pace, by --rebase, by a filter, or handed back
 NOT_FAILURES: Final = frozenset({"late", "lost", "filtered", "aborted"})
 LEAST_WINDOW: Final = 32
+# Hubs that have worked are rather restarted or updated than wrongly configured.
 WORKED_TIMES: Final = 12
 MAX_SKIPPED: Final = 5
 LOOK_EVERY_S: Final = 1.0
-MAX_CHARS: Final = 400  # of a failure's detail
+# Longer details of a failure are cut.
+MAX_CHARS: Final = 400
 # (file.py:88 in fn), see broker.system.workers.fault
 PLACE: Final = re.compile(r"\([^()\s]+:\d+ in [^()]+\)")
 
 
 class FailureMonitor:
-    """Detector of runs that only fail, from the outcomes of groups and steps, and the reports of
-    hubs.
+    """Detector of runs that only fail, by the outcomes of groups and steps and hubs' reports.
 
     Args:
         settings: the section ``failures``.
@@ -57,14 +58,14 @@ class FailureMonitor:
     def __init__(
         self, settings: FailuresSection, groups_per_step: int, domains: Mapping[str, DomainSection]
     ) -> None:
-        asked = settings.give_up_after
-        self._after = 4 * groups_per_step if asked is None else asked
+        limit = settings.give_up_after
+        self._after = 4 * groups_per_step if limit is None else limit
         self._after_s = settings.give_up_after_s
         self._max_share = settings.max_share
         window = max(4 * groups_per_step, LEAST_WINDOW)
         self._weights = {name: domain.weight for name, domain in domains.items()}
         # whether each group failed
-        self._ended: dict[str, deque[bool]] = {name: deque(maxlen=window) for name in domains}
+        self._outcomes: dict[str, deque[bool]] = {name: deque(maxlen=window) for name in domains}
         self._window = window
         self._needs = {
             name: [
@@ -73,13 +74,14 @@ class FailureMonitor:
             ]
             for name, domain in domains.items()
         }
-        self._num_failed = self._num_worked = 0
+        self._num_failed = 0
+        self._num_worked = 0
         self._kinds: Counter[str] = Counter()
-        self._newest: dict[str, str] = {}  # kind of failure -> its latest message
+        self._last_messages: dict[str, str] = {}  # kind of failure -> its latest message
         self._worked: set[str] = set()  # domains and pools
         # domain or pool -> since when all its hubs are broken, and why
         self._broken: dict[str, tuple[float, str]] = {}
-        self._worked_then = 0
+        self._num_worked_before = 0
         self._num_skipped = 0  # steps in a row
         self.verdict = ""  # one line, why the run must end; empty if it need not
 
@@ -87,8 +89,8 @@ class FailureMonitor:
         """Count a scored group of this domain, whether it is trained or filtered."""
         self._num_worked += 1
         self._worked.update(self._needs.get(domain, ()))
-        if domain in self._ended:
-            self._ended[domain].append(False)
+        if domain in self._outcomes:
+            self._outcomes[domain].append(False)
 
     def failed(self, domain: str, reason: str, detail: str) -> str:
         """Count a failed group of this domain, and return the verdict.
@@ -104,11 +106,11 @@ class FailureMonitor:
         place = PLACE.search(detail)
         kind = f"{reason} {place.group() if place else re.sub('[0-9]+', '#', detail)}"
         self._kinds[kind] += 1
-        self._newest[kind] = f"{reason}: {detail[:MAX_CHARS]}"
-        if domain in self._ended:
-            self._ended[domain].append(True)
+        self._last_messages[kind] = f"{reason}: {detail[:MAX_CHARS]}"
+        if domain in self._outcomes:
+            self._outcomes[domain].append(True)
         if self._after and not self.verdict:
-            self._judge()
+            self._check_failures()
         return self.verdict
 
     def stepped(self, *, is_skipped: bool, problem: str) -> str:
@@ -124,34 +126,35 @@ class FailureMonitor:
         if self._num_skipped >= MAX_SKIPPED and self._after and not self.verdict:
             reason = problem or "the tensor is not known"
             self.verdict = (
-                f"{self._num_skipped} steps in a row made no update because their gradients were not finite: "
-                f"{reason}; lower train.lr or set model.dtype=float32, and start the run again, which resumes it "
-                "(failures.give_up_after=0 continues regardless)"
+                f"{self._num_skipped} steps in a row made no update because their gradients were "
+                f"not finite: {reason}; lower train.lr or set model.dtype=float32, and start the "
+                "run again, which resumes it (failures.give_up_after=0 continues regardless)"
             )
         return self.verdict
 
     def look(self, hubs: Iterable[wire.Presence], now: float) -> str:
-        """Take the hubs' current reports, and return the verdict.
+        """Check the hubs' current reports, and return the verdict.
 
         Args:
             now: seconds during which hubs could report; the clock stops while the broker is away.
         """
         hubs = list(hubs)
-        if self._num_worked > self._worked_then:
+        if self._num_worked > self._num_worked_before:
             self._broken.clear()
-            self._worked_then = self._num_worked
+            self._num_worked_before = self._num_worked
         for key in dict.fromkeys(key for needs in self._needs.values() for key in needs):
-            why = _broken(key, hubs)
-            if not why:
+            problem = _find_problem(key, hubs)
+            if not problem:
                 self._broken.pop(key, None)
                 continue
             since, _ = self._broken.get(key, (now, ""))
-            self._broken[key] = since, why
-            patience_s = self._after_s * (WORKED_TIMES if key in self._worked else 1)
-            if self._after_s and now - since >= patience_s and not self.verdict:
+            self._broken[key] = since, problem
+            limit_s = self._after_s * (WORKED_TIMES if key in self._worked else 1)
+            if self._after_s and now - since >= limit_s and not self.verdict:
                 self.verdict = (
-                    f"for {patience_s:g} s every hub of {key} was broken and no group was trained: {why[:MAX_CHARS]}; "
-                    "fix that and start the run again, which resumes it (failures.give_up_after_s=0 waits without end)"
+                    f"for {limit_s:g} s every hub of {key} was broken and no group was trained: "
+                    f"{problem[:MAX_CHARS]}; fix that and start the run again, which resumes it "
+                    "(failures.give_up_after_s=0 waits without end)"
                 )
         return self.verdict
 
@@ -159,56 +162,57 @@ class FailureMonitor:
         """Ignore the hubs' reports while the run is paused."""
         self._broken.clear()
 
-    def _judge(self) -> None:
+    def _check_failures(self) -> None:
         if not self._num_worked and self._num_failed >= self._after:
-            what = f"all of the first {self._num_failed} groups failed"
+            summary = f"all of the first {self._num_failed} groups failed"
         elif self._share() >= self._max_share - 1e-9:
-            what = f"{self._share():.0%} of the last {self._window} groups of each domain failed"
+            summary = f"{self._share():.0%} of the last {self._window} groups of each domain failed"
         else:
             return
         kind, count = self._kinds.most_common(1)[0]
         self.verdict = (
-            f"{what}, most often ({count} of {self._num_failed}) by {self._newest[kind]}; "
-            "fix that and start the run again, which resumes it (failures.give_up_after=0 continues regardless)"
+            f"{summary}, most often ({count} of {self._num_failed}) by "
+            f"{self._last_messages[kind]}; fix that and start the run again, which resumes it "
+            "(failures.give_up_after=0 continues regardless)"
         )
 
     def _share(self) -> float:
-        """Return the share of failed groups; groups missing from a domain's window count as
-        trained.
-        """
+        """Return the share of failed groups; those missing from a window count as trained."""
         shares = (
-            self._weights[name] * sum(ended) / self._window for name, ended in self._ended.items()
+            self._weights[name] * sum(outcomes) / self._window
+            for name, outcomes in self._outcomes.items()
         )
         return math.fsum(shares) / math.fsum(self._weights.values())
 
 
-def _broken(key: str, hubs: Iterable[wire.Presence]) -> str:
-    """Return a hub's report of a broken domain or pool, empty if there is none or another hub
-    serves it.
-    """
+def _find_problem(key: str, hubs: Iterable[wire.Presence]) -> str:
+    """Return a hub's report of a broken domain or pool; empty if any hub serves it."""
     noun, _, name = key.partition(" ")
     role = "envhub" if noun == "domain" else "rewardhub"
-    why = ""
+    problem = ""
     for hub in hubs:
         if hub.role != role:
             continue
         if name in hub.serves:
             return ""
         if f"; {key}: " in f"; {hub.problem}":
-            why = f"{hub.id}: {hub.problem}"
-    return why
+            problem = f"{hub.id}: {hub.problem}"
+    return problem
 
 
 async def watch_hubs(
-    giveup: FailureMonitor, roster: Roster, paused: Callable[[], bool], end: Callable[[str], None]
+    failure_monitor: FailureMonitor,
+    roster: Roster,
+    is_paused: Callable[[], bool],
+    stop_run: Callable[[str], None],
 ) -> None:
     """Check once a second until there is a verdict, and pass it to ``end``."""
     while True:
         await asyncio.sleep(LOOK_EVERY_S)
-        if paused():
-            giveup.pause()
-        elif verdict := giveup.look(
+        if is_paused():
+            failure_monitor.pause()
+        elif verdict := failure_monitor.look(
             [*roster.alive("envhub"), *roster.alive("rewardhub")], roster.clock
         ):
-            end(verdict)
+            stop_run(verdict)
             return

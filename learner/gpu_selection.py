@@ -15,27 +15,28 @@ from broker.system import gpus
 from broker.system.devices import device_names
 
 SMI_TIMEOUT_S: Final = 20.0
-PATIENCE_S: Final = 10.0  # an ended learner's ranks may need seconds to free their memory
-EACH_S: Final = 0.5
+# An ended learner's ranks may need seconds to free their memory.
+RELEASE_WAIT_S: Final = 10.0
+POLL_S: Final = 0.5
 
 Users = dict[int, list[str]]
 
 
 def gpu_users() -> Users:
-    """Return the processes on each GPU that has any, as ``pid 4711 (python)``; empty without
-    nvidia-smi.
-    """
+    """Return the processes of each used GPU, as ``pid 4711 (python)``; none without nvidia-smi."""
     index_of = {
-        uuid: int(index) for index, uuid in _ask("--query-gpu=index,uuid", 2) if index.isdigit()
+        uuid: int(index)
+        for index, uuid in _query_smi("--query-gpu=index,uuid", 2)
+        if index.isdigit()
     }
-    found: Users = {}
-    for uuid, pid, name in _ask("--query-compute-apps=gpu_uuid,pid,process_name", 3):
+    users: Users = {}
+    for uuid, pid, name in _query_smi("--query-compute-apps=gpu_uuid,pid,process_name", 3):
         if uuid in index_of:
-            found.setdefault(index_of[uuid], []).append(f"pid {pid} ({name.rpartition('/')[2]})")
-    return found
+            users.setdefault(index_of[uuid], []).append(f"pid {pid} ({name.rpartition('/')[2]})")
+    return users
 
 
-def _ask(query: str, width: int) -> list[list[str]]:
+def _query_smi(query: str, width: int) -> list[list[str]]:
     smi = shutil.which("nvidia-smi")
     if smi is None:
         return []
@@ -56,21 +57,21 @@ def _ask(query: str, width: int) -> list[list[str]]:
 def refuse_taken(
     numbers: list[int],
     spec: str,
-    found: Callable[[], Users] = gpu_users,
-    patience_s: float = PATIENCE_S,
+    read_users: Callable[[], Users] = gpu_users,
+    wait_s: float = RELEASE_WAIT_S,
 ) -> None:
-    """Wait up to ``patience_s`` for the GPUs to be free.
+    """Wait up to ``wait_s`` for the GPUs to be free.
 
     Raises:
         UserError: if one of them is still in use; names it and its processes.
     """
-    deadline = time.monotonic() + patience_s
-    while taken := {number: who for number, who in found().items() if number in numbers}:
+    deadline = time.monotonic() + wait_s
+    while busy := {number: users for number, users in read_users().items() if number in numbers}:
         if time.monotonic() >= deadline:
-            number = min(taken)
-            problem = f"--gpus {spec}: GPU {number} is taken by {', '.join(taken[number])}"
+            number = min(busy)
+            problem = f"--gpus {spec}: GPU {number} is taken by {', '.join(busy[number])}"
             raise UserError(f"{problem}; end that, choose others, or add --share-gpus")
-        time.sleep(EACH_S)
+        time.sleep(POLL_S)
 
 
 def with_ranks(config: dict[str, Any], spec: str, num_gpus: int) -> dict[str, Any]:
@@ -97,8 +98,7 @@ def with_ranks(config: dict[str, Any], spec: str, num_gpus: int) -> dict[str, An
 
 
 def with_weights_on_host(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a user's configuration whose weights wait for servers in host memory, off the shared
-    GPUs.
+    """Return a user's configuration that offers weights from host memory, off the shared GPUs.
 
     Raises:
         ConfigError: if it keeps them on a GPU.
@@ -116,11 +116,11 @@ def with_weights_on_host(config: dict[str, Any]) -> dict[str, Any]:
             "always",
             "never with --share-gpus: ranks stage stripes on their GPUs",
         )
-    found = {
+    overrides = {
         "weights_backend": "shared" if carrier == "auto" else carrier,
         "weights_stripes": "never",
     }
-    return {**config, "train": {**train, **found}}
+    return {**config, "train": {**train, **overrides}}
 
 
 def shared_devices(config: Mapping[str, Any], spec: str) -> list[str]:
@@ -131,20 +131,19 @@ def shared_devices(config: Mapping[str, Any], spec: str) -> list[str]:
 def forget_gpus(
     config: dict[str, Any], options: argparse.Namespace, *, has_size: bool = False
 ) -> dict[str, Any]:
-    """Return a run's settings without the ranks and device of its last GPUs if --gpus names others;
-    overrides stay.
+    """Return a run's settings without its last GPUs if --gpus names others; overrides stay.
 
     Args:
         has_size: whether a launcher says how many ranks there are now.
     """
     if not Path(options.config).is_dir() or (options.gpus == "auto" and not has_size):
         return config
-    kept = {override.partition("=")[0] for override in options.overrides}
+    overridden = {override.partition("=")[0] for override in options.overrides}
     keys = ("ranks",) if options.gpus == "auto" else ("device", "ranks")
-    gone = {key for key in keys if f"train.{key}" not in kept}
+    removed = {key for key in keys if f"train.{key}" not in overridden}
     return {
         **config,
-        "train": {key: value for key, value in config["train"].items() if key not in gone},
+        "train": {key: value for key, value in config["train"].items() if key not in removed},
     }
 
 
@@ -159,11 +158,11 @@ def assign_gpus(config: dict[str, Any], spec: str, *, share: bool) -> dict[str, 
         UserError: if a GPU does not exist or is taken, or the configuration needs others.
     """
     config = with_weights_on_host(config) if share else config
-    seen = gpus.select(spec)
-    if seen == "auto":
+    selection = gpus.select(spec)
+    if selection == "auto":
         return config
-    numbers = gpus.parse(spec) if seen == "cuda" else []
-    settled = with_ranks(config, spec, len(numbers))
+    numbers = gpus.parse(spec) if selection == "cuda" else []
+    assigned = with_ranks(config, spec, len(numbers))
     if not share:
         refuse_taken(numbers, spec)
-    return settled
+    return assigned

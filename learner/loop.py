@@ -26,10 +26,11 @@ from learner.training import TrainingResult, TrainingThread
 
 log = logging.getLogger(__name__)
 
-# a turn on a shared device ends if no record comes so long, and none is in the log,
+# A turn on a shared device ends if no record comes within this time and none is in the log, or if a
+# record in the log cannot be read within the second one.
 LINGER_S: Final = 0.02
-READ_WITHIN_S: Final = 2.0  # or cannot be read
-# of records that are read ahead: what a link of 1 Gbit/s brings in 0.2 s
+READ_WITHIN_S: Final = 2.0
+# Records that are read ahead: what a link of 1 Gbit/s brings in 0.2 s.
 WINDOW_BYTES: Final = 24 << 20
 
 
@@ -39,13 +40,11 @@ class TrainingLoop:
     Args:
         resumed: the groups that the ledger still holds.
         offer: offers the weights of a version, in the training thread; returns the seconds it took.
-        checkpoint: writes the ledger dumped at the last step boundary, with the weights that belong
-            to it.
+        checkpoint: writes the ledger as dumped at the last step boundary, with its weights.
         checkpoint_every: steps between two checkpoints, 0 never.
         requested: set when the operator asks for a checkpoint.
-        between_steps: then writes the same as ``checkpoint``, if nothing of the next step was
-            trained on yet.
-        giveup: receives the outcome of every group; its verdict stops the loop.
+        between_steps: writes that checkpoint, if nothing of the next step was trained on yet.
+        failure_monitor: receives the outcome of every group; its verdict stops the loop.
         steps: of this learner's configuration. The log may hold groups for more, before the record
             of the new rules.
     """
@@ -55,12 +54,12 @@ class TrainingLoop:
         bus: Bus,
         ledger: Ledger,
         training: TrainingThread,
+        *,
         issuer: TicketIssuer,
         evaluator: Evaluator,
-        book: MetricsWriter,
+        metrics_writer: MetricsWriter,
         records: LedgerRecorder,
         stop: Stop,
-        *,
         resumed: RecoveryResult,
         offer: Callable[[int], float],
         fleet_values: Callable[[], dict[str, float]],
@@ -68,7 +67,7 @@ class TrainingLoop:
         checkpoint_every: int,
         requested: asyncio.Event,
         between_steps: Callable[[dict[str, object]], Awaitable[None]],
-        giveup: FailureMonitor,
+        failure_monitor: FailureMonitor,
         steps: int,
     ) -> None:
         self._bus = bus
@@ -77,7 +76,7 @@ class TrainingLoop:
         self._issuer = issuer
         self._consumer = RecordConsumer(ledger, training)
         self._evaluator = evaluator
-        self._book = book
+        self._metrics_writer = metrics_writer
         self._records = records
         self._stop = stop
         self._resumed = resumed
@@ -90,9 +89,9 @@ class TrainingLoop:
         self._between_steps = between_steps
         self._catch_up_to = 0
         self._steps = steps
-        self._giveup = giveup
+        self._failure_monitor = failure_monitor
         self._offered = -1
-        # unix seconds at which the record of a traced ticket was read
+        # Unix seconds at which the record of a traced ticket was read.
         self._arrived: dict[int, float] = {}
         self._began = time.monotonic()
         self._between_s = 0.0  # between the last two steps, with new tickets already out
@@ -102,129 +101,132 @@ class TrainingLoop:
         """Train until every step is done (True) or a stop is requested (False).
 
         Raises:
-            LostState: if the broker's log ends before the ledger's position, or was trimmed beyond
-                it.
+            LostState: if the log ends before the ledger's position, or was trimmed beyond it.
         """
         self._consumer.resume(self._resumed.groups)
-        opened = self._ledger.open_credit()
+        opening_actions = self._ledger.open_credit()
         self.boundary = self._ledger.dump()
-        await self._records.began(opened, self._resumed.lost)  # before a ticket goes out
+        # Recorded before a ticket goes out: hubs must not know tickets that the files lack.
+        await self._records.began(opening_actions, self._resumed.lost)
         for ticket in self._resumed.unissued:
             self._issuer.put(ticket)
-        self._perform(opened)
+        self._perform(opening_actions)
         self._catch_up_to = await self._bus.last_seq(SAMPLES)
         await self._offer_if_current()
         self._evaluator.step_completed(self._ledger.state.version, self._steps)
         self._began = time.monotonic()
         position = self._ledger.state.position
-        wanted = self._ledger.awaits
-        unread = self._bus.read_log(SAMPLES, position + 1, wanted=wanted, window_bytes=WINDOW_BYTES)
+        unread = self._bus.read_log(
+            SAMPLES, position + 1, wanted=self._ledger.awaits, window_bytes=WINDOW_BYTES
+        )
         async with aclosing(unread) as records:
-            while not self._done:
+            while not self._is_done:
                 if not await (self._end_step() if self._ledger.full else self._apply_next(records)):
                     return False
         return True
 
     @property
-    def _done(self) -> bool:
-        """Whether every step is done by the settings of this learner, whose record may not have
-        been read yet.
-        """
+    def _is_done(self) -> bool:
+        """Whether every step of this learner's settings is done, though not yet read in the log."""
         return self._ledger.state.version >= self._steps
 
-    # ---------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # records
 
     async def _apply_next(self, records: AsyncGenerator[LogRecord, None]) -> bool:
-        """Apply the next record, and hold its bytes no longer; return False if a stop came first."""
+        """Apply the next record and drop its bytes; return False if a stop came first."""
         if (entry := await self._next(records)) is None:
             return False
-        await self._take_in(entry)
+        await self._apply_record(entry)
         return True
 
     async def _read(self, records: AsyncGenerator[LogRecord, None]) -> LogRecord:
-        await self._training.has_room()  # a group that is read must be kept until it is trained on
+        # A group that is read stays in memory until it is trained on.
+        await self._training.has_room()
         return await anext(records)
 
     async def _next(self, records: AsyncGenerator[LogRecord, None]) -> LogRecord | None:
         """Return the next record, or None once a stop is requested."""
-        following = asyncio.ensure_future(self._read(records))
-        stopping = asyncio.ensure_future(self._stop.asked.wait())
+        next_record = asyncio.ensure_future(self._read(records))
+        stop_request = asyncio.ensure_future(self._stop.asked.wait())
         try:
-            events: set[asyncio.Future[Any]] = {following, stopping, self._training.failed}
-            if self._training.on_device and not await self._follows(events):
+            events: set[asyncio.Future[Any]] = {next_record, stop_request, self._training.failed}
+            if self._training.on_device and not await self._has_unread_record(events):
                 await self._training.leave()
-            while not any(one.done() for one in events):
+            while not any(event.done() for event in events):
                 await self._wait_or_checkpoint(events)
             if self._training.failed.done():
                 self._training.failed.result()
             return (
-                following.result() if following.done() and not self._stop.asked.is_set() else None
+                next_record.result()
+                if next_record.done() and not self._stop.asked.is_set()
+                else None
             )
         finally:
-            for one in (following, stopping):
-                one.cancel()
-            await asyncio.gather(following, stopping, return_exceptions=True)
+            for future in (next_record, stop_request):
+                future.cancel()
+            await asyncio.gather(next_record, stop_request, return_exceptions=True)
 
     async def _wait_or_checkpoint(self, events: set[asyncio.Future[Any]]) -> None:
-        """Wait for one of the events, or take the checkpoint that the operator asks for."""
+        """Wait for one of the events, or take a checkpoint that the operator requests."""
         requested = asyncio.ensure_future(self._requested.wait())
         try:
             await asyncio.wait({*events, requested}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             requested.cancel()
-        if self._requested.is_set() and not any(one.done() for one in events):
+        if self._requested.is_set() and not any(event.done() for event in events):
             self._requested.clear()
-            if not self._ledger.state.taken:  # the model is as it was at the boundary
+            # The model is as it was at the boundary.
+            if not self._ledger.state.taken:
                 await self._between_steps(self.boundary)
 
-    async def _follows(self, events: set[asyncio.Future[Any]]) -> bool:
-        """Return whether one of the events comes soon, because the log holds a record that was not
-        read yet.
-        """
-        until = time.monotonic() + READ_WITHIN_S
-        while time.monotonic() < until:
-            done, _ = await asyncio.wait(
+    async def _has_unread_record(self, events: set[asyncio.Future[Any]]) -> bool:
+        """Return whether an event comes soon, because the log holds an unread record."""
+        deadline = time.monotonic() + READ_WITHIN_S
+        while time.monotonic() < deadline:
+            finished, _ = await asyncio.wait(
                 events, timeout=LINGER_S, return_when=asyncio.FIRST_COMPLETED
             )
-            if done or await self._bus.last_seq(SAMPLES) <= self._ledger.state.position:
-                return bool(done)
+            if finished or await self._bus.last_seq(SAMPLES) <= self._ledger.state.position:
+                return bool(finished)
         return False
 
-    async def _take_in(self, entry: LogRecord) -> None:
+    async def _apply_record(self, entry: LogRecord) -> None:
         """Apply one record."""
         domain = ticket.domain if (ticket := self._ledger.state.live.get(entry.ticket)) else ""
-        read, actions = self._consumer.apply(entry)
-        if (parted := accepted_upload(entry, read, actions)) is not None:
+        intake, actions = self._consumer.apply(entry)
+        if (parted := accepted_upload(entry, intake, actions)) is not None:
             self._bus.drop_other_parts(parted)
-        if problem := read.problem:
+        if problem := intake.problem:
             log.warning("record %d of the samples log: %s", entry.seq, problem)
             await self._bus.dead_letter(
                 SAMPLES, seq=entry.seq, ticket=entry.ticket, reason=problem, data=entry.data
             )
-        await self._records.consumed(entry, read, actions)
-        # older records say nothing about the code that runs now
+        await self._records.consumed(entry, intake, actions)
+        # Older records say nothing about the code that runs now.
         is_new = entry.seq > self._catch_up_to
         if any(isinstance(action, ForgetTicket) and action.outcome == "dead" for action in actions):
-            self._note_failure(entry, read, domain if is_new else None)
+            self._note_failure(entry, intake, domain if is_new else None)
         elif is_new and not any(isinstance(action, RefuseRecord) for action in actions):
-            if read.group is not None:
-                self._giveup.worked(domain)
-                self._book.showcase.accepted(read.group)
+            if intake.group is not None:
+                self._failure_monitor.worked(domain)
+                self._metrics_writer.showcase.accepted(intake.group)
             elif isinstance(entry.message, wire.Closed) and entry.message.reason == FILTERED:
-                self._giveup.worked(domain)
+                self._failure_monitor.worked(domain)
         forgotten = [action.number for action in actions if isinstance(action, ForgetTicket)]
         self._trace_record(
             entry.ticket, [action for action in actions if isinstance(action, ForgetTicket)]
         )
         message = entry.message
         if isinstance(message, wire.Closed) and forgotten:
-            self._say_closed(message)
-            if message.reason != FILTERED:  # by the hub that has the only group
+            self._log_closed(message)
+            # The hub that closes a filtered ticket has its only group.
+            if message.reason != FILTERED:
                 self._issuer.withdraw(message.ticket, is_queued=message.by == self._bus.name)
         elif isinstance(message, wire.RulesChange):
-            self._say_changed(message, len(forgotten))
-            for number in forgotten:  # no hub ended these
+            self._log_rules_change(message, len(forgotten))
+            # No hub ended these tickets, so hubs may still hold them.
+            for number in forgotten:
                 self._issuer.withdraw(number)
         self._perform(actions)
         await self._offer_if_current()
@@ -235,129 +237,134 @@ class TrainingLoop:
                 self._issuer.put(action.ticket)
         self._consumer.perform(actions, is_settled=self._ledger.state.position >= self._catch_up_to)
 
-    def _note_failure(self, entry: LogRecord, read: RecordIntake, domain: str | None) -> None:
-        """Keep a failure for the live view; stop the run if this learner's groups only fail
-        (``domain`` is set).
-        """
+    def _note_failure(self, entry: LogRecord, intake: RecordIntake, domain: str | None) -> None:
+        """Show a failure in the live view; stop a run that only fails, where ``domain`` is set."""
         if isinstance(closed := entry.message, wire.Closed):
             reason = closed.reason
             detail = closed.detail
             by = closed.by
         else:
             reason = "malformed"
-            detail = read.problem
+            detail = intake.problem
             by = self._bus.name
-        self._book.failure = {"failure": f"{reason}: {detail}", "failed_by": by}
-        if domain is not None and (verdict := self._giveup.failed(domain, reason, detail)):
+        self._metrics_writer.failure = {"failure": f"{reason}: {detail}", "failed_by": by}
+        if domain is not None and (verdict := self._failure_monitor.failed(domain, reason, detail)):
             self._stop.request(verdict)
 
-    def _say_closed(self, closed: wire.Closed) -> None:
-        """Log the first, the tenth, the hundredth … of each reason, to limit the output."""
+    def _log_closed(self, closed: wire.Closed) -> None:
+        """Log the first, tenth, hundredth … of each reason, to limit the output."""
         if closed.reason == FILTERED:
             return
         count = str(self._ledger.state.reasons[closed.reason])
         if count.rstrip("0") == "1":
-            text = "ticket %d (%s) closed by %s: %s, the %s. so far: %s"
-            log.warning(
-                text, closed.ticket, closed.domain, closed.by, closed.reason, count, closed.detail
-            )
+            ticket = f"ticket {closed.ticket} ({closed.domain})"
+            reason = f"{closed.reason}, the {count}. so far"
+            log.warning("%s closed by %s: %s: %s", ticket, closed.by, reason, closed.detail)
 
-    def _say_changed(self, change: wire.RulesChange, num_dropped: int) -> None:
+    def _log_rules_change(self, change: wire.RulesChange, num_dropped: int) -> None:
         if num_dropped:
-            text = "settings of epoch %d are in force: %d open tickets dropped, which they do not allow"
-            log.warning(text, change.epoch, num_dropped)
+            log.warning(
+                "settings of epoch %d are in force: %d open tickets dropped, "
+                "which they do not allow",
+                change.epoch,
+                num_dropped,
+            )
         else:
             log.info("settings of epoch %d are in force", change.epoch)
 
-    # -----------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # steps
 
     async def _end_step(self) -> bool:
         """Complete the full step and begin the next; return False if a stop came first."""
         waited_s = time.monotonic() - self._began
-        made = await self._consumer.complete()
-        if made is None:
+        completed = await self._consumer.complete()
+        if completed is None:
             return False
-        trained = made.trained
-        actions = made.actions
-        ended = time.monotonic()
-        if verdict := self._giveup.stepped(is_skipped=trained.is_skipped, problem=trained.problem):
+        result = completed.result
+        actions = completed.actions
+        ended_at = time.monotonic()
+        if verdict := self._failure_monitor.stepped(
+            is_skipped=result.is_skipped, problem=result.problem
+        ):
             self._stop.request(verdict)
         self.boundary = self._ledger.dump()
         trained_at = time.time()
-        await self._records.completed(made.taken, trained.tickets, actions, trained.tokens)
+        await self._records.completed(completed.entries, result.tickets, actions, result.tokens)
         copy_s = await self._offer_if_current()
         self._trace_step(
-            [one.number for one in made.taken], trained_at - trained.busy_s, trained_at, copy_s
+            [entry.number for entry in completed.entries],
+            trained_at - result.busy_s,
+            trained_at,
+            copy_s,
         )
         self._perform([action for action in actions if isinstance(action, IssueTicket)])
-        issued = time.monotonic()
+        issued_at = time.monotonic()
         step = self._ledger.state.version
-        own = {"time/publish_step": issued - ended, "time/between_steps": self._between_s}
-        line = self._book.compose(self._step_values(trained, waited_s, copy_s) | own)
+        timings = {"time/publish_step": issued_at - ended_at, "time/between_steps": self._between_s}
+        line = self._metrics_writer.compose(self._step_values(result, waited_s, copy_s) | timings)
         self._evaluator.step_completed(step, self._steps)
-        if self._done:
-            await self._training.leave()  # the evaluation needs servers
+        if self._is_done:
+            # The evaluation needs the rollout servers on the device.
+            await self._training.leave()
             with self._training.spans.work("evaluate", step=step):
                 await self._evaluator.drain(self._stop.asked)
-        await self._book.write(line | self._evaluator.take(last=self._done))
-        if self._checkpoint_every and step % self._checkpoint_every == 0 and not self._done:
+        await self._metrics_writer.write(line | self._evaluator.take(last=self._is_done))
+        if self._checkpoint_every and step % self._checkpoint_every == 0 and not self._is_done:
             await self._checkpoint(self.boundary)
-        self._between_s = time.monotonic() - issued
+        self._between_s = time.monotonic() - issued_at
         self._perform([action for action in actions if not isinstance(action, IssueTicket)])
         return True
 
-    def _trace_record(self, ticket: int, ended: list[ForgetTicket]) -> None:
+    def _trace_record(self, ticket: int, endings: list[ForgetTicket]) -> None:
         """Send the ends of traced tickets, and note when the record of one was read."""
         if (traces := self._training.spans.traces) is None:
             return
         if traces.samples(ticket):
             self._arrived.setdefault(ticket, time.time())
-        for one in ended:
-            self._arrived.pop(one.number, None)
-            traces.end(one.number, one.outcome)
+        for action in endings:
+            self._arrived.pop(action.number, None)
+            traces.end(action.number, action.outcome)
 
-    def _trace_step(self, tickets: list[int], began: float, ended: float, copy_s: float) -> None:
-        """Send what became of the traced tickets of a step: waiting in the learner, training, the
-        offer of weights.
-        """
+    def _trace_step(
+        self, tickets: list[int], began_at: float, ended_at: float, copy_s: float
+    ) -> None:
+        """Send the spans of a step's traced tickets: the wait, the training, the weights' offer."""
         if (traces := self._training.spans.traces) is None:
             return
         step = self._ledger.state.version
         now = time.time()
         for ticket in filter(traces.samples, tickets):
-            arrived = self._arrived.pop(ticket, began)
-            traces.add("consume", ticket, arrived, max(arrived, began))
-            traces.add("train", ticket, began, ended, step=step)
+            arrived = self._arrived.pop(ticket, began_at)
+            traces.add("consume", ticket, arrived, max(arrived, began_at))
+            traces.add("train", ticket, began_at, ended_at, step=step)
             traces.add("weights", ticket, now - copy_s, now, version=step)
             traces.end(ticket, "trained")
 
     def _step_values(
-        self, trained: TrainingResult, waited_s: float, copy_s: float
+        self, result: TrainingResult, waited_s: float, copy_s: float
     ) -> dict[str, float]:
         now = time.monotonic()
         wall_s = max(now - self._began, 1e-9)
         self._began = now
-        total = self._ledger.counts()["filtered"]
-        filtered = total - self._filtered_before
-        self._filtered_before = total
+        num_filtered = self._ledger.counts()["filtered"]
+        new_filtered = num_filtered - self._filtered_before
+        self._filtered_before = num_filtered
         values = {
-            "trainer/idle_ratio": min(1.0, max(0.0, 1.0 - (trained.busy_s + copy_s) / wall_s)),
-            "perf/tokens_per_s": trained.num_tokens / wall_s,
-            "perf/samples_per_s": trained.num_samples / wall_s,
-            "filter/count": float(filtered),
+            "trainer/idle_ratio": min(1.0, max(0.0, 1.0 - (result.busy_s + copy_s) / wall_s)),
+            "perf/tokens_per_s": result.num_tokens / wall_s,
+            "perf/samples_per_s": result.num_samples / wall_s,
+            "filter/count": float(new_filtered),
             "time/step": wall_s,
             "time/wait_for_batch": waited_s,
-            "time/train": trained.busy_s,
-            "time/finish_train": trained.finish_s,
+            "time/train": result.busy_s,
+            "time/finish_train": result.finish_s,
             "time/offer_weights": copy_s,
         }
-        return trained.values | values | self._fleet_values()
+        return result.values | values | self._fleet_values()
 
     async def _offer_if_current(self) -> float:
-        """Offer the current version unless it is on offer or the log is behind; return the seconds
-        it took.
-        """
+        """Offer a new version once the log is read; return the seconds that this took."""
         version = self._ledger.state.version
         if version == self._offered or self._ledger.state.position < self._catch_up_to:
             return 0.0

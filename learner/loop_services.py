@@ -1,11 +1,10 @@
-"""Opens the services next to the learner's loop: metrics, records, checkpoints, evaluation,
-tickets.
-"""
+"""Opens the services next to the learner's loop: metrics, records, checkpoints, tickets."""
 
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,30 +43,29 @@ from learner.training import TrainingThread
 class LearnerServices:
     """The open services, which run as long as the member does."""
 
-    book: MetricsWriter
+    metrics_writer: MetricsWriter
     records: LedgerRecorder
     saver: CheckpointSaver
     evaluator: Evaluator
     issuer: TicketIssuer
 
 
-def _patience(folder: Path, stop: Stop, shown: LearnerStatus) -> DiskRetry:
-    return DiskRetry(folder, stop, "the learner does not start", shown.say_waiting)
+def _startup_retry(folder: Path, stop: Stop, status: LearnerStatus) -> DiskRetry:
+    return DiskRetry(folder, stop, "the learner does not start", status.say_waiting)
 
 
 async def open_trackers(
     stack: AsyncExitStack,
     config: dict[str, Any],
     folder: Path,
+    *,
     run: str,
     stop: Stop,
-    shown: LearnerStatus,
+    status: LearnerStatus,
 ) -> TrackerGroup:
-    """Open the trackers; needs no epoch, so that refused settings end a learner before it has the
-    run.
-    """
+    """Open the trackers before the learner takes the run: their settings may be refused."""
     settings = section(config, "trackers", TrackersSection)
-    trackers = await _patience(folder, stop, shown).in_thread(
+    trackers = await _startup_retry(folder, stop, status).in_thread(
         TrackerGroup, settings, folder, run, config
     )
     stack.callback(trackers.close)
@@ -78,62 +76,93 @@ async def open_services(
     stack: AsyncExitStack,
     config: dict[str, Any],
     folder: Path,
+    *,
     member: Member,
     roster: Roster,
     ledger: Ledger,
     training: TrainingThread,
     watch: EpochWatch,
-    shown: LearnerStatus,
+    status: LearnerStatus,
     trackers: TrackerGroup,
-    written: int,
+    newest_step: int,
 ) -> LearnerServices:
     """Open the services one by one; the stack closes them in reverse order.
 
     Args:
         folder: the run's.
-        written: step of the newest checkpoint, -1 if there is none.
+        newest_step: step of the newest checkpoint, -1 if there is none.
     """
     bus = member.bus
     stop = member.stop
-    shared = (stop, shown.say_waiting)
-    patience = _patience(folder, stop, shown)
-    lines = folder / "metrics.jsonl"
-    version = ledger.state.version
+    startup_retry = _startup_retry(folder, stop, status)
     transcripts = TranscriptFactory(config, folder)
     showcase = EpisodeShowcase(
         trackers, section(config, "trackers", TrackersSection), transcripts, folder
     )
-    book = await patience.in_thread(
-        MetricsWriter, bus, roster, ledger, trackers, showcase, lines, version, *shared
+    metrics_writer = await startup_retry.in_thread(
+        partial(
+            MetricsWriter,
+            bus,
+            roster,
+            ledger,
+            trackers=trackers,
+            showcase=showcase,
+            path=folder / "metrics.jsonl",
+            last_step=ledger.state.version,
+            stop=stop,
+            say=status.say_waiting,
+        )
     )
-    stack.callback(book.close)
+    stack.callback(metrics_writer.close)
     samples = section(config, "samples", SamplesSection)
-    records = await patience.in_thread(LedgerRecorder, folder, ledger, samples, *shared)
+    records = await startup_retry.in_thread(
+        partial(LedgerRecorder, folder, ledger, samples, stop=stop, say=status.say_waiting)
+    )
     stack.callback(records.close)
-    settings = section(config, "checkpoint", CheckpointSection)
-    target = folder / "checkpoints"
-    state = (ledger, training, records, watch)
-    saver = CheckpointSaver(target, settings, bus, *state, *shared, written, lambda: gate.pressed)
-    limit_gib = section(config, "broker", BrokerSection).store_max_gib
-    gate = StoreGate(bus, ledger, limit_gib, PRIVATE_STORE_GIB, shown.say_waiting, saver.relieve)
+    saver = CheckpointSaver(
+        folder / "checkpoints",
+        section(config, "checkpoint", CheckpointSection),
+        bus,
+        ledger=ledger,
+        training=training,
+        records=records,
+        watch=watch,
+        stop=stop,
+        say=status.say_waiting,
+        written=newest_step,
+        pressed=lambda: gate.pressed,
+    )
+    gate = StoreGate(
+        bus,
+        ledger,
+        limit_gib=section(config, "broker", BrokerSection).store_max_gib,
+        press_from_gib=PRIVATE_STORE_GIB,
+        say=status.say_waiting,
+        relieve=saver.relieve,
+    )
     stack.push_async_callback(saver.close)
     await saver.open()
     await gate.look()
     evaluation = section(config, "eval", EvalSection)
-    first = await bus.last_seq(EVALTICKETS) + 1
-    evaluations = EvaluationQueue(evaluation, domains(config), config["run"]["seed"], first)
-    baseline = evaluation.baseline if evaluation.every_steps else ""
-    retry = DiskRetry(
-        folder,
-        stop,
-        "evaluated episodes are not kept, and the run does not end,",
-        shown.say_waiting,
+    first_number = await bus.last_seq(EVALTICKETS) + 1
+    evaluations = EvaluationQueue(
+        evaluation, domains(config), config["run"]["seed"], first_number=first_number
     )
-    kept = folder / "evals"
-    against = evaluation.against
-    show = showcase.evaluated
     evaluator = Evaluator(
-        bus, evaluations, roster, kept, baseline, retry, transcripts, against, show=show
+        bus,
+        evaluations,
+        roster,
+        folder=folder / "evals",
+        baseline=evaluation.baseline if evaluation.every_steps else "",
+        disk_retry=DiskRetry(
+            folder,
+            stop,
+            "evaluated episodes are not kept, and the run does not end,",
+            status.say_waiting,
+        ),
+        transcripts=transcripts,
+        opponents=evaluation.against,
+        show=showcase.evaluated,
     )
     await watch.refuse_if_fenced()
     await evaluator.open()
@@ -143,10 +172,16 @@ async def open_services(
         name: {reward.pool for reward in domain.rewards} for name, domain in domains(config).items()
     }
     reaper = TicketReaper(
-        bus, ledger, roster, timeout_s, lambda: watch.paused or training.on_device, pools=pools
+        bus,
+        ledger,
+        roster,
+        timeout_s=timeout_s,
+        is_paused=lambda: watch.paused or training.on_device,
+        pools=pools,
     )
     orphans = OrphanReaper(bus, ledger, len(set[str]().union(*pools.values())))
-    services = (issuer, gate, reaper, orphans)
-    for work in (*book.services(), *evaluator.services(), *(one.serve() for one in services)):
-        member.spawn(work)
-    return LearnerServices(book, records, saver, evaluator, issuer)
+    coroutines = [*metrics_writer.services(), *evaluator.services()]
+    coroutines += [service.serve() for service in (issuer, gate, reaper, orphans)]
+    for coroutine in coroutines:
+        member.spawn(coroutine)
+    return LearnerServices(metrics_writer, records, saver, evaluator=evaluator, issuer=issuer)

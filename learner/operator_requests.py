@@ -1,7 +1,7 @@
 """Answers the operator's requests for a checkpoint or an evaluation now, outside the schedule.
 
-Nothing that is trained depends on them. A poll repeats the step of an earlier reply, so asking
-again, after a lost reply or by two people, begins nothing twice.
+Nothing that is trained depends on them. A poll repeats the step of an earlier reply, so a repeated
+request, after a lost reply or by two people, begins nothing twice.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class OperatorRequests:
-    """Service that answers; the loop takes the checkpoints, because only it knows when a step has
-    ended.
+    """Answers requests; the loop takes the checkpoints, because only it knows when a step ends.
 
     Args:
         num_tasks: tasks of an evaluation per domain, None if the run has none.
@@ -48,14 +47,14 @@ class OperatorRequests:
 
     async def serve(self) -> None:
         """Answer requests until cancelled."""
-        subscribed = await respond(self._bus, REQUESTS, ID, self.answer)
+        subscription = await respond(self._bus, REQUESTS, ID, self.answer)
         try:
             await asyncio.Event().wait()
         finally:
-            await subscribed.close()
+            await subscription.close()
 
     async def answer(self, message: wire.Message) -> wire.OperatorReply | None:
-        """Return what becomes of a request, and begin it unless it asks about an earlier one."""
+        """Return the state of a request, and begin it unless it asks about an earlier one."""
         if not isinstance(message, wire.OperatorRequest):
             return None
         if self._stop.asked.is_set():
@@ -87,12 +86,10 @@ class OperatorRequests:
             )
         if saver.problem:
             return wire.OperatorReply(state="waiting", step=step, detail=saver.problem)
-        when = (
-            f"it is taken when step {step} ends"
-            if step > version
-            else "it is taken before the next step begins"
-        )
-        return wire.OperatorReply(state="waiting", step=step, detail=when)
+        detail = "it is taken before the next step begins"
+        if step > version:
+            detail = f"it is taken when step {step} ends"
+        return wire.OperatorReply(state="waiting", step=step, detail=detail)
 
     def _evaluate(self, step: int) -> wire.OperatorReply:
         if self._num_tasks is None:
@@ -108,5 +105,5 @@ class OperatorRequests:
         state, detail = self._evaluator.progress(step)
         return wire.OperatorReply(state=state, step=step, detail=detail)
 
-    def _refused(self, why: str) -> wire.OperatorReply:
-        return wire.OperatorReply(state="refused", step=self._ledger.state.version, detail=why)
+    def _refused(self, reason: str) -> wire.OperatorReply:
+        return wire.OperatorReply(state="refused", step=self._ledger.state.version, detail=reason)

@@ -22,8 +22,10 @@ from rlearner_text.config import ModelSection
 
 log = logging.getLogger(__name__)
 
-DATA_DIGESTS: Final = "envhub.config:data_digests"  # who reads the data knows which files they are
-Say = Callable[[str], None]  # receives what is happening, for people
+# Only the package that reads the data knows which files they are.
+DATA_DIGESTS: Final = "envhub.config:data_digests"
+# Receives progress messages for people.
+Say = Callable[[str], None]
 
 
 def name_run(config: dict[str, Any], path: str) -> dict[str, Any]:
@@ -46,10 +48,10 @@ def run_folder(config: dict[str, Any]) -> Path:
     """
     run = section(config, "run", RunSection)
     folder = (Path(run.dir) / str(run.name)).absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir():
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if not nearest.is_dir():
         raise ConfigError(
-            "run.dir", run.dir, f"a folder, or the name of a new one; {there} is a file"
+            "run.dir", run.dir, f"a folder, or the name of a new one; {nearest} is a file"
         )
     return folder
 
@@ -68,15 +70,10 @@ def make_folder(folder: Path) -> Path:
 
 
 def exit_code(config: dict[str, Any]) -> int:
-    """Return 0 if the run of a validated configuration has completed all its steps, else 130
-    (stopped).
-    """
-    made = checkpoint.newest_checkpoint(run_folder(config) / "checkpoints")
-    return (
-        0
-        if made is not None and made.step >= section(config, "train", TrainSection).steps
-        else EXIT_STOPPED
-    )
+    """Return 0 if the run of a validated configuration is complete, else 130 (stopped)."""
+    newest = checkpoint.newest_checkpoint(run_folder(config) / "checkpoints")
+    steps = section(config, "train", TrainSection).steps
+    return 0 if newest is not None and newest.step >= steps else EXIT_STOPPED
 
 
 def nothing_left(run: str, steps: int) -> str:
@@ -91,11 +88,15 @@ def refuse_fewer_steps(folder: Path, run: str, steps: int) -> None:
     Raises:
         UserError: if the newest checkpoint is beyond ``steps``.
     """
-    made = checkpoint.newest_checkpoint(folder / "checkpoints")
-    if made is not None and made.step > steps:
-        advice = f"give the settings of its start (see {folder / 'config.yaml'}), or choose another run.name"
+    newest = checkpoint.newest_checkpoint(folder / "checkpoints")
+    if newest is not None and newest.step > steps:
+        advice = (
+            f"give the settings of its start (see {folder / 'config.yaml'}), or choose another "
+            "run.name"
+        )
         raise UserError(
-            f"train.steps: {steps} is not allowed; run {run} has made {made.step} steps already: {advice}"
+            f"train.steps: {steps} is not allowed; run {run} has made {newest.step} steps already: "
+            f"{advice}"
         )
 
 
@@ -134,8 +135,7 @@ def data_digests(config: dict[str, Any]) -> dict[str, str]:
 
 
 def base_model(model: ModelSection, folder: Path, say: Say) -> str:
-    """Return the folder or hub name of ``model.path``; without one, build ``model.tiny`` in the
-    run's folder.
+    """Return the folder or hub name of ``model.path``; without one, build ``model.tiny``.
 
     Raises:
         UserError: if ``model.path`` is neither a model folder nor a hub name, or cannot be trained.

@@ -19,18 +19,21 @@ from learner.run_folder import noted_epoch
 from rlearner_text.hub import is_local, read_json, tokenizer_folder
 from rlearner_text.tokenizer import Tokenizer
 
-MODEL: Final = ("path", "seed", "tiny")  # keys of the section model that decide the first weights
-# Keys of config.json that decide the shapes and meaning of the weights; the last three are GPT-2's.
+# Keys of the section model that decide the first weights.
+MODEL: Final = ("path", "seed", "tiny")
+# Keys of config.json that decide the shapes and meaning of the weights; GPT-2's are the last three.
 SHAPES: Final = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "vocab_size", "tie_word_embeddings", "num_experts", "num_local_experts", "n_routed_experts",
-    "moe_intermediate_size", "n_embd", "n_layer", "n_head",
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings", "num_experts",
+    "num_local_experts", "n_routed_experts", "moe_intermediate_size", "n_embd", "n_layer", "n_head",
 )  # fmt: skip
 NO_SHAPE: Final = ("model.seed", "model.tiny.max_position_embeddings")
-MAX_CHARS: Final = 80  # of a value that is shown
-OTHERWISE: Final = "a run cannot change that; choose another run.name"
+# Longer values are cut in messages.
+MAX_CHARS: Final = 80
+FIXED_ADVICE: Final = "a run cannot change that; choose another run.name"
 
-Change = tuple[str, Any, Any]  # dotted key, before, after; None for a missing key
+# Dotted key, old and new value; None for a missing key.
+Change = tuple[str, Any, Any]
 
 
 def read_settings(folder: Path) -> dict[str, Any] | None:
@@ -41,35 +44,33 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
     """
     file = folder / "config.yaml"
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{file}: expected a mapping, found {type(found).__name__}")
-    return found
+    if not isinstance(settings, dict):
+        raise UserError(f"{file}: expected a mapping, found {type(settings).__name__}")
+    return settings
 
 
-def changes(before: Any, after: Any, key: str = "") -> Iterator[Change]:
+def changes(old: Any, new: Any, key: str = "") -> Iterator[Change]:
     """Yield the differences key by key; a mapping that only one side has is one change."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        for name in dict.fromkeys([*before, *after]):
-            yield from changes(
-                before.get(name), after.get(name), f"{key}.{name}" if key else str(name)
-            )
-    elif before != after:
-        yield key, before, after
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in dict.fromkeys([*old, *new]):
+            yield from changes(old.get(name), new.get(name), f"{key}.{name}" if key else str(name))
+    elif old != new:
+        yield key, old, new
 
 
 def format_change(change: Change) -> str:
     """Return one line: ``train.lr: 1e-05 -> 2e-05``."""
     key, *values = change
-    before, after = (
+    old, new = (
         text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}…"
         for text in map(json.dumps, values)
     )
-    return f"{key}: {before} -> {after}"
+    return f"{key}: {old} -> {new}"
 
 
 def check_changes(folder: Path, config: dict[str, Any], *, force: bool) -> list[str]:
@@ -83,17 +84,17 @@ def check_changes(folder: Path, config: dict[str, Any], *, force: bool) -> list[
     Raises:
         UserError: if a setting changed that cannot.
     """
-    before = read_settings(folder)
-    if before is None:
+    settings = read_settings(folder)
+    if settings is None:
         return []
-    if (held := _held(folder)) is not None:
-        _refuse_model(held, before, config, force=force)
+    if (weights_folder := _find_weights(folder)) is not None:
+        _refuse_model(weights_folder, settings, config, force=force)
     if noted_epoch(folder) or checkpoint.list_checkpoints(folder / "checkpoints"):
-        _refuse_domains(before, config, force=force)
-    return [format_change(change) for change in changes(before, config)]
+        _refuse_domains(settings, config, force=force)
+    return [format_change(change) for change in changes(settings, config)]
 
 
-def _held(folder: Path) -> Path | None:
+def _find_weights(folder: Path) -> Path | None:
     """Return the folder of the weights that the run resumes from, None if it has none yet."""
     places = [
         *checkpoint.list_checkpoints(folder / "checkpoints")[-1:],
@@ -103,71 +104,76 @@ def _held(folder: Path) -> Path | None:
     return next((path for path in places if (path / "config.json").is_file()), None)
 
 
-def _refuse_domains(before: dict[str, Any], after: dict[str, Any], *, force: bool) -> None:
-    had = sorted(before.get("domains") or {})
-    has = sorted(after.get("domains") or {})
-    if had and not set(had) & set(has) and not force:
-        trained = f"run {after['run']['name']} has trained {', '.join(had)}"
-        allowed = f"{trained}: keep one of them, choose another run.name, or give --force"
-        raise ConfigError("domains", ", ".join(has), allowed)
+def _refuse_domains(old_config: dict[str, Any], new_config: dict[str, Any], *, force: bool) -> None:
+    old_domains = sorted(old_config.get("domains") or {})
+    new_domains = sorted(new_config.get("domains") or {})
+    if old_domains and not set(old_domains) & set(new_domains) and not force:
+        history = f"run {new_config['run']['name']} has trained {', '.join(old_domains)}"
+        allowed = f"{history}: keep one of them, choose another run.name, or give --force"
+        raise ConfigError("domains", ", ".join(new_domains), allowed)
 
 
 def _refuse_model(
-    held: Path, before: dict[str, Any], after: dict[str, Any], *, force: bool
+    weights_folder: Path, old_config: dict[str, Any], new_config: dict[str, Any], *, force: bool
 ) -> None:
-    model = after["model"]
-    run = after["run"]["name"]
-    now = _first_weights(model)
-    # another version's file may lack a key
-    was = {**now, **_first_weights(before.get("model") or {})}
-    if now["path"] is None:
-        found = list(changes(was, now, "model"))
-        for key, had, value in found:
+    model = new_config["model"]
+    run = new_config["run"]["name"]
+    new_model = _first_weights(model)
+    # The file of another version may lack a key.
+    old_model = {**new_model, **_first_weights(old_config.get("model") or {})}
+    if new_model["path"] is None:
+        model_changes = list(changes(old_model, new_model, "model"))
+        for key, old_value, value in model_changes:
             if key not in NO_SHAPE:
-                raise ConfigError(key, value, f"run {run} began with {had!r}: {OTHERWISE}")
+                raise ConfigError(key, value, f"run {run} began with {old_value!r}: {FIXED_ADVICE}")
     else:
-        found = list(changes(was["path"], now["path"], "model.path"))
-        if found or is_local(now["path"]):
-            _refuse_shapes(held, now["path"])
+        model_changes = list(changes(old_model["path"], new_model["path"], "model.path"))
+        if model_changes or is_local(new_model["path"]):
+            _refuse_shapes(weights_folder, new_model["path"])
             _refuse_tokenizer(
-                held, now["path"], trust_remote_code=model.get("trust_remote_code", False)
+                weights_folder,
+                new_model["path"],
+                trust_remote_code=model.get("trust_remote_code", False),
             )
-    if found and not force:
-        key, had, value = found[0]
-        allowed = f"run {run} began with {had!r}: choose another run.name, or --force to continue from {held}"
+    if model_changes and not force:
+        key, old_value, value = model_changes[0]
+        allowed = (
+            f"run {run} began with {old_value!r}: choose another run.name, or --force to continue "
+            f"from {weights_folder}"
+        )
         raise ConfigError(key, value, allowed)
 
 
 def _first_weights(model: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that decide the first weights, with local paths absolute."""
-    found: dict[str, Any] = {key: model[key] for key in MODEL if key in model}
-    if isinstance(path := found.get("path"), str) and is_local(path):
-        found["path"] = str(Path(path).expanduser().absolute())
-    return found
+    settings: dict[str, Any] = {key: model[key] for key in MODEL if key in model}
+    if isinstance(path := settings.get("path"), str) and is_local(path):
+        settings["path"] = str(Path(path).expanduser().absolute())
+    return settings
 
 
-def _refuse_shapes(held: Path, path: str) -> None:
+def _refuse_shapes(weights_folder: Path, path: str) -> None:
     files = (
         read_json(folder / "config.json", path, "model.path")
-        for folder in (held, tokenizer_folder(path))
+        for folder in (weights_folder, tokenizer_folder(path))
     )
-    before, after = ({**config, **(config.get("text_config") or {})} for config in files)
+    old_sizes, new_sizes = ({**config, **(config.get("text_config") or {})} for config in files)
     for key in SHAPES:
-        if key in before and key in after and before[key] != after[key]:
-            problem = f"its {key} is {after[key]}, that of {held} is {before[key]}"
-            raise ConfigError("model.path", path, f"{problem}: {OTHERWISE}")
+        if key in old_sizes and key in new_sizes and old_sizes[key] != new_sizes[key]:
+            problem = f"its {key} is {new_sizes[key]}, that of {weights_folder} is {old_sizes[key]}"
+            raise ConfigError("model.path", path, f"{problem}: {FIXED_ADVICE}")
 
 
-def _refuse_tokenizer(held: Path, path: str, *, trust_remote_code: bool) -> None:
+def _refuse_tokenizer(weights_folder: Path, path: str, *, trust_remote_code: bool) -> None:
     folder = tokenizer_folder(path)
-    files = [one / "tokenizer.json" for one in (held, folder)]
+    files = [place / "tokenizer.json" for place in (weights_folder, folder)]
     if all(file.is_file() for file in files) and len({file.read_bytes() for file in files}) == 1:
         return
-    before, after = (
-        Tokenizer.load(one, trust_remote_code=trust_remote_code).vocabulary()
-        for one in (held, folder)
+    old_vocabulary, new_vocabulary = (
+        Tokenizer.load(place, trust_remote_code=trust_remote_code).vocabulary()
+        for place in (weights_folder, folder)
     )
-    if before != after:
-        differ = len(set(before.items()) ^ set(after.items()))
-        problem = f"its tokenizer is not that of {held} ({differ} tokens differ)"
-        raise ConfigError("model.path", path, f"{problem}: {OTHERWISE}")
+    if old_vocabulary != new_vocabulary:
+        num_different = len(set(old_vocabulary.items()) ^ set(new_vocabulary.items()))
+        problem = f"its tokenizer is not that of {weights_folder} ({num_different} tokens differ)"
+        raise ConfigError("model.path", path, f"{problem}: {FIXED_ADVICE}")

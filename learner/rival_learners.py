@@ -1,9 +1,9 @@
 """Refuses to start while another learner of the run is alive.
 
 Every learner sends presence beats (``broker.runtime.announce``) before it loads anything. It checks
-for a holder of the run before it loads anything, and again right before it takes the epoch. The
-members bucket and the run's folder name the last holder's process; unless it has ended, the learner
-waits for its beats for at most one presence TTL.
+for a holder of the run before that, and again right before it takes the epoch. The members bucket
+and the run's folder name the last holder's process; unless it has ended, the learner waits for its
+beats for at most one presence TTL.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from broker.system.process_identity import has_ended, this_process
 from learner.reporting.status import ID
 from learner.run_folder import noted_epoch, noted_holder
 
-SOMEONE = ""  # a holder of which only the epoch is known
+# A holder of which only the epoch is known.
+UNKNOWN_PROCESS = ""
 
 
 class RivalDetector:
@@ -32,10 +33,12 @@ class RivalDetector:
     """
 
     def __init__(self, bus: Bus, folder: Path) -> None:
-        self._bus, self._folder, self._me = bus, folder, this_process()
-        self._roster = Roster(bus, beats=("learner",), told=self._told)
-        # by process: the newest beat, and when on the roster's clock
-        self._heard: dict[str, tuple[wire.Presence, float]] = {}
+        self._bus = bus
+        self._folder = folder
+        self._process = this_process()
+        self._roster = Roster(bus, beats=("learner",), told=self._note_beat)
+        # By process: the newest beat, and when on the roster's clock.
+        self._beats: dict[str, tuple[wire.Presence, float]] = {}
         self._cleared = -1  # newest epoch whose holder has ended
 
     async def start(self) -> None:
@@ -47,8 +50,7 @@ class RivalDetector:
         await self._roster.close()
 
     async def refuse(self) -> int:
-        """Return the newest epoch once no other learner holds the run; wait for at most one
-        presence TTL.
+        """Return the newest epoch once no other learner holds the run; wait one TTL at most.
 
         The first call also refuses if another learner is still starting. Later calls refuse only a
         learner that has taken the epoch: of two that start at the same moment, one does.
@@ -60,20 +62,20 @@ class RivalDetector:
         is_first = self._cleared < 0
         if epoch > self._cleared:
             holders = await self._holders(epoch)
-            began = self._roster.clock
+            began_at = self._roster.clock
             while (
                 holders
-                and self._roster.clock - began < SILENT_AFTER_S
+                and self._roster.clock - began_at < SILENT_AFTER_S
                 and not self._alive(is_first)
             ):
                 holders = {holder for holder in holders if not has_ended(holder)}
                 if holders:
                     await self._roster.changed(TICK_S)
-        if found := self._alive(is_first):
-            job = f" ({found.job})" if found.job else ""
-            rival = f"a learner on {found.host}, process {found.pid}{job}"
+        if rival := self._alive(is_first):
+            job = f" ({rival.job})" if rival.job else ""
+            name = f"a learner on {rival.host}, process {rival.pid}{job}"
             raise UserError(
-                f"run {self._bus.run} is being trained by {rival}; --take-over takes it over"
+                f"run {self._bus.run} is being trained by {name}; --take-over takes it over"
             )
         self._cleared = epoch
         return epoch
@@ -82,31 +84,31 @@ class RivalDetector:
         """Return the processes that may hold the run under an epoch."""
         entry = await self._bus.key_value(MEMBERS).get(member_key(self._bus.run, "learner", ID))
         noted = noted_epoch(self._folder)
-        found = (
-            {entry[0].process}
-            if entry is not None and isinstance(entry[0], wire.Presence)
-            else set()
-        )
+        processes = set[str]()
+        if entry is not None and isinstance(entry[0], wire.Presence):
+            processes.add(entry[0].process)
         if noted:
-            found.add(noted_holder(self._folder))
-        if epoch > noted:  # taken by a learner of another folder, or just now
-            found.add(SOMEONE)
-        return found - {self._me}
+            processes.add(noted_holder(self._folder))
+        # Taken by a learner of another folder, or just now.
+        if epoch > noted:
+            processes.add(UNKNOWN_PROCESS)
+        return processes - {self._process}
 
     def _alive(self, is_first: bool) -> wire.Presence | None:
         """Return a learner that sent a beat within one presence TTL and counts as a holder."""
         now = self._roster.clock
-        for process, (presence, at) in self._heard.items():
+        for process, (presence, heard_at) in self._beats.items():
             if (
-                now - at < SILENT_AFTER_S
+                now - heard_at < SILENT_AFTER_S
                 and (is_first or presence.epoch)
                 and not has_ended(process)
             ):
                 return presence
         return None
 
-    def _told(self, presence: wire.Presence, is_there: bool) -> None:
-        if not is_there:
-            self._heard.clear()  # one of them left; the others beat again within two seconds
-        elif presence.process != self._me:
-            self._heard[presence.process] = (presence, self._roster.clock)
+    def _note_beat(self, presence: wire.Presence, is_alive: bool) -> None:
+        if not is_alive:
+            # A learner has left; the others beat again within two seconds.
+            self._beats.clear()
+        elif presence.process != self._process:
+            self._beats[presence.process] = (presence, self._roster.clock)

@@ -23,12 +23,15 @@ from broker.system.private_files import private_write
 
 ADDRESS: Final = "broker.url"
 EPOCH: Final = "epoch"
-STORE: Final = "broker"  # of the private broker of `rlearner up`
+# Folder of the private broker of `rlearner up`.
+STORE: Final = "broker"
 # held by `rlearner up`; a line with its process id, then one with the address of its private broker
 UP_LOCK: Final = ".lock"
 # start of the reason if there is a learner, but no run yet
 STARTING: Final = "the learner is starting"
-UNKNOWN: Final = "does not know run"  # part of the reason if the broker answered
+# Part of the reason if the broker answered.
+UNKNOWN: Final = "does not know run"
+# Commands for people: without a broker they answer from the run's folder after this.
 DEADLINE_S: Final = 2.0
 
 
@@ -55,7 +58,10 @@ def add_runs_options(parser: argparse.ArgumentParser) -> None:
         "folder", nargs="?", default="runs", metavar="DIR", help="where runs are kept (%(default)s)"
     )
     add_json(parser)
-    prune = "delete the broker's store of finished runs and leftovers of ended ones; docs/runs.md describes each file"
+    prune = (
+        "delete the broker's store of finished runs and leftovers of ended ones; "
+        "docs/runs.md describes each file"
+    )
     parser.add_argument("--prune", action="store_true", help=prune)
     parser.add_argument("--yes", action="store_true", help="prune without asking")
 
@@ -63,9 +69,12 @@ def add_runs_options(parser: argparse.ArgumentParser) -> None:
 def add_broker_options(parser: argparse.ArgumentParser) -> None:
     """Add --broker and --connect-deadline; a broker that the user named must answer."""
     add_broker(parser, is_noted=True)
-    after = "give up after (%(default)s)"
     parser.add_argument(
-        "--connect-deadline", type=positive, default=DEADLINE_S, metavar="SECONDS", help=after
+        "--connect-deadline",
+        type=positive,
+        default=DEADLINE_S,
+        metavar="SECONDS",
+        help="give up after (%(default)s)",
     )
 
 
@@ -81,11 +90,10 @@ def find_run(run: str, folder: str) -> RunPlace:
     for path in (Path(folder) / run, Path(run)):
         if path.is_dir() and run not in ("", "."):
             raise UserError(f"{path}: has no config.yaml, so it is not the folder of a run")
-    known = (
-        ", ".join(sorted(path.parent.name for path in Path(folder).glob("*/config.yaml"))) or "none"
-    )
+    names = sorted(path.parent.name for path in Path(folder).glob("*/config.yaml"))
     raise UserError(
-        f"no run {run!r} below {folder}; there is {known}; name its folder, or give --dir"
+        f"no run {run!r} below {folder}; there is {', '.join(names) or 'none'}; name its folder, "
+        "or give --dir"
     )
 
 
@@ -101,17 +109,13 @@ def _read_place(path: Path) -> RunPlace:
         raise UserError(f"{file}: does not hold the settings of a run; expected run.name") from None
 
 
-def broker_address(named: str | None, folder: Path) -> str:
-    """Return the named broker, else that of a running ``rlearner up``, else the run's last one,
-    else the default.
-    """
-    return named or current_address(folder) or DEFAULT_BROKER
+def broker_address(url: str | None, folder: Path) -> str:
+    """Return the named broker, else that of ``current_address``, else the default."""
+    return url or current_address(folder) or DEFAULT_BROKER
 
 
 def current_address(folder: Path) -> str:
-    """Return the private broker of the ``rlearner up`` that holds the folder, else the noted one,
-    empty if none.
-    """
+    """Return the private broker of a running ``rlearner up``, else the noted one."""
     private = private_addresses(folder) if is_held(folder) else []
     return private[-1] if private else noted_address(folder)
 
@@ -133,18 +137,14 @@ def noted_address(folder: Path) -> str:
 
 
 def private_addresses(folder: Path) -> list[str]:
-    """Return the addresses of this folder's private brokers, oldest first; each ended with its
-    ``rlearner up``.
-    """
+    """Return the folder's private brokers, oldest first; each ended with its ``rlearner up``."""
     file = folder / UP_LOCK
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     return [line for line in lines if "://" in line]
 
 
 def previous_broker(folder: Path, url: str) -> str:
-    """Return the broker that the run was last trained with, empty if it is ``url``, has ended or is
-    unknown.
-    """
+    """Return the noted broker; empty if it is ``url``, has ended or is unknown."""
     noted = noted_address(folder)
     return "" if noted in (url, *private_addresses(folder)) else noted
 
@@ -156,8 +156,7 @@ def note_broker(folder: Path, url: str) -> None:
 
 
 def note_epoch(folder: Path, epoch: int, holder: str) -> None:
-    """Note the newest epoch in the run's folder: the broker may lose it while other processes still
-    know it.
+    """Note the newest epoch in the run's folder: other processes know it if the broker loses it.
 
     Args:
         holder: the process that took it, see ``broker/system/process_identity.py``.
@@ -205,10 +204,11 @@ async def connect_run(
     try:
         if run in await find_runs(bus):
             yield bus, ""
-        elif any(one.role == "learner" for one in await census(bus, run)):
+        elif any(presence.role == "learner" for presence in await census(bus, run)):
             yield (
                 None,
-                f"{STARTING}: the broker at {bus.link.where} sees its learner, which has not taken the run yet",
+                f"{STARTING}: the broker at {bus.link.where} sees its learner, which has not "
+                "taken the run yet",
             )
         else:
             yield None, f"the broker at {bus.link.where} {UNKNOWN} {run}"

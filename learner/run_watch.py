@@ -17,11 +17,12 @@ from broker.settings.runspec import publish_runspec
 
 log = logging.getLogger(__name__)
 
-ENDINGS: Final = ("draining", "stopped")  # the desired states in which a learner exits
+# The desired states in which a learner exits.
+ENDINGS: Final = ("draining", "stopped")
 
 
 class EpochWatch:
-    """Watcher of the run's epoch and desired state; takes the next epoch first.
+    """Takes the next epoch, then watches the run's epoch and desired state.
 
     Args:
         say: receives a text while the run is paused, and an empty one afterwards.
@@ -35,49 +36,48 @@ class EpochWatch:
         self.epoch = 0  # of this incarnation, 0 before it has taken one
         self.paused = False  # by the operator
         self._fence: Fenced | None = None
-        self._said = 0  # revision of the desired state when this learner began
+        self._start_revision = 0  # revision of the desired state when this learner began
 
     async def open(self) -> None:
         """Read the desired state: a start overrides it, but not a later one."""
-        _, self._said = await self._word()
+        _, self._start_revision = await self._read_control()
 
     async def take_epoch(
-        self, spec: wire.RunSpec, *, above: int = 0, seen: int | None = None
+        self, spec: wire.RunSpec, *, above: int = 0, cleared_epoch: int | None = None
     ) -> None:
         """Fence the previous holder of the run and let the other processes join.
 
         Args:
             above: newest epoch noted in the run's folder; the broker may have lost it.
-            seen: newest epoch whose holder has ended; None takes over from any.
+            cleared_epoch: newest epoch whose holder has ended; None takes over from any.
 
         Raises:
-            Fenced: if another learner took an epoch above ``seen``.
+            Fenced: if another learner took an epoch above ``cleared_epoch``.
             Stopped: if a stop was requested; the run stays with its holder.
         """
-        state, said = await self._word()
-        if said != self._said and state in ENDINGS:
+        state, revision = await self._read_control()
+        if revision != self._start_revision and state in ENDINGS:
             self._stop.request(f"the run is {state}")
         if self._stop.asked.is_set():
             raise Stopped(self._stop.reason)
-        self.epoch = await publish_runspec(self._bus, spec, above=above, seen=seen)
+        self.epoch = await publish_runspec(self._bus, spec, above=above, seen=cleared_epoch)
         self._spec = msgspec.structs.replace(spec, epoch=self.epoch)
-        if said == self._said and state == "paused":
+        if revision == self._start_revision and state == "paused":
             run = self._bus.run
             log.warning(
                 "run %s is paused and stays so; continue it with `rlearner resume %s`", run, run
             )
-        elif said == self._said:
+        elif revision == self._start_revision:
             control = self._bus.key_value(CONTROL)
             running = wire.DesiredState(state="running")
-            await (
-                control.update(self._bus.run, running, said)
-                if said
-                else control.create(self._bus.run, running)
-            )
+            if revision:
+                await control.update(self._bus.run, running, revision)
+            else:
+                await control.create(self._bus.run, running)
         log.info("epoch %d of run %s", self.epoch, self._bus.run)
 
     def services(self) -> list[Coroutine[Any, Any, None]]:
-        """Return the coroutines that follow both, each until cancelled."""
+        """Return the coroutines that watch both, each until cancelled."""
         return [self._follow_epoch(), self._follow_control()]
 
     async def put(self, desired: wire.DesiredState) -> None:
@@ -86,16 +86,14 @@ class EpochWatch:
 
     async def desired(self) -> str:
         """Return the desired state of the run, empty if the broker has none."""
-        return (await self._word())[0]
+        return (await self._read_control())[0]
 
-    async def _word(self) -> tuple[str, int]:
+    async def _read_control(self) -> tuple[str, int]:
         """Return the desired state and its revision; empty and 0 if there is none."""
-        found = await self._bus.key_value(CONTROL).get(self._bus.run)
-        return (
-            (found[0].state, found[1])
-            if found is not None and isinstance(found[0], wire.DesiredState)
-            else ("", 0)
-        )
+        entry = await self._bus.key_value(CONTROL).get(self._bus.run)
+        if entry is None or not isinstance(entry[0], wire.DesiredState):
+            return "", 0
+        return entry[0].state, entry[1]
 
     async def refuse_if_fenced(self) -> None:
         """Ask the broker whether this learner still holds the run.
@@ -103,12 +101,12 @@ class EpochWatch:
         Raises:
             Fenced: if a newer one does.
         """
-        found = await self._bus.key_value(RUNS).get(self._bus.run)
-        if found is not None and isinstance(found[0], wire.RunSpec):
-            self._check(found[0].epoch)
+        entry = await self._bus.key_value(RUNS).get(self._bus.run)
+        if entry is not None and isinstance(entry[0], wire.RunSpec):
+            self._check(entry[0].epoch)
 
     def refuse_if_seen_fenced(self) -> None:
-        """Check the same without asking the broker, from the watched epoch and earlier checks.
+        """Check the same without the broker, by the watched epoch and earlier checks.
 
         Raises:
             Fenced: if a newer learner was seen; nothing may be written or trimmed any more.
@@ -125,9 +123,7 @@ class EpochWatch:
             raise self._fence
 
     async def _follow_epoch(self) -> None:
-        """Raise ``Fenced`` once a newer incarnation takes the run; put the RunSpec back if another
-        one replaced it.
-        """
+        """Raise ``Fenced`` once a newer learner takes the run; restore a deleted RunSpec."""
         runs = self._bus.key_value(RUNS)
         async for message, revision in runs.watch(self._bus.run):
             if isinstance(message, wire.RunSpec):

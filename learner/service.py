@@ -107,9 +107,10 @@ async def serve(
                 stop, Bus.connect(url, run, name=ID, role=ID, deadline_s=connect_deadline_s)
             )
             stack.push_async_callback(bus.close)
-            begin_imports(config)  # while the broker answers and files are read
+            # Imports take seconds: they overlap with the broker and the reading of files.
+            begin_imports(config)
             bus.replicas = section(config, "broker", BrokerSection).replicas
-            await _refuse_a_stranger(bus, folder, is_new)
+            await _refuse_foreign_run(bus, folder, is_new)
             rivals = await _refuse_rivals(stack, bus, folder, stop) if not take_over else None
             if is_new:
                 # demonstrations need it; a restart replaces it once it holds the run
@@ -118,9 +119,9 @@ async def serve(
             await bus.ensure_streams()
             stop.health.set("starting", f"run {run}: opening")
             stop.health.joined()
-            opening = _open(config, folder, bus, stop, rivals, rebase=rebase, shared=shared)
+            opening = _open_learner(config, folder, bus, stop, rivals, rebase=rebase, shared=shared)
             learner = await stack.enter_async_context(opening)
-            # only now: until then another learner may hold the run, on another broker
+            # Only now: until then another learner may hold the run, on another broker.
             note_broker(folder, url)
             await learner.run()
     except (LostState, Fenced) as error:
@@ -129,16 +130,16 @@ async def serve(
         raise Stopped(stop.reason) from None
 
 
-async def _refuse_a_stranger(bus: Bus, folder: Path, is_new: bool) -> None:
+async def _refuse_foreign_run(bus: Bus, folder: Path, is_new: bool) -> None:
     """Refuse a run name that the broker already knows from elsewhere.
 
     Raises:
         UserError: if the broker already knows a run of this name that this folder did not create.
     """
-    known = await bus.key_value(RUNS).get(bus.run)
-    if known is not None and is_new:
-        known_as = f"run.name: the broker already has a run {bus.run}"
-        raise UserError(f"{known_as}, and {folder} does not come from it; choose another run.name")
+    entry = await bus.key_value(RUNS).get(bus.run)
+    if entry is not None and is_new:
+        problem = f"run.name: the broker already has a run {bus.run}"
+        raise UserError(f"{problem}, and {folder} does not come from it; choose another run.name")
 
 
 async def _refuse_rivals(
@@ -157,7 +158,7 @@ async def _refuse_rivals(
 
 
 @asynccontextmanager
-async def _open(
+async def _open_learner(
     config: dict[str, Any],
     folder: Path,
     bus: Bus,
@@ -176,9 +177,11 @@ async def _open(
         stack.push_async_callback(member.leave)
         roster = Roster(bus, beats=("rollout",), members=("envhub", "rewardhub"))
         devices = await stack.enter_async_context(sharing(member, shared, exclusive=True))
-        learner = LearnerService(config, folder, member, roster, rivals, devices)
-        member.announce(learner.shown.presence)
-        member.report(learner.shown.values, learner.shown.text)
+        learner = LearnerService(
+            config, folder, member, roster=roster, rivals=rivals, devices=devices
+        )
+        member.announce(learner.status.presence)
+        member.report(learner.status.values, learner.status.text)
         member.spawn(roster.serve())
         stack.push_async_callback(roster.close)
         await learner.prepare(stack, rebase=rebase)
@@ -211,19 +214,18 @@ class LearnerService:
         self.stop = member.stop
         self.devices = devices
         self.train = section(config, "train", TrainSection)
-        self.shown = LearnerStatus(
+        self.status = LearnerStatus(
             self.stop, self.train.groups_per_step, lambda: self.watch.epoch, folder
         )
-        self.watch = EpochWatch(self.bus, self.stop, self.shown.say_waiting)
+        self.watch = EpochWatch(self.bus, self.stop, self.status.say_waiting)
         self.checkpoints = folder / "checkpoints"
         self._damaged: list[Path] = []  # checkpoints that cannot be read
 
-    # ------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # prepare
 
     async def prepare(self, stack: AsyncExitStack, *, rebase: bool = False) -> None:
-        """Load the model, take the epoch, and open the weight sender and the services next to the
-        loop.
+        """Load the model, take the epoch, and open the weight sender and the other services.
 
         Steps that a user error can fail come before the epoch where possible, so that a healthy
         learner keeps the run.
@@ -232,25 +234,41 @@ class LearnerService:
         self.digests = await asyncio.to_thread(data_digests, self.config)
         self.model_path = model_path = await self._model_path()
         trackers = await open_trackers(
-            stack, self.config, self.folder, self.bus.run, self.stop, self.shown
+            stack,
+            self.config,
+            self.folder,
+            run=self.bus.run,
+            stop=self.stop,
+            status=self.status,
         )
         recovery = await self._take_over(stack, model_path, rebase=rebase)
         self.resumed = await recovery.recover()
         appending = self._append_rules()
         if self.ledger.state.position or await self.bus.last_seq(SAMPLES):
-            self.member.spawn(appending)  # if the store is full, the log must be trimmed first
+            # Not awaited: if the store is full, the log must be trimmed first.
+            self.member.spawn(appending)
         else:
-            await appending  # the log's first record
+            # A new log begins with its rules.
+            await appending
         await asyncio.to_thread(checkpoint.remove_partial, self.checkpoints)
         for path in self._damaged:
             await asyncio.to_thread(checkpoint.set_aside, path)
         self.sender = await self._open_sender(stack)
-        written = self.ledger.state.version if self._newest() else -1
-        process = (self.config, self.folder, self.member, self.roster)
-        state = (self.ledger, self.training, self.watch, self.shown)
-        self.services = await open_services(stack, *process, *state, trackers, written)
-        self.shown.book = self.services.book
-        self.member.spawn(self._abandon_when_asked())
+        self.services = await open_services(
+            stack,
+            self.config,
+            self.folder,
+            member=self.member,
+            roster=self.roster,
+            ledger=self.ledger,
+            training=self.training,
+            watch=self.watch,
+            status=self.status,
+            trackers=trackers,
+            newest_step=self.ledger.state.version if self._newest() else -1,
+        )
+        self.status.metrics_writer = self.services.metrics_writer
+        self.member.spawn(self._abandon_on_stop())
 
     async def _take_over(self, stack: AsyncExitStack, model_path: str, *, rebase: bool) -> Recovery:
         """Load the newest checkpoint and take the run.
@@ -262,30 +280,28 @@ class LearnerService:
         while True:
             path = self._newest()
             recovery = None
-            async with AsyncExitStack() as loaded:
+            async with AsyncExitStack() as loading:
                 try:
-                    recovery = await self._load(loaded, path, model_path, rebase=rebase)
+                    recovery = await self._load(loading, path, model_path, rebase=rebase)
                 except (UserError, LostState, OSError) as error:
+                    # A checkpoint that is no longer the newest was deleted, or the log was trimmed
+                    # past it: try the newest one.
                     if path == self._newest() and not self._pass_over(path, error):
-                        raise  # otherwise deleted, or the log was trimmed past it
+                        raise
                     if path in self._damaged:
                         continue
                 if not self.watch.epoch:
                     await self._take_epoch(model_path)
                 if recovery is not None and path == self._newest():
-                    stack.push_async_callback(loaded.pop_all().aclose)
+                    stack.push_async_callback(loading.pop_all().aclose)
                     return recovery
             log.warning(
                 "another learner continued while this one was loading, to %s", self._newest()
             )
 
     def _newest(self) -> Path | None:
-        found = [
-            path
-            for path in checkpoint.list_checkpoints(self.checkpoints)
-            if path not in self._damaged
-        ]
-        return found[-1] if found else None
+        paths = checkpoint.list_checkpoints(self.checkpoints)
+        return next((path for path in reversed(paths) if path not in self._damaged), None)
 
     def _pass_over(self, path: Path | None, error: Exception) -> bool:
         """Resume from the checkpoint before a damaged one, if there is one."""
@@ -300,11 +316,8 @@ class LearnerService:
     async def _load(
         self, stack: AsyncExitStack, path: Path | None, model_path: str, *, rebase: bool
     ) -> Recovery:
-        """Load model and ledger from a checkpoint or from scratch, and inspect the broker; change
-        nothing.
-        """
-        # in a thread: another one may be importing torch, and this one would wait for it with the
-        # event loop
+        """Load model and ledger, from a checkpoint if there is one; inspect the broker."""
+        # In a thread: another one may be importing torch, and the event loop would wait for it.
         await asyncio.to_thread(import_module, "learner.weights.offering")
         from learner.weights.offering import WeightOffering
         from learner.weights.probing import read_probe_ids
@@ -312,21 +325,22 @@ class LearnerService:
         resumed = checkpoint.read_checkpoint(path) if path is not None else None
         if resumed is not None:
             log.info("resuming from %s", resumed.path)
-        self.ledger = self.shown.ledger = (
+        self.ledger = self.status.ledger = (
             Ledger.load(resumed.ledger) if resumed else Ledger(await self._first_rules())
         )
-        self.shown.say("loading the model")
+        self.status.say("loading the model")
         try:
             from_path = str(resumed.path) if resumed else model_path
-            keep = section(self.config, "samples", SamplesSection).keep
-            seed = self.ledger.rules.seed  # that of the configuration may have changed since
+            keeps_samples = section(self.config, "samples", SamplesSection).keep
+            # The seed of the configuration may have changed since.
+            seed = self.ledger.rules.seed
             self.training = await open_training(
                 self.config,
                 from_path,
                 model_path,
                 devices=self.devices,
                 folder=self.folder,
-                record_tokens=keep,
+                record_tokens=keeps_samples,
                 seed=seed,
             )
             self.training.spans = self.member.spans
@@ -339,18 +353,18 @@ class LearnerService:
         if resumed is not None:
             await self.training.call(partial(checkpoint.load_state, resumed, self.training.backend))
         model = section(self.config, "model", ModelSection)
-        most = self.config["rollout"]["max_context_tokens"]
-        size = self.training.backend.vocab_size
+        max_context = self.config["rollout"]["max_context_tokens"]
+        vocab_size = self.training.backend.vocab_size
         probe_ids = await asyncio.to_thread(
-            read_probe_ids, model_path, model, vocab_size=size, max_context=most
+            read_probe_ids, model_path, model, vocab_size=vocab_size, max_context=max_context
         )
         self.offering = await self.training.call(
             lambda: WeightOffering(self.training.backend, self.train, model.dtype, probe_ids)
         )
         if self.ledger.state.version >= self.train.steps:
-            await self._end_what_is_done(self.ledger.state.version)
+            await self._end_completed_run(self.ledger.state.version)
         recovery = Recovery(self.bus, self.ledger, self.folder, self.training.backend.vocab_size)
-        await recovery.look(rebase=rebase)
+        await recovery.inspect_broker(rebase=rebase)
         return recovery
 
     def _rules(self) -> TicketRules:
@@ -359,26 +373,22 @@ class LearnerService:
         return rules_of(self.train, algorithm, domains(self.config), self.config["run"]["seed"])
 
     async def _first_rules(self) -> TicketRules:
-        """Return the rules that the log begins with; a learner killed before a checkpoint may have
-        left some.
-        """
-        first = await peek(self.bus, SAMPLES, 1)
-        if first is not None and isinstance(first.record.message, wire.RulesChange):
-            found = rules_change(first.record.message).record
-            if isinstance(found, RulesUpdate):
-                return found.rules
+        """Return the first rules of the log: a learner killed early may have appended some."""
+        first_message = await peek(self.bus, SAMPLES, 1)
+        if first_message is not None and isinstance(first_message.record.message, wire.RulesChange):
+            update = rules_change(first_message.record.message).record
+            if isinstance(update, RulesUpdate):
+                return update.rules
         return self._rules()
 
     async def _append_rules(self) -> None:
-        """Append the rules of the configuration to the log; earlier records keep the rules in force
-        at their time.
-        """
+        """Append the configuration's rules to the log; earlier records keep those of their time."""
         change = wire.RulesChange(epoch=self.watch.epoch, rules=self._rules().plain())
         await self.bus.publish(
             SAMPLES, change, message_id=f"rules.{self.bus.run}.{self.watch.epoch}"
         )
 
-    async def _end_what_is_done(self, steps: int) -> NoReturn:
+    async def _end_completed_run(self, steps: int) -> NoReturn:
         """Announce the end of a completed run and exit cleanly.
 
         A supervisor restarts a killed learner even after its last step, and treats any other exit
@@ -393,9 +403,9 @@ class LearnerService:
         raise Stopped(ALL_DONE.reason)
 
     async def _model_path(self) -> str:
-        needed = self._needs_warm_start()
+        needs_warm_start = self._needs_warm_start()
         preparation = ModelPreparation(
-            self.config, self.folder, self.shown.say, make_warm_start=needed
+            self.config, self.folder, self.status.say, make_warm_start=needs_warm_start
         )
         work = asyncio.create_task(asyncio.to_thread(preparation.model_path))
         stopping = asyncio.create_task(self.stop.asked.wait())
@@ -408,9 +418,7 @@ class LearnerService:
         return await work
 
     def _needs_warm_start(self) -> bool:
-        """Return whether the first weights are used: by a new run, as the reference, or below
-        adapters.
-        """
+        """Return whether a new run, the reference or adapters need the first weights."""
         if self._newest() is None:
             return True
         began_with = ((read_settings(self.folder) or {}).get("warm_start") or {}).get("steps")
@@ -427,21 +435,34 @@ class LearnerService:
         digests = self.digests
         with_code = bool((config.get("model") or {}).get("trust_remote_code"))
         spec = wire.RunSpec(
-            run=run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=model_path,
-            data_digests=digests, model_files=await share(self.bus, model_path, with_code=with_code),
-        )  # fmt: skip
+            run=run,
+            wire_version=wire.WIRE_VERSION,
+            epoch=0,
+            config=config,
+            model_path=model_path,
+            data_digests=digests,
+            model_files=await share(self.bus, model_path, with_code=with_code),
+        )
         while not self.watch.epoch:
-            seen = (
-                await unless_stopped(self.stop, self.rivals.refuse())
-                if self.rivals is not None
-                else None
-            )
-            with suppress(Fenced):  # another learner was faster: check that one
-                await self.watch.take_epoch(spec, above=noted_epoch(self.folder), seen=seen)
+            cleared_epoch = None
+            if self.rivals is not None:
+                cleared_epoch = await unless_stopped(self.stop, self.rivals.refuse())
+            # If another learner was faster, check that one.
+            with suppress(Fenced):
+                await self.watch.take_epoch(
+                    spec, above=noted_epoch(self.folder), cleared_epoch=cleared_epoch
+                )
         note_epoch(self.folder, self.watch.epoch, this_process())
         write_config(self.folder, self.config)
         await asyncio.to_thread(
-            note_start, self.folder, config, self.watch.epoch, digests, model_path
+            partial(
+                note_start,
+                self.folder,
+                config,
+                self.watch.epoch,
+                data=digests,
+                model=model_path,
+            )
         )
         for work in self.watch.services():
             self.member.spawn(work)
@@ -453,7 +474,7 @@ class LearnerService:
         await sender.start()
         stack.push_async_callback(sender.close)
         await self.training.call(lambda: self.offering.serve(sender))
-        # a learner that can no longer send weights must be restarted
+        # A learner that can no longer send weights must be restarted.
         self.member.spawn(sender.join())
         if self.train.weights_snapshot_every:
             from learner.weights.addresses import weights_address
@@ -462,10 +483,17 @@ class LearnerService:
             bind = section(self.config, "broker", BrokerSection).bind
             if self.train.weights_snapshot_cert is not None:
                 bind = weights_address(self.train.weights_interface, self.bus.link.url)
-            await open_snapshots(stack, self.train, bind, self.folder, self.bus.run, sender)
+            await open_snapshots(
+                stack,
+                self.train,
+                bind,
+                folder=self.folder,
+                run=self.bus.run,
+                sender=sender,
+            )
         return sender
 
-    # ----------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # run
 
     async def run(self) -> None:
@@ -475,57 +503,79 @@ class LearnerService:
         services = self.services
         failures = section(self.config, "failures", FailuresSection)
         table = domains(self.config)
-        giveup = FailureMonitor(failures, self.train.groups_per_step, table)
-        parts = (services.issuer, services.evaluator, services.book, services.records)
+        failure_monitor = FailureMonitor(failures, self.train.groups_per_step, table)
         loop = TrainingLoop(
             self.bus,
             ledger,
             self.training,
-            *parts,
-            self.stop,
+            issuer=services.issuer,
+            evaluator=services.evaluator,
+            metrics_writer=services.metrics_writer,
+            records=services.records,
+            stop=self.stop,
             resumed=self.resumed,
             offer=self._offer,
-            fleet_values=self._values_beside,
+            fleet_values=self._other_values,
             checkpoint=services.saver.at_boundary,
             checkpoint_every=1,
             requested=services.saver.requested,
             between_steps=services.saver.between_steps,
-            giveup=giveup,
+            failure_monitor=failure_monitor,
             steps=self.train.steps,
         )
-        say = self.shown.say_waiting
+        say = self.status.say_waiting
         roles = required_roles(table)
         self.member.spawn(
-            watch_missing_roles(self.bus.run, roster, roles, lambda: bool(ledger.open), say)
+            watch_missing_roles(
+                self.bus.run, roster, roles, has_work=lambda: bool(ledger.open), say=say
+            )
         )
-        watched = roster, lambda: self.watch.paused, self.stop.request
-        self.member.spawn(watch_hubs(giveup, *watched))
+
+        def is_paused() -> bool:
+            return self.watch.paused
+
+        self.member.spawn(watch_hubs(failure_monitor, roster, is_paused, self.stop.request))
         refusals = OfferRefusals(self.watch.epoch, others_s=failures.give_up_after_s)
-        self.member.spawn(watch_refusals(refusals, self.sender, self._check_offer, *watched))
+        self.member.spawn(
+            watch_refusals(
+                refusals,
+                self.sender,
+                self._check_offer,
+                roster=roster,
+                paused=is_paused,
+                end=self.stop.request,
+            )
+        )
         tasks = section(self.config, "eval", EvalSection).tasks
         requests = OperatorRequests(
-            self.bus, ledger, services.saver, services.evaluator, self.stop, tasks
+            self.bus,
+            ledger,
+            services.saver,
+            evaluator=services.evaluator,
+            stop=self.stop,
+            num_tasks=tasks,
         )
         self.member.spawn(requests.serve())
-        self.shown.serving = True
-        self.shown.say("training")
+        self.status.serving = True
+        self.status.say("training")
         try:
-            done = await loop.run()
+            is_done = await loop.run()
         except LostState:
-            # a learner that took over may have trimmed the log: report that
+            # A learner that took over may have trimmed the log: report that instead.
             await self.watch.refuse_if_fenced()
             raise
-        except NotFinite as error:  # no checkpoint: the one before is to resume from
+        # No checkpoint is written: the run must resume from finite weights.
+        except NotFinite as error:
             await self.watch.put(wire.DesiredState(state="stopped", reason=str(error)))
             raise
         self.watch.refuse_if_seen_fenced()
-        verdict = giveup.verdict or refusals.verdict
-        if not done and verdict and self.stop.reason == verdict:
+        verdict = failure_monitor.verdict or refusals.verdict
+        if not is_done and verdict and self.stop.reason == verdict:
             await self._give_up(verdict, loop)
         await services.saver.finish(loop.boundary)
-        if done:
+        if is_done:
             await self.watch.put(ALL_DONE)
-            self.shown.say("done")
+            self.status.say("done")
 
     async def _give_up(self, verdict: str, loop: TrainingLoop) -> NoReturn:
         """Write a checkpoint if that is possible, and end the run for all processes.
@@ -537,9 +587,10 @@ class LearnerService:
             await self.services.saver.finish(loop.boundary)
         except Fenced:
             raise
-        except Exception as error:  # noqa: BLE001 - wrong names cannot be saved either; the cause is the verdict
+        # Whatever made the run fail may also prevent a checkpoint; the verdict is the cause.
+        except Exception as error:  # noqa: BLE001
             log.error("no checkpoint was written: %s", " ".join(str(error).split()))
-        # hubs hold the code that failed, servers the model
+        # Hubs hold the code that failed, servers the model: all must restart.
         await self.watch.put(wire.DesiredState(state="stopped", reason=verdict))
         raise UserError(verdict)
 
@@ -557,7 +608,7 @@ class LearnerService:
         with self.member.spans.work("weights", step=version):
             return self.sender.offer(version, self.offering.tensors(), self.offering.probe())
 
-    def _values_beside(self) -> dict[str, float]:
+    def _other_values(self) -> dict[str, float]:
         """Return the step metrics that are measured outside training."""
         values: dict[str, float] = self.sender.metrics()
         values |= self.training.turn_values()
@@ -567,9 +618,9 @@ class LearnerService:
             | {"time/broadcast_weights": values.get("weights/seconds", 0.0)}
         )
 
-    # ------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # next to the loop
 
-    async def _abandon_when_asked(self) -> None:
+    async def _abandon_on_stop(self) -> None:
         await self.stop.asked.wait()
         self.training.abandon()

@@ -41,10 +41,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-AGAIN: Final = (
+RESTART_ADVICE: Final = (
     "start this one again, with train.streaming=never until its next checkpoint if that repeats"
 )
-BACKLOG_BYTES: Final = 8 << 20  # of groups that wait for the thread: enough to keep it busy
+# Groups that wait for the thread: enough to keep it busy.
+BACKLOG_BYTES: Final = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class TrainingThread:
                 "a model that shares its devices cannot train a step before its groups are there"
             )
         self._turns = turns
-        self._entering = asyncio.Lock()
+        self._turn_lock = asyncio.Lock()
         self._algorithm = algorithm
         self._build = build
         self._assembly = SampleAssembler(estimator, algorithm, stream=stream)
@@ -102,7 +103,7 @@ class TrainingThread:
         self._step = StepFigures()
         self._figures = FigureCollector()
         self._record_tokens = record_tokens
-        # bytes of groups that the thread has not worked off yet
+        # Bytes of the groups that wait for the thread.
         self._backlog = 0
         self._shrunk = asyncio.Event()
         self._busy_s = 0.0
@@ -126,20 +127,19 @@ class TrainingThread:
         )
         if self._record_tokens and not await self.call(self.backend.record_tokens):
             log.info(
-                "entropy and importance ratio per token are not recorded: only one rank can, and not megatron's"
+                "entropy and importance ratio per token are not recorded: only one rank can, and "
+                "not megatron's"
             )
             self._record_tokens = False
         return self.backend
 
     async def call(self, job: Callable[[], T]) -> T:
-        """Run a job in the thread, after all that were submitted before, with the model on its
-        device.
-        """
-        async with self._entering:
+        """Run a job in the thread after those already submitted, with the model on its device."""
+        async with self._turn_lock:
             if self._turns is not None:
                 await self._turns.begin(self._run)
-            running = self._submit(job)
-        return await running
+            future = self._submit(job)
+        return await future
 
     @property
     def on_device(self) -> bool:
@@ -149,7 +149,7 @@ class TrainingThread:
     async def leave(self) -> None:
         """Let other processes use a shared device until the next job."""
         if self._turns is not None:
-            async with self._entering:
+            async with self._turn_lock:
                 await self._turns.end(self._run)
 
     def turn_values(self) -> dict[str, float]:
@@ -165,8 +165,7 @@ class TrainingThread:
     def add(
         self, group: wire.Group, rules: TicketRules | None = None, *, is_settled: bool = False
     ) -> None:
-        """Add a group to the current step; return at once. Errors are raised by ``failed`` and
-        ``finish``.
+        """Add a group to the current step, without waiting; ``failed`` and ``finish`` raise errors.
 
         Args:
             rules: those in force in the log at this place; None: those of the configuration.
@@ -193,25 +192,21 @@ class TrainingThread:
                 configuration.
         """
         if self._turns is not None:
-            async with self._entering:
+            async with self._turn_lock:
                 if not await self._turns.begin(self._run, self._stopped):
                     return None
-        trained = await self.call(lambda: self._finish(version, rules))
+        result = await self.call(lambda: self._finish(version, rules))
         if self.failed.done():
             self.failed.result()
-        return trained
+        return result
 
     def abandon(self) -> None:
-        """Stop training: the current micro-batch ends, waiting jobs do nothing, and the current
-        step is not taken.
-        """
+        """Stop training after the current micro-batch, without taking the current step."""
         self._abandoned.set()
         self._stopped.set()
 
     async def undo(self) -> None:
-        """Discard what an abandoned step has accumulated, so that the backend is between two steps
-        again.
-        """
+        """Discard what an abandoned step has accumulated; the backend is between steps again."""
         await self.call(self._discard)
 
     def _discard(self) -> None:
@@ -242,13 +237,12 @@ class TrainingThread:
             and (error := future.exception()) is not None
             and not self.failed.done()
         ):
-            self.abandon()  # a step that lacks a group must not be taken
+            # A step that lacks a group must not be taken.
+            self.abandon()
             self.failed.set_exception(error)
 
     def _keep_fraction(self, rules: TicketRules | None) -> float:
-        """Return the share of a step's groups that are trained on; tell the backend the other rules
-        of the log.
-        """
+        """Return the share of groups that are trained on; pass the rules to the backend."""
         if rules is not None:
             self.backend.follow_rules(steps=rules.steps, seed=rules.seed)
             return rules.keep_fraction
@@ -257,11 +251,11 @@ class TrainingThread:
     def _add(self, group: wire.Group, rules: TicketRules | None, *, is_settled: bool) -> None:
         if self._abandoned.is_set():
             return
-        started = time.monotonic()
-        streamed = self._num_streamed == len(self._groups) and self._keep_fraction(rules) == 1.0
+        started_at = time.monotonic()
+        can_stream = self._num_streamed == len(self._groups) and self._keep_fraction(rules) == 1.0
         self._step.add_group(group)
         self._groups.append(group)
-        if not streamed or (self._assembly.needs_batch and not self._assembly.scores_stream):
+        if not can_stream or (self._assembly.needs_batch and not self._assembly.scores_stream):
             return
         self._num_streamed += 1
         with self.spans.work("train"):
@@ -272,15 +266,15 @@ class TrainingThread:
                 if is_settled:
                     self._groups[-1] = without_episodes(group)
                     self._num_freed += 1
-        self._busy_s += time.monotonic() - started
+        self._busy_s += time.monotonic() - started_at
 
     def _train(self, group: wire.Group) -> None:
         samples = self._assembly.stream(group)
         if self._record_tokens:
             self._figures.expect(group.ticket, samples)
         for sample in samples:
-            if (full := self._cutter.add(sample)) is not None:
-                self._forward_backward(full)
+            if (micro_batch := self._cutter.add(sample)) is not None:
+                self._forward_backward(micro_batch)
                 if self._abandoned.is_set():
                     return
 
@@ -290,8 +284,7 @@ class TrainingThread:
             self._figures.collect(self.backend.take_recorded())
 
     def _train_rest(self, version: int, groups: Sequence[wire.Group]) -> dict[str, float] | None:
-        """Complete a step whose gradient accumulated as its groups arrived; return None if it is
-        abandoned.
+        """Complete a step whose gradient accumulated early; return None if it is abandoned.
 
         Args:
             groups: those to train on. If they are not those that were added to the gradient, it
@@ -304,35 +297,36 @@ class TrainingThread:
         if [group.ticket for group in groups] != [group.ticket for group in streamed]:
             if self._num_freed:
                 raise UserError(
-                    f"step {version + 1}: another learner has changed its rules; {AGAIN}"
+                    f"step {version + 1}: another learner has changed its rules; {RESTART_ADVICE}"
                 )
             self._cutter.flush()
             self._figures.take()
             self.backend.discard()
             for group in groups:
                 self._train(group)
-        rest = self._cutter.flush()
-        if rest and not self._abandoned.is_set():
-            self._forward_backward(rest)
+        last_micro_batch = self._cutter.flush()
+        if last_micro_batch and not self._abandoned.is_set():
+            self._forward_backward(last_micro_batch)
         return None if self._abandoned.is_set() else self.backend.step()
 
     def _train_batch(self, version: int, groups: Sequence[wire.Group]) -> dict[str, float] | None:
-        """Train a step that needs all its groups; once begun it is completed, because updates
-        cannot be undone.
-        """
+        """Train a step that needs all its groups; once begun, its updates cannot be undone."""
         if self._abandoned.is_set():
             return None
-        if self._num_streamed not in (0, len(self._groups)):  # the rules changed on the way
+        # The rules changed within the step.
+        if self._num_streamed not in (0, len(self._groups)):
             self._scores.reset()
             self.backend.discard()
         samples = self._assembly.batch(groups, self._scores.finish, self.backend.kl_coef)
         if self._record_tokens:
-            rest = iter(samples)
+            remaining_samples = iter(samples)
             for group in groups:
-                self._figures.expect(group.ticket, list(islice(rest, len(group.trajectories))))
+                self._figures.expect(
+                    group.ticket, list(islice(remaining_samples, len(group.trajectories)))
+                )
         if (mode := self._algorithm.batch_adjust) is not None:
-            sampled = [sample for sample in samples if sample.num_tokens]
-            samples = adjust(sampled, self._algorithm.num_minibatches, mode, version)
+            trained_samples = [sample for sample in samples if sample.num_tokens]
+            samples = adjust(trained_samples, self._algorithm.num_minibatches, mode, version)
         if self._abandoned.is_set():
             return None
         values = self.backend.update(samples)
@@ -341,15 +335,12 @@ class TrainingThread:
         return values
 
     def _finish(self, version: int, rules: TicketRules | None) -> TrainingResult | None:
-        started = time.monotonic()
+        started_at = time.monotonic()
         selected = most_varied(self._groups, self._keep_fraction(rules))
         with self.spans.work("train"):
             needs_batch = self._assembly.needs_batch
-            values = (
-                self._train_batch(version, selected)
-                if needs_batch
-                else self._train_rest(version, selected)
-            )
+            train = self._train_batch if needs_batch else self._train_rest
+            values = train(version, selected)
         if values is None:
             return None
         step = self._step
@@ -358,19 +349,19 @@ class TrainingThread:
         is_finite = all(map(math.isfinite, values.values()))
         problem = "" if is_finite else self.backend.take_problem()
         values = step.values(version) | values
-        finish_s = time.monotonic() - started
+        finish_s = time.monotonic() - started_at
         busy_s = self._busy_s + finish_s
         self._busy_s = 0.0
         tickets = tuple(group.ticket for group in selected)
-        skipped = values.get("actor/skipped", 0.0) * self._algorithm.num_epochs
+        num_skipped = values.get("actor/skipped", 0.0) * self._algorithm.num_epochs
         return TrainingResult(
             values,
-            step.num_tokens,
-            step.num_samples,
-            busy_s,
-            finish_s,
-            tickets,
-            tokens,
-            is_skipped=skipped > 0 and skipped >= values.get("actor/num_updates", 1.0),
+            num_tokens=step.num_tokens,
+            num_samples=step.num_samples,
+            busy_s=busy_s,
+            finish_s=finish_s,
+            tickets=tickets,
+            tokens=tokens,
+            is_skipped=num_skipped > 0 and num_skipped >= values.get("actor/num_updates", 1.0),
             problem=problem,
         )

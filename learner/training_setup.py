@@ -1,6 +1,4 @@
-"""Opens the training thread that a configuration describes, for learners and replays; needs no
-broker.
-"""
+"""Opens the training thread of a configuration, for learners and replays; needs no broker."""
 
 from __future__ import annotations
 
@@ -25,7 +23,8 @@ from learner.turns import DeviceTurns
 from rlearner_text.config import ModelSection
 from rlearner_text.transformers_import import import_transformers
 
-HEAVY: Final = (
+# Imports that take long and would otherwise happen during the first steps.
+SLOW_MODULES: Final = (
     "transformers.models.auto.modeling_auto",
     "transformers.modeling_utils",
     "learner.reporting.trackers.tensorboard",
@@ -35,28 +34,29 @@ HEAVY: Final = (
 def begin_imports(config: dict[str, Any]) -> None:
     """Start importing the training libraries in a background thread: it takes seconds."""
     asyncio.get_running_loop().run_in_executor(
-        None, _try_libraries, section(config, "train", TrainSection).backend
+        None, _preload_backend, section(config, "train", TrainSection).backend
     )
 
 
-def _try_libraries(backend: str) -> None:
-    with suppress(ConfigError, ImportError):  # open_training raises it again
-        _libraries(backend)
+def _preload_backend(backend: str) -> None:
+    # ``open_training`` raises the error again.
+    with suppress(ConfigError, ImportError):
+        _import_backend(backend)
 
 
-def _libraries(backend: str) -> Any:
+def _import_backend(backend: str) -> Any:
     """Return the backend's class, imported with all that it needs.
 
     Raises:
         ConfigError: if there is no such backend.
     """
-    with _collecting_later():
+    with _without_collection():
         import_transformers()
-        found = resolve("backends", backend, BACKENDS)
-        for name in HEAVY:
+        backend_class = resolve("backends", backend, BACKENDS)
+        for name in SLOW_MODULES:
             import_module(name)
-    _freeze()
-    return found
+    _freeze_objects()
+    return backend_class
 
 
 async def open_training(
@@ -85,22 +85,22 @@ async def open_training(
     """
     train = section(config, "train", TrainSection)
     algorithm = section(config, "algorithm", AlgorithmSection)
-    most = max(domain.max_context_tokens for domain in domains(config).values())
+    max_length = max(domain.max_context_tokens for domain in domains(config).values())
     model = section(config, "model", ModelSection)
-    kind = await asyncio.to_thread(_libraries, train.backend)
+    backend_class = await asyncio.to_thread(_import_backend, train.backend)
     build = partial(
-        kind,
+        backend_class,
         model_path,
         train=train,
         algorithm=algorithm,
         model=model,
         seed=config["run"]["seed"] if seed is None else seed,
         ref_path=first_path,
-        max_length=most,
+        max_length=max_length,
         max_context=config["rollout"]["max_context_tokens"],
     )
     estimator = resolve("advantages", algorithm.adv_estimator, ADVANTAGES)
-    if devices is not None and not getattr(kind, "offloads", False):
+    if devices is not None and not getattr(backend_class, "offloads", False):
         raise ConfigError("train.backend", train.backend, "torch, ddp or fsdp2 with --share-gpus")
     turns = DeviceTurns(devices, folder) if devices is not None else None
     stream = train.streaming != "never" and turns is None
@@ -116,20 +116,18 @@ async def open_training(
 
 
 @contextmanager
-def _collecting_later() -> Iterator[None]:
-    """Disable garbage collection: scanning the 600,000 objects that imports create costs a fifth of
-    the start.
-    """
-    was = gc.isenabled()
+def _without_collection() -> Iterator[None]:
+    """Disable garbage collection, which scans the 600,000 new objects of imports in vain."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was:
+        if was_enabled:
             gc.enable()
 
 
 @cache
-def _freeze() -> None:
+def _freeze_objects() -> None:
     """Exclude the imported objects from garbage collection while training."""
     gc.freeze()

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RunJob = Callable[[Callable[[], None]], Awaitable[None]]  # in the training thread
+# Runs a job in the training thread.
+RunJob = Callable[[Callable[[], None]], Awaitable[None]]
 
 
 class DeviceTurns:
@@ -57,15 +58,15 @@ class DeviceTurns:
         if self.on_device:
             log.warning("the shared device was lost: the claim to it was not renewed in time")
             await self.end(run)
-        began = time.monotonic()
-        if not await _unless(unless, self._devices.acquire()):
+        began_at = time.monotonic()
+        if not await _await_unless(unless, self._devices.acquire()):
             return False
-        acquired = time.monotonic()
+        acquired_at = time.monotonic()
         self.on_device = True
         if self._backend is not None:
             await run(self._backend.reload)
-        self._times["time/turn_wait"] += acquired - began
-        self._times["time/turn_load"] += time.monotonic() - acquired
+        self._times["time/turn_wait"] += acquired_at - began_at
+        self._times["time/turn_load"] += time.monotonic() - acquired_at
         self._times["turns/count"] += 1
         return True
 
@@ -73,23 +74,21 @@ class DeviceTurns:
         """Move the model off the devices and let others have them."""
         if not self.on_device:
             return
-        began = time.monotonic()
+        began_at = time.monotonic()
         if self._backend is not None:
             await run(partial(self._backend.offload, self._folder))
         self.on_device = False
-        self._times["time/turn_offload"] += time.monotonic() - began
+        self._times["time/turn_offload"] += time.monotonic() - began_at
         await self._devices.release()
 
     def values(self) -> dict[str, float]:
-        """Return the seconds of waiting, loading and offloading and the number of turns since the
-        last call.
-        """
+        """Return the turns since the last call: their number, and the seconds by activity."""
         times = self._times
         self._times = dict.fromkeys(self._times, 0.0)
         return times
 
 
-async def _unless(event: asyncio.Event | None, work: Awaitable[None]) -> bool:
+async def _await_unless(event: asyncio.Event | None, work: Awaitable[None]) -> bool:
     """Await ``work``; return False if the event comes first, and cancel it."""
     if event is None:
         await work

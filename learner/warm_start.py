@@ -31,8 +31,7 @@ class ModelPreparation:
         config: validated.
         folder: the run's, with its ``config.yaml``.
         say: receives progress messages for users.
-        make_warm_start: make a missing warm start; False for a run whose checkpoint replaces its
-            weights.
+        make_warm_start: make a missing warm start; False if a checkpoint replaces its weights.
     """
 
     def __init__(
@@ -48,16 +47,14 @@ class ModelPreparation:
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """Stop soon; ``model_path`` raises Interrupted."""
+        """Stop soon; ``model_path`` raises ``PreparationInterrupted``."""
         self._stopped.set()
 
     def model_path(self) -> str:
-        """Return the folder or hub name of the first weights; reuse those of an earlier start of
-        this run.
+        """Return the folder or hub name of the first weights; reuse those of an earlier start.
 
         Raises:
-            UserError: if there is no such model, demonstrations cannot be generated, or the warm
-                start diverged.
+            UserError: if there is no such model, no demonstrations, or the warm start diverged.
             PreparationInterrupted: if a stop was requested.
         """
         out = self._folder / "warm_start"
@@ -78,7 +75,8 @@ class ModelPreparation:
         )
         importing.start()
         data = self._demonstrations()
-        importing.join()  # two threads importing transformers at once may see it half-imported
+        # Two threads importing transformers at once may see it half-imported.
+        importing.join()
         self._train(path, data, out)
         return str(out)
 
@@ -94,25 +92,9 @@ class ModelPreparation:
         config = str(self._folder / "config.yaml")
         self._say(f"generating {warm.episodes} demonstrations")
         domain = ["--domain", warm.domain] if warm.domain else []
-        options = [
-            "--episodes",
-            str(warm.episodes),
-            "--noise",
-            str(warm.noise),
-            "--seed",
-            str(self._run.seed),
-        ]
-        command = [
-            sys.executable,
-            "-m",
-            "envhub.cli",
-            "demos",
-            config,
-            *domain,
-            *options,
-            "--out",
-            str(out),
-        ]
+        options = ["--episodes", str(warm.episodes), "--noise", str(warm.noise)]
+        options += ["--seed", str(self._run.seed), "--out", str(out)]
+        command = [sys.executable, "-m", "envhub.cli", "demos", config, *domain, *options]
         with output.open("wb") as file:
             code = self._wait(command, file)
         lines = output.read_text(errors="replace").splitlines()
@@ -156,9 +138,16 @@ class ModelPreparation:
                     f"warm start, step {step} of {warm.steps}, loss {values['train/loss']:.3f}"
                 )
 
-        longest = self._config["rollout"]["max_context_tokens"]
-        own = {"seed": self._run.seed, "max_context": longest, "on_step": on_step}
-        result = fine_tune(path, data, out, model=self._model, train=train, **own)
+        result = fine_tune(
+            path,
+            data,
+            out,
+            model=self._model,
+            train=train,
+            seed=self._run.seed,
+            max_context=self._config["rollout"]["max_context_tokens"],
+            on_step=on_step,
+        )
         log.info(
             "warm start: %d steps in %.1f s, loss %.3f",
             warm.steps,

@@ -41,11 +41,11 @@ class SampleAssembler:
         self._estimator = estimator
         self._algorithm = algorithm
         self._over_rows = (estimator_traits(estimator) or EstimatorTraits()).whole_batch
-        # whether `batch` must be used, with all groups of a step, instead of `stream`; and with
-        # scores from the models
+        # Whether `batch` must be used, with all groups of a step, instead of `stream`; and with
+        # scores from the models.
         self.needs_batch = self._over_rows or not stream or waits_for_batch(algorithm)
         self.needs_scores = scores_needed(algorithm)
-        # whether all groups of a step are scored, so that the models can begin with the first one
+        # Whether all groups of a step are scored, so that the models can begin with the first.
         self.scores_stream = self.needs_scores and stream and algorithm.pg_variant != "starpo_s"
 
     def stream(self, group: wire.Group) -> list[TrainSample]:
@@ -53,16 +53,22 @@ class SampleAssembler:
         (shaped,) = shape([group], self._algorithm)
         estimates = self._estimator(shaped.trajectories, self._algorithm)
         return [
-            self._sample(group, one, a)
-            for one, a in zip(group.trajectories, self._clip(estimates), strict=True)
+            self._sample(group, trajectory, advantages)
+            for trajectory, advantages in zip(
+                group.trajectories, self._clip(estimates), strict=True
+            )
         ]
 
     def unscored(self, group: wire.Group) -> list[TrainSample]:
         """Return a group's samples as ``batch`` has them scored, in its order."""
-        zeros = (np.zeros(len(one.loss_mask.array())) for one in group.trajectories)
         return [
-            self._sample(group, one, a, whole=True)
-            for one, a in zip(group.trajectories, zeros, strict=True)
+            self._sample(
+                group,
+                trajectory,
+                np.zeros(len(trajectory.loss_mask.array())),
+                with_all_tokens=True,
+            )
+            for trajectory in group.trajectories
         ]
 
     def batch(
@@ -76,62 +82,78 @@ class SampleAssembler:
             kl_coef: weight of the divergence from the reference, if it is part of the reward.
         """
         algorithm = self._algorithm
-        pairs = [(group, one) for group in groups for one in group.trajectories]
+        pairs = [(group, trajectory) for group in groups for trajectory in group.trajectories]
         scores = [SampleScores() for _ in pairs]
         if self.needs_scores and score is not None:
             scores = score([sample for group in groups for sample in self.unscored(group)])
-        kl = [self._kl(one, found, kl_coef) for (_, one), found in zip(pairs, scores, strict=True)]
+        kl = [
+            self._kl_penalties(trajectory, sample_scores, kl_coef)
+            for (_, trajectory), sample_scores in zip(pairs, scores, strict=True)
+        ]
         shaped = shape(groups, algorithm)
-        estimates = self._rows(shaped, scores, kl) if self._over_rows else self._groups(shaped, kl)
+        if self._over_rows:
+            estimates = self._estimate_rows(shaped, scores, kl)
+        else:
+            estimates = self._estimate_groups(shaped, kl)
         if algorithm.whiten_advantages:
             white = base.whiten(
-                [found.advantages for found in estimates],
-                [self._is_trained(one) for _, one in pairs],
+                [estimate.advantages for estimate in estimates],
+                [self._is_trained(trajectory) for _, trajectory in pairs],
             )
             estimates = [
-                replace(found, advantages=a) for found, a in zip(estimates, white, strict=True)
+                replace(estimate, advantages=advantages)
+                for estimate, advantages in zip(estimates, white, strict=True)
             ]
         samples = []
-        for (group, one), found, told in zip(pairs, estimates, scores, strict=True):
-            (advantages,) = self._clip([_full(one, found.advantages)])
-            sample = self._sample(group, one, advantages)
-            proximal = _column(one, told.logprobs)
-            values = _column(one, told.values)
-            returns = _column(one, found.returns)
+        for (group, trajectory), estimate, sample_scores in zip(
+            pairs, estimates, scores, strict=True
+        ):
+            (clipped,) = self._clip([_scatter_values(trajectory, estimate.advantages)])
             samples.append(
-                replace(sample, proximal_logprobs=proximal, values=values, returns=returns)
+                replace(
+                    self._sample(group, trajectory, clipped),
+                    proximal_logprobs=_as_column(trajectory, sample_scores.logprobs),
+                    values=_as_column(trajectory, sample_scores.values),
+                    returns=_as_column(trajectory, estimate.returns),
+                )
             )
         return samples
 
-    def _rows(
+    def _estimate_rows(
         self, groups: Sequence[wire.Group], scores: Sequence[SampleScores], kl: Sequence[FloatArray]
     ) -> list[AdvantageEstimate]:
-        pairs = [(group, one) for group in groups for one in group.trajectories]
+        pairs = [(group, trajectory) for group in groups for trajectory in group.trajectories]
         rows = [
             BatchRow(
                 group.ticket,
-                base.token_rewards(one) - cost,
-                _float64(told.values),
-                self._is_trained(one),
+                base.token_rewards(trajectory) - penalties,
+                _as_float64(sample_scores.values),
+                self._is_trained(trajectory),
             )
-            for (group, one), told, cost in zip(pairs, scores, kl, strict=True)
+            for (group, trajectory), sample_scores, penalties in zip(pairs, scores, kl, strict=True)
         ]
         estimates: list[AdvantageEstimate] = self._estimator(rows, self._algorithm)
         return estimates
 
-    def _groups(
+    def _estimate_groups(
         self, groups: Sequence[wire.Group], kl: Sequence[FloatArray]
     ) -> list[AdvantageEstimate]:
-        costs = iter(kl)
+        penalties = iter(kl)
         estimates = []
         for group in groups:
-            trajectories = [minus_kl(one, next(costs)) for one in group.trajectories]
-            found = self._estimator(trajectories, self._algorithm)
-            pairs = zip(trajectories, found, strict=True)
-            estimates += [AdvantageEstimate(a[sampled_positions(one)]) for one, a in pairs]
+            trajectories = [
+                minus_kl(trajectory, next(penalties)) for trajectory in group.trajectories
+            ]
+            arrays = self._estimator(trajectories, self._algorithm)
+            estimates += [
+                AdvantageEstimate(advantages[sampled_positions(trajectory)])
+                for trajectory, advantages in zip(trajectories, arrays, strict=True)
+            ]
         return estimates
 
-    def _kl(self, trajectory: wire.Trajectory, scores: SampleScores, kl_coef: float) -> FloatArray:
+    def _kl_penalties(
+        self, trajectory: wire.Trajectory, scores: SampleScores, kl_coef: float
+    ) -> FloatArray:
         num = len(sampled_positions(trajectory))
         return np.zeros(num) if scores.kl is None else kl_coef * scores.kl.astype(np.float64)
 
@@ -143,25 +165,28 @@ class SampleAssembler:
     def _sample(
         self,
         group: wire.Group,
-        one: wire.Trajectory,
+        trajectory: wire.Trajectory,
         advantages: FloatArray,
         *,
-        whole: bool = False,
+        with_all_tokens: bool = False,
     ) -> TrainSample:
-        trained = whole or self._is_trained(one)
         return from_trajectory(
-            one, advantages, group=group.ticket, temperature=group.temperature, trained=trained
+            trajectory,
+            advantages,
+            group=group.ticket,
+            temperature=group.temperature,
+            trained=with_all_tokens or self._is_trained(trajectory),
         )
 
     def _clip(self, advantages: Sequence[FloatArray]) -> list[FloatArray]:
         limit = self._algorithm.advantage_clip
-        return list(advantages) if limit is None else [a.clip(-limit, limit) for a in advantages]
+        if limit is None:
+            return list(advantages)
+        return [array.clip(-limit, limit) for array in advantages]
 
 
 def waits_for_batch(algorithm: AlgorithmSection) -> str:
-    """Return the setting, other than the estimator, that makes a step wait for all its groups;
-    empty if none does.
-    """
+    """Return the setting, besides the estimator, that makes a step wait for its groups, or ""."""
     reasons = {
         "num_epochs and num_minibatches": num_updates(algorithm) > 1,
         "whiten_advantages": algorithm.whiten_advantages,
@@ -174,9 +199,8 @@ def waits_for_batch(algorithm: AlgorithmSection) -> str:
 
 
 def scores_needed(algorithm: AlgorithmSection) -> bool:
-    """Return whether the models must score the samples before the step; a single update's forward
-    pass suffices.
-    """
+    """Return whether the models must score the samples before the step."""
+    # The forward pass of a single update yields the proximal logprobs itself.
     recompute = algorithm.correction != "none" and algorithm.prox_logp_method == "recompute"
     return (
         (recompute and num_updates(algorithm) > 1)
@@ -185,16 +209,16 @@ def scores_needed(algorithm: AlgorithmSection) -> bool:
     )
 
 
-def _full(trajectory: wire.Trajectory, values: Any) -> FloatArray:
+def _scatter_values(trajectory: wire.Trajectory, values: Any) -> FloatArray:
     """Scatter (T,) values of the sampled tokens to (n,), 0 elsewhere."""
-    found = np.zeros(len(trajectory.loss_mask.array()))
-    found[sampled_positions(trajectory)] = values
-    return found
+    array = np.zeros(len(trajectory.loss_mask.array()))
+    array[sampled_positions(trajectory)] = values
+    return array
 
 
-def _column(trajectory: wire.Trajectory, values: Any) -> Array | None:
-    return None if values is None else _full(trajectory, values).astype(np.float32)
+def _as_column(trajectory: wire.Trajectory, values: Any) -> Array | None:
+    return None if values is None else _scatter_values(trajectory, values).astype(np.float32)
 
 
-def _float64(values: Any) -> FloatArray | None:
+def _as_float64(values: Any) -> FloatArray | None:
     return None if values is None else values.astype(np.float64)

@@ -24,23 +24,23 @@ def adjust(samples: Sequence[T], divisor: int, mode: Mode, seed: int) -> list[T]
             draws the next lower multiple (at least ``divisor``).
         seed: of the draw; the same seed and number of samples draw the same.
     """
-    n = len(samples)
-    excess = n % divisor
+    num_samples = len(samples)
+    excess = num_samples % divisor
     if not excess:
         return list(samples)
-    draw = random.Random(f"{seed}/{n}/{divisor}")
+    rng = random.Random(f"{seed}/{num_samples}/{divisor}")
     if mode == "random_sample":
-        size = n - excess or divisor
-        return [samples[i] for i in sorted(draw.choices(range(n), k=size))]
+        size = num_samples - excess or divisor
+        return [samples[i] for i in sorted(rng.choices(range(num_samples), k=size))]
     missing = divisor - excess
-    if mode == "copy" or (mode == "auto" and (n < divisor or missing <= excess)):
-        rounds, rest = divmod(missing, n)
+    if mode == "copy" or (mode == "auto" and (num_samples < divisor or missing <= excess)):
+        rounds, num_extra = divmod(missing, num_samples)
         return [
             *samples,
             *list(samples) * rounds,
-            *(samples[i] for i in sorted(draw.sample(range(n), rest))),
+            *(samples[i] for i in sorted(rng.sample(range(num_samples), num_extra))),
         ]
-    if n < divisor:
+    if num_samples < divisor:
         return list(samples)
-    gone = set(draw.sample(range(n), excess))
-    return [sample for i, sample in enumerate(samples) if i not in gone]
+    removed_indices = set(rng.sample(range(num_samples), excess))
+    return [sample for i, sample in enumerate(samples) if i not in removed_indices]

@@ -8,9 +8,7 @@ from broker.contract import wire
 
 
 def episodes(group: wire.Group) -> list[wire.Trajectory]:
-    """Return the last trajectory of each episode, in order of the episodes, without greedy
-    baselines.
-    """
+    """Return the last trajectory of each episode, in order, without greedy baselines."""
     last = {
         trajectory.episode: trajectory for trajectory in group.trajectories if not trajectory.greedy
     }
@@ -24,8 +22,11 @@ def episode_rewards(group: wire.Group) -> tuple[float, ...]:
 
 def num_bytes(group: wire.Group) -> int:
     """Return the bytes of a group's columns of tokens."""
-    columns = ((one.token_ids, one.loss_mask, one.logprobs) for one in group.trajectories)
-    return sum(len(column.data) for own in columns for column in own)
+    return sum(
+        len(column.data)
+        for trajectory in group.trajectories
+        for column in (trajectory.token_ids, trajectory.loss_mask, trajectory.logprobs)
+    )
 
 
 def without_episodes(group: wire.Group) -> wire.Group:

@@ -39,16 +39,14 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor
 
 @dataclass
 class KlCoefficient:
-    """Weight of the divergence, fixed or adaptive. Ziegler et al. (arXiv 1909.08593), section 2.2."""
+    """Weight of the divergence, fixed or adaptive. Ziegler et al. (arXiv 1909.08593), 2.2."""
 
     value: float  # the current weight
     target: float | None = None  # in nats per token, None for a fixed weight
     horizon: float = 10000.0  # sequences over which the weight adapts
 
     def update(self, kl: float, num_sequences: int) -> None:
-        """Apply a step: ``value *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences /
-        horizon``.
-        """
+        """Multiply by ``1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon``."""
         if self.target is not None:
             error = min(max(kl / self.target - 1.0, -0.2), 0.2)
             self.value *= 1.0 + error * num_sequences / self.horizon

@@ -1,6 +1,4 @@
-"""Cuts samples into micro-batches, by the order of the log and their lengths, never by arrival
-time. Pure.
-"""
+"""Cuts samples into micro-batches, by log order and length, never by arrival time. Pure."""
 
 from __future__ import annotations
 
@@ -48,43 +46,47 @@ class MicroBatchCutter(Generic[S]):
             raise ValueError(f"budget is {budget}, must be at least 1")
         self.budget = budget
         self._packed = packed
-        self._held: list[S] = []
-        self._longest = self._tokens = 0
+        self._samples: list[S] = []
+        self._longest = 0
+        self._tokens = 0
 
     def add(self, sample: S) -> list[S] | None:
         """Add a sample; return the micro-batch before it, if the sample no longer fits in it."""
         if sample.num_inputs == 0:
             return None
-        full = self.flush() if self._held and self._cost(sample.num_inputs) > self.budget else None
-        self._held.append(sample)
+        full = None
+        if self._samples and self._cost(sample.num_inputs) > self.budget:
+            full = self.flush()
+        self._samples.append(sample)
         self._longest = max(self._longest, sample.num_inputs)
         self._tokens += sample.num_inputs
         return full
 
     def flush(self) -> list[S] | None:
         """Return the last micro-batch of a step, None if it is empty."""
-        held = self._held
-        self._held = []
+        samples = self._samples
+        self._samples = []
         self._longest = 0
         self._tokens = 0
-        return held or None
+        return samples or None
 
-    def _cost(self, following: int) -> int:
+    def _cost(self, num_inputs: int) -> int:
         if self._packed:
-            return self._tokens + following
-        return max(self._longest, following) * (len(self._held) + 1)
+            return self._tokens + num_inputs
+        return max(self._longest, num_inputs) * (len(self._samples) + 1)
 
 
 def cut(samples: Sequence[S], budget: int, *, packed: bool = False) -> list[list[S]]:
     """Return all micro-batches of a sequence of samples."""
     cutter = MicroBatchCutter[S](budget, packed=packed)
     batches = [batch for sample in samples if (batch := cutter.add(sample))]
-    return batches + ([rest] if (rest := cutter.flush()) else [])
+    if last_batch := cutter.flush():
+        batches.append(last_batch)
+    return batches
 
 
 def minibatches(samples: Sequence[S], count: int, seed: Sequence[int]) -> list[list[S]]:
-    """Return a step's samples in ``count`` shuffled parts of similar size; fewer for fewer samples,
-    but at least one.
+    """Return a step's samples in ``count`` shuffled parts of similar size, or in as many as it can.
 
     Args:
         seed: of the order; a single part is not shuffled.
@@ -96,10 +98,9 @@ def minibatches(samples: Sequence[S], count: int, seed: Sequence[int]) -> list[l
 
 
 def by_length(samples: Sequence[S], budget: int) -> list[list[S]]:
-    """Cut a micro-batch into slices of similar lengths within ``budget`` tokens, for less padding
-    and cache use.
+    """Cut a micro-batch into slices of similar lengths within ``budget`` tokens.
 
-    The gradient is a sum over rows, so slicing does not change it.
+    They need less padding and cache. The gradient, a sum over rows, does not change.
     """
     return cut(sorted(samples, key=lambda sample: sample.num_inputs), budget)
 
@@ -135,8 +136,7 @@ def by_prefix(samples: Sequence[T], budget: int) -> list[list[T]]:
 
 
 def prefix_order(sequences: Sequence[Array]) -> list[tuple[int, int]]:
-    """Order sequences of token ids so that each shares the longest prefix that it can with the one
-    before it.
+    """Order sequences of token ids so that each shares the longest prefix with its predecessor.
 
     Returns:
         The number of each sequence, and of the tokens that it shares.
@@ -144,12 +144,12 @@ def prefix_order(sequences: Sequence[Array]) -> list[tuple[int, int]]:
     order = sorted(
         range(len(sequences)), key=lambda index: sequences[index].astype(">u4").tobytes()
     )
-    before = np.empty(0, np.int64)
-    found: list[tuple[int, int]] = []
+    previous = np.empty(0, np.int64)
+    order_and_prefixes: list[tuple[int, int]] = []
     for index in order:
-        own = sequences[index]
-        num = min(len(own), len(before))
-        differing = np.flatnonzero(own[:num] != before[:num])
-        found.append((index, int(differing[0]) if len(differing) else num))
-        before = own
-    return found
+        sequence = sequences[index]
+        num = min(len(sequence), len(previous))
+        differing = np.flatnonzero(sequence[:num] != previous[:num])
+        order_and_prefixes.append((index, int(differing[0]) if len(differing) else num))
+        previous = sequence
+    return order_and_prefixes

@@ -16,9 +16,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class TrainSample:
-    """One training sequence of n tokens; all arrays have shape (n,), and masked positions are never
-    read.
-    """
+    """One training sequence of n tokens; arrays have shape (n,), masked positions are not read."""
 
     token_ids: Array  # int32
     loss_mask: Array  # uint8, 1 for trained tokens; 0 at position 0, which is never predicted
@@ -40,8 +38,8 @@ class TrainSample:
             if getattr(self, name).shape != (n,):
                 raise ValueError(f"{name} has shape {getattr(self, name).shape}, expected ({n},)")
         for name in ("proximal_logprobs", "values", "returns"):
-            if (found := getattr(self, name)) is not None and found.shape != (n,):
-                raise ValueError(f"{name} has shape {found.shape}, expected ({n},)")
+            if (array := getattr(self, name)) is not None and array.shape != (n,):
+                raise ValueError(f"{name} has shape {array.shape}, expected ({n},)")
         if n and self.loss_mask[0]:
             raise ValueError("loss_mask is 1 at position 0, which is never predicted")
         if not self.temperature > 0:
@@ -61,9 +59,7 @@ class TrainSample:
 
     @property
     def num_inputs(self) -> int:
-        """Number of tokens that a forward pass reads: all before the last trained one, 0 if none is
-        trained.
-        """
+        """Number of tokens that a forward pass reads: all before the last trained one."""
         return int(self.positions[-1]) if len(self.positions) else 0
 
 
@@ -98,7 +94,8 @@ def from_trajectory(
     versions = np.full(len(sampled), -1, np.int32)
     versions[sampled] = np.repeat(runs[:, 0], runs[:, 1])
     mask = sampled.copy()
-    mask[:1] = False  # sampled from an empty context, so it has no logprob
+    # The first token is sampled from an empty context, so it has no logprob.
+    mask[:1] = False
     if not trained:
         mask[:] = False
     return TrainSample(

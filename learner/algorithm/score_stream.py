@@ -1,7 +1,6 @@
-"""Scores a step's samples by the models, in micro-batches cut by the order of the log, as its
-groups arrive.
+"""Scores a step's samples by the models as its groups arrive, in micro-batches of the log's order.
 
-The pieces, and so the scores bit for bit, do not depend on when the groups arrived.
+The micro-batches, and so the scores bit for bit, do not depend on when the groups arrived.
 """
 
 from __future__ import annotations
@@ -13,11 +12,12 @@ from learner.algorithm.packing import MicroBatchCutter
 from learner.algorithm.samples import SampleScores, TrainSample
 
 Score = Callable[[Sequence[TrainSample]], list[SampleScores]]
-Key = tuple[int, int]  # a ticket, and which of its samples
+# A ticket, and the index of its sample.
+Key = tuple[int, int]
 
 
 class ScoreStream:
-    """The scores of one step after the other.
+    """Scores of one step after the other.
 
     Args:
         cutter: of this stream alone.
@@ -32,14 +32,12 @@ class ScoreStream:
     def reset(self) -> None:
         """Begin a step."""
         self._cutter.flush()
-        self._held: list[Key] = []  # of the samples in the cutter, in its order
+        self._waiting_keys: list[Key] = []  # of the samples in the cutter, in its order
         self._scores: dict[Key, SampleScores] = {}
         self._counts = Counter[int]()
 
     def add(self, samples: Sequence[TrainSample]) -> None:
-        """Score the micro-batches that are full with these samples, which follow the earlier ones
-        in the log.
-        """
+        """Add samples in log order, and score the micro-batches that they fill."""
         for sample in samples:
             key = sample.group, self._counts[sample.group]
             self._counts[sample.group] += 1
@@ -47,25 +45,23 @@ class ScoreStream:
                 (self._scores[key],) = self._score([sample])
                 continue
             if (full := self._cutter.add(sample)) is not None:
-                self._take(full)
-            self._held.append(key)
+                self._store_scores(full)
+            self._waiting_keys.append(key)
 
     def finish(self, samples: Sequence[TrainSample]) -> list[SampleScores]:
-        """Return the scores of all samples of the step, in order; those that were not added are
-        scored now.
-        """
+        """Return the scores of all samples of the step, in order; score the remaining ones now."""
         if not self._counts:
             self.add(samples)
-        if rest := self._cutter.flush():
-            self._take(rest)
+        if last_batch := self._cutter.flush():
+            self._store_scores(last_batch)
         counts = Counter[int]()
-        found = list[SampleScores]()
+        scores = list[SampleScores]()
         for sample in samples:
-            found.append(self._scores[sample.group, counts[sample.group]])
+            scores.append(self._scores[sample.group, counts[sample.group]])
             counts[sample.group] += 1
         self.reset()
-        return found
+        return scores
 
-    def _take(self, piece: Sequence[TrainSample]) -> None:
-        self._scores |= zip(self._held, self._score(piece), strict=True)
-        self._held = []
+    def _store_scores(self, micro_batch: Sequence[TrainSample]) -> None:
+        self._scores |= zip(self._waiting_keys, self._score(micro_batch), strict=True)
+        self._waiting_keys = []

@@ -26,20 +26,22 @@ def shape(groups: Sequence[wire.Group], algorithm: AlgorithmSection) -> list[wir
     Greedy baselines are shaped like the rest, but do not count in means and standard deviations.
     """
     shaped = [
-        _replace(group, [_penalise(one, algorithm) for one in group.trajectories])
+        _with_trajectories(
+            group, [_subtract_penalties(trajectory, algorithm) for trajectory in group.trajectories]
+        )
         for group in groups
     ]
     normalization = algorithm.reward_normalization
     if normalization.norm_mean_type or normalization.norm_std_type:
-        shaped = _normalise(shaped, normalization)
+        shaped = _normalize_groups(shaped, normalization)
     if (limit := algorithm.reward_clip) is None:
         return shaped
     return [
-        _replace(
+        _with_trajectories(
             group,
             [
-                replace(one, reward=min(max(one.reward, -limit), limit))
-                for one in group.trajectories
+                replace(trajectory, reward=min(max(trajectory.reward, -limit), limit))
+                for trajectory in group.trajectories
             ],
         )
         for group in shaped
@@ -53,8 +55,7 @@ def needs_batch(normalization: RewardNormalization) -> bool:
 
 
 def overlong_penalty(length: int, max_length: int, buffer: int, factor: float = 1.0) -> float:
-    """Return ``min(-(length - (max_length - buffer)) / buffer * factor, 0)``, at least ``-factor``
-    (arXiv 2503.14476).
+    """Return a penalty that grows from 0 to ``-factor`` over ``buffer`` tokens (arXiv 2503.14476).
 
     Args:
         length: sampled tokens.
@@ -69,42 +70,41 @@ def normalise(
     keys: Sequence[object],
     mean_type: str | None,
     std_type: str | None,
-    counted: Sequence[bool] | None = None,
+    is_counted: Sequence[bool] | None = None,
 ) -> tuple[FloatArray, FloatArray]:
-    """Return shift and scale of each reward, (B,) each: normalized rewards are ``(R - shift) /
-    scale``.
+    """Return shift and scale, (B,) each; normalized rewards are ``(R - shift) / scale``.
 
     Args:
         rewards: (B,), one value per sample.
         keys: rewards of the same key form a group.
         mean_type: shift by the mean of the group, the batch, or None for 0.
         std_type: scale by the standard deviation (ddof 1) plus 1e-6, likewise; 1 for equal rewards.
-        counted: False excludes a reward from means and standard deviations.
+        is_counted: False excludes a reward from means and standard deviations.
     """
-    kept = np.ones(len(rewards), bool) if counted is None else np.array(counted, bool)
+    included = np.ones(len(rewards), bool) if is_counted is None else np.array(is_counted, bool)
     numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-    names = np.array([numbers[key] for key in keys], dtype=np.int64)
+    group_ids = np.array([numbers[key] for key in keys], dtype=np.int64)
     shift = np.zeros_like(rewards)
     scale = np.ones_like(rewards)
-    for name in range(len(numbers)):
-        members = names == name
-        for kind, target in ((mean_type, shift), (std_type, scale)):
-            pool = rewards[kept & members] if kind == "group" else rewards[kept]
-            if kind is None or not len(pool):
+    for group_id in range(len(numbers)):
+        members = group_ids == group_id
+        for scope, target in ((mean_type, shift), (std_type, scale)):
+            pool = rewards[included & members] if scope == "group" else rewards[included]
+            if scope is None or not len(pool):
                 continue
-            target[members] = _mean(pool) if target is shift else _spread(pool)
+            target[members] = _exact_mean(pool) if target is shift else _deviation(pool)
     return shift, scale
 
 
-def _mean(values: FloatArray) -> float:
-    # equal rewards give exactly 0
+def _exact_mean(values: FloatArray) -> float:
+    # The mean of equal rewards, rounded, may differ from them: their advantage must be exactly 0.
     return float(values[0] if values.min() == values.max() else values.mean())
 
 
-def _spread(values: FloatArray) -> float:
-    return (
-        float(values.std(ddof=1)) + EPS if len(values) > 1 and values.min() != values.max() else 1.0
-    )
+def _deviation(values: FloatArray) -> float:
+    if len(values) < 2 or values.min() == values.max():
+        return 1.0
+    return float(values.std(ddof=1)) + EPS
 
 
 def minus_kl(trajectory: wire.Trajectory, kl: FloatArray) -> wire.Trajectory:
@@ -113,10 +113,10 @@ def minus_kl(trajectory: wire.Trajectory, kl: FloatArray) -> wire.Trajectory:
     Args:
         kl: (T,) of the sampled tokens, in the reward's unit.
     """
-    at = np.zeros(len(trajectory.loss_mask.array()))
-    at[sampled_positions(trajectory)] = kl
+    penalties = np.zeros(len(trajectory.loss_mask.array()))
+    penalties[sampled_positions(trajectory)] = kl
     turns = [
-        replace(turn, reward=turn.reward - float(at[turn.start : turn.end].sum()))
+        replace(turn, reward=turn.reward - float(penalties[turn.start : turn.end].sum()))
         for turn in trajectory.turns
     ]
     return replace(trajectory, reward=trajectory.reward - float(kl.sum()), turns=turns)
@@ -129,7 +129,9 @@ def is_truncated(trajectory: wire.Trajectory) -> bool:
     )
 
 
-def _penalise(trajectory: wire.Trajectory, algorithm: AlgorithmSection) -> wire.Trajectory:
+def _subtract_penalties(
+    trajectory: wire.Trajectory, algorithm: AlgorithmSection
+) -> wire.Trajectory:
     reward = trajectory.reward
     turns = trajectory.turns
     if algorithm.format_penalty:
@@ -140,33 +142,39 @@ def _penalise(trajectory: wire.Trajectory, algorithm: AlgorithmSection) -> wire.
         ]
         reward -= sum(costs)
     if algorithm.overlong_buffer and algorithm.overlong_length:
-        limits = (algorithm.overlong_length, algorithm.overlong_buffer, algorithm.overlong_factor)
-        reward += overlong_penalty(int(trajectory.loss_mask.array().sum()), *limits)
+        reward += overlong_penalty(
+            int(trajectory.loss_mask.array().sum()),
+            algorithm.overlong_length,
+            algorithm.overlong_buffer,
+            algorithm.overlong_factor,
+        )
     return replace(trajectory, reward=reward, turns=turns)
 
 
-def _normalise(groups: Sequence[wire.Group], section: RewardNormalization) -> list[wire.Group]:
+def _normalize_groups(
+    groups: Sequence[wire.Group], section: RewardNormalization
+) -> list[wire.Group]:
     pairs = [(group, trajectory) for group in groups for trajectory in group.trajectories]
     shift, scale = normalise(
         np.array([trajectory.reward for _, trajectory in pairs], dtype=np.float64),
-        [_key(group, trajectory, section.grouping) for group, trajectory in pairs],
-        section.norm_mean_type,
-        section.norm_std_type,
-        [not trajectory.greedy for _, trajectory in pairs],
+        [_group_key(group, trajectory, section.grouping) for group, trajectory in pairs],
+        mean_type=section.norm_mean_type,
+        std_type=section.norm_std_type,
+        is_counted=[not trajectory.greedy for _, trajectory in pairs],
     )
     scaled = iter(
         [
-            _scale(one, float(a), float(b))
-            for (_, one), a, b in zip(pairs, shift, scale, strict=True)
+            _scale_rewards(trajectory, float(offset), float(divisor))
+            for (_, trajectory), offset, divisor in zip(pairs, shift, scale, strict=True)
         ]
     )
-    return [_replace(group, [next(scaled) for _ in group.trajectories]) for group in groups]
+    return [
+        _with_trajectories(group, [next(scaled) for _ in group.trajectories]) for group in groups
+    ]
 
 
-def _key(group: wire.Group, trajectory: wire.Trajectory, grouping: str) -> object:
-    """Return the key of a trajectory's group; ``state`` is the first observation acted on, or
-    without it the ticket.
-    """
+def _group_key(group: wire.Group, trajectory: wire.Trajectory, grouping: str) -> object:
+    """Return the key of a trajectory's group; ``state``: its first observation, or the ticket."""
     if grouping == "batch":
         return 0
     if grouping == "inductive":
@@ -175,10 +183,10 @@ def _key(group: wire.Group, trajectory: wire.Trajectory, grouping: str) -> objec
     return (group.domain, anchor) if grouping == "state" and anchor else group.ticket
 
 
-def _scale(trajectory: wire.Trajectory, shift: float, scale: float) -> wire.Trajectory:
+def _scale_rewards(trajectory: wire.Trajectory, shift: float, scale: float) -> wire.Trajectory:
     turns = [replace(turn, reward=turn.reward / scale) for turn in trajectory.turns]
     return replace(trajectory, reward=(trajectory.reward - shift) / scale, turns=turns)
 
 
-def _replace(group: wire.Group, trajectories: list[wire.Trajectory]) -> wire.Group:
+def _with_trajectories(group: wire.Group, trajectories: list[wire.Trajectory]) -> wire.Group:
     return replace(group, trajectories=trajectories)

@@ -1,4 +1,4 @@
-"""What a training step measured of each trained token: entropy and importance ratio."""
+"""Entropy and importance ratio of each token that a step has trained."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ MAX_LOG_RATIO: Final = 80.0
 
 @dataclass(frozen=True, eq=False)
 class TokenFigures:
-    """Of one trajectory's T trained tokens, in order; T is 0 if the step did not train it."""
+    """Figures of one trajectory's T trained tokens, in order; none if it was not trained on."""
 
     entropy: Array  # (T,) float16, nats, of the policy at the step's first pass
     log_ratio: Array  # (T,) float16, natural log of that policy's probability by the sampling one's
 
     def by_position(self, trajectory: wire.Trajectory) -> dict[int, tuple[float, float]]:
-        """Return entropy and importance ratio of each trained token by its position; empty if they
-        do not fit.
-        """
-        # the token at 0 is never trained
+        """Return entropy and importance ratio by a token's position; empty if they do not fit."""
+        # The token at 0 is never trained.
         positions = np.flatnonzero(trajectory.loss_mask.array()[1:]) + 1
         if len(positions) != len(self.entropy):
             return {}
@@ -34,14 +32,13 @@ class TokenFigures:
         return {position: (entropy, ratio) for position, entropy, ratio in rows}
 
 
-NOTHING = TokenFigures(np.zeros(0, np.float16), np.zeros(0, np.float16))
-StepTokens = Mapping[int, Sequence[TokenFigures]]  # by ticket, for each trajectory of its group
+NO_FIGURES = TokenFigures(np.zeros(0, np.float16), np.zeros(0, np.float16))
+# By ticket, for each trajectory of its group.
+StepTokens = Mapping[int, Sequence[TokenFigures]]
 
 
 class FigureCollector:
-    """Collector of the figures of a step as its micro-batches are trained, so that no sample must
-    be kept.
-    """
+    """Collects a step's figures as its micro-batches are trained, so that no sample is kept."""
 
     def __init__(self) -> None:
         self._figures: dict[int, list[TokenFigures]] = {}
@@ -50,12 +47,12 @@ class FigureCollector:
 
     def expect(self, ticket: int, samples: Sequence[TrainSample]) -> None:
         """Begin a group, with one sample for each of its trajectories, in order."""
-        self._figures[ticket] = [NOTHING] * len(samples)
+        self._figures[ticket] = [NO_FIGURES] * len(samples)
         self._places.update((id(sample), (ticket, number)) for number, sample in enumerate(samples))
 
-    def collect(self, found: Mapping[int, TokenFigures]) -> None:
-        """Take figures by the id of a sample, which must not have been freed yet."""
-        for sample, figures in found.items():
+    def collect(self, figures_by_sample: Mapping[int, TokenFigures]) -> None:
+        """Add figures by the id of a sample, which must not have been freed yet."""
+        for sample, figures in figures_by_sample.items():
             if (place := self._places.pop(sample, None)) is not None:
                 ticket, number = place
                 self._figures[ticket][number] = figures
@@ -64,5 +61,6 @@ class FigureCollector:
         """Return the figures of a step by ticket, and begin the next."""
         figures = self._figures
         self._figures = {}
-        self._places.clear()  # those of samples without trained tokens, which may be freed by now
+        # Samples without trained tokens remain; they may be freed, and their ids reused.
+        self._places.clear()
         return figures

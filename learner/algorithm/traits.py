@@ -1,4 +1,4 @@
-"""What advantage estimators and losses declare about themselves; settings are checked against it."""
+"""Traits that advantage estimators and losses declare, against which settings are checked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class EstimatorTraits:
-    """What an estimator needs and supports."""
+    """Needs and abilities of an estimator."""
 
     # takes the rows of a whole step (a `BatchEstimator`), not one group's trajectories
     whole_batch: bool = False
@@ -43,11 +43,11 @@ def declares(traits: EstimatorTraits | LossTraits) -> Callable[[F], F]:
 
 def estimator_traits(estimator: Any) -> EstimatorTraits | None:
     """Return the traits that an estimator declares, or None."""
-    found = getattr(estimator, "traits", None)
-    return found if isinstance(found, EstimatorTraits) else None
+    traits = getattr(estimator, "traits", None)
+    return traits if isinstance(traits, EstimatorTraits) else None
 
 
 def loss_traits(loss: Any) -> LossTraits | None:
     """Return the traits that a loss declares, or None."""
-    found = getattr(loss, "traits", None)
-    return found if isinstance(found, LossTraits) else None
+    traits = getattr(loss, "traits", None)
+    return traits if isinstance(traits, LossTraits) else None

@@ -1,1 +1,1 @@
-"""Tickets and their outcomes: the ledger, the tickets on the broker, and the records that end them."""
+"""Tickets and their outcomes: the ledger, the tickets on the broker, the records that end them."""

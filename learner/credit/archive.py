@@ -30,7 +30,8 @@ FOLDER: Final = "samples"
 SUFFIX: Final = ".frames"
 PAUSED: Final = ".paused"
 MAGIC: Final = b"RLS1"
-MAX_FRAMES: Final = 2**14  # per file: finding a record reads the headers before it, about 20 ms
+# Finding a record reads the headers before it in its file, which takes about 20 ms.
+MAX_FRAMES: Final = 2**14
 # magic, sequence, ticket, bytes of the record, its digest
 _HEADER: Final = struct.Struct("<4sQqI8s")
 HEADER_BYTES: Final = _HEADER.size
@@ -56,34 +57,32 @@ class SampleArchive:
 
     Args:
         folder: ``runs/<name>/samples``.
-        position: of the resumed ledger; records beyond it are cut off, because they will be
-            consumed again.
-        max_file_bytes: a new file begins once the current one is this large, or holds
-            ``MAX_FRAMES``.
+        position: of the resumed ledger; records beyond it are cut off, to be consumed again.
+        max_file_bytes: size at which a new file begins, if not at ``MAX_FRAMES``.
     """
 
     def __init__(self, folder: Path, position: int, max_file_bytes: int) -> None:
         self._folder = folder
-        self._max = max_file_bytes
+        self._max_file_bytes = max_file_bytes
         self._file = -1
-        self._size = self._frames = 0
-        self._done: list[int] = []  # files left since the last sync
+        self._size = 0
+        self._frames = 0
+        self._finished_files: list[int] = []  # files left since the last sync
         private_folder(folder)
         truncate_after(folder, position)
 
     def append(self, record: LogRecord, record_digest: str) -> None:
-        """Append a record with the digest of its bytes; after an error, call again to overwrite the
-        same place.
+        """Append a record with its digest; after an error, call again to overwrite the same place.
 
         Raises:
             OSError: if the folder cannot be written.
         """
-        if self._file < 0 or self._size >= self._max or self._frames >= MAX_FRAMES:
+        if self._file < 0 or self._size >= self._max_file_bytes or self._frames >= MAX_FRAMES:
             path = self._folder / f"{record.seq:012d}{SUFFIX}"
-            following = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            new_file = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             if self._file >= 0:
-                self._done.append(self._file)
-            self._file = following
+                self._finished_files.append(self._file)
+            self._file = new_file
             self._size = 0
             self._frames = 0
         header = _HEADER.pack(
@@ -94,22 +93,22 @@ class SampleArchive:
 
     def sync(self) -> None:
         """Make what was appended before the call survive a power loss."""
-        # in this order: another thread may switch files now
+        # In this order: another thread may switch files now.
         current = self._file
-        done = list(self._done)
-        for file in [*done, current]:
+        finished_files = list(self._finished_files)
+        for file in [*finished_files, current]:
             if file >= 0:
                 os.fsync(file)
-        for file in done:
-            self._done.remove(file)
+        for file in finished_files:
+            self._finished_files.remove(file)
             os.close(file)
         sync(self._folder)
 
     def close(self) -> None:
-        for file in [*self._done, self._file]:
+        for file in [*self._finished_files, self._file]:
             if file >= 0:
                 os.close(file)
-        self._done = []
+        self._finished_files = []
         self._file = -1
 
 
@@ -121,8 +120,7 @@ def archive_files(folder: Path) -> list[tuple[int, Path]]:
 
 
 def mark_paused(folder: Path, position: int) -> None:
-    """Mark that the following records are not archived (``samples.keep`` is off); do nothing
-    without an archive.
+    """Mark, in an archive, that the following records are not archived (``samples.keep`` is off).
 
     Args:
         position: of the resumed ledger; records missing up to there were lost, not left out.
@@ -130,39 +128,38 @@ def mark_paused(folder: Path, position: int) -> None:
     Raises:
         OSError: if the folder cannot be written.
     """
-    found = archive_files(folder)
-    if not found or any(first > found[-1][0] for first in _pauses(folder)):
+    files = archive_files(folder)
+    if not files or any(first > files[-1][0] for first in _pause_marks(folder)):
         return
-    with found[-1][1].open("rb") as file:
-        end, last = _skip(file, sys.maxsize)
-    os.truncate(found[-1][1], end)  # a crash may have left half a frame
+    with files[-1][1].open("rb") as file:
+        end, last = _skip_frames(file, sys.maxsize)
+    # A crash may have left half a frame.
+    os.truncate(files[-1][1], end)
     (folder / f"{max(last, position) + 1:012d}{PAUSED}").touch(0o600)
     sync(folder)
 
 
 def paused_ranges(folder: Path) -> list[tuple[int, int]]:
-    """Return (first, last) sequence of each stretch that was not archived; ``last`` is huge if it
-    is still open.
-    """
-    begins = [first for first, _ in archive_files(folder)]
+    """Return (first, last) sequence of each gap; ``last`` is huge if the gap is still open."""
+    starts = [first for first, _ in archive_files(folder)]
     ends = {
-        first: min((begin for begin in begins if begin >= first), default=sys.maxsize)
-        for first in _pauses(folder)
+        first: min((start for start in starts if start >= first), default=sys.maxsize)
+        for first in _pause_marks(folder)
     }
     return sorted((first, end - 1) for first, end in ends.items())
 
 
-def _pauses(folder: Path) -> dict[int, Path]:
+def _pause_marks(folder: Path) -> dict[int, Path]:
     return {int(path.stem): path for path in folder.glob(f"*{PAUSED}") if path.stem.isdecimal()}
 
 
 def truncate_after(folder: Path, position: int) -> None:
     """Remove every record beyond ``position``.
 
-    Of the files that begin at or before it, only the newest is cut: readers ignore the overlap of
-    older ones.
+    Of the files that begin at or before it, only the newest is cut: readers ignore the others'
+    overlap.
     """
-    for first, path in _pauses(folder).items():
+    for first, path in _pause_marks(folder).items():
         if first > position:
             path.unlink()
     for first, path in reversed(archive_files(folder)):
@@ -170,37 +167,39 @@ def truncate_after(folder: Path, position: int) -> None:
             path.unlink()
             continue
         with path.open("rb") as file:
-            end, _ = _skip(file, position + 1)
+            end, _ = _skip_frames(file, position + 1)
         if end < path.stat().st_size:
             os.truncate(path, end)
         return
 
 
 def frames(folder: Path, start: int = 1) -> Iterator[ArchiveFrame]:
-    """Yield every record from sequence ``start`` on, in order; ignore half a frame at the very end."""
-    found = archive_files(folder)
-    for i, (_, path) in enumerate(found):
-        until = found[i + 1][0] if i + 1 < len(found) else 0
+    """Yield every record from sequence ``start`` on, in order; ignore half a frame at the end."""
+    files = archive_files(folder)
+    for i, (_, path) in enumerate(files):
+        until = files[i + 1][0] if i + 1 < len(files) else 0
         if until and until <= start:
             continue
-        whole = False
+        is_complete = False
         for frame in _frames_of(path, start, is_last=not until):
-            # the rest is of an earlier incarnation
-            if until and (frame.seq >= until or (whole and frame.error)):
+            # The remaining frames are of an earlier incarnation.
+            if until and (frame.seq >= until or (is_complete and frame.error)):
                 break
             if frame.seq >= start or frame.error:
                 yield frame
-            whole = whole or frame.seq + 1 == until
+            is_complete = is_complete or frame.seq + 1 == until
 
 
 def select_frames(folder: Path, seqs: Iterable[int]) -> Iterator[ArchiveFrame]:
     """Yield some records, in order, without reading the others; skip missing and damaged ones."""
-    found = archive_files(folder)
-    wanted = sorted(set(seqs))
-    for i, (first, path) in enumerate(found):
-        until = bisect_left(wanted, found[i + 1][0]) if i + 1 < len(found) else len(wanted)
-        if here := set(wanted[bisect_left(wanted, first) : until]):
-            yield from _pick_from(path, here)
+    files = archive_files(folder)
+    ordered = sorted(set(seqs))
+    for i, (first, path) in enumerate(files):
+        end = len(ordered)
+        if i + 1 < len(files):
+            end = bisect_left(ordered, files[i + 1][0])
+        if selected := set(ordered[bisect_left(ordered, first) : end]):
+            yield from _pick_from(path, selected)
 
 
 def find_frame(folder: Path, seq: int) -> ArchiveFrame | None:
@@ -208,38 +207,37 @@ def find_frame(folder: Path, seq: int) -> ArchiveFrame | None:
     return next(select_frames(folder, [seq]), None)
 
 
-def _pick_from(path: Path, wanted: set[int]) -> Iterator[ArchiveFrame]:
+def _pick_from(path: Path, seqs: set[int]) -> Iterator[ArchiveFrame]:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         position = 0
         while (
-            wanted
+            seqs
             and (header := read_header(os.pread(file.fileno(), _HEADER.size, position))) is not None
         ):
-            seq, ticket, length, check = header
+            seq, ticket, length, expected_digest = header
             position += _HEADER.size
-            if position + length > size:  # a damaged length may be gigabytes
+            # A damaged length may be gigabytes.
+            if position + length > size:
                 return
-            if seq in wanted:
-                wanted.remove(seq)
+            if seq in seqs:
+                seqs.remove(seq)
                 data = os.pread(file.fileno(), length, position)
-                if bytes.fromhex(digest(data)) == check:
+                if bytes.fromhex(digest(data)) == expected_digest:
                     yield ArchiveFrame(seq, ticket, data)
             position += length
 
 
-def _skip(file: BinaryIO, start: int) -> tuple[int, int]:
-    """Seek behind the frames of records before ``start``; return that byte and the last of these
-    records.
-    """
+def _skip_frames(file: BinaryIO, start: int) -> tuple[int, int]:
+    """Seek behind the records before ``start``; return that byte and the last of these records."""
     size = os.fstat(file.fileno()).st_size
     position = 0
     last = 0
     while (header := read_header(os.pread(file.fileno(), _HEADER.size, position))) is not None:
-        behind = position + _HEADER.size + header[2]
-        if header[0] >= start or behind > size:
+        next_position = position + _HEADER.size + header[2]
+        if header[0] >= start or next_position > size:
             break
-        position = behind
+        position = next_position
         last = header[0]
     return file.seek(position), last
 
@@ -256,26 +254,28 @@ def _frames_of(path: Path, start: int, *, is_last: bool) -> Iterator[ArchiveFram
     """Yield the frames of one file from record ``start`` on."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        begins_with = read_header(file.read(_HEADER.size))
-        if begins_with is not None and begins_with[0] != int(path.stem):
-            yield ArchiveFrame(0, 0, b"", error=f"{path.name}: begins with record {begins_with[0]}")
+        first_header = read_header(file.read(_HEADER.size))
+        if first_header is not None and first_header[0] != int(path.stem):
+            yield ArchiveFrame(
+                0, 0, b"", error=f"{path.name}: begins with record {first_header[0]}"
+            )
             return
-        _, seq = _skip(file, start)
-        while (begin := file.tell()) < size:
+        _, seq = _skip_frames(file, start)
+        while (start_byte := file.tell()) < size:
             header = read_header(file.read(_HEADER.size))
-            # a damaged length may be huge
-            data = file.read(header[2]) if header and header[2] <= size - begin else b""
+            # A damaged length may be huge.
+            data = file.read(header[2]) if header and header[2] <= size - start_byte else b""
             if header is None or len(data) < header[2]:
-                if not is_last or (header is None and size - begin >= _HEADER.size):
+                if not is_last or (header is None and size - start_byte >= _HEADER.size):
                     yield ArchiveFrame(
                         seq,
                         0,
                         b"",
-                        error=f"{path.name}: no frame at byte {begin}, after record {seq}",
+                        error=f"{path.name}: no frame at byte {start_byte}, after record {seq}",
                     )
                 return
-            seq, ticket, _, check = header
-            if bytes.fromhex(digest(data)) != check:
+            seq, ticket, _, expected_digest = header
+            if bytes.fromhex(digest(data)) != expected_digest:
                 yield ArchiveFrame(
                     seq, 0, b"", error=f"{path.name}: the bytes of record {seq} are damaged"
                 )

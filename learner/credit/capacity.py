@@ -1,6 +1,4 @@
-"""Computes how large groups can become, and their cost in the broker's store and the learner's
-memory.
-"""
+"""Computes how large groups can become, and what they cost in the broker's store and in memory."""
 
 from __future__ import annotations
 
@@ -16,8 +14,9 @@ from broker.errors import ConfigError
 from broker.settings.config import PRIVATE_STORE_GIB, num_greedy, takes_steps
 
 # Of the wire's encoding; tests/unit/learner/test_capacity.py compares them with it.
-TOKEN_BYTES: Final = 9  # token_ids 4, loss_mask 1, logprobs 4
-# of a token's text, which the response, or what step groups compare, holds again
+# token_ids 4, loss_mask 1, logprobs 4.
+TOKEN_BYTES: Final = 9
+# Of a token's text, which the response and the anchors hold again.
 TEXT_BYTES: Final = 4
 TURN_BYTES: Final = 128
 SAMPLE_BYTES: Final = 512
@@ -26,9 +25,7 @@ GROUP_BYTES: Final = 1024
 
 @dataclass(frozen=True)
 class LargestGroup:
-    """The largest group of one domain: every episode takes all its turns, and every sample its
-    whole context.
-    """
+    """Largest group of a domain: all episodes take all turns, all samples their whole context."""
 
     domain: str
     episodes: int  # redundant ones and the greedy baseline included
@@ -50,9 +47,7 @@ class LargestGroup:
 
 
 def largest_group(name: str, domain: Mapping[str, Any], adv_estimator: str) -> LargestGroup:
-    """Return the largest group that tickets of a domain can produce; ``domain`` is a section of a
-    checked config.
-    """
+    """Return the largest group of a domain, which is a section of a checked configuration."""
     episodes = domain["group_size"] + domain["group_size_redundancy"] + num_greedy(adv_estimator)
     turns = domain["max_turns"]
     tokens = domain["max_context_tokens"]
@@ -67,60 +62,66 @@ def check_groups(config: dict[str, Any]) -> None:
     Raises:
         ConfigError: if the largest group of a domain is larger than MAX_GROUP_BYTES.
     """
-    for group in _groups(config):
+    for group in _largest_groups(config):
         if group.size_bytes > MAX_GROUP_BYTES:
             key = f"domains.{group.domain}.max_context_tokens"
             sample_bytes = (MAX_GROUP_BYTES - GROUP_BYTES) // (group.episodes * group.samples)
-            room = sample_bytes - group.turns * TURN_BYTES - SAMPLE_BYTES
-            most = f"at most {max(room // (TOKEN_BYTES + TEXT_BYTES), 0):,} for {_shape(group)}"
-            allowed = f"{most}: such a group takes {_size(group.size_bytes)}, the limit is 1 GiB"
+            token_room = sample_bytes - group.turns * TURN_BYTES - SAMPLE_BYTES
+            max_tokens = max(token_room // (TOKEN_BYTES + TEXT_BYTES), 0)
+            limit = f"at most {max_tokens:,} for {_describe_shape(group)}"
+            allowed = (
+                f"{limit}: such a group takes {_format_size(group.size_bytes)}, the limit is 1 GiB"
+            )
             raise ConfigError(key, group.tokens, allowed)
 
 
 def capacity_notes(config: dict[str, Any]) -> list[str]:
     """Return lines for the operator on what the largest groups of a checked configuration cost."""
-    groups = _groups(config)
+    groups = _largest_groups(config)
     train = config["train"]
     domains = config["domains"]
     weights = sum(domain["weight"] for domain in domains.values())
     mean = sum(group.size_bytes * domains[group.domain]["weight"] for group in groups) / weights
-    step = math.ceil(mean * train["groups_per_step"])
-    alive = min(1 + train["max_staleness"], train["steps"])
+    step_bytes = math.ceil(mean * train["groups_per_step"])
+    num_steps = min(1 + train["max_staleness"], train["steps"])
     store_gib = config["broker"]["store_max_gib"] or PRIVATE_STORE_GIB
     memory = psutil.virtual_memory().total
     lines = [
-        f"domains.{one.domain}: a group takes at most {_size(one.size_bytes)}: {_shape(one)} of {one.tokens:,} tokens"
-        for one in groups
+        f"domains.{group.domain}: a group takes at most {_format_size(group.size_bytes)}: "
+        f"{_describe_shape(group)} of {group.tokens:,} tokens"
+        for group in groups
     ]
-    tickets = f"the open tickets {_size(alive * step)} ({alive} x train.groups_per_step)"
-    where = "in the broker's store and in the learner's memory"
-    lines.append(f"a step takes at most {_size(step)}, {tickets}, {where}")
-    if alive * step > store_gib * (1 << 30):
+    open_size = _format_size(num_steps * step_bytes)
+    tickets = f"the open tickets {open_size} ({num_steps} x train.groups_per_step)"
+    places = "in the broker's store and in the learner's memory"
+    lines.append(f"a step takes at most {_format_size(step_bytes)}, {tickets}, {places}")
+    if num_steps * step_bytes > store_gib * (1 << 30):
         advice = (
             "tickets wait for room; raise it, or lower train.groups_per_step or train.max_staleness"
         )
         lines.append(
-            f"that is more than broker.store_max_gib, which is {store_gib:g}: with such groups {advice}"
+            f"that is more than broker.store_max_gib, which is {store_gib:g}: with such groups "
+            f"{advice}"
         )
-    if alive * step > memory:
+    if num_steps * step_bytes > memory:
         lines.append(
-            f"that is more than the memory of this machine, {_size(memory)}: such groups need a larger one"
+            f"that is more than the memory of this machine, {_format_size(memory)}: such groups "
+            "need a larger one"
         )
     return lines
 
 
-def _groups(config: dict[str, Any]) -> list[LargestGroup]:
+def _largest_groups(config: dict[str, Any]) -> list[LargestGroup]:
     estimator = config["algorithm"]["adv_estimator"]
     return [largest_group(name, domain, estimator) for name, domain in config["domains"].items()]
 
 
-def _shape(group: LargestGroup) -> str:
-    return f"{group.episodes} episodes" + (
-        f" of {group.samples} samples" if group.samples > 1 else ""
-    )
+def _describe_shape(group: LargestGroup) -> str:
+    samples = f" of {group.samples} samples" if group.samples > 1 else ""
+    return f"{group.episodes} episodes{samples}"
 
 
-def _size(size: float) -> str:
+def _format_size(size: float) -> str:
     """Format a number of bytes in a readable unit."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":

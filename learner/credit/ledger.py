@@ -41,7 +41,7 @@ wait`` none does, because places are reserved: a group is taken into step t only
 earlier still find room. Write L(d) for the live tickets (open, or arrived and queued) due in step d
 or before, and a for the places of step t already taken. The invariant is
 
-    for every d >= t:   L(d) <= (d - t + 1) * G - a                                                             (*)
+    for every d >= t:   L(d) <= (d - t + 1) * G - a                                              (*)
 
 and with d = t it states that at most G - a tickets, so never more than G, are at the bound,
 ``min_version <= version - K``: they all fit into the current step. It always holds, by cases:
@@ -88,11 +88,15 @@ from broker.errors import UserError
 from learner.algorithm.selection import num_kept
 from learner.credit.ticket_rules import TicketRules, next_domain, task_seed
 
-ZERO_STD = 1e-6
-LOST: Final = "lost"  # closed: the broker no longer knows the ticket
-REMOVED: Final = "removed"  # dropped: the rules no longer have its domain
-FILTERED: Final = "filtered"  # closed: the group was certain to be filtered
-WITHDRAWN: Final = "withdrawn"  # dropped: the rules no longer allow as many tickets
+ZERO_STD: Final = 1e-6
+# Closed: the broker no longer knows the ticket.
+LOST: Final = "lost"
+# Dropped: the rules no longer have its domain.
+REMOVED: Final = "removed"
+# Closed: the group was certain to be filtered.
+FILTERED: Final = "filtered"
+# Dropped: the rules no longer allow as many tickets.
+WITHDRAWN: Final = "withdrawn"
 Outcome = Literal["filtered", "dropped", "dead"]
 
 
@@ -103,7 +107,7 @@ class GroupArrival:
     ticket: int
     oldest_version: int  # of all its sampled tokens
     rewards: tuple[float, ...]  # one per episode
-    wanted: bool = True  # the verdict of the rules' group filter
+    passes_filters: bool = True  # by the rules
 
 
 @dataclass(frozen=True)
@@ -162,14 +166,12 @@ class RefuseRecord:
     """Ignore the record; a held group of the same ticket stays."""
 
     number: int
-    why: Literal["duplicate", "unknown"]
+    reason: Literal["duplicate", "unknown"]
 
 
 @dataclass(frozen=True)
 class SkipTickets:
-    """Count these tickets as issued and dead: an earlier incarnation issued them, and the broker
-    lost their records.
-    """
+    """Count these tickets, whose records the broker lost, as issued and dead."""
 
     first: int
     last: int
@@ -214,13 +216,11 @@ class LedgerState(msgspec.Struct):
 
 
 def is_zero_variance(rewards: tuple[float, ...]) -> bool:
-    """Return whether rewards carry no signal: one episode, or a standard deviation (ddof 1) of at
-    most 1e-6.
-    """
+    """Return whether rewards carry no signal: one, or a deviation (ddof 1) of at most 1e-6."""
     if len(rewards) < 2:
         return True
     mean = math.fsum(rewards) / len(rewards)
-    return math.fsum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1) <= ZERO_STD**2
+    return math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1) <= ZERO_STD**2
 
 
 class Ledger:
@@ -234,17 +234,19 @@ class Ledger:
 
     def __init__(self, rules: TicketRules | LedgerState) -> None:
         self.state = rules if isinstance(rules, LedgerState) else LedgerState(rules)
-        taken = {entry.number for entry in self.state.taken}
+        taken_numbers = {entry.number for entry in self.state.taken}
         self._arrived = {entry.number for entry in self.arrived}
         self._unplaced = Counter(
-            t.min_version for number, t in self.state.live.items() if number not in taken
+            ticket.min_version
+            for number, ticket in self.state.live.items()
+            if number not in taken_numbers
         )
         self._closable = sum(bool(self.state.live[number].pass_rate) for number in self.waiting_for)
 
     def dump(self) -> dict[str, Any]:
         """Return the state as JSON-able values."""
-        dumped: dict[str, Any] = msgspec.to_builtins(self.state, str_keys=True)
-        return dumped | {"rules": self.rules.plain()}
+        state: dict[str, Any] = msgspec.to_builtins(self.state, str_keys=True)
+        return state | {"rules": self.rules.plain()}
 
     @classmethod
     def load(cls, dumped: dict[str, Any]) -> Ledger:
@@ -259,8 +261,8 @@ class Ledger:
             raise UserError(f"the checkpoint's ledger is damaged: {error}") from None
         return cls(state)
 
-    # ------------------------------------------------------------------------------------------------
-    # questions
+    # ----------------------------------------------------------------------------------------------
+    # queries
 
     @property
     def rules(self) -> TicketRules:
@@ -279,9 +281,7 @@ class Ledger:
 
     @property
     def open(self) -> int:
-        """Number of tickets that are neither trained nor ended, including those of the current
-        step.
-        """
+        """Number of tickets that have not ended, including those of the current step."""
         return len(self.state.live)
 
     @property
@@ -290,9 +290,7 @@ class Ledger:
         return self.state.live.keys() - self._arrived
 
     def awaits(self, number: int) -> bool:
-        """Return whether the next record of this ticket is the one that counts: it is live, and
-        none has arrived.
-        """
+        """Return whether the next record of this ticket counts: it is live, without a group."""
         return number in self.state.live and number not in self._arrived
 
     @property
@@ -302,15 +300,11 @@ class Ledger:
 
     @property
     def first_kept(self) -> int:
-        """Sequence of the oldest record that the log must keep: the last one applied shows that it
-        is the same log.
-        """
+        """Sequence of the oldest record that the log must keep; the last one identifies the log."""
         return min(self.first_needed, self.state.position)
 
     def may_read(self, number: int) -> bool:
-        """Return whether a learner resuming from this state may use a group of this ticket (live or
-        not issued).
-        """
+        """Return whether a learner resuming from here may use this ticket: live or not issued."""
         return number in self.state.live or number > self.state.issued
 
     @property
@@ -329,19 +323,18 @@ class Ledger:
     def counts(self) -> dict[str, int]:
         """Return the terms of the conservation equation, and the numbers of refused records."""
         s = self.state
-        ended = {
+        return {
+            "issued": s.issued,
             "trained": s.trained,
             "filtered": s.filtered + s.unselected,
             "dropped": s.dropped,
             "dead": s.dead,
+            "open": self.open,
+            "duplicate": s.duplicate,
+            "unknown": s.unknown,
         }
-        return (
-            {"issued": s.issued}
-            | ended
-            | {"open": self.open, "duplicate": s.duplicate, "unknown": s.unknown}
-        )
 
-    # ---------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # events
 
     def open_credit(self) -> list[Action]:
@@ -394,18 +387,20 @@ class Ledger:
         return actions + self._fill()
 
     def lose(self, numbers: Collection[int]) -> list[LedgerEntry]:
-        """Return and forget arrived groups whose records the log lost: their tickets wait for a
-        record again.
-        """
-        gone = [entry for entry in self.arrived if entry.number in numbers]
-        self._arrived.difference_update(entry.number for entry in gone)
-        self._closable += sum(bool(self.state.live[entry.number].pass_rate) for entry in gone)
-        self._unplaced.update(
-            self.state.live[entry.number].min_version for entry in self.state.taken if entry in gone
+        """Return and forget arrived groups that the log lost: their tickets wait again."""
+        lost_entries = [entry for entry in self.arrived if entry.number in numbers]
+        self._arrived.difference_update(entry.number for entry in lost_entries)
+        self._closable += sum(
+            bool(self.state.live[entry.number].pass_rate) for entry in lost_entries
         )
-        self.state.taken = [entry for entry in self.state.taken if entry not in gone]
-        self.state.queue = [entry for entry in self.state.queue if entry not in gone]
-        return gone
+        self._unplaced.update(
+            self.state.live[entry.number].min_version
+            for entry in self.state.taken
+            if entry in lost_entries
+        )
+        self.state.taken = [entry for entry in self.state.taken if entry not in lost_entries]
+        self.state.queue = [entry for entry in self.state.queue if entry not in lost_entries]
+        return lost_entries
 
     def complete_step(self) -> list[Action]:
         """Complete the trained step and begin the next version.
@@ -421,42 +416,44 @@ class Ledger:
         for entry in s.taken:
             del s.live[entry.number]
             self._arrived.discard(entry.number)
-        trained = num_kept(len(s.taken), self.rules.keep_fraction)
-        s.trained += trained
-        s.unselected += len(s.taken) - trained
+        num_trained = num_kept(len(s.taken), self.rules.keep_fraction)
+        s.trained += num_trained
+        s.unselected += len(s.taken) - num_trained
         s.taken = []
         s.filtered_in_step = 0
         s.version += 1
         return self.open_credit() + self._fill()
 
-    # -------------------------------------------------------------------------------------------------
-    # inside
+    # ----------------------------------------------------------------------------------------------
+    # internals
 
-    def _change(self, changed: RulesUpdate) -> list[Action]:
+    def _change(self, update: RulesUpdate) -> list[Action]:
         s = self.state
-        before = self.rules
-        s.rules_epoch = max(s.rules_epoch, changed.epoch)
-        if changed.rules == before:
+        old_rules = self.rules
+        s.rules_epoch = max(s.rules_epoch, update.epoch)
+        if update.rules == old_rules:
             return []
-        s.rules = changed.rules
-        if _shares(changed.rules) != _shares(before):
+        s.rules = update.rules
+        if _domain_weights(update.rules) != _domain_weights(old_rules):
             s.base = {}
         actions: list[Action] = []
-        taken = {entry.number for entry in s.taken}
-        # newest first
-        free = [number for number in sorted(s.live, reverse=True) if number not in taken]
-        gone = [number for number in free if not self.rules.has(s.live[number].domain)]
-        for number in gone:
+        taken_numbers = {entry.number for entry in s.taken}
+        # Newest first.
+        free = [number for number in sorted(s.live, reverse=True) if number not in taken_numbers]
+        removed = [number for number in free if not self.rules.has(s.live[number].domain)]
+        for number in removed:
             self._count(REMOVED)
             self._leave(number, "dropped")
             actions.append(ForgetTicket(number, "dropped", REMOVED))
         surplus = s.credit - (s.trained + s.unselected + self.rules.outstanding(s.version))
-        unneeded = min(max(surplus, 0), len(gone))  # this many of those just ended are not replaced
-        s.credit -= unneeded
-        actions += [self._issue_next() for _ in range(len(gone) - unneeded)]
-        rest = [number for number in free if number in s.live]
-        rest.sort(key=lambda number: number in self._arrived)  # stable: those without a group first
-        for number in rest[: max(surplus - unneeded, 0)]:
+        # So many of the removed tickets are not replaced.
+        num_unneeded = min(max(surplus, 0), len(removed))
+        s.credit -= num_unneeded
+        actions += [self._issue_next() for _ in range(len(removed) - num_unneeded)]
+        remaining = [number for number in free if number in s.live]
+        # A stable sort: those without a group come first.
+        remaining.sort(key=lambda number: number in self._arrived)
+        for number in remaining[: max(surplus - num_unneeded, 0)]:
             self._count(WITHDRAWN)
             self._leave(number, "dropped")
             s.credit -= 1
@@ -530,26 +527,22 @@ class Ledger:
         return oldest_version < self.state.version - self.rules.max_staleness
 
     def _is_filtered(self, record: GroupArrival) -> bool:
-        """Return whether dynamic sampling replaces the group; beyond the bound groups are trained
-        unfiltered.
-        """
-        # for other tickets
+        """Return whether dynamic sampling replaces the group, which it does up to a bound."""
+        # For other tickets.
         reserved = self._closable - bool(self.state.live[record.ticket].pass_rate)
         if self.state.filtered_in_step + reserved >= self.rules.max_replacements_per_step:
             return False
-        return not record.wanted or (
+        return not record.passes_filters or (
             self.rules.filter_zero_variance and is_zero_variance(record.rewards)
         )
 
     def _may_close(self) -> bool:
-        """Return whether the next ticket may be closed early: the step's bound must leave room for
-        all that may be.
-        """
+        """Return whether the step's bound leaves room for one more ticket that may close early."""
         room = self.rules.max_replacements_per_step - self.state.filtered_in_step - self._closable
         return self.rules.close_early and room > 0
 
     def _outcome(self, number: int, reason: str) -> Outcome:
-        """Return what a closing makes of a ticket."""
+        """Return the outcome of a closed ticket."""
         if reason == FILTERED and self.state.live[number].pass_rate:
             return "filtered"
         return "dropped" if reason == "late" else "dead"
@@ -561,20 +554,20 @@ class Ledger:
             horizon = self._horizon()
             queue = self.state.queue
             ready = (
-                q
-                for q in queue
-                if self._is_late(q.oldest_version) or self._due(q.number) <= horizon
+                queued
+                for queued in queue
+                if self._is_late(queued.oldest_version) or self._due(queued.number) <= horizon
             )
-            if (chosen := next(ready, None)) is None:
+            if (entry := next(ready, None)) is None:
                 break
-            # its tokens were older than its ticket allowed
-            if self._is_late(chosen.oldest_version):
-                actions += self._end(chosen.number, "dropped")
+            # Its tokens were older than its ticket allowed.
+            if self._is_late(entry.oldest_version):
+                actions += self._end(entry.number, "dropped")
             else:
-                self.state.queue.remove(chosen)
-                self.state.taken.append(chosen)
-                self._unplaced[self.state.live[chosen.number].min_version] -= 1
-                actions.append(TakeGroup(chosen.number))
+                self.state.queue.remove(entry)
+                self.state.taken.append(entry)
+                self._unplaced[self.state.live[entry.number].min_version] -= 1
+                actions.append(TakeGroup(entry.number))
         return actions
 
     def _due(self, number: int) -> int:
@@ -582,9 +575,7 @@ class Ledger:
         return self.state.live[number].min_version + self.rules.max_staleness
 
     def _horizon(self) -> float:
-        """Return the latest due step that may be taken without breaking (*) of the module
-        docstring.
-        """
+        """Return the latest due step that keeps (*) of the module docstring."""
         if self.rules.on_late == "drop":
             return math.inf
         places = self.rules.groups_per_step - len(self.state.taken) - 1
@@ -596,10 +587,10 @@ class Ledger:
             due = min_version + self.rules.max_staleness
             num_live += self._unplaced[min_version]
             if num_live > places + max(due - self.state.version, 0) * self.rules.groups_per_step:
-                # its own tickets fill all places up to then: nothing due later may pass them
+                # Its own tickets fill all places up to then: nothing due later may pass them.
                 return due
         return math.inf
 
 
-def _shares(rules: TicketRules) -> list[tuple[str, float]]:
+def _domain_weights(rules: TicketRules) -> list[tuple[str, float]]:
     return [(rule.name, rule.weight) for rule in rules.domains]

@@ -63,7 +63,7 @@ class LedgerLine(
 
     state: State
     ticket: int = 0
-    # of the record that arrived or ended the ticket; of the last record applied, at a boundary
+    # Of the record that arrived or ended the ticket; of the last record applied, at a boundary.
     seq: int = 0
     step: int = 0  # the step of the group; completed steps, at a boundary
     oldest: int = -1  # oldest policy version among its sampled tokens
@@ -95,12 +95,12 @@ class LedgerLineBuilder:
     """Converter of the ledger's actions to lines. Pure.
 
     Args:
-        lines: those already in the newest file, from its first one on.
+        lines: those already in the newest file.
     """
 
     def __init__(self, lines: Iterable[LedgerLine] = ()) -> None:
         self.end = LedgerLine(state="boundary")  # the newest one, without rules
-        self._held: dict[int, LedgerLine] = {}  # by ticket: arrived, and not ended yet
+        self._arrived: dict[int, LedgerLine] = {}  # by ticket: arrived, and not ended yet
         self._reasons: dict[str, int] = {}
         for line in lines:
             self._note(line)
@@ -125,45 +125,45 @@ class LedgerLineBuilder:
             rules: the rules that the record set, None for any other record.
         """
         oldest, newest = bounds or (-1, -1)
-        new = partial(LedgerLine, seq=seq, digest=data_digest)
-        lines = (
-            []
-            if rules is None
-            else [LedgerLine(state="rules", seq=seq, digest=data_digest, rules=rules.plain())]
-        )
+        new_line = partial(LedgerLine, seq=seq, digest=data_digest)
+        lines: list[LedgerLine] = []
+        if rules is not None:
+            lines.append(new_line(state="rules", rules=rules.plain()))
         for action in actions:
             if isinstance(action, HoldGroup):
                 lines.append(
                     self._note(
-                        new(state="arrived", ticket=action.number, oldest=oldest, newest=newest)
+                        new_line(
+                            state="arrived", ticket=action.number, oldest=oldest, newest=newest
+                        )
                     )
                 )
             elif isinstance(action, RefuseRecord):
-                lines.append(self._note(new(state=action.why, ticket=action.number)))
+                lines.append(self._note(new_line(state=action.reason, ticket=action.number)))
             elif isinstance(action, IssueTicket):
-                lines.append(self._note(_issued(action)))
+                lines.append(self._note(_issued_line(action)))
             elif isinstance(action, SkipTickets):
-                lines += [self._note(line) for line in _skipped(action, seq, data_digest)]
-            # by the rules, not by its record
+                lines += [self._note(line) for line in _skipped_lines(action, seq, data_digest)]
+            # Ended by the rules, not by its record.
             elif isinstance(action, ForgetTicket) and action.reason:
                 line = LedgerLine(state=action.outcome, ticket=action.number, reason=action.reason)
                 lines.append(self._ended(action, line))
             elif isinstance(action, ForgetTicket):
-                why = reason or ("zero_variance" if action.outcome == "filtered" else "late")
-                line = new(
+                end_reason = reason or ("zero_variance" if action.outcome == "filtered" else "late")
+                line = new_line(
                     state=action.outcome,
                     ticket=action.number,
                     oldest=oldest,
                     newest=newest,
-                    reason=why,
+                    reason=end_reason,
                 )
                 lines.append(self._ended(action, line))
         return lines
 
     def step(
         self,
-        taken: Sequence[LedgerEntry],
-        trained: Collection[int],
+        entries: Sequence[LedgerEntry],
+        trained_tickets: Collection[int],
         actions: Sequence[Action],
         ledger: Ledger,
     ) -> list[LedgerLine]:
@@ -177,18 +177,19 @@ class LedgerLineBuilder:
         """
         step = ledger.state.version
         lines = []
-        for entry in taken:
-            unnoted = LedgerLine(
+        for entry in entries:
+            arrival = LedgerLine(
                 state="arrived", ticket=entry.number, seq=entry.seq, oldest=entry.oldest_version
             )
-            line = replace(self._held.get(entry.number, unnoted), step=step, state="trained")
-            if entry.number not in trained:
+            line = replace(self._arrived.get(entry.number, arrival), step=step, state="trained")
+            if entry.number not in trained_tickets:
                 line = replace(line, state="filtered", reason="not_selected")
             lines.append(self._note(line))
         for action in actions:
             if isinstance(action, IssueTicket):
-                lines.append(self._note(_issued(action)))
-            elif isinstance(action, ForgetTicket):  # too old for the next step
+                lines.append(self._note(_issued_line(action)))
+            # The group became too old for the next step.
+            elif isinstance(action, ForgetTicket):
                 lines.append(
                     self._ended(
                         action,
@@ -197,72 +198,79 @@ class LedgerLineBuilder:
                 )
         return [*lines, self._note(boundary(ledger))]
 
-    def lost(self, gone: Sequence[LedgerEntry]) -> list[LedgerLine]:
+    def lost(self, entries: Sequence[LedgerEntry]) -> list[LedgerLine]:
         """Return the lines of arrived groups that the broker has lost."""
-        held = [line for entry in gone if (line := self._held.get(entry.number)) is not None]
-        new = [
-            LedgerLine(state="lost", ticket=one.ticket, seq=one.seq, digest=one.digest, reason=LOST)
-            for one in held
+        arrived = [
+            self._arrived[entry.number] for entry in entries if entry.number in self._arrived
         ]
-        return [self._note(line) for line in new]
+        return [
+            self._note(
+                LedgerLine(
+                    state="lost",
+                    ticket=line.ticket,
+                    seq=line.seq,
+                    digest=line.digest,
+                    reason=LOST,
+                )
+            )
+            for line in arrived
+        ]
 
     def begin(self, actions: Sequence[Action], ledger: Ledger) -> list[LedgerLine]:
-        """Return the lines of opening the credit at a start; none if the newest boundary is the
-        same.
-        """
+        """Return the lines of opening the credit; none if the newest boundary is the same."""
         end = boundary(ledger)
         issued = [
-            self._note(_issued(action)) for action in actions if isinstance(action, IssueTicket)
+            self._note(_issued_line(action))
+            for action in actions
+            if isinstance(action, IssueTicket)
         ]
         return [*issued, self._note(end)] if issued or end != self.end else []
 
     def summary(self, rules: TicketRules) -> LedgerLine:
-        """Return the first line of a file that begins at the newest boundary, with these rules in
-        force.
-        """
+        """Return the first line of a file from the newest boundary on, with the rules in force."""
         return replace(
             self.end,
             state="summary",
             rules=rules.plain(),
-            held=tuple(self._held.values()),
+            held=tuple(self._arrived.values()),
             reasons=dict(self._reasons),
         )
 
     def _ended(self, action: ForgetTicket, line: LedgerLine) -> LedgerLine:
         """Return the line of an ended ticket, from the record of its group if one had arrived."""
-        if (held := self._held.get(action.number)) is not None:
-            line = replace(held, state=action.outcome, reason=action.reason or "late")
+        if (arrival := self._arrived.get(action.number)) is not None:
+            line = replace(arrival, state=action.outcome, reason=action.reason or "late")
         return self._note(line)
 
     def _note(self, line: LedgerLine) -> LedgerLine:
         """Update the state from a new or read line, and return it."""
         if line.state == "arrived":
-            self._held[line.ticket] = line
+            self._arrived[line.ticket] = line
         elif line.state in (*FINAL, "lost"):
-            self._held.pop(line.ticket, None)
+            self._arrived.pop(line.ticket, None)
             if line.state == "dead":
                 self._reasons[line.reason] = self._reasons.get(line.reason, 0) + 1
         elif line.state == "boundary":
             self.end = line
         elif line.state == "summary":
             self.end = replace(line, state="boundary", rules={}, held=(), reasons=None)
-            self._held = {held.ticket: held for held in line.held}
+            self._arrived = {arrival.ticket: arrival for arrival in line.held}
             self._reasons = dict(line.reasons or {})
         return line
 
 
-def _issued(action: IssueTicket) -> LedgerLine:
-    t = action.ticket
+def _issued_line(action: IssueTicket) -> LedgerLine:
+    ticket = action.ticket
     return LedgerLine(
         state="issued",
-        ticket=t.number,
-        domain=t.domain,
-        task_index=t.task_index,
-        min_version=t.min_version,
+        ticket=ticket.number,
+        domain=ticket.domain,
+        task_index=ticket.task_index,
+        min_version=ticket.min_version,
     )
 
 
-def _skipped(action: SkipTickets, seq: int, data_digest: str) -> list[LedgerLine]:
+def _skipped_lines(action: SkipTickets, seq: int, data_digest: str) -> list[LedgerLine]:
     """Return the lines of skipped tickets; the record is that of the last one."""
     lines = []
     for number in range(action.first, action.last + 1):
@@ -275,12 +283,12 @@ def _skipped(action: SkipTickets, seq: int, data_digest: str) -> list[LedgerLine
 
 def boundary(ledger: Ledger) -> LedgerLine:
     """Return the line that ends a step."""
-    s = ledger.state
+    state = ledger.state
     rules = ledger.rules
     return LedgerLine(
         state="boundary",
-        step=s.version,
-        seq=s.position,
+        step=state.version,
+        seq=state.position,
         counts=ledger.counts(),
         groups_per_step=rules.groups_per_step,
         max_staleness=rules.max_staleness,
@@ -289,9 +297,13 @@ def boundary(ledger: Ledger) -> LedgerLine:
 
 def is_boundary_of(line: LedgerLine, ledger: Ledger) -> bool:
     """Return whether the line is the boundary at which the ledger stands, or the summary of it."""
-    s = ledger.state
-    found = (line.step, line.seq, line.counts.get("issued"))
-    return line.state in ("boundary", "summary") and found == (s.version, s.position, s.issued)
+    state = ledger.state
+    position = (line.step, line.seq, line.counts.get("issued"))
+    return line.state in ("boundary", "summary") and position == (
+        state.version,
+        state.position,
+        state.issued,
+    )
 
 
 def final_counts(lines: Iterable[LedgerLine]) -> tuple[dict[str, int], dict[str, int]]:

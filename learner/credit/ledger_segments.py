@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 FOLDER: Final = "ledger"
 SUFFIX: Final = ".jsonl"
-# a file ends at the first boundary after this size: 25,000 lines, read in about 0.1 s
+# A file ends at the first boundary after this size: 25,000 lines, read in about 0.1 s.
 MAX_BYTES: Final = 4 * 2**20
 
 
@@ -59,7 +59,8 @@ class LedgerLines:
         for i, (first, path) in enumerate(files):
             try:
                 lines, self.problem = read_segment(path, first, is_last=i + 1 == len(files))
-            except FileNotFoundError:  # a learner that resumes deletes the newest files first
+            # A resuming learner deletes the newest files first.
+            except FileNotFoundError:
                 return
             yield from lines
             if self.problem:
@@ -67,27 +68,28 @@ class LedgerLines:
 
 
 def read_newest(folder: Path) -> tuple[list[LedgerLine], str]:
-    """Return the lines of the newest file, and why one cannot be read; both empty without a file."""
+    """Return the lines of the newest file, and why one is unreadable; both empty without a file."""
     for first, path in reversed(segment_files(folder)):
         try:
             return read_segment(path, first, is_last=True)
-        except FileNotFoundError:  # a learner that resumes deletes the newest files first
+        # A resuming learner deletes the newest files first.
+        except FileNotFoundError:
             continue
     return [], ""
 
 
 def read_segment(path: Path, first: int, *, is_last: bool) -> tuple[list[LedgerLine], str]:
-    """Return the lines of one file, and why it cannot be read further; the last file may end in
-    half a line.
+    """Return the lines of one file, and why it cannot be read further.
 
     Args:
         first: completed steps where it begins.
+        is_last: whether it may end in half a line, as the last file may.
 
     Raises:
         FileNotFoundError: if the file is deleted.
     """
     lines: list[LedgerLine] = []
-    *rows, rest = path.read_bytes().split(b"\n")
+    *rows, half_line = path.read_bytes().split(b"\n")
     for number, row in enumerate(rows, start=1):
         try:
             lines.append(ledger_file.decode(row))
@@ -95,7 +97,7 @@ def read_segment(path: Path, first: int, *, is_last: bool) -> tuple[list[LedgerL
             return lines, f"{path.name}:{number}: {error}"
     if not lines or lines[0].state not in ("summary", "unrecorded") or lines[0].step != first:
         return lines, f"{path.name}: does not begin with the summary of step {first}"
-    if rest and not is_last:
+    if half_line and not is_last:
         return lines, f"{path.name}: ends in half a line"
     return lines, ""
 
@@ -108,28 +110,28 @@ def resume_file(
     Raises:
         OSError: if the folder cannot be written.
     """
-    first, lines = _kept(folder, ledger)
+    first, lines = _kept_lines(folder, ledger)
     if lines[0].state == "unrecorded":
-        why = read_newest(folder)[1] or "files are missing"
+        problem = read_newest(folder)[1] or "files are missing"
         log.error(
             "%s: %s; the tickets before step %d are no longer recorded and cannot be audited",
             folder,
-            why,
+            problem,
             first,
         )
     private_folder(folder)
-    for path in folder.glob(".step-*"):  # left by a crash
+    # A crash may have left them.
+    for path in folder.glob(".step-*"):
         path.unlink(missing_ok=True)
-    for begin, path in reversed(segment_files(folder)):  # newest first: the rest never has a gap
+    # Newest first, so that the remaining files never have a gap.
+    for begin, path in reversed(segment_files(folder)):
         if begin > first or lines[0].state == "unrecorded":
             path.unlink()
     return LedgerFile(folder, first, lines, max_bytes), lines
 
 
-def _kept(folder: Path, ledger: Ledger) -> tuple[int, list[LedgerLine]]:
-    """Return where the newest file that holds the ledger's boundary begins, and its lines up to
-    that boundary.
-    """
+def _kept_lines(folder: Path, ledger: Ledger) -> tuple[int, list[LedgerLine]]:
+    """Return the start of the newest file with the ledger's boundary, and the lines up to that."""
     version = ledger.state.version
     if not ledger.state.issued:
         return 0, [LedgerLineBuilder().summary(ledger.rules)]
@@ -148,7 +150,8 @@ def _kept(folder: Path, ledger: Ledger) -> tuple[int, list[LedgerLine]]:
         if end:
             return first, lines[:end]
         if first < version:
-            break  # older files end before this boundary
+            # Older files end before this boundary.
+            break
     return version, [
         LedgerLine(
             state="unrecorded", step=version, seq=ledger.state.position, counts=ledger.counts()
@@ -157,7 +160,7 @@ def _kept(folder: Path, ledger: Ledger) -> tuple[int, list[LedgerLine]]:
 
 
 class LedgerFile:
-    """Newest file, open for appending; every write lands behind the last successful one.
+    """Newest file, open for appending; every write follows the last successful one.
 
     Args:
         folder: ``runs/<name>/ledger``.
@@ -180,9 +183,7 @@ class LedgerFile:
 
     @property
     def has_name(self) -> bool:
-        """Whether this is still the run's file; False once a later incarnation of the learner has
-        taken over.
-        """
+        """Whether this is still the run's file; False once a later learner has taken over."""
         return bool(os.fstat(self._file).st_nlink)
 
     def append(self, data: bytes) -> None:
@@ -202,7 +203,8 @@ class LedgerFile:
         Raises:
             OSError: if the folder cannot be written.
         """
-        self.sync()  # a later file on disk implies that this one is complete
+        # A later file on disk implies that this one is complete.
+        self.sync()
         self._create(first, [summary])
 
     def sync(self) -> None:
@@ -215,8 +217,7 @@ class LedgerFile:
     def _create(self, first: int, lines: Sequence[LedgerLine]) -> None:
         """Create a file of these lines atomically.
 
-        It gets no name if the previous file has lost its own: a later incarnation of the learner
-        has taken over.
+        It gets no name if the previous file has lost its own: a later learner has taken over.
         """
         name = f"step-{first:06d}{SUFFIX}"
         data = ledger_file.encode(lines)

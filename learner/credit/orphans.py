@@ -1,5 +1,4 @@
-"""Closes tickets that were acknowledged although no record ends them, long before they would time
-out.
+"""Closes tickets that were acknowledged although no record ends them, before they time out.
 
 A hub stores a ticket's group first and acknowledges the ticket afterwards; a reward hub does the
 same with the group. So a ticket that has left its queue has a message in the reward queues or a
@@ -24,7 +23,7 @@ DETAIL: Final = "acknowledged, but neither its group nor a closing was stored be
 
 
 @dataclass
-class _Gone:
+class _Absence:
     since: float
     passes: int  # of the reward queues that its group may still be in
     barrier: int  # of those queues; of the log once no pass is left
@@ -47,46 +46,45 @@ class OrphanDetector:
     def __init__(self, pools: int, grace_s: float) -> None:
         self._pools = pools
         self._grace_s = grace_s
-        self._gone: dict[int, _Gone] = {}
+        self._absences: dict[int, _Absence] = {}
 
     def look(
         self,
         now: float,
-        gone: Collection[int],
+        absent: Collection[int],
         scoring: tuple[int, int],
         log_end: int,
         position: int,
     ) -> list[int]:
-        """Return the tickets that are found to be lost, each once.
+        """Return the tickets that were lost, each once.
 
         Args:
             now: seconds of any monotonic clock.
-            gone: tickets that the ledger waits for and that have left their queue.
-            scoring: first and last sequence of the reward queues, read after ``gone``; (last + 1,
-                last) when they are
-            empty.
+            absent: tickets that the ledger waits for and that have left their queue.
+            scoring: first and last sequence of the reward queues, read after ``absent``; (last + 1,
+                last) when they are empty.
             log_end: last sequence of the log, read after ``scoring``.
             position: of the ledger in the log.
         """
-        self._gone = {
-            number: self._gone.get(number) or _Gone(now, self._pools + 1, 0) for number in gone
+        self._absences = {
+            number: self._absences.get(number) or _Absence(now, self._pools + 1, 0)
+            for number in absent
         }
-        found = sorted(self._gone.items())
-        return [
-            number for number, one in found if self._turns_out(one, now, scoring, log_end, position)
-        ]
+        for absence in self._absences.values():
+            self._update_barrier(absence, scoring, log_end)
+        orphans = []
+        for number, absence in sorted(self._absences.items()):
+            is_over = not absence.passes and position >= absence.barrier
+            if is_over and now - absence.since >= self._grace_s and not absence.is_orphan:
+                absence.is_orphan = True
+                orphans.append(number)
+        return orphans
 
-    def _turns_out(
-        self, one: _Gone, now: float, scoring: tuple[int, int], log_end: int, position: int
-    ) -> bool:
+    def _update_barrier(self, absence: _Absence, scoring: tuple[int, int], log_end: int) -> None:
         first, last = scoring
-        if one.passes and first > one.barrier:
-            one.passes = one.passes - 1 if first <= last else 0
-            one.barrier = last if one.passes else log_end
-        if one.passes or position < one.barrier or now - one.since < self._grace_s or one.is_orphan:
-            return False
-        one.is_orphan = True
-        return True
+        if absence.passes and first > absence.barrier:
+            absence.passes = absence.passes - 1 if first <= last else 0
+            absence.barrier = last if absence.passes else log_end
 
 
 class OrphanReaper:
@@ -105,13 +103,12 @@ class OrphanReaper:
         """Check every few seconds until cancelled."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            gone = await self._bus.missing(TICKETS, self._ledger.waiting_for)
-            scoring, (_, log_end) = (
-                await self._bus.bounds(EPISODES),
-                await self._bus.bounds(SAMPLES),
-            )
+            # In this order: a group moves from the tickets to the episodes, and on to the samples.
+            absent = await self._bus.missing(TICKETS, self._ledger.waiting_for)
+            scoring = await self._bus.bounds(EPISODES)
+            _, log_end = await self._bus.bounds(SAMPLES)
             now = asyncio.get_running_loop().time()
             for number in self._orphans.look(
-                now, gone, scoring, log_end, self._ledger.state.position
+                now, absent, scoring, log_end, self._ledger.state.position
             ):
                 await close_by_timeout(self._bus, self._ledger, number, "orphan", DETAIL)

@@ -25,8 +25,7 @@ class RecordIntake:
 
 
 def read_record(entry: LogRecord, ledger: Ledger, vocab_size: int) -> RecordIntake:
-    """Validate one record; an unusable one ends its ticket as ``malformed``, if the ticket is
-    known.
+    """Validate one record; an unusable one ends its ticket, if known, as ``malformed``.
 
     Args:
         entry: from the log reader.
@@ -41,19 +40,22 @@ def read_record(entry: LogRecord, ledger: Ledger, vocab_size: int) -> RecordInta
         return RecordIntake(TicketEnd(message.ticket, message.reason))
     if isinstance(message, wire.RulesChange):
         return rules_change(message)
-    if isinstance(message, wire.Parted):  # not fetched, because its ticket awaits no record
+    # Its parts were not fetched, because its ticket awaits no record.
+    if isinstance(message, wire.Parted):
         return RecordIntake(TicketEnd(message.ticket, "malformed"), problem=entry.error)
     if not isinstance(message, wire.Group):
         return RecordIntake(TicketEnd(entry.ticket, "malformed"), problem=entry.error)
-    if problem := _problem(message, ledger, vocab_size):
+    if problem := _find_problem(message, ledger, vocab_size):
         return RecordIntake(TicketEnd(message.ticket, "malformed"), problem=problem)
     oldest, _ = version_bounds([message]) or (ledger.state.version, 0)
-    wanted = passes_pass_rate(ledger.rules.pass_rate, message) and passes_filter(
-        ledger.rules.group_filter, message
+    rules = ledger.rules
+    passes_filters = passes_pass_rate(rules.pass_rate, message) and passes_filter(
+        rules.group_filter, message
     )
-    return RecordIntake(
-        GroupArrival(message.ticket, oldest, episode_rewards(message), wanted), group=message
+    arrival = GroupArrival(
+        message.ticket, oldest, episode_rewards(message), passes_filters=passes_filters
     )
+    return RecordIntake(arrival, group=message)
 
 
 def rules_change(message: wire.RulesChange) -> RecordIntake:
@@ -64,7 +66,7 @@ def rules_change(message: wire.RulesChange) -> RecordIntake:
         return RecordIntake(TicketEnd(0, "malformed"), problem=f"RulesChange.rules: {error}")
 
 
-def _problem(group: wire.Group, ledger: Ledger, vocab_size: int) -> str:
+def _find_problem(group: wire.Group, ledger: Ledger, vocab_size: int) -> str:
     """Return why a decoded group must not be trained on, empty if it may."""
     if group.pools:
         return f"the group was never scored by pool {group.pools[0]}"
@@ -75,16 +77,19 @@ def _problem(group: wire.Group, ledger: Ledger, vocab_size: int) -> str:
         ticket.domain,
         ticket.task_index,
     ):
-        asked = f"ticket {group.ticket} asked for {ticket.domain} task {ticket.task_index}"
-        return f"{asked}, not {group.domain} task {group.task_index}"
+        task = f"ticket {group.ticket} asked for {ticket.domain} task {ticket.task_index}"
+        return f"{task}, not {group.domain} task {group.task_index}"
     num_episodes = len({trajectory.episode for trajectory in group.trajectories})
     if ticket is not None and num_episodes < ticket.min_group_size:
-        found = f"{num_episodes} of the {ticket.group_size} episodes of ticket {group.ticket}"
-        return f"{found}, which needs at least {ticket.min_group_size}"
+        count = f"{num_episodes} of the {ticket.group_size} episodes of ticket {group.ticket}"
+        return f"{count}, which needs at least {ticket.min_group_size}"
     for trajectory in group.trajectories:
         largest = int(trajectory.token_ids.array().max(initial=0))
         if largest >= vocab_size:
-            return f"token id {largest} of episode {trajectory.episode}, the vocabulary has {vocab_size}"
+            return (
+                f"token id {largest} of episode {trajectory.episode}, the vocabulary has "
+                f"{vocab_size}"
+            )
     bounds = version_bounds([group])
     if bounds is not None and bounds[1] > ledger.state.version:
         return (
@@ -94,7 +99,11 @@ def _problem(group: wire.Group, ledger: Ledger, vocab_size: int) -> str:
 
 
 def version_bounds(groups: list[wire.Group]) -> tuple[int, int] | None:
-    """Return oldest and newest policy version of all sampled tokens, None if nothing was sampled."""
-    runs = [t.version_runs.array().reshape(-1, 2) for group in groups for t in group.trajectories]
+    """Return oldest and newest policy version of the sampled tokens, None if there are none."""
+    runs = [
+        trajectory.version_runs.array().reshape(-1, 2)
+        for group in groups
+        for trajectory in group.trajectories
+    ]
     versions = [int(version) for run in runs for version, num_tokens in run if num_tokens > 0]
     return (min(versions), max(versions)) if versions else None

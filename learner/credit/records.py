@@ -1,4 +1,4 @@
-"""Writes the ledger file and, if configured, the archive of the records that the learner consumes."""
+"""Writes the ledger file and, if configured, the archive of the consumed records."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from learner.credit.record_intake import RecordIntake, version_bounds
 from learner.credit.token_files import TokenFiles
 from learner.disk_retry import DiskRetry
 
-# writing a record up to this size is faster than starting work in a thread
+# Writing a record up to this size is faster than starting work in a thread.
 AT_ONCE_BYTES: Final = 2**16
 
 
@@ -47,13 +47,13 @@ class LedgerRecorder:
     ) -> None:
         self._folder = folder
         self._ledger = ledger
-        self._patience = DiskRetry(folder, stop, "training waits", say)
-        # a checkpoint's sync may run while a new file begins, both in threads
+        self._disk_retry = DiskRetry(folder, stop, "training waits", say)
+        # A checkpoint's sync may run while a new file begins, both in threads.
         self._lock = threading.Lock()
         self._file, lines = ledger_segments.resume_file(
             folder / ledger_segments.FOLDER, ledger, max_ledger_bytes
         )
-        self._scribe = LedgerLineBuilder(lines)
+        self._line_builder = LedgerLineBuilder(lines)
         self._archive: SampleArchive | None = None
         self._tokens: TokenFiles | None = None
         place = folder / archive.FOLDER
@@ -65,51 +65,54 @@ class LedgerRecorder:
             archive.mark_paused(place, position)
 
     async def began(self, actions: Sequence[Action], lost: Sequence[LedgerEntry] = ()) -> None:
-        """Write the lines of opening the credit; ``lost`` are arrived groups that the log has lost."""
-        await self._write(self._scribe.begin(actions, self._ledger))
+        """Write the lines of opening the credit, and of arrived groups that the log has lost."""
+        await self._write(self._line_builder.begin(actions, self._ledger))
         await self._leave_full_file()
-        await self._write(self._scribe.lost(lost))
+        await self._write(self._line_builder.lost(lost))
 
     async def consumed(
-        self, entry: LogRecord, read: RecordIntake, actions: Sequence[Action]
+        self, entry: LogRecord, intake: RecordIntake, actions: Sequence[Action]
     ) -> None:
         """Write the lines of an applied record, and archive it."""
-        found = digest(entry.data)
-        # else a later incarnation archives this record
+        record_digest = digest(entry.data)
+        # Without its name, a later incarnation archives this record.
         if self._archive is not None and self._file.has_name:
-            await self._archive_record(self._archive, entry, found)
-        reason = read.record.reason if isinstance(read.record, TicketEnd) else ""
-        group = read.group or (entry.message if isinstance(entry.message, wire.Group) else None)
+            await self._archive_record(self._archive, entry, record_digest)
+        reason = intake.record.reason if isinstance(intake.record, TicketEnd) else ""
+        group = intake.group or (entry.message if isinstance(entry.message, wire.Group) else None)
         bounds = version_bounds([group]) if group is not None else None
-        rules = read.record.rules if isinstance(read.record, RulesUpdate) else None
-        rows = self._scribe.record(
-            actions, seq=entry.seq, data_digest=found, reason=reason, bounds=bounds, rules=rules
+        rules = intake.record.rules if isinstance(intake.record, RulesUpdate) else None
+        rows = self._line_builder.record(
+            actions,
+            seq=entry.seq,
+            data_digest=record_digest,
+            reason=reason,
+            bounds=bounds,
+            rules=rules,
         )
         await self._write(rows)
 
     async def completed(
         self,
-        taken: Sequence[LedgerEntry],
-        trained: Collection[int],
+        entries: Sequence[LedgerEntry],
+        trained_tickets: Collection[int],
         actions: Sequence[Action],
         tokens: StepTokens | None = None,
     ) -> None:
-        """Write the lines of a step of the groups ``taken``, of which the tickets ``trained`` were
-        trained on.
+        """Write the lines of a step of the groups ``entries``.
 
         Args:
-            tokens: what was measured of their tokens, if it was.
+            trained_tickets: those of the groups that were trained on.
+            tokens: figures of their tokens, if recorded.
         """
         if self._tokens is not None and tokens is not None and self._file.has_name:
             self._tokens.write(self._ledger.state.version, tokens)
-        await self._write(self._scribe.step(taken, trained, actions, self._ledger))
+        await self._write(self._line_builder.step(entries, trained_tickets, actions, self._ledger))
         await self._leave_full_file()
 
     async def sync(self) -> None:
-        """Make everything written survive a power loss; await this before writing a checkpoint that
-        covers it.
-        """
-        await self._patience.in_thread(self._sync)
+        """Make everything written survive a power loss, as a checkpoint that covers it requires."""
+        await self._disk_retry.in_thread(self._sync)
 
     def close(self) -> None:
         self._file.close()
@@ -120,16 +123,14 @@ class LedgerRecorder:
 
     async def _write(self, lines: Sequence[LedgerLine]) -> None:
         if lines:
-            await self._patience(partial(self._append, ledger_file.encode(lines)))
+            await self._disk_retry(partial(self._append, ledger_file.encode(lines)))
 
     async def _leave_full_file(self) -> None:
-        """Begin a new file at a boundary, by its lines alone, so that every incarnation writes the
-        same files.
-        """
-        step = self._scribe.end.step
+        """Begin a new file at a boundary, by its lines alone: every incarnation writes the same."""
+        step = self._line_builder.end.step
         if self._file.is_full and step > self._file.first:
-            await self._patience.in_thread(
-                self._leave, step, self._scribe.summary(self._ledger.rules)
+            await self._disk_retry.in_thread(
+                self._leave, step, self._line_builder.summary(self._ledger.rules)
             )
 
     def _leave(self, step: int, summary: LedgerLine) -> None:
@@ -137,17 +138,20 @@ class LedgerRecorder:
             self._file.leave(step, summary)
 
     async def _append(self, data: bytes) -> None:
-        self._file.append(data)  # into the page cache: microseconds
+        # Not in a thread: a write into the page cache takes microseconds.
+        self._file.append(data)
 
-    async def _archive_record(self, archive: SampleArchive, entry: LogRecord, found: str) -> None:
+    async def _archive_record(
+        self, archive: SampleArchive, entry: LogRecord, record_digest: str
+    ) -> None:
         if len(entry.data) > AT_ONCE_BYTES:
-            await self._patience.in_thread(archive.append, entry, found)
+            await self._disk_retry.in_thread(archive.append, entry, record_digest)
             return
 
         async def append() -> None:
-            archive.append(entry, found)
+            archive.append(entry, record_digest)
 
-        await self._patience(append)
+        await self._disk_retry(append)
 
     def _sync(self) -> None:
         with self._lock:

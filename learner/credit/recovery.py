@@ -44,13 +44,14 @@ from learner.run_folder import previous_broker
 
 log = logging.getLogger(__name__)
 
-NO_DOMAIN: Final = "_lost"  # instead of a domain: no hub reads it
+# Replaces a domain: no hub reads it.
+NO_DOMAIN: Final = "_lost"
 FILL_AT_ONCE: Final = 512
 
 
 @dataclass(frozen=True)
 class RecoveryResult:
-    """What the learner resumes with."""
+    """Groups and tickets that the learner resumes with."""
 
     # by ticket: those that had arrived, not yet trained
     groups: dict[int, wire.Group] = field(default_factory=dict)
@@ -86,25 +87,25 @@ class Recovery:
         self._groups: dict[int, wire.Group] = {}
         self._missing: list[LedgerEntry] = []
         self._unissued: list[wire.Ticket] = []
-        self._lost = ""
+        self._loss = ""
 
-    async def look(self, *, rebase: bool) -> None:
+    async def inspect_broker(self, *, rebase: bool) -> None:
         """Inspect the broker, before anything is changed.
 
         Raises:
-            LostState: if the broker remembers less than the learner, and ``rebase`` is False; names
-                both numbers. Or if the log was trimmed behind a checkpoint that is gone, which no
-                rebase can repair.
+            LostState: if the broker remembers less than the learner, and ``rebase`` is False. Or if
+                the log was trimmed behind a checkpoint that is gone, which no rebase can repair.
         """
         position = self._ledger.state.position
         first, last = await self._bus.bounds(SAMPLES, known=max(position, self._known.consumed))
         tickets = await self._bus.last_seq(TICKETS)
         if last >= position and first > position + 1:
-            gap = f"the broker's samples begin at record {first}, but record {position + 1} is still to be read"
-            lost = (
-                f"the run has made checkpoints that are no longer in {self._folder / 'checkpoints'}"
+            gap = f"begin at record {first}, but record {position + 1} is still to be read"
+            checkpoints = self._folder / "checkpoints"
+            raise LostState(
+                f"the broker's samples {gap}: the run has made checkpoints that are no longer in "
+                f"{checkpoints}; put them back, or choose another run.name"
             )
-            raise LostState(f"{gap}: {lost}; put them back, or choose another run.name")
         await self._find_groups(first, last if last >= position else 0)
         problems = []
         unissued = range(tickets + 1, self._ledger.state.issued + 1)
@@ -121,120 +122,124 @@ class Recovery:
             problems.append(
                 f"samples end at record {last}, but {self._known.consumed} were consumed"
             )
-        elif other := [
+        elif replaced := [
             seq for seq in sorted({position, self._known.consumed}) if await self._is_replaced(seq)
         ]:
             problems.append(
-                f"samples hold another record {other[0]} than the one that was consumed"
+                f"samples hold another record {replaced[0]} than the one that was consumed"
             )
-        if self._missing and not problems and (gone := await self._not_closed()):
+        if self._missing and not problems and (unclosed := await self._not_closed()):
+            entry = unclosed[0]
             problems.append(
-                f"samples no longer hold record {gone[0].seq}, the group of ticket {gone[0].number}"
+                f"samples no longer hold record {entry.seq}, the group of ticket {entry.number}"
             )
-        self._lost = "; ".join(problems)
-        if self._lost and not rebase:
-            raise LostState(f"the broker's {self._lost}; {self._advice()}")
+        self._loss = "; ".join(problems)
+        if self._loss and not rebase:
+            raise LostState(f"the broker's {self._loss}; {self._advice()}")
 
     def _advice(self) -> str:
-        """Return how to continue after a loss: with the broker of the last training, if that is
-        another one.
-        """
-        if not (other := previous_broker(self._folder, self._bus.link.url)):
+        """Return how to continue after a loss: with the previous broker, if that is another."""
+        url = previous_broker(self._folder, self._bus.link.url)
+        if not url:
             return REBASE
-        command = f"`rlearner start {self._folder} --broker {other}` continues there"
+        command = f"`rlearner start {self._folder} --broker {url}` continues there"
         lost = "if that has lost its store, --rebase continues with the open tickets counted dead"
-        return f"the run was last trained with the broker at {other}: {command}; {lost}"
+        return f"the run was last trained with the broker at {url}: {command}; {lost}"
 
     async def recover(self) -> RecoveryResult:
-        """Resume, with a rebase if ``look`` has found a loss; only for the holder of the run."""
-        lost = self._ledger.lose({entry.number for entry in self._missing})
-        if self._lost:
+        """Resume, with a rebase after a loss; only the holder of the run may."""
+        lost_entries = self._ledger.lose({entry.number for entry in self._missing})
+        if self._loss:
             await self._rebase()
-            return RecoveryResult(self._groups, lost)
-        return RecoveryResult(self._groups, lost, self._unissued)
+            return RecoveryResult(self._groups, lost_entries)
+        return RecoveryResult(self._groups, lost_entries, self._unissued)
 
-    # -------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # groups
 
     async def _find_groups(self, first: int, last: int) -> None:
         """Read the groups that the ledger holds from the log, else from the archive."""
-        wanted = {entry.seq: entry for entry in self._ledger.arrived}
-        if there := [seq for seq in wanted if first <= seq <= last]:
-            held = {entry.number for entry in wanted.values()}
+        entries = {entry.seq: entry for entry in self._ledger.arrived}
+        if logged_seqs := [seq for seq in entries if first <= seq <= last]:
+            numbers = {entry.number for entry in entries.values()}
             async with aclosing(
-                self._bus.read_log(SAMPLES, min(there), wanted=held.__contains__)
+                self._bus.read_log(SAMPLES, min(logged_seqs), wanted=numbers.__contains__)
             ) as records:
                 async for record in records:
-                    self._keep(wanted.get(record.seq), record)
-                    if record.seq >= max(there):
+                    self._keep_group(entries.get(record.seq), record)
+                    if record.seq >= max(logged_seqs):
                         break
-        gone = {
+        missing = {
             entry.seq: entry for entry in self._ledger.arrived if entry.number not in self._groups
         }
-        for frame in archive.select_frames(self._folder / archive.FOLDER, gone):
-            self._keep(gone[frame.seq], frame.record())
+        for frame in archive.select_frames(self._folder / archive.FOLDER, missing):
+            self._keep_group(missing[frame.seq], frame.record())
         self._missing = [
             entry for entry in self._ledger.arrived if entry.number not in self._groups
         ]
 
-    def _keep(self, entry: LedgerEntry | None, record: LogRecord) -> None:
+    def _keep_group(self, entry: LedgerEntry | None, record: LogRecord) -> None:
         if (
             entry is None
             or not isinstance(record.message, wire.Group)
             or record.message.ticket != entry.number
         ):
             return
-        # else of an older store
+        # Another digest belongs to a record of an older store.
         if self._known.digests.get(record.seq) in (None, digest(record.data)):
             self._groups[entry.number] = record.message
 
     async def _is_replaced(self, seq: int) -> bool:
-        """Return whether the log holds another record than the consumed one: an older store that
-        has grown since.
-        """
-        if (known := self._known.digests.get(seq)) is None:
+        """Return whether the log holds another record than the consumed one, of an older store."""
+        known_digest = self._known.digests.get(seq)
+        if known_digest is None:
             return False
         stored = await find(self._bus.link, SAMPLES.stream_name(self._bus.run), seq=seq)
-        if stored is None or digest(stored.data) == known:
+        if stored is None or digest(stored.data) == known_digest:
             return False
-        # known may be that of a group whose parts were fetched
+        # The known digest may be that of a group whose parts were fetched.
         record = await self._bus.record(stored, SAMPLES)
         if isinstance(record.message, wire.Parted) or (
             record.parted is not None and record.message is None
         ):
-            return False  # its parts are deleted, so it cannot be compared
-        return digest(record.data) != known
+            # Its parts are deleted, so it cannot be compared.
+            return False
+        return digest(record.data) != known_digest
 
     async def _not_closed(self) -> list[LedgerEntry]:
         """Return the missing groups that an earlier, interrupted rebase has not closed as lost."""
         closed = set()
-        async for record in self._rest(lambda _: False):
+        async for record in self._remaining_log(lambda _: False):
             if isinstance(record.message, wire.Closed) and record.message.reason == LOST:
                 closed.add(record.message.ticket)
         return [entry for entry in self._missing if entry.number not in closed]
 
-    # -------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # rebase
 
     async def _rebase(self) -> None:
         await self._fill(SAMPLES, self._ledger.state.position)
-        if await self._is_replaced(position := self._ledger.state.position):
-            # of another log: no later start may compare with it
+        position = self._ledger.state.position
+        if await self._is_replaced(position):
+            # The record is of another log: no later start may compare with it.
             await self._bus.trim(SAMPLES, position + 1)
-        ahead = await self._read_ahead()
-        highest = max(self._known.issued, await self._bus.last_seq(TICKETS), ahead.state.issued)
-        if highest > ahead.state.issued and not ahead.done:
+        future_ledger = await self._read_ahead()
+        highest = max(
+            self._known.issued, await self._bus.last_seq(TICKETS), future_ledger.state.issued
+        )
+        if highest > future_ledger.state.issued and not future_ledger.done:
             await self._close(
-                highest, f"all up to here were issued, {ahead.state.issued} of them are known"
+                highest,
+                f"all up to here were issued, {future_ledger.state.issued} of them are known",
             )
-            ahead = await self._read_ahead()
-        open_ones = [number for number in sorted(ahead.waiting_for) if number <= highest]
-        for number in open_ones:
+            future_ledger = await self._read_ahead()
+        open_numbers = [number for number in sorted(future_ledger.waiting_for) if number <= highest]
+        for number in open_numbers:
             await self._close(number, "open when the broker lost its store")
         await self._fill(TICKETS, highest)
         await self._bus.trim(TICKETS, highest + 1)
         text = "the broker's %s; rebased: %d open tickets counted dead, the next one is %d"
-        log.warning(text, self._lost, len(open_ones), highest + 1)
+        log.warning(text, self._loss, len(open_numbers), highest + 1)
 
     async def _fill(self, stream: Stream, last: int) -> None:
         """Advance a stream that ends before ``last`` to it, and empty it.
@@ -243,35 +248,40 @@ class Recovery:
         sequences with a counter that the purge has not moved; so places are filled with messages
         that no process reads.
         """
-        while (short := last - await self._bus.last_seq(stream)) > 0:
+        while (num_missing := last - await self._bus.last_seq(stream)) > 0:
             filler = self._closed(max(self._ledger.state.issued, 1), "fills a place")
-            num = min(short, FILL_AT_ONCE)
+            batch_size = min(num_missing, FILL_AT_ONCE)
             await asyncio.gather(
-                *(self._bus.publish(stream, filler, key=NO_DOMAIN) for _ in range(num))
+                *(self._bus.publish(stream, filler, key=NO_DOMAIN) for _ in range(batch_size))
             )
             await self._bus.trim(stream, min(last, await self._bus.last_seq(stream)) + 1)
 
     async def _read_ahead(self) -> Ledger:
         """Return the ledger as it will be once the log is consumed up to its current end."""
-        ahead = Ledger.load(self._ledger.dump())
-        ahead.open_credit()
-        async for record in self._rest(ahead.awaits):
-            while ahead.full:
-                ahead.complete_step()
-            ahead.apply(
-                record_intake.read_record(record, ahead, self._vocab_size).record, record.seq
+        future_ledger = Ledger.load(self._ledger.dump())
+        future_ledger.open_credit()
+        async for record in self._remaining_log(future_ledger.awaits):
+            while future_ledger.full:
+                future_ledger.complete_step()
+            future_ledger.apply(
+                record_intake.read_record(record, future_ledger, self._vocab_size).record,
+                record.seq,
             )
-        while ahead.full:
-            ahead.complete_step()
-        return ahead
+        while future_ledger.full:
+            future_ledger.complete_step()
+        return future_ledger
 
-    async def _rest(self, wanted: Callable[[int], bool]) -> AsyncGenerator[LogRecord, None]:
+    async def _remaining_log(
+        self, is_awaited: Callable[[int], bool]
+    ) -> AsyncGenerator[LogRecord, None]:
         """Yield the log from the ledger's position up to its current end; see ``Bus.read_log``."""
         position = self._ledger.state.position
         last = await self._bus.last_seq(SAMPLES)
         if last <= position:
             return
-        async with aclosing(self._bus.read_log(SAMPLES, position + 1, wanted=wanted)) as records:
+        async with aclosing(
+            self._bus.read_log(SAMPLES, position + 1, wanted=is_awaited)
+        ) as records:
             async for record in records:
                 yield record
                 if record.seq >= last:
@@ -291,7 +301,7 @@ class Recovery:
 
 
 def known_progress(folder: Path, ledger: Ledger) -> KnownProgress:
-    """Return progress according to the ledger and the newest ledger file, which may be ahead of it."""
+    """Return progress by the ledger and the newest ledger file, which may be ahead of it."""
     lines, _ = ledger_segments.read_newest(folder / ledger_segments.FOLDER)
     issued = max(
         (line.ticket if line.state == "issued" else line.counts.get("issued", 0) for line in lines),

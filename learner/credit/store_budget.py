@@ -10,11 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-ADMIT_BELOW: Final = 0.8  # of what the run may fill; the rest is for errors of the estimate
-OPEN_BELOW: Final = 0.7  # below, tickets no longer count as held back
+# Shares of what the run may fill. The part above the first is for errors of the estimate; below the
+# second, tickets no longer count as held back.
+ADMIT_BELOW: Final = 0.8
+OPEN_BELOW: Final = 0.7
+# Lower: a checkpoint trims the log before tickets have to wait.
 PRESSED_ABOVE: Final = 0.6
-FIRST_GUESS_BYTES: Final = 1 << 20  # of a group, before the first one
-# groups that tell how large groups are; one may be no more than its closing
+# Assumed size of a group before the first one arrives.
+FIRST_GUESS_BYTES: Final = 1 << 20
+# Groups of which the mean size counts; a single one may be no more than its closing.
 MEASURED_FROM: Final = 8
 
 
@@ -33,19 +37,17 @@ class StoreBudget:
     """Budget of the run, from the newest usage.
 
     Args:
-        limit: bytes that the store may hold, as configured; None: only the account's limit and
-            refusals are known.
-        press_from: bytes instead of an unknown limit: above a share of them a checkpoint is due,
-            but no ticket waits.
+        limit: configured bytes of the store; None: only the account's and refusals are known.
+        press_from: bytes that replace an unknown limit for checkpoints, but not for tickets.
     """
 
     def __init__(self, limit: int | None, press_from: int) -> None:
         self._configured = limit
         self._press_from = press_from
-        self._learned: int | None = None  # what the store held at the first refusal
+        self._refused_at: int | None = None  # what the store held at the first refusal
         self._usage = StoreUsage(0, 0, 0, None)
         self._group_bytes = float(FIRST_GUESS_BYTES)
-        self._measured = False
+        self._is_measured = False
         self._under_way = 0  # tickets published and without a record
 
     def look(self, usage: StoreUsage, under_way: int) -> None:
@@ -58,26 +60,26 @@ class StoreBudget:
         self._under_way = under_way
         if usage.groups:
             self._group_bytes = usage.run / usage.groups
-        self._measured = self._measured or usage.groups >= MEASURED_FROM
+        self._is_measured = self._is_measured or usage.groups >= MEASURED_FROM
         if not usage.stores:
-            self._learned = min(usage.used, self._learned or usage.used)
-        elif self._learned is not None and usage.used > self._learned:
-            self._learned = None  # the limit has grown
+            self._refused_at = min(usage.used, self._refused_at or usage.used)
+        elif self._refused_at is not None and usage.used > self._refused_at:
+            self._refused_at = None  # the limit has grown
 
     @property
     def limit(self) -> int | None:
         """Bytes that the store may hold, None if unknown."""
-        known = [
+        limits = [
             limit
-            for limit in (self._usage.limit, self._configured, self._learned)
+            for limit in (self._usage.limit, self._configured, self._refused_at)
             if limit is not None
         ]
-        return min(known, default=None)
+        return min(limits, default=None)
 
     @property
     def measured(self) -> bool:
         """Whether the size of groups is known from some; before, it is a guess."""
-        return self._measured
+        return self._is_measured
 
     @property
     def usage(self) -> StoreUsage:
@@ -86,9 +88,7 @@ class StoreBudget:
 
     @property
     def pressed(self) -> bool:
-        """Whether a checkpoint should be taken at the next step boundary, so that the log can be
-        trimmed.
-        """
+        """Whether the next step boundary should take a checkpoint, so that the log is trimmed."""
         limit = self._press_from if self.limit is None else self.limit
         return not self._usage.stores or self._usage.run > PRESSED_ABOVE * self._may_fill(limit)
 
@@ -114,9 +114,8 @@ class StoreBudget:
     def _fits(self, more: int, share: float) -> bool:
         if self.limit is None:
             return True
-        return self._usage.run + (
-            self._under_way + more
-        ) * self._group_bytes <= share * self._may_fill(self.limit)
+        expected = (self._under_way + more) * self._group_bytes
+        return self._usage.run + expected <= share * self._may_fill(self.limit)
 
     def _may_fill(self, limit: int) -> int:
         return max(limit - (self._usage.used - self._usage.run), 0)

@@ -14,7 +14,8 @@ from broker.settings.config import num_greedy
 from broker.settings.timeouts import seconds
 from learner.config import AlgorithmSection, TrainSection
 
-_SEED_BITS = 53  # exact in every language's numbers
+# Exact as a float64, the only number of some languages.
+_SEED_BITS = 53
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,7 @@ class DomainRule:
 
 @dataclass(frozen=True)
 class TicketRules:
-    """Settings of the ledger. A record of the log changes them
-    (``broker.contract.wire.RulesChange``).
-    """
+    """Settings of the ledger, which a record of the log changes (``wire.RulesChange``)."""
 
     steps: int
     groups_per_step: int
@@ -70,9 +69,7 @@ class TicketRules:
         return plain
 
     def outstanding(self, version: int) -> int:
-        """Return how many tickets may be live while ``version`` is trained: those of ``1 +
-        max_staleness`` steps.
-        """
+        """Return the tickets of ``1 + max_staleness`` steps, which may be live at ``version``."""
         return max(0, min(1 + self.max_staleness, self.steps - version)) * self.groups_per_step
 
 
@@ -80,29 +77,32 @@ def rules_of(
     train: TrainSection, algorithm: AlgorithmSection, domains: dict[str, Any], seed: int
 ) -> TicketRules:
     """Return the rules of a validated configuration."""
-    greedy = num_greedy(algorithm.adv_estimator)
-    rows = []
-    for name, d in sorted(domains.items()):
-        least = d.min_group_size or d.group_size
-        deadline_s = seconds(d.deadline_s)
-        rows.append(
+    num_greedy_episodes = num_greedy(algorithm.adv_estimator)
+    rules = []
+    for name, domain in sorted(domains.items()):
+        rules.append(
             DomainRule(
-                name, d.weight, d.group_size, least, deadline_s, greedy, d.group_size_redundancy
+                name,
+                domain.weight,
+                domain.group_size,
+                min_group_size=domain.min_group_size or domain.group_size,
+                deadline_s=seconds(domain.deadline_s),
+                num_greedy=num_greedy_episodes,
+                num_redundant=domain.group_size_redundancy,
             )
         )
+    pass_rate = algorithm.pass_rate
     return TicketRules(
         steps=train.steps,
         groups_per_step=train.groups_per_step,
         max_staleness=train.max_staleness,
         on_late=train.on_late,
         seed=seed,
-        domains=tuple(rows),
+        domains=tuple(rules),
         filter_zero_variance=algorithm.filter_zero_variance,
         group_filter=algorithm.group_filter,
         max_replacements_per_step=algorithm.max_replacements_per_step,
-        pass_rate=(algorithm.pass_rate[0], algorithm.pass_rate[1])
-        if algorithm.pass_rate is not None
-        else None,
+        pass_rate=None if pass_rate is None else (pass_rate[0], pass_rate[1]),
         close_early=algorithm.close_early,
         keep_fraction=algorithm.keep_fraction if algorithm.pg_variant == "starpo_s" else 1.0,
     )
@@ -120,10 +120,10 @@ def next_domain(domains: Sequence[DomainRule], issued: dict[str, int]) -> str:
         issued: first-time tickets of each domain since the shares last changed.
     """
     weights = [Fraction(rule.weight) for rule in domains]
-    num = sum(issued.get(rule.name, 0) for rule in domains) + 1
+    num_tickets = sum(issued.get(rule.name, 0) for rule in domains) + 1
     total = sum(weights)
     deficits = [
-        weight * num - total * issued.get(rule.name, 0)
+        weight * num_tickets - total * issued.get(rule.name, 0)
         for rule, weight in zip(domains, weights, strict=True)
     ]
     return domains[deficits.index(max(deficits))].name

@@ -1,6 +1,4 @@
-"""Publishes tickets in order under their own numbers, and closes those that a hub works on for too
-long.
-"""
+"""Publishes tickets in order under their own numbers, and closes those that take a hub too long."""
 
 from __future__ import annotations
 
@@ -24,7 +22,8 @@ from learner.credit.ledger import Ledger
 log = logging.getLogger(__name__)
 
 TICK_S: Final = 1.0
-PIPELINED: Final = 256  # tickets published before their confirmations are awaited
+# Tickets that are published before their confirmations are awaited.
+PIPELINED: Final = 256
 REBASE: Final = (
     "it lost its store; `rlearner start … --rebase` continues with the open tickets counted dead"
 )
@@ -46,8 +45,7 @@ class TicketIssuer:
 
     Args:
         stream: TICKETS or EVALTICKETS.
-        admit: awaited with the number of each ticket before it is published, for example until the
-            broker has room.
+        admit: awaited with each ticket's number before it is published, until there is room.
         traces: gets the grant of each ticket.
     """
 
@@ -75,8 +73,7 @@ class TicketIssuer:
         """Delete a closed ticket's groups from the reward queues; hubs that hold one complete it.
 
         Args:
-            is_queued: whether the ticket may be in its stream, from which it is then deleted as
-                well.
+            is_queued: whether the ticket may be in its stream, from which it is deleted then.
         """
         self._waiting.put_nowait(_Withdrawal(number, is_queued))
 
@@ -91,9 +88,9 @@ class TicketIssuer:
             batch = [await self._waiting.get()]
             while len(batch) < PIPELINED and not self._waiting.empty():
                 batch.append(self._waiting.get_nowait())
-            await self._publish([one for one in batch if not isinstance(one, _Withdrawal)])
+            await self._publish([entry for entry in batch if not isinstance(entry, _Withdrawal)])
             await asyncio.gather(
-                *(self._remove(one) for one in batch if isinstance(one, _Withdrawal))
+                *(self._remove(entry) for entry in batch if isinstance(entry, _Withdrawal))
             )
 
     async def _remove(self, withdrawal: _Withdrawal) -> None:
@@ -102,19 +99,19 @@ class TicketIssuer:
         await self._bus.remove_groups(withdrawal.number, evaluation=self._stream is EVALTICKETS)
 
     async def _publish(self, batch: list[AnyTicket]) -> None:
-        """Publish tickets with consecutive numbers; skip those that an earlier incarnation
-        published.
-        """
+        """Publish consecutive tickets; skip those that an earlier incarnation published."""
         missing = [ticket for ticket in batch if ticket.number > self._last]
         while missing:
-            storing = []
+            tasks = []
             for ticket in missing:
                 if self._admit is not None:
                     await self._admit(ticket.number)
-                storing.append(asyncio.create_task(self._store(ticket)))
-            stored = await asyncio.gather(*storing)
-            confirmed = max((seq for seq in stored if seq is not None), default=0)
-            self._last = confirmed if None not in stored else await self._bus.last_seq(self._stream)
+                tasks.append(asyncio.create_task(self._store(ticket)))
+            seqs = await asyncio.gather(*tasks)
+            if None in seqs:
+                self._last = await self._bus.last_seq(self._stream)
+            else:
+                self._last = max((seq for seq in seqs if seq is not None), default=0)
             missing = [ticket for ticket in missing if ticket.number > self._last]
             if missing and missing[0].number != self._last + 1:
                 end = f"the broker's {self._stream.name} end at number {self._last}"
@@ -123,13 +120,13 @@ class TicketIssuer:
     async def _store(self, ticket: AnyTicket) -> int | None:
         key = ticket.domain
         number = ticket.number
-        began = time.time()
-        stored = await self._bus.publish(
+        began_at = time.time()
+        seq = await self._bus.publish(
             self._stream, ticket, key=key, ticket=number, expected_last_seq=number - 1
         )
         if self._traces is not None:
-            self._traces.add("grant", number, began, time.time())
-        return stored
+            self._traces.add("grant", number, began_at, time.time())
+        return seq
 
 
 class TicketAges:
@@ -180,26 +177,28 @@ class TicketAges:
         for hub, tickets in reports.items():
             if tickets is None:
                 continue
-            known = self._since.get(hub, {})
-            now = {
+            earlier = self._since.get(hub, {})
+            served_s = {
                 number: self._served_s[waiting[number]] for number in tickets if number in waiting
             }
-            self._since[hub] = {number: known.get(number, time_s) for number, time_s in now.items()}
-            expired |= {
-                one
-                for one, since in self._since[hub].items()
-                if now[one] - since >= self._timeout_s
+            self._since[hub] = {
+                number: earlier.get(number, time_s) for number, time_s in served_s.items()
             }
-        fresh = expired - self._expired
+            expired |= {
+                number
+                for number, since in self._since[hub].items()
+                if served_s[number] - since >= self._timeout_s
+            }
+        new = expired - self._expired
         self._expired = self._expired | expired
-        return sorted(fresh)
+        return sorted(new)
 
 
 class TicketReaper:
     """Service that closes tickets that a hub works on for too long, by a record in the log.
 
     Args:
-        paused: returns whether the operator has paused the run.
+        is_paused: returns whether the operator has paused the run.
         pools: domain -> the reward pools that its groups visit.
         every_s: seconds between two checks.
     """
@@ -210,7 +209,7 @@ class TicketReaper:
         ledger: Ledger,
         roster: Roster,
         timeout_s: float,
-        paused: Callable[[], bool] = lambda: False,
+        is_paused: Callable[[], bool] = lambda: False,
         *,
         pools: Mapping[str, Collection[str]] = MappingProxyType({}),
         every_s: float = TICK_S,
@@ -219,16 +218,16 @@ class TicketReaper:
         self._ledger = ledger
         self._roster = roster
         self._timeout_s = timeout_s
-        self._paused = paused
+        self._is_paused = is_paused
         self._ages = TicketAges(timeout_s)
         self._pools = pools
         self._every_s = every_s
-        self._heard: dict[str, wire.Presence] = {}  # hub -> its newest report
+        self._reporters: dict[str, wire.Presence] = {}  # hub -> its newest report
 
     async def serve(self) -> None:
         """Check every ``every_s`` seconds until cancelled."""
         loop = asyncio.get_running_loop()
-        looked_at = loop.time()
+        checked_at = loop.time()
         while True:
             await asyncio.sleep(self._every_s)
             waiting = {
@@ -236,16 +235,19 @@ class TicketReaper:
             }
             reports = await self._reports(waiting)
             # A disconnected broker or a stalled event loop must not count as time that a hub had.
-            elapsed_s = min(loop.time() - looked_at, 2 * self._every_s)
-            looked_at = loop.time()
+            elapsed_s = min(loop.time() - checked_at, 2 * self._every_s)
+            checked_at = loop.time()
             for number in self._ages.passed(
-                elapsed_s, waiting, reports, self._served(), paused=self._paused()
+                elapsed_s, waiting, reports, self._served(), paused=self._is_paused()
             ):
-                detail = f"a hub worked on it for train.ticket_timeout_s = {self._timeout_s:g} s and did not end it"
+                detail = (
+                    f"a hub worked on it for train.ticket_timeout_s = {self._timeout_s:g} s and "
+                    "did not end it"
+                )
                 await close_by_timeout(self._bus, self._ledger, number, "timeout", detail)
 
     def _served(self) -> set[str]:
-        """Return the domains that have a hub, and one for each reward pool that their groups visit."""
+        """Return the domains that have a hub, and a hub for each of their reward pools."""
         domains, pools = (
             {name for hub in self._roster.alive(role) for name in hub.serves}
             for role in ("envhub", "rewardhub")
@@ -260,37 +262,36 @@ class TicketReaper:
         hub.
         """
         hubs = {
-            f"{role}.{one.id}": one
+            f"{role}.{hub.id}": hub
             for role in ("envhub", "rewardhub")
-            for one in self._roster.alive(role)
+            for hub in self._roster.alive(role)
         }
-        heard = self._heard
-        self._heard = hubs
+        earlier = self._reporters
+        self._reporters = hubs
         reports: dict[str, Collection[int] | None] = {
-            name: one.tickets if one is not heard.get(name) else None for name, one in hubs.items()
+            name: hub.tickets if hub is not earlier.get(name) else None
+            for name, hub in hubs.items()
         }
         silent = {
-            name: one for name, one in hubs.items() if one.role == "envhub" and one.tickets is None
+            name: hub for name, hub in hubs.items() if hub.role == "envhub" and hub.tickets is None
         }
         if silent:
             domains = sorted(
-                {name for one in silent.values() for name in one.serves} & set(waiting.values())
+                {name for hub in silent.values() for name in hub.serves} & set(waiting.values())
             )
             newest = {name: await self._bus.last_delivered(TICKETS, name) for name in domains}
             delivered = {
                 number for number, domain in waiting.items() if number <= newest.get(domain, 0)
             }
-            delivered -= {number for one in hubs.values() for number in one.tickets or ()}
+            delivered -= {number for hub in hubs.values() for number in hub.tickets or ()}
             delivered -= await self._bus.missing(TICKETS, delivered)
-            for name, one in silent.items():
-                reports[name] = [number for number in delivered if waiting[number] in one.serves]
+            for name, hub in silent.items():
+                reports[name] = [number for number in delivered if waiting[number] in hub.serves]
         return reports
 
 
 async def close_by_timeout(bus: Bus, ledger: Ledger, number: int, cause: str, detail: str) -> None:
-    """Close a ticket by a record in the log, unless one arrived while another ticket was being
-    closed.
-    """
+    """Close a ticket by a record in the log, unless a record has arrived."""
     if number in ledger.waiting_for:
         domain = ledger.ticket(number).domain
         log.warning("ticket %d (%s) closed: %s", number, domain, detail)
@@ -298,5 +299,5 @@ async def close_by_timeout(bus: Bus, ledger: Ledger, number: int, cause: str, de
             ticket=number, domain=domain, reason="timeout", detail=detail, by=bus.name
         )
         key = f"{cause}.{bus.run}.{number}"
-        # if the store is full, room comes with a step, which may need the ticket's replacement
+        # If the store is full, only a step makes room, which may need the ticket's replacement.
         await bus.publish(SAMPLES, closed, ticket=number, message_id=key, is_essential=True)

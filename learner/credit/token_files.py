@@ -1,9 +1,8 @@
-"""Keeps entropy and importance ratio of each trained token, a file per step, in
-``runs/<name>/samples/tokens/``.
+"""Keeps entropy and importance ratio of each trained token in ``runs/<name>/samples/tokens/``.
 
-They accompany the archive (``samples.keep``), for ``rlearner show --tokens`` and the console;
-nothing else reads them. A thread of their own writes them, so training never waits for them, and a
-file that cannot be written is left out.
+There is a file for each step. They accompany the archive (``samples.keep``), for ``rlearner show
+--tokens`` and the console; nothing else reads them. A thread of their own writes them, so training
+never waits for them, and a file that cannot be written is omitted.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ class TokenFiles:
 
     Args:
         archive: ``runs/<name>/samples``.
-        step: of the resumed ledger; files of later steps are removed, because these will be trained
-            again.
+        step: of the resumed ledger; files of later steps, which are repeated, are removed.
     """
 
     def __init__(self, archive: Path, step: int) -> None:
@@ -63,18 +61,22 @@ class TokenFiles:
         self._thread.submit(self._write, step, tokens)
 
     def flush(self) -> None:
-        """Wait for what was given to ``write``."""
+        """Wait for all calls of ``write``."""
         wait([self._thread.submit(lambda: None)])
 
     def close(self) -> None:
         self._thread.shutdown()
 
     def _write(self, step: int, tokens: StepTokens) -> None:
-        stored = {ticket: [_stored(one) for one in figures] for ticket, figures in tokens.items()}
+        tickets = {
+            ticket: [_to_stored(figures) for figures in trajectories]
+            for ticket, trajectories in tokens.items()
+        }
         try:
             private_folder(self._folder)
             private_write(
-                file_of(self._folder.parent, step), msgspec.msgpack.encode(StoredStep(step, stored))
+                file_of(self._folder.parent, step),
+                msgspec.msgpack.encode(StoredStep(step, tickets)),
             )
         except (OSError, UserError) as error:
             if not self._failed:
@@ -100,8 +102,8 @@ def read_figures(archive: Path, step: int, ticket: int) -> list[TokenFigures]:
         raise UserError("not recorded: no step has trained it")
     path = file_of(archive, step)
     try:
-        found = msgspec.msgpack.decode(path.read_bytes(), type=StoredStep)
-        figures = [_figures(one) for one in found.tickets[ticket]]
+        content = msgspec.msgpack.decode(path.read_bytes(), type=StoredStep)
+        figures = [_from_stored(stored) for stored in content.tickets[ticket]]
     except FileNotFoundError:
         raise UserError(f"not recorded for step {step} (samples.keep, with one rank)") from None
     except OSError as error:
@@ -113,16 +115,16 @@ def read_figures(archive: Path, step: int, ticket: int) -> list[TokenFigures]:
     return figures
 
 
-def _stored(figures: TokenFigures) -> StoredFigures:
+def _to_stored(figures: TokenFigures) -> StoredFigures:
     return StoredFigures(
         figures.entropy.astype(_DTYPE).tobytes(), figures.log_ratio.astype(_DTYPE).tobytes()
     )
 
 
-def _figures(stored: StoredFigures) -> TokenFigures:
-    found = TokenFigures(
+def _from_stored(stored: StoredFigures) -> TokenFigures:
+    figures = TokenFigures(
         np.frombuffer(stored.entropy, _DTYPE), np.frombuffer(stored.log_ratio, _DTYPE)
     )
-    if found.entropy.shape != found.log_ratio.shape:
-        raise ValueError(f"{len(found.entropy)} entropies and {len(found.log_ratio)} ratios")
-    return found
+    if figures.entropy.shape != figures.log_ratio.shape:
+        raise ValueError(f"{len(figures.entropy)} entropies and {len(figures.log_ratio)} ratios")
+    return figures

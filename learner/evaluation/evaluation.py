@@ -1,6 +1,4 @@
-"""Issues evaluation tickets and collects their results, with the same tasks and seeds every time.
-Pure.
-"""
+"""Issues evaluation tickets and collects their results, always of the same tasks. Pure."""
 
 from __future__ import annotations
 
@@ -76,21 +74,28 @@ class Evaluation:
 
     def add(self, group: wire.Group) -> None:
         """Add the group of a finished task."""
-        own = episodes(group)
-        successes = tuple(one.success for one in own)
-        rewards = tuple(one.reward for one in own)
+        trajectories = episodes(group)
+        successes = tuple(trajectory.success for trajectory in trajectories)
+        rewards = tuple(trajectory.reward for trajectory in trajectories)
         self.measured.append(
             TaskResult(group.domain, group.task_index, successes, rewards, version_bounds([group]))
         )
         self.rows.append(
-            EvaluationRow(group.domain, group.task_index, successes, rewards, own[0], group.frames)
+            EvaluationRow(
+                group.domain,
+                group.task_index,
+                successes,
+                rewards=rewards,
+                first=trajectories[0],
+                frames=group.frames,
+            )
         )
 
     def values(self) -> dict[str, float]:
-        """Return the metrics: ``eval/<name>`` for the actor, with avg@k and pass@k if tasks have
-        several episodes.
+        """Return the metrics, empty without results.
 
-        For another policy ``eval/<policy>/<name>``; empty without results.
+        They are ``eval/<name>`` for the actor, with avg@k and pass@k if tasks have several
+        episodes, and ``eval/<policy>/<name>`` for another policy.
         """
         successes = [success for task in self.tries() for success in task]
         if not successes:
@@ -101,13 +106,13 @@ class Evaluation:
             f"{prefix}/reward_mean": sum(self.rewards()) / len(successes),
         }
         for domain in self.domains:
-            own = [success for task in self.tries(domain) for success in task]
-            values[f"{prefix}/domain/{domain}/success_rate"] = sum(own) / len(own)
+            domain_successes = [success for task in self.tries(domain) for success in task]
+            rate = sum(domain_successes) / len(domain_successes)
+            values[f"{prefix}/domain/{domain}/success_rate"] = rate
         if self.policy != ACTOR:
             return values
-        versions = [one.versions for one in self.measured if one.versions is not None] or [
-            (self.step, self.step)
-        ]
+        versions = [task.versions for task in self.measured if task.versions is not None]
+        versions = versions or [(self.step, self.step)]
         values |= {
             "eval/policy_version_min": float(min(oldest for oldest, _ in versions)),
             "eval/policy_version_max": float(max(newest for _, newest in versions)),
@@ -122,44 +127,47 @@ class Evaluation:
         return values
 
     def ahead(self, other: Evaluation) -> dict[str, float]:
-        """Return the lead in success rate over another policy on their common tasks, and its
-        standard error.
+        """Return the lead in success rate over another policy on common tasks, and its error.
 
         Tasks and seeds are the same: it is the error of the mean of the differences per task. Empty
         below two tasks.
         """
-        mine = self._by_task()
-        theirs = other._by_task()
-        gaps = [mine[task] - theirs[task] for task in sorted(mine.keys() & theirs.keys())]
-        if len(gaps) < 2:
+        own_shares = self._by_task()
+        other_shares = other._by_task()
+        leads = [
+            own_shares[task] - other_shares[task]
+            for task in sorted(own_shares.keys() & other_shares.keys())
+        ]
+        if len(leads) < 2:
             return {}
         return {
-            "ahead": statistics.fmean(gaps),
-            "ahead_stderr": statistics.stdev(gaps) / math.sqrt(len(gaps)),
+            "ahead": statistics.fmean(leads),
+            "ahead_stderr": statistics.stdev(leads) / math.sqrt(len(leads)),
         }
 
     def _by_task(self) -> dict[tuple[str, int], float]:
         """Return the share of each task's episodes that succeeded."""
         return {
-            (one.domain, one.task_index): statistics.fmean(one.successes) for one in self.measured
+            (task.domain, task.task_index): statistics.fmean(task.successes)
+            for task in self.measured
         }
 
     @property
     def domains(self) -> list[str]:
         """Names of the domains with a finished task, sorted."""
-        return sorted({one.domain for one in self.measured})
+        return sorted({task.domain for task in self.measured})
 
     def tries(self, domain: str | None = None) -> list[list[bool]]:
         """Return the successes of each task's episodes, of one domain or all."""
-        return [list(one.successes) for one in self.measured if domain in (None, one.domain)]
+        return [list(task.successes) for task in self.measured if domain in (None, task.domain)]
 
     def rewards(self, domain: str | None = None) -> list[float]:
         """Return the reward of every episode, of one domain or all."""
         return [
             reward
-            for one in self.measured
-            if domain in (None, one.domain)
-            for reward in one.rewards
+            for task in self.measured
+            if domain in (None, task.domain)
+            for reward in task.rewards
         ]
 
 
@@ -180,19 +188,21 @@ class EvaluationQueue:
         first_number: int = 1,
         num_tasks: Mapping[str, int] | None = None,
     ) -> None:
-        self._section, self._domains, self._seed = section, dict(sorted(domains.items())), seed
+        self._section = section
+        self._domains = dict(sorted(domains.items()))
+        self._seed = seed
         self._next = first_number
         self._num_tasks = num_tasks
         self.pending: list[Evaluation] = []
 
     def due(self, step: int, last_step: int) -> bool:
-        """Return whether the actor is evaluated after ``step`` optimizer steps; always after the
-        last one.
-        """
+        """Return whether the actor is evaluated after ``step``; always after the last one."""
         every = self._section.every_steps
         if every == 0:
             return False
-        return self._section.at_start if step == 0 else step % every == 0 or step == last_step
+        if step == 0:
+            return self._section.at_start
+        return step % every == 0 or step == last_step
 
     def start(
         self, step: int, policy: str, min_version: int, now_s: float
@@ -219,10 +229,10 @@ class EvaluationQueue:
         return tickets
 
     def apply(self, record: wire.Group | wire.Closed) -> Evaluation | None:
-        """Apply a record, and return the evaluation that it completed; only the first record of a
-        ticket counts.
-        """
-        evaluation = next((one for one in self.pending if record.ticket in one.waiting), None)
+        """Apply a ticket's first record, and return the evaluation that it completed."""
+        evaluation = next(
+            (pending for pending in self.pending if record.ticket in pending.waiting), None
+        )
         if evaluation is None:
             return None
         evaluation.waiting.discard(record.ticket)
@@ -234,12 +244,12 @@ class EvaluationQueue:
 
     def may_come(self, number: int) -> bool:
         """Return whether a group of this ticket will count: it is expected, or not issued yet."""
-        return number >= self._next or any(number in one.waiting for one in self.pending)
+        return number >= self._next or any(
+            number in evaluation.waiting for evaluation in self.pending
+        )
 
     def expire(self, now_s: float) -> list[Evaluation]:
-        """End evaluations without a new result for ``eval.timeout_s``; return them, with their
-        partial results.
-        """
+        """End and return the evaluations without a new result for ``eval.timeout_s``."""
         late = []
         for evaluation in self.pending:
             if evaluation.seen_waiting != len(evaluation.waiting):
@@ -258,16 +268,17 @@ class EvaluationQueue:
         return evaluation
 
     def _tasks(self) -> list[tuple[str, int]]:
-        """Return (domain, index) of all tasks; domains alternate, so that all are evaluated at
-        similar weights.
-        """
+        """Return (domain, index) of all tasks; domains alternate, so all see similar weights."""
         counts = self._num_tasks
         if counts is None:
             assert self._section.tasks is not None, (
                 "validation fills it in wherever tasks are measured"
             )
             counts = dict.fromkeys(self._domains, self._section.tasks)
-        most = max(counts.values(), default=0)
+        num_rounds = max(counts.values(), default=0)
         return [
-            (name, index) for index in range(most) for name in self._domains if index < counts[name]
+            (name, index)
+            for index in range(num_rounds)
+            for name in self._domains
+            if index < counts[name]
         ]

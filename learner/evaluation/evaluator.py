@@ -1,4 +1,4 @@
-"""Runs evaluations during training: issues tickets, reads records, keeps results for the metrics."""
+"""Runs evaluations during training: issues tickets, reads records, keeps results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from learner.reporting.transcripts import TranscriptFactory
 log = logging.getLogger(__name__)
 
 TICK_S: Final = 0.5
-ACTORS_KEPT: Final = 4  # evaluations of the actor, for comparison with others
+# Evaluations of the actor, for comparison with others.
+ACTORS_KEPT: Final = 4
 
 
 class Evaluator:
@@ -32,11 +33,10 @@ class Evaluator:
     Args:
         folder: ``runs/<name>/evals``; one JSONL of episodes for each evaluation, for replays.
         baseline: a policy to evaluate once, as soon as a server offers it; empty: none.
-        patience: retries writes while the folder cannot be written.
+        disk_retry: retries writes while the folder cannot be written.
         transcripts: makes the texts of evaluated episodes.
-        against: policies to evaluate whenever the actor is, on the same tasks.
-        show: receives the rows of each evaluation of the actor once they are in their file; blocks,
-            called in a thread.
+        opponents: policies to evaluate whenever the actor is, on the same tasks.
+        show: receives the actor's rows once they are in their file; blocks, called in a thread.
         every_s: seconds between two checks of the clock.
     """
 
@@ -47,9 +47,9 @@ class Evaluator:
         roster: Roster,
         folder: Path,
         baseline: str,
-        patience: DiskRetry,
+        disk_retry: DiskRetry,
         transcripts: TranscriptFactory,
-        against: Sequence[str] = (),
+        opponents: Sequence[str] = (),
         *,
         show: Callable[[int, list[dict[str, Any]]], None] = lambda step, rows: None,
         every_s: float = TICK_S,
@@ -59,34 +59,32 @@ class Evaluator:
         self._roster = roster
         self._folder = folder
         self._baseline = baseline
-        self._patience = patience
+        self._disk_retry = disk_retry
         self._transcripts = transcripts
-        self._against = list(against)
+        self._opponents = list(opponents)
         self._show = show
         self._every_s = every_s
         self._actors: dict[int, Evaluation] = {}  # by step, the last few
-        self._unkept = 0  # evaluations whose episodes are not in the folder yet
+        self._num_unsaved = 0  # evaluations whose episodes are not in the folder yet
         self._withdrawn: set[int] = set()  # numbers of expired tickets that may be in the stream
         self._issuer = TicketIssuer(bus, EVALTICKETS)
         self.completed: list[Evaluation] = []  # those that are not in the metrics yet, oldest first
         self._changed = asyncio.Event()
 
     def services(self) -> list[Coroutine[Any, Any, None]]:
-        """Return the coroutines that publish tickets, read records and check the clock, each until
-        cancelled.
-        """
+        """Return the coroutines for tickets, records and the clock, each until cancelled."""
         return [self._issuer.serve(), self._read(), self._tick()]
 
     @property
     def busy(self) -> bool:
         """Whether an evaluation is running, or not written to its file yet."""
-        return bool(self._evaluations.pending or self._unkept)
+        return bool(self._evaluations.pending or self._num_unsaved)
 
     def step_completed(self, step: int, last_step: int) -> None:
         """Begin the evaluations that are due after ``step`` optimizer steps."""
         if self._evaluations.due(step, last_step) and not self.has_begun(step):
             self.start(step, ACTOR, min_version=step)
-            for policy in self._against:
+            for policy in self._opponents:
                 if policy in self._offered():
                     self.start(step, policy, min_version=0)
                 else:
@@ -98,44 +96,37 @@ class Evaluator:
         self._start_baseline(step)
 
     def take(self, *, last: bool) -> dict[str, float]:
-        """Return one line's metrics: the actor's oldest result not shown yet (the newest if
-        ``last``) and baselines.
-        """
-        actors = [one for one in self.completed if one.policy == ACTOR]
-        others = [one for one in self.completed if one.policy != ACTOR]
+        """Return one line's metrics: the actor's next result (the newest if ``last``) and others."""
+        actors = [result for result in self.completed if result.policy == ACTOR]
+        others = [result for result in self.completed if result.policy != ACTOR]
         # A policy that is compared with the actor waits for its result.
         early = [
-            one
-            for one in others
-            if one.policy in self._against and one.step not in self._actors and not last
+            result
+            for result in others
+            if result.policy in self._opponents and result.step not in self._actors and not last
         ]
-        baselines = [one for one in others if one not in early]
-        shown = actors[-1:] if last else actors[:1]
+        baselines = [result for result in others if result not in early]
+        current = actors[-1:] if last else actors[:1]
         self.completed = [] if last else [*early, *actors[1:]]
         values: dict[str, float] = {}
-        for evaluation in [*baselines, *shown]:
+        for evaluation in [*baselines, *current]:
             values |= evaluation.values()
-        for other in baselines:
-            if (
-                other.policy in self._against
-                and (actor := self._actors.get(other.step)) is not None
-            ):
+        for baseline in baselines:
+            actor = self._actors.get(baseline.step)
+            if baseline.policy in self._opponents and actor is not None:
                 values |= {
-                    f"eval/{other.policy}/actor_{name}": value
-                    for name, value in actor.ahead(other).items()
+                    f"eval/{baseline.policy}/actor_{name}": value
+                    for name, value in actor.ahead(baseline).items()
                 }
         return values
 
     async def open(self) -> None:
-        """Withdraw the tickets of an earlier learner, which hubs would run first; only the holder
-        of the run may.
-        """
+        """Withdraw the tickets of an earlier learner; only the holder of the run may."""
+        # Hubs would run them before this learner's.
         await self._bus.trim(EVALTICKETS, await self._bus.last_seq(EVALTICKETS) + 1)
 
     async def drain(self, stop: asyncio.Event) -> None:
-        """Wait for running evaluations, ``eval.timeout_s`` at most, and for their files, or until a
-        stop.
-        """
+        """Wait for running evaluations, ``eval.timeout_s`` at most, and their files, or a stop."""
         if self._baseline:
             log.warning("no rollout server offers policy %s; it is not measured", self._baseline)
         while self.busy and not stop.is_set():
@@ -167,31 +158,35 @@ class Evaluator:
             self._issuer.put(ticket)
 
     def has_begun(self, step: int) -> bool:
-        """Return whether the actor's evaluation after this step is running or was one of the last
-        few.
-        """
+        """Return whether the actor's evaluation after this step is running or a recent one."""
         return self._running(step) is not None or step in self._actors
 
     def progress(self, step: int) -> tuple[Literal["running", "done", "refused"], str]:
         """Return how far the actor's evaluation after this step is, and one line about it."""
-        if (one := self._running(step)) is not None:
-            return (
-                "running",
-                f"{len(one.measured)} of {len(one.measured) + len(one.waiting)} tasks are done",
-            )
-        if (one := self._actors.get(step)) is not None:
-            values = one.values()
+        if (running := self._running(step)) is not None:
+            num_measured = len(running.measured)
+            num_tasks = num_measured + len(running.waiting)
+            return "running", f"{num_measured} of {num_tasks} tasks are done"
+        if (finished := self._actors.get(step)) is not None:
+            values = finished.values()
             rate = values["eval/success_rate"]
             count = values["eval/num_episodes"]
             return "done", f"success rate {rate:.4f} on {count:.0f} episodes"
         return (
             "refused",
-            f"no evaluation after step {step} is running, and none of the last {ACTORS_KEPT} was of it",
+            f"no evaluation after step {step} is running, and none of the last {ACTORS_KEPT} was "
+            "of it",
         )
 
     def _running(self, step: int) -> Evaluation | None:
-        actors = (one for one in self._evaluations.pending if one.policy == ACTOR)
-        return next((one for one in actors if one.step == step), None)
+        return next(
+            (
+                evaluation
+                for evaluation in self._evaluations.pending
+                if evaluation.policy == ACTOR and evaluation.step == step
+            ),
+            None,
+        )
 
     async def _read(self) -> None:
         bus = self._bus
@@ -225,9 +220,7 @@ class Evaluator:
                 await self._finish(evaluation)
 
     async def _withdraw(self) -> None:
-        """Delete published tickets that expired, so that they do not run before the next
-        evaluation's.
-        """
+        """Delete published tickets that expired; they would run before the next evaluation's."""
         last = await self._bus.last_seq(EVALTICKETS)
         published = sorted(number for number in self._withdrawn if number <= last)
         for number in published:
@@ -254,16 +247,16 @@ class Evaluator:
             log.warning(
                 "evaluation of %s after step %d has no results: %s", policy, step, evaluation.closed
             )
-        self._unkept += 1
-        rows = await self._patience.in_thread(self._keep, evaluation)
+        self._num_unsaved += 1
+        rows = await self._disk_retry.in_thread(self._save_rows, evaluation)
         evaluation.rows.clear()
         if policy == ACTOR:
             await asyncio.to_thread(self._show, step, rows)
-        self._unkept -= 1
+        self._num_unsaved -= 1
         self._changed.set()
         await self._bus.trim_parts(EVALS, keep=self._evaluations.may_come)
 
-    def _keep(self, evaluation: Evaluation) -> list[dict[str, Any]]:
+    def _save_rows(self, evaluation: Evaluation) -> list[dict[str, Any]]:
         ordered = sorted(evaluation.rows, key=lambda row: (row.domain, row.task_index))
         rows = [row.plain(self._transcripts.of(row.first)) for row in ordered]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 
 def pass_at_k(num_tries: int, num_right: int, k: int) -> float:
-    """Return the unbiased estimate of the chance that one of k tries is right: ``1 - C(n - c, k) /
-    C(n, k)``.
+    """Return the unbiased estimate of the chance that one of k tries is right.
 
-    n are the tries and c the right ones. Source: Chen et al., Evaluating Large Language Models
-    Trained on Code (arXiv 2107.03374), equation 1.
+    It is ``1 - C(n - c, k) / C(n, k)`` with n tries and c right ones. Source: Chen et al.,
+    Evaluating Large Language Models Trained on Code (arXiv 2107.03374), equation 1.
 
     Raises:
         ValueError: if k is not from 1 to n, or c not from 0 to n.
@@ -23,7 +22,8 @@ def pass_at_k(num_tries: int, num_right: int, k: int) -> float:
 
 def reported_ks(num_tries: int) -> list[int]:
     """Return the k to report for n tries: powers of two below n, and n."""
-    return [2**i for i in range(num_tries.bit_length()) if 2**i < num_tries] + [num_tries]
+    powers = [2**i for i in range(num_tries.bit_length())]
+    return [k for k in powers if k < num_tries] + [num_tries]
 
 
 def pass_at_k_metrics(tasks: Sequence[Sequence[bool]]) -> dict[str, float]:
@@ -31,21 +31,26 @@ def pass_at_k_metrics(tasks: Sequence[Sequence[bool]]) -> dict[str, float]:
 
     avg@n is the mean over tasks of the share of right tries.
     """
-    most = max((len(tries) for tries in tasks), default=0)
-    whole = [tries for tries in tasks if len(tries) == most]
-    if most < 2:
+    num_tries = max((len(tries) for tries in tasks), default=0)
+    complete_tasks = [tries for tries in tasks if len(tries) == num_tries]
+    if num_tries < 2:
         return {}
-    found = {f"avg@{most}": sum(sum(tries) / most for tries in whole) / len(whole)}
-    for k in reported_ks(most):
-        found[f"pass@{k}"] = sum(pass_at_k(most, sum(tries), k) for tries in whole) / len(whole)
-    return found
+    values = {
+        f"avg@{num_tries}": sum(sum(tries) / num_tries for tries in complete_tasks)
+        / len(complete_tasks)
+    }
+    for k in reported_ks(num_tries):
+        values[f"pass@{k}"] = sum(
+            pass_at_k(num_tries, sum(tries), k) for tries in complete_tasks
+        ) / len(complete_tasks)
+    return values
 
 
 def interval(tasks: Sequence[Sequence[bool]]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean success: Wilson's for tasks tried once, else the normal
-    one of task means.
+    """Return the 95 % interval of the mean success.
 
-    Tries of one task are not independent, so they count as one measurement.
+    It is Wilson's for tasks tried once, else the normal interval of the task means. Tries of one
+    task are not independent, so they count as one measurement.
 
     Raises:
         ValueError: if there are no tasks.
@@ -54,11 +59,12 @@ def interval(tasks: Sequence[Sequence[bool]]) -> tuple[float, float]:
         raise ValueError("no tasks")
     means = [sum(tries) / len(tries) for tries in tasks]
     n = len(tasks)
+    # The 97.5 % quantile of the normal distribution.
     z = 1.959964
     mean = sum(means) / n
     if all(len(tries) == 1 for tries in tasks) or n == 1:
         centre = mean + z * z / (2 * n)
         spread = z * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
         return (centre - spread) / (1 + z * z / n), (centre + spread) / (1 + z * z / n)
-    half = z * math.sqrt(sum((one - mean) ** 2 for one in means) / (n - 1) / n)
-    return max(0.0, mean - half), min(1.0, mean + half)
+    half_width = z * math.sqrt(sum((task_mean - mean) ** 2 for task_mean in means) / (n - 1) / n)
+    return max(0.0, mean - half_width), min(1.0, mean + half_width)

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-REFERENCE: Final = "reference.safetensors"  # in the run's folder: logprobs under a frozen reference
-_UNLIMITED: Final = 1 << 20  # tokens, for a model that names no limit
+# In the run's folder: logprobs under a frozen reference.
+REFERENCE: Final = "reference.safetensors"
+# Tokens of a model that names no limit.
+_UNLIMITED: Final = 1 << 20
 
 
 class OfflinePipeline(Protocol):
@@ -35,9 +37,7 @@ class OfflinePipeline(Protocol):
     num_rows: int  # rows to train on
 
     def step(self, rows: Sequence[int]) -> dict[str, float]:
-        """Take an optimizer step on these rows; return its metrics, including ``train/loss`` and
-        ``train/tokens``.
-        """
+        """Take an optimizer step on these rows; return its metrics, ``train/loss`` included."""
 
     def evaluate(self) -> dict[str, float]:
         """Return metrics of the held-out rows, ``eval/…``; empty without such rows."""
@@ -96,18 +96,16 @@ class OfflineJob:
         Raises:
             ConfigError: if the configured limit is above the model's.
         """
-        longest = longest_row(self.first_path)
-        wanted = self.data.max_tokens or longest
-        if wanted > longest:
+        model_limit = longest_row(self.first_path)
+        max_tokens = self.data.max_tokens or model_limit
+        if max_tokens > model_limit:
             raise ConfigError(
-                "data.max_tokens", wanted, f"at most {longest}, which the model takes"
+                "data.max_tokens", max_tokens, f"at most {model_limit}, which the model takes"
             )
-        return wanted
+        return max_tokens
 
     def make_backend(self, algorithm: AlgorithmSection, *, path: str | None = None) -> Backend:
-        """Return a backend with the weights to continue from, or with others, to score only,
-        without adapters.
-        """
+        """Return a backend to train, or, with other weights and without adapters, to score."""
         train = backend_train(self.train)
         backend: Backend = resolve("backends", self.train.backend, BACKENDS)(
             path or self.model_path,
@@ -135,7 +133,8 @@ class OfflineJob:
             if share >= len(rows):
                 allowed = f"a smaller share: {len(rows)} rows leave none for training"
                 raise ConfigError("data.eval_share", data.eval_share, allowed)
-            rows, held_out = rows[: len(rows) - share], rows[len(rows) - share :]
+            held_out = rows[len(rows) - share :]
+            rows = rows[: len(rows) - share]
         return rows, held_out[: self.held_out.rows]
 
 
@@ -158,7 +157,8 @@ def check_finite(values: Mapping[str, float], step: int, key: str, lr: float, pr
     Raises:
         NotFinite: if the loss or the gradient is not finite.
     """
-    if not math.isfinite(loss := values["train/loss"]) or values.get("train/skipped"):
-        what = "the gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
+    loss = values["train/loss"]
+    if not math.isfinite(loss) or values.get("train/skipped"):
+        summary = "the gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
         tensor = f": {problem}" if problem else ""
-        raise NotFinite(f"{what} at step {step}{tensor}; lower {key} ({lr})")
+        raise NotFinite(f"{summary} at step {step}{tensor}; lower {key} ({lr})")

@@ -35,7 +35,7 @@ SECTIONS: Final[dict[str, dict[str, str]]] = {
     },
 }
 _FREE_TRAIN: Final = ("train.steps", "train.num_threads", "train.device")
-# may differ on resume
+# These may differ when a run resumes.
 FREE: Final = (*_FREE_TRAIN, "eval.", "checkpoint.", "trackers.", "broker.", "rollout.")
 
 
@@ -157,27 +157,27 @@ def _check_distill(config: dict[str, Any]) -> None:
 
 def backend_train(train: OfflineTrainSection) -> TrainSection:
     """Return the settings in the form that backends take."""
-    same = {
+    settings = {
         name: getattr(train, name)
         for name in OfflineTrainSection.model_fields
         if name != "batch_size"
     }
     if train.warmup_steps is None:
-        same["warmup_steps"] = min(max(1, train.steps // 20), train.steps - 1)
-    return TrainSection(**same)
+        settings["warmup_steps"] = min(max(1, train.steps // 20), train.steps - 1)
+    return TrainSection(**settings)
 
 
 def first_changed_key(
-    before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
+    old_config: Mapping[str, Any], new_config: Mapping[str, Any], prefix: str = ""
 ) -> str | None:
-    """Return the first changed key that must not change when a run resumes, None if there is none."""
-    for key in sorted({*before, *now}):
+    """Return the first changed key that must not change when a run resumes, or None."""
+    for key in sorted({*old_config, *new_config}):
         name = f"{prefix}{key}"
-        old = before.get(key)
-        new = now.get(key)
+        old = old_config.get(key)
+        new = new_config.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            if (found := first_changed_key(old, new, f"{name}.")) is not None:
-                return found
+            if (changed_key := first_changed_key(old, new, f"{name}.")) is not None:
+                return changed_key
         elif old != new and not name.startswith(FREE):
             return name
     return None

@@ -38,7 +38,15 @@ class TokenizedExample:
         mask[:1] = 0
         zeros = np.zeros(len(ids), np.float32)
         versions = np.full(len(ids), -1, np.int32)
-        return TrainSample(ids, mask, zeros, versions, mask.astype(np.float32), group=0, reward=0.0)
+        return TrainSample(
+            ids,
+            mask,
+            zeros,
+            versions=versions,
+            advantages=mask.astype(np.float32),
+            group=0,
+            reward=0.0,
+        )
 
 
 def read_conversations(path: str | Path, key: str = "data") -> Iterator[tuple[int, Messages]]:
@@ -53,12 +61,12 @@ def read_conversations(path: str | Path, key: str = "data") -> Iterator[tuple[in
     """
     for number, row in read_rows(path, key):
         try:
-            yield number, _messages(row)
+            yield number, _read_messages(row)
         except ValueError as error:
             raise DataError(str(path), number, str(error)) from None
 
 
-def _messages(row: Row) -> Messages:
+def _read_messages(row: Row) -> Messages:
     if "messages" in row:
         return check_messages(row["messages"])
     if "prompt" in row and "response" in row:
@@ -98,8 +106,7 @@ def conversation(prompt: Any, answer: Any, key: str) -> Messages:
 def load_examples(
     path: str | Path, tokenizer: Tokenizer, max_tokens: int, key: str = "data"
 ) -> list[TokenizedExample]:
-    """Return every conversation of the file as tokens, cut to ``max_tokens``, without those with
-    nothing to train.
+    """Return the conversations of a file as tokens, cut to ``max_tokens``, if any is trained.
 
     Rows that are cut or left out are reported in the log.
 
@@ -109,7 +116,8 @@ def load_examples(
     """
     examples: list[TokenizedExample] = []
     unusable = UnusableRows(path)
-    tokenizer.chat_template  # noqa: B018 - without one no row can be used, which is not the rows' fault
+    # Without a template no row can be used, which is not the rows' fault.
+    tokenizer.chat_template  # noqa: B018
     for line, messages in read_conversations(path, key):
         unusable.read(line)
         try:
@@ -129,13 +137,11 @@ def load_examples(
 
 
 def shuffled_batches(num_examples: int, batch_size: int, seed: int) -> Iterator[list[int]]:
-    """Yield the indices of batches without end: every example once per epoch, in a new order each
-    epoch.
-    """
-    random = np.random.default_rng(seed)
+    """Yield batches of indices without end: each example once per epoch, in a new order."""
+    rng = np.random.default_rng(seed)
     waiting: list[int] = []
     while True:
         while len(waiting) < batch_size:
-            waiting += random.permutation(num_examples).tolist()
+            waiting += rng.permutation(num_examples).tolist()
         yield waiting[:batch_size]
         waiting = waiting[batch_size:]

@@ -1,4 +1,4 @@
-"""Runs ``rlearner distill``: a student learns its teacher's distributions on given conversations."""
+"""Runs ``rlearner distill``: a student learns a teacher's distributions on conversations."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ MEAN: Final = AlgorithmSection(pg_variant="sft", loss_agg_mode="token-mean")
 
 
 class DistillationPipeline:
-    """A ``Pipeline``; the loss of a step is the mean divergence over all trained tokens of its
-    rows.
-    """
+    """Distillation; a step's loss is the mean divergence over the trained tokens of its rows."""
 
     def __init__(self, job: OfflineJob) -> None:
         distill = section(job.config, "distill", DistillSection)
         _check_vocabulary(
             job.tokenizer, distill.teacher, trust_remote_code=job.model.trust_remote_code
         )
-        most = job.max_tokens()
+        max_tokens = job.max_tokens()
 
         def read(path: str, key: str) -> list[TrainSample]:
-            return [example.sample() for example in load_examples(path, job.tokenizer, most, key)]
+            return [
+                example.sample() for example in load_examples(path, job.tokenizer, max_tokens, key)
+            ]
 
         self._rows, self._held_out = job.load(read)
         self.num_rows = len(self._rows)
@@ -52,38 +52,38 @@ class DistillationPipeline:
             model=job.model,
             seed=job.run.seed,
             ref_path=job.first_path,
-            max_context=most,
+            max_context=max_tokens,
         )
-        self._served: ServedTeacher | None = None
-        self._taught_held_out: list[TrainSample] | None = None
+        self._teacher: ServedTeacher | None = None
+        self._labelled_held_out: list[TrainSample] | None = None
         if distill.served:
             from learner.offline.served_teacher import ServedTeacher
 
-            self._served = ServedTeacher(job, distill)
+            self._teacher = ServedTeacher(job, distill)
 
     def step(self, rows: Sequence[int]) -> dict[str, float]:
         """Take an update; ``train/loss`` is the divergence in nats per trained token."""
-        samples = self._taught([self._rows[row] for row in rows])
+        samples = self._with_teacher([self._rows[row] for row in rows])
         return optimizer_metrics(self.backend.update(samples), samples)
 
     def evaluate(self) -> dict[str, float]:
         """Return ``eval/loss``, the divergence of the held-out rows."""
         if not self._held_out:
             return {}
-        if self._taught_held_out is None:
-            self._taught_held_out = self._taught(self._held_out)
-        return {"eval/loss": self.backend.divergence(self._taught_held_out)}
+        if self._labelled_held_out is None:
+            self._labelled_held_out = self._with_teacher(self._held_out)
+        return {"eval/loss": self.backend.divergence(self._labelled_held_out)}
 
     def close(self) -> None:
         """Stop the teacher's servers."""
-        if self._served is not None:
-            self._served.close()
+        if self._teacher is not None:
+            self._teacher.close()
 
-    def _taught(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
+    def _with_teacher(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
         """Return the samples with a served teacher's candidates, or unchanged."""
-        if self._served is None:
+        if self._teacher is None:
             return list(samples)
-        answers = self._served.ask([sample.token_ids for sample in samples])
+        answers = self._teacher.ask([sample.token_ids for sample in samples])
         return [
             with_candidates(sample, *answer)
             for sample, answer in zip(samples, answers, strict=True)
@@ -91,12 +91,10 @@ class DistillationPipeline:
 
 
 def with_candidates(sample: TrainSample, ids: np.ndarray, logprobs: np.ndarray) -> TaughtSample:
-    """Return a sample with a teacher's candidates for its trained tokens, from (n - 1, k) for all
-    but the first.
-    """
-    own = {field.name: getattr(sample, field.name) for field in fields(TrainSample)}
+    """Return a sample with a teacher's candidates, which are (n - 1, k) for all but the first."""
+    columns = {field.name: getattr(sample, field.name) for field in fields(TrainSample)}
     rows = sample.positions - 1
-    return TaughtSample(**own, top_ids=ids[rows].astype(np.int64), top_logprobs=logprobs[rows])
+    return TaughtSample(**columns, top_ids=ids[rows].astype(np.int64), top_logprobs=logprobs[rows])
 
 
 def _check_vocabulary(student: Tokenizer, teacher: str, *, trust_remote_code: bool) -> None:
@@ -106,15 +104,18 @@ def _check_vocabulary(student: Tokenizer, teacher: str, *, trust_remote_code: bo
         ConfigError: if it differs; names the first token.
     """
     try:
-        other = Tokenizer.load(teacher, trust_remote_code=trust_remote_code)
+        teacher_tokenizer = Tokenizer.load(teacher, trust_remote_code=trust_remote_code)
     except ConfigError as error:
         raise ConfigError("distill.teacher", teacher, error.allowed) from None
-    own = student.vocabulary()
-    theirs = other.vocabulary()
-    if own == theirs:
+    student_ids = student.vocabulary()
+    teacher_ids = teacher_tokenizer.vocabulary()
+    if student_ids == teacher_ids:
         return
-    token = min((own.items() ^ theirs.items()), key=lambda item: (item[1], item[0]))[0]
-    there = theirs.get(token, "unknown")
-    here = own.get(token, "unknown")
-    allowed = f"its vocabulary must be the student's: token {token!r} is {there} there, {here} here"
+    token = min((student_ids.items() ^ teacher_ids.items()), key=lambda item: (item[1], item[0]))[0]
+    teacher_id = teacher_ids.get(token, "unknown")
+    student_id = student_ids.get(token, "unknown")
+    allowed = (
+        f"its vocabulary must be the student's: token {token!r} is {teacher_id} there, "
+        f"{student_id} here"
+    )
     raise ConfigError("distill.teacher", teacher, allowed)

@@ -33,33 +33,45 @@ from learner.offline.preference_pairs import load_pairs
 from learner.offline.supervised import optimizer_metrics
 
 LIKELIHOOD: Final = AlgorithmSection(pg_variant="sft", loss_agg_mode="seq-mean-token-sum")
-Two = tuple[TrainSample, TrainSample]
+SamplePair = tuple[TrainSample, TrainSample]
 
 
-def answer_logprobs(backend: Backend, pairs: Sequence[Two]) -> Tensor:
-    """Return the logprobs of both answers of each pair, summed over their tokens, (P, 2) float64."""
+def answer_logprobs(backend: Backend, pairs: Sequence[SamplePair]) -> Tensor:
+    """Return the logprobs of both answers of each pair, summed over tokens, (P, 2) float64."""
     scores = backend.score([sample for pair in pairs for sample in pair])
     sums = [
-        float(one.logprobs.astype(np.float64).sum()) for one in scores if one.logprobs is not None
+        float(score.logprobs.astype(np.float64).sum())
+        for score in scores
+        if score.logprobs is not None
     ]
     return torch.tensor(sums, dtype=torch.float64).reshape(-1, 2)
 
 
 def compare(
-    loss: PreferenceLoss, beta: float, logprobs: Tensor, ref: Tensor, pairs: Sequence[Two]
+    loss: PreferenceLoss, beta: float, logprobs: Tensor, ref: Tensor, pairs: Sequence[SamplePair]
 ) -> tuple[Tensor, Tensor]:
-    """Return losses and margins, (P,) each; gradient flows into ``logprobs``, (P, 2) like ``ref``."""
+    """Return losses and margins, (P,) each, with gradient for ``logprobs``, (P, 2) like ``ref``."""
     counts = torch.tensor(
         [[sample.num_tokens for sample in pair] for pair in pairs], dtype=torch.float64
     )
-    return loss(PairLogprobs(*logprobs.unbind(1), *ref.unbind(1), *counts.unbind(1)), beta)
+    chosen, rejected = logprobs.unbind(1)
+    ref_chosen, ref_rejected = ref.unbind(1)
+    chosen_tokens, rejected_tokens = counts.unbind(1)
+    pair_logprobs = PairLogprobs(
+        chosen=chosen,
+        rejected=rejected,
+        ref_chosen=ref_chosen,
+        ref_rejected=ref_rejected,
+        chosen_tokens=chosen_tokens,
+        rejected_tokens=rejected_tokens,
+    )
+    return loss(pair_logprobs, beta)
 
 
-def weighted(pairs: Sequence[Two], slopes: Tensor) -> list[TrainSample]:
-    """Return the answers, with tokens weighted by minus the derivative of the mean loss, (P, 2),
-    times their number.
+def weighted(pairs: Sequence[SamplePair], slopes: Tensor) -> list[TrainSample]:
+    """Return the answers, with tokens weighted by minus the derivative of the mean loss, (P, 2).
 
-    ``seq-mean-token-sum`` divides by the number of answers again.
+    The weights are multiplied by the number of answers, by which ``seq-mean-token-sum`` divides.
     """
     weights = (-slopes * 2 * len(pairs)).tolist()
     return [
@@ -70,11 +82,9 @@ def weighted(pairs: Sequence[Two], slopes: Tensor) -> list[TrainSample]:
 
 
 def summary(
-    prefix: str, losses: Tensor, margins: Tensor, logprobs: Tensor, ref: Tensor, beta: float
+    prefix: str, losses: Tensor, margins: Tensor, *, logprobs: Tensor, ref: Tensor, beta: float
 ) -> dict[str, float]:
-    """Return means over pairs: loss, margin, accuracy, and the implicit rewards ``beta (log p - log
-    ref)``.
-    """
+    """Return means over pairs; the implicit rewards are ``beta (log p - log ref)``."""
     rewards = beta * (logprobs - ref).mean(0)
     return {
         f"{prefix}/loss": losses.mean().item(),
@@ -86,21 +96,23 @@ def summary(
 
 
 class PreferencePipeline:
-    """A ``Pipeline`` for preference losses."""
+    """Training with a preference loss."""
 
     def __init__(self, job: OfflineJob) -> None:
-        section_ = section(job.config, "dpo", DpoSection)
-        self._beta = section_.beta
-        self._loss: PreferenceLoss = resolve("preferences", section_.loss, PREFERENCES)
-        most = job.max_tokens()
+        settings = section(job.config, "dpo", DpoSection)
+        self._beta = settings.beta
+        self._loss: PreferenceLoss = resolve("preferences", settings.loss, PREFERENCES)
+        max_tokens = job.max_tokens()
 
-        def read(path: str, key: str) -> list[Two]:
-            pairs, _ = load_pairs(path, job.tokenizer, most, key)
+        def read(path: str, key: str) -> list[SamplePair]:
+            pairs, _ = load_pairs(path, job.tokenizer, max_tokens, key)
             return [(pair.chosen.sample(), pair.rejected.sample()) for pair in pairs]
 
         self._rows, self._held_out = job.load(read)
         self.num_rows = len(self._rows)
-        self._ref, self._ref_held_out = _reference(job, section_, self._rows, self._held_out)
+        self._ref, self._ref_held_out = _reference_logprobs(
+            job, settings, self._rows, self._held_out
+        )
         self.backend = job.make_backend(LIKELIHOOD)
 
     def step(self, rows: Sequence[int]) -> dict[str, float]:
@@ -111,9 +123,14 @@ class PreferencePipeline:
         losses, margins = compare(self._loss, self._beta, logprobs, ref, pairs)
         (slopes,) = torch.autograd.grad(losses.mean(), logprobs)
         samples = weighted(pairs, slopes)
-        done = optimizer_metrics(self.backend.update(samples), samples)
-        return done | summary(
-            "train", losses.detach(), margins.detach(), logprobs.detach(), ref, self._beta
+        metrics = optimizer_metrics(self.backend.update(samples), samples)
+        return metrics | summary(
+            "train",
+            losses.detach(),
+            margins.detach(),
+            logprobs=logprobs.detach(),
+            ref=ref,
+            beta=self._beta,
         )
 
     @torch.no_grad()
@@ -125,36 +142,43 @@ class PreferencePipeline:
         losses, margins = compare(
             self._loss, self._beta, logprobs, self._ref_held_out, self._held_out
         )
-        return summary("eval", losses, margins, logprobs, self._ref_held_out, self._beta)
+        return summary(
+            "eval",
+            losses,
+            margins,
+            logprobs=logprobs,
+            ref=self._ref_held_out,
+            beta=self._beta,
+        )
 
     def close(self) -> None:
         """Do nothing."""
 
 
-def _reference(
-    job: OfflineJob, dpo: DpoSection, rows: Sequence[Two], held_out: Sequence[Two]
+def _reference_logprobs(
+    job: OfflineJob, dpo: DpoSection, rows: Sequence[SamplePair], held_out: Sequence[SamplePair]
 ) -> tuple[Tensor, Tensor]:
-    """Return the reference's logprobs of every answer, (rows, 2) float64 each, cached in the run's
-    folder.
+    """Return the reference's logprobs of every answer, (rows, 2) float64 each.
 
-    So no second model stays in memory, and a resumed run compares with the same numbers.
+    They are cached in the run's folder, so no second model stays in memory, and a resumed run
+    compares with the same numbers.
 
     Raises:
         UserError: if the data changed since the run was started.
     """
-    file = job.folder / REFERENCE
+    cache_file = job.folder / REFERENCE
     digests = json.dumps(
         [digest_file(path) for path in (job.data.train, job.data.eval) if path is not None]
     )
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    if file.exists():
-        with safe_open(str(file), "pt") as found:
-            if (found.metadata() or {}).get("data") != digests:
+    if cache_file.exists():
+        with safe_open(str(cache_file), "pt") as cached:
+            if (cached.metadata() or {}).get("data") != digests:
                 problem = f"data.train or data.eval changed since run {job.run.name} was started"
                 raise UserError(f"{problem}; choose another run.name")
-            return found.get_tensor("train"), found.get_tensor("eval")
+            return cached.get_tensor("train"), cached.get_tensor("eval")
     log.info("scoring %d answers under the reference", 2 * (len(rows) + len(held_out)))
     backend = job.make_backend(LIKELIHOOD, path=dpo.reference or job.first_path)
     train = answer_logprobs(backend, rows)

@@ -1,4 +1,4 @@
-"""Reads preference data: prompts with a chosen and a rejected answer; only the answers are trained."""
+"""Reads preference data: prompts with a chosen and a rejected answer, which are trained."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ class PreferencePair:
 def load_pairs(
     path: str | Path, tokenizer: Tokenizer, max_tokens: int, key: str = "data"
 ) -> tuple[list[PreferencePair], int]:
-    """Return every pair of the file, and the number of pairs left out because an answer ends beyond
-    ``max_tokens``.
+    """Return the pairs of a file, and how many are omitted as longer than ``max_tokens``.
 
     Rows are ``{"prompt": …, "chosen": …, "rejected": …}``, each a text (one message) or a list of
     messages; chosen and rejected may also be whole conversations with the same beginning.
@@ -39,15 +38,19 @@ def load_pairs(
     pairs: list[PreferencePair] = []
     num_long = 0
     unusable = UnusableRows(path)
-    tokenizer.chat_template  # noqa: B018 - without one no row can be used, which is not the rows' fault
+    # Without a template no row can be used, which is not the rows' fault.
+    tokenizer.chat_template  # noqa: B018
     for line, row in read_rows(path, key):
         unusable.read(line)
         try:
-            chosen, rejected, shared = _conversations(row)
+            chosen_messages, rejected_messages, num_shared = _read_conversations(row)
         except ValueError as error:
             raise DataError(str(path), line, str(error)) from None
         try:
-            examples = [_example(tokenizer, messages, shared) for messages in (chosen, rejected)]
+            examples = [
+                _encode_example(tokenizer, messages, num_shared)
+                for messages in (chosen_messages, rejected_messages)
+            ]
         except ConfigError as error:
             unusable.omit(error.allowed)
             continue
@@ -60,34 +63,36 @@ def load_pairs(
     return pairs, num_long
 
 
-def _conversations(row: Row) -> tuple[Messages, Messages, int]:
+def _read_conversations(row: Row) -> tuple[Messages, Messages, int]:
     """Return both conversations, and the number of messages that they share at the beginning."""
     if missing := [key for key in ("chosen", "rejected") if key not in row]:
         raise ValueError(f"the row has no key {missing[0]!r}; known: prompt, chosen, rejected")
-    chosen, rejected = (
+    chosen_messages, rejected_messages = (
         conversation(row.get("prompt"), row[key], key) for key in ("chosen", "rejected")
     )
-    shared = 0
-    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
-        shared += 1
-    if shared in (len(chosen), len(rejected)):
+    num_shared = 0
+    while (
+        num_shared < min(len(chosen_messages), len(rejected_messages))
+        and chosen_messages[num_shared] == rejected_messages[num_shared]
+    ):
+        num_shared += 1
+    if num_shared in (len(chosen_messages), len(rejected_messages)):
         raise ValueError("chosen and rejected are the same, or one is the beginning of the other")
-    if (role := chosen[shared]["role"]) != "assistant":
+    if (role := chosen_messages[num_shared]["role"]) != "assistant":
         raise ValueError(
-            f"chosen and rejected differ at message {shared}, of the {role}, not assistant"
+            f"chosen and rejected differ at message {num_shared}, of the {role}, not assistant"
         )
-    return chosen, rejected, shared
+    return chosen_messages, rejected_messages, num_shared
 
 
-def _example(tokenizer: Tokenizer, messages: Messages, shared: int) -> TokenizedExample:
-    """Return the conversation with the assistant's turns among its first ``shared`` messages
-    masked.
-    """
+def _encode_example(tokenizer: Tokenizer, messages: Messages, num_shared: int) -> TokenizedExample:
+    """Return the conversation, with the assistant's turns in the first ``shared`` masked."""
     token_ids, mask = encode_supervised(tokenizer, messages)
-    turns = sum(message["role"] == "assistant" for message in messages[:shared])
+    turns = sum(message["role"] == "assistant" for message in messages[:num_shared])
     for index, value in enumerate(mask):
         if turns == 0 and value:
             break
-        turns -= value and mask[index + 1 : index + 2] != [1]  # the last token of a turn
+        # A turn ends where the next token is not trained.
+        turns -= value and mask[index + 1 : index + 2] != [1]
         mask[index] = 0
     return TokenizedExample(token_ids, mask)

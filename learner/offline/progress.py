@@ -1,4 +1,4 @@
-"""Shows the progress of offline training: a bar on a terminal, otherwise about twenty plain lines."""
+"""Shows the progress of offline training: a bar on a terminal, else about twenty lines."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def progress(name: str, first: int, steps: int) -> Iterator[Show]:
     if not sys.stderr.isatty():
         every = max(1, steps // 20)
 
-        def line(step: int, values: Mapping[str, float]) -> None:
+        def print_line(step: int, values: Mapping[str, float]) -> None:
             if step % every == 0 or step in (first + 1, steps):
-                print(f"step {step}/{steps}  {_text(values)}", file=sys.stderr, flush=True)
+                print(f"step {step}/{steps}  {_format_values(values)}", file=sys.stderr, flush=True)
 
-        yield line
+        yield print_line
         return
     from rich.console import Console
     from rich.progress import (
@@ -35,16 +35,19 @@ def progress(name: str, first: int, steps: int) -> Iterator[Show]:
         TimeRemainingColumn,
     )
 
-    columns = (
+    with Progress(
+        TextColumn(name),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.description}"),
-    )
-    with Progress(TextColumn(name), *columns, console=Console(stderr=True)) as bars:
+        console=Console(stderr=True),
+    ) as bars:
         task = bars.add_task("", total=steps, completed=first)
-        yield lambda step, values: bars.update(task, completed=step, description=_text(values))
+        yield lambda step, values: bars.update(
+            task, completed=step, description=_format_values(values)
+        )
 
 
-def _text(values: Mapping[str, float]) -> str:
+def _format_values(values: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.4g}" for name, value in values.items())

@@ -1,8 +1,8 @@
-"""Runs a pipeline: its folder, steps, evaluations, checkpoints. A restarted run ends with the same
-bits.
+"""Runs a pipeline: its folder, steps, evaluations, checkpoints.
 
-A step depends only on the seed, its number and the newest checkpoint, so a run resumes from there
-exactly; lines of ``metrics.jsonl`` beyond it are cut off and written again.
+A restarted run ends with the same bits. A step depends only on the seed, its number and the newest
+checkpoint, so a run resumes from there exactly; lines of ``metrics.jsonl`` beyond it are cut off
+and written again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from rlearner_text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-EPOCH: Final = 1  # offline runs have no incarnations that could compete
+# Offline runs have no incarnations that could compete.
+EPOCH: Final = 1
 
 
 @dataclass(frozen=True)
@@ -61,25 +62,28 @@ def run(name: str, config: dict[str, Any], url: str = "") -> OfflineResult:
         url: of the broker, for a served teacher.
 
     Raises:
-        UserError: if the settings differ from those that the run was started with, there is no such
-            model, a row is malformed, the loss is not finite, or another process trains the run.
+        UserError: if the settings differ from those of the run's start, there is no such model, a
+            row is malformed, the loss is not finite, or another process trains the run.
     """
     folder = run_folder(config)
-    with _hold(folder, config["run"]["name"]):
-        return _run(name, config, folder, url)
+    with _lock_folder(folder, config["run"]["name"]):
+        return _train_run(name, config, folder, url)
 
 
-def _hold(folder: Path, run: str) -> IO[bytes]:
+def _lock_folder(folder: Path, run: str) -> IO[bytes]:
     """Lock the run's folder for this process; a learner with a broker is fenced instead."""
     make_folder(folder)
     try:
-        problem = f"another process trains run {run} in {folder}; wait for its end, or choose another run.name"
+        problem = (
+            f"another process trains run {run} in {folder}; wait for its end, or choose another "
+            "run.name"
+        )
         return lock(folder / "lock", f"run.name: {problem}")
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror}") from None
 
 
-def _run(name: str, config: dict[str, Any], folder: Path, url: str) -> OfflineResult:
+def _train_run(name: str, config: dict[str, Any], folder: Path, url: str) -> OfflineResult:
     _refuse_other_settings(folder, config)
     newest = checkpoint.newest_checkpoint(folder / "checkpoints")
     steps = config["train"]["steps"]
@@ -87,14 +91,16 @@ def _run(name: str, config: dict[str, Any], folder: Path, url: str) -> OfflineRe
         raise UserError(
             f"train.steps: {steps} is not allowed; the run has made {newest.step} steps already"
         )
-    _forget_what_never_began(folder)
+    _remove_unstarted_files(folder)
     checkpoint.remove_partial(folder / "checkpoints")
     first_path = base_model(section(config, "model", ModelSection), folder, log.info)
     model_path = first_path if newest is None else str(newest.path)
     tokenizer = Tokenizer.of_run(first_path, config)
-    job = OfflineJob(config, folder, first_path, model_path, tokenizer, url)
+    job = OfflineJob(
+        config, folder, first_path, model_path=model_path, tokenizer=tokenizer, url=url
+    )
     pipeline: OfflinePipeline = resolve("pipelines", name, PIPELINES)(job)
-    # only now that the input is valid: from here on the settings must not change
+    # Only now that the input is valid: from here on the settings must not change.
     write_config(folder, config)
     data = {
         path: digest_file(path)
@@ -110,7 +116,7 @@ def _run(name: str, config: dict[str, Any], folder: Path, url: str) -> OfflineRe
             job,
             pipeline,
             first=0 if newest is None else newest.step,
-            resumed=newest is not None,
+            is_resumed=newest is not None,
         ).run()
     finally:
         pipeline.close()
@@ -121,18 +127,19 @@ def _refuse_other_settings(folder: Path, config: dict[str, Any]) -> None:
     if not file.exists():
         return
     try:
-        before = yaml.safe_load(file.read_text(encoding="utf-8"))
+        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise UserError(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
-    key = first_changed_key(before if isinstance(before, dict) else {}, config)
+    key = first_changed_key(settings if isinstance(settings, dict) else {}, config)
     if key is not None:
         run = config["run"]["name"]
         raise UserError(
-            f"{key}: differs from what run {run} was started with (see {file}); choose another run.name"
+            f"{key}: differs from what run {run} was started with (see {file}); choose another "
+            "run.name"
         )
 
 
-def _forget_what_never_began(folder: Path) -> None:
+def _remove_unstarted_files(folder: Path) -> None:
     """Remove files of a start that refused its input: the next one may have other settings."""
     if not (folder / "config.yaml").exists():
         shutil.rmtree(folder / "model", ignore_errors=True)
@@ -143,26 +150,26 @@ class _Loop:
     """Loop over the steps."""
 
     def __init__(
-        self, name: str, job: OfflineJob, pipeline: OfflinePipeline, *, first: int, resumed: bool
+        self, name: str, job: OfflineJob, pipeline: OfflinePipeline, *, first: int, is_resumed: bool
     ) -> None:
         self._name = name
         self._job = job
         self._pipeline = pipeline
         self._first = first
-        self._resumed = resumed
+        self._is_resumed = is_resumed
         self._checkpoints = job.folder / "checkpoints"
         private_folder(self._checkpoints)
-        self._file = MetricsFile(job.folder / "metrics.jsonl", first if resumed else -1)
+        self._file = MetricsFile(job.folder / "metrics.jsonl", first if is_resumed else -1)
         trackers = section(job.config, "trackers", TrackersSection)
         self._trackers = TrackerGroup(trackers, job.folder, str(job.run.name), job.config)
         self._newest: dict[str, float] = {}
 
     def run(self) -> OfflineResult:
         train = self._job.train
-        began = time.monotonic()
+        began_at = time.monotonic()
         try:
             with progress(self._name, self._first, train.steps) as show:
-                if not self._resumed and self._job.held_out.at_start:
+                if not self._is_resumed and self._job.held_out.at_start:
                     self._write(0, self._pipeline.evaluate())
                 batches = shuffled_batches(
                     self._pipeline.num_rows, train.batch_size, self._job.run.seed
@@ -176,35 +183,35 @@ class _Loop:
             self._file.close()
             self._trackers.close()
         path = self._checkpoints / f"step-{train.steps:06d}"
-        return OfflineResult(path, train.steps, self._newest, time.monotonic() - began)
+        return OfflineResult(path, train.steps, self._newest, time.monotonic() - began_at)
 
     def _step(self, step: int, rows: list[int], show: Show) -> None:
-        began = time.monotonic()
+        began_at = time.monotonic()
         values = self._pipeline.step(rows)
         check_finite(
             values, step, "train.lr", self._job.train.lr, self._pipeline.backend.take_problem()
         )
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - began_at
         values |= {
             "time/step": seconds,
             "perf/tokens_per_s": values["train/tokens"] / max(seconds, 1e-9),
         }
         every = self._job.held_out.every_steps
-        last = step == self._job.train.steps
-        if last or (every and step % every == 0):
+        is_last = step == self._job.train.steps
+        if is_last or (every and step % every == 0):
             values |= self._pipeline.evaluate()
         self._write(step, values)
-        show(step, _shown(values))
-        keep = self._job.checkpoint
-        if last or (keep.every_steps and step % keep.every_steps == 0):
-            self._save(step, keep.keep)
+        show(step, _summarize_metrics(values))
+        settings = self._job.checkpoint
+        if is_last or (settings.every_steps and step % settings.every_steps == 0):
+            self._save(step, settings.keep)
 
     def _save(self, step: int, keep: int) -> None:
         try:
-            about = {"version": step, "pipeline": self._name}
+            summary = {"version": step, "pipeline": self._name}
             backend = self._pipeline.backend
-            most = self._job.checkpoint.hf_max_gib
-            checkpoint.write(self._checkpoints, backend, about, EPOCH, hf_max_gib=most)
+            hf_max_gib = self._job.checkpoint.hf_max_gib
+            checkpoint.write(self._checkpoints, backend, summary, EPOCH, hf_max_gib=hf_max_gib)
             checkpoint.prune(self._checkpoints, keep)
         except OSError as error:
             raise UserError(
@@ -226,13 +233,13 @@ class _Loop:
         self._newest = numbers
 
 
-def _shown(values: Mapping[str, float]) -> dict[str, float]:
+def _summarize_metrics(values: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics that fit on a line."""
-    names = {
+    labels = {
         "loss": "train/loss",
         "accuracy": "train/accuracy",
         "held-out": "eval/loss",
         "lr": "train/lr",
         "tok/s": "perf/tokens_per_s",
     }
-    return {shown: values[name] for shown, name in names.items() if name in values}
+    return {label: values[name] for label, name in labels.items() if name in values}

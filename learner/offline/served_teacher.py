@@ -43,18 +43,19 @@ log = logging.getLogger(__name__)
 
 POLICY: Final = "teacher"
 MAX_REFUSALS: Final = 3  # of one row
-# a server that did not respond; if it is dead, presence reports it within this time
+# A server that did not respond is avoided; if it is dead, presence reports it within this time.
 AVOID_S: Final = 6.0
 CONNECT_S: Final = 20.0
-FAREWELL_S: Final = 5.0
+# An unreachable broker must not keep a finished training from ending.
+STOP_TIMEOUT_S: Final = 5.0
 
 T = TypeVar("T")
-Answer = tuple[Array, Array]  # top_ids int32 and top_logprobs float32, (n - 1, k) each
+# The top ids, int32, and their logprobs, float32, (n - 1, k) each.
+Answer = tuple[Array, Array]
 
 
 class ServedTeacher:
-    """Client of a served teacher, with its own thread, so that training code need not be
-    asynchronous.
+    """Client of a served teacher, with its own thread: training code need not be asynchronous.
 
     Raises:
         UserError: if there is no broker at the address.
@@ -64,9 +65,9 @@ class ServedTeacher:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="teacher", daemon=True)
         self._thread.start()
-        self._asker: _Asker | None = None
+        self._client: _TeacherClient | None = None
         try:
-            self._asker = self._wait(_open(job, distill, _absolute(distill.teacher)))
+            self._client = self._wait(_open_client(job, distill, _absolute_path(distill.teacher)))
         except BaseException:
             self.close()
             raise
@@ -77,15 +78,15 @@ class ServedTeacher:
         Raises:
             UserError: if servers refuse a row.
         """
-        assert self._asker is not None
-        return self._wait(self._asker.ask(rows))
+        assert self._client is not None
+        return self._wait(self._client.ask(rows))
 
     def close(self) -> None:
         """Stop the run, so that its servers exit; idempotent."""
         if not self._thread.is_alive():
             return
-        if self._asker is not None:
-            asyncio.run_coroutine_threadsafe(self._asker.close(), self._loop).result()
+        if self._client is not None:
+            asyncio.run_coroutine_threadsafe(self._client.close(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -99,13 +100,13 @@ class ServedTeacher:
             raise
 
 
-def _absolute(path: str) -> str:
+def _absolute_path(path: str) -> str:
     """Return an absolute path for servers in other folders, or a hub name unchanged."""
     local = Path(path).expanduser()
     return str(local.absolute()) if local.is_dir() else path
 
 
-async def _open(job: OfflineJob, distill: DistillSection, path: str) -> _Asker:
+async def _open_client(job: OfflineJob, distill: DistillSection, path: str) -> _TeacherClient:
     run = str(job.run.name)
     bus = await Bus.connect(job.url, run, name="distill", deadline_s=CONNECT_S)
     await bus.ensure_streams()
@@ -118,12 +119,14 @@ async def _open(job: OfflineJob, distill: DistillSection, path: str) -> _Asker:
     await bus.key_value(CONTROL).put(run, wire.DesiredState(state="running"))
     roster = Roster(bus, beats=("rollout",))
     await roster.start()
-    asker = _Asker(bus, roster, distill, section(job.config, "broker", BrokerSection).channel)
-    await asker.announcer.start()
-    return asker
+    client = _TeacherClient(
+        bus, roster, distill, section(job.config, "broker", BrokerSection).channel
+    )
+    await client.announcer.start()
+    return client
 
 
-class _Asker:
+class _TeacherClient:
     """Asynchronous part of ``ServedTeacher``."""
 
     def __init__(self, bus: Bus, roster: Roster, distill: DistillSection, carrier: str) -> None:
@@ -131,18 +134,18 @@ class _Asker:
         self._roster = roster
         self._distill = distill
         self._client = carriers.connect(carrier, bus)
-        # servers on other hosts admit the key of a presence only
+        # Servers on other hosts admit the key of a presence only.
         self.announcer = Announcer(bus, self._presence)
         self._client.announce = self.announcer.poke
         self._numbers = itertools.count(1)
-        self._asking: dict[str, int] = {}  # server -> rows in flight
+        self._in_flight: dict[str, int] = {}  # server -> rows in flight
         self._avoid: dict[str, float] = {}  # server -> until when, on the monotonic clock
         self._waiting = Reminders()
-        self._room = asyncio.Semaphore(distill.concurrency)
+        self._capacity = asyncio.Semaphore(distill.concurrency)
 
     async def ask(self, rows: Sequence[Array]) -> list[Answer]:
-        """Score all rows, ``distill.concurrency`` at a time; the first failure cancels the others."""
-        tasks = [asyncio.ensure_future(self._row(row)) for row in rows]
+        """Score all rows, ``distill.concurrency`` at once; the first failure cancels the others."""
+        tasks = [asyncio.ensure_future(self._score_row(row)) for row in rows]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
@@ -152,15 +155,14 @@ class _Asker:
     async def close(self) -> None:
         """Stop the run and disconnect, without waiting for an unreachable broker."""
         run = self._bus.run
-        stopped = wire.DesiredState(state="stopped", reason="training is done")
+        end = wire.DesiredState(state="stopped", reason="training is done")
         try:
-            async with asyncio.timeout(FAREWELL_S):
-                await self._bus.key_value(CONTROL).put(run, stopped)
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await self._bus.key_value(CONTROL).put(run, end)
         except TimeoutError:
-            where = self._bus.link.where
             log.warning(
                 "the broker at %s does not respond, so the servers of run %s are not stopped",
-                where,
+                self._bus.link.where,
                 run,
             )
         await self.announcer.close()
@@ -170,46 +172,53 @@ class _Asker:
 
     def _presence(self) -> wire.Presence:
         return wire.Presence(
-            role="learner", id="distill", host=socket.gethostname(), pid=os.getpid(), state="serving",
-            process=this_process(), key=self._client.key,
-        )  # fmt: skip
+            role="learner",
+            id="distill",
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            state="serving",
+            process=this_process(),
+            key=self._client.key,
+        )
 
-    async def _row(self, token_ids: Array) -> Answer:
-        refused: list[str] = []
-        async with self._room:
-            while len(refused) < MAX_REFUSALS:
-                server = await self._server()
+    async def _score_row(self, token_ids: Array) -> Answer:
+        refusals: list[str] = []
+        async with self._capacity:
+            while len(refusals) < MAX_REFUSALS:
+                server = await self._choose_server()
                 try:
-                    reply = await self._ask(server, token_ids)
+                    reply = await self._request(server, token_ids)
                     if reply.top_ids is None and reply.finish_reason != "error":
                         raise RequestFailed(reply.error or f"{reply.finish_reason}: it is leaving")
-                except RequestFailed as error:  # not a refusal: another server will score the row
+                # Not a refusal: another server will score the row.
+                except RequestFailed as error:
                     log.info("trying another server: %s: %s", server.id, error)
                     self._avoid[server.id] = time.monotonic() + AVOID_S
                     continue
                 try:
-                    return self._read(reply, len(token_ids))
+                    return self._parse_reply(reply, len(token_ids))
                 except RequestFailed as error:
-                    refused.append(str(error))
+                    refusals.append(str(error))
         raise UserError(
-            f"distill.teacher: a row of {len(token_ids)} tokens was refused {len(refused)} times, last by {refused[-1]}"
+            f"distill.teacher: a row of {len(token_ids)} tokens was refused {len(refusals)} times, "
+            f"last by {refusals[-1]}"
         )
 
-    async def _server(self) -> wire.Presence:
-        """Return the teacher's server with the fewest rows in flight; wait, with a log message,
-        until there is one.
-        """
+    async def _choose_server(self) -> wire.Presence:
+        """Return the teacher's server with the fewest rows in flight; wait until there is one."""
         while True:
             now = time.monotonic()
             alive = self._roster.alive("rollout")
             serving = [
-                one
-                for one in alive
-                if one.policy == POLICY and one.state == "serving" and one.address
+                server
+                for server in alive
+                if server.policy == POLICY and server.state == "serving" and server.address
             ]
-            if here := [one for one in serving if self._avoid.get(one.id, now) <= now]:
+            if usable := [server for server in serving if self._avoid.get(server.id, now) <= now]:
                 self._waiting.over()
-                return min(here, key=lambda one: (self._asking.get(one.id, 0), one.id))
+                return min(
+                    usable, key=lambda server: (self._in_flight.get(server.id, 0), server.id)
+                )
             if self._waiting.due(now):
                 log.info(
                     "waiting for a rollout-server to join run %s and serve the teacher",
@@ -217,7 +226,7 @@ class _Asker:
                 )
             await self._roster.changed(1.0)
 
-    async def _ask(self, server: wire.Presence, token_ids: Array) -> wire.GenerateReply:
+    async def _request(self, server: wire.Presence, token_ids: Array) -> wire.GenerateReply:
         number = next(self._numbers)
         request = wire.GenerateRequest(
             request_id=f"distill.{number}",
@@ -227,15 +236,15 @@ class _Asker:
             deadline_s=min(self._distill.timeout_s, MAX_REQUEST_S),
             prompt_top_k=self._distill.top_k,
         )
-        self._asking[server.id] = self._asking.get(server.id, 0) + 1
+        self._in_flight[server.id] = self._in_flight.get(server.id, 0) + 1
         try:
             return await self._client.generate(
                 server.address, request, timeout_s=self._distill.timeout_s
             )
         finally:
-            self._asking[server.id] -= 1
+            self._in_flight[server.id] -= 1
 
-    def _read(self, reply: wire.GenerateReply, num_tokens: int) -> Answer:
+    def _parse_reply(self, reply: wire.GenerateReply, num_tokens: int) -> Answer:
         """Return the candidates and their logprobs, (n - 1, k) each.
 
         Raises:

@@ -26,13 +26,15 @@ SFT = AlgorithmSection(pg_variant="sft", loss_agg_mode="token-mean")
 
 
 class SupervisedPipeline:
-    """A ``Pipeline``; the loss of a step is the mean over all trained tokens of its rows."""
+    """Fine-tuning; a step's loss is the mean over the trained tokens of its rows."""
 
     def __init__(self, job: OfflineJob) -> None:
-        most = job.max_tokens()
+        max_tokens = job.max_tokens()
 
         def read(path: str, key: str) -> list[TrainSample]:
-            return [example.sample() for example in load_examples(path, job.tokenizer, most, key)]
+            return [
+                example.sample() for example in load_examples(path, job.tokenizer, max_tokens, key)
+            ]
 
         self._rows, self._held_out = job.load(read)
         self.backend = job.make_backend(SFT)
@@ -43,14 +45,17 @@ class SupervisedPipeline:
         return supervised_step(self.backend, [self._rows[row] for row in rows])
 
     def evaluate(self) -> dict[str, float]:
-        """Return ``eval/loss`` in nats per trained token, and its exponential, ``eval/perplexity``."""
+        """Return ``eval/loss`` in nats per trained token, and ``eval/perplexity``."""
         if not self._held_out:
             return {}
-        found = self.backend.score(self._held_out)
+        scores = self.backend.score(self._held_out)
         total = math.fsum(
-            -float(one.logprobs.astype("f8").sum()) for one in found if one.logprobs is not None
+            -float(score.logprobs.astype("f8").sum())
+            for score in scores
+            if score.logprobs is not None
         )
         loss = total / sum(sample.num_tokens for sample in self._held_out)
+        # exp overflows float64 above 709.
         return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
 
     def close(self) -> None:
@@ -73,15 +78,13 @@ def fine_tune(
     max_context: int | None = None,
     on_step: OnStep | None = None,
 ) -> dict[str, float]:
-    """Train a model on a file of conversations and write a Hugging Face folder, whole or not at
-    all.
+    """Train a model on a file of conversations and write a Hugging Face folder atomically.
 
     Args:
         path: Hugging Face folder or hub name of the model.
         data: JSONL or Parquet of rows ``{"messages": [{"role": …, "content": …}, …]}``.
         out: folder to write; replaced if it exists.
-        max_context: tokens of the longest sequence that the model is used for; None for the
-            model's.
+        max_context: tokens of the longest sequence that the model must take; None: its own limit.
         on_step: called with the step, from 1, and its metrics.
 
     Returns:
@@ -93,35 +96,47 @@ def fine_tune(
     from learner.backends.torch import TorchBackend
 
     check_model_path(path)
-    trusted = model.trust_remote_code
-    template = model.chat_template
-    tokenizer = Tokenizer.load(path, trust_remote_code=trusted, chat_template=template)
+    tokenizer = Tokenizer.load(
+        path, trust_remote_code=model.trust_remote_code, chat_template=model.chat_template
+    )
     rows = [example.sample() for example in load_examples(data, tokenizer, longest_row(path))]
-    settings = {"model": model, "seed": seed, "ref_path": path, "max_context": max_context}
-    backend = TorchBackend(path, train=backend_train(train), algorithm=SFT, **settings)
-    began = time.monotonic()
+    backend = TorchBackend(
+        path,
+        train=backend_train(train),
+        algorithm=SFT,
+        model=model,
+        seed=seed,
+        ref_path=path,
+        max_context=max_context,
+    )
+    began_at = time.monotonic()
     losses = []
-    trained = 0.0
+    num_trained = 0.0
     steps = range(1, train.steps + 1)
     batches = shuffled_batches(len(rows), train.batch_size, seed)
     for step, batch in zip(steps, batches, strict=False):
         values = supervised_step(backend, [rows[row] for row in batch])
         check_finite(values, step, "warm_start.lr", train.lr, backend.take_problem())
         losses.append(values["train/loss"])
-        trained += values["train/trained_tokens"]
+        num_trained += values["train/trained_tokens"]
         if on_step is not None:
             on_step(step, values)
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - began_at
     with atomic_folder(out) as folder:
         backend.save(folder)
-    last = losses[-max(1, train.steps // 10) :]
+    last_losses = losses[-max(1, train.steps // 10) :]
     epochs = train.steps * train.batch_size / len(rows)
-    figures = {"loss": sum(last) / len(last), "examples": len(rows), "epochs": epochs}
-    return figures | {"trained_tokens": trained, "seconds": seconds}
+    return {
+        "loss": sum(last_losses) / len(last_losses),
+        "examples": len(rows),
+        "epochs": epochs,
+        "trained_tokens": num_trained,
+        "seconds": seconds,
+    }
 
 
 def optimizer_metrics(values: dict[str, float], samples: Sequence[TrainSample]) -> dict[str, float]:
-    """Return those of a backend's metrics that apply offline."""
+    """Return the backend's metrics that apply offline."""
     return {
         "train/loss": values["actor/pg_loss"],
         "train/grad_norm": values["actor/grad_norm"],

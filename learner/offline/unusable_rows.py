@@ -1,6 +1,4 @@
-"""Counts rows of a data file that cannot be trained, and reports them once, with the first line
-numbers.
-"""
+"""Counts rows of a data file that cannot be trained, and reports them once."""
 
 from __future__ import annotations
 
@@ -13,12 +11,12 @@ from broker.errors import DataError
 
 log = logging.getLogger(__name__)
 
-_SHOWN: Final = 3
+_LINES_IN_REPORT: Final = 3
 
 
 @dataclass
 class UnusableRows:
-    """The rows of one file that are left out or cut, by reason.
+    """Rows of one file that are omitted or cut, by reason.
 
     Attributes:
         path: of the file.
@@ -39,7 +37,7 @@ class UnusableRows:
         self.last_line = line
 
     def omit(self, reason: str) -> None:
-        """Note that the last row is left out."""
+        """Note that the last row is omitted."""
         self.omitted.setdefault(reason, []).append(self.last_line)
 
     def shorten(self, reason: str) -> None:
@@ -60,16 +58,13 @@ class UnusableRows:
             raise DataError(str(self.path), self.last_line, f"{problem}: {reason}")
         for verb, reasons in (("omitted", self.omitted), ("cut", self.cut)):
             for reason, lines in reasons.items():
-                log.warning(
-                    "%s: %d of %d rows %s, %s",
-                    self.path,
-                    len(lines),
-                    self.num_rows,
-                    verb,
-                    _where(reason, lines),
-                )
+                count = f"{len(lines)} of {self.num_rows} rows {verb}"
+                log.warning("%s: %s, %s", self.path, count, _format_lines(reason, lines))
 
 
-def _where(reason: str, lines: list[int]) -> str:
-    shown = ", ".join(map(str, lines[:_SHOWN]))
-    return f"{reason}: {'lines' if len(lines) > 1 else 'line'} {shown}{', …' if len(lines) > _SHOWN else ''}"
+def _format_lines(reason: str, lines: list[int]) -> str:
+    numbers = ", ".join(map(str, lines[:_LINES_IN_REPORT]))
+    if len(lines) > _LINES_IN_REPORT:
+        numbers += ", …"
+    noun = "lines" if len(lines) > 1 else "line"
+    return f"{reason}: {noun} {numbers}"

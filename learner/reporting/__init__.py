@@ -1,1 +1,1 @@
-"""What a learner reports: metrics, trackers, its state, missing processes."""
+"""Reports of a learner: metrics, trackers, its state, missing processes."""

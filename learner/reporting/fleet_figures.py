@@ -1,6 +1,4 @@
-"""Figures of the processes that work for a step, from what they announce: how many there are, and
-how fast. Pure.
-"""
+"""Computes the number and speed of a step's processes from their announcements. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +8,8 @@ from typing import Final
 from broker.contract import wire
 from broker.contract.wire import ACTOR
 
-# role: processes, what they run at once, seconds of one unit of their work, more for each at once
+# By role: the processes, their slots, the seconds of a unit of work, and the additional seconds for
+# each other unit that runs at the same time.
 NAMES: Final = {
     "rollout": ("servers", "server_slots", "token_s", "token_each_s"),
     "envhub": ("hubs", "envs", "env_call_s", "env_call_each_s"),
@@ -19,21 +18,20 @@ NAMES: Final = {
 
 
 def fleet_figures(role: str, present: Sequence[wire.Presence]) -> dict[str, float]:
-    """Return ``fleet/*`` of one role: counts of those that take work, and means over those that
-    have measured.
+    """Return ``fleet/*`` of one role: counts of all that take work, means of their times.
 
     Servers of other policies than the actor do not count.
     """
-    count, slots, base, each = (f"fleet/{name}" for name in NAMES[role])
-    found = [
-        one
-        for one in present
-        if one.state == "serving" and (role != "rollout" or one.policy == ACTOR)
+    count_key, slots_key, base_key, each_key = (f"fleet/{name}" for name in NAMES[role])
+    workers = [
+        process
+        for process in present
+        if process.state == "serving" and (role != "rollout" or process.policy == ACTOR)
     ]
-    measured = [one for one in found if one.base_s or one.each_s]
-    at_once = [one.at_once if role == "rewardhub" else one.slots for one in found]
-    values = {count: float(len(found)), slots: float(sum(at_once))}
+    measured = [worker for worker in workers if worker.base_s or worker.each_s]
+    slots = [worker.at_once if role == "rewardhub" else worker.slots for worker in workers]
+    values = {count_key: float(len(workers)), slots_key: float(sum(slots))}
     if measured:
-        values[base] = sum(one.base_s for one in measured) / len(measured)
-        values[each] = sum(one.each_s for one in measured) / len(measured)
+        values[base_key] = sum(worker.base_s for worker in measured) / len(measured)
+        values[each_key] = sum(worker.each_s for worker in measured) / len(measured)
     return values

@@ -29,7 +29,8 @@ QUANTILES: Final = {
     "p99": 0.99,
     "max": 1.0,
 }
-BLOCK_BYTES: Final = 2**16  # per read when searching for a line from the end
+# Of a read when searching for a line from the end.
+BLOCK_BYTES: Final = 2**16
 
 
 def step_metrics(groups: Iterable[wire.Group], version: int) -> dict[str, float]:
@@ -54,17 +55,24 @@ class StepFigures:
     """
 
     def __init__(self) -> None:
-        self.num_tokens = self.num_samples = 0
-        self._rewards, self._successes = _columns(), _columns()  # by domain, for each episode
+        self.num_tokens = 0
+        self.num_samples = 0
+        # By domain, for each episode.
+        self._rewards = _new_columns()
+        self._successes = _new_columns()
         self._all_rewards = array("d")
-        self._parts, self._metrics = _columns(), _columns()  # by name, for each episode that has it
-        self._seconds = _columns()  # by name, for each group
+        # By name, for each episode that has it.
+        self._parts = _new_columns()
+        self._metrics = _new_columns()
+        self._seconds = _new_columns()  # by name, for each group
         self._has_no_variance = array("b")  # of each group
-        self._turns = self._valid_turns = self._cut = 0
+        self._turns = 0
+        self._valid_turns = 0
+        self._cut = 0
         self._longest_response = 0
         self._tokens_of_version: Counter[int] = Counter()
-        # of each episode; each group's longest
-        self._episode_tokens, self._longest_episodes = array("q"), array("q")
+        self._episode_tokens = array("q")  # of each episode
+        self._longest_episodes = array("q")  # of each group
 
     def add_group(self, group: wire.Group) -> None:
         """Count a group."""
@@ -83,24 +91,24 @@ class StepFigures:
         self._seconds["time/env_step"].append(group.env_step_s)
         self._seconds["time/env_step_max"].append(group.env_step_max_s)
         self._seconds["time/reward"].append(group.reward_s)
-        of_episode: Counter[int] = Counter()
+        episode_tokens: Counter[int] = Counter()
         for trajectory in group.trajectories:
             self._add_trajectory(trajectory)
-            of_episode[trajectory.episode] += sum(
+            episode_tokens[trajectory.episode] += sum(
                 turn.end - turn.start for turn in trajectory.turns
             )
-        self._episode_tokens.extend(of_episode.values())
-        self._longest_episodes.append(max(of_episode.values()))
+        self._episode_tokens.extend(episode_tokens.values())
+        self._longest_episodes.append(max(episode_tokens.values()))
 
     def _add_trajectory(self, trajectory: wire.Trajectory) -> None:
         runs = trajectory.version_runs.array().reshape(-1, 2).tolist()
-        sampled = 0
+        num_sampled = 0
         for version, num_tokens in runs:
             self._tokens_of_version[version] += num_tokens
-            sampled += num_tokens
+            num_sampled += num_tokens
         self.num_samples += 1
-        self.num_tokens += sampled
-        self._longest_response = max(self._longest_response, sampled)
+        self.num_tokens += num_sampled
+        self._longest_response = max(self._longest_response, num_sampled)
         self._turns += len(trajectory.turns)
         self._valid_turns += sum(turn.valid for turn in trajectory.turns)
         self._cut += any(turn.finish_reason == "length" for turn in trajectory.turns)
@@ -124,9 +132,8 @@ class StepFigures:
             f"reward_parts/{name}/mean": _mean(self._parts[name]) for name in sorted(self._parts)
         }
         values["frac_reward_zero_std"] = _mean(self._has_no_variance)
-        values["env/success_rate"] = math.fsum(map(math.fsum, self._successes.values())) / len(
-            rewards
-        )
+        num_successes = math.fsum(map(math.fsum, self._successes.values()))
+        values["env/success_rate"] = num_successes / len(rewards)
         values |= {f"env/{name}": _mean(self._metrics[name]) for name in sorted(self._metrics)}
         seconds = {name: _mean(column) for name, column in self._seconds.items()}
         return values | self._responses() | self._staleness(version) | seconds | self._lengths()
@@ -141,7 +148,7 @@ class StepFigures:
         }
 
     def _staleness(self, version: int) -> dict[str, float]:
-        """Return mean and maximum number of versions that the trained tokens lag behind, per token."""
+        """Return mean and maximum of the versions by which trained tokens lag behind."""
         lags = {
             version - sampled_by: count
             for sampled_by, count in self._tokens_of_version.items()
@@ -151,19 +158,17 @@ class StepFigures:
         return {"staleness/mean": mean, "staleness/max": float(max(lags, default=0))}
 
     def _lengths(self) -> dict[str, float]:
-        """Return quantiles of the sampled tokens of an episode, and the mean of the longest of each
-        group.
-        """
-        found = np.quantile(self._episode_tokens, list(QUANTILES.values()))
+        """Return quantiles of the sampled tokens of an episode, and the mean of groups' longest."""
+        levels = np.quantile(self._episode_tokens, list(QUANTILES.values()))
         quantiles = {
             f"episode_tokens/{name}": float(value)
-            for name, value in zip(QUANTILES, found, strict=True)
+            for name, value in zip(QUANTILES, levels, strict=True)
         }
         means = {"mean": _mean(self._episode_tokens), "group_max": _mean(self._longest_episodes)}
         return quantiles | {f"episode_tokens/{name}": value for name, value in means.items()}
 
 
-def _columns() -> defaultdict[str, array[float]]:
+def _new_columns() -> defaultdict[str, array[float]]:
     return defaultdict(lambda: array("d"))
 
 
@@ -189,7 +194,7 @@ class MetricsFile:
     a GB or more per second.
 
     Args:
-        last_step: lines of later steps and incomplete ones are cut off: they will be written again.
+        last_step: lines of later steps and incomplete ones are cut off, to be written again.
     """
 
     def __init__(self, path: Path, last_step: int = 0) -> None:
@@ -228,28 +233,29 @@ def _end_of(path: Path, last_step: int) -> int:
                 if json.loads(row)["step"] <= last_step:
                     return end
             except (ValueError, TypeError, KeyError):
-                continue  # not a line of this file: cut off with the rest
+                # No line of this file: it is cut off, too.
+                continue
     return 0
 
 
 def _rows_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Yield (byte behind its newline, row without it) of every complete row, the last row first."""
     begin = file.seek(0, os.SEEK_END)
-    rest = b""
+    partial_row = b""
     is_torn = True
     while begin:
         size = min(BLOCK_BYTES, begin)
         begin = file.seek(begin - size)
-        # the start of `rest` may lie before `begin`
-        rest, *rows = (file.read(size) + rest).split(b"\n")
-        ends = accumulate((len(row) + 1 for row in rows), initial=begin + len(rest) + 1)
-        found = list(zip(list(ends)[1:], rows, strict=True))
-        if is_torn and found:
-            found.pop()
+        # The start of the partial row may lie before `begin`.
+        partial_row, *rows = (file.read(size) + partial_row).split(b"\n")
+        ends = accumulate((len(row) + 1 for row in rows), initial=begin + len(partial_row) + 1)
+        complete_rows = list(zip(list(ends)[1:], rows, strict=True))
+        if is_torn and complete_rows:
+            complete_rows.pop()
             is_torn = False
-        yield from reversed(found)
+        yield from reversed(complete_rows)
     if not is_torn:
-        yield len(rest) + 1, rest
+        yield len(partial_row) + 1, partial_row
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -258,7 +264,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     for row in path.read_bytes().split(b"\n") if path.is_file() else []:
         try:
             line = json.loads(row)
-        except ValueError:  # the bytes may not even be text
+        # The bytes may not even be text.
+        except ValueError:
             break
         if not isinstance(line, dict):
             break
@@ -267,21 +274,17 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def damaged_line(path: Path) -> int:
-    """Return the number of the first complete line that ``read_lines`` stops at; 0 if there is
-    none.
-    """
+    """Return the number of the first complete line that ``read_lines`` stops at, or 0."""
     number = len(read_lines(path)) + 1
     return number if path.is_file() and path.read_bytes().count(b"\n") >= number else 0
 
 
 def damage(path: Path) -> str:
-    """Return in one line that, and from which line on, ``read_lines`` does not read a file; empty
-    if it reads all.
-    """
+    """Return one line on the part that ``read_lines`` does not read; empty if it reads all."""
     number = damaged_line(path)
-    return (
-        f"{path.name}: line {number} is damaged; it and later lines are not read" if number else ""
-    )
+    if not number:
+        return ""
+    return f"{path.name}: line {number} is damaged; it and later lines are not read"
 
 
 def newest_line(path: Path) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class MetricsWriter:
         self._figures = stop.figures
         self.showcase = showcase
         self._file = MetricsFile(path, last_step)
-        self._patience = DiskRetry(path.parent, stop, "training waits", say)
+        self._disk_retry = DiskRetry(path.parent, stop, "training waits", say)
         self._depths = {f"queue/{stream.name}/depth": 0.0 for stream in (*QUEUES, SAMPLES)}
         self._signals = TrainingWarnings()
         self.newest: dict[str, float] = {}  # the newest line
@@ -83,25 +83,23 @@ class MetricsWriter:
         step = int(line["step"])
         row: dict[str, Any] = line | {"step": step, "policy_version": step}
         row |= {name: int(value) for name, value in line.items() if name.startswith("ticket/")}
-        await self._patience.in_thread(self._file.write, row)
-        shown_elsewhere = {
-            name: value for name, value in line.items() if name not in ("step", "time")
-        }
-        await asyncio.to_thread(self._trackers.log, step, shown_elsewhere)
+        await self._disk_retry.in_thread(self._file.write, row)
+        tracked = {name: value for name, value in line.items() if name not in ("step", "time")}
+        await asyncio.to_thread(self._trackers.log, step, tracked)
         await asyncio.to_thread(self.showcase.step_completed, step)
         self.newest = line
-        shown = {
+        metric_of = {
             "reward": "reward/mean",
             "success": "env/success_rate",
             "staleness": "staleness/max",
+            "evaluated": "eval/success_rate",
         }
-        shown["evaluated"] = "eval/success_rate"
-        extra = {name: round(line[key], 3) for name, key in shown.items() if key in line}
+        extra = {name: round(line[key], 3) for name, key in metric_of.items() if key in line}
         log.info("step %d of %d", step, self._ledger.rules.steps, extra=extra)
-        begun, over = self._signals.take(line)
-        for text in begun:
+        new_warnings, ended_warnings = self._signals.take(line)
+        for text in new_warnings:
             log.warning("%s", text)
-        for text in over:
+        for text in ended_warnings:
             log.info("no longer: %s", text)
         message = wire.Metrics(role="learner", id=self._bus.name, time=line["time"], values=line)
         await publish_metrics(self._bus, message)
@@ -111,16 +109,17 @@ class MetricsWriter:
 
     def _idle_ratio(self) -> float:
         """Return the mean over the actor's servers; 1 if none has reported."""
-        known = [
-            one.idle_ratio
-            for one in self._roster.alive("rollout")
-            if one.policy == ACTOR and one.idle_ratio >= 0
+        ratios = [
+            server.idle_ratio
+            for server in self._roster.alive("rollout")
+            if server.policy == ACTOR and server.idle_ratio >= 0
         ]
-        return sum(known) / len(known) if known else 1.0
+        return sum(ratios) / len(ratios) if ratios else 1.0
 
     async def _sample(self) -> None:
         while True:
-            by_subject = dict.fromkeys(self._figures.depths, 0.0)  # an empty queue is 0, not absent
+            # An empty queue is 0, not absent.
+            by_subject = dict.fromkeys(self._figures.depths, 0.0)
             for stream in QUEUES:
                 depth = await self._bus.depth(stream)
                 self._depths[f"queue/{stream.name}/depth"] = float(sum(depth.values()))

@@ -14,7 +14,8 @@ from broker.system.reminders import Reminders
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S: Final = 10.0
+# Processes that are started together with the learner join within this.
+JOIN_TIMEOUT_S: Final = 10.0
 LOOK_EVERY_S: Final = 1.0
 COMMANDS: Final = {"envhub": "envhub", "rollout": "rollout-server", "rewardhub": "rewardhub"}
 NAMES: Final = {"envhub": "envhub", "rollout": "rollout server", "rewardhub": "rewardhub"}
@@ -29,7 +30,7 @@ class MissingRoles:
 
     def __init__(self, run: str) -> None:
         self._run = run
-        self._alone_since: dict[str, float] = {}
+        self._missing_since: dict[str, float] = {}
         self._reminders: dict[str, Reminders] = {}
         self.missing: list[str] = []  # roles reported as missing
 
@@ -41,14 +42,14 @@ class MissingRoles:
             has_work: whether tickets are open.
         """
         lines = []
-        for role, is_there in present.items():
-            if is_there:
-                self._alone_since.pop(role, None)
+        for role, is_present in present.items():
+            if is_present:
+                self._missing_since.pop(role, None)
                 if role in self.missing:
                     self.missing.remove(role)
                     self._reminders.pop(role)
                     lines.append(f"{NAMES[role]} has joined")
-            elif has_work and now - self._alone_since.setdefault(role, now) >= PATIENCE_S:
+            elif has_work and now - self._missing_since.setdefault(role, now) >= JOIN_TIMEOUT_S:
                 if role not in self.missing:
                     self.missing.append(role)
                     self._reminders[role] = Reminders()
@@ -75,13 +76,12 @@ async def watch_missing_roles(
     has_work: Callable[[], bool],
     say: Callable[[str], None],
 ) -> None:
-    """Check once a second, until cancelled; ``say`` receives the newest missing role, and an empty
-    text if none is.
-    """
-    company = MissingRoles(run)
+    """Check once a second; ``say`` receives the newest missing role, or an empty text."""
+    detector = MissingRoles(run)
     while True:
         present = {role: bool(roster.alive(role)) for role in needed}
-        for line in company.look(present, has_work(), time.monotonic()):
-            log.warning("%s", line) if line.startswith("waiting") else log.info("%s", line)
-            say(line if company.missing and line.startswith("waiting") else "")
+        for line in detector.look(present, has_work(), time.monotonic()):
+            is_waiting = line.startswith("waiting")
+            log.log(logging.WARNING if is_waiting else logging.INFO, "%s", line)
+            say(line if detector.missing and is_waiting else "")
         await asyncio.sleep(LOOK_EVERY_S)

@@ -21,8 +21,9 @@ from learner.reporting.transcripts import Transcript, TranscriptFactory
 
 log = logging.getLogger(__name__)
 
-EACH: Final = 2  # evaluated episodes per domain that solved their task, and as many that did not
-# of tables
+# Evaluated episodes per domain that solved their task, and as many that did not.
+EPISODES_PER_OUTCOME: Final = 2
+# Of tables.
 COLUMNS: Final = ("step", "domain", "task", "episode", "reward", "success", "prompt", "text")
 RENDER_TIMEOUT_S: Final = 60.0
 
@@ -46,50 +47,56 @@ class EpisodeShowcase:
         self._transcripts = transcripts
         self._folder = folder
         self._newest: dict[str, wire.Group] = {}  # by domain, of those that were accepted
-        self._undrawn: set[str] = set()  # domains without pictures
+        self._undrawable: set[str] = set()  # domains without pictures
 
     def accepted(self, group: wire.Group) -> None:
         """Keep the newest group of each domain."""
         self._newest[group.domain] = group
 
     def step_completed(self, step: int) -> None:
-        """Show one training episode of each domain, every ``trackers.texts_every`` steps; blocks."""
+        """Show a training episode of each domain, every ``trackers.texts_every`` steps; blocks."""
         every = self._section.texts_every
         if not every or step % every:
             return
         texts = {}
         rows = []
-        # decoding all episodes of a step takes long
-        shown = None if self._trackers.take("table") else 1
+        # Decoding all episodes of a step takes long.
+        max_episodes = None if self._trackers.take("table") else 1
         for domain, group in sorted(self._newest.items()):
             heading = f"task {group.task_index}, ticket {group.ticket}"
-            played = [self._transcripts.of(episode) for episode in episodes(group)[:shown]]
-            texts[f"samples/{domain}"] = played[0].markdown(heading)
+            transcripts = [
+                self._transcripts.of(episode) for episode in episodes(group)[:max_episodes]
+            ]
+            texts[f"samples/{domain}"] = transcripts[0].markdown(heading)
             rows += [
-                _row(step, domain, group.task_index, number, one)
-                for number, one in enumerate(played)
+                _table_row(step, domain, group.task_index, episode=number, transcript=transcript)
+                for number, transcript in enumerate(transcripts)
             ]
         self._newest.clear()
         self._trackers.texts(step, texts)
         self._trackers.table(step, "trajectories/train", COLUMNS, rows)
 
     def evaluated(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Show episodes of each domain, evaluated after a step, from rows as in ``evals/``; blocks."""
-        of_domain: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+        """Show evaluated episodes of each domain, from rows as in ``evals/``; blocks."""
+        rows_by_domain: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
         for row in rows:
-            of_domain[row["domain"]].append(row)
-        ordered = sorted(of_domain.items())
+            rows_by_domain[row["domain"]].append(row)
+        ordered = sorted(rows_by_domain.items())
         if self._section.texts_every:
-            chosen = {domain: _chosen(own) for domain, own in ordered}
-            self._trackers.texts(
-                step, {f"evaluated/{domain}": _texts(own) for domain, own in chosen.items()}
-            )
-            rows_of = [(domain, row) for domain, own in chosen.items() for row in own]
-            table = [_row(step, domain, row["task_index"], 0, _of(row)) for domain, row in rows_of]
+            selection = {domain: _select_rows(domain_rows) for domain, domain_rows in ordered}
+            texts = {f"evaluated/{domain}": _to_markdown(own) for domain, own in selection.items()}
+            self._trackers.texts(step, texts)
+            table = [
+                _table_row(
+                    step, domain, row["task_index"], episode=0, transcript=_row_transcript(row)
+                )
+                for domain, selected_rows in selection.items()
+                for row in selected_rows
+            ]
             self._trackers.table(step, "trajectories/eval", COLUMNS, table)
-        for domain, own in ordered:
-            drawable = next((row for row in own if row["frames"]), None)
-            if self._section.pictures and drawable is not None and domain not in self._undrawn:
+        for domain, domain_rows in ordered:
+            drawable = next((row for row in domain_rows if row["frames"]), None)
+            if self._section.pictures and drawable is not None and domain not in self._undrawable:
                 self._draw(step, drawable)
 
     def _draw(self, step: int, row: Mapping[str, Any]) -> None:
@@ -99,37 +106,39 @@ class EpisodeShowcase:
                 render(self._folder, row, step, out)
             except UserError as error:
                 log.info("no pictures of domain %s: %s", row["domain"], error)
-                self._undrawn.add(row["domain"])
+                self._undrawable.add(row["domain"])
                 return
             self._trackers.picture(step, f"episodes/{row['domain']}", out.read_bytes())
 
 
-def _chosen(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _select_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return a few episodes of one domain, solved and not."""
-    solved = [row for row in rows if row["success"][0]][:EACH]
-    return solved + [row for row in rows if not row["success"][0]][:EACH]
+    solved = [row for row in rows if row["success"][0]][:EPISODES_PER_OUTCOME]
+    return solved + [row for row in rows if not row["success"][0]][:EPISODES_PER_OUTCOME]
 
 
-def _of(row: Mapping[str, Any]) -> Transcript:
+def _row_transcript(row: Mapping[str, Any]) -> Transcript:
     return Transcript(row["prompt"], row["text"], row["reward"][0], row["success"][0])
 
 
-def _texts(rows: Sequence[Mapping[str, Any]]) -> str:
+def _to_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return evaluated episodes as Markdown."""
-    return "\n\n".join(_of(row).markdown(f"task {row['task_index']}") for row in rows)
+    return "\n\n".join(_row_transcript(row).markdown(f"task {row['task_index']}") for row in rows)
 
 
-def _row(step: int, domain: str, task: int, episode: int, shown: Transcript) -> tuple[Any, ...]:
+def _table_row(
+    step: int, domain: str, task: int, *, episode: int, transcript: Transcript
+) -> tuple[Any, ...]:
     """Return the values of ``COLUMNS``."""
     return (
         step,
         domain,
         task,
         episode,
-        float(shown.reward),
-        bool(shown.success),
-        shown.prompt,
-        shown.text,
+        float(transcript.reward),
+        bool(transcript.success),
+        transcript.prompt,
+        transcript.text,
     )
 
 
@@ -143,12 +152,11 @@ def render(folder: Path, row: Mapping[str, Any], step: int, out: Path) -> None:
         out: path of the GIF.
 
     Raises:
-        UserError: if the environment draws no pictures, cannot be loaded on this machine, or takes
-            too long.
+        UserError: if the environment draws no pictures, cannot be loaded here, or takes too long.
     """
     try:
-        start, *rest = (json.loads(frame) for frame in row["frames"])
-        actions = [frame["action"] for frame in rest]
+        start, *moves = (json.loads(frame) for frame in row["frames"])
+        actions = [frame["action"] for frame in moves]
         task = str(start["task_index"])
         seed = str(start["seed"])
         split = str(start["split"])
@@ -156,27 +164,17 @@ def render(folder: Path, row: Mapping[str, Any], step: int, out: Path) -> None:
         raise UserError(
             f"its hub wrote frames of an unknown format: {type(error).__name__}: {error}"
         ) from None
-    place = ["--domain", row["domain"], "--task-index", task, "--seed", seed, "--split", split]
-    what = ["--actions", json.dumps(actions), "--title", f"step {step}, task {task}"]
-    config = str(folder / "config.yaml")
-    command = [
-        sys.executable,
-        "-m",
-        "envhub.cli",
-        "render",
-        config,
-        *place,
-        *what,
-        "--out",
-        str(out),
-    ]
+    command = [sys.executable, "-m", "envhub.cli", "render", str(folder / "config.yaml")]
+    command += ["--domain", row["domain"], "--task-index", task, "--seed", seed, "--split", split]
+    command += ["--actions", json.dumps(actions), "--title", f"step {step}, task {task}"]
+    command += ["--out", str(out)]
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=RENDER_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
         raise UserError(f"drawing took longer than {RENDER_TIMEOUT_S:g} s") from None
-    if done.returncode:
+    if result.returncode:
         raise UserError(
-            (done.stderr.strip().splitlines() or ["no reason given"])[-1].removeprefix("error: ")
+            (result.stderr.strip().splitlines() or ["no reason given"])[-1].removeprefix("error: ")
         )

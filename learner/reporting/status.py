@@ -40,19 +40,21 @@ class LearnerStatus:
         self.phase = "starting"  # current activity, for users
         self.serving = False  # whether it trains, or is about to
         self.ledger: Ledger | None = None  # set once it is loaded
-        self.book: MetricsWriter | None = None  # set once it is open
+        self.metrics_writer: MetricsWriter | None = None  # set once it is open
 
     def presence(self) -> wire.Presence:
         """Return the learner's presence."""
-        state: Literal["starting", "serving", "draining"] = (
-            "serving" if self.serving else "starting"
-        )
+        state: Literal["starting", "serving", "draining"] = "starting"
+        if self._stop.asked.is_set():
+            state = "draining"
+        elif self.serving:
+            state = "serving"
         return wire.Presence(
             role="learner",
             id=ID,
             host=socket.gethostname(),
             pid=os.getpid(),
-            state="draining" if self._stop.asked.is_set() else state,
+            state=state,
             epoch=self._epoch(),
             policy_version=self.ledger.state.version if self.ledger else -1,
             running=len(self.ledger.state.taken) if self.ledger else 0,
@@ -64,14 +66,14 @@ class LearnerStatus:
 
     def values(self) -> dict[str, float]:
         """Return the newest line, repeated for late subscribers, with current ticket counts."""
-        line = self.book.newest if self.book else {}
-        return (
-            line | (count_tickets(self.ledger) if self.ledger else {}) | disk_figures(self._folder)
-        )
+        line = self.metrics_writer.newest if self.metrics_writer else {}
+        if self.ledger:
+            line = line | count_tickets(self.ledger)
+        return line | disk_figures(self._folder)
 
     def text(self) -> dict[str, str]:
         """Return the texts that go with the values."""
-        return {"phase": self.phase} | (self.book.failure if self.book else {})
+        return {"phase": self.phase} | (self.metrics_writer.failure if self.metrics_writer else {})
 
     def say(self, phase: str) -> None:
         """Log and show a new phase; from any thread."""

@@ -52,10 +52,12 @@ class Transcript:
     def markdown(self, heading: str) -> str:
         """Format for trackers, with both texts as code, so that their markup is not interpreted."""
         outcome = f"reward {self.reward:g}, {'solved' if self.success else 'not solved'}"
-        return f"**{heading}**: {outcome}\n\n{_code(self.prompt)}\n\n{_code(self.text)}"
+        return (
+            f"**{heading}**: {outcome}\n\n{_indent_code(self.prompt)}\n\n{_indent_code(self.text)}"
+        )
 
 
-def _code(text: str) -> str:
+def _indent_code(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines() or [""])
 
 

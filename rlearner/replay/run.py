@@ -78,9 +78,9 @@ class ReplayTraining:
                     continue
                 made = await consumer.complete()
                 assert made is not None, "a replay abandons no step"
-                values = finite(made.trained.values) | count_tickets(self.ledger)
+                values = finite(made.result.values) | count_tickets(self.ledger)
                 yield ReplayedStep(
-                    self.ledger.state.version, [entry.number for entry in made.taken], values
+                    self.ledger.state.version, [entry.number for entry in made.entries], values
                 )
                 consumer.perform(made.actions)
         finally:

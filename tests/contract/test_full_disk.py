@@ -23,7 +23,7 @@ from broker.runtime.process import Stop
 from learner.checkpoints import checkpoint
 from learner.reporting.metrics import read_lines
 from learner.service import serve
-from learner.training_setup import HEAVY
+from learner.training_setup import SLOW_MODULES
 
 SIZE_MIB = 4
 
@@ -31,7 +31,7 @@ SIZE_MIB = 4
 @pytest.fixture(autouse=True, scope="module")
 def libraries() -> None:
     """Imported before any test's clock runs."""
-    for name in ("learner.backends.torch", *HEAVY):
+    for name in ("learner.backends.torch", *SLOW_MODULES):
         import_module(name)
 
 

@@ -263,7 +263,7 @@ async def test_whoever_takes_the_epoch_first_refuses_the_other_that_started_with
         assert await mine.refuse() == 0
         announcer = Announcer(bus, lambda: presence(ELSEWHERE, epoch[0]))
         await announcer.start()
-        await until(lambda: bool(mine._heard))
+        await until(lambda: bool(mine._beats))
         assert await mine.refuse() == 0  # it is starting, too
         epoch[0] = await take_epoch(bus)
         with pytest.raises(Fenced, match="another learner took epoch 1"):

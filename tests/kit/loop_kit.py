@@ -65,9 +65,10 @@ async def running_loop(bus: Bus, ledger: Ledger) -> AsyncIterator[asyncio.Task[b
     giveup = MagicMock()
     giveup.failed.return_value = ""
     loop = TrainingLoop(
-        bus, ledger, training, MagicMock(), MagicMock(), MagicMock(), records, Stop(),  # type: ignore[arg-type]
+        bus, ledger, training, issuer=MagicMock(), evaluator=MagicMock(), metrics_writer=MagicMock(),
+        records=records, stop=Stop(),  # type: ignore[arg-type]
         resumed=RecoveryResult(), offer=lambda _: 0.0, fleet_values=dict, checkpoint=AsyncMock(), checkpoint_every=0,
-        requested=asyncio.Event(), between_steps=AsyncMock(), giveup=giveup, steps=ledger.rules.steps,
+        requested=asyncio.Event(), between_steps=AsyncMock(), failure_monitor=giveup, steps=ledger.rules.steps,
     )  # fmt: skip
     task = asyncio.create_task(loop.run())
     try:

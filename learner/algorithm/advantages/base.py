@@ -16,9 +16,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class AdvantageEstimator(Protocol):
-    """Maps ``(trajectories, algorithm)`` to one (n,) array per trajectory: each token's advantage,
-    0 if masked.
-    """
+    """Maps ``(trajectories, algorithm)`` to each trajectory's (n,) advantages, 0 where masked."""
 
     def __call__(
         self, trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection
@@ -46,7 +44,7 @@ class AdvantageEstimate:
 
 
 class BatchEstimator(Protocol):
-    """Maps ``(rows, algorithm)`` of a whole step to one estimate per row; declares ``whole_batch``."""
+    """Maps ``(rows, algorithm)`` of a step to one estimate per row; declares ``whole_batch``."""
 
     def __call__(
         self, rows: Sequence[BatchRow], algorithm: AlgorithmSection
@@ -54,28 +52,26 @@ class BatchEstimator(Protocol):
 
 
 def rewards_of(trajectories: Sequence[wire.Trajectory]) -> FloatArray:
-    """Return the episodes' total rewards, (num_episodes,); of an episode's samples the last one's
-    reward counts.
-    """
+    """Return the episodes' total rewards, (num_episodes,): that of an episode's last sample."""
     return np.array(
-        list({one.episode: one.reward for one in trajectories}.values()), dtype=np.float64
+        list({trajectory.episode: trajectory.reward for trajectory in trajectories}.values()),
+        dtype=np.float64,
     )
 
 
 def spread(values: FloatArray, trajectories: Sequence[wire.Trajectory]) -> list[FloatArray]:
-    """Repeat one value per episode, ordered as by ``rewards_of``, over the sampled tokens of its
-    trajectories.
-    """
-    by_episode = dict(zip(dict.fromkeys(one.episode for one in trajectories), values, strict=True))
+    """Repeat each episode's value, in ``rewards_of`` order, on the episode's sampled tokens."""
+    by_episode = dict(
+        zip(dict.fromkeys(trajectory.episode for trajectory in trajectories), values, strict=True)
+    )
     return [
-        by_episode[one.episode] * one.loss_mask.array().astype(np.float64) for one in trajectories
+        by_episode[trajectory.episode] * trajectory.loss_mask.array().astype(np.float64)
+        for trajectory in trajectories
     ]
 
 
 def turn_rewards(trajectory: wire.Trajectory) -> FloatArray:
-    """Return each turn's reward, (num_turns,); the rest of the total (from reward hubs) goes to the
-    last turn.
-    """
+    """Return each turn's reward, (num_turns,); reward hubs' share of the total is the last's."""
     rewards = np.array([turn.reward for turn in trajectory.turns], dtype=np.float64)
     if len(rewards):
         rewards[-1] += trajectory.reward - rewards.sum()
@@ -83,16 +79,12 @@ def turn_rewards(trajectory: wire.Trajectory) -> FloatArray:
 
 
 def sampled_positions(trajectory: wire.Trajectory) -> npt.NDArray[np.int64]:
-    """Return the positions of the sampled tokens, ascending, (T,), without position 0, which is
-    never predicted.
-    """
+    """Return the ascending positions of the sampled tokens, (T,); 0 is never predicted."""
     return np.flatnonzero(trajectory.loss_mask.array()[1:]) + 1
 
 
 def token_rewards(trajectory: wire.Trajectory) -> FloatArray:
-    """Return each sampled token's reward, (T,): a turn's on its last token, or on the one before if
-    it has none.
-    """
+    """Return each sampled token's reward, (T,): a turn's is on the last token up to its end."""
     positions = sampled_positions(trajectory)
     rewards = np.zeros(len(positions))
     if len(positions):
@@ -111,15 +103,14 @@ def discounted(rewards: FloatArray, gamma: float) -> FloatArray:
     return returns
 
 
-def whiten(arrays: Sequence[FloatArray], counted: Sequence[bool]) -> list[FloatArray]:
-    """Return ``(A - mean) / (std + 1e-8)`` over all tokens of the counted arrays, ddof 1; exactly 0
-    if all are equal.
+def whiten(arrays: Sequence[FloatArray], is_trained: Sequence[bool]) -> list[FloatArray]:
+    """Return ``(A - mean) / (std + 1e-8)`` over all tokens, ddof 1; exactly 0 if all are equal.
 
     Args:
         arrays: (T,) each.
-        counted: False for arrays without gradient, which become 0.
+        is_trained: False for arrays without gradient, which become 0.
     """
-    pairs = list(zip(arrays, counted, strict=True))
+    pairs = list(zip(arrays, is_trained, strict=True))
     pool = np.concatenate([array for array, counts in pairs if counts] or [np.zeros(0)])
     if len(pool) < 2 or pool.min() == pool.max():
         return [np.zeros_like(array) for array in arrays]

@@ -1,6 +1,4 @@
-"""Group-relative advantages without division by the standard deviation. Liu et al. (arXiv
-2503.20783).
-"""
+"""Group-relative advantages without the standard deviation. Liu et al. (arXiv 2503.20783)."""
 
 from __future__ import annotations
 
@@ -17,7 +15,5 @@ from learner.config import AlgorithmSection
 def estimate(
     trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection
 ) -> list[FloatArray]:
-    """Return ``R - mean`` on each sampled token; an ``Estimator``, to combine with
-    seq-mean-token-sum-norm.
-    """
+    """Return ``R - mean`` on each sampled token; to combine with seq-mean-token-sum-norm."""
     return spread(grpo.advantages(rewards_of(trajectories), norm_std=False), trajectories)

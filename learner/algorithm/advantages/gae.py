@@ -12,41 +12,45 @@ from learner.config import AlgorithmSection
 
 
 def gae(rewards: FloatArray, values: FloatArray, gamma: float, lam: float) -> FloatArray:
-    """Return ``A_t = sum over k of (gamma lam)^k delta_{t+k}``, ``delta_t = r_t + gamma V_{t+1} -
-    V_t``, ``V_T = 0``.
+    """Return ``A_t = sum over k of (gamma lam)^k delta_{t+k}``.
+
+    There ``delta_t = r_t + gamma V_{t+1} - V_t``, and ``V_T = 0``.
 
     Args:
-        rewards: (T,) of the sampled tokens in order; the environment's tokens between them are
-            skipped.
+        rewards: (T,) of the sampled tokens in order, without the environment's between them.
         values: (T,) V_t, of the state in which token t was sampled.
 
     Returns:
         (T,), not whitened.
     """
     advantages = np.empty_like(values)
-    running = following = 0.0
+    running = 0.0
+    next_value = 0.0
     for t in range(len(values) - 1, -1, -1):
-        running = rewards[t] + gamma * following - values[t] + gamma * lam * running
+        running = rewards[t] + gamma * next_value - values[t] + gamma * lam * running
         advantages[t] = running
-        following = values[t]
+        next_value = values[t]
     return advantages
 
 
 @declares(EstimatorTraits(whole_batch=True, needs_critic=True))
 def estimate(rows: Sequence[BatchRow], algorithm: AlgorithmSection) -> list[AdvantageEstimate]:
-    """Return advantages whitened over the batch, and value targets ``A + V`` before whitening; a
-    ``BatchEstimator``.
-    """
-    plain = [gae(row.rewards, _values(row), algorithm.gamma, algorithm.gae_lambda) for row in rows]
-    targets = [advantages + _values(row) for row, advantages in zip(rows, plain, strict=True)]
-    white = whiten(plain, [row.trained for row in rows])
+    """Return advantages whitened over the batch, and targets ``A + V`` before whitening."""
+    raw_advantages = [
+        gae(row.rewards, _critic_values(row), algorithm.gamma, algorithm.gae_lambda) for row in rows
+    ]
+    targets = [
+        advantages + _critic_values(row)
+        for row, advantages in zip(rows, raw_advantages, strict=True)
+    ]
+    whitened = whiten(raw_advantages, [row.trained for row in rows])
     return [
         AdvantageEstimate(advantages, returns)
-        for advantages, returns in zip(white, targets, strict=True)
+        for advantages, returns in zip(whitened, targets, strict=True)
     ]
 
 
-def _values(row: BatchRow) -> FloatArray:
+def _critic_values(row: BatchRow) -> FloatArray:
     if row.values is None:
         raise ValueError("gae needs the values of a critic")
     return row.values

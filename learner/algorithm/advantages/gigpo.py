@@ -1,5 +1,6 @@
-"""Group-in-group policy optimization: compares episodes, and steps from one state. Feng et al.
-(arXiv 2505.10978).
+"""Group-in-group policy optimization: compares episodes, and steps from one state.
+
+Feng et al. (arXiv 2505.10978).
 """
 
 from __future__ import annotations
@@ -26,19 +27,23 @@ def step_groups(anchors: Sequence[str], similarity: float = 1.0) -> list[int]:
             anchor is at least as similar (``difflib`` ratio).
     """
     heads: list[str] = []
-    found: list[int] = []
+    groups: list[int] = []
     for anchor in anchors:
         index = next(
-            (i for i, head in enumerate(heads) if anchor and _same(head, anchor, similarity)),
+            (
+                i
+                for i, head in enumerate(heads)
+                if anchor and _is_same_state(head, anchor, similarity)
+            ),
             len(heads),
         )
         if index == len(heads):
             heads.append(anchor)
-        found.append(index)
-    return found
+        groups.append(index)
+    return groups
 
 
-def _same(head: str, anchor: str, similarity: float) -> bool:
+def _is_same_state(head: str, anchor: str, similarity: float) -> bool:
     return head == anchor or (
         similarity < 1 and bool(head) and SequenceMatcher(None, head, anchor).ratio() >= similarity
     )
@@ -47,8 +52,7 @@ def _same(head: str, anchor: str, similarity: float) -> bool:
 def step_advantages(
     returns: FloatArray, groups: Sequence[int], *, norm_std: bool = True
 ) -> FloatArray:
-    """Return discounted returns-to-go normalized inside each step group like rewards in GRPO; 0 for
-    a singleton.
+    """Return returns-to-go normalized in each step group like rewards in GRPO; 0 for a singleton.
 
     Args:
         returns: (num_steps,) over all episodes of one task's group.
@@ -57,10 +61,10 @@ def step_advantages(
     Returns:
         (num_steps,)
     """
-    names = np.array(groups, dtype=np.int64)
+    group_ids = np.array(groups, dtype=np.int64)
     values = np.zeros_like(returns)
-    for name in np.unique(names):
-        values[names == name] = grpo.advantages(returns[names == name], norm_std=norm_std)
+    for group in np.unique(group_ids):
+        values[group_ids == group] = grpo.advantages(returns[group_ids == group], norm_std=norm_std)
     return values
 
 
@@ -68,8 +72,7 @@ def step_advantages(
 def estimate(
     trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection
 ) -> list[FloatArray]:
-    """Return ``A_episode + step_advantage_w * A_step`` on the tokens of each step; an
-    ``Estimator``.
+    """Return ``A_episode + step_advantage_w * A_step`` on the tokens of each step.
 
     A step is a turn; ``gamma`` discounts per step. Samples may be step-independent (trajectories of
     one turn that share their episode's number, the last of which has the episode's total reward) or
@@ -85,27 +88,27 @@ def estimate(
         allowed = "an environment that gives anchors; this one's states cannot be compared"
         raise ConfigError("algorithm.adv_estimator", "gigpo", allowed)
     numbers = sorted({trajectory.episode for trajectory in trajectories})
-    # the last one's
+    # The last trajectory of an episode has its total reward.
     totals = {trajectory.episode: trajectory.reward for trajectory in trajectories}
-    of_episodes = grpo.advantages(
+    normalized = grpo.advantages(
         np.array([totals[n] for n in numbers]), norm_std=algorithm.norm_std
     )
-    whole = dict(zip(numbers, of_episodes, strict=True))
+    episode_advantages = dict(zip(numbers, normalized, strict=True))
     returns = np.zeros(len(steps))
     for number in numbers:
-        where = [i for i, (row, _) in enumerate(steps) if trajectories[row].episode == number]
-        rewards = np.array([steps[i][1].reward for i in where])
-        if len(where):
+        indices = [i for i, (row, _) in enumerate(steps) if trajectories[row].episode == number]
+        rewards = np.array([steps[i][1].reward for i in indices])
+        if len(indices):
             rewards[-1] += totals[number] - rewards.sum()
-            returns[where] = discounted(rewards, algorithm.gamma)
+            returns[indices] = discounted(rewards, algorithm.gamma)
     groups = step_groups([turn.anchor for _, turn in steps], algorithm.anchor_similarity)
-    relative = step_advantages(returns, groups, norm_std=algorithm.norm_std)
-    found = [np.zeros(len(trajectory.loss_mask.array())) for trajectory in trajectories]
-    for (row, turn), value in zip(steps, relative, strict=True):
-        found[row][turn.start : turn.end] = (
-            whole[trajectories[row].episode] + algorithm.step_advantage_w * value
+    relative_values = step_advantages(returns, groups, norm_std=algorithm.norm_std)
+    advantages = [np.zeros(len(trajectory.loss_mask.array())) for trajectory in trajectories]
+    for (row, turn), value in zip(steps, relative_values, strict=True):
+        advantages[row][turn.start : turn.end] = (
+            episode_advantages[trajectories[row].episode] + algorithm.step_advantage_w * value
         )
     return [
         values * trajectory.loss_mask.array()
-        for values, trajectory in zip(found, trajectories, strict=True)
+        for values, trajectory in zip(advantages, trajectories, strict=True)
     ]

@@ -1,5 +1,4 @@
-"""Group-relative advantages: the difference from the group's mean over the group's standard
-deviation.
+"""Group-relative advantages: the difference from the group's mean, in standard deviations.
 
 Shao et al., DeepSeekMath (arXiv 2402.03300), section 4.1; without the division: Liu et al. (arXiv
 2503.20783).
@@ -21,8 +20,7 @@ EPS: Final = 1e-6
 
 
 def advantages(rewards: FloatArray, *, norm_std: bool = True) -> FloatArray:
-    """Return ``(R - mean) / (std + 1e-6)`` with ddof 1; exactly 0 for equal rewards and for a group
-    of one.
+    """Return ``(R - mean) / (std + 1e-6)`` with ddof 1; exactly 0 if all rewards are equal.
 
     Args:
         rewards: (group_size,) total rewards.
@@ -42,5 +40,5 @@ def advantages(rewards: FloatArray, *, norm_std: bool = True) -> FloatArray:
 def estimate(
     trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection
 ) -> list[FloatArray]:
-    """Return the group's advantages on each trajectory's sampled tokens; an ``Estimator``."""
+    """Return the group's advantages on each trajectory's sampled tokens."""
     return spread(advantages(rewards_of(trajectories), norm_std=algorithm.norm_std), trajectories)

@@ -21,16 +21,15 @@ from learner.config import AlgorithmSection
 def estimate(
     trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection
 ) -> list[FloatArray]:
-    """Return the return-to-go of each sampled token, discounted by ``gamma`` per sampled token; an
-    ``Estimator``.
+    """Return each sampled token's return-to-go, discounted by ``gamma`` per sampled token.
 
     A turn's reward comes with its last token, so without a discount every token of a turn has the
     turn's return-to-go.
     """
-    return [_one(trajectory, algorithm.gamma) for trajectory in trajectories]
+    return [_returns_to_go(trajectory, algorithm.gamma) for trajectory in trajectories]
 
 
-def _one(trajectory: wire.Trajectory, gamma: float) -> FloatArray:
+def _returns_to_go(trajectory: wire.Trajectory, gamma: float) -> FloatArray:
     values = np.zeros(len(trajectory.loss_mask.array()))
     values[sampled_positions(trajectory)] = discounted(token_rewards(trajectory), gamma)
     return values

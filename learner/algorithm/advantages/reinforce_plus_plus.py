@@ -1,5 +1,6 @@
-"""REINFORCE++, also with a group baseline: no critic, whitened over the batch. Hu et al. (arXiv
-2501.03262).
+"""REINFORCE++, also with a group baseline: no critic, whitened over the batch.
+
+Hu et al. (arXiv 2501.03262).
 """
 
 from __future__ import annotations
@@ -21,9 +22,7 @@ from learner.config import AlgorithmSection
 
 @declares(EstimatorTraits(whole_batch=True))
 def estimate(rows: Sequence[BatchRow], algorithm: AlgorithmSection) -> list[AdvantageEstimate]:
-    """Return the discounted return-to-go, KL penalty included, whitened over the batch; a
-    ``BatchEstimator``.
-    """
+    """Return the discounted return-to-go, KL penalty included, whitened over the batch."""
     returns = [discounted(row.rewards, algorithm.gamma) for row in rows]
     return [
         AdvantageEstimate(advantages)
@@ -35,9 +34,7 @@ def estimate(rows: Sequence[BatchRow], algorithm: AlgorithmSection) -> list[Adva
 def estimate_baseline(
     rows: Sequence[BatchRow], algorithm: AlgorithmSection
 ) -> list[AdvantageEstimate]:
-    """Return the row's total minus its group's mean on every token, whitened over the batch; a
-    ``BatchEstimator``.
-    """
+    """Return the row's total minus its group's mean on every token, whitened over the batch."""
     centred = minus_group_mean(
         np.array([row.rewards.sum() for row in rows]), [row.group for row in rows]
     )
@@ -49,13 +46,11 @@ def estimate_baseline(
 
 
 def minus_group_mean(rewards: FloatArray, groups: Sequence[int]) -> FloatArray:
-    """Return each reward minus its group's mean, (B,); exactly 0 for equal rewards and for a group
-    of one.
-    """
-    names = np.array(groups)
+    """Return each reward minus its group's mean, (B,); exactly 0 if a group's are equal."""
+    group_ids = np.array(groups)
     centred = np.zeros_like(rewards)
-    for name in np.unique(names):
-        members = rewards[names == name]
+    for group in np.unique(group_ids):
+        members = rewards[group_ids == group]
         if members.min() != members.max():
-            centred[names == name] = members - members.mean()
+            centred[group_ids == group] = members - members.mean()
     return centred

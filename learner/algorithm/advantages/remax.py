@@ -1,6 +1,4 @@
-"""ReMax: the reward of a greedy episode on the same task is the baseline. Li et al. (arXiv
-2310.10505).
-"""
+"""ReMax: a greedy episode of the task is the baseline. Li et al. (arXiv 2310.10505)."""
 
 from __future__ import annotations
 
@@ -23,17 +21,20 @@ def advantages(rewards: FloatArray, greedy_reward: float) -> FloatArray:
 def estimate(
     trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection
 ) -> list[FloatArray]:
-    """Return rewards minus the mean of the group's greedy episodes, which get 0 themselves; an
-    ``Estimator``.
+    """Return rewards minus the mean of the group's greedy episodes, which get 0 themselves.
 
     A KL penalty in the reward applies to greedy episodes, too (``learner.algorithm.assembly``). A
     group without a greedy episode (it did not end in time) has no baseline, and all its advantages
     are 0.
     """
-    greedy = np.array(list({one.episode: one.greedy for one in trajectories}.values()), dtype=bool)
+    is_greedy = np.array(
+        list({trajectory.episode: trajectory.greedy for trajectory in trajectories}.values()),
+        dtype=bool,
+    )
     rewards = rewards_of(trajectories)
-    if not greedy.any():
+    if not is_greedy.any():
         return spread(np.zeros_like(rewards), trajectories)
     return spread(
-        np.where(greedy, 0.0, advantages(rewards, float(rewards[greedy].mean()))), trajectories
+        np.where(is_greedy, 0.0, advantages(rewards, float(rewards[is_greedy].mean()))),
+        trajectories,
     )

@@ -1,5 +1,6 @@
-"""Leave-one-out advantages: each reward minus the mean of the others. Ahmadian et al. (arXiv
-2402.14740).
+"""Leave-one-out advantages: each reward minus the others' mean.
+
+Ahmadian et al. (arXiv 2402.14740).
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ def advantages(rewards: FloatArray) -> FloatArray:
     n = len(rewards)
     if n < 2 or rewards.min() == rewards.max():
         return np.zeros_like(rewards)
-    others: FloatArray = (rewards.sum() - rewards) / (n - 1)
-    return rewards - others
+    baselines: FloatArray = (rewards.sum() - rewards) / (n - 1)
+    return rewards - baselines
 
 
 @declares(EstimatorTraits(compares_group=True, counts_episodes=True))
 def estimate(
     trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection
 ) -> list[FloatArray]:
-    """Return the group's advantages on each trajectory's sampled tokens; an ``Estimator``."""
+    """Return the group's advantages on each trajectory's sampled tokens."""
     return spread(advantages(rewards_of(trajectories)), trajectories)

@@ -1,5 +1,4 @@
-"""Defines corrections: weights of token losses that correct for the sampling policy. Pure, without
-gradient.
+"""Defines corrections: weights of token losses that correct for the sampling policy. Pure.
 
 The ratio is always p / β: p the proximal policy (the one at the start of the step), β the sampling
 one, token by token.
@@ -54,8 +53,7 @@ def log_ratio(facts: CorrectionInputs, level: str) -> Tensor:
 
     Args:
         level: ``token``; ``sequence``, the sum over the token's sequence (the ratio is a product);
-            ``geometric``, its
-        mean.
+            ``geometric``, its mean.
     """
     tokens = facts.proximal_logprobs - facts.rollout_logprobs
     if level == "token":
@@ -69,22 +67,21 @@ def exp(log_values: Tensor) -> Tensor:
     return log_values.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def keep(facts: CorrectionInputs, weights: Tensor, kept: Tensor) -> CorrectionResult:
-    """Return a correction with the weights where ``kept`` is true, 0 elsewhere."""
+def keep(facts: CorrectionInputs, weights: Tensor, mask: Tensor) -> CorrectionResult:
+    """Return a correction with the weights where ``mask`` is true, 0 elsewhere."""
     return CorrectionResult(
-        facts.proximal_logprobs, torch.where(kept, weights, 0.0), torch.zeros_like(kept), ~kept
+        facts.proximal_logprobs, torch.where(mask, weights, 0.0), torch.zeros_like(mask), ~mask
     )
 
 
 def interpolate(
     logprobs: Tensor, rollout_logprobs: Tensor, versions: Tensor, version: int
 ) -> Tensor:
-    """Return ``log β + α (log θ - log β)``, ``α = (v_p - v_β) / (v_p + 1 - v_β)``, as proximal
-    logprobs.
+    """Return proximal logprobs ``log β + α (log θ - log β)``.
 
-    This interpolates from the sampling version to the one that this step makes. "AReaL" (arXiv
-    2505.24298) trains on the decoupled objective; its later releases interpolate instead of a
-    second forward pass.
+    With ``α = (v_p - v_β) / (v_p + 1 - v_β)`` this interpolates from the sampling version to the
+    one that this step makes. "AReaL" (arXiv 2505.24298) trains on the decoupled objective; its
+    later releases interpolate instead of a second forward pass.
 
     Args:
         logprobs: (T,) of θ, without gradient.
@@ -95,5 +92,5 @@ def interpolate(
     Returns:
         (T,)
     """
-    behind = (version - versions).clamp_min(0).to(logprobs.dtype)
-    return rollout_logprobs + behind / (behind + 1) * (logprobs - rollout_logprobs)
+    lag = (version - versions).clamp_min(0).to(logprobs.dtype)
+    return rollout_logprobs + lag / (lag + 1) * (logprobs - rollout_logprobs)

@@ -1,5 +1,6 @@
-"""Decoupled objective: trust region around p. Hilton et al. (arXiv 2110.00641); AReaL (arXiv
-2505.24298).
+"""Decoupled objective: trust region around p. Hilton et al., AReaL.
+
+arXiv 2110.00641 and arXiv 2505.24298.
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ from learner.config import AlgorithmSection
 
 
 def decoupled(facts: CorrectionInputs, algorithm: AlgorithmSection) -> CorrectionResult:
-    """Weight the loss on θ/p by ``sg(p/β)``; truncate weights above ``correction_high``, or mask
-    these tokens.
-    """
+    """Weight the loss on θ/p by ``sg(p/β)``, truncated or masked above ``correction_high``."""
     raw = exp(log_ratio(facts, "token"))
     high = algorithm.correction_high
     above = raw > high

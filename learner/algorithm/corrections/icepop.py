@@ -1,6 +1,4 @@
-"""IcePop: masks tokens on which trainer and generator disagree too much. Ling team (arXiv
-2510.18855).
-"""
+"""IcePop: masks tokens on which trainer and generator disagree. Ling team (arXiv 2510.18855)."""
 
 from __future__ import annotations
 

@@ -41,18 +41,17 @@ def mis(facts: CorrectionInputs, algorithm: AlgorithmSection) -> CorrectionResul
     return keep(
         facts,
         weight,
-        _divergence(facts, algorithm.mis_estimator, level) <= algorithm.correction_high,
+        _divergence_values(facts, algorithm.mis_estimator, level) <= algorithm.correction_high,
     )
 
 
-def _divergence(facts: CorrectionInputs, estimator: str, level: str) -> Tensor:
+def _divergence_values(facts: CorrectionInputs, estimator: str, level: str) -> Tensor:
     """Return the divergence, (T,), in nats, never negative."""
     log = log_ratio(facts, "token")
-    values = (
-        0.5 * torch.square(log)
-        if estimator == "k2"
-        else log.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() - 1 - log
-    )
+    if estimator == "k2":
+        values = 0.5 * torch.square(log)
+    else:
+        values = log.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() - 1 - log
     if level == "token":
         return values
     reduce = sequence_sum if level == "sequence" else sequence_mean

@@ -10,7 +10,10 @@ from learner.config import AlgorithmSection
 
 def none(facts: CorrectionInputs, algorithm: AlgorithmSection) -> CorrectionResult:
     """Return weights of 1, and ratios against β."""
-    nowhere = torch.zeros_like(facts.sequence, dtype=torch.bool)
+    nothing_masked = torch.zeros_like(facts.sequence, dtype=torch.bool)
     return CorrectionResult(
-        facts.rollout_logprobs, torch.ones_like(facts.rollout_logprobs), nowhere, nowhere
+        facts.rollout_logprobs,
+        torch.ones_like(facts.rollout_logprobs),
+        nothing_masked,
+        nothing_masked,
     )

@@ -1,5 +1,6 @@
-"""Off-policy sequence masking: drops bad samples that are now unlikely. DeepSeek-V3.2 (arXiv
-2512.02556).
+"""Off-policy sequence masking: drops bad samples that are now unlikely.
+
+DeepSeek-V3.2 (arXiv 2512.02556).
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ from learner.config import AlgorithmSection
 
 
 def opsm(facts: CorrectionInputs, algorithm: AlgorithmSection) -> CorrectionResult:
-    """Weight tokens by 0 if A < 0 and the sequence's mean ``log β - log θ`` exceeds ``opsm_delta``,
-    else by 1.
+    """Weight tokens by 0 if A < 0 and the sequence's divergence exceeds ``opsm_delta``, else by 1.
 
-    The mean estimates KL(β || θ) per token.
+    The divergence, the sequence's mean ``log β - log θ``, estimates KL(β || θ) per token.
     """
     divergence = sequence_mean(
         facts.rollout_logprobs - facts.logprobs, facts.sequence, facts.num_sequences

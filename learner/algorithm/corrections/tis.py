@@ -1,6 +1,6 @@
-"""Truncated importance sampling. Ionides, Journal of Computational and Graphical Statistics 17
-(2008).
+"""Truncated importance sampling.
 
+Ionides, Journal of Computational and Graphical Statistics 17 (2008).
 Yao et al., "Your efficient RL framework secretly brings you off-policy training" (2025).
 """
 
@@ -11,9 +11,7 @@ from learner.config import AlgorithmSection
 
 
 def tis(facts: CorrectionInputs, algorithm: AlgorithmSection) -> CorrectionResult:
-    """Weight by ``min(p/β, correction_high)`` of the token, the sequence (a product) or its
-    geometric mean.
-    """
+    """Weight by ``min(p/β, correction_high)`` of the token, the sequence or its geometric mean."""
     raw = exp(log_ratio(facts, algorithm.correction_level))
     weights = raw.clamp_max(algorithm.correction_high)
     clipped = raw > algorithm.correction_high

@@ -16,43 +16,44 @@ from broker.errors import UserError
 from broker.settings.registry import resolve
 from learner.algorithm.episodes import episodes
 
-FILTERS: Final[dict[str, str]] = {"mixed_success": "learner.algorithm.filters.mixed_success:wanted"}
+FILTERS: Final[dict[str, str]] = {
+    "mixed_success": "learner.algorithm.filters.mixed_success:has_mixed_success",
+}
 
 
 def passes_filter(name: str, group: wire.Group) -> bool:
     """Return whether a filter keeps a group; without a name all are kept.
 
     Raises:
-        UserError: if it raised, or did not return a bool. Nothing was consumed: fix it to resume
-            the run.
+        UserError: if it raised, or did not return a bool. Nothing was consumed: fix it to resume.
     """
     if not name:
         return True
-    judge = _filter(name)
-    where = f"for the group of ticket {group.ticket}"
+    group_filter = _load_filter(name)
+    subject = f"for the group of ticket {group.ticket}"
     try:
-        wanted = judge(group)
-    except Exception as error:  # user code
-        problem = f"{name} raised {type(error).__name__} {where}: {error}"
+        is_kept = group_filter(group)
+    # The user's code may raise anything.
+    except Exception as error:
+        problem = f"{name} raised {type(error).__name__} {subject}: {error}"
         raise UserError(f"algorithm.group_filter: {problem}") from error
-    if not isinstance(wanted, bool):
-        problem = f"{name} returned {wanted!r} {where}; True keeps it, False filters it"
+    if not isinstance(is_kept, bool):
+        problem = f"{name} returned {is_kept!r} {subject}; True keeps it, False filters it"
         raise UserError(f"algorithm.group_filter: {problem}")
-    return wanted
+    return is_kept
 
 
 def passes_pass_rate(bounds: tuple[float, float] | None, group: wire.Group) -> bool:
-    """Return whether the share of the group's episodes that succeeded is within bounds, without
-    greedy baselines.
+    """Return whether the share of successful episodes is within bounds, without greedy ones.
 
     Cui et al., PRIME (arXiv 2502.01456): online prompt filtering.
     """
     if bounds is None:
         return True
-    found = [episode.success for episode in episodes(group)]
-    return is_within(sum(found), len(found), *bounds)
+    successes = [episode.success for episode in episodes(group)]
+    return is_within(sum(successes), len(successes), *bounds)
 
 
 @cache
-def _filter(name: str) -> Any:
+def _load_filter(name: str) -> Any:
     return resolve("filters", name, FILTERS)

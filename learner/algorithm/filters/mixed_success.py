@@ -1,6 +1,4 @@
-"""Keeps groups in which some episodes succeeded and some did not. Yu et al., DAPO (arXiv
-2503.14476).
-"""
+"""Keeps groups with successes and failures. Yu et al., DAPO (arXiv 2503.14476)."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from broker.contract import wire
 from learner.algorithm.episodes import episodes
 
 
-def wanted(group: wire.Group) -> bool:
-    """Return whether some, but not all of the group's episodes succeeded, without greedy baselines."""
-    found = [episode.success for episode in episodes(group)]
-    return 0 < sum(found) < len(found)
+def has_mixed_success(group: wire.Group) -> bool:
+    """Return whether some, but not all episodes succeeded, without greedy baselines."""
+    successes = [episode.success for episode in episodes(group)]
+    return 0 < sum(successes) < len(successes)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from learner.config import AlgorithmSection
 
-MAX_LOG_RATIO: Final = 20.0  # log-ratios are clamped to this before exp
+# Log-ratios are clamped to this before exp, which overflows float32 at 89.
+MAX_LOG_RATIO: Final = 20.0
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,7 @@ class LossTokens:
 
 
 class PolicyLoss(Protocol):
-    """Maps ``(tokens, algorithm)`` to the loss of each token (T,), to minimize, and statistics as
-    sums over the tokens.
+    """Maps ``(tokens, algorithm)`` to each token's loss (T,), and statistics as sums over tokens.
 
     If the advantage of a whole sequence is 0, its loss and gradient must be 0: the backward pass
     omits it.

@@ -11,8 +11,9 @@ from learner.config import AlgorithmSection
 
 @declares(LossTraits())
 def cispo(tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return ``-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log p``; ``clip_low: 1`` means no lower
-    bound.
+    """Return ``-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log p``.
+
+    ``clip_low: 1`` means no lower bound.
 
     Returns:
         Losses (T,), and the sum ``clipped``: tokens whose weight was clipped.

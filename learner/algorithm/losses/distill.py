@@ -12,21 +12,19 @@ from typing import Final
 import torch
 from torch import Tensor
 
-SMALLEST_REST: Final = math.log(1e-6)  # float32 logprobs cannot resolve a smaller rest
+# float32 logprobs cannot resolve a smaller remaining mass.
+MIN_REMAINDER: Final = math.log(1e-6)
 
 
 def categorical_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return ``sum_v p_v (log p_v - log q_v)`` over the last dimension, in nats; outcomes without
-    mass in p add 0.
-    """
-    empty = log_p == -math.inf
-    gap = torch.where(empty, 0.0, log_p - log_q)
+    """Return ``sum_v p_v (log p_v - log q_v)`` over the last dimension, in nats, 0 if p_v is 0."""
+    has_no_mass = log_p == -math.inf
+    gap = torch.where(has_no_mass, 0.0, log_p - log_q)
     return (log_p.exp() * gap).sum(-1)
 
 
 def kl(student: Tensor, teacher: Tensor, direction: str) -> Tensor:
-    """Return KL(teacher || student) for ``forward`` (mode-covering), the other way for ``reverse``
-    (mode-seeking).
+    """Return KL(teacher || student) if ``forward`` (mode-covering), KL(student || teacher) if not.
 
     Args:
         student: (T, N) log-probabilities over the same N outcomes, normalized per row; with
@@ -36,16 +34,13 @@ def kl(student: Tensor, teacher: Tensor, direction: str) -> Tensor:
     Returns:
         (T,) nats, at least 0.
     """
-    return (
-        categorical_kl(teacher, student)
-        if direction == "forward"
-        else categorical_kl(student, teacher)
-    )
+    if direction == "forward":
+        return categorical_kl(teacher, student)
+    return categorical_kl(student, teacher)
 
 
 def candidates(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return the student's log-probabilities of a teacher's k candidates, and of all other tokens
-    together.
+    """Return the student's logprobs of a teacher's k candidates, and of all other tokens together.
 
     The mass outside the top-k is neither dropped nor spread over the candidates, but kept as one
     more outcome. By the log-sum inequality (Cover and Thomas, Elements of Information Theory,
@@ -61,13 +56,11 @@ def candidates(logits: Tensor, ids: Tensor) -> Tensor:
         (T, k + 1), the rest last.
     """
     total = logits.logsumexp(-1, keepdim=True)
-    rest = logits.scatter(-1, ids, -math.inf).logsumexp(-1, keepdim=True)
-    return torch.cat([logits.gather(-1, ids), rest], -1) - total
+    remainder = logits.scatter(-1, ids, -math.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([logits.gather(-1, ids), remainder], -1) - total
 
 
 def with_rest(logprobs: Tensor) -> Tensor:
-    """Append the rest of a teacher's top-k mass as one more outcome, (T, k) to (T, k + 1), at least
-    1e-6.
-    """
-    left = torch.log1p(-logprobs.double().exp().sum(-1, keepdim=True).clamp(max=1.0))
-    return torch.cat([logprobs, left.clamp(min=SMALLEST_REST).to(logprobs.dtype)], -1)
+    """Append the mass outside a teacher's top k, at least 1e-6: (T, k) to (T, k + 1)."""
+    remainder = torch.log1p(-logprobs.double().exp().sum(-1, keepdim=True).clamp(max=1.0))
+    return torch.cat([logprobs, remainder.clamp(min=MIN_REMAINDER).to(logprobs.dtype)], -1)

@@ -9,12 +9,12 @@ from learner.algorithm.losses.preference import PairLogprobs
 
 
 def dpo(pairs: PairLogprobs, beta: float) -> tuple[Tensor, Tensor]:
-    """Return ``-log sigmoid(beta ((log p_w - log p_l) - (log ref_w - log ref_l)))``, w chosen, l
-    rejected; eq. 7.
+    """Return ``-log sigmoid(beta ((log p_w - log p_l) - (log ref_w - log ref_l)))``.
+
+    Equation 7 of the paper; w is the chosen answer, l the rejected one.
 
     Returns:
-        Losses (P,) and margins (P,): the argument of the sigmoid, the difference of the implicit
-        rewards.
+        Losses (P,) and margins (P,): the sigmoid's argument, the difference of implicit rewards.
     """
     margins = beta * ((pairs.chosen - pairs.rejected) - (pairs.ref_chosen - pairs.ref_rejected))
     return -functional.logsigmoid(margins), margins

@@ -1,5 +1,6 @@
-"""Group sequence policy optimization: clips the ratio of whole sequences. Zheng et al. (arXiv
-2507.18071).
+"""Group sequence policy optimization: clips the ratio of whole sequences.
+
+Zheng et al. (arXiv 2507.18071).
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ from learner.config import AlgorithmSection
 
 @declares(LossTraits())
 def gspo(tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return ``-min(s_t A, clip(s_t, 1 - clip_low, 1 + clip_high) A)`` with ``s_t = sg(s) p_t /
-    sg(p_t)``.
+    """Return ``-min(s_t A, clip(s_t, 1 - clip_low, 1 + clip_high) A)``.
 
-    s is the exponential of the mean over the sequence of ``log p - log old``. The stop-gradient
-    form, the paper's GSPO-token, has the same value and gradient as s if the advantage is constant
-    per sequence, and also works if it is not. The paper averages over tokens, then over sequences:
-    ``loss_agg_mode: seq-mean-token-mean``.
+    There ``s_t = sg(s) p_t / sg(p_t)``, and s is the exponential of the mean over the sequence of
+    ``log p - log old``. The stop-gradient form, the paper's GSPO-token, has the same value and
+    gradient as s if the advantage is constant per sequence, and also works if it is not. The paper
+    averages over tokens, then over sequences: ``loss_agg_mode: seq-mean-token-mean``.
 
     Returns:
         Losses (T,), and the sum ``clipped``, in tokens.

@@ -15,12 +15,13 @@ from learner.config import AlgorithmSection
 
 @declares(LossTraits(dual_clip=True))
 def ppo(tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``, for A < 0 at most ``-dual_clip
-    * A`` if set.
+    """Return ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``.
+
+    With ``dual_clip`` it is at most ``-dual_clip * A`` for A < 0.
 
     Returns:
-        Losses (T,), and the sums ``clipped`` (tokens with the larger loss in the clipped branch)
-        and ``dual_clipped``.
+        Losses (T,), and the sums ``clipped`` (tokens whose clipped branch is larger) and
+        ``dual_clipped``.
     """
     r = ratio(tokens.logprobs, tokens.old_logprobs)
     advantages = tokens.advantages

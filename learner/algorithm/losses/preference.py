@@ -21,8 +21,6 @@ class PairLogprobs:
 
 
 class PreferenceLoss(Protocol):
-    """Maps ``(pairs, beta)`` to each pair's loss (P,), to minimize, and the chosen answer's reward
-    margin (P,).
-    """
+    """Maps ``(pairs, beta)`` to each pair's loss (P,), and the chosen answer's margin (P,)."""
 
     def __call__(self, pairs: PairLogprobs, beta: float) -> tuple[Tensor, Tensor]: ...

@@ -1,5 +1,6 @@
-"""RAFT++: importance-weighted, clipped imitation of good samples only. Xiong et al. (arXiv
-2504.11343).
+"""RAFT++: importance-weighted, clipped imitation of good samples only.
+
+Xiong et al. (arXiv 2504.11343).
 """
 
 from __future__ import annotations

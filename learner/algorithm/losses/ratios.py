@@ -1,4 +1,4 @@
-"""Measures how far the trained policy has moved from the sampling one, by sums over micro-batches."""
+"""Measures how far the trained policy has moved from the sampling one."""
 
 from __future__ import annotations
 
@@ -40,17 +40,14 @@ def correction_sums(correction: CorrectionResult) -> dict[str, Tensor]:
 
 
 def correction_metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
-    """Return mean and effective sample size of a correction's weights, and shares of clipped and
-    masked tokens.
-    """
+    """Return a correction's mean weight, effective sample size, and clipped and masked shares."""
     if num_tokens == 0 or "corrected" not in sums:
         return {"rollout_corr/clipped_fraction": 0.0, "rollout_corr/masked_fraction": 0.0}
     squared = sums["corrected_squared"]
+    sample_size = sums["corrected"] ** 2 / (num_tokens * squared) if squared else 0.0
     return {
         "rollout_corr/truncated_is_mean": sums["corrected"] / num_tokens,
-        "rollout_corr/truncated_ess": sums["corrected"] ** 2 / (num_tokens * squared)
-        if squared
-        else 0.0,
+        "rollout_corr/truncated_ess": sample_size,
         "rollout_corr/clipped_fraction": sums["corr_clipped"] / num_tokens,
         "rollout_corr/masked_fraction": sums["corr_masked"] / num_tokens,
     }

@@ -11,7 +11,5 @@ from learner.config import AlgorithmSection
 
 @declares(LossTraits())
 def sft(tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return ``-w log p``, (T,); the weight w of a token replaces its advantage and is 1 for a
-    plain demonstration.
-    """
+    """Return ``-w log p``, (T,); the weight w, 1 in demonstrations, replaces the advantage."""
     return -tokens.advantages * tokens.logprobs, {}

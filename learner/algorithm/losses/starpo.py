@@ -1,5 +1,6 @@
-"""StarPO: the clipped surrogate over whole trajectories of many turns. Wang et al., RAGEN (arXiv
-2504.20073).
+"""StarPO: the clipped surrogate over whole trajectories of many turns.
+
+Wang et al., RAGEN (arXiv 2504.20073).
 
 A trajectory is one sequence here, with masked observations, so the loss is PPO's. StarPO-S prevents
 collapse: it selects groups by their variance (``learner.algorithm.selection``), without KL, and

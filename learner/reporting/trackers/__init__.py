@@ -52,19 +52,18 @@ class Tracker(Protocol):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record the metrics of one step."""
 
-    # def texts(self, step: int, texts: Mapping[str, str]) -> None: optional; Markdown by name, for
-    # example samples/lake def picture(self, step: int, name: str, gif: bytes) -> None: optional; an
-    # animated GIF def table(self, step: int, name: str, columns: Sequence[str], rows:
-    # Sequence[Sequence[Any]]) -> None: optional
+    # Optional methods, of which the group takes those that a tracker has:
+    # def texts(self, step: int, texts: Mapping[str, str]) -> None: Markdown by name
+    # def picture(self, step: int, name: str, gif: bytes) -> None: an animated GIF
+    # def table(self, step: int, name: str, columns: Sequence[str],
+    #           rows: Sequence[Sequence[Any]]) -> None
 
     def close(self) -> None:
         """Write pending data and close."""
 
 
 class TrackerGroup:
-    """All trackers of a run; one that fails is disabled, unless the disk is full, and never fails
-    the run.
-    """
+    """All trackers of a run; one that fails is disabled, and never fails the run."""
 
     def __init__(
         self, section: TrackersSection, folder: Path, run: str, config: Mapping[str, Any]
@@ -79,36 +78,38 @@ class TrackerGroup:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send the metrics of a step to every tracker."""
-        self._each(step, "log", values)
+        self._send(step, "log", values)
 
     def texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Send sample texts, Markdown by name, to the trackers that take texts."""
         if texts:
-            self._each(step, "texts", texts)
+            self._send(step, "texts", texts)
 
     def picture(self, step: int, name: str, gif: bytes) -> None:
         """Send an animated GIF to the trackers that take pictures."""
-        self._each(step, "picture", name, gif)
+        self._send(step, "picture", name, gif)
 
     def table(
         self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
     ) -> None:
         """Send a table to the trackers that take tables."""
         if rows:
-            self._each(step, "table", name, columns, rows)
+            self._send(step, "table", name, columns, rows)
 
     def take(self, method: str) -> bool:
         """Return whether any tracker takes ``texts``, ``picture`` or ``table``."""
         return any(hasattr(tracker, method) for tracker in list(self._open.values()))
 
-    def _each(self, step: int, method: str, *arguments: Any) -> None:
+    def _send(self, step: int, method: str, *arguments: Any) -> None:
         with self._lock:
             for name, tracker in list(self._open.items()):
                 try:
                     if (take := getattr(tracker, method, None)) is not None:
                         take(step, *arguments)
+                # Libraries of trackers may raise anything, and none of it may fail the run.
                 except Exception as error:
-                    if isinstance(error, OSError) and error.errno in FULL:  # temporary
+                    # A full disk is temporary.
+                    if isinstance(error, OSError) and error.errno in FULL:
                         log.warning("tracker %s: step %d: %s", name, step, error.strerror)
                         continue
                     log.exception("tracker %s failed at step %d and is disabled", name, step)
@@ -127,8 +128,8 @@ class TrackerGroup:
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return settings by dotted name; a list is one setting."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
-        found |= flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return found
+        settings |= flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return settings

@@ -15,18 +15,21 @@ from broker.errors import ConfigError
 from broker.system.private_files import private_folder
 from learner.reporting.trackers import flatten
 
-os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when it is imported
+# MLflow reads it when it is imported.
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
 
 ARGS: Final = ("tracking_uri", "experiment", "tags")
-RUN: Final = "rlearner.run"  # tag by which a run continues
+# Tag by which a run continues.
+RUN: Final = "rlearner.run"
 PARAMS_PER_CALL: Final = 100  # of MLflow
-# the newest, in a tag of at most 8,000 characters; the others stay as files
+# The newest, in a tag of at most 8,000 characters; the others stay as files.
 TABLES_LISTED: Final = 50
-_OTHER: Final = re.compile(r"[^\w\-./ ]")  # characters that its names cannot have
+# Characters that names in MLflow cannot have.
+_REFUSED: Final = re.compile(r"[^\w\-./ ]")
 
 
 class MLflow:
@@ -55,13 +58,13 @@ class MLflow:
                 raise ConfigError(
                     f"trackers.args.mlflow.{name}", value, f"known: {', '.join(ARGS)}"
                 )
-        own = folder.absolute() / "mlflow"
+        own_folder = folder.absolute() / "mlflow"
         uri = args.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI")
         if uri is None:
-            private_folder(own)
-        self._client = MlflowClient(uri or f"sqlite:///{own / 'mlflow.db'}")
+            private_folder(own_folder)
+        self._client = MlflowClient(uri or f"sqlite:///{own_folder / 'mlflow.db'}")
         experiment = self._experiment(
-            str(args.get("experiment") or project), None if uri else own / "artifacts"
+            str(args.get("experiment") or project), None if uri else own_folder / "artifacts"
         )
         self._run_id = self._find_run(experiment, run)
         if not self._run_id:
@@ -74,61 +77,59 @@ class MLflow:
         self._log_settings(config)
 
     def _experiment(self, name: str, artifacts: Path | None) -> str:
-        found = self._client.get_experiment_by_name(name)
-        if found is not None:
-            return str(found.experiment_id)
-        return str(
-            self._client.create_experiment(
-                name, artifact_location=artifacts.as_uri() if artifacts else None
-            )
-        )
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is not None:
+            return str(experiment.experiment_id)
+        location = artifacts.as_uri() if artifacts else None
+        return str(self._client.create_experiment(name, artifact_location=location))
 
     def _find_run(self, experiment: str, run: str) -> str:
         """Return the id of the newest run of that name, empty if there is none."""
-        wanted = f"tags.`{RUN}` = '{run}'"
-        found = self._client.search_runs(
-            [experiment], wanted, max_results=1, order_by=["start_time DESC"]
+        condition = f"tags.`{RUN}` = '{run}'"
+        runs = self._client.search_runs(
+            [experiment], condition, max_results=1, order_by=["start_time DESC"]
         )
-        return str(found[0].info.run_id) if found else ""
+        return str(runs[0].info.run_id) if runs else ""
 
     def _log_settings(self, config: Mapping[str, Any]) -> None:
-        """Log every setting as a parameter, which cannot change later, and the present settings as
-        ``config.json``.
-        """
+        """Log every setting as a parameter, which is final, and the current ones as a file."""
         self._client.log_dict(self._run_id, dict(config), "config.json")
-        known = self._client.get_run(self._run_id).data.params
-        named = {_name(key): str(value) for key, value in flatten(config).items()}
-        new = [Param(key, value) for key, value in named.items() if key not in known]
+        logged = self._client.get_run(self._run_id).data.params
+        settings = {_valid_name(key): str(value) for key, value in flatten(config).items()}
+        new = [Param(key, value) for key, value in settings.items() if key not in logged]
         for start in range(0, len(new), PARAMS_PER_CALL):
             self._client.log_batch(self._run_id, params=new[start : start + PARAMS_PER_CALL])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        metrics = [Metric(_name(name), float(value), now, step) for name, value in values.items()]
+        metrics = [
+            Metric(_valid_name(name), float(value), now, step) for name, value in values.items()
+        ]
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def texts(self, step: int, texts: Mapping[str, str]) -> None:
         for name, text in texts.items():
-            self._client.log_text(self._run_id, text, f"{_name(name)}/step-{step:06d}.md")
+            self._client.log_text(self._run_id, text, f"{_valid_name(name)}/step-{step:06d}.md")
 
     def picture(self, step: int, name: str, gif: bytes) -> None:
         with tempfile.TemporaryDirectory() as place:
             path = Path(place, f"step-{step:06d}.gif")
             path.write_bytes(gif)
-            self._client.log_artifact(self._run_id, str(path), _name(name))
+            self._client.log_artifact(self._run_id, str(path), _valid_name(name))
 
     def table(
         self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
     ) -> None:
         """Write the file that ``log_table`` writes, without the pandas that it needs."""
-        path = f"{_name(name)}/step-{step:06d}.json"
+        path = f"{_valid_name(name)}/step-{step:06d}.json"
         self._client.log_text(
             self._run_id, json.dumps({"columns": list(columns), "data": [*map(list, rows)]}), path
         )
         tags = self._client.get_run(self._run_id).data.tags
         try:
             listed = json.loads(tags.get(MLFLOW_LOGGED_ARTIFACTS, "[]"))
-        except ValueError:  # MLflow cuts a tag off at 8,000 characters
+        # MLflow cuts a tag off at 8,000 characters.
+        except ValueError:
             listed = []
         entry = {"path": path, "type": "table"}
         if entry not in listed:
@@ -139,6 +140,6 @@ class MLflow:
         self._client.set_terminated(self._run_id)
 
 
-def _name(text: str) -> str:
+def _valid_name(text: str) -> str:
     """Return a name with ``_`` for each character that MLflow refuses, as in ``avg@8``."""
-    return _OTHER.sub("_", text)
+    return _REFUSED.sub("_", text)

@@ -1,6 +1,4 @@
-"""Logs to SwanLab; ``trackers.args.swanlab`` goes to ``swanlab.init``, for example ``{mode:
-local}``.
-"""
+"""Logs to SwanLab; ``trackers.args.swanlab`` goes to ``swanlab.init``: ``{mode: local}``."""
 
 from __future__ import annotations
 
@@ -12,9 +10,7 @@ import swanlab
 
 
 class SwanLab:
-    """A ``Tracker``. A run of the same name and project continues; without the cloud its id is the
-    same.
-    """
+    """A ``Tracker``. A run of the same name and project continues, also without the cloud."""
 
     def __init__(
         self,

@@ -27,8 +27,9 @@ from learner.reporting.trackers import flatten
 
 
 class TensorBoard:
-    """A ``Tracker`` that keeps unwritten events on a full disk, where TensorBoard's own writer
-    thread exits.
+    """A ``Tracker`` that keeps unwritten events while the disk is full.
+
+    The thread of TensorBoard's own writer exits then.
 
     Args:
         args: ``filename_suffix``.
@@ -45,13 +46,14 @@ class TensorBoard:
         self._pending = bytearray()
         self._size = 0
         suffix = args.get("filename_suffix", "")
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0{suffix}"
+        process = f"{socket.gethostname()}.{os.getpid()}"
+        name = f"events.out.tfevents.{int(time.time()):010d}.{process}.0{suffix}"
         target = folder / "tensorboard"
         private_folder(target)
         self._file = open_private(target / name, os.O_WRONLY | os.O_CREAT)
         self._put(Event(wall_time=time.time(), file_version="brain.Event:2"))
         self._put(
-            Event(wall_time=time.time(), summary=Summary(value=[_hyperparameters(run, config)]))
+            Event(wall_time=time.time(), summary=Summary(value=[_settings_value(run, config)]))
         )
         self._flush()
 
@@ -61,7 +63,7 @@ class TensorBoard:
         )
 
     def texts(self, step: int, texts: Mapping[str, str]) -> None:
-        self._write(step, [_text(name, text) for name, text in texts.items()])
+        self._write(step, [_text_value(name, text) for name, text in texts.items()])
 
     def picture(self, step: int, name: str, gif: bytes) -> None:
         width, height = struct.unpack("<HH", gif[6:10])
@@ -85,27 +87,27 @@ class TensorBoard:
 
     def _flush(self) -> None:
         while self._pending:
-            written = os.pwrite(self._file, self._pending, self._size)
-            self._size += written
-            del self._pending[:written]
+            num_written = os.pwrite(self._file, self._pending, self._size)
+            self._size += num_written
+            del self._pending[:num_written]
 
 
-def _text(name: str, text: str) -> Summary.Value:
+def _text_value(name: str, text: str) -> Summary.Value:
     shape = TensorShapeProto(dim=[{"size": 1}])
     tensor = TensorProto(dtype=DataType.DT_STRING, string_val=[text.encode()], tensor_shape=shape)
     return Summary.Value(tag=name, metadata=text_metadata(name, ""), tensor=tensor)
 
 
-def _hyperparameters(run: str, config: Mapping[str, Any]) -> Summary.Value:
+def _settings_value(run: str, config: Mapping[str, Any]) -> Summary.Value:
     """Return every setting under its dotted name, for the HPARAMS page."""
-    started = SessionStartInfo(group_name=run, start_time_secs=time.time())
+    session = SessionStartInfo(group_name=run, start_time_secs=time.time())
     for name, value in flatten(config).items():
-        field = started.hparams[name]
+        field = session.hparams[name]
         if isinstance(value, bool):
             field.bool_value = value
         elif isinstance(value, (int, float)):
             field.number_value = value
         else:
             field.string_value = str(value)
-    data = HParamsPluginData(session_start_info=started)
+    data = HParamsPluginData(session_start_info=session)
     return Summary.Value(tag=SESSION_START_INFO_TAG, metadata=hparams_metadata(data))

@@ -1,6 +1,4 @@
-"""Logs to Trackio; ``trackers.args.trackio`` goes to ``trackio.init``, for example ``{space_id:
-me/lakes}``.
-"""
+"""Logs to Trackio; ``trackers.args.trackio`` goes to ``trackio.init``: ``{space_id: me/run}``."""
 
 from __future__ import annotations
 
@@ -11,7 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-FOLDER: Final = "TRACKIO_DIR"  # environment variable that trackio reads when it is imported
+# Environment variable that trackio reads when it is imported.
+FOLDER: Final = "TRACKIO_DIR"
 
 if find_spec("trackio") is None:
     raise ModuleNotFoundError("No module named 'trackio'", name="trackio")
@@ -33,7 +32,8 @@ class Trackio:
         args: Mapping[str, Any],
     ) -> None:
         os.environ.setdefault(FOLDER, str(folder / "trackio"))
-        import trackio  # only now: it reads the variable once
+        # Imported only now: it reads the variable once.
+        import trackio
 
         self._trackio = trackio
         settings: dict[str, Any] = {
@@ -52,7 +52,8 @@ class Trackio:
         )
 
     def picture(self, step: int, name: str, gif: bytes) -> None:
-        with tempfile.NamedTemporaryFile(suffix=".gif") as file:  # which Trackio copies at once
+        # Trackio copies the file at once.
+        with tempfile.NamedTemporaryFile(suffix=".gif") as file:
             file.write(gif)
             file.flush()
             self._run.log({name: self._trackio.Video(file.name, caption=f"step {step}")}, step=step)

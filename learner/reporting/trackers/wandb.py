@@ -1,6 +1,4 @@
-"""Logs to Weights & Biases; ``trackers.args.wandb`` goes to ``wandb.init``, e.g. ``{mode:
-offline}``.
-"""
+"""Logs to Weights & Biases; ``trackers.args.wandb`` goes to ``wandb.init``: ``{mode: offline}``."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ class WandB:
         self._add({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])})
 
     def _add(self, values: Mapping[str, Any]) -> None:
-        """Add values to the row of the newest step: earlier rows, which evaluations belong to, are
-        closed.
-        """
+        """Add values to the newest step's row: those of evaluated steps are closed already."""
         self._run.log(dict(values), commit=False)
 
     def close(self) -> None:

@@ -183,7 +183,7 @@ def test_a_complete_group_outside_of_the_bounds_is_filtered(num_solved: int, wan
     )
     read = read_record(LogRecord(1, there, "", 1, b""), ledger, 1 << 30)
     assert isinstance(read.record, GroupArrival), read
-    assert read.record.wanted is wanted
+    assert read.record.passes_filters is wanted
     ledger.apply(read.record, 1)
     assert ledger.counts()["filtered"] == (not wanted)
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.algorithm.losses.distill import SMALLEST_REST, candidates, kl, with_rest
+from learner.algorithm.losses.distill import MIN_REMAINDER, candidates, kl, with_rest
 
 
 def logs(*probabilities):
@@ -58,7 +58,7 @@ def test_a_teacher_without_a_rest_leaves_a_little():
     teacher = with_rest(
         torch.tensor([[math.log(0.75), math.log(0.25)], [math.log(0.9), math.log(0.2)]])
     )
-    assert teacher[:, -1].tolist() == pytest.approx([SMALLEST_REST] * 2)
+    assert teacher[:, -1].tolist() == pytest.approx([MIN_REMAINDER] * 2)
 
 
 def test_a_token_without_mass_adds_nothing():
@@ -93,5 +93,5 @@ def test_what_holds_for_any_distributions(seed, direction, k):
     # What a server sends says the same as the teacher's own logits.
     sent = with_rest(teacher.log_softmax(-1).gather(-1, ids))
     expected = candidates(teacher, ids)
-    clear = expected[:, -1] > SMALLEST_REST + 1
+    clear = expected[:, -1] > MIN_REMAINDER + 1
     torch.testing.assert_close(sent[clear], expected[clear], rtol=1e-6, atol=1e-6)

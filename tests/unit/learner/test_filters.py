@@ -101,7 +101,7 @@ def test_a_function_of_the_users_decides_and_the_ledger_replaces_up_to_the_bound
             LogRecord(ledger.state.position + 1, there, "", number, b""), ledger, vocab_size
         )
         assert isinstance(read.record, GroupArrival), read
-        assert read.record.wanted is (number % 2 == 0)
+        assert read.record.passes_filters is (number % 2 == 0)
         return list(
             ledger.apply(
                 dataclasses.replace(read.record, oldest_version=ledger.state.version),
@@ -133,10 +133,10 @@ def test_at_the_bound_an_unwanted_group_is_trained() -> None:
     )
     ledger = Ledger(rules)
     ledger.open_credit()
-    assert ledger.apply(GroupArrival(1, 0, (1.0, 1.0), wanted=False), 1)[0] == ForgetTicket(
+    assert ledger.apply(GroupArrival(1, 0, (1.0, 1.0), passes_filters=False), 1)[0] == ForgetTicket(
         1, "filtered"
     )
-    assert ledger.apply(GroupArrival(2, 0, (1.0, 1.0), wanted=False), 2) == [
+    assert ledger.apply(GroupArrival(2, 0, (1.0, 1.0), passes_filters=False), 2) == [
         HoldGroup(2),
         TakeGroup(2),
     ]

@@ -78,7 +78,7 @@ def test_what_does_not_fit(machine):
 
 
 def test_a_taken_gpu_is_named_with_who_takes_it(machine, monkeypatch):
-    monkeypatch.setattr(gpu_selection, "EACH_S", 0.01)
+    monkeypatch.setattr(gpu_selection, "POLL_S", 0.01)
     machine.write_text("GPU-cc, 4711, /usr/bin/python3\nGPU-cc, 4712, python3\nGPU-aa, 1, vllm\n")
     assert gpu_selection.gpu_users() == {
         0: ["pid 1 (vllm)"],
@@ -89,11 +89,11 @@ def test_a_taken_gpu_is_named_with_who_takes_it(machine, monkeypatch):
         r"choose others, or add --share-gpus$"
     )
     with pytest.raises(UserError, match=line):
-        gpu_selection.refuse_taken([1, 2, 3], "1-3", patience_s=0.02)
-    gpu_selection.refuse_taken([1, 3], "1,3", patience_s=0)
+        gpu_selection.refuse_taken([1, 2, 3], "1-3", wait_s=0.02)
+    gpu_selection.refuse_taken([1, 3], "1,3", wait_s=0)
     assert gpu_selection.assign_gpus({}, "0", share=True)["train"]["ranks"] == 1
     answers = iter([{2: ["pid 1 (x)"]}, {}])  # one that is about to end
-    gpu_selection.refuse_taken([2], "2", lambda: next(answers), patience_s=5)
+    gpu_selection.refuse_taken([2], "2", lambda: next(answers), wait_s=5)
 
 
 def test_the_command_refuses_in_one_line(tmp_path, machine):

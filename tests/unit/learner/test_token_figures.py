@@ -15,7 +15,7 @@ from broker.contract import wire
 from broker.errors import UserError
 from learner.algorithm.advantages.grpo import estimate
 from learner.algorithm.samples import from_trajectory
-from learner.algorithm.token_figures import NOTHING, TokenFigures
+from learner.algorithm.token_figures import NO_FIGURES, TokenFigures
 from learner.backends.megatron.backend import MegatronBackend
 from learner.config import AlgorithmSection, TrainSection
 from learner.credit.token_files import TokenFiles, file_of, read_figures
@@ -175,7 +175,7 @@ def figures(*entropies):
 
 def test_files_hold_what_was_written_and_are_private(tmp_path):
     files = TokenFiles(tmp_path, 0)
-    files.write(1, {5: [figures(0.5, 2.0), NOTHING], 6: [figures(1.0)]})
+    files.write(1, {5: [figures(0.5, 2.0), NO_FIGURES], 6: [figures(1.0)]})
     files.flush()
     found = read_figures(tmp_path, 1, 5)
     assert [one.entropy.tolist() for one in found] == [[0.5, 2.0], []]
@@ -233,4 +233,4 @@ def test_positions_skip_the_first_token_and_ratios_stay_finite():
     ).by_position(one)
     assert list(found) == trained.tolist()
     assert set(found.values()) == {(0.25, float(np.exp(80.0)))}
-    assert NOTHING.by_position(one) == {}
+    assert NO_FIGURES.by_position(one) == {}
