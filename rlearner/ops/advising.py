@@ -48,7 +48,7 @@ async def advise_run(options: argparse.Namespace) -> int:
         ) from None
     if wanted is None:
         advice = advice_of(run)
-        found = advice.plain() | {"desired_servers": desired_servers(run.model)}
+        found = advice.to_json() | {"desired_servers": desired_servers(run.model)}
         lines = table(run, advice, found["desired_servers"])
     else:
         found = simulated(run, wanted)

@@ -110,7 +110,7 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
 def advice_on_disk(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the bottleneck and what would change it, or why it is not known."""
     try:
-        return advise(read_lines(folder / "metrics.jsonl")[-HISTORY:], config).plain()
+        return advise(read_lines(folder / "metrics.jsonl")[-HISTORY:], config).to_json()
     except NotFitted as error:
         return {"bottleneck": None, "line": f"not known: {error}", "needs_steps": error.steps}
     except (KeyError, TypeError) as error:
