@@ -56,7 +56,7 @@ async def replay_run(options: argparse.Namespace) -> int:
                 else:
                     say(
                         check.step(
-                            made, await work.save(scratch) if made.step in check.kept else None
+                            made, await work.save(scratch) if made.step in check.checkpoints else None
                         )
                     )
                 if out is not None and made.step == last:
