@@ -153,6 +153,7 @@ def _start_learner(options: argparse.Namespace) -> int:
         return shared_devices(config, options.gpus) if options.share_gpus else []
 
     placement = place(options.nnodes, options.node_rank, options.rendezvous, os.environ)
+    # Other nodes than the first have no event loop: their ranks follow those of the first.
     if placement is not None and not placement.leads:
         config, num_here = load_config(placement)
         return nodes.follow(placement, config, num_here, options, shared_here(config))
@@ -183,6 +184,7 @@ def _start_learner(options: argparse.Namespace) -> int:
         from rlearner.ops.folder_cleanup import removed_on_failure
 
         with (
+            # The line reads the folder, so it is printed before a failed start removes that.
             contextlib.suppress(process.Stopped),
             removed_on_failure(run_folder(config)),
             continue_line_at_exit(config, options.broker),
@@ -226,8 +228,9 @@ def _check_config(options: argparse.Namespace) -> int:
         notes = [
             timeouts.note(checked),
             *capacity.capacity_notes(checked),
-            *([own_sampling] if own_sampling else []),
         ]
+        if own_sampling:
+            notes.append(own_sampling)
         findings = fleet_findings(checked)
     run_folder(name_run(checked, options.config))  # fails where no folder can be created
     if options.json:

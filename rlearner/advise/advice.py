@@ -140,7 +140,9 @@ def _grid_below(servers: float) -> int:
 
 
 def _grid_above(point: int) -> int:
-    return point + (1 if point < 8 else 1 << (point.bit_length() - 3))
+    if point < 8:
+        return point + 1
+    return point + (1 << (point.bit_length() - 3))
 
 
 def _rate_on_grid(model: RunModel, servers: int) -> float:

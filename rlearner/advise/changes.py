@@ -144,10 +144,13 @@ def parse(text: str) -> dict[str, float]:
 
 def _parse_number(name: str, value: str) -> float:
     key = KEYS[name]
-    kind = "a whole number" if key.is_whole else "a number"
-    allowed = f"{kind} from {key.least:g} to {key.most:g}"
+    parse_number: Callable[[str], float] = float
+    allowed = f"a number from {key.least:g} to {key.most:g}"
+    if key.is_whole:
+        parse_number = int
+        allowed = f"a whole number from {key.least:g} to {key.most:g}"
     try:
-        number = int(value) if key.is_whole else float(value)
+        number = parse_number(value)
     except ValueError:
         raise UserError(f"--simulate {name}={value}: expected {allowed}") from None
     if not key.least <= number <= key.most:
@@ -192,4 +195,4 @@ def usual(model: RunModel) -> Sequence[tuple[dict[str, float], str]]:
 
 
 def _count_noun(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number != 1 else ''}"
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -131,8 +131,9 @@ def _usable_rows(
     if not rows:
         raise NotFitted(f"needs {first + MIN_STEPS} steps", first + MIN_STEPS)
     newest = rows[-1]
-    rewards = any(domain["rewards"] for domain in config["domains"].values())
-    required_names = (*NEEDED, *LENGTHS, *(REWARDS if rewards else ()))
+    required_names = [*NEEDED, *LENGTHS]
+    if any(domain["rewards"] for domain in config["domains"].values()):
+        required_names += REWARDS
     if missing := [name for name in required_names if not _is_number(newest.get(name))]:
         if newest.get("fleet/servers") == 0 or newest.get("fleet/hubs") == 0:
             raise NotFitted("no server or no environment hub was there at the last step")

@@ -248,7 +248,9 @@ class LedgerAudit:
                 report.fail(f"ticket {number} ended {len(lines)} times: {states}")
             if sum(line.state == "trained" for line in lines) > 1:
                 report.trained_twice.add(number)
-        unfinished = self.open - (self._waiting.keys() if self._shortened else set())
+        unfinished = set(self.open)
+        if self._shortened:
+            unfinished -= self._waiting.keys()
         if self.is_done and unfinished:
             report.lost |= unfinished
             report.fail_all(
@@ -258,10 +260,9 @@ class LedgerAudit:
 
     def _check_records(self) -> None:
         report = self._report
-        first = min(self.records, default=1)
-        missing = (
-            set(range(first if self._first_step else 1, self.position + 1)) - self.records.keys()
-        )
+        # A ledger file of a run that began without one starts with a later record.
+        first = min(self.records, default=1) if self._first_step else 1
+        missing = set(range(first, self.position + 1)) - self.records.keys()
         report.fail_all("records {} of the samples log have no line in the ledger file", missing)
         report.lost_records += len(missing)
         for seq, lines in sorted(self.records.items()):

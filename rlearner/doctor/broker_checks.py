@@ -141,6 +141,7 @@ def judge_address(
     if info.get("cluster"):
         text += f", cluster {info['cluster']}"
     if not info.get("jetstream"):
+        # An address that nobody named is not used; `rlearner up` starts a broker of its own.
         status: Status = "missing" if is_named else "warning"
         return _finding(name, status, f"{text}, without JetStream", "nats-server -js  # restart it")
     numbers = tuple(int(part) for part in version.split("-")[0].split(".") if part.isdigit())

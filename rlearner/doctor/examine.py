@@ -43,11 +43,13 @@ def examine(path: str | None, overrides: Sequence[str] = ()) -> list[PreflightFi
     Raises:
         UserError: if the file cannot be read, or holds something that is not allowed.
     """
-    config = load(path, overrides) if path is not None else None
     if path is None and overrides:
         raise UserError(f"{overrides[0]!r}: an override needs a CONFIG to change")
-    resolved = with_defaults(config) if config is not None else None
-    needs = requirements_of(resolved) if resolved is not None else MachineRequirements()
+    resolved: dict[str, Any] | None = None
+    needs = MachineRequirements()
+    if path is not None:
+        resolved = with_defaults(load(path, overrides))
+        needs = requirements_of(resolved)
     findings: list[PreflightFinding] = []
     # The checks mostly wait for small programs, so threads are enough.
     with ThreadPoolExecutor(max_workers=4) as pool:
@@ -112,8 +114,9 @@ def _machine_checks(config: dict[str, Any], needs: MachineRequirements) -> list[
 def _check_machine(needs: MachineRequirements) -> list[PreflightFinding]:
     resources = machine.measure_machine(needs.run_dir)
     findings = machine.machine_findings(resources, needs, machine.model_bytes(needs.model_path))
-    unwritable = store_finding(Path(needs.run_dir).absolute())
-    return findings if unwritable is None else [*findings, unwritable]
+    if (unwritable := store_finding(Path(needs.run_dir).absolute())) is not None:
+        findings.append(unwritable)
+    return findings
 
 
 def python(version: tuple[int, ...] = sys.version_info[:3]) -> list[PreflightFinding]:

@@ -51,6 +51,7 @@ def main() -> None:
     """Print one JSON object: by role why it cannot run the copy, empty if it can."""
     order = json.loads(sys.argv[1])
     warnings.simplefilter("ignore")
+    # The machine may run other processes of the user; a small model needs no more.
     torch.set_num_threads(2)
     try:
         folder = build_small(
@@ -72,6 +73,7 @@ def _find_problem(run: Callable[..., None], folder: Path, plain: Any, trust: boo
     try:
         run(folder, plain, trust=trust)
     except Exception as error:  # noqa: BLE001 - it is the answer
+        # The key and value are those of the small copy, which says nothing to the user.
         return error.allowed if isinstance(error, ConfigError) else _one_line(error)
     return ""
 

@@ -53,7 +53,7 @@ def family_findings(config: Mapping[str, Any]) -> list[PreflightFinding]:
         check_served(family if is_served else None)
     if not settings or family is not None:
         return []
-    roles = ["learner", *(["engine"] if is_served else [])]
+    roles = ["learner", *["engine"] * is_served]
     name = settings.get("model_type")
     answer = run_trial(folder, roles, trust_remote_code=bool(model.get("trust_remote_code")))
     if role := next((role for role in roles if answer.get(role)), ""):

@@ -21,7 +21,9 @@ LACKS = 1
 
 def exit_code(findings: Sequence[PreflightFinding]) -> int:
     """Return 1 if something needed is missing, else 0."""
-    return LACKS if any(finding.status == "missing" for finding in findings) else RUNS
+    if any(finding.status == "missing" for finding in findings):
+        return LACKS
+    return RUNS
 
 
 def table(findings: Sequence[PreflightFinding], subject: str) -> str:

@@ -85,7 +85,12 @@ def find_gpus() -> tuple[list[GpuInfo], str]:
     try:
         query = [smi, f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
         answer = subprocess.run(
-            query, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False
+            # A driver in trouble may hang, which must not hang the doctor.
+            query,
+            capture_output=True,
+            text=True,
+            timeout=SMI_TIMEOUT_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return [], f"nvidia-smi: {error}"
@@ -131,13 +136,11 @@ def gpu_findings(
             as many as ``gpus``.
     """
     count = max(len(gpus), num_devices or 0)
-    cuda = [_check_cuda(gpus, torch, needs, count)] if torch else []
-    return [
-        *_check_devices(gpus, problem, needs, count),
-        *cuda,
-        _nccl_finding(torch, count),
-        *_check_weights(torch, needs, count),
-    ]
+    findings = _check_devices(gpus, problem, needs, count)
+    if torch is not None:
+        findings.append(_check_cuda(gpus, torch, needs, count))
+    findings.append(_nccl_finding(torch, count))
+    return findings + _check_weights(torch, needs, count)
 
 
 def gpu_obstacle(gpus: Sequence[GpuInfo], problem: str, torch: TorchBuild | None) -> str:
@@ -187,8 +190,8 @@ def _check_weights(
     torch: TorchBuild | None, needs: MachineRequirements, count: int
 ) -> list[PreflightFinding]:
     """Return how weights will travel to servers at each place; a pair without a way is missing."""
-    usable = count if torch is not None and torch.cuda else 0
-    pairs = weight_pairs(needs.weights, usable)
+    can_use_gpus = torch is not None and bool(torch.cuda)
+    pairs = weight_pairs(needs.weights, count * can_use_gpus)
     # The last pair is another host, which a run may not have.
     is_unreachable = not any(pair.carrier for pair in pairs[:-1])
     findings = []
@@ -270,9 +273,9 @@ def _check_cuda(
 def _nccl_finding(torch: TorchBuild | None, count: int) -> PreflightFinding:
     if torch is None or not torch.cuda:
         return _finding("NCCL", "absent", "not in this torch; weights go by gloo")
-    return _finding(
-        "NCCL", "ok", torch.nccl + ("" if count > 1 else "; used only with two GPUs or more")
-    )
+    if count > 1:
+        return _finding("NCCL", "ok", torch.nccl)
+    return _finding("NCCL", "ok", f"{torch.nccl}; used only with two GPUs or more")
 
 
 def _version_numbers(version: str) -> tuple[int, ...]:

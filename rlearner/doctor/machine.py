@@ -81,9 +81,9 @@ def _disk_usage(path: str) -> Any:
 
 def model_bytes(path: str | None) -> tuple[int, int]:
     """Return the bytes of a local model's weights and of one parameter; (0, 4) if not local."""
-    folder = Path(path).expanduser() if path else None
-    if folder is None or not folder.is_dir():
+    if not path or not Path(path).expanduser().is_dir():
         return 0, 4
+    folder = Path(path).expanduser()
     files = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
     size = sum(file.stat().st_size for file in files)
     try:
@@ -142,10 +142,14 @@ def _check_disk(
         text = f"{machine.disk_of}: the free space is unknown"
         return _finding("disk", "warning", text, f"df -h {machine.disk_of}")
     size, width = weights
-    whole = size if size <= needs.whole_gib * GIB else 0
+    checkpoint_bytes = 0
+    # A small enough model is also kept in Hugging Face format.
+    if size <= needs.whole_gib * GIB:
+        checkpoint_bytes += size
     # Adapters are tiny compared with the model.
-    parts = 0 if "lora" in needs.plugins.values() else size + size // width * ADAM_BYTES
-    needed = SPARE_BYTES + needs.checkpoints * (whole + parts)
+    if "lora" not in needs.plugins.values():
+        checkpoint_bytes += size + size // width * ADAM_BYTES
+    needed = SPARE_BYTES + needs.checkpoints * checkpoint_bytes
     text = f"{machine.disk_free / GIB:.1f} GiB free in {machine.disk_of}"
     if machine.disk_free >= needed:
         return _finding("disk", "ok", text)

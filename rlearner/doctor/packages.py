@@ -151,7 +151,7 @@ def base_findings(
         if status == "ok" and (tested := TESTED.get(canonicalize_name(requirement.name))):
             text += f" (tested: {', '.join(tested)})"
         if status != "ok" or canonicalize_name(requirement.name) in CORE:
-            remedy = "" if status == "ok" else project.install("")
+            remedy = project.install("") if status != "ok" else ""
             findings.append(PreflightFinding("python", requirement.name, status, text, remedy))
     return findings
 

@@ -115,6 +115,7 @@ def require_fleet(config: dict[str, Any]) -> None:
 
 def format_finding(finding: PreflightFinding) -> str:
     """Format a finding in one line, with the command or setting that fixes it after the arrow."""
-    return "".join(
-        [f"{finding.name}: {finding.found}", f" -> {finding.remedy}" if finding.remedy else ""]
-    )
+    text = f"{finding.name}: {finding.found}"
+    if finding.remedy:
+        text += f" -> {finding.remedy}"
+    return text

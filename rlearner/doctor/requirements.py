@@ -119,15 +119,16 @@ def requirements_of(config: Mapping[str, Any]) -> MachineRequirements:
 
 
 def _needs_sandbox(domain: Mapping[str, Any]) -> bool:
-    isolation = domain.get("isolation") or ("sandbox" if domain.get("env") == "appworld" else "")
+    isolation = domain.get("isolation")
+    # AppWorld runs the model's programs, so it is isolated by default.
+    if isolation == "sandbox" or (not isolation and domain.get("env") == "appworld"):
+        return True
     programs = [
         reward.get("args") or {}
         for reward in domain.get("rewards") or []
         if reward.get("name") == "code"
     ]
-    return isolation == "sandbox" or any(
-        args.get("sandbox", "bubblewrap") != "none" for args in programs
-    )
+    return any(args.get("sandbox", "bubblewrap") != "none" for args in programs)
 
 
 def _data_files(config: Mapping[str, Any]) -> list[Any]:
@@ -153,13 +154,18 @@ def _weights_settings(
     declared = declaration(engine)
     lora = train.get("lora") or {}
     sends_adapters = bool(lora) and lora.get("send", "adapter") == "adapter"
+    workers = 0
+    workers_need = ""
+    if declared is not None:
+        workers = parallel * declared.workers_receive
+        workers_need = declared.workers_need
     return WeightsSettings(
         setting=train.get("weights_backend") or "auto",
         on_gpu=not str(train.get("device") or "auto").startswith("cpu"),
         engine=engine,
         to_device=declared is None or declared.weights_memory == "device",
-        workers=parallel if declared is not None and declared.workers_receive else 0,
-        workers_need=declared.workers_need if declared is not None else "",
+        workers=workers,
+        workers_need=workers_need,
         into=rollout.get("weights_into") or "auto",
         plain=train.get("weights_dtype") != "fp8" and not sends_adapters,
     )

@@ -65,9 +65,12 @@ def weight_pairs(settings: WeightsSettings, num_gpus: int) -> list[WeightPair]:
     if not settings.engine:
         return []
     on_gpu = settings.on_gpu and num_gpus > 0
-    places = [("on the learner's GPU", True, False)] if on_gpu else []
-    if not on_gpu or num_gpus > 1:
-        places.append(("on another GPU of this host" if on_gpu else "on this host", True, on_gpu))
+    # Place, whether it is the same host, whether the server has a GPU of its own.
+    places = [("on this host", True, False)]
+    if on_gpu:
+        places = [("on the learner's GPU", True, False)]
+        if num_gpus > 1:
+            places.append(("on another GPU of this host", True, True))
     places.append(("on another host", False, on_gpu))
     return [
         _pair_with_server(settings, place, same_host, own_gpu, on_gpu=on_gpu)
@@ -80,7 +83,11 @@ def _pair_with_server(
 ) -> WeightPair:
     workers: dict[Carrier, int] = {}
     if settings.workers and settings.plain:
-        impossible = (set() if same_host else READ) | (set() if own_gpu else {"nccl"})
+        impossible: set[Carrier] = set()
+        if not same_host:
+            impossible |= READ
+        if not own_gpu:
+            impossible.add("nccl")
         counts = of_workers(settings.into, settings.workers, on_gpu=on_gpu)
         workers = {carrier: count for carrier, count in counts.items() if carrier not in impossible}
     reads: Carrier | None = None

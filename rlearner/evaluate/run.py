@@ -115,7 +115,10 @@ async def evaluate(
         raise UserError(f"no task could be measured; see {folder / 'logs'}")
     result = result_of(completed[0], model, time.monotonic() - began, files)
     private_write(folder / "result.json", f"{json.dumps(result, indent=2)}\n".encode())
-    print(json.dumps(result) if as_json else visible(report(result, folder), newlines=True))
+    if as_json:
+        print(json.dumps(result))
+    else:
+        print(visible(report(result, folder), newlines=True))
 
 
 def _busy_message(folder: Path) -> str:

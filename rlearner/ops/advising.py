@@ -30,7 +30,10 @@ async def advise_run(options: argparse.Namespace) -> int:
     Raises:
         UserError: if a change is impossible, or the run has too few steps.
     """
-    requested = changes.parse(options.simulate) if options.simulate is not None else None
+    requested = None
+    # A wrong argument is reported before the run is read.
+    if options.simulate is not None:
+        requested = changes.parse(options.simulate)
     place = find_run(options.run_name, options.dir)
     metrics = place.folder / "metrics.jsonl"
     if damaged := damage(metrics):
@@ -74,7 +77,9 @@ def _advice_table(run: FittedRun, advice: Advice, desired: int) -> list[str]:
         lines.append(
             f"{change.text:{width}}  {change.samples_per_s:9.1f}  {_format_percent(change.gain):>7}"
         )
-    servers = "1 server reaches" if desired == 1 else f"{desired} servers reach"
+    servers = f"{desired} servers reach"
+    if desired == 1:
+        servers = "1 server reaches"
     lines += [
         "",
         f"{servers} 95 % of what any number of servers of this speed can; "

@@ -93,4 +93,7 @@ def _print_report(report: AuditReport, run: str, *, as_json: bool) -> None:
         print(visible(f"  {note}"))
     for problem in report.problems:
         print(visible(f"PROBLEM: {problem}"))
-    print("ok" if report.ok else f"NOT OK: {len(report.problems)} problems")
+    if report.ok:
+        print("ok")
+    else:
+        print(f"NOT OK: {len(report.problems)} problems")

@@ -70,11 +70,8 @@ def _read_side(place: RunPlace) -> dict[str, Any]:
     """Return what is compared of one run."""
     rows = read_lines(place.folder / "metrics.jsonl")
     starts = read_starts(place.folder)
-    figures = {
-        name: value
-        for name, value in (rows[-1] if rows else {}).items()
-        if name not in ("step", "time")
-    }
+    last = rows[-1] if rows else {}
+    figures = {name: value for name, value in last.items() if name not in ("step", "time")}
     # The newest evaluation is wanted, which not every step has.
     for row in rows:
         figures |= {name: value for name, value in row.items() if name.startswith("eval/")}
@@ -82,7 +79,7 @@ def _read_side(place: RunPlace) -> dict[str, Any]:
         newest = newest_checkpoint(place.folder / "checkpoints")
     except UserError:  # damaged
         newest = None
-    step = rows[-1]["step"] if rows else 0
+    step = last.get("step", 0)
     recorded: dict[str, Any] = starts[-1] if starts else {}
     side: dict[str, Any] = {name: dict(recorded.get(name) or {}) for name in RECORDED}
     if newest is not None and starts:
@@ -189,4 +186,6 @@ def _align_rows(rows: list[tuple[str, str, str, str]], width: int) -> Iterator[s
 
 
 def _cut_text(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"
+    if len(text) <= width:
+        return text
+    return f"{text[: width - 1]}…"

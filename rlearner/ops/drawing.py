@@ -30,7 +30,10 @@ async def draw_run(options: argparse.Namespace) -> int:
     paths = [draw_rewards(place.name, lines, place.folder / "reward.png")]
     paths += await asyncio.to_thread(render_before_and_after, place.folder)
     files = [str(path) for path in paths if path]
-    print(visible_json({"run": place.name, "files": files}) if options.json else "\n".join(files))
+    if options.json:
+        print(visible_json({"run": place.name, "files": files}))
+    else:
+        print("\n".join(files))
     return 0
 
 
@@ -70,7 +73,9 @@ def draw_rewards(run: str, lines: list[Row], out: Path) -> Path | None:
         marker="o",
     )
     names = domains_of(lines)
-    for name in names if len(names) > 1 else []:
+    if len(names) == 1:  # its curves would hide those of the whole run
+        names = []
+    for name in names:
         _plot_points(above, curve(lines, f"reward/{name}/mean"), name, linewidth=1)
         _plot_points(below, curve(lines, f"env/domain/{name}/success_rate"), name, linewidth=1)
         rates = curve(lines, f"eval/domain/{name}/success_rate")

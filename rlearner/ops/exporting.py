@@ -32,6 +32,7 @@ async def export_run(options: argparse.Namespace) -> int:
         raise UserError(f"{folder}: there is no checkpoint yet")
     step = checkpoint.step
     out = Path(options.out) if options.out else place.folder / "exported" / name_of(step)
+    # In a thread, because it writes for minutes and the event loop must receive signals.
     await asyncio.to_thread(export, checkpoint, out, int(options.max_shard_gib * 2**30))
     files = sorted(file.name for file in out.glob("*.safetensors"))
     if options.json:

@@ -35,8 +35,11 @@ async def create_key(options: argparse.Namespace) -> int:
         # Nobody has the secret, so the key must not stay valid.
         store.revoke(key.name)
         raise
-    text = f"{options.out}: API key {_describe_key(key)}; send it as Authorization: Bearer KEY"
-    print(visible_json({"file": options.out, **_to_json(key)}) if options.json else text)
+    if options.json:
+        print(visible_json({"file": options.out, **_to_json(key)}))
+    else:
+        description = _describe_key(key)
+        print(f"{options.out}: API key {description}; send it as Authorization: Bearer KEY")
     return 0
 
 
@@ -48,7 +51,7 @@ async def list_keys(options: argparse.Namespace) -> int:
         return 0
     for key in keys:
         print(_describe_key(key))
-    print(f"{len(keys)} API key{'' if len(keys) == 1 else 's'}", file=sys.stderr)
+    print(f"{len(keys)} API key{'s' * (len(keys) != 1)}", file=sys.stderr)
     return 0
 
 
@@ -59,8 +62,10 @@ async def revoke_key(options: argparse.Namespace) -> int:
         UserError: if there is no key of that name.
     """
     KeyStore().revoke(options.name)
-    text = f"{options.name}: servers refuse it from now on"
-    print(visible_json({"name": options.name, "revoked": True}) if options.json else text)
+    if options.json:
+        print(visible_json({"name": options.name, "revoked": True}))
+    else:
+        print(f"{options.name}: servers refuse it from now on")
     return 0
 
 

@@ -76,7 +76,7 @@ async def list_tokens(options: argparse.Namespace) -> int:
     for user in users:
         until = time.strftime("%Y-%m-%d %H:%M", time.localtime(user.expires_at))
         print(f"{user.name}  {user.role} of run {user.run}, until {until}")
-    print(f"{len(users)} token{'' if len(users) == 1 else 's'}", file=sys.stderr)
+    print(f"{len(users)} token{'s' * (len(users) != 1)}", file=sys.stderr)
     return 0
 
 

@@ -47,7 +47,9 @@ async def ask_learner(bus: Bus, action: Action, step: int = -1) -> wire.Operator
     except RequestFailed as error:
         processes = await census(bus, bus.run)
         states = [presence.state for presence in processes if presence.role == "learner"]
-        state = f"its learner is {states[0]}" if states else "no learner is running"
+        state = "no learner is running"
+        if states:
+            state = f"its learner is {states[0]}"
         raise UserError(f"run {bus.run} did not answer, {state}: {error}") from None
     if reply.state == "refused":
         raise UserError(f"run {bus.run}: {reply.detail}")
@@ -117,4 +119,8 @@ def _print_reply(action: Action, reply: wire.OperatorReply, *, as_json: bool) ->
         "step": reply.step,
         "detail": reply.detail,
     }
-    print(json.dumps(fields) if as_json else text_of(action, reply), flush=True)
+    # Flushed at once: another program may read it while the work goes on.
+    if as_json:
+        print(json.dumps(fields), flush=True)
+    else:
+        print(text_of(action, reply), flush=True)

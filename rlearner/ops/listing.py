@@ -125,6 +125,7 @@ class RunFiles:
             return TRAINING
         if is_held(self.folder):
             return "starting"
+        # Only `rlearner eval` writes a result.
         if (self.folder / "result.json").exists():
             return EVALUATION
         if self.step >= self.steps:
@@ -195,10 +196,11 @@ def _disk_size(path: Path) -> int:
 
 def _print_table(runs: list[RunSummary]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for title in ("run", "state", "steps", "size", "last change"):
-        table.add_column(
-            title, justify="right" if title in ("steps", "size") else "left", no_wrap=True
-        )
+    table.add_column("run", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("steps", no_wrap=True, justify="right")
+    table.add_column("size", no_wrap=True, justify="right")
+    table.add_column("last change", no_wrap=True)
     for run in runs:
         changed = f"{age(time.time() - run.changed)} ago"
         table.add_row(
@@ -210,7 +212,9 @@ def _print_table(runs: list[RunSummary]) -> None:
 def size_text(size_bytes: int) -> str:
     """Format a size in MiB or GiB."""
     mib = size_bytes / 2**20
-    return f"{mib:.1f} MiB" if mib < 1024 else f"{mib / 1024:.1f} GiB"
+    if mib < 1024:
+        return f"{mib:.1f} MiB"
+    return f"{mib / 1024:.1f} GiB"
 
 
 def age(seconds: float) -> str:

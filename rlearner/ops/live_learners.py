@@ -40,10 +40,9 @@ async def ask_broker_of_runs(
         censuses = await asyncio.gather(*(census(bus, run) for run in runs))
     finally:
         await bus.close()
-    return {
-        run: (
-            [presence for presence in processes if presence.role == "learner"],
-            "" if run in runs_of_broker else ", which no longer knows the run",
-        )
-        for run, processes in zip(runs, censuses, strict=True)
-    }
+    learners: dict[str, tuple[list[wire.Presence], str]] = {}
+    for run, processes in zip(runs, censuses, strict=True):
+        # A broker that has lost its store, or had another one before.
+        problem = "" if run in runs_of_broker else ", which no longer knows the run"
+        learners[run] = [presence for presence in processes if presence.role == "learner"], problem
+    return learners

@@ -176,7 +176,7 @@ def _is_named(presence: wire.Presence, roles: list[str]) -> bool:
 
 
 def _no_process_error(bus: Bus, place: RunPlace, roles: list[str], local: list[str]) -> UserError:
-    processes = f"no process {', '.join(roles)}" if roles else "no process"
+    processes = " ".join(["no process", ", ".join(roles)]).rstrip()
     text = f"run {place.name} has {processes} on the broker at {bus.link.where}"
     if local:
         text += f"; {place.folder / FOLDER} has {', '.join(local)}"

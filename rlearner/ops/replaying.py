@@ -43,7 +43,7 @@ async def replay_run(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         out = None
         if changed or options.out:
-            folder = Path(options.out) if options.out else free_folder(place.folder)
+            folder = Path(options.out or free_folder(place.folder))
             out = ReplayOutput(folder, config)
             stack.callback(out.close)
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlearner-replay-")))

@@ -115,7 +115,7 @@ def trajectory_of(
         env_reward = trajectory.reward_parts.get("env", 0.0)
         rewards[trajectory.turns[-1].end - 1] += trajectory.reward - env_reward
     numbers = {turn.start: number for number, turn in enumerate(trajectory.turns, start=1)}
-    measured = figures.by_position(trajectory) if figures is not None else {}
+    measured = {} if figures is None else figures.by_position(trajectory)
     pieces: list[dict[str, Any]] = []
     position = 0
     for span in [*spans(trajectory), {"start": len(ids), "end": len(ids)}]:
@@ -169,12 +169,13 @@ def text_of(group: dict[str, Any], tokens: bool) -> Iterator[str]:
         yield f"tokenizer: {group['tokenizer']}"
     for trajectory in group["trajectories"]:
         parts = ", ".join(f"{name} {value:g}" for name, value in trajectory["reward_parts"].items())
-        solved = "solved" if trajectory["success"] else "not solved"
-        greedy = ", greedy" if trajectory["greedy"] else ""
+        outcome = "solved" if trajectory["success"] else "not solved"
+        line = f"episode {trajectory['episode']}: reward {trajectory['reward']:g} ({parts})"
+        line += f", {outcome}, {trajectory['end']}"
+        if trajectory["greedy"]:
+            line += ", greedy"
         yield ""
-        reward = f"reward {trajectory['reward']:g} ({parts})"
-        end = trajectory["end"]
-        yield f"episode {trajectory['episode']}: {reward}, {solved}, {end}{greedy}"
+        yield line
         for piece in trajectory["pieces"]:
             yield from _piece_lines(piece)
             if tokens:
@@ -188,9 +189,9 @@ def _piece_lines(piece: dict[str, Any]) -> Iterator[str]:
     else:
         mean = piece["logprob"] / (piece["end"] - piece["start"])
         score = f"reward {piece['reward']:g}, logprob {piece['logprob']:.4f} (mean {mean:.4f})"
-        valid = "" if piece["valid"] else ", no valid action"
         source = f"{piece['server']}, version {piece['policy_version']}"
-        yield f"  turn {piece['turn']}, {span}: {source}, {score}, {piece['finish_reason']}{valid}"
+        line = f"  turn {piece['turn']}, {span}: {source}, {score}, {piece['finish_reason']}"
+        yield line if piece["valid"] else f"{line}, no valid action"
     yield from (f"    | {line}" for line in piece["text"].split("\n"))
 
 

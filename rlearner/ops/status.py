@@ -154,7 +154,10 @@ async def on_broker(bus: Bus) -> dict[str, Any]:
     """Return the status in the broker: desired state, processes, queue depths, offered weights."""
     spec = await bus.key_value(RUNS).get(bus.run)
     desired = await bus.key_value(CONTROL).get(bus.run)
-    state = desired[0] if desired and isinstance(desired[0], wire.DesiredState) else None
+    # Without an entry the processes run.
+    state = wire.DesiredState(state="running")
+    if desired and isinstance(desired[0], wire.DesiredState):
+        state = desired[0]
     census_rows = [
         {name: getattr(presence, name) for name in PROCESS}
         for presence in await census(bus, bus.run)
@@ -178,8 +181,8 @@ async def on_broker(bus: Bus) -> dict[str, Any]:
     return {
         "broker": bus.link.where,
         "epoch": spec[0].epoch if spec and isinstance(spec[0], wire.RunSpec) else 0,
-        "desired": state.state if state else "running",
-        "reason": state.reason if state else "",
+        "desired": state.state,
+        "reason": state.reason,
         "learner": learner,
         "processes": sorted(census_rows, key=lambda row: (row["role"], row["id"])),
         "queues": queues,
@@ -206,16 +209,17 @@ async def _newest_offer(bus: Bus) -> dict[str, Any] | None:
 
 def text_of(status: Mapping[str, Any], now: float) -> list[str]:
     """Return the lines of the text output."""
-    ago = f", {_format_age(now - status['step_at'])} ago" if status["step_at"] else ""
-    lines = [
-        *missing_learner_lines(status),
-        f"run {status['run']}: step {status['step']} of {status['steps']}{ago}",
-    ]
+    head = f"run {status['run']}: step {status['step']} of {status['steps']}"
+    if status["step_at"]:
+        head += f", {_format_age(now - status['step_at'])} ago"
+    # The most important line comes first.
+    lines = [*missing_learner_lines(status), head]
     if status["broker"] is None:
         lines.append(f"  broker       {status['broker_error']}")
     else:
-        reason = f" ({status['reason']})" if status["reason"] else ""
-        wish = f"wants it {status['desired']}{reason}"
+        wish = f"wants it {status['desired']}"
+        if status["reason"]:
+            wish += f" ({status['reason']})"
         lines.append(f"  broker       {status['broker']}, {wish}, epoch {status['epoch']}")
     lines.append(f"  tickets      {_format_pairs(status['tickets'].items()) or 'none yet'}")
     if status["dead"]:
@@ -307,4 +311,6 @@ def missing_learner_lines(status: Mapping[str, Any]) -> list[str]:
 def _format_age(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

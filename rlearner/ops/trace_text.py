@@ -22,13 +22,15 @@ def text_of(trace: Mapping[str, Any]) -> list[str]:
     elif "detail" in trace:
         lines.append(f"  held        {trace['detail']}")
     record = trace["record"]
-    at = f", stored at {record['stored_at']}" if record["stored_at"] else ""
-    lines.append(f"  record      {record['seq'] or 'none'}, {record['source']}{at}")
+    lines.append(f"  record      {record['seq'] or 'none'}, {record['source']}")
+    if record["stored_at"]:
+        lines[-1] += f", stored at {record['stored_at']}"
     if "oldest_version" in trace:
         lines.append(f"  versions    {trace['oldest_version']} to {trace['newest_version']}")
     if "step" in trace:
-        at = f" at {trace['step_time']}" if trace["step_time"] else ""
-        lines.append(f"  trained in  step {trace['step']}{at}")
+        lines.append(f"  trained in  step {trace['step']}")
+        if trace["step_time"]:
+            lines[-1] += f" at {trace['step_time']}"
     if trace["duplicates"]:
         lines.append(f"  duplicates  records {', '.join(str(seq) for seq in trace['duplicates'])}")
     for trajectory in trace.get("trajectories", []):

@@ -68,7 +68,9 @@ def _step_time(folder: Path, step: int) -> str:
     """Return when the step's line was written, as ISO 8601 in UTC."""
     rows = read_lines(folder / "metrics.jsonl")
     times = [float(row["time"]) for row in rows if row["step"] == step and "time" in row]
-    return datetime.fromtimestamp(times[0], UTC).isoformat(timespec="milliseconds") if times else ""
+    if not times:
+        return ""
+    return datetime.fromtimestamp(times[0], UTC).isoformat(timespec="milliseconds")
 
 
 def ticket_lines(place: RunPlace, ticket: int) -> list[ledger_file.LedgerLine]:

@@ -27,7 +27,7 @@ class Workload:
 
     @property
     def reward_gpus(self) -> int:
-        return 1 if self.rewards is not None else 0
+        return int(self.rewards is not None)
 
     def without(self, *keys: str) -> Workload:
         """Return the same run, whose configuration leaves these choices open, too."""
@@ -126,8 +126,8 @@ def is_shared(work: Workload, machine: Machine) -> bool:
 
 def most_ranks(work: Workload, machine: Machine) -> int:
     """Return how many GPUs a learner may have, so that a server and reward models have theirs."""
-    alone = work.demands.serve is None or is_shared(work, machine)
-    return machine.gpus - work.reward_gpus - (0 if alone else 1)
+    has_servers = work.demands.serve is not None and not is_shared(work, machine)
+    return machine.gpus - work.reward_gpus - has_servers
 
 
 def serving(work: Workload, machine: Machine) -> dict[ServerLayout, ServerMemory]:

@@ -184,8 +184,9 @@ def _read_serving(config: dict[str, Any]) -> ServeFacts | None:
         # Half of engine hf's slots keep prefixes of conversations that wait for their next turn.
         has_prefixes = rollout["prefix_cache"] and engine == "hf"
         slots = rollout["max_running"] * (1 + has_prefixes)
-    key, default = SHARES.get(engine, ("", 0.0))
-    share = args.get(key)
+    key, share = SHARES.get(engine, ("", 0.0))
+    if args.get(key) is not None:
+        share = args[key]
     return ServeFacts(
         engine=engine,
         running=rollout["max_running"],
@@ -193,7 +194,7 @@ def _read_serving(config: dict[str, Any]) -> ServeFacts | None:
         prefill=rollout["prefill_tokens"],
         slots=slots,
         kv_gib=args.get("kv_cache_gib"),
-        share=float(default if share is None else share),
+        share=float(share),
     )
 
 
@@ -201,8 +202,8 @@ def _staging_bytes(train: TrainSection, model: ModelFacts, lora: int) -> int:
     if train.lora and train.lora.send == "adapter":
         return 4 * lora
     itemsizes = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
-    itemsize = itemsizes[train.weights_dtype] if train.weights_dtype else model.itemsize
-    return model.parameters * itemsize
+    # Without a dtype of their own, weights are sent as they are.
+    return model.parameters * itemsizes.get(train.weights_dtype or "", model.itemsize)
 
 
 def lora_parameters(lora: LoraSection, model: ModelFacts) -> int:

@@ -17,6 +17,9 @@ from rlearner.plan.training_memory import LearnerLayout
 DENSE: Final = 64
 POWERS: Final = (1, 2, 4, 8)
 BOOLEANS: Final = (False, True)
+# Megatron and DeepSpeed have further choices.
+ONE_RANK_BACKENDS: Final = ("torch",)
+RANKS_BACKENDS: Final = ("ddp", "fsdp2")
 
 
 def learner_layouts(
@@ -29,7 +32,7 @@ def learner_layouts(
         if not demands.allows(train__gradient_checkpointing=checkpointing):
             continue
         if demands.allows(train__optimizer_offload=offload):
-            for backend in ("torch",) if ranks == 1 else ("ddp", "fsdp2"):
+            for backend in ONE_RANK_BACKENDS if ranks == 1 else RANKS_BACKENDS:
                 if demands.allows(train__backend=backend):
                     yield LearnerLayout(
                         backend, ranks, checkpointing=checkpointing, offload=offload

@@ -36,7 +36,7 @@ class Misfit:
 
 def find_misfit(work: Workload, machine: Machine) -> Misfit:
     """Return why no layout of a run fits."""
-    size = f"{machine.gpus} GPU{'s' if machine.gpus > 1 else ''} of {machine.memory / GIB:g} GiB"
+    size = f"{_count_gpus(machine.gpus)} of {machine.memory / GIB:g} GiB"
     if work.rewards is not None and work.rewards.total() > machine.available:
         need = work.rewards.total()
         available = machine.available
@@ -129,7 +129,7 @@ def _server_misfit(work: Workload, machine: Machine) -> Misfit | None:
 
 
 def _count_gpus(number: int) -> str:
-    return f"{number} GPU{'s' if number != 1 else ''}"
+    return f"{number} GPU{'s' * (number != 1)}"
 
 
 def _largest_part(memory: Memory) -> str:

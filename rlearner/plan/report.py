@@ -63,7 +63,9 @@ def _memory_rows(title: str, gpus: str, memory: Memory) -> list[str]:
 
 
 def _format_size(number: float) -> str:
-    return f"{number / GIB:7.2f} GiB" if number >= GIB / 10 else f"{number / 2**20:7.2f} MiB"
+    if number >= GIB / 10:
+        return f"{number / GIB:7.2f} GiB"
+    return f"{number / 2**20:7.2f} MiB"
 
 
 def as_json(plans: Sequence[Plan], model: ModelFacts, demands: Demands, machine: Machine) -> str:

@@ -49,7 +49,8 @@ def plan_run(options: argparse.Namespace) -> int:
                 f"run {run} exists in {folder}: the scripts continue it; "
                 "for a new run, set run.name"
             )
-    print((as_json if options.json else as_text)(plans, work.model, work.demands, machine))
+    format_plans = as_json if options.json else as_text
+    print(format_plans(plans, work.model, work.demands, machine))
     for note in notes:
         print(note, file=sys.stderr)
     return 0

@@ -62,6 +62,7 @@ def script(plan: Plan, machine: Machine, host: int, run: str, environments: int)
     lines = launch_lines(plan, machine, host, environments)
     if any(line.startswith("token ") for line in lines):
         head.append(COPIED if host else TOKEN)
+    # The trap ends what runs in the background.
     body = [f'{line} pids="$pids $!"' if line.endswith("&") else line for line in lines]
     # A host without the learner has nothing in the foreground.
     if lines and lines[-1].endswith("&"):
@@ -79,13 +80,13 @@ def launch_lines(plan: Plan, machine: Machine, host: int, environments: int) -> 
         return ['rlearner up "$CONFIG" run.name="$RUN" --share-gpus']
     has_hosts = machine.hosts > 1
     lines = list[str]()
-    broker = BROKER if has_hosts else ""
+    broker = BROKER * has_hosts
     for launch in launches(plan, machine, host, environments):
         login = f' --join "$here/$RUN.{launch.role}.token"' if launch.joins else broker
         options = "".join(f" {option}" for option in launch.options)
         match launch.role:
             case "broker":
-                bind = ' --bind "$HOST0" --port 4222' if has_hosts else ""
+                bind = ' --bind "$HOST0" --port 4222' * has_hosts
                 lines.append(f"broker serve{bind} &")
                 roles = joining_roles(plan, machine)
                 lines += [WAIT_FOR_BROKER] * bool(roles) + [f"token {role}" for role in roles]

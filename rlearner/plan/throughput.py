@@ -50,7 +50,9 @@ class StepTimes:
 
     @property
     def step_s(self) -> float:
-        return self.train_s + self.generate_s if self.shared else max(self.train_s, self.generate_s)
+        if self.shared:
+            return self.train_s + self.generate_s
+        return max(self.train_s, self.generate_s)
 
 
 def train_seconds(
@@ -96,7 +98,9 @@ def _collective_bytes(
     if layout.backend == "fsdp2" or layout.stage == 3:
         return turns * (2.0 * whole + 4.0 * trained)
     if layout.backend == "deepspeed":
-        return turns * 4.0 * trained * (2 if layout.stage == 1 else 1) + trained * model.itemsize
+        # Stage 1 keeps whole gradients, which take an all-reduce: twice the bytes.
+        gradients = turns * 4.0 * trained * (1 + (layout.stage == 1))
+        return gradients + trained * model.itemsize
     num_bytes = 0.0
     if layout.copies > 1:
         num_bytes += 2.0 * 4.0 * trained / layout.parts

@@ -60,13 +60,17 @@ class LearnerLayout:
     @property
     def words(self) -> str:
         """The layout in words."""
-        text = f"{self.backend} stage {self.stage}" if self.stage else self.backend
+        text = self.backend
+        if self.stage:
+            text += f" stage {self.stage}"
         if self.parts > 1:
             text += f" tensor {self.tensor} x pipeline {self.pipeline} x {self.copies} copies"
-        text += f" on {self.ranks} GPU{'s' if self.ranks > 1 else ''}"
+        text += f" on {self.ranks} GPU{'s' * (self.ranks > 1)}"
         notes = ["gradient checkpointing"] * self.checkpointing
         notes += ["optimizer in host memory"] * self.offload
-        return f"{text} ({', '.join(notes)})" if notes else text
+        if notes:
+            text += f" ({', '.join(notes)})"
+        return text
 
 
 @dataclass(frozen=True)
@@ -189,10 +193,13 @@ def _step_moments(model: ModelFacts, train: TrainFacts, layout: LearnerLayout) -
     acts = model.activations
     place: Place = "host" if train.activation_offload else "gpu"
     # A stage of p keeps p slices of its 1/p of the blocks: as much as one slice of all of them.
-    saved = acts.stream * len(model.blocks) if layout.checkpointing else _saved_bytes(acts, layout)
+    saved = _saved_bytes(acts, layout)
+    content = "what blocks save for the backward pass"
+    if layout.checkpointing:
+        saved = acts.stream * len(model.blocks)
+        content = "block inputs"
     # The output layer reads the trained positions of the last stream.
     ends = acts.outside + acts.stream
-    content = "block inputs" if layout.checkpointing else "what blocks save for the backward pass"
     text = f"{tokens:,} tokens x {saved + ends:,.0f} bytes: {content} (traced)"
     all_blocks = Part("activations", tokens * (saved + ends), text, place)
     all_but_one = Part("activations", tokens * saved * (1 - 1 / len(model.blocks)), text, place)
@@ -245,7 +252,9 @@ def _logprobs_part(model: ModelFacts, train: TrainFacts, layout: LearnerLayout) 
 
 
 def _output_gradient(model: ModelFacts, train: TrainFacts, layout: LearnerLayout) -> float:
-    return 0 if train.lora_parameters else model.itemsize * model.embedding / layout.tensor
+    if train.lora_parameters:
+        return 0
+    return model.itemsize * model.embedding / layout.tensor
 
 
 def _gradient_parts(
@@ -258,7 +267,7 @@ def _gradient_parts(
     if train.lora_parameters:
         return no_part, no_part, no_part
     # The gradient of a tied matrix is complete only after the embeddings' own.
-    tied = model.embedding if model.tied else 0
+    tied = model.embedding * model.tied
     matrix = _output_gradient(model, train, layout)
     sums = Part(
         "embeddings",

@@ -57,7 +57,7 @@ def write_plan(
         UserError: if a file cannot be written, or the folder holds another plan.
     """
     out = Path(folder)
-    number = f"{plan.servers} server{'' if plan.servers == 1 else 's'}"
+    number = f"{plan.servers} server{'s' * (plan.servers != 1)}"
     settings = merged(overrides, nested(changed_keys(plan, demands)))
     text = yaml.safe_dump({"inherit": str(source.resolve())} | settings, sort_keys=False)
     contents = {out / CONFIG: f"# By rlearner plan: {plan.learner.words}; {number}.\n{text}"}
@@ -66,6 +66,7 @@ def write_plan(
             plan, machine, host, run=run, environments=demands.environments
         )
     try:
+        # All files are compared before the first is written, so that no two plans mix.
         for file in sorted({*contents, *out.glob("host-[0-9]*.sh")}, reverse=True):
             if file.exists() and (
                 file not in contents or file.read_text(encoding="utf-8") != contents[file]
@@ -83,6 +84,7 @@ def write_plan(
         if isinstance(error, OSError):
             problem = error.strerror
         raise UserError(f"--write {folder}: {problem}; {REMEDY}") from None
+    # The written file must be one that the processes accept.
     validate(load(str(out / CONFIG)), checks=())
     return list(contents)
 

@@ -43,10 +43,12 @@ def tickets_by_step(lines: Iterable[LedgerLine]) -> dict[int, list[int]]:
 
 def tensors_digest(path: Path) -> str:
     """Return the digest of a checkpoint's tensors (weights, optimizer, schedule, RNG) in hex."""
+    # The names of the files count, so that swapped files differ.
     whole = hashlib.sha256()
     for file in sorted(path.rglob("*.safetensors")):
         whole.update(str(file.relative_to(path)).encode() + b"\0")
         with file.open("rb") as data:
+            # In blocks, because a checkpoint may be larger than memory.
             while block := data.read(1 << 24):
                 whole.update(block)
     return whole.hexdigest()[:16]

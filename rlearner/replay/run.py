@@ -70,6 +70,7 @@ class ReplayTraining:
                 )
             consumer = RecordConsumer(self.ledger, self.training)
             consumer.resume(self._arrived())
+            # The live learner opened its credit at this point, too.
             self.ledger.open_credit()
             while self.ledger.state.version < until:
                 if not self.ledger.full:

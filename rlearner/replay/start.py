@@ -100,7 +100,8 @@ def _first_rules(samples: Path) -> TicketRules:
     """
     frame = archive.find_frame(samples, 1)
     message = frame.record().message if frame else None
-    update = rules_change(message).record if isinstance(message, wire.RulesChange) else None
-    if not isinstance(update, RulesUpdate):
-        raise UserError(f"{samples}: record 1, which sets the run's rules, is missing")
-    return update.rules
+    if isinstance(message, wire.RulesChange):
+        update = rules_change(message).record
+        if isinstance(update, RulesUpdate):
+            return update.rules
+    raise UserError(f"{samples}: record 1, which sets the run's rules, is missing")

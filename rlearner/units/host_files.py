@@ -54,7 +54,9 @@ class Fleet:
     @property
     def first(self) -> str:
         """Address of the first host, which has the broker; empty if there is no other."""
-        return next(iter(self.hosts.values())) if len(self.hosts) > 1 else ""
+        if len(self.hosts) == 1:
+            return ""
+        return next(iter(self.hosts.values()))
 
     @property
     def broker(self) -> str:
@@ -108,7 +110,10 @@ def _unit_name(fleet: Fleet, launch: Launch) -> str:
 
 def _launch_options(fleet: Fleet, launch: Launch, rank: int) -> list[str]:
     """Return what the unit's ExecStart does not say."""
-    options = list(launch.options[2:] if launch.role == "rollout" else launch.options)
+    options = list(launch.options)
+    # The unit's name gives the GPUs of a rollout server.
+    if launch.role == "rollout":
+        options = options[2:]
     if launch.role == "broker" and fleet.first:
         options += ["--bind", fleet.first, "--port", str(PORT)]
     if launch.nodes > 1:

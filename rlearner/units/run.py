@@ -171,6 +171,7 @@ def _write_files(folder: Path, files: dict[str, str]) -> None:
     try:
         for name, text in files.items():
             file = folder / name
+            # All are compared before the first is written.
             if file.exists() and file.read_text(encoding="utf-8") != text:
                 raise UserError(
                     f"--write {folder}: {file} holds something else; "

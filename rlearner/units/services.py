@@ -129,7 +129,7 @@ def render(service: Service) -> str:
         "[Unit]",
         f"Description={service.about}",
         "Wants=network-online.target",
-        f"After=network-online.target{'' if service.is_broker else f' {BROKER_NAME}'}",
+        f"After=network-online.target {'' if service.is_broker else BROKER_NAME}".rstrip(),
         f"PartOf={TARGET_NAME}",
         "# a process that crashes all the time: systemctl reset-failed, once it is fixed",
         "StartLimitIntervalSec=900",

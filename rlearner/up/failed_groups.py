@@ -71,8 +71,10 @@ class FailedGroups:
 
     def line(self, logs: Path) -> str:
         """Return the count, the last failure, and the log to read."""
-        groups = "group" if self.total == 1 else "groups"
-        trained = f"{self.trained} trained" if self.trained else "none trained yet"
+        groups = f"group{'s' * (self.total != 1)}"
+        trained = f"{self.trained or 'none'} trained"
+        if not self.trained:
+            trained += " yet"
         # `up` names the logs of its processes so.
         role = next(
             (role for role in ("rewardhub", "envhub") if self.by.startswith(role)), "learner"

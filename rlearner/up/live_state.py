@@ -31,7 +31,9 @@ def duration(seconds: float) -> str:
     whole = max(0, round(seconds))
     hours, remainder = divmod(whole, 3600)
     minutes, secs = divmod(remainder, 60)
-    return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
+    if hours:
+        return f"{hours}:{minutes:02d}:{secs:02d}"
+    return f"{minutes}:{secs:02d}"
 
 
 @dataclass

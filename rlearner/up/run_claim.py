@@ -74,7 +74,8 @@ def _live_message(folder: Path, run: str) -> str:
     file = folder / UP_LOCK
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     pid = next((line for line in reversed(lines) if line.isdecimal()), "unknown")
-    at = f" at {lines[-1]}" if lines and "://" in lines[-1] else ""
-    return (
-        f"run {run} is live{at} (`rlearner up`, process {pid}); `rlearner status {folder}` shows it"
-    )
+    state = "is live"
+    # The address comes after the process id, once the broker runs.
+    if lines and "://" in lines[-1]:
+        state += f" at {lines[-1]}"
+    return f"run {run} {state} (`rlearner up`, process {pid}); `rlearner status {folder}` shows it"

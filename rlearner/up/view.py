@@ -93,6 +93,7 @@ def health(board: LiveRunState) -> RenderableType:
     rows = [_process_row(presence) for presence in processes]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for number, title in enumerate(("process", "state", "pid", "version", "running", "waiting")):
+        # Without a minimum rich shrinks these columns before the last one.
         width = max(len(title), *(len(row[number]) for row in rows), 0)
         table.add_column(
             title, justify="left" if number < 2 else "right", no_wrap=True, min_width=width
