@@ -129,7 +129,7 @@ async def open_services(
         watch=watch,
         stop=stop,
         say=status.say_waiting,
-        written=newest_step,
+        newest_step=newest_step,
         pressed=lambda: gate.pressed,
     )
     gate = StoreGate(

@@ -44,20 +44,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
 
     def run() -> int:
-        options = _parse(list(sys.argv[1:] if argv is None else argv))
+        options = _parse_arguments(list(sys.argv[1:] if argv is None else argv))
         return int(options.run(options))
 
     return enter(run)
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
+def _parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser()
-    options, rest = parser.parse_known_args(arguments)
-    if rest:  # key=value or a ROLE after an option
-        several = next((name for name in ("overrides", "roles") if hasattr(options, name)), None)
-        if several is None or any(one.startswith("-") for one in rest):
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
-        setattr(options, several, [*getattr(options, several), *rest])
+    options, extra = parser.parse_known_args(arguments)
+    # argparse does not continue a list of positional arguments (key=value, ROLE) after an option.
+    if extra:
+        target = next((name for name in ("overrides", "roles") if hasattr(options, name)), None)
+        if target is None or any(argument.startswith("-") for argument in extra):
+            parser.error(f"unrecognized arguments: {' '.join(extra)}")
+        setattr(options, target, [*getattr(options, target), *extra])
     return options
 
 
@@ -84,13 +85,13 @@ def make_parser() -> argparse.ArgumentParser:
     start.add_argument("--gpus", default="auto", metavar="LIST", help=text)
     up_cli.add_share_gpus(start)
     nodes.add_options(start)
-    start.set_defaults(run=_start)
+    start.set_defaults(run=_start_learner)
     text = "validate a configuration, try your own code once, and print the complete configuration"
     check = _add_config_parser(commands, "check", text)
     text = "do not run and score a trial episode with your own code"
     check.add_argument("--no-trial", action="store_true", help=text)
     add_json(check, "print one JSON object: config, notes, and what this machine lacks as findings")
-    check.set_defaults(run=_check)
+    check.set_defaults(run=_check_config)
     new_cli.add_parser(commands)
     doctor_cli.add_parser(commands)
     plan_cli.add_parser(commands)
@@ -107,11 +108,11 @@ def make_parser() -> argparse.ArgumentParser:
     completion.add_argument(
         "shell", nargs="?", default="bash", choices=shells, help="which shell (%(default)s)"
     )
-    completion.set_defaults(run=_complete)
+    completion.set_defaults(run=_print_completion)
     return complete(parser, EXAMPLES)
 
 
-def _complete(options: argparse.Namespace) -> int:
+def _print_completion(options: argparse.Namespace) -> int:
     from broker.settings.completion import shell_code
 
     print(shell_code(options.shell))
@@ -124,7 +125,7 @@ def _add_config_parser(commands: Any, name: str, text: str) -> argparse.Argument
     return parser
 
 
-def _start(options: argparse.Namespace) -> int:
+def _start_learner(options: argparse.Namespace) -> int:
     from broker.runtime import process
     from broker.settings.runspec import load, validate
     from learner.gpu_selection import assign_gpus, forget_gpus, shared_devices
@@ -134,39 +135,46 @@ def _start(options: argparse.Namespace) -> int:
     from rlearner.doctor.preflight import format_finding, learner_findings, require_installed
     from rlearner.doctor.references import reference_findings
 
-    def settled(placement: Placement | None) -> tuple[dict[str, Any], int]:
+    def load_config(placement: Placement | None) -> tuple[dict[str, Any], int]:
         """Return the configuration, and the ranks of this node if there are several nodes."""
         has_size = placement is not None and placement.size is not None
-        loaded = forget_gpus(load(options.config, options.overrides), options, has_size=has_size)
-        asked = name_run(loaded, options.config)
-        here = 0
+        config = forget_gpus(load(options.config, options.overrides), options, has_size=has_size)
+        config = name_run(config, options.config)
+        num_here = 0
         if placement is None:
-            asked = assign_gpus(asked, options.gpus, share=options.share_gpus)
+            config = assign_gpus(config, options.gpus, share=options.share_gpus)
         else:
-            asked, here = lay_out(asked, placement, options.gpus, share=options.share_gpus)
-        config = validate(asked)
+            config, num_here = lay_out(config, placement, options.gpus, share=options.share_gpus)
+        config = validate(config)
         require_installed(learner_findings(config))
-        return config, here
+        return config, num_here
 
     def shared_here(config: dict[str, Any]) -> list[str]:
         return shared_devices(config, options.gpus) if options.share_gpus else []
 
     placement = place(options.nnodes, options.node_rank, options.rendezvous, os.environ)
+    # Other nodes than the first have no event loop: their ranks follow those of the first.
     if placement is not None and not placement.leads:
-        config, here = settled(placement)
-        return nodes.follow(placement, config, here, options, shared_here(config))
+        config, num_here = load_config(placement)
+        return nodes.follow(placement, config, num_here, options, shared_here(config))
 
     async def body(stop: process.Stop) -> int:
         logs.apply(options)
         process.serve_metrics(options, stop)
-        config, here = await asyncio.to_thread(settled, placement)
+        config, num_here = await asyncio.to_thread(load_config, placement)
         for finding in await asyncio.to_thread(reference_findings, config):
             log.warning("%s", format_finding(finding))
         if placement is None:
             return await train(config, stop, shared_here(config))
-        async with nodes.gathered(
-            placement, config, here, options, stop, shared_here(config)
-        ) as outcome:
+        gathered = nodes.gathered(
+            placement,
+            config,
+            num_here,
+            options=options,
+            stop=stop,
+            shared=shared_here(config),
+        )
+        async with gathered as outcome:
             outcome.code = await train(config, stop, outcome.shared)
             return outcome.code
 
@@ -176,6 +184,7 @@ def _start(options: argparse.Namespace) -> int:
         from rlearner.ops.folder_cleanup import removed_on_failure
 
         with (
+            # The line reads the folder, so it is printed before a failed start removes that.
             contextlib.suppress(process.Stopped),
             removed_on_failure(run_folder(config)),
             continue_line_at_exit(config, options.broker),
@@ -195,7 +204,7 @@ def _start(options: argparse.Namespace) -> int:
     return process.main("learner", body, stopped=EXIT_STOPPED)
 
 
-def _check(options: argparse.Namespace) -> int:
+def _check_config(options: argparse.Namespace) -> int:
     from broker.settings import timeouts
     from broker.settings.runspec import load, validate
     from learner.credit import capacity
@@ -209,7 +218,7 @@ def _check(options: argparse.Namespace) -> int:
         from learner.offline import config as offline
 
         checked = offline.validate(offline.pipeline_of(config), config)
-        found = learner_findings(checked)
+        findings = learner_findings(checked)
         notes = []
     else:
         checked = validate(config)
@@ -219,18 +228,20 @@ def _check(options: argparse.Namespace) -> int:
         notes = [
             timeouts.note(checked),
             *capacity.capacity_notes(checked),
-            *([own_sampling] if own_sampling else []),
         ]
-        found = fleet_findings(checked)
+        if own_sampling:
+            notes.append(own_sampling)
+        findings = fleet_findings(checked)
     run_folder(name_run(checked, options.config))  # fails where no folder can be created
     if options.json:
-        findings = [asdict(finding) for finding in found]
-        print(visible_json({"config": checked, "notes": list(notes), "findings": findings}))
+        rows = [asdict(finding) for finding in findings]
+        print(visible_json({"config": checked, "notes": list(notes), "findings": rows}))
         return 0
     print(to_yaml(checked), end="")
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    for finding in found:  # not an error: the processes may run on other machines
+    # Not an error: the processes may run on other machines.
+    for finding in findings:
         kind = "missing here" if finding.status == "missing" else "warning"
         print(f"{kind}: {format_finding(finding)}", file=sys.stderr)
     return 0

@@ -17,7 +17,10 @@ EXAMPLES: Final = {
     "rlearner start": [
         "rlearner start configs/quickstart.yaml run.name=quick --broker nats://127.0.0.1:4222",
         "rlearner start configs/gsm8k.yaml --gpus 0-3 model.path=Qwen/Qwen3-0.6B",
-        "rlearner start configs/quickstart.yaml run.name=quick --metrics-port 9465 telemetry.traces=100",
+        (
+            "rlearner start configs/quickstart.yaml run.name=quick --metrics-port 9465 "
+            "telemetry.traces=100"
+        ),
     ],
     "rlearner check": [
         "rlearner check configs/quickstart.yaml train.max_staleness=2",
@@ -26,12 +29,18 @@ EXAMPLES: Final = {
     "rlearner new": ["rlearner new lakes     # then: cd lakes && rlearner up lakes.yaml"],
     "rlearner doctor": ["rlearner doctor", "rlearner doctor configs/code.yaml --json"],
     "rlearner plan": [
-        "rlearner plan configs/gsm8k.yaml --gpus 8 --gpu-memory 80 model.path=Qwen/Qwen3-8B model.dtype=bfloat16",
+        (
+            "rlearner plan configs/gsm8k.yaml --gpus 8 --gpu-memory 80 model.path=Qwen/Qwen3-8B "
+            "model.dtype=bfloat16"
+        ),
         "rlearner plan configs/gsm8k.yaml --gpus 16 --hosts 2 --write plan rollout.engine=vllm",
     ],
     "rlearner units": [
         "rlearner units configs/quickstart.yaml run.name=lake",
-        "rlearner units configs/gsm8k.yaml --gpus 16 --hosts train=10.0.0.1,gen1=10.0.0.2 --host gen1 --write gen1",
+        (
+            "rlearner units configs/gsm8k.yaml --gpus 16 --hosts train=10.0.0.1,gen1=10.0.0.2 "
+            "--host gen1 --write gen1"
+        ),
     ],
     "rlearner completion": [
         'rlearner completion zsh     # use it: eval "$(rlearner completion)" in ~/.bashrc'
@@ -74,7 +83,10 @@ EXAMPLES: Final = {
     ],
     "rlearner exporter": [
         "rlearner exporter quick     # http://127.0.0.1:9464/metrics",
-        "rlearner exporter quick --broker nats://10.0.0.1:4222 --metrics-bind 0.0.0.0 --metrics-port 9500",
+        (
+            "rlearner exporter quick --broker nats://10.0.0.1:4222 --metrics-bind 0.0.0.0 "
+            "--metrics-port 9500"
+        ),
     ],
     "rlearner draw": ["rlearner draw quick"],
     "rlearner runs": ["rlearner runs", "rlearner runs /data/runs --json", "rlearner runs --prune"],
@@ -87,7 +99,10 @@ EXAMPLES: Final = {
     ],
     "rlearner api-key create": [
         "rlearner api-key create alice --expires 30d --requests-per-minute 60 --out alice.key",
-        "rlearner api-key create ci --expires 12h --tokens-per-minute 20000 --concurrent 4 --out ci.key",
+        (
+            "rlearner api-key create ci --expires 12h --tokens-per-minute 20000 --concurrent 4 "
+            "--out ci.key"
+        ),
     ],
     "rlearner api-key list": ["rlearner api-key list"],
     "rlearner api-key revoke": ["rlearner api-key revoke alice"],
@@ -99,7 +114,10 @@ EXAMPLES: Final = {
     "rlearner console": [
         "rlearner console",
         "rlearner console quick --actions",
-        "rlearner console --bind 10.0.0.5 --tls-cert c.crt --tls-key c.key --password-file c.password",
+        (
+            "rlearner console --bind 10.0.0.5 --tls-cert c.crt --tls-key c.key "
+            "--password-file c.password"
+        ),
     ],
     "rlearner pause": ["rlearner pause quick --reason 'the disk is full'"],
     "rlearner resume": ["rlearner resume quick"],

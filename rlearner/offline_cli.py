@@ -24,10 +24,10 @@ def add_parsers(subparsers: Any) -> None:
         add_json(parser, "print one JSON object at the end")
         if name == "distill":
             add_broker(parser, text="address of the broker, with distill.served")
-        parser.set_defaults(run=run, pipeline=name)
+        parser.set_defaults(run=run_offline, pipeline=name)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_offline(options: argparse.Namespace) -> int:
     """Train and return the exit code.
 
     Raises:
@@ -47,33 +47,33 @@ def run(options: argparse.Namespace) -> int:
     )
     require_installed(learner_findings(config))
     folder = run_folder(config)
-    again = (
-        f"rlearner {options.pipeline} with the same settings and run.name={config['run']['name']}"
-    )
-    from learner.offline.run import run as train  # here, because it imports torch
+    run_name = config["run"]["name"]
+    # Not at the top of the file: it imports torch.
+    from learner.offline.run import run as train
 
     try:
         result = train(options.pipeline, config, getattr(options, "broker", ""))
     except KeyboardInterrupt:
-        print(f"stopped; {again} continues from the newest checkpoint in {folder}", file=sys.stderr)
+        print(
+            f"stopped; rlearner {options.pipeline} with the same settings and run.name={run_name} "
+            f"continues from the newest checkpoint in {folder}",
+            file=sys.stderr,
+        )
         return 130
     logging.getLogger(__name__).debug("done in %.1f s", result.seconds)
     if options.json:
-        found = {
-            "run": config["run"]["name"],
+        summary = {
+            "run": run_name,
             "checkpoint": str(result.path),
             "steps": result.steps,
+            "seconds": round(result.seconds, 1),
+            "figures": dict(result.values),
         }
-        print(
-            visible_json(
-                {**found, "seconds": round(result.seconds, 1), "figures": dict(result.values)}
-            )
-        )
+        print(visible_json(summary))
         return 0
     values = "  ".join(
         f"{name} {value:.4g}" for name, value in result.values.items() if name.startswith("eval/")
     )
-    print(
-        f"wrote {result.path} after {result.steps} steps in {result.seconds:.1f} s  {values}".rstrip()
-    )
+    seconds = f"{result.seconds:.1f} s"
+    print(f"wrote {result.path} after {result.steps} steps in {seconds}  {values}".rstrip())
     return 0

@@ -203,7 +203,9 @@ async def _child(
         seconds = time.monotonic() - began
         step = await consumer.complete()
     assert step is not None, "the step was abandoned"
-    assert (len(step.entries), backend.num_samples) == (count, count * RULE.group_size), step.entries
+    assert (len(step.entries), backend.num_samples) == (count, count * RULE.group_size), (
+        step.entries
+    )
     await asyncio.to_thread(training.close)
     await bus.close()
     return {"records_per_s": round(count / seconds, 1), "peak_mib": round(peak.most - peak.idle, 1)}

@@ -1,3 +1,1 @@
-"""A model of a run: fitted to measured figures, it predicts what a change of the fleet or of a
-setting would bring.
-"""
+"""A model of a run, fitted to measured figures, that predicts the effect of a change."""

@@ -14,11 +14,15 @@ from rlearner.advise.simulation import simulate
 
 log = logging.getLogger(__name__)
 
-ENOUGH: Final = 0.95  # of what any number of servers reaches: more of them are not worth it
-WORTH: Final = 0.03  # gain from which a change is named
-CLEAR: Final = 0.05  # gain from which a stage is a bottleneck
+# Share of the samples/s that any number of servers reaches; more servers are not worth their cost.
+ENOUGH: Final = 0.95
+# Gain from which a change is named.
+WORTH: Final = 0.03
+# Gain of a relieved stage from which it is called the bottleneck.
+CLEAR: Final = 0.05
 MOST_SERVERS: Final = 4096
-ROUGH: Final = (0.75, 1.33)  # measured over simulated time beyond which predictions are rough
+# Outside these bounds of measured over simulated time, predictions are called rough.
+ROUGH: Final = (0.75, 1.33)
 
 
 @dataclass(frozen=True)
@@ -53,26 +57,19 @@ class Advice:
         best: dict[str, Change] = {}
         for change in self.changes:
             best.setdefault(next(iter(change.changes)), change)
-        named = [
-            f"{one.text}: {one.gain:+.0%}".replace("%", " %")
-            for one in best.values()
-            if one.gain >= WORTH
+        gains = [
+            f"{change.text}: {change.gain:+.0%}".replace("%", " %")
+            for change in best.values()
+            if change.gain >= WORTH
         ]
-        if named:
-            named[0] += " samples/s"
-        rough = (
-            ""
-            if ROUGH[0] <= self.explained <= ROUGH[1]
-            else " (rough: the model explains the run badly)"
-        )
-        return (
-            "; or ".join(
-                [f"{self.bottleneck}; {named[0]}" if named else self.bottleneck, *named[1:2]]
-            )
-            + rough
-        )
+        line: str = self.bottleneck
+        if gains:
+            line = "; or ".join([f"{line}; {gains[0]} samples/s", *gains[1:2]])
+        if not ROUGH[0] <= self.explained <= ROUGH[1]:
+            line += " (rough: the model explains the run badly)"
+        return line
 
-    def plain(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return everything as JSON-able values."""
         return asdict(self) | {"line": self.line}
 
@@ -93,13 +90,13 @@ def advise(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> Advi
 def advice_of(run: FittedRun) -> Advice:
     """Return the advice for a fitted run."""
     base = simulate(run.model)
-    relief = {stage: relieved(run.model, stage) / base.samples_per_s - 1 for stage in STAGES}
+    relief = {stage: _relieved_rate(run.model, stage) / base.samples_per_s - 1 for stage in STAGES}
     stage = max(STAGES, key=relief.__getitem__)
     changes = [predict(run, changes, text) for changes, text in usual(run.model)]
     return Advice(
         bottleneck=stage if relief[stage] >= CLEAR else None,
         relief=relief,
-        changes=sorted(changes, key=lambda one: -one.gain),
+        changes=sorted(changes, key=lambda change: -change.gain),
         busy=base.busy,
         samples_per_s=run.samples_per_s,
         explained=run.explained,
@@ -108,15 +105,13 @@ def advice_of(run: FittedRun) -> Advice:
     )
 
 
-def relieved(model: RunModel, stage: Stage) -> float:
+def _relieved_rate(model: RunModel, stage: Stage) -> float:
     """Return the samples/s with one stage relieved, at least those without."""
     return max(simulate(model).samples_per_s, simulate(model.relieved(stage)).samples_per_s)
 
 
 def predict(run: FittedRun, changes: Mapping[str, float], text: str = "") -> Change:
-    """Predict what changes lead to: the measured samples/s, times what they bring in the
-    simulation.
-    """
+    """Predict the samples/s after changes: the measured rate times the simulated gain."""
     gain = samples_per_s(apply(run.model, changes)) / samples_per_s(run.model) - 1
     return Change(changes, text, run.samples_per_s * (1 + gain), gain)
 
@@ -124,39 +119,41 @@ def predict(run: FittedRun, changes: Mapping[str, float], text: str = "") -> Cha
 def samples_per_s(model: RunModel) -> float:
     """Return simulated samples/s that never fall with more servers.
 
-    A simulated schedule may by chance be a little worse with one more server. So numbers on a grid
-    are simulated, each counts at least as much as those below it, and the others lie between their
-    neighbours.
+    A simulated schedule may by chance be a little worse with one more server. So numbers of a grid
+    are simulated, each counts at least as much as those below it, and the rest is interpolated.
     """
     low = _grid_below(model.servers)
     if low == model.servers:
-        return _on_grid(model, low)
+        return _rate_on_grid(model, low)
     high = _grid_above(low)
     share = (model.servers - low) / (high - low)
-    return (1 - share) * _on_grid(model, low) + share * _on_grid(model, high)
+    return (1 - share) * _rate_on_grid(model, low) + share * _rate_on_grid(model, high)
 
 
 def _grid_below(servers: float) -> int:
-    """Return the largest number of the grid 1, 2, …, 8, 10, 12, 14, 16, 20, … that is not above
-    ``servers``.
-    """
+    """Return the largest point of the grid 1, 2, …, 8, 10, 12, 14, 16, 20, … up to ``servers``."""
     whole = max(1, int(servers))
-    step = 1 << max(0, whole.bit_length() - 4) if whole < 8 else 1 << (whole.bit_length() - 3)
-    return whole if whole <= 8 else whole // step * step
+    if whole <= 8:
+        return whole
+    step = 1 << (whole.bit_length() - 3)
+    return whole // step * step
 
 
 def _grid_above(point: int) -> int:
-    return point + (1 if point < 8 else 1 << (point.bit_length() - 3))
+    if point < 8:
+        return point + 1
+    return point + (1 << (point.bit_length() - 3))
 
 
-def _on_grid(model: RunModel, servers: int) -> float:
+def _rate_on_grid(model: RunModel, servers: int) -> float:
     best = 0.0
     point = servers
     while point >= 1:
-        found = simulate(replace(model, servers=float(point))).samples_per_s
-        if found < 0.8 * best:  # far below: nothing under it can be better
+        rate = simulate(replace(model, servers=float(point))).samples_per_s
+        # The noise of a schedule is far smaller than this, so no lower point can be better.
+        if rate < 0.8 * best:
             break
-        best = max(best, found)
+        best = max(best, rate)
         point = _grid_below(point - 1) if point > 1 else 0
     return best
 
@@ -168,8 +165,10 @@ def desired_servers(model: RunModel) -> int:
     high = MOST_SERVERS
     while high - low > 1:
         middle = (low + high) // 2
-        enough = samples_per_s(replace(model, servers=float(middle))) >= ENOUGH * most
-        low, high = (low, middle) if enough else (middle, high)
+        if samples_per_s(replace(model, servers=float(middle))) >= ENOUGH * most:
+            high = middle
+        else:
+            low = middle
     return high
 
 
@@ -180,5 +179,6 @@ def bottleneck_line(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
     except NotFitted as error:
         return f"not known: {error}"
     except Exception as error:
-        log.exception("no advice from these steps")  # a line of the live view must not end the run
+        # The live view prints this line: an error in the advice must not end the run.
+        log.exception("no advice from these steps")
         return f"not known: {type(error).__name__}"

@@ -1,6 +1,4 @@
-"""The changes of a run that can be predicted: their keys, what is allowed, and what they do to the
-model. No I/O.
-"""
+"""The changes of a run that can be predicted: keys, bounds and effect on the model. No I/O."""
 
 from __future__ import annotations
 
@@ -11,7 +9,9 @@ from typing import Final
 from broker.errors import UserError
 from rlearner.advise.run_model import RunModel
 
-MOST: Final = 100_000  # of what costs a simulation no time for each
+# Bound of figures that do not lengthen a simulation.
+MOST: Final = 100_000
+# A simulation compares all hubs at each start of a group.
 MOST_HUBS: Final = 1024
 
 
@@ -39,64 +39,82 @@ def _with_samples(model: RunModel, changed: RunModel) -> RunModel:
     """Return the changed model, in which the learner's work follows the samples of a step."""
     episodes = (changed.group_size - changed.redundancy) / (model.group_size - model.redundancy)
     samples = changed.samples_per_step / model.samples_per_step
-    # a step is trained once it is complete
-    is_batch = model.group_s < 0.05 * model.step_s / model.groups_per_step
-    step_s = model.step_s * samples if is_batch else model.step_s
+    step_s = model.step_s
+    # A learner with hardly any work per group trains a step at once, when it is complete.
+    if model.group_s < 0.05 * model.step_s / model.groups_per_step:
+        step_s *= samples
     return replace(changed, group_s=model.group_s * episodes, step_s=step_s)
 
 
-def _faster(model: RunModel, factor: float) -> RunModel:
+def _speed_up_learner(model: RunModel, factor: float) -> RunModel:
     return replace(model, group_s=model.group_s / factor, step_s=model.step_s / factor)
 
 
-def _stepped(model: RunModel, groups: float) -> RunModel:
+def _set_groups(model: RunModel, groups: float) -> RunModel:
     return _with_samples(model, replace(model, groups_per_step=int(groups)))
 
 
-def _sized(model: RunModel, size: float) -> RunModel:
+def _set_group_size(model: RunModel, size: float) -> RunModel:
     return _with_samples(model, replace(model, group_size=int(size) + model.redundancy))
 
 
-def _spared(model: RunModel, spare: float) -> RunModel:
+def _set_redundancy(model: RunModel, spare: float) -> RunModel:
     return replace(
         model, group_size=model.group_size - model.redundancy + int(spare), redundancy=int(spare)
     )
 
 
 KEYS: Final[dict[str, Key]] = {
-    "servers": Key("rollout servers", lambda m: m.servers, lambda m, v: replace(m, servers=v)),
+    "servers": Key(
+        "rollout servers", lambda run: run.servers, lambda run, value: replace(run, servers=value)
+    ),
     "slots": Key(
-        "requests at once on a server", lambda m: m.slots, lambda m, v: replace(m, slots=int(v))
+        "requests at once on a server",
+        lambda run: run.slots,
+        lambda run, value: replace(run, slots=int(value)),
     ),
     "hubs": Key(
-        "environment hubs", lambda m: m.hubs, lambda m, v: replace(m, hubs=v), most=MOST_HUBS
+        "environment hubs",
+        lambda run: run.hubs,
+        lambda run, value: replace(run, hubs=value),
+        most=MOST_HUBS,
     ),
-    "envs": Key("environments on a hub", lambda m: m.envs, lambda m, v: replace(m, envs=int(v))),
+    "envs": Key(
+        "environments on a hub",
+        lambda run: run.envs,
+        lambda run, value: replace(run, envs=int(value)),
+    ),
     "reward_hubs": Key(
         "reward hubs",
-        lambda m: m.reward_hubs,
-        lambda m, v: replace(m, reward_hubs=v),
+        lambda run: run.reward_hubs,
+        lambda run, value: replace(run, reward_hubs=value),
         most=MOST_HUBS,
     ),
     "workers": Key(
         "scores at once on a reward hub",
-        lambda m: m.workers,
-        lambda m, v: replace(m, workers=int(v)),
+        lambda run: run.workers,
+        lambda run, value: replace(run, workers=int(value)),
     ),
     "max_staleness": Key(
         "train.max_staleness",
-        lambda m: m.max_staleness,
-        lambda m, v: replace(m, max_staleness=int(v)),
+        lambda run: run.max_staleness,
+        lambda run, value: replace(run, max_staleness=int(value)),
         least=0,
         most=64,
     ),
-    "groups_per_step": Key("train.groups_per_step", lambda m: m.groups_per_step, _stepped),
-    "group_size": Key("group_size", lambda m: m.group_size - m.redundancy, _sized, most=1024),
+    "groups_per_step": Key("train.groups_per_step", lambda run: run.groups_per_step, _set_groups),
+    "group_size": Key(
+        "group_size", lambda run: run.group_size - run.redundancy, _set_group_size, most=1024
+    ),
     "group_size_redundancy": Key(
-        "group_size_redundancy", lambda m: m.redundancy, _spared, least=0, most=1024
+        "group_size_redundancy", lambda run: run.redundancy, _set_redundancy, least=0, most=1024
     ),
     "learner": Key(
-        "speed of the learner, now 1", lambda m: 1.0, _faster, least=0.01, is_whole=False
+        "speed of the learner, now 1",
+        lambda run: 1.0,
+        _speed_up_learner,
+        least=0.01,
+        is_whole=False,
     ),
 }
 
@@ -120,17 +138,19 @@ def parse(text: str) -> dict[str, float]:
             )
         if name in changes:
             raise UserError(f"--simulate {part.strip()}: {name} is given twice")
-        changes[name] = _number(name, value)
+        changes[name] = _parse_number(name, value)
     return changes
 
 
-def _number(name: str, value: str) -> float:
+def _parse_number(name: str, value: str) -> float:
     key = KEYS[name]
-    allowed = (
-        f"{'a whole number' if key.is_whole else 'a number'} from {key.least:g} to {key.most:g}"
-    )
+    parse_number: Callable[[str], float] = float
+    allowed = f"a number from {key.least:g} to {key.most:g}"
+    if key.is_whole:
+        parse_number = int
+        allowed = f"a whole number from {key.least:g} to {key.most:g}"
     try:
-        number = int(value) if key.is_whole else float(value)
+        number = parse_number(value)
     except ValueError:
         raise UserError(f"--simulate {name}={value}: expected {allowed}") from None
     if not key.least <= number <= key.most:
@@ -146,30 +166,33 @@ def apply(model: RunModel, changes: Mapping[str, float]) -> RunModel:
 
 
 def usual(model: RunModel) -> Sequence[tuple[dict[str, float], str]]:
-    """Return the changes that a table shows, each with its words."""
+    """Return the changes that the table lists, each with its text."""
     servers = round(model.servers)
     hubs = round(model.hubs)
     staleness = model.max_staleness
     more = max(1, round(servers / 4))
     spare = max(1, (model.group_size - model.redundancy) // 4) + model.redundancy
-    found: list[tuple[dict[str, float], str]] = [
-        ({"servers": servers + more}, f"{_count(more, 'more server')} of this speed"),
-        ({"servers": servers + 2 * more}, f"{_count(2 * more, 'more server')} of this speed"),
-        ({"servers": 2 * servers}, f"{_count(servers, 'more server')} of this speed"),
+    listed_changes: list[tuple[dict[str, float], str]] = [
+        ({"servers": servers + more}, f"{_count_noun(more, 'more server')} of this speed"),
+        ({"servers": servers + 2 * more}, f"{_count_noun(2 * more, 'more server')} of this speed"),
+        ({"servers": 2 * servers}, f"{_count_noun(servers, 'more server')} of this speed"),
         ({"max_staleness": staleness + 1}, f"max_staleness {staleness + 1}"),
         ({"max_staleness": staleness + 2}, f"max_staleness {staleness + 2}"),
-        ({"hubs": 2 * hubs}, f"{_count(hubs, 'more environment hub')}"),
+        ({"hubs": 2 * hubs}, f"{_count_noun(hubs, 'more environment hub')}"),
         ({"learner": 1.5}, "a learner 1.5 times as fast"),
         ({"learner": 2.0}, "a learner twice as fast"),
         ({"group_size_redundancy": spare}, f"group_size_redundancy {spare}"),
     ]
     if model.score_s:
         reward_hubs = round(model.reward_hubs)
-        found.append(
-            ({"reward_hubs": 2 * reward_hubs}, f"{_count(reward_hubs, 'more reward hub')}")
+        listed_changes.append(
+            ({"reward_hubs": 2 * reward_hubs}, f"{_count_noun(reward_hubs, 'more reward hub')}")
         )
-    return list({tuple(changes.items()): (changes, text) for changes, text in found}.values())
+    # A small fleet may give the same change twice.
+    return list(
+        {tuple(changes.items()): (changes, text) for changes, text in listed_changes}.values()
+    )
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' if number != 1 else ''}"
+def _count_noun(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

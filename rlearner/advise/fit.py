@@ -1,6 +1,4 @@
-"""Fits the model of a run to what its learner wrote: the newest lines of metrics.jsonl, and the
-settings. No I/O.
-"""
+"""Fits the model of a run to its settings and the newest lines of metrics.jsonl. No I/O."""
 
 from __future__ import annotations
 
@@ -16,8 +14,10 @@ from learner.reporting.metrics import QUANTILES
 from rlearner.advise.run_model import NORMAL, Lengths, RunModel
 from rlearner.advise.simulation import simulate
 
-MIN_STEPS: Final = 3  # that a fit needs
-MAX_STEPS: Final = 40  # that it uses
+# Steps that a fit needs, and the most that it uses.
+MIN_STEPS: Final = 3
+# Older steps are of an older policy, whose episodes may have had other lengths.
+MAX_STEPS: Final = 40
 FLEET: Final = (
     "fleet/servers",
     "fleet/server_slots",
@@ -26,12 +26,15 @@ FLEET: Final = (
     "fleet/reward_hubs",
     "fleet/scores",
 )
+# The figures without which nothing is fitted.
 NEEDED: Final = (
-    *FLEET[:4], "fleet/token_s", "fleet/token_each_s", "time/step", "time/train", "time/finish_train",
-    "time/publish_step", "time/between_steps", "time/generate", "time/env_step", "time/env_step_max", "env/num_turns",
-    "perf/samples_per_s", "episode_tokens/mean", "episode_tokens/group_max",
+    *FLEET[:4], "fleet/token_s", "fleet/token_each_s", "time/step", "time/train",
+    "time/finish_train", "time/publish_step", "time/between_steps", "time/generate",
+    "time/env_step", "time/env_step_max", "env/num_turns", "perf/samples_per_s",
+    "episode_tokens/mean", "episode_tokens/group_max",
 )  # fmt: skip
-REWARDS: Final = ("fleet/score_s", "fleet/score_each_s")  # if the run has any
+# Needed too if the run has rewards.
+REWARDS: Final = ("fleet/score_s", "fleet/score_each_s")
 LENGTHS: Final = {f"episode_tokens/{name}": share for name, share in QUANTILES.items()}
 
 
@@ -77,46 +80,45 @@ def fit(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> FittedR
             make no sense.
     """
     try:
-        return _fit(rows, config)
+        return _fit_model(rows, config)
     except (ArithmeticError, RuntimeError, ValueError) as error:
         raise NotFitted(f"settings and figures are not those of a run ({error})") from error
 
 
-def _fit(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> FittedRun:
-    used = _usable(rows, config)
+def _fit_model(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> FittedRun:
+    steps = _usable_rows(rows, config)
     mean = {
-        name: fmean(row[name] for row in used)
-        for name in used[-1]
-        if all(_is_number(row.get(name)) for row in used)
+        name: fmean(row[name] for row in steps)
+        for name in steps[-1]
+        if all(_is_number(row.get(name)) for row in steps)
     }
-    # a process knows its speed better and better
+    # A process measures its own speed over its whole life, so its newest figure is the best.
     mean |= {
         name: value
-        for name, value in used[-1].items()
+        for name, value in steps[-1].items()
         if name.startswith("fleet/") and _is_number(value)
     }
-    model = _model(used, mean, config)
+    model = _build_model(steps, mean, config)
     step_s = mean["time/step"]
-    model = replace(model, delay_s=_delay(model, mean["time/generate"], step_s))
+    model = replace(model, delay_s=_request_delay(model, mean["time/generate"], step_s))
     return FittedRun(
         model=model,
-        samples_per_s=sum(row["perf/samples_per_s"] * row["time/step"] for row in used)
-        / (step_s * len(used)),
+        samples_per_s=sum(row["perf/samples_per_s"] * row["time/step"] for row in steps)
+        / (step_s * len(steps)),
         step_s=step_s,
         idle={stage: mean[name] for stage, name in _IDLE.items() if name in mean},
         explained=step_s / simulate(model).step_s,
-        steps=(used[0]["step"], used[-1]["step"]),
+        steps=(steps[0]["step"], steps[-1]["step"]),
     )
 
 
 _IDLE: Final = {"learner": "trainer/idle_ratio", "generation": "rollouter/idle_ratio"}
 
 
-def _usable(
+def _usable_rows(
     rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
 ) -> list[Mapping[str, Any]]:
-    """Return the newest rows of the present fleet, without the first steps of the run and its last
-    ones.
+    """Return the newest rows of the present fleet, without the run's first and last steps.
 
     Until a step has taken groups of as many versions as it may, and once no more tickets are
     issued, steps are unlike the others.
@@ -124,56 +126,59 @@ def _usable(
     staleness = config["train"]["max_staleness"]
     first = staleness + 2
     last = config["train"]["steps"] - staleness - 1
-    rows = [row for row in rows if _is_number(row.get("step"))]  # a damaged line may hold none
+    # A damaged line may hold no step.
+    rows = [row for row in rows if _is_number(row.get("step"))]
     if not rows:
         raise NotFitted(f"needs {first + MIN_STEPS} steps", first + MIN_STEPS)
     newest = rows[-1]
-    rewards = any(domain["rewards"] for domain in config["domains"].values())
-    needed = (*NEEDED, *LENGTHS, *(REWARDS if rewards else ()))
-    if missing := [name for name in needed if not _is_number(newest.get(name))]:
+    required_names = [*NEEDED, *LENGTHS]
+    if any(domain["rewards"] for domain in config["domains"].values()):
+        required_names += REWARDS
+    if missing := [name for name in required_names if not _is_number(newest.get(name))]:
         if newest.get("fleet/servers") == 0 or newest.get("fleet/hubs") == 0:
             raise NotFitted("no server or no environment hub was there at the last step")
         raise NotFitted(f"the newest step has no {missing[0]}")
-    used: list[Mapping[str, Any]] = []
+    usable_rows: list[Mapping[str, Any]] = []
     for row in reversed(rows):
-        same = all(row.get(name) == newest.get(name) for name in FLEET)
+        is_same_fleet = all(row.get(name) == newest.get(name) for name in FLEET)
         if (
-            not same
+            not is_same_fleet
             or not all(_is_number(row.get(name)) for name in (*NEEDED, *LENGTHS))
             or row["time/step"] <= 0
         ):
             break
         if first < row["step"] <= last:
-            used.insert(0, row)
-        if len(used) == MAX_STEPS:
+            usable_rows.insert(0, row)
+        if len(usable_rows) == MAX_STEPS:
             break
-    if len(used) < MIN_STEPS:
-        more = max(MIN_STEPS - len(used), first + MIN_STEPS - int(newest["step"]))
+    if len(usable_rows) < MIN_STEPS:
+        more = max(MIN_STEPS - len(usable_rows), first + MIN_STEPS - int(newest["step"]))
         if newest["step"] + more > last:
-            least = f"{MIN_STEPS} of the present fleet besides its first {first} and its last {staleness + 1}"
-            raise NotFitted(f"the run has too few steps: it needs {least}")
+            raise NotFitted(
+                f"the run has too few steps: it needs {MIN_STEPS} of the present fleet "
+                f"besides its first {first} and its last {staleness + 1}"
+            )
         raise NotFitted(f"needs {more} more steps of the present fleet", more)
-    return used
+    return usable_rows
 
 
-def _delay(model: RunModel, generate_s: float, step_s: float) -> float:
-    """Return the time of an episode's requests that the servers do not explain, at most what a
-    step's time leaves.
+def _request_delay(model: RunModel, generate_s: float, step_s: float) -> float:
+    """Return the seconds of an episode's requests that the servers do not explain.
 
     Where servers are the limit, a longer way to them means fewer requests on them, so the way costs
-    nothing.
+    nothing; the delay is at most what the time of a step allows.
     """
     most = max(0.0, generate_s - simulate(model).generate_s)
     if simulate(replace(model, delay_s=most)).step_s <= step_s:
         return most
     least = 0.0
+    # Five halvings: to 3 % of the interval, finer than the figures are.
     for _ in range(5):
         middle = (least + most) / 2
-        least, most = (
-            (middle, most)
-            if simulate(replace(model, delay_s=middle)).step_s <= step_s
-            else (least, middle)
-        )
+        if simulate(replace(model, delay_s=middle)).step_s <= step_s:
+            least = middle
+        else:
+            most = middle
     return least
 
 
@@ -181,8 +186,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _model(
-    used: Sequence[Mapping[str, Any]], mean: Mapping[str, float], config: Mapping[str, Any]
+def _build_model(
+    steps: Sequence[Mapping[str, Any]], mean: Mapping[str, float], config: Mapping[str, Any]
 ) -> RunModel:
     train = config["train"]
     groups = config["train"]["groups_per_step"]
@@ -194,26 +199,27 @@ def _model(
         return float(total / sum(weights))
 
     spare = round(average("group_size_redundancy"))
-    greedy = 1 if config["algorithm"]["adv_estimator"] == "remax" else 0
+    # ReMax plays one greedy episode more in each group, its baseline.
+    greedy = int(config["algorithm"]["adv_estimator"] == "remax")
     size = round(average("group_size")) + greedy + spare
-    tokens = lengths_of(used, groups * (size - spare)).scaled(mean["episode_tokens/mean"])
+    tokens = lengths_of(steps, groups * (size - spare)).scaled(mean["episode_tokens/mean"])
     episodes_per_s = groups * size / mean["time/step"]
     servers = max(1.0, mean["fleet/servers"])
     hubs = max(1.0, mean["fleet/hubs"])
     reward_hubs = max(1.0, mean.get("fleet/reward_hubs", 0.0))
     rewards = max((len(domain["rewards"]) for domain in domains), default=0)
-    slowed = _alone(mean, "env_call", episodes_per_s * mean["time/env_step"] / hubs)
-    kept = groups / (groups + mean.get("filter/count", 0.0))
+    slowed = _split_time(mean, "env_call", episodes_per_s * mean["time/env_step"] / hubs)
+    kept_share = groups / (groups + mean.get("filter/count", 0.0))
     return RunModel(
         groups_per_step=groups,
         group_size=size,
         redundancy=spare,
         max_staleness=train["max_staleness"],
         tokens=tokens,
-        alike=_alike(tokens, size - spare, mean["episode_tokens/group_max"]),
+        alike=_length_correlation(tokens, size - spare, mean["episode_tokens/group_max"]),
         drops_late=train["on_late"] == "drop",
         turns=mean["env/num_turns"],
-        kept=kept,
+        kept=kept_share,
         servers=servers,
         slots=max(1, round(mean["fleet/server_slots"] / servers)),
         token_s=mean["fleet/token_s"],
@@ -222,7 +228,7 @@ def _model(
         envs=max(1, round(mean["fleet/envs"] / hubs)),
         env_s=mean["time/env_step"] * slowed[0],
         env_each_s=mean["time/env_step"] * slowed[1],
-        env_spread=_spread(size - spare, mean["time/env_step"], mean["time/env_step_max"]),
+        env_spread=_log_spread(size - spare, mean["time/env_step"], mean["time/env_step_max"]),
         reward_hubs=reward_hubs,
         workers=max(1, round(mean.get("fleet/scores", 1.0) / reward_hubs)),
         score_s=rewards * mean["fleet/score_s"] if rewards else 0.0,
@@ -234,7 +240,7 @@ def _model(
     )
 
 
-def lengths_of(used: Sequence[Mapping[str, Any]], num: int) -> Lengths:
+def lengths_of(steps: Sequence[Mapping[str, Any]], num_samples: int) -> Lengths:
     """Return the distribution behind the quantiles of several steps.
 
     A quantile of ``num`` samples is one of them, or between two; the score of the i-th of them is
@@ -242,50 +248,48 @@ def lengths_of(used: Sequence[Mapping[str, Any]], num: int) -> Lengths:
     """
     points: dict[float, float] = {}
     for name, share in LENGTHS.items():
-        rank = (share * (num - 1) + 0.7) / (num + 0.4)
+        rank = (share * (num_samples - 1) + 0.7) / (num_samples + 0.4)
         points[NORMAL.inv_cdf(rank)] = math.exp(
-            fmean(math.log(max(0.5, row[name])) for row in used)
+            fmean(math.log(max(0.5, row[name])) for row in steps)
         )
-    return Lengths(tuple(points.items()), max(row["episode_tokens/max"] for row in used))
+    return Lengths(tuple(points.items()), max(row["episode_tokens/max"] for row in steps))
 
 
-def _alone(mean: Mapping[str, float], work: str, at_once: float) -> tuple[float, float]:
-    """Return the shares of a measured time that a call takes alone, and that each of those at once
-    adds.
-    """
+def _split_time(mean: Mapping[str, float], work: str, at_once: float) -> tuple[float, float]:
+    """Return the shares of a measured time: of a call alone, and of each concurrent call."""
     base = mean.get(f"fleet/{work}_s", 0.0)
-    each = mean.get(f"fleet/{work}_each_s", 0.0)
-    total = base + each * max(1.0, at_once)
-    return (base / total, each / total) if total > 0 else (1.0, 0.0)
+    per_call = mean.get(f"fleet/{work}_each_s", 0.0)
+    total = base + per_call * max(1.0, at_once)
+    return (base / total, per_call / total) if total > 0 else (1.0, 0.0)
 
 
-def _table(size: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _draw_table(size: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    # A fixed seed, so that the same rows always give the same model.
     rng = np.random.default_rng(1)
     return rng.standard_normal((256, 1)), rng.standard_normal((256, size))
 
 
-def _alike(tokens: Lengths, size: int, longest: float) -> float:
-    """Return the correlation of lengths with which the longest of a group has this mean: the lower,
-    the longer.
+def _length_correlation(tokens: Lengths, size: int, longest: float) -> float:
+    """Return the correlation of a group's lengths at which the longest has this mean.
+
+    The lower the correlation, the longer is the longest.
     """
-    group, own = _table(size)
+    group, own = _draw_table(size)
     grid = np.linspace(0.0, 0.95, 20)
-    found = [
+    longest_means = [
         tokens.at(math.sqrt(alike) * group + math.sqrt(1 - alike) * own).max(axis=1).mean()
         for alike in grid
     ]
-    return float(np.interp(-longest, -np.array(found), grid))
+    return float(np.interp(-longest, -np.array(longest_means), grid))
 
 
-def _spread(size: int, mean: float, longest: float) -> float:
-    """Return the standard deviation of the logarithm with which the longest of a group has this
-    mean.
-    """
+def _log_spread(size: int, mean: float, longest: float) -> float:
+    """Return the deviation of the logarithm at which the longest of a group has this mean."""
     if mean <= 0 or size < 2:
         return 0.0
-    _, own = _table(size)
+    _, own = _draw_table(size)
     grid = np.linspace(0.0, 2.0, 41)
-    found = [
+    longest_means = [
         float(np.exp(spread * own - spread * spread / 2).max(axis=1).mean()) for spread in grid
     ]
-    return float(np.interp(longest / mean, np.maximum.accumulate(found), grid))
+    return float(np.interp(longest / mean, np.maximum.accumulate(longest_means), grid))

@@ -1,6 +1,4 @@
-"""Keeps the newest steps of a run that goes on, and decides when its advice is worth computing
-again. No I/O.
-"""
+"""Keeps the newest steps of a live run, and decides when to compute its advice again. No I/O."""
 
 from __future__ import annotations
 
@@ -10,9 +8,10 @@ from typing import Any, Final
 
 from rlearner.advise.fit import MAX_STEPS
 
-SOONEST: Final = 3  # steps between two pieces of advice
+# Steps between two pieces of advice: few at the start of a run, more once the figures are steady.
+SOONEST: Final = 3
 LATEST: Final = 20
-# times as long as the newest advice took to compute, which takes seconds: 2 % of one core
+# Times as long as the newest advice took to compute, which takes seconds: 2 % of one core.
 PAUSE: Final = 50
 
 
@@ -26,11 +25,12 @@ class StepHistory:
         self._elapsed_s = self._not_before_s = 0.0
 
     def take(self, line: Mapping[str, float]) -> None:
-        """Add the line of a step; a line that was there already changes nothing."""
+        """Add the line of a step; a line that is known already changes nothing."""
         step = int(line.get("step", 0))
         if not step or "time/step" not in line:
             return
-        if self._rows and step < self._rows[-1]["step"]:  # the learner resumed from an earlier step
+        # The learner resumed from an earlier step.
+        if self._rows and step < self._rows[-1]["step"]:
             self._rows.clear()
             self._next = step + SOONEST
         if not self._rows or step > self._rows[-1]["step"]:

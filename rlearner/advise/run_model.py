@@ -21,6 +21,7 @@ STAGES: Final[tuple[Stage, ...]] = (
 )
 
 NORMAL: Final = NormalDist()
+# A thousand points give the mean of a lognormal distribution to a percent.
 SCORES: Final = np.array([NORMAL.inv_cdf((index + 0.5) / 1000) for index in range(1000)])
 
 
@@ -44,11 +45,11 @@ class Lengths:
         """Return the lengths at these standard normal scores."""
         x = np.array([score for score, _ in self.points])
         y = np.log([max(0.5, tokens) for _, tokens in self.points])
-        found = np.interp(scores, x, y)
+        log_lengths = np.interp(scores, x, y)
         if len(x) > 1:
-            found += np.minimum(scores - x[0], 0) * (y[1] - y[0]) / (x[1] - x[0])
-            found += np.maximum(scores - x[-1], 0) * (y[-1] - y[-2]) / (x[-1] - x[-2])
-        lengths: npt.NDArray[np.float64] = np.minimum(np.exp(found), max(0.5, self.longest))
+            log_lengths += np.minimum(scores - x[0], 0) * (y[1] - y[0]) / (x[1] - x[0])
+            log_lengths += np.maximum(scores - x[-1], 0) * (y[-1] - y[-2]) / (x[-1] - x[-2])
+        lengths: npt.NDArray[np.float64] = np.minimum(np.exp(log_lengths), max(0.5, self.longest))
         return lengths
 
     @property
@@ -85,7 +86,7 @@ class RunModel:
     alike: float = 0.0  # correlation of the lengths of one group
     turns: float = 1.0
     drops_late: bool = False  # on_late: drop; else a step waits for the groups that are due
-    kept: float = 1.0  # share of the groups that are trained on; others are replaced
+    kept: float = 1.0  # share of the groups that are trained on; tickets replace the others
     hubs: float = 1.0
     envs: int = 64  # episodes that one hub plays at once
     env_s: float = 0.0  # in the environment, of one episode alone
@@ -104,9 +105,7 @@ class RunModel:
     delay_s: float = 0.0
 
     def relieved(self, stage: Stage) -> RunModel:
-        """Return the run with one stage relieved: twice as fast or as many, no spread of episodes,
-        twice the credit.
-        """
+        """Return the run with one stage twice as fast or as large, or without spread."""
         match stage:
             case "learner":
                 return replace(

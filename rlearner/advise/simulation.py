@@ -1,5 +1,4 @@
-"""Simulates the flow of a run's groups, event by event and always the same: the prediction of
-``rlearner advise``.
+"""Simulates the flow of a run's groups event by event, deterministically, for ``rlearner advise``.
 
 Tickets are issued as the ledger issues them: (version + 1 + max_staleness) * groups_per_step in
 all. Hubs start groups as they have room, episodes alternate between the servers and their
@@ -24,11 +23,15 @@ import numpy as np
 
 from rlearner.advise.run_model import RunModel
 
-MAX_EVENTS: Final = 10_000  # of one simulation, 0.05 s
-MAX_VISITS: Final = 3  # turns of an episode that are simulated; more are merged
-MIN_STEPS: Final = 8  # counted, besides those until the run is steady
+# Of one simulation, about 0.05 s; advice takes dozens of simulations.
+MAX_EVENTS: Final = 10_000
+# Turns of an episode that are simulated; more are merged.
+MAX_VISITS: Final = 3
+# Steps that count, besides those until the run is steady.
+MIN_STEPS: Final = 8
 MAX_STEPS: Final = 48
-MIN_GROUPS: Final = 4  # of one step, of a run in proportion
+# Groups in a step of a scaled-down run, at least.
+MIN_GROUPS: Final = 4
 
 
 @dataclass(frozen=True)
@@ -49,21 +52,20 @@ class Prediction:
 
 
 class _Station:
-    """Requests that share one resource: each advances by 1 / (base + each * running / units) units
-    of work a second.
+    """Requests that share one resource.
 
-    Work is counted by a clock that advances at that speed, so a request ends when the clock reaches
-    its mark.
+    Each advances by 1 / (base + each * running / units) units of work a second. Work is counted by
+    a clock of that speed, so a request ends when the clock reaches its mark.
     """
 
     __slots__ = (
         "_base",
-        "_each",
+        "_per_request",
         "_slots",
         "at",
         "busy",
         "clock",
-        "due",
+        "due_at",
         "inside",
         "marks",
         "pace",
@@ -71,14 +73,14 @@ class _Station:
         "waiting",
     )
 
-    def __init__(self, base: float, each: float, units: float, slots: float) -> None:
+    def __init__(self, base: float, per_request: float, units: float, slots: float) -> None:
         self._base = base
-        self._each = each / units
+        self._per_request = per_request / units
         self._slots = slots
         self.running = 0
         self.at = self.clock = self.busy = self.inside = 0.0
         self.pace = base
-        self.due = math.inf
+        self.due_at = math.inf
         self.marks: list[tuple[float, int, _Episode]] = []  # heap of (mark, number, episode)
         # heap of (step it is for, number, work, episode)
         self.waiting: list[tuple[int, int, float, _Episode]] = []
@@ -98,11 +100,12 @@ class _Station:
                 self.running += 1
                 episode.runs = True
                 heapq.heappush(self.marks, (self.clock + work, number, episode))
-        marks = self.marks
-        while marks and marks[0][2].gone:
-            heapq.heappop(marks)
-        self.pace = self._base + self._each * self.running
-        self.due = self.at + max(0.0, marks[0][0] - self.clock) * self.pace if marks else math.inf
+        while self.marks and self.marks[0][2].gone:
+            heapq.heappop(self.marks)
+        self.pace = self._base + self._per_request * self.running
+        self.due_at = math.inf
+        if self.marks:
+            self.due_at = self.at + max(0.0, self.marks[0][0] - self.clock) * self.pace
 
     def enter(self, now: float, work: float, number: int, episode: _Episode) -> None:
         self._advance(now)
@@ -111,7 +114,7 @@ class _Station:
 
     def leave(self) -> _Episode:
         """End the request that is due, and return its episode."""
-        self._advance(self.due)
+        self._advance(self.due_at)
         mark, _, episode = heapq.heappop(self.marks)
         self.clock = max(self.clock, mark)
         self.running -= 1
@@ -142,36 +145,47 @@ class _Episode:
 class _Group:
     __slots__ = ("due", "episodes", "finished", "hub", "to_score")
 
-    def __init__(self, hub: int, due: int) -> None:
+    def __init__(self, hub: int, due_step: int) -> None:
         self.hub = hub
-        self.due = due
+        self.due = due_step
         self.finished = self.to_score = 0
         self.episodes: list[_Episode] = []
 
 
 class _Run:
-    """One simulation: ``work`` holds the tokens and the environment's share of each episode of each
-    ticket.
-    """
+    """One simulation; ``tokens`` and ``env`` hold the work of each episode of each ticket."""
 
     def __init__(self, model: RunModel, steps: int, visits: int) -> None:
-        m = self.m = model
+        self.model = model
         self.steps = steps
         self.visits = visits
-        self.servers = _Station(m.token_s, m.token_each_s, m.servers, max(1.0, m.servers * m.slots))
-        self.envs = _Station(1.0, m.env_each_s / max(m.env_s, 1e-12), m.hubs, math.inf)
+        self.servers = _Station(
+            model.token_s,
+            model.token_each_s,
+            units=model.servers,
+            slots=max(1.0, model.servers * model.slots),
+        )
+        self.envs = _Station(
+            1.0, model.env_each_s / max(model.env_s, 1e-12), units=model.hubs, slots=math.inf
+        )
         self.rewards = _Station(
-            1.0, m.score_each_s / max(m.score_s, 1e-12), m.reward_hubs, m.reward_hubs * m.workers
+            1.0,
+            model.score_each_s / max(model.score_s, 1e-12),
+            units=model.reward_hubs,
+            slots=model.reward_hubs * model.workers,
         )
         self.delays = _Station(1.0, 0.0, 1.0, math.inf)
         self.stations = (self.servers, self.envs, self.rewards, self.delays)
-        hubs = max(1, round(m.hubs))
-        self.room = [m.envs] * hubs if m.hubs >= 1 else [max(1, round(m.hubs * m.envs))]
-        self.need = [min(m.group_size, room) for room in self.room]
+        if model.hubs >= 1:
+            self.room = [model.envs] * round(model.hubs)
+        else:  # a scaled-down run: a part of one hub
+            self.room = [max(1, round(model.hubs * model.envs))]
+        self.need = [min(model.group_size, room) for room in self.room]
         self.most = list(self.room)
-        self.tokens, self.env = _draws(m, (steps + m.max_staleness + 2) * m.groups_per_step)
+        num_groups = (steps + model.max_staleness + 2) * model.groups_per_step
+        self.tokens, self.env = _draw_work(model, num_groups)
         self.started = 0
-        # that no hub has, by the last step that may train on them
+        # Tickets that no hub has, by the last step that may train on them.
         self.tickets: deque[int] = deque()
         self.unplaced: Counter[int] = Counter()  # tickets that no step has taken, by the same
         self.queued: deque[tuple[_Group, _Episode]] = deque()
@@ -187,29 +201,28 @@ class _Run:
         self.playing = 0
         self.starved = 0.0  # seconds of slots that were empty because there was no ticket
         self.num_played = 0
-        self.ended: list[float] = []
+        self.step_ends: list[float] = []
 
     def run(self) -> list[float]:
         """Return the time at which each step ended."""
-        m = self.m
-        self._issue((m.max_staleness + 1) * m.groups_per_step)
+        self._issue((self.model.max_staleness + 1) * self.model.groups_per_step)
         while self.version < self.steps:
-            due, which = min((station.due, index) for index, station in enumerate(self.stations))
-            now = min(
-                due,
-                self.done_at,
-                self.takes_at if self.in_log and self.takes_at > self.now else math.inf,
+            due_at, index = min(
+                (station.due_at, index) for index, station in enumerate(self.stations)
             )
+            now = min(due_at, self.done_at)
+            if self.in_log and self.takes_at > self.now:
+                now = min(now, self.takes_at)
             if now == math.inf:
                 raise RuntimeError("a simulated run stands still")
             self._pass(now)
             if now == self.done_at:
                 self._complete()
-            elif now == due:
-                self._ended(which, self.stations[which].leave())
+            elif now == due_at:
+                self._advance_episode(index, self.stations[index].leave())
             self._take()
             self._start()
-        return self.ended
+        return self.step_ends
 
     def _pass(self, now: float) -> None:
         elapsed = now - self.now
@@ -219,9 +232,9 @@ class _Run:
         self.now = now
 
     def _issue(self, count: int) -> None:
-        due = self.version + self.m.max_staleness
-        self.tickets.extend([due] * count)
-        self.unplaced[due] += count
+        due_step = self.version + self.model.max_staleness
+        self.tickets.extend([due_step] * count)
+        self.unplaced[due_step] += count
         self._start()
 
     def _start(self) -> None:
@@ -236,7 +249,7 @@ class _Run:
             env = self.env[index]
             group.episodes = [
                 _Episode(group, tokens[i] / self.visits, env[i] / self.visits, self.visits)
-                for i in range(self.m.group_size)
+                for i in range(self.model.group_size)
             ]
             self._fill(group)
 
@@ -253,8 +266,8 @@ class _Run:
     def _play(self, episode: _Episode) -> None:
         self.room[episode.group.hub] -= 1
         self.playing += 1
-        if self.m.delay_s:
-            self._enter(self.delays, self.m.delay_s, episode)
+        if self.model.delay_s:
+            self._enter(self.delays, self.model.delay_s, episode)
         else:
             self._enter(self.servers, episode.tokens, episode)
 
@@ -263,21 +276,21 @@ class _Run:
         episode.place = station
         station.enter(self.now, work, self.number, episode)
 
-    def _ended(self, which: int, episode: _Episode) -> None:
-        if which == 0:
-            if self.m.env_s:
-                self._enter(self.envs, episode.env * self.m.env_s, episode)
+    def _advance_episode(self, index: int, episode: _Episode) -> None:
+        if index == 0:
+            if self.model.env_s:
+                self._enter(self.envs, episode.env * self.model.env_s, episode)
             else:
-                self._turned(episode)
-        elif which == 1:
-            self._turned(episode)
-        elif which == 3:
+                self._end_turn(episode)
+        elif index == 1:
+            self._end_turn(episode)
+        elif index == 3:
             self._enter(self.servers, episode.tokens, episode)
         else:
             episode.place = None
-            self._scored(episode.group)
+            self._count_score(episode.group)
 
-    def _turned(self, episode: _Episode) -> None:
+    def _end_turn(self, episode: _Episode) -> None:
         episode.visits -= 1
         if episode.visits > 0:
             self._enter(self.servers, episode.tokens, episode)
@@ -287,29 +300,29 @@ class _Run:
         self._free(group.hub)
         group.finished += 1
         self.num_played += 1
-        enough = self.m.group_size - self.m.redundancy
+        enough = self.model.group_size - self.model.redundancy
         if group.finished > enough:
             return
-        if self.m.score_s and self.m.scores_early:
-            self._enter(self.rewards, self.m.score_s, episode)
+        if self.model.score_s and self.model.scores_early:
+            self._enter(self.rewards, self.model.score_s, episode)
         if group.finished == enough:
             self._abort_rest(group)
-            if not self.m.score_s:
+            if not self.model.score_s:
                 self._arrive(group)
-            elif not self.m.scores_early:
+            elif not self.model.scores_early:
                 for _ in range(enough):
-                    self._enter(self.rewards, self.m.score_s, _Episode(group, 0.0, 0.0, 0))
+                    self._enter(self.rewards, self.model.score_s, _Episode(group, 0.0, 0.0, 0))
 
     def _abort_rest(self, group: _Group) -> None:
-        if not self.m.redundancy:
+        if not self.model.redundancy:
             return
-        for one in group.episodes:
-            if one.visits > 0 and not one.gone:
-                one.gone = True
-                if one.place is None:  # it waits for a slot
-                    self.queued = deque(entry for entry in self.queued if entry[1] is not one)
+        for episode in group.episodes:
+            if episode.visits > 0 and not episode.gone:
+                episode.gone = True
+                if episode.place is None:  # it waits for a slot
+                    self.queued = deque(entry for entry in self.queued if entry[1] is not episode)
                     continue
-                one.place.drop(self.now, one)
+                episode.place.drop(self.now, episode)
                 self._free(group.hub)
 
     def _free(self, hub: int) -> None:
@@ -321,13 +334,13 @@ class _Run:
                 self._play(episode)
                 return
 
-    def _scored(self, group: _Group) -> None:
+    def _count_score(self, group: _Group) -> None:
         group.to_score += 1
-        if group.to_score == self.m.group_size - self.m.redundancy:
+        if group.to_score == self.model.group_size - self.model.redundancy:
             self._arrive(group)
 
     def _arrive(self, group: _Group) -> None:
-        self.kept += self.m.kept
+        self.kept += self.model.kept
         if self.kept >= 1 - 1e-9:
             self.kept -= 1
             self.in_log.append(group)
@@ -336,49 +349,46 @@ class _Run:
             self._issue(1)  # filtered: a ticket replaces it
 
     def _take(self) -> None:
-        m = self.m
-        while self.in_log and self.taken < m.groups_per_step and self.now >= self.takes_at:
+        while self.in_log and self.taken < self.model.groups_per_step and self.now >= self.takes_at:
             horizon = self._horizon()
-            found = next((one for one in self.in_log if one.due <= horizon), None)
-            if found is None:
+            group = next((group for group in self.in_log if group.due <= horizon), None)
+            if group is None:
                 return
-            self.in_log.remove(found)
-            self.unplaced[found.due] -= 1
+            self.in_log.remove(group)
+            self.unplaced[group.due] -= 1
             self.taken += 1
-            self.free_at = max(self.free_at, self.now) + m.group_s
-            self.worked += m.group_s
-            if self.taken == m.groups_per_step:
-                self.done_at = self.free_at + m.step_s
-                self.worked += m.step_s
+            self.free_at = max(self.free_at, self.now) + self.model.group_s
+            self.worked += self.model.group_s
+            if self.taken == self.model.groups_per_step:
+                self.done_at = self.free_at + self.model.step_s
+                self.worked += self.model.step_s
 
     def _horizon(self) -> float:
-        """Return the latest due step whose groups may be taken now, as ``learner.credit.ledger``
-        decides.
-        """
-        if self.m.drops_late:
+        """Return the latest due step whose groups may be taken now, as the ledger decides."""
+        if self.model.drops_late:
             return math.inf
-        places = self.m.groups_per_step - self.taken - 1
+        places = self.model.groups_per_step - self.taken - 1
         open_tickets = 0
-        for due in sorted(self.unplaced):
-            if not self.unplaced[due]:
-                del self.unplaced[due]
+        for due_step in sorted(self.unplaced):
+            if not self.unplaced[due_step]:
+                del self.unplaced[due_step]
                 continue
-            open_tickets += self.unplaced[due]
-            if open_tickets > places + max(due - self.version, 0) * self.m.groups_per_step:
-                return due
+            open_tickets += self.unplaced[due_step]
+            if open_tickets > places + max(due_step - self.version, 0) * self.model.groups_per_step:
+                return due_step
         return math.inf
 
     def _complete(self) -> None:
-        self.ended.append(self.now)
+        self.step_ends.append(self.now)
         self.version = self.version + 1
         self.taken = 0
         self.done_at = math.inf
-        self.free_at = self.takes_at = self.now + self.m.rest_s
-        self.worked += self.m.rest_s
-        self._issue(self.m.groups_per_step)
+        self.free_at = self.takes_at = self.now + self.model.rest_s
+        self.worked += self.model.rest_s
+        self._issue(self.model.groups_per_step)
 
 
-def _draws(model: RunModel, groups: int) -> tuple[list[list[float]], list[list[float]]]:
+def _draw_work(model: RunModel, groups: int) -> tuple[list[list[float]], list[list[float]]]:
     """Return tokens and the environment's share of the mean time, for each episode of each group.
 
     The same episode of the same ticket always draws the same, so that two runs differ by their
@@ -397,14 +407,13 @@ def _draws(model: RunModel, groups: int) -> tuple[list[list[float]], list[list[f
 
 
 def _in_proportion(model: RunModel) -> tuple[RunModel, int, int]:
-    """Return a smaller run that behaves alike, the steps to simulate, and the turns of its
-    episodes.
-    """
+    """Return a smaller run that behaves the same, its steps to simulate, and turns of episodes."""
     visits = max(1, min(MAX_VISITS, round(model.turns)))
     warm = model.max_staleness + 2
 
     def events(groups: float, visits: int) -> float:
-        return groups / model.kept * model.group_size * (2 * visits if model.env_s else visits) + 1
+        stations = 2 if model.env_s else 1
+        return groups / model.kept * model.group_size * stations * visits + 1
 
     if events(model.groups_per_step, visits) * (MIN_STEPS + warm) > MAX_EVENTS:
         visits = 1
@@ -418,25 +427,26 @@ def _in_proportion(model: RunModel) -> tuple[RunModel, int, int]:
     return model, steps + warm, visits
 
 
+# A search for the best number of servers meets the same models again and again.
 @lru_cache(maxsize=512)
 def simulate(model: RunModel) -> Prediction:
     """Return what a run reaches once it is steady."""
     small, steps, visits = _in_proportion(model)
     run = _Run(small, steps, visits)
-    ended = run.run()
+    step_ends = run.run()
     warm = small.max_staleness + 2
-    step_s = max((ended[-1] - ended[warm - 1]) / (len(ended) - warm), 1e-9)
-    total = max(ended[-1], 1e-9)
+    step_s = max((step_ends[-1] - step_ends[warm - 1]) / (len(step_ends) - warm), 1e-9)
+    total = max(step_ends[-1], 1e-9)
     server_slots = max(1.0, small.servers * small.slots)
     busy = {
         "learner": run.worked / total,
         "generation": run.servers.busy / total / server_slots,
         "environment": run.played / total / sum(run.most),
-        "reward": run.rewards.busy / total / (small.reward_hubs * small.workers)
-        if small.score_s
-        else 0.0,
+        "reward": 0.0,
         "staleness": run.starved / total / sum(run.most),
     }
+    if small.score_s:
+        busy["reward"] = run.rewards.busy / total / (small.reward_hubs * small.workers)
     shares = {name: min(1.0, value) for name, value in busy.items()}
     return Prediction(
         step_s, model.samples_per_step / step_s, run.servers.inside / max(run.num_played, 1), shares

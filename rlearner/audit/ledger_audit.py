@@ -10,8 +10,10 @@ from learner.credit.ledger import LOST
 from learner.credit.ledger_file import FINAL, LedgerLine
 from rlearner.audit.report import AuditReport, ranges
 
+# The counts of a boundary line that the lines before it must add up to.
 SUMS: Final = ("issued", *FINAL, "open", "duplicate", "unknown")
-Ledgers = Mapping[int, Mapping[str, Any]]  # of checkpoints, by step
+# The ledgers of checkpoints, by step.
+Ledgers = Mapping[int, Mapping[str, Any]]
 
 
 class LedgerAudit:
@@ -41,7 +43,7 @@ class LedgerAudit:
         self._report = report
         self._checkpoints = checkpoints or {}
         self.open: set[int] = set()
-        self._held: dict[int, LedgerLine] = {}  # by open ticket, the line of its group's record
+        self._waiting: dict[int, LedgerLine] = {}  # by open ticket, the line of its group's record
         self._sums: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
         self._rules: Mapping[str, Any] = {}
@@ -49,7 +51,7 @@ class LedgerAudit:
         self._matched: set[int] = set()
         self._shortfall = 0
         self._first_step = 0
-        # fewer steps than before: groups of an unfinished step then stay open
+        # The run was given fewer steps: groups of an unfinished step then stay open.
         self._shortened = False
         # (groups_per_step, max_staleness) since the last boundary
         self._in_force: list[tuple[int, int]] = []
@@ -67,15 +69,15 @@ class LedgerAudit:
     @property
     def trained(self) -> dict[int, LedgerLine]:
         """Return the first line that trained each ticket."""
-        found: dict[int, LedgerLine] = {}
+        first_lines: dict[int, LedgerLine] = {}
         for number, lines in self.ended.items():
             for line in lines:
                 if line.state == "trained":
-                    found.setdefault(number, line)
-        return found
+                    first_lines.setdefault(number, line)
+        return first_lines
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Whether every step of the rules in force at the end of the file is made."""
         return bool(self._rules) and self.version >= self._rules["steps"]
 
@@ -83,30 +85,28 @@ class LedgerAudit:
         """Return the loosest staleness bound of ``step``, -1 if unknown."""
         return max((staleness for _, staleness in self._limits.get(step, ())), default=-1)
 
-    # ------------------------------------------------------------------------------------------------
-    # reading
-
     def _apply(self, line: LedgerLine) -> None:
         fail = self._report.fail
         if line.state == "summary":
             self._summary(line)
             return
-        before = self._rules
+        previous_rules = self._rules
         self._rules = line.rules or self._rules
         if line.state == "unrecorded":
             self._first_step = line.step
             issued = line.counts.get("issued", 0)
             fail(
-                f"the ledger file begins at step {line.step}: the states of tickets 1-{issued} are not recorded"
+                f"the ledger file begins at step {line.step}: "
+                f"the states of tickets 1-{issued} are not recorded"
             )
         elif line.state == "boundary":
             self._boundary(line)
         elif line.state == "lost":
             self.arrived.pop(line.ticket, None)
-            self._held.pop(line.ticket, None)
+            self._waiting.pop(line.ticket, None)
         elif line.state == "rules":
             self._in_force.append((line.rules["groups_per_step"], line.rules["max_staleness"]))
-            self._shortened |= line.rules["steps"] < before.get("steps", 0)
+            self._shortened |= line.rules["steps"] < previous_rules.get("steps", 0)
             self.records.setdefault(line.seq, []).append(line)
         elif line.state == "issued":
             self._sums["issued"] += 1
@@ -122,11 +122,11 @@ class LedgerAudit:
                 self.records.setdefault(line.seq, []).append(line)
             if line.state == "arrived":
                 self.arrived.setdefault(line.ticket, line)
-                self._held.setdefault(line.ticket, line)
+                self._waiting.setdefault(line.ticket, line)
             elif line.state in FINAL:
                 self.ended.setdefault(line.ticket, []).append(line)
                 self.open.discard(line.ticket)
-                self._held.pop(line.ticket, None)
+                self._waiting.pop(line.ticket, None)
                 self._reasons[line.reason] += line.state == "dead"
 
     def _summary(self, line: LedgerLine) -> None:
@@ -135,15 +135,16 @@ class LedgerAudit:
         if self._previous is None:
             self._rules = line.rules
         dead = {reason: count for reason, count in self._reasons.items() if count}
-        same = {
+        comparisons = {
             "the start": (line.step, line.seq, line.counts) == (end.step, end.seq, end.counts),
-            "the waiting groups": line.held == tuple(self._held.values()),
+            "the waiting groups": line.held == tuple(self._waiting.values()),
             "why tickets died": (line.reasons or {}) == dead,
             "the rules": line.rules == self._rules,
         }
-        if wrong := [what for what, is_same in same.items() if not is_same]:
+        if differing := [subject for subject, is_equal in comparisons.items() if not is_equal]:
             self._report.fail(
-                f"the summary of step {line.step} and the lines before it disagree on {', '.join(wrong)}"
+                f"the summary of step {line.step} and the lines before it "
+                f"disagree on {', '.join(differing)}"
             )
 
     def _boundary(self, line: LedgerLine) -> None:
@@ -154,26 +155,29 @@ class LedgerAudit:
         self._limits[line.step] = [*self._limits.get(line.step, ()), *self._in_force, now]
         self._in_force = [now]
         self.counts.setdefault(line.step, []).append(line.counts)
-        before = previous.step if previous else self._first_step
-        if line.step not in (before, before + bool(previous)):
+        previous_step = previous.step if previous else self._first_step
+        # A learner that starts again repeats the boundary that it starts at.
+        next_step = previous_step + bool(previous)
+        if line.step not in (previous_step, next_step):
             report.fail(
-                f"the ledger file has no end of step {before + bool(previous)} before that of step {line.step}"
+                f"the ledger file has no end of step {next_step} before that of step {line.step}"
             )
-        found = {name: self._sums[name] for name in SUMS} | {"open": len(self.open)}
-        counted = {name: line.counts.get(name, 0) for name in SUMS}
+        sums = {name: self._sums[name] for name in SUMS} | {"open": len(self.open)}
+        counts = {name: line.counts.get(name, 0) for name in SUMS}
         wrong = [
-            f"{name} {count} instead of {found[name]}"
-            for name, count in counted.items()
-            if count != found[name]
+            f"{name} {count} instead of {sums[name]}"
+            for name, count in counts.items()
+            if count != sums[name]
         ]
         if wrong:
             report.fail(f"step {line.step}: the ledger counted {', '.join(wrong)} that have a line")
             self._shortfall = max(
-                self._shortfall, *(counted[name] - found[name] for name in ("issued", *FINAL))
+                self._shortfall, *(counts[name] - sums[name] for name in ("issued", *FINAL))
             )
-        if counted["issued"] != sum(counted[name] for name in (*FINAL, "open")):
+        if counts["issued"] != sum(counts[name] for name in (*FINAL, "open")):
             report.fail(
-                f"step {line.step}: issued is not trained + filtered + dropped + dead + open: {line.counts}"
+                f"step {line.step}: issued is not trained + filtered + dropped + dead + open: "
+                f"{line.counts}"
             )
         if (state := self._checkpoints.get(line.step)) is not None:
             self._compare(line, state)
@@ -181,35 +185,34 @@ class LedgerAudit:
     def _compare(self, line: LedgerLine, state: Mapping[str, Any]) -> None:
         """Compare a checkpoint with the lines up to its step."""
         if (state["position"], state["issued"]) != (line.seq, line.counts.get("issued")):
-            # it belongs to another boundary of the same step, as a later start opened the credit
-            # again
+            # It belongs to another boundary of this step: a later start opened the credit again.
             return
         self._matched.add(line.step)
         fail = self._report.fail
         for name in FINAL:
-            counted = state[name] + (state.get("unselected", 0) if name == "filtered" else 0)
-            if counted != self._sums[name]:
+            count = state[name]
+            if name == "filtered":
+                count += state.get("unselected", 0)
+            if count != self._sums[name]:
                 fail(
-                    f"checkpoint {line.step} counts {counted} tickets {name}, the ledger file {self._sums[name]}"
+                    f"checkpoint {line.step} counts {count} tickets {name}, "
+                    f"the ledger file {self._sums[name]}"
                 )
         live = {int(number) for number in state["live"]}
-        here = self.open
-        what = f"checkpoint {line.step}"
+        open_tickets = self.open
+        subject = f"checkpoint {line.step}"
         self._report.fail_all(
-            f"{what} holds tickets {{}} that the ledger file has ended", live - here
+            f"{subject} holds tickets {{}} that the ledger file has ended", live - open_tickets
         )
         self._report.fail_all(
-            f"{what} has ended tickets {{}} that the ledger file has open", here - live
+            f"{subject} has ended tickets {{}} that the ledger file has open", open_tickets - live
         )
         queued = {
             int(entry["number"]): int(entry["seq"]) for entry in state["taken"] + state["queue"]
         }
-        arrived = {number: group.seq for number, group in self._held.items()}
-        if queued != arrived and live == here:
-            fail(f"{what} holds groups {queued} (ticket: record), the ledger file {arrived}")
-
-    # -----------------------------------------------------------------------------------------------
-    # checking
+        arrived = {number: group.seq for number, group in self._waiting.items()}
+        if queued != arrived and live == open_tickets:
+            fail(f"{subject} holds groups {queued} (ticket: record), the ledger file {arrived}")
 
     def check(self) -> None:
         """Check the whole file; once all steps are made, no ticket may be open."""
@@ -219,9 +222,12 @@ class LedgerAudit:
         self._check_steps()
         for step in self._checkpoints.keys() - self._matched:
             report.fail(f"checkpoint {step} matches no boundary of the ledger file")
-        if lost := {number for number, lines in self.ended.items() if lines[0].reason == LOST}:
+        if lost_tickets := {
+            number for number, lines in self.ended.items() if lines[0].reason == LOST
+        }:
             report.notes.append(
-                f"rebase: the broker had lost its store; tickets {ranges(lost)} were counted dead"
+                "rebase: the broker had lost its store; "
+                f"tickets {ranges(lost_tickets)} were counted dead"
             )
         counts = {
             state: sum(1 for lines in self.ended.values() if lines[0].state == state)
@@ -238,13 +244,14 @@ class LedgerAudit:
             report.fail_all("tickets {} have no line that issued them", missing)
         for number, lines in sorted(self.ended.items()):
             if len(lines) > 1:
-                report.fail(
-                    f"ticket {number} ended {len(lines)} times: {', '.join(line.state for line in lines)}"
-                )
+                states = ", ".join(line.state for line in lines)
+                report.fail(f"ticket {number} ended {len(lines)} times: {states}")
             if sum(line.state == "trained" for line in lines) > 1:
                 report.trained_twice.add(number)
-        unfinished = self.open - (self._held.keys() if self._shortened else set())
-        if self.done and unfinished:
+        unfinished = set(self.open)
+        if self._shortened:
+            unfinished -= self._waiting.keys()
+        if self.is_done and unfinished:
             report.lost |= unfinished
             report.fail_all(
                 f"all {self.version} steps are made, but tickets {{}} have no final state",
@@ -253,10 +260,9 @@ class LedgerAudit:
 
     def _check_records(self) -> None:
         report = self._report
-        first = min(self.records, default=1)
-        missing = (
-            set(range(first if self._first_step else 1, self.position + 1)) - self.records.keys()
-        )
+        # A ledger file of a run that began without one starts with a later record.
+        first = min(self.records, default=1) if self._first_step else 1
+        missing = set(range(first, self.position + 1)) - self.records.keys()
         report.fail_all("records {} of the samples log have no line in the ledger file", missing)
         report.lost_records += len(missing)
         for seq, lines in sorted(self.records.items()):
@@ -268,7 +274,7 @@ class LedgerAudit:
         trained: dict[int, list[LedgerLine]] = {}
         for line in self.trained.values():
             trained.setdefault(line.step, []).append(line)
-        made_of = Counter(lines[0].step for lines in self.ended.values())
+        num_groups = Counter(lines[0].step for lines in self.ended.values())
         first = min(self.boundaries, default=0)
         most_staleness = most_groups = 0
         for step, end in sorted(self.boundaries.items()):
@@ -276,19 +282,24 @@ class LedgerAudit:
             most_groups = max(most_groups, end.groups_per_step)
             self._check_step(step, trained.get(step, []), (1 + most_staleness) * most_groups)
             sizes = [size for size, _ in self._limits[step]]
-            if step and step != first and not min(sizes) <= made_of[step] <= max(sizes):
-                made = f"step {step} was made of {made_of[step]} groups"
-                self._report.fail(f"{made}, train.groups_per_step is {end.groups_per_step}")
+            if step and step != first and not min(sizes) <= num_groups[step] <= max(sizes):
+                self._report.fail(
+                    f"step {step} was made of {num_groups[step]} groups, "
+                    f"train.groups_per_step is {end.groups_per_step}"
+                )
 
     def _check_step(self, step: int, trained: list[LedgerLine], credit: int) -> None:
-        """Check one step: the lines of the groups that it trained, and at most ``credit`` open
-        tickets after it.
-        """
+        """Check the groups that a step trained, and that at most ``credit`` tickets were open."""
         report = self._report
         end = self.boundaries[step]
         for line in trained:
             check_staleness(
-                report, line, line.oldest, line.newest, self.max_staleness(step), "the ledger file"
+                report,
+                line,
+                line.oldest,
+                newest=line.newest,
+                bound=self.max_staleness(step),
+                source="the ledger file",
             )
             group = self.arrived.get(line.ticket)
             if group is None or (group.seq, group.digest) != (line.seq, line.digest):
@@ -305,8 +316,8 @@ def check_staleness(
 ) -> None:
     """Check a trained group's token versions, as one source gives them (-1: it sampled none)."""
     version = line.step - 1  # the version that was trained
-    what = f"ticket {line.ticket}, trained in step {line.step}: {source} has a token of version"
+    subject = f"ticket {line.ticket}, trained in step {line.step}: {source} has a token of version"
     if oldest >= 0 and bound >= 0 and version - oldest > bound:
-        report.fail(f"{what} {oldest}, the bound is {bound}")
+        report.fail(f"{subject} {oldest}, the bound is {bound}")
     if newest > version:
-        report.fail(f"{what} {newest}, newer than that")
+        report.fail(f"{subject} {newest}, newer than that")

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-SHOWN: Final = 8  # ranges in one line
+# A problem stays one line, however many tickets it is about.
+MAX_RANGES: Final = 8
 
 
 @dataclass
@@ -40,12 +41,10 @@ class AuditReport:
     def fail(self, problem: str) -> None:
         self.problems.append(problem)
 
-    def fail_all(self, what: str, numbers: Iterable[int]) -> None:
-        """Add one problem for all ``numbers``, if there are any; ``{}`` in ``what`` becomes their
-        ranges.
-        """
-        if found := set(numbers):
-            self.fail(what.format(ranges(found)))
+    def fail_all(self, template: str, numbers: Iterable[int]) -> None:
+        """Add one problem for all ``numbers``, if any; ``{}`` becomes their ranges."""
+        if distinct := set(numbers):
+            self.fail(template.format(ranges(distinct)))
 
     def to_json(self) -> dict[str, Any]:
         """Return the counts, problems and notes by their published keys."""
@@ -60,14 +59,15 @@ class AuditReport:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Return ``1-3, 7`` for {1, 2, 3, 7}, at most ``SHOWN`` ranges."""
+    """Return ``1-3, 7`` for {1, 2, 3, 7}, at most ``MAX_RANGES`` ranges."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    named = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    return ", ".join(named[:SHOWN]) + (
-        f" and {len(named) - SHOWN} more places" if len(named) > SHOWN else ""
-    )
+    names = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    text = ", ".join(names[:MAX_RANGES])
+    if len(names) > MAX_RANGES:
+        text += f" and {len(names) - MAX_RANGES} more places"
+    return text

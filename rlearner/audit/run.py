@@ -43,8 +43,7 @@ class RunRecords:
 
 
 def read_books(folder: Path) -> RunRecords:
-    """Read the learner's files; before the log, the archive and the tap, which hold all that it
-    consumed.
+    """Read the learner's files, before the other sources, which hold all that it consumed.
 
     Raises:
         UserError: if the run has no ledger file, or one of an earlier version.
@@ -55,20 +54,21 @@ def read_books(folder: Path) -> RunRecords:
     problems: list[str] = []
     metrics = folder / "metrics.jsonl"
     rows = read_lines(metrics)
-    checkpoints = _checkpoints(folder / "checkpoints", problems)
+    checkpoints = _checkpoint_ledgers(folder / "checkpoints", problems)
     if number := damaged_line(metrics):
         problems.append(
-            f"{metrics}: line {number} does not hold the metrics of a step; later lines were not read"
+            f"{metrics}: line {number} does not hold the metrics of a step; "
+            "later lines were not read"
         )
-    read = ledger_segments.LedgerLines(path)
-    lines = list(read)
-    if read.problem:
-        problems.append(f"{read.problem}; later lines were not read")
+    segments = ledger_segments.LedgerLines(path)
+    lines = list(segments)
+    if segments.problem:
+        problems.append(f"{segments.problem}; later lines were not read")
     return RunRecords(folder, rows, checkpoints, lines, problems)
 
 
 def reconcile(
-    books: RunRecords,
+    run_records: RunRecords,
     *,
     log: tuple[int, Sequence[AuditedRecord]] | None = None,
     tap: Sequence[Mapping[str, Any]] | None = None,
@@ -80,31 +80,31 @@ def reconcile(
             records.
         tap: lines of an independent recording of the messages.
     """
-    report = AuditReport(problems=list(books.problems))
-    tally = LedgerAudit(books.lines, report, books.checkpoints)
-    check_metrics(_rows(books, tally.version), tally, report)
-    report.notes.append(f"checkpoints: {len(books.checkpoints)} compared")
-    held = _check_archive(books.folder / archive.FOLDER, tally, report)
+    report = AuditReport(problems=list(run_records.problems))
+    tally = LedgerAudit(run_records.lines, report, run_records.checkpoints)
+    check_metrics(_metric_rows(run_records, tally.version), tally, report)
+    report.notes.append(f"checkpoints: {len(run_records.checkpoints)} compared")
+    coverages = _check_archive(run_records.folder / archive.FOLDER, tally, report)
     if log is not None:
         begin = log[0] if log[0] <= tally.position else None
-        held.append(check_source(log[1], tally, report, "the broker's log", first=begin))
-    check_lost(held, tally, report)
+        coverages.append(check_source(log[1], tally, report, "the broker's log", first=begin))
+    check_lost(coverages, tally, report)
     if tap is not None:
-        tap_records.check_tap(tap, tally, report, done=tally.done)
+        tap_records.check_tap(tap, tally, report, is_done=tally.is_done)
     tally.check()
     return report
 
 
-def _rows(books: RunRecords, version: int) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl: those read first, and newer ones of steps that the ledger
-    file has.
-    """
-    known = {row["step"] for row in books.rows}
-    rows = read_lines(books.folder / "metrics.jsonl")
-    return books.rows + [row for row in rows if row["step"] <= version and row["step"] not in known]
+def _metric_rows(run_records: RunRecords, version: int) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl, with newer ones of steps that the ledger file has."""
+    known_steps = {row["step"] for row in run_records.rows}
+    rows = read_lines(run_records.folder / "metrics.jsonl")
+    return run_records.rows + [
+        row for row in rows if row["step"] <= version and row["step"] not in known_steps
+    ]
 
 
-def _checkpoints(folder: Path, problems: list[str]) -> dict[int, dict[str, Any]]:
+def _checkpoint_ledgers(folder: Path, problems: list[str]) -> dict[int, dict[str, Any]]:
     """Return the ledger of every kept checkpoint by step."""
     states: dict[int, dict[str, Any]] = {}
     for path in checkpoint.list_checkpoints(folder):
@@ -119,16 +119,19 @@ def _checkpoints(folder: Path, problems: list[str]) -> dict[int, dict[str, Any]]
 def _check_archive(folder: Path, tally: LedgerAudit, report: AuditReport) -> list[SourceCoverage]:
     if not archive.archive_files(folder):
         return []
-    found: list[sources.AuditedRecord] = []
+    archived: list[sources.AuditedRecord] = []
     for frame in archive.frames(folder):
         if frame.error:
             report.fail(f"the archive: {frame.error}")
         else:
-            found.append(stored(frame.record()))
-    held = check_source(found, tally, report, "the archive", left_out=archive.paused_ranges(folder))
-    if out := held.left_out:
-        report.not_archived = len(out)
+            archived.append(stored(frame.record()))
+    coverage = check_source(
+        archived, tally, report, "the archive", left_out=archive.paused_ranges(folder)
+    )
+    if coverage.left_out:
+        report.not_archived = len(coverage.left_out)
         report.notes.append(
-            f"not archived: {len(out)} records ({ranges(out)}), consumed while samples.keep was off"
+            f"not archived: {len(coverage.left_out)} records ({ranges(coverage.left_out)}), "
+            "consumed while samples.keep was off"
         )
-    return [held]
+    return [coverage]

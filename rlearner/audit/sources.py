@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Final
 
 from broker.contract import wire
@@ -14,7 +15,7 @@ from learner.credit.record_intake import version_bounds
 from rlearner.audit.ledger_audit import LedgerAudit, check_staleness
 from rlearner.audit.report import AuditReport, ranges
 
-COUNTED: Final = ("issued", *FINAL, "open")
+TICKET_STATES: Final = ("issued", *FINAL, "open")
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,11 @@ def stored(record: LogRecord) -> AuditedRecord:
     if isinstance(message, wire.Parted):
         return AuditedRecord(record.seq, message.ticket, "", is_group=True)
     ticket = message.ticket if isinstance(message, wire.Group | wire.Closed) else record.ticket
-    bounds = version_bounds([message]) if isinstance(message, wire.Group) else None
-    is_group = isinstance(message, wire.Group)
-    return AuditedRecord(record.seq, ticket, digest(record.data), is_group, *(bounds or (-1, -1)))
+    audited = AuditedRecord(record.seq, ticket, digest(record.data), is_group=False)
+    if not isinstance(message, wire.Group):
+        return audited
+    oldest, newest = version_bounds([message]) or (-1, -1)
+    return replace(audited, is_group=True, oldest=oldest, newest=newest)
 
 
 def check_metrics(
@@ -58,22 +61,25 @@ def check_metrics(
     report.fail_all("metrics.jsonl has more than one line for steps {}", twice)
     first = min(tally.boundaries, default=0)
     version = tally.version
-    wanted = {step for step in tally.boundaries if first < step < version}
-    report.fail_all("metrics.jsonl has no line for steps {}", wanted - set(steps))
+    required_steps = {step for step in tally.boundaries if first < step < version}
+    report.fail_all("metrics.jsonl has no line for steps {}", required_steps - set(steps))
     unknown = set(steps) - tally.boundaries.keys()
     report.fail_all(
         "metrics.jsonl has lines for steps {} that the ledger file does not have", unknown
     )
     trained: dict[int, list[LedgerLine]] = {}
-    for line in (one for lines in tally.ended.values() for one in lines if one.step):
-        trained.setdefault(line.step, []).append(line)
+    for line in chain.from_iterable(tally.ended.values()):
+        if line.step:
+            trained.setdefault(line.step, []).append(line)
     for row in rows:
         step = int(row["step"])
         if step not in tally.boundaries:
             continue
-        shown = {name: int(row[f"ticket/{name}"]) for name in COUNTED if f"ticket/{name}" in row}
+        metric_counts = {
+            name: int(row[f"ticket/{name}"]) for name in TICKET_STATES if f"ticket/{name}" in row
+        }
         wrong = [
-            [name for name, count in shown.items() if count != counts.get(name)]
+            [name for name, count in metric_counts.items() if count != counts.get(name)]
             for counts in tally.counts[step]
         ]
         if all(wrong):
@@ -84,7 +90,7 @@ def check_metrics(
             (step - 1 - line.oldest for line in trained.get(step, []) if line.oldest >= 0),
             default=0,
         )
-        # smaller where the oldest tokens were not trained on
+        # The metric is smaller where the oldest tokens were not trained on.
         if (most := row.get("staleness/max", 0.0)) > lag:
             report.fail(
                 f"step {step}: staleness/max is {most:g} in metrics.jsonl, {lag} by the ledger file"
@@ -108,34 +114,33 @@ def check_source(
         first: sequence that it should begin with, None: any.
         left_out: (first, last) sequences of ranges that it need not hold.
     """
-    seen: dict[int, AuditedRecord] = {}
+    records_by_seq: dict[int, AuditedRecord] = {}
     beyond = 0
     for record in records:
         if record.seq > tally.position:
             beyond += 1
-        elif record.seq in seen:
+        elif record.seq in records_by_seq:
             report.fail(f"{name}: record {record.seq} (ticket {record.ticket}) is there twice")
         else:
-            seen[record.seq] = record
-            _compare(record, tally, report, name)
-    begin = min(seen, default=tally.position + 1) if first is None else first
-    missing = set(range(begin, tally.position + 1)) - seen.keys()
+            records_by_seq[record.seq] = record
+            _compare_record(record, tally, report, name)
+    begin = min(records_by_seq, default=tally.position + 1) if first is None else first
+    missing = set(range(begin, tally.position + 1)) - records_by_seq.keys()
     excused = {seq for seq in missing if any(low <= seq <= high for low, high in left_out)}
     missing -= excused
     report.fail_all(f"{name}: records {{}} are missing", missing)
-    note = f"{len(seen)} records compared ({ranges(seen) or 'none'}), {beyond} not consumed yet"
+    compared = f"{len(records_by_seq)} records compared ({ranges(records_by_seq) or 'none'})"
+    note = f"{compared}, {beyond} not consumed yet"
     if first is None and begin > tally.position >= 1 and not beyond:
         note = f"holds none of the {tally.position} records that were consumed"
     report.notes.append(f"{name}: {note}")
-    return SourceCoverage(seen.keys(), missing, excused)
+    return SourceCoverage(records_by_seq.keys(), missing, excused)
 
 
 def check_lost(sources: Sequence[SourceCoverage], tally: LedgerAudit, report: AuditReport) -> None:
-    """Count as lost what no source holds: records of unknown tickets, and open tickets whose record
-    is missing.
-    """
-    held = {seq for source in sources for seq in source.seqs}
-    for seq in {seq for source in sources for seq in source.missing} - held:
+    """Count the missing records of unknown tickets, and open tickets without their record."""
+    available = {seq for source in sources for seq in source.seqs}
+    for seq in {seq for source in sources for seq in source.missing} - available:
         if seq in tally.records:
             report.lost.update(
                 line.ticket for line in tally.records[seq] if line.ticket in tally.open
@@ -144,11 +149,13 @@ def check_lost(sources: Sequence[SourceCoverage], tally: LedgerAudit, report: Au
             report.lost_records += 1
 
 
-def _compare(record: AuditedRecord, tally: LedgerAudit, report: AuditReport, name: str) -> None:
-    what = f"{name}: record {record.seq} of ticket {record.ticket}"
+def _compare_record(
+    record: AuditedRecord, tally: LedgerAudit, report: AuditReport, name: str
+) -> None:
+    subject = f"{name}: record {record.seq} of ticket {record.ticket}"
     lines = tally.records.get(record.seq)
     if not lines:
-        report.fail(f"{what} is not in the ledger file")
+        report.fail(f"{subject} is not in the ledger file")
         if record.ticket not in tally.ended:
             report.lost.add(record.ticket)
         return
@@ -163,7 +170,12 @@ def _compare(record: AuditedRecord, tally: LedgerAudit, report: AuditReport, nam
         if end.state != "trained" or end.seq != record.seq:
             continue
         if not record.is_group:
-            report.fail(f"{what} is not a group, but was trained in step {end.step}")
+            report.fail(f"{subject} is not a group, but was trained in step {end.step}")
         check_staleness(
-            report, end, record.oldest, record.newest, tally.max_staleness(end.step), name
+            report,
+            end,
+            record.oldest,
+            newest=record.newest,
+            bound=tally.max_staleness(end.step),
+            source=name,
         )

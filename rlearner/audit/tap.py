@@ -39,7 +39,7 @@ class TapFile:
 
     def write(self, event: str, **values: Any) -> None:
         if self._file.closed:
-            return  # the tap itself has disconnected
+            return  # the disconnect callback of our own close
         self._number += 1
         self._file.write(
             json.dumps({"n": self._number, "event": event, "time": time.time(), **values}) + "\n"
@@ -53,28 +53,30 @@ class TapFile:
         self.note_sample(message)
 
     def note_ticket(self, message: Msg) -> None:
-        body = _decode(message.data, _Ticket) or _Ticket()
+        body = _decode_message(message.data, _Ticket) or _Ticket()
         content = {
             name: getattr(body, name) for name in ("domain", "task_index", "seed", "min_version")
         }
-        self.write("ticket", ticket=body.number, **content, **_envelope(message))
+        self.write("ticket", ticket=body.number, **content, **_describe_message(message))
 
     def note_sample(self, message: Msg) -> None:
-        body = _decode(message.data, _Sample) or _Sample()
+        body = _decode_message(message.data, _Sample) or _Sample()
         versions = [
             version
             for trajectory in body.trajectories
-            for version in _versions(trajectory.version_runs.data)
+            for version in _token_versions(trajectory.version_runs.data)
         ]
-        bounds = {"oldest": min(versions), "newest": max(versions)} if versions else {}
-        ticket = body.ticket or _number((message.headers or {}).get("Rl-Ticket", ""))
+        bounds: dict[str, int] = {}
+        if versions:
+            bounds = {"oldest": min(versions), "newest": max(versions)}
+        ticket = body.ticket or _parse_number((message.headers or {}).get("Rl-Ticket", ""))
         self.write(
             "sample",
             ticket=ticket,
             kind=body.type,
             reason=body.reason,
             **bounds,
-            **_envelope(message),
+            **_describe_message(message),
         )
 
     def close(self) -> None:
@@ -112,17 +114,15 @@ class _Sample(msgspec.Struct):
 S = TypeVar("S", _Ticket, _Sample)
 
 
-def _decode(data: bytes, kind: type[S]) -> S | None:
+def _decode_message(data: bytes, kind: type[S]) -> S | None:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.DecodeError, ValueError, RecursionError):
         return None
 
 
-def _versions(data: bytes) -> list[int]:
-    """Return the policy versions of the tokens, from the pairs (version, number of tokens),
-    little-endian.
-    """
+def _token_versions(data: bytes) -> list[int]:
+    """Return the tokens' policy versions, from little-endian pairs (version, number of tokens)."""
     return [
         version
         for version, num_tokens in struct.iter_unpack("<ii", data[: len(data) // 8 * 8])
@@ -130,11 +130,12 @@ def _versions(data: bytes) -> list[int]:
     ]
 
 
-def _number(text: str) -> int:
+def _parse_number(text: str) -> int:
+    # Up to 18 digits: any text may stand in the header, and a ticket is an int64.
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else 0
 
 
-def _envelope(message: Msg) -> dict[str, Any]:
+def _describe_message(message: Msg) -> dict[str, Any]:
     digest = blake2b(message.data, digest_size=8).hexdigest()
     return {
         "digest": digest,
@@ -146,9 +147,7 @@ def _envelope(message: Msg) -> dict[str, Any]:
 async def tap(
     url: str, run: str, out: Path, stop: asyncio.Event, ready: asyncio.Event | None = None
 ) -> None:
-    """Append the messages to ``out`` until ``stop`` is set; set ``ready`` once no more can be
-    missed.
-    """
+    """Append messages to ``out`` until ``stop``; set ``ready`` once none can be missed any more."""
     recorder = TapFile(out)
 
     async def disconnected() -> None:
@@ -175,6 +174,7 @@ async def tap(
     try:
         for stream, handle in ((TICKETS, recorder.ticket), (SAMPLES, recorder.sample)):
             subjects = stream.all_subjects(run)
+            # No limit on pending messages: a dropped one would look like a lost one.
             subscription = await client.subscribe(
                 subjects, cb=handle, pending_msgs_limit=-1, pending_bytes_limit=-1
             )

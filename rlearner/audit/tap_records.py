@@ -1,5 +1,4 @@
-"""Compares the ledger file with a tap, an independent recording of messages
-(``rlearner/audit/tap.py``).
+"""Compares the ledger file with a tap: an independent record of messages, see ``tap.py``.
 
 A tap sees every attempt to publish, including those that the broker drops as duplicates, and it has
 no sequences. So what was consumed must have been seen at least as often, and what was seen must
@@ -46,10 +45,11 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def check_tap(
-    lines: Sequence[Mapping[str, Any]], tally: LedgerAudit, report: AuditReport, *, done: bool
+    lines: Sequence[Mapping[str, Any]], tally: LedgerAudit, report: AuditReport, *, is_done: bool
 ) -> None:
-    """Compare a tap with the ledger file; if the run is ``done``, every ticket seen must have a
-    final state.
+    """Compare a tap with the ledger file.
+
+    If the run is done, every ticket in the tap must have a final state.
     """
     numbers = Counter(int(line["n"]) for line in lines)
     newest = max(numbers, default=0)
@@ -58,7 +58,7 @@ def check_tap(
         "tap: its own lines {} appear twice",
         {number for number, times in numbers.items() if times > 1},
     )
-    blind = sorted(
+    interruptions = sorted(
         {
             str(line["event"])
             for line in lines
@@ -67,40 +67,40 @@ def check_tap(
     )
     tickets = [line for line in lines if line["event"] == "ticket"]
     samples = [line for line in lines if line["event"] == "sample"]
-    whole = not blind and any(line["event"] == "open" for line in lines)
-    _check_tickets(tickets, tally, report, done=done, whole=whole)
-    _check_samples(samples, tally, report, done=done, whole=whole)
-    gaps = (
-        f"; it was interrupted ({', '.join(blind)}), so missing messages prove nothing"
-        if blind
-        else ""
-    )
+    is_whole = not interruptions and any(line["event"] == "open" for line in lines)
+    _check_tickets(tickets, tally, report, is_done=is_done, is_whole=is_whole)
+    _check_samples(samples, tally, report, is_done=is_done, is_whole=is_whole)
+    gaps = ""
+    if interruptions:
+        causes = ", ".join(interruptions)
+        gaps = f"; it was interrupted ({causes}), so missing messages prove nothing"
     count = len({line["ticket"] for line in tickets})
     report.notes.append(f"tap: {count} tickets and {len(samples)} records seen{gaps}")
 
 
 def _check_tickets(
-    seen: Sequence[Mapping[str, Any]],
+    lines: Sequence[Mapping[str, Any]],
     tally: LedgerAudit,
     report: AuditReport,
     *,
-    done: bool,
-    whole: bool,
+    is_done: bool,
+    is_whole: bool,
 ) -> None:
     contents: dict[int, Mapping[str, Any]] = {}
-    for line in seen:
+    for line in lines:
         number = int(line["ticket"])
         first = contents.setdefault(number, line)
         if first["digest"] != line["digest"]:
             report.fail(f"tap: ticket {number} went out with two different contents")
     strangers = contents.keys() - tally.issued.keys()
     newest = max(tally.issued, default=0)
-    lost = strangers if done else {number for number in strangers if number <= newest}
-    report.lost |= lost
-    report.fail_all("tap: tickets {} went out, but the ledger file has not issued them", lost)
+    # The ledger file may be read before the newest tickets of a live run are written to it.
+    missing = strangers if is_done else {number for number in strangers if number <= newest}
+    report.lost |= missing
+    report.fail_all("tap: tickets {} went out, but the ledger file has not issued them", missing)
     skipped = {number for number, line in tally.issued.items() if not line.domain}  # by a rebase
-    if whole:
-        # newer ones may not have been published when the learner was killed
+    if is_whole:
+        # Newer tickets may not have been published yet when the learner was killed.
         last = max(contents, default=0)
         unseen = tally.issued.keys() - contents.keys() - skipped
         unseen = {number for number in unseen if number in tally.ended or number < last}
@@ -119,29 +119,34 @@ def _check_tickets(
 
 
 def _check_samples(
-    seen: Sequence[Mapping[str, Any]],
+    samples: Sequence[Mapping[str, Any]],
     tally: LedgerAudit,
     report: AuditReport,
     *,
-    done: bool,
-    whole: bool,
+    is_done: bool,
+    is_whole: bool,
 ) -> None:
-    times = Counter((int(line["ticket"]), str(line["digest"])) for line in seen)
-    consumed = Counter(
+    tap_counts = Counter((int(line["ticket"]), str(line["digest"])) for line in samples)
+    consumed_counts = Counter(
         (line.ticket, line.digest) for lines in tally.records.values() for line in lines
     )
-    if whole:
-        for (number, digest), count in sorted(consumed.items()):
-            if (seen_times := times[number, digest]) < count:
-                what = f"tap: record {digest} of ticket {number}"
-                report.fail(f"{what} was consumed {count} times, seen {seen_times} times")
-    if done:
-        lost = {
-            number for number, _ in times if number in tally.issued and number not in tally.ended
+    if is_whole:
+        for (number, digest), count in sorted(consumed_counts.items()):
+            tap_count = tap_counts[number, digest]
+            if tap_count < count:
+                record = f"tap: record {digest} of ticket {number}"
+                report.fail(f"{record} was consumed {count} times, seen {tap_count} times")
+    if is_done:
+        unfinished = {
+            number
+            for number, _ in tap_counts
+            if number in tally.issued and number not in tally.ended
         }
-        report.lost |= lost
-        report.fail_all("tap: records of tickets {} were seen, but they have no final state", lost)
-    by_digest = {(int(line["ticket"]), str(line["digest"])): line for line in seen}
+        report.lost |= unfinished
+        report.fail_all(
+            "tap: records of tickets {} were seen, but they have no final state", unfinished
+        )
+    by_digest = {(int(line["ticket"]), str(line["digest"])): line for line in samples}
     for number, end in sorted(tally.trained.items()):
         line = by_digest.get((number, end.digest))
         if line is None:
@@ -150,4 +155,11 @@ def _check_samples(
             report.fail(f"tap: what trained ticket {number} was a {line.get('kind')}")
         oldest = int(line.get("oldest", -1))
         newest = int(line.get("newest", -1))
-        check_staleness(report, end, oldest, newest, tally.max_staleness(end.step), "the tap")
+        check_staleness(
+            report,
+            end,
+            oldest,
+            newest=newest,
+            bound=tally.max_staleness(end.step),
+            source="the tap",
+        )

@@ -10,14 +10,17 @@ from broker.settings.arguments import add_config, add_json
 
 def add_parser(subparsers: Any) -> None:
     """Add ``doctor [CONFIG] [key=value …]``."""
-    text = "check this machine against a configuration and name a fix for each gap; exit code 1 if something is missing"
+    text = (
+        "check this machine against a configuration and name a fix for each gap; "
+        "exit code 1 if something is missing"
+    )
     parser = subparsers.add_parser("doctor", help=text, description=text)
     add_config(parser, needed=False)
     add_json(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_doctor)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_doctor(options: argparse.Namespace) -> int:
     """Print all findings and return the exit code.
 
     Raises:

@@ -21,7 +21,8 @@ from rlearner.doctor.broker_checks import (
 )
 from rlearner.doctor.requirements import MachineRequirements, requirements_of
 
-LACKING: Final = "not installed"  # in the error of a plug-in whose package is missing
+# Part of the error of a plug-in whose package is missing.
+LACKING: Final = "not installed"
 PACKAGES: Final = ("python", "engines", "trainers", "optional", "agents")
 AREAS: Final = (
     "configuration",
@@ -42,28 +43,31 @@ def examine(path: str | None, overrides: Sequence[str] = ()) -> list[PreflightFi
     Raises:
         UserError: if the file cannot be read, or holds something that is not allowed.
     """
-    config = load(path, overrides) if path is not None else None
     if path is None and overrides:
         raise UserError(f"{overrides[0]!r}: an override needs a CONFIG to change")
-    resolved = with_defaults(config) if config is not None else None
-    wanted = requirements_of(resolved) if resolved is not None else MachineRequirements()
-    with ThreadPoolExecutor(max_workers=4) as pool:  # they mostly wait for small programs
-        running = [pool.submit(work) for work in _looks(resolved or {}, wanted)]
-        checked = (
-            [configuration(path, resolved)] if path is not None and resolved is not None else []
-        )
-        findings = [*checked, *(finding for each in running for finding in each.result())]
+    resolved: dict[str, Any] | None = None
+    needs = MachineRequirements()
+    if path is not None:
+        resolved = with_defaults(load(path, overrides))
+        needs = requirements_of(resolved)
+    findings: list[PreflightFinding] = []
+    # The checks mostly wait for small programs, so threads are enough.
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        futures = [pool.submit(check) for check in _machine_checks(resolved or {}, needs)]
+        if path is not None and resolved is not None:
+            findings.append(configuration(path, resolved))
+        for future in futures:
+            findings += future.result()
     return sorted(findings, key=lambda finding: AREAS.index(finding.area))
 
 
 def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration with its defaults, checked by section; ``configuration`` checks
-    across sections.
+    """Return the configuration with its defaults, checked section by section.
 
     Raises:
         ConfigError: for the first bad key.
     """
-    if _offline(config):
+    if _is_offline(config):
         from learner.offline import config as offline
 
         return validate(config, offline.SECTIONS[offline.pipeline_of(config)], ())
@@ -71,14 +75,13 @@ def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def configuration(path: str, config: dict[str, Any]) -> PreflightFinding:
-    """Run the processes' own checks on a configuration. A package that they lack is a finding,
-    anything else an error.
+    """Run the processes' own checks on a configuration; a missing package is a finding.
 
     Raises:
         UserError: if the configuration is wrong.
     """
     try:
-        if _offline(config):
+        if _is_offline(config):
             from learner.offline import config as offline
 
             offline.validate(offline.pipeline_of(config), config)
@@ -92,27 +95,28 @@ def configuration(path: str, config: dict[str, Any]) -> PreflightFinding:
     return PreflightFinding("configuration", path, "ok", "valid")
 
 
-def _offline(config: Mapping[str, Any]) -> bool:
+def _is_offline(config: Mapping[str, Any]) -> bool:
     return not config.get("domains") and "data" in config
 
 
-def _looks(config: dict[str, Any], wanted: MachineRequirements) -> list[preflight.Look]:
+def _machine_checks(config: dict[str, Any], needs: MachineRequirements) -> list[preflight.Look]:
     project = packages.find_project()
     return [
-        *preflight.preflight_checks(config, wanted),
-        lambda: sandbox.sandbox_findings(wanted),
-        lambda: preflight.gpus(wanted),
-        lambda: [*server_findings(), *address_findings(wanted), *port_findings(wanted)],
+        *preflight.preflight_checks(config, needs),
+        lambda: sandbox.sandbox_findings(needs),
+        lambda: preflight.gpus(needs),
+        lambda: [*server_findings(), *address_findings(needs), *port_findings(needs)],
         lambda: [*python(), *packages.base_findings(project)],
-        lambda: _machine(wanted),
+        lambda: _check_machine(needs),
     ]
 
 
-def _machine(wanted: MachineRequirements) -> list[PreflightFinding]:
-    resources = machine.measure_machine(wanted.run_dir)
-    judged = machine.machine_findings(resources, wanted, machine.model_bytes(wanted.model_path))
-    unwritable = store_finding(Path(wanted.run_dir).absolute())
-    return judged if unwritable is None else [*judged, unwritable]
+def _check_machine(needs: MachineRequirements) -> list[PreflightFinding]:
+    resources = machine.measure_machine(needs.run_dir)
+    findings = machine.machine_findings(resources, needs, machine.model_bytes(needs.model_path))
+    if (unwritable := store_finding(Path(needs.run_dir).absolute())) is not None:
+        findings.append(unwritable)
+    return findings
 
 
 def python(version: tuple[int, ...] = sys.version_info[:3]) -> list[PreflightFinding]:

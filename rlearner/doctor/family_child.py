@@ -1,6 +1,4 @@
-"""The process of ``rlearner.doctor.family_trial``: runs engine hf and the learner on a small copy
-of a model.
-"""
+"""The child process of ``family_trial``: runs engine hf and the learner on a small model."""
 
 from __future__ import annotations
 
@@ -28,9 +26,12 @@ from rollout.engines.hf.engine_core import EngineCore
 VOCABULARY: Final = 256
 WINDOW: Final = 16
 CONTEXT: Final = 96
-PROMPTS: Final = (5, 60, 24)  # tokens, shorter and longer than any window
-EXACT: Final = 1e-3  # largest difference of logprobs
-DIVISORS: Final = (8, 4, 2, 1)  # of the widths, until transformers can build the model
+# Lengths in tokens, shorter and longer than any window.
+PROMPTS: Final = (5, 60, 24)
+# Largest difference of logprobs, which sum in another order.
+EXACT: Final = 1e-3
+# Divisors of the widths, tried until transformers can build the model.
+DIVISORS: Final = (8, 4, 2, 1)
 _WIDTHS: Final = (
     "hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size",
     "num_attention_heads", "num_key_value_heads", "n_embd", "n_head", "n_inner", "ffn_dim",
@@ -50,30 +51,29 @@ def main() -> None:
     """Print one JSON object: by role why it cannot run the copy, empty if it can."""
     order = json.loads(sys.argv[1])
     warnings.simplefilter("ignore")
+    # The machine may run other processes of the user; a small model needs no more.
     torch.set_num_threads(2)
     try:
         folder = build_small(
             Path(order["folder"]), Path(order["work"]), trust=order["trust_remote_code"]
         )
-    except Exception as error:  # noqa: BLE001 - whatever a stranger's configuration does
+    except Exception as error:  # noqa: BLE001 - an unknown configuration may raise anything
         print(json.dumps({"problem": _one_line(error)}))
         return
     plain = load_plain(folder, trust=order["trust_remote_code"])
     runs: dict[str, Callable[..., None]] = {"learner": try_learner, "engine": try_engine}
-    print(
-        json.dumps(
-            {
-                role: _problem(runs[role], folder, plain, order["trust_remote_code"])
-                for role in order["roles"]
-            }
-        )
-    )
+    problems = {
+        role: _find_problem(runs[role], folder, plain, order["trust_remote_code"])
+        for role in order["roles"]
+    }
+    print(json.dumps(problems))
 
 
-def _problem(run: Callable[..., None], folder: Path, plain: Any, trust: bool) -> str:
+def _find_problem(run: Callable[..., None], folder: Path, plain: Any, trust: bool) -> str:
     try:
         run(folder, plain, trust=trust)
     except Exception as error:  # noqa: BLE001 - it is the answer
+        # The key and value are those of the small copy, which says nothing to the user.
         return error.allowed if isinstance(error, ConfigError) else _one_line(error)
     return ""
 
@@ -90,7 +90,9 @@ def build_small(folder: Path, work: Path, *, trust: bool) -> Path:
 
     for divisor in DIVISORS:
         try:
-            config = shrink(AutoConfig.from_pretrained(folder, trust_remote_code=trust), divisor)
+            config = shrink_config(
+                AutoConfig.from_pretrained(folder, trust_remote_code=trust), divisor
+            )
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, trust_remote_code=trust
@@ -106,16 +108,14 @@ def build_small(folder: Path, work: Path, *, trust: bool) -> Path:
     return work / "small"
 
 
-def shrink(config: Any, divisor: int) -> Any:
-    """Make a configuration small, in place: every kind of layer, short windows, narrow, few experts
-    and tokens.
-    """
+def shrink_config(config: Any, divisor: int) -> Any:
+    """Make a configuration small, in place: narrow, short, few experts, but every kind of layer."""
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         heads = next(
             (getattr(part, name) for name in _HEADS if isinstance(getattr(part, name, None), int)),
             divisor,
         )
-        # so that the size of a head stays, by which rotary factors are listed
+        # The size of a head must stay: rotary factors are listed by it.
         common = math.gcd(divisor, heads)
         number = next(
             (getattr(part, name) for name in _LAYERS if isinstance(getattr(part, name, None), int)),
@@ -135,12 +135,14 @@ def shrink(config: Any, divisor: int) -> Any:
             elif name in _EXPERTS and isinstance(value, int):
                 setattr(part, name, max(4, min(value, 8)))
             elif name.endswith("_token_id"):
-                setattr(part, name, None if value is None else min(_first(value), VOCABULARY - 1))
+                setattr(
+                    part, name, None if value is None else min(_first_id(value), VOCABULARY - 1)
+                )
         part.vocab_size = VOCABULARY
     return config
 
 
-def _first(value: Any) -> int:
+def _first_id(value: Any) -> int:
     return int(value[0] if isinstance(value, list) else value)
 
 
@@ -153,8 +155,9 @@ def load_plain(folder: Path, *, trust: bool) -> Any:
     """Return the copy as transformers runs it, with attention by its definition."""
     from transformers import AutoModelForCausalLM
 
-    named = {"dtype": torch.float32, "trust_remote_code": trust, "attn_implementation": "eager"}
-    return AutoModelForCausalLM.from_pretrained(folder, **named).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=trust, attn_implementation="eager"
+    ).eval()
 
 
 @torch.no_grad()
@@ -165,7 +168,7 @@ def plain_logprobs(plain: Any, token_ids: Sequence[int]) -> Tensor:
     return logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
 
 
-def texts() -> Iterator[list[int]]:
+def make_prompts() -> Iterator[list[int]]:
     """Yield prompts of all lengths."""
     for seed, length in enumerate(PROMPTS):
         generator = torch.Generator().manual_seed(seed)
@@ -190,17 +193,17 @@ def try_learner(folder: Path, plain: Any, *, trust: bool) -> None:
         seed=0,
         max_length=CONTEXT,
     )
-    samples = [_sample(ids, number) for number, ids in enumerate(texts())]
+    samples = [_make_sample(ids, number) for number, ids in enumerate(make_prompts())]
     with torch.no_grad():
-        found, _ = backend.policy.score(
+        logprobs, _ = backend.policy.score(
             collate(samples, backend.device, packed=backend.worker.passes.packs)
         )
-    expected = torch.cat([plain_logprobs(plain, ids) for ids in texts()])
-    _compare(found, expected)
+    expected = torch.cat([plain_logprobs(plain, ids) for ids in make_prompts()])
+    _compare_logprobs(logprobs, expected)
     backend.update(samples)
 
 
-def _sample(ids: list[int], number: int) -> Any:
+def _make_sample(ids: list[int], number: int) -> Any:
     import numpy as np
 
     from learner.algorithm.samples import TrainSample
@@ -218,7 +221,7 @@ def _sample(ids: list[int], number: int) -> Any:
 
 
 def try_engine(folder: Path, plain: Any, *, trust: bool) -> None:
-    """Generate with engine hf next to neighbours of other lengths.
+    """Generate with engine hf in a batch with sequences of other lengths.
 
     Raises:
         UserError: if it cannot.
@@ -228,7 +231,7 @@ def try_engine(folder: Path, plain: Any, *, trust: bool) -> None:
         str(folder), section, device="cpu", policy_version=0, trust_remote_code=trust
     )
     core = EngineCore(config)
-    prompts = list(texts())
+    prompts = list(make_prompts())
     for number, prompt in enumerate(prompts):
         sampling = wire.SamplingParams(max_tokens=20, ignore_eos=True, seed=number)
         ids = wire.column(prompt, "<i4")
@@ -246,14 +249,14 @@ def try_engine(folder: Path, plain: Any, *, trust: bool) -> None:
         if output.error:
             raise UserError(output.error)
         prompt = prompts[int(name)]
-        _compare(
+        _compare_logprobs(
             torch.tensor(output.logprobs),
             plain_logprobs(plain, [*prompt, *output.token_ids])[len(prompt) - 1 :],
         )
 
 
-def _compare(found: Tensor, expected: Tensor) -> None:
-    if not (difference := float((found - expected).abs().max())) <= EXACT:
+def _compare_logprobs(logprobs: Tensor, expected: Tensor) -> None:
+    if not (difference := float((logprobs - expected).abs().max())) <= EXACT:
         raise UserError(f"logprobs differ from those of transformers by {difference:.2g}")
 
 

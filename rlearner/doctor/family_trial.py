@@ -1,5 +1,4 @@
-"""Tries a model of a type that nobody has run: a few small layers of its configuration, in a
-process of their own.
+"""Tries a model of an unknown type: a few small layers of its configuration, in a child process.
 
 ``rlearner_text.families`` knows most types. For another one engine hf and the learner run a
 shrunken copy with random weights before a start, so that what they cannot run is refused then and
@@ -24,13 +23,13 @@ from broker.system.workers.work_clock import OutOfTime, output_within
 from rlearner_text.families import check_served, check_trained, family_of
 from rlearner_text.hub import read_json, tokenizer_folder
 
-LIMIT_S: Final = 300.0  # of the process, on its own clock
+# On the child's own clock, so that a busy machine does not fail the trial.
+LIMIT_S: Final = 300.0
 CHILD: Final = "rlearner.doctor.family_child"
 
 
 def family_findings(config: Mapping[str, Any]) -> list[PreflightFinding]:
-    """Look up the model of a validated configuration on the hub, and try one whose type is not in
-    the matrix.
+    """Look up the model of a validated configuration, and try it if its type is not in the matrix.
 
     Returns:
         A warning where no small copy could be made; nothing if it works, or is known to.
@@ -41,7 +40,7 @@ def family_findings(config: Mapping[str, Any]) -> list[PreflightFinding]:
     model = config.get("model") or {}
     rollout = config.get("rollout") or {}
     path = str(model.get("path") or "")
-    if (folder := _folder(path)) is None:
+    if (folder := _model_folder(path)) is None:
         return []
     is_served = (
         rollout.get("engine") == "hf"
@@ -54,7 +53,7 @@ def family_findings(config: Mapping[str, Any]) -> list[PreflightFinding]:
         check_served(family if is_served else None)
     if not settings or family is not None:
         return []
-    roles = ["learner", *(["engine"] if is_served else [])]
+    roles = ["learner", *["engine"] * is_served]
     name = settings.get("model_type")
     answer = run_trial(folder, roles, trust_remote_code=bool(model.get("trust_remote_code")))
     if role := next((role for role in roles if answer.get(role)), ""):
@@ -63,17 +62,15 @@ def family_findings(config: Mapping[str, Any]) -> list[PreflightFinding]:
             "model.path", path, f"{process} cannot run a small copy of this {name}: {answer[role]}"
         )
     if problem := answer.get("problem"):
-        found = (
+        text = (
             f"{name} is no family that was run, and no small copy of it could be tried: {problem}"
         )
-        return [PreflightFinding("models", "model.path", "warning", found)]
+        return [PreflightFinding("models", "model.path", "warning", text)]
     return []
 
 
-def _folder(path: str) -> Path | None:
-    """Return the folder with a model's config.json; None if there is none, which other checks
-    report.
-    """
+def _model_folder(path: str) -> Path | None:
+    """Return the folder with a model's config.json, or None, which other checks report."""
     try:
         return tokenizer_folder(path) if path else None
     except ConfigError:
@@ -81,9 +78,7 @@ def _folder(path: str) -> Path | None:
 
 
 def run_trial(folder: Path, roles: list[str], *, trust_remote_code: bool) -> dict[str, str]:
-    """Return by role why it cannot run a small copy of a model; under ``problem`` why there is no
-    copy.
-    """
+    """Return by role why it cannot run a small copy; under ``problem`` why there is no copy."""
     with tempfile.TemporaryDirectory(prefix="family.") as work:
         order = {
             "folder": str(folder),
@@ -92,12 +87,16 @@ def run_trial(folder: Path, roles: list[str], *, trust_remote_code: bool) -> dic
             "trust_remote_code": trust_remote_code,
         }
         command = [sys.executable, "-m", CHILD, json.dumps(order)]
+        # No GPU, which may belong to a run; no network, since the trial takes local files only.
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         try:
-            pipe = subprocess.PIPE
-            nothing = subprocess.DEVNULL
             with subprocess.Popen(
-                command, env=environment, stdout=pipe, stderr=nothing, text=True, cwd=work
+                command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                cwd=work,
             ) as child:
                 output = output_within(child, LIMIT_S, "the trial of the model's family")
             answer: dict[str, str] = json.loads(output.strip().splitlines()[-1])

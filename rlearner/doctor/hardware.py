@@ -22,7 +22,8 @@ SMI_TIMEOUT_S: Final = 15.0
 # Oldest Linux driver by CUDA major version: docs.nvidia.com/deploy/cuda-compatibility, "minor
 # version compatibility".
 OLDEST_DRIVER: Final = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
-MOST_USED: Final = 0.1  # share of a GPU's memory; engines take nine tenths of it by default
+# Share of a GPU's memory; engines take nine tenths of it by default.
+MOST_USED: Final = 0.1
 _finding: Final = partial(PreflightFinding, "gpu")
 
 
@@ -40,9 +41,7 @@ class GpuInfo:
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """The installed torch: its version, the CUDA it is built for (empty: none), and NCCL's version
-    (empty: none).
-    """
+    """The installed torch: versions of itself, of its CUDA and of its NCCL (empty: none)."""
 
     version: str
     cuda: str
@@ -50,15 +49,21 @@ class TorchBuild:
 
 
 def parse_smi(text: str) -> list[GpuInfo]:
-    """Parse the output of ``nvidia-smi --query-gpu=… --format=csv,noheader,nounits``; skip lines
-    without a GPU.
-    """
+    """Parse the CSV output of ``nvidia-smi --query-gpu=…``; skip lines without a GPU."""
     gpus = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
         if len(fields) == len(QUERY) and fields[0].isdigit():
-            total, used = (int(field) if field.isdigit() else 0 for field in fields[2:4])
-            gpus.append(GpuInfo(int(fields[0]), fields[1], total, used, fields[4], fields[5]))
+            total_mib, used_mib = (int(field) if field.isdigit() else 0 for field in fields[2:4])
+            gpu = GpuInfo(
+                index=int(fields[0]),
+                name=fields[1],
+                total_mib=total_mib,
+                used_mib=used_mib,
+                driver=fields[4],
+                capability=fields[5],
+            )
+            gpus.append(gpu)
     return sorted(gpus, key=lambda gpu: gpu.index)
 
 
@@ -66,8 +71,8 @@ def parse_torch(source: str) -> TorchBuild:
     """Parse the text of ``torch/version.py``."""
 
     def value(name: str) -> str:
-        found = re.search(rf"^{name}\b[^=]*=\s*'([^']*)'", source, re.MULTILINE)
-        return found[1] if found else ""
+        match = re.search(rf"^{name}\b[^=]*=\s*'([^']*)'", source, re.MULTILINE)
+        return match[1] if match else ""
 
     return TorchBuild(value("__version__"), value("cuda"))
 
@@ -80,13 +85,18 @@ def find_gpus() -> tuple[list[GpuInfo], str]:
     try:
         query = [smi, f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
         answer = subprocess.run(
-            query, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False
+            # A driver in trouble may hang, which must not hang the doctor.
+            query,
+            capture_output=True,
+            text=True,
+            timeout=SMI_TIMEOUT_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return [], f"nvidia-smi: {error}"
-    problem = (
-        "" if answer.returncode == 0 else " ".join((answer.stdout + answer.stderr).split())[:200]
-    )
+    problem = ""
+    if answer.returncode != 0:
+        problem = " ".join((answer.stdout + answer.stderr).split())[:200]
     return parse_smi(answer.stdout), problem
 
 
@@ -101,16 +111,14 @@ def find_torch() -> TorchBuild | None:
         )
     except OSError:
         return None
-    return TorchBuild(torch.version, torch.cuda, _nccl() if torch.cuda else "")
+    return TorchBuild(torch.version, torch.cuda, _nccl_version() if torch.cuda else "")
 
 
-def _nccl() -> str:
-    wheels = (
-        each
-        for each in distributions()
-        if (each.metadata["Name"] or "").lower().startswith("nvidia-nccl-cu")
-    )
-    return next((each.version for each in wheels), "built into torch")
+def _nccl_version() -> str:
+    for wheel in distributions():
+        if (wheel.metadata["Name"] or "").lower().startswith("nvidia-nccl-cu"):
+            return wheel.version
+    return "built into torch"
 
 
 def gpu_findings(
@@ -128,13 +136,11 @@ def gpu_findings(
             as many as ``gpus``.
     """
     count = max(len(gpus), num_devices or 0)
-    cuda = [_cuda(gpus, torch, needs, count)] if torch else []
-    return [
-        *_devices(gpus, problem, needs, count),
-        *cuda,
-        _nccl_finding(torch, count),
-        *_weights(torch, needs, count),
-    ]
+    findings = _check_devices(gpus, problem, needs, count)
+    if torch is not None:
+        findings.append(_check_cuda(gpus, torch, needs, count))
+    findings.append(_nccl_finding(torch, count))
+    return findings + _check_weights(torch, needs, count)
 
 
 def gpu_obstacle(gpus: Sequence[GpuInfo], problem: str, torch: TorchBuild | None) -> str:
@@ -146,24 +152,32 @@ def gpu_obstacle(gpus: Sequence[GpuInfo], problem: str, torch: TorchBuild | None
     if problem:
         return f"the driver does not answer: {problem}"
     if not gpus:
-        return "this machine has no NVIDIA GPU, or no driver for it; --cpu runs the steps small without one"
+        return (
+            "this machine has no NVIDIA GPU, or no driver for it; "
+            "--cpu runs the steps small without one"
+        )
     if torch is None or not torch.cuda:
         return (
             f"torch {torch.version if torch else ''} is built without CUDA; install its CUDA build"
         )
     if (least := too_old_for(gpus, torch)) is not None:
-        return f"driver {gpus[0].driver} is too old: torch {torch.version} for CUDA {torch.cuda} needs {least} or newer"
+        return (
+            f"driver {gpus[0].driver} is too old: torch {torch.version} for CUDA {torch.cuda} "
+            f"needs {least} or newer"
+        )
     for gpu in gpus:
         if _is_busy(gpu):
-            used = f"{gpu.used_mib} of {gpu.total_mib} MiB"
-            return f"GPU {gpu.index} is in use by other processes ({used}); stop them, or measure anyway with --busy"
+            return (
+                f"GPU {gpu.index} is in use by other processes "
+                f"({gpu.used_mib} of {gpu.total_mib} MiB); stop them, or measure anyway with --busy"
+            )
     return ""
 
 
 def too_old_for(gpus: Sequence[GpuInfo], torch: TorchBuild) -> str | None:
     """Return the oldest driver that this torch needs if one of the GPUs has an older one."""
     least = OLDEST_DRIVER.get(int(torch.cuda.partition(".")[0]))
-    if least is None or all(_numbers(gpu.driver)[:2] >= least for gpu in gpus):
+    if least is None or all(_version_numbers(gpu.driver)[:2] >= least for gpu in gpus):
         return None
     return ".".join(map(str, least))
 
@@ -172,35 +186,32 @@ def _is_busy(gpu: GpuInfo) -> bool:
     return gpu.total_mib > 0 and gpu.used_mib > MOST_USED * gpu.total_mib
 
 
-def _weights(
+def _check_weights(
     torch: TorchBuild | None, needs: MachineRequirements, count: int
 ) -> list[PreflightFinding]:
-    """Return how weights will travel to servers at each place, and why; a pair without a way is
-    missing.
-    """
-    usable = count if torch is not None and torch.cuda else 0
-    pairs = weight_pairs(needs.weights, usable)
-    unreachable = not any(pair.carrier for pair in pairs[:-1])  # the last one is another host
-    found = []
+    """Return how weights will travel to servers at each place; a pair without a way is missing."""
+    can_use_gpus = torch is not None and bool(torch.cuda)
+    pairs = weight_pairs(needs.weights, count * can_use_gpus)
+    # The last pair is another host, which a run may not have.
+    is_unreachable = not any(pair.carrier for pair in pairs[:-1])
+    findings = []
     for pair in pairs:
-        who = f"a server with engine {needs.weights.engine} {pair.where}"
+        server = f"a server with engine {needs.weights.engine} {pair.place}"
+        remedy = "train.weights_backend=auto"
         if pair.carrier is None:
-            why = f"{who} gets none by train.weights_backend={needs.weights.setting}: {pair.why}"
-            status: Status = "missing" if unreachable else "absent"
-            found.append(_finding("weights", status, why, "train.weights_backend=auto"))
+            setting = f"train.weights_backend={needs.weights.setting}"
+            text = f"{server} gets none by {setting}: {pair.reason}"
+            status: Status = "missing" if is_unreachable else "absent"
+            findings.append(_finding("weights", status, text, remedy))
         elif pair.carrier == "ipc":
-            why = f"{who}: ipc, {pair.why}; run with one H100 only"
-            found.append(
-                _finding(
-                    "weights", "warning", why, "train.weights_backend=auto  # if it fails here"
-                )
-            )
+            text = f"{server}: ipc, {pair.reason}; run with one H100 only"
+            findings.append(_finding("weights", "warning", text, f"{remedy}  # if it fails here"))
         else:
-            found.append(_finding("weights", "ok", f"{who}: {pair.carrier}, {pair.why}"))
-    return found
+            findings.append(_finding("weights", "ok", f"{server}: {pair.carrier}, {pair.reason}"))
+    return findings
 
 
-def _devices(
+def _check_devices(
     gpus: Sequence[GpuInfo], problem: str, needs: MachineRequirements, count: int
 ) -> list[PreflightFinding]:
     if problem:
@@ -209,51 +220,63 @@ def _devices(
     if not count:
         if not (needs.num_gpus or needs.cuda):
             return [_finding("GPUs", "absent", "no NVIDIA GPU on this machine")]
-        remedy = "rlearner doctor … train.device=auto rollout.engine=hf  # or a machine with an NVIDIA GPU"
+        remedy = (
+            "rlearner doctor … train.device=auto rollout.engine=hf  "
+            "# or a machine with an NVIDIA GPU"
+        )
         return [_finding("GPUs", "missing", "no NVIDIA GPU on this machine", remedy)]
-    result = []
+    findings = []
     if count < needs.num_gpus:
         remedy = f"rlearner start … train.ranks={count}  # or smaller sizes in rollout.engine_args"
-        said = f"{count}, but the configuration needs {needs.num_gpus}"
-        result.append(_finding("GPUs", "missing", said, remedy))
+        text = f"{count}, but the configuration needs {needs.num_gpus}"
+        findings.append(_finding("GPUs", "missing", text, remedy))
     for gpu in gpus:
-        said = f"{gpu.name}, {gpu.total_mib / 1024:.0f} GiB, driver {gpu.driver}, compute capability {gpu.capability}"
+        text = (
+            f"{gpu.name}, {gpu.total_mib / 1024:.0f} GiB, driver {gpu.driver}, "
+            f"compute capability {gpu.capability}"
+        )
         if _is_busy(gpu):
-            said += f"; {gpu.used_mib / 1024:.1f} GiB in use by other processes"
-            remedy = "nvidia-smi --query-compute-apps=pid,used_memory,name --format=csv  # stop those, or see --gpus"
-            result.append(_finding(f"GPU {gpu.index}", "warning", said, remedy))
+            text += f"; {gpu.used_mib / 1024:.1f} GiB in use by other processes"
+            remedy = (
+                "nvidia-smi --query-compute-apps=pid,used_memory,name --format=csv  "
+                "# stop those, or see --gpus"
+            )
+            findings.append(_finding(f"GPU {gpu.index}", "warning", text, remedy))
         else:
-            result.append(_finding(f"GPU {gpu.index}", "ok", said))
-    return result
+            findings.append(_finding(f"GPU {gpu.index}", "ok", text))
+    return findings
 
 
-def _cuda(
+def _check_cuda(
     gpus: Sequence[GpuInfo], torch: TorchBuild, needs: MachineRequirements, count: int
 ) -> PreflightFinding:
     if not torch.cuda:
-        said = f"torch {torch.version} is built without CUDA"
+        text = f"torch {torch.version} is built without CUDA"
         build = f"torch=={torch.version.partition('+')[0]}"
-        remedy = f"pip install --force-reinstall {build}  # the CUDA build; in the source folder: make setup TORCH={build}"
+        remedy = (
+            f"pip install --force-reinstall {build}  "
+            f"# the CUDA build; in the source folder: make setup TORCH={build}"
+        )
         if needs.cuda:
-            return _finding("CUDA", "missing", said, remedy)
+            return _finding("CUDA", "missing", text, remedy)
         if count:
-            return _finding("CUDA", "warning", f"{said}, so the GPUs stay idle", remedy)
-        return _finding("CUDA", "absent", said)
-    said = f"torch {torch.version} is built for CUDA {torch.cuda}"
+            return _finding("CUDA", "warning", f"{text}, so the GPUs stay idle", remedy)
+        return _finding("CUDA", "absent", text)
+    text = f"torch {torch.version} is built for CUDA {torch.cuda}"
     if (least := too_old_for(gpus, torch)) is not None:
-        said += f", which needs driver {least} or newer, not {min(gpu.driver for gpu in gpus)}"
+        text += f", which needs driver {least} or newer, not {min(gpu.driver for gpu in gpus)}"
         remedy = "apt-get install --only-upgrade nvidia-driver"
-        return _finding("CUDA", "missing" if needs.cuda else "warning", said, remedy)
-    return _finding("CUDA", "ok", said)
+        return _finding("CUDA", "missing" if needs.cuda else "warning", text, remedy)
+    return _finding("CUDA", "ok", text)
 
 
 def _nccl_finding(torch: TorchBuild | None, count: int) -> PreflightFinding:
     if torch is None or not torch.cuda:
         return _finding("NCCL", "absent", "not in this torch; weights go by gloo")
-    return _finding(
-        "NCCL", "ok", torch.nccl + ("" if count > 1 else "; used only with two GPUs or more")
-    )
+    if count > 1:
+        return _finding("NCCL", "ok", torch.nccl)
+    return _finding("NCCL", "ok", f"{torch.nccl}; used only with two GPUs or more")
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _version_numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version))

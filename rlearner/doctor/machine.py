@@ -15,9 +15,12 @@ from broker.settings.preflight import PreflightFinding
 from rlearner.doctor.requirements import MachineRequirements
 
 GIB: Final = 1 << 30
-SHM_BYTES: Final = GIB  # NCCL and engines put their buffers there; containers give 64 MiB
-SPARE_BYTES: Final = 2 * GIB  # logs, metrics, the broker's streams
-ADAM_BYTES: Final = 12  # float32 master weight and two moments of one parameter in a checkpoint
+# NCCL and engines put their buffers in /dev/shm; containers give 64 MiB.
+SHM_BYTES: Final = GIB
+# Logs, metrics, the broker's streams.
+SPARE_BYTES: Final = 2 * GIB
+# Of one parameter in a checkpoint: float32 master weight and two moments.
+ADAM_BYTES: Final = 12
 _finding: Final = partial(PreflightFinding, "machine")
 
 
@@ -47,12 +50,14 @@ def measure_machine(run_dir: str) -> MachineResources:
 
     memory = psutil.virtual_memory()
     folder = str(nearest(Path(run_dir).absolute()))
-    disk = _usage(folder)
-    shm = _usage("/dev/shm")
+    disk = _disk_usage(folder)
+    shm = _disk_usage("/dev/shm")
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:  # macOS
+        cores = os.cpu_count() or 1
     return MachineResources(
-        cores=len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1,
+        cores=cores,
         memory_bytes=memory.total,
         available_bytes=memory.available,
         nofile=resource.getrlimit(resource.RLIMIT_NOFILE),
@@ -67,7 +72,7 @@ def nearest(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if os.path.exists(path))
 
 
-def _usage(path: str) -> Any:
+def _disk_usage(path: str) -> Any:
     try:
         return shutil.disk_usage(path)
     except OSError:
@@ -75,12 +80,10 @@ def _usage(path: str) -> Any:
 
 
 def model_bytes(path: str | None) -> tuple[int, int]:
-    """Return the bytes of a local model's weights and of one parameter; (0, 4) if a download would
-    be needed.
-    """
-    folder = Path(path).expanduser() if path else None
-    if folder is None or not folder.is_dir():
+    """Return the bytes of a local model's weights and of one parameter; (0, 4) if not local."""
+    if not path or not Path(path).expanduser().is_dir():
         return 0, 4
+    folder = Path(path).expanduser()
     files = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
     size = sum(file.stat().st_size for file in files)
     try:
@@ -88,7 +91,9 @@ def model_bytes(path: str | None) -> tuple[int, int]:
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     except (OSError, ValueError, AttributeError):
         dtype = "float32"
-    return size, 2 if "16" in dtype else 1 if "float8" in dtype else 4
+    if "16" in dtype:
+        return size, 2
+    return size, 1 if "float8" in dtype else 4
 
 
 def machine_findings(
@@ -99,76 +104,80 @@ def machine_findings(
     return [
         _finding("cores", "ok", str(machine.cores)),
         _finding("memory", "ok", memory),
-        _files(machine.nofile, needs),
-        _disk(machine, needs, weights),
-        _shm(machine.shm_bytes, needs),
+        _check_open_files(machine.nofile, needs),
+        _check_disk(machine, needs, weights),
+        _check_shared_memory(machine.shm_bytes, needs),
     ]
 
 
-def _files(limits: tuple[int, int], needs: MachineRequirements) -> PreflightFinding:
+def _check_open_files(limits: tuple[int, int], needs: MachineRequirements) -> PreflightFinding:
     soft, hard = limits
-    said = f"{_limit(soft)} open files, at most {_limit(hard)}"
-    if _enough(soft, needs.nofile):
-        return _finding("open files", "ok", said)
-    said += f"; this configuration may need {needs.nofile}"
-    if _enough(hard, needs.nofile):
-        return _finding("open files", "missing", said, f"ulimit -n {needs.nofile}")
+    text = f"{_format_limit(soft)} open files, at most {_format_limit(hard)}"
+    if _is_enough(soft, needs.nofile):
+        return _finding("open files", "ok", text)
+    text += f"; this configuration may need {needs.nofile}"
+    if _is_enough(hard, needs.nofile):
+        return _finding("open files", "missing", text, f"ulimit -n {needs.nofile}")
     line = f"echo '* - nofile {needs.nofile}' >> /etc/security/limits.conf"
     return _finding(
         "open files",
         "missing",
-        said,
+        text,
         f"{line}  # as root, then log in again; or a smaller envhub.n",
     )
 
 
-def _limit(value: int) -> str:
+def _format_limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else str(value)
 
 
-def _enough(limit: int, needed: int) -> bool:
+def _is_enough(limit: int, needed: int) -> bool:
     return limit == resource.RLIM_INFINITY or limit >= needed
 
 
-def _disk(
+def _check_disk(
     machine: MachineResources, needs: MachineRequirements, weights: tuple[int, int]
 ) -> PreflightFinding:
     if machine.disk_free is None:
-        said = f"{machine.disk_of}: the free space is unknown"
-        return _finding("disk", "warning", said, f"df -h {machine.disk_of}")
+        text = f"{machine.disk_of}: the free space is unknown"
+        return _finding("disk", "warning", text, f"df -h {machine.disk_of}")
     size, width = weights
-    whole = size if size <= needs.whole_gib * GIB else 0
+    checkpoint_bytes = 0
+    # A small enough model is also kept in Hugging Face format.
+    if size <= needs.whole_gib * GIB:
+        checkpoint_bytes += size
     # Adapters are tiny compared with the model.
-    parts = 0 if "lora" in needs.plugins.values() else size + size // width * ADAM_BYTES
-    needed = SPARE_BYTES + needs.checkpoints * (whole + parts)
-    said = f"{machine.disk_free / GIB:.1f} GiB free in {machine.disk_of}"
+    if "lora" not in needs.plugins.values():
+        checkpoint_bytes += size + size // width * ADAM_BYTES
+    needed = SPARE_BYTES + needs.checkpoints * checkpoint_bytes
+    text = f"{machine.disk_free / GIB:.1f} GiB free in {machine.disk_of}"
     if machine.disk_free >= needed:
-        return _finding("disk", "ok", said)
+        return _finding("disk", "ok", text)
     remedy = (
         f"df -h {machine.disk_of}  # free space there, or choose another disk with run.dir=FOLDER"
     )
     if size and machine.disk_free < needed - SPARE_BYTES:
-        checkpoints = f"{needs.checkpoints} checkpoints with their optimizer need about {needed / GIB:.1f} GiB"
-        return _finding("disk", "missing", f"{said}; {checkpoints}", remedy)
-    return _finding("disk", "warning", f"{said}; a run needs about {needed / GIB:.1f} GiB", remedy)
+        checkpoints = (
+            f"{needs.checkpoints} checkpoints with their optimizer need about "
+            f"{needed / GIB:.1f} GiB"
+        )
+        return _finding("disk", "missing", f"{text}; {checkpoints}", remedy)
+    return _finding("disk", "warning", f"{text}; a run needs about {needed / GIB:.1f} GiB", remedy)
 
 
-def _shm(size: int | None, needs: MachineRequirements) -> PreflightFinding:
+def _check_shared_memory(size: int | None, needs: MachineRequirements) -> PreflightFinding:
     remedy = "mount -o remount,size=8G /dev/shm  # as root; start a container with --shm-size=8g"
     name = "/dev/shm"
-    shared = needs.shared_memory
     if size is None:
-        return (
-            _finding(name, "warning", "not there", remedy)
-            if shared
-            else _finding(name, "absent", "not there")
-        )
-    said = f"{size / GIB:.2f} GiB"
-    if size >= SHM_BYTES or not shared:
-        return _finding(name, "ok", said)
+        if needs.shared_memory:
+            return _finding(name, "warning", "not there", remedy)
+        return _finding(name, "absent", "not there")
+    text = f"{size / GIB:.2f} GiB"
+    if size >= SHM_BYTES or not needs.shared_memory:
+        return _finding(name, "ok", text)
     return _finding(
         name,
         "warning",
-        f"{said}; processes that share a model over NCCL or gloo may need more",
+        f"{text}; processes that share a model over NCCL or gloo may need more",
         remedy,
     )

@@ -1,6 +1,4 @@
-"""Checks which Python packages are installed and which a configuration needs, without importing
-them.
-"""
+"""Checks which Python packages are installed, and which are needed, without importing them."""
 
 from __future__ import annotations
 
@@ -58,8 +56,8 @@ TOOLS: Final[Mapping[str, tuple[str, ...]]] = {
 WITHOUT_GPU: Final[Mapping[str, str]] = {
     "vllm": "make vllm-env  # vLLM's CPU build, in a separate environment"
 }
-# its own requirements contradict ours
-AFTER: Final[Mapping[str, str]] = {"gem": "pip install --no-deps gem-llm"}
+# Commands to run after the usual one; gem-llm's own requirements contradict ours.
+EXTRA_COMMANDS: Final[Mapping[str, str]] = {"gem": "pip install --no-deps gem-llm"}
 AREAS: Final[Mapping[str, tuple[str, ...]]] = {
     "engines": tuple(name for name in ENGINES if name in TOOLS),
     "trainers": ("torch", "deepspeed", "megatron", "lora"),
@@ -84,21 +82,19 @@ class ProjectRequirements:
     folder: Path | None
 
     def install(self, extra: str) -> str:
-        """Return the command that installs an extra; an empty name stands for the base
-        requirements.
-        """
-        wanted = f"[{extra}]" if extra else ""
-        pip = f"{sys.executable} -m pip install"
+        """Return the command that installs an extra, or without one the base requirements."""
+        suffix = f"[{extra}]" if extra else ""
+        command = f"{sys.executable} -m pip install"
         if self.folder is None:
-            return f"{pip} '{PROJECT}{wanted}'"
+            return f"{command} '{PROJECT}{suffix}'"
         pins = self.folder / "requirements" / "constraints.txt"
-        return f"{pip}{f' -c {pins}' if pins.exists() else ''} -e '{self.folder}{wanted}'"
+        if pins.exists():
+            command += f" -c {pins}"
+        return f"{command} -e '{self.folder}{suffix}'"
 
 
 def find_project(folder: Path = SOURCE) -> ProjectRequirements:
-    """Read pyproject.toml if there is one, else pip's metadata, which goes stale after an editable
-    install.
-    """
+    """Read pyproject.toml, else pip's metadata, which goes stale after an editable install."""
     file = folder / "pyproject.toml"
     if file.is_file():
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
@@ -110,19 +106,22 @@ def find_project(folder: Path = SOURCE) -> ProjectRequirements:
         lines = parsed(requires(PROJECT) or [])
     except PackageNotFoundError:
         return ProjectRequirements((), {}, None)
-    base = tuple(one for one in lines if one.marker is None)
-    names = sorted({extra for one in lines for extra in _extras_of(one)})
-    extras = {name: tuple(one for one in lines if name in _extras_of(one)) for name in names}
+    base = tuple(requirement for requirement in lines if requirement.marker is None)
+    by_extra: dict[str, list[Requirement]] = {}
+    for requirement in lines:
+        for extra in _extras_of(requirement):
+            by_extra.setdefault(extra, []).append(requirement)
+    extras = {name: tuple(by_extra[name]) for name in sorted(by_extra)}
     return ProjectRequirements(base, extras, None)
 
 
 def parsed(lines: Sequence[str]) -> tuple[Requirement, ...]:
     """Parse requirements as pip does; skip invalid ones."""
-    found = []
+    requirements = []
     for line in lines:
         with suppress(InvalidRequirement):
-            found.append(Requirement(line))
-    return tuple(found)
+            requirements.append(Requirement(line))
+    return tuple(requirements)
 
 
 def _extras_of(requirement: Requirement) -> list[str]:
@@ -143,111 +142,115 @@ def installed(name: str) -> str | None:
 
 
 def base_findings(
-    project: ProjectRequirements, found: Installed = installed
+    project: ProjectRequirements, find_version: Installed = installed
 ) -> list[PreflightFinding]:
     """Return base packages that are missing or too old, and the versions of the important ones."""
-    result = []
+    findings = []
     for requirement in project.base:
-        status, said = _judge(requirement, found)
+        status, text = _check_requirement(requirement, find_version)
         if status == "ok" and (tested := TESTED.get(canonicalize_name(requirement.name))):
-            said += f" (tested: {', '.join(tested)})"
+            text += f" (tested: {', '.join(tested)})"
         if status != "ok" or canonicalize_name(requirement.name) in CORE:
-            remedy = "" if status == "ok" else project.install("")
-            result.append(PreflightFinding("python", requirement.name, status, said, remedy))
-    return result
+            remedy = project.install("") if status != "ok" else ""
+            findings.append(PreflightFinding("python", requirement.name, status, text, remedy))
+    return findings
 
 
 def tool_findings(
     project: ProjectRequirements,
     plugins: Mapping[str, str],
-    found: Installed = installed,
+    find_version: Installed = installed,
     *,
     gpus: bool = True,
 ) -> list[PreflightFinding]:
-    """Check engines, trainers and all extras; those that ``plugins`` (setting to name) names are
-    required.
+    """Check engines, trainers and all extras; those in ``plugins`` (setting to name) are required.
 
     Without ``gpus``, some packages differ.
     """
-    wanted = {canonicalize_name(name): key for key, name in plugins.items()}
+    settings = {canonicalize_name(name): key for key, name in plugins.items()}
     tools = [(area, name) for area, names in AREAS.items() for name in names]
-    known = {canonicalize_name(name) for _, name in tools}
-    known |= {canonicalize_name(one) for packages in TOOLS.values() for one in packages}
-    extras = [
-        extra
+    tool_names = {canonicalize_name(name) for _, name in tools}
+    tool_names |= {
+        canonicalize_name(package) for packages in TOOLS.values() for package in packages
+    }
+    tools += [
+        ("optional", extra)
         for extra in project.extras
-        if extra not in HIDDEN and canonicalize_name(extra) not in known
+        if extra not in HIDDEN and canonicalize_name(extra) not in tool_names
     ]
     return [
-        *(
-            _tool(area, name, project, wanted.get(canonicalize_name(name), ""), found, gpus)
-            for area, name in tools
-        ),
-        *(
-            _tool("optional", extra, project, wanted.get(canonicalize_name(extra), ""), found)
-            for extra in extras
-        ),
+        _check_tool(
+            area,
+            name,
+            project,
+            asked_by=settings.get(canonicalize_name(name), ""),
+            find_version=find_version,
+            # The extras are the same with and without a GPU.
+            gpus=gpus or area == "optional",
+        )
+        for area, name in tools
     ]
 
 
-def _tool(
+def _check_tool(
     area: str,
     name: str,
     project: ProjectRequirements,
     asked_by: str,
-    found: Installed,
-    gpus: bool = True,
+    find_version: Installed,
+    gpus: bool,
 ) -> PreflightFinding:
     """Check one plug-in's packages. ``asked_by``: the setting that names it, or empty."""
     extra = next(
-        (one for one in project.extras if canonicalize_name(one) == canonicalize_name(name)), None
+        (extra for extra in project.extras if canonicalize_name(extra) == canonicalize_name(name)),
+        "",
     )
-    requirements = project.extras.get(extra, ()) if extra else ()
     alternatives = TOOLS.get(name, ())
-    there = {one: at for one in alternatives if (at := found(one))}
-    others = [
-        one
-        for one in requirements
-        if canonicalize_name(one.name) not in map(canonicalize_name, alternatives)
-    ]
-    judged = [(one, *_judge(one, found)) for one in others]
-    bad = [f"{one.name} {said}" for one, status, said in judged if status != "ok"]
-    if (there or not alternatives) and not bad:
-        versions = there or {one.name: said for one, _, said in judged}
-        return PreflightFinding(
-            area, name, "ok", ", ".join(f"{one} {at}" for one, at in versions.items())
-        )
-    what = ", ".join(bad) or f"{' or '.join(alternatives)} not installed"
-    remedy = (
-        project.install(extra) if extra else f"{sys.executable} -m pip install {alternatives[0]}"
-    )
+    versions = {package: at for package in alternatives if (at := find_version(package))}
+    checks = {
+        requirement.name: _check_requirement(requirement, find_version)
+        for requirement in project.extras.get(extra, ())
+        if canonicalize_name(requirement.name) not in map(canonicalize_name, alternatives)
+    }
+    problems = [f"{package} {text}" for package, (status, text) in checks.items() if status != "ok"]
+    if (versions or not alternatives) and not problems:
+        versions = versions or {package: text for package, (_, text) in checks.items()}
+        text = ", ".join(f"{package} {at}" for package, at in versions.items())
+        return PreflightFinding(area, name, "ok", text)
+    text = ", ".join(problems) or f"{' or '.join(alternatives)} not installed"
+    if extra:
+        remedy = project.install(extra)
+    else:
+        remedy = f"{sys.executable} -m pip install {alternatives[0]}"
     if not gpus and project.folder is not None:
         remedy = WITHOUT_GPU.get(name, remedy)
-    if name in AFTER:
-        remedy += f" && {sys.executable} -m {AFTER[name]}"
+    if name in EXTRA_COMMANDS:
+        remedy += f" && {sys.executable} -m {EXTRA_COMMANDS[name]}"
     if asked_by:
-        return PreflightFinding(area, name, "missing", f"{what}; required by {asked_by}", remedy)
-    return PreflightFinding(area, name, "absent", what, remedy)
+        return PreflightFinding(area, name, "missing", f"{text}; required by {asked_by}", remedy)
+    return PreflightFinding(area, name, "absent", text, remedy)
 
 
 def program_findings(
-    programs: Mapping[str, str], which: Callable[[str], str | None] = shutil.which
+    programs: Mapping[str, str], find_program: Callable[[str], str | None] = shutil.which
 ) -> list[PreflightFinding]:
     """Check the programs that settings name (setting to program)."""
-    return [
-        PreflightFinding("engines", key, "ok", path)
-        if (path := which(program))
-        else PreflightFinding(
-            "engines", key, "missing", f"program {program!r} not found", f"{key}=[…]"
-        )
-        for key, program in programs.items()
-    ]
+    findings = []
+    for key, program in programs.items():
+        if path := find_program(program):
+            findings.append(PreflightFinding("engines", key, "ok", path))
+        else:
+            text = f"program {program!r} not found"
+            findings.append(PreflightFinding("engines", key, "missing", text, f"{key}=[…]"))
+    return findings
 
 
-def _judge(requirement: Requirement, found: Installed) -> tuple[Status, str]:
-    at = found(requirement.name)
-    if at is None:
+def _check_requirement(requirement: Requirement, find_version: Installed) -> tuple[Status, str]:
+    installed_version = find_version(requirement.name)
+    if installed_version is None:
         return "missing", "not installed"
-    if requirement.specifier and not requirement.specifier.contains(at, prereleases=True):
-        return "missing", f"{at} is installed, {requirement.specifier} is required"
-    return "ok", at
+    specifier = requirement.specifier
+    # Nightly builds of torch are prereleases.
+    if specifier and not specifier.contains(installed_version, prereleases=True):
+        return "missing", f"{installed_version} is installed, {specifier} is required"
+    return "ok", installed_version

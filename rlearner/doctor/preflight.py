@@ -20,67 +20,74 @@ from rlearner.doctor.requirements import MachineRequirements, requirements_of
 ROLES: Final = tuple(
     f"{role}.preflight:preflight_findings" for role in ("rollout", "envhub", "rewardhub")
 )
-OTHERS: Final = ("rollout.", "domains.")  # settings whose packages the learner does not need
+# Settings whose packages the learner does not need.
+NOT_THE_LEARNERS: Final = ("rollout.", "domains.")
 
 Look = Callable[[], list[PreflightFinding]]
 
 
-def preflight_checks(config: dict[str, Any], wanted: MachineRequirements) -> list[Look]:
-    """Return the checks of packages, programs and each role's own part of a validated
-    configuration, for threads.
-    """
+def preflight_checks(config: dict[str, Any], needs: MachineRequirements) -> list[Look]:
+    """Return checks, for threads, of packages, programs and each role's part of a valid config."""
     project = packages.find_project()
     checks: list[Look] = [
-        lambda: [*packages.program_findings(wanted.programs), *tools(project, wanted)]
+        lambda: [*packages.program_findings(needs.programs), *tools(project, needs)]
     ]
     checks.append(lambda: family_findings(config))
     if config.get("domains"):
-        checks += [*(_role(name, config) for name in ROLES), lambda: reference_findings(config)]
+        checks += [
+            *(_role_check(name, config) for name in ROLES),
+            lambda: reference_findings(config),
+        ]
     return checks
 
 
-def _role(name: str, config: dict[str, Any]) -> Look:
+def _role_check(name: str, config: dict[str, Any]) -> Look:
     return lambda: list(resolve("looks", name, {})(config))
 
 
 def tools(
-    project: packages.ProjectRequirements, wanted: MachineRequirements
+    project: packages.ProjectRequirements, needs: MachineRequirements
 ) -> list[PreflightFinding]:
     """Check the packages of engines, trainers and extras."""
-    plugins = {**wanted.plugins, **({"a data file": "parquet"} if wanted.parquet else {})}
+    plugins = dict(needs.plugins)
+    if needs.parquet:
+        plugins["a data file"] = "parquet"
     return packages.tool_findings(project, plugins, gpus=bool(existing()))
 
 
-def gpus(wanted: MachineRequirements) -> list[PreflightFinding]:
+def gpus(needs: MachineRequirements) -> list[PreflightFinding]:
     """Check GPUs, driver and CUDA, and how weights would travel between GPUs."""
+    devices, problem = hardware.find_gpus()
     return hardware.gpu_findings(
-        *hardware.find_gpus(), hardware.find_torch(), wanted, len(existing())
+        devices, problem, hardware.find_torch(), needs=needs, num_devices=len(existing())
     )
 
 
 def fleet_findings(config: dict[str, Any]) -> list[PreflightFinding]:
     """Return what would stop or disturb a complete run on this machine; ``config`` is validated."""
-    wanted = requirements_of(config)
-    asked: list[Look] = [lambda: broker_checks.port_findings(wanted), lambda: gpus(wanted)]
-    if wanted.sandbox:
-        asked.append(lambda: sandbox.sandbox_findings(wanted))
+    needs = requirements_of(config)
+    checks: list[Look] = [lambda: broker_checks.port_findings(needs), lambda: gpus(needs)]
+    if needs.sandbox:
+        checks.append(lambda: sandbox.sandbox_findings(needs))
     with ThreadPoolExecutor(max_workers=4) as pool:
-        running = [pool.submit(look) for look in [*asked, *preflight_checks(config, wanted)]]
+        futures = [pool.submit(check) for check in [*checks, *preflight_checks(config, needs)]]
         return [
             finding
-            for each in running
-            for finding in each.result()
+            for future in futures
+            for finding in future.result()
             if finding.status in ("missing", "warning")
         ]
 
 
 def learner_findings(config: dict[str, Any]) -> list[PreflightFinding]:
     """Return what would stop the learner or offline training; ``config`` is validated."""
-    wanted = requirements_of(config)
-    own = {key: name for key, name in wanted.plugins.items() if not key.startswith(OTHERS)}
-    found = tools(packages.find_project(), MachineRequirements(plugins=own, parquet=wanted.parquet))
-    found += family_findings(config)
-    return [finding for finding in found if finding.status == "missing"]
+    needs = requirements_of(config)
+    own = {key: name for key, name in needs.plugins.items() if not key.startswith(NOT_THE_LEARNERS)}
+    findings = tools(
+        packages.find_project(), MachineRequirements(plugins=own, parquet=needs.parquet)
+    )
+    findings += family_findings(config)
+    return [finding for finding in findings if finding.status == "missing"]
 
 
 def require_installed(findings: Sequence[PreflightFinding]) -> None:
@@ -100,12 +107,15 @@ def require_fleet(config: dict[str, Any]) -> None:
     Raises:
         NotInstalled: see ``require_installed``.
     """
-    found = fleet_findings(config)
-    require_installed(found)
-    for finding in found:
+    findings = fleet_findings(config)
+    require_installed(findings)
+    for finding in findings:
         print(f"warning: {format_finding(finding)}", file=sys.stderr)
 
 
 def format_finding(finding: PreflightFinding) -> str:
     """Format a finding in one line, with the command or setting that fixes it after the arrow."""
-    return f"{finding.name}: {finding.found}{f' -> {finding.remedy}' if finding.remedy else ''}"
+    text = f"{finding.name}: {finding.found}"
+    if finding.remedy:
+        text += f" -> {finding.remedy}"
+    return text

@@ -10,10 +10,12 @@ from typing import Any, Final
 from rlearner.doctor.weight_pairs import WeightsSettings
 from rollout.checks import declaration
 
-# open at once in any process of a run, libraries and sockets included
+# Open at once in any process of a run, libraries and sockets included.
 FILES_OF_A_PROCESS: Final = 256
-FILES_OF_AN_ENVIRONMENT: Final = 4  # pipes to and from a worker process
-IPC: Final = "ipc"  # the value with which servers read weights from the learner's GPU
+# Pipes to and from a worker process.
+FILES_OF_AN_ENVIRONMENT: Final = 4
+# The value of train.weights_backend with which servers read the learner's GPU memory.
+IPC: Final = "ipc"
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,7 @@ class MachineRequirements:
 
 
 def requirements_of(config: Mapping[str, Any]) -> MachineRequirements:
-    """Return what a configuration with its defaults needs; that of offline training lacks most
-    sections.
-    """
+    """Return what a configuration with its defaults needs; offline training lacks most sections."""
     rollout = config.get("rollout") or {}
     train = config.get("train") or {}
     broker = config.get("broker") or {}
@@ -70,7 +70,6 @@ def requirements_of(config: Mapping[str, Any]) -> MachineRequirements:
     parallel = math.prod(int(engine_args.get(size) or 1) for size in sizes)
     ranks = int(train.get("ranks") or 1)
     device = str(train.get("device") or "auto")
-    # a server's own program
     engine = rollout.get("engine")
     command = engine_args.get("command") or []
     declared = declaration(str(engine or ""))
@@ -79,11 +78,14 @@ def requirements_of(config: Mapping[str, Any]) -> MachineRequirements:
         "rollout.http_port": rollout.get("http_port"),
         "train.weights_snapshot_port": snapshot_port,
     }
-    plugins = {"rollout.engine": str(engine)} if engine and not command else {}
-    plugins |= {"train.backend": train["backend"]} if "backend" in train else {}
-    plugins |= {
-        f"trackers.use.{name}": name for name in (config.get("trackers") or {}).get("use") or []
-    }
+    plugins: dict[str, str] = {}
+    # The operator's own command brings its engine along.
+    if engine and not command:
+        plugins["rollout.engine"] = str(engine)
+    if "backend" in train:
+        plugins["train.backend"] = train["backend"]
+    for name in (config.get("trackers") or {}).get("use") or []:
+        plugins[f"trackers.use.{name}"] = name
     plugins |= {f"domains.{name}.env": domain["env"] for name, domain in domains.items()}
     if train.get("lora"):
         plugins["train.lora"] = "lora"
@@ -94,9 +96,9 @@ def requirements_of(config: Mapping[str, Any]) -> MachineRequirements:
         sandbox=any(map(_needs_sandbox, domains.values())),
         cuda=device.startswith("cuda") or train.get("weights_backend") == IPC,
         num_gpus=max(
-            ranks if device.startswith("cuda") else 0,
+            ranks * device.startswith("cuda"),
             int(device.partition(":")[2] or -1) + 1,
-            parallel if parallel > 1 else 0,
+            parallel * (parallel > 1),
             int(declared is not None and declared.needs_gpu and not command),
         ),
         weights=_weights_settings(rollout, train, parallel),
@@ -107,6 +109,7 @@ def requirements_of(config: Mapping[str, Any]) -> MachineRequirements:
         bind=broker.get("bind") or "127.0.0.1",
         ports={key: port for key, port in ports.items() if port},
         run_dir=(config.get("run") or {}).get("dir") or "runs",
+        # The new checkpoint is complete before the oldest goes.
         checkpoints=int(checkpoint.get("keep") or 0) + 1 if checkpoint else 0,
         whole_gib=float(checkpoint.get("hf_max_gib") or 0),
         model_path=(config.get("model") or {}).get("path"),
@@ -114,15 +117,16 @@ def requirements_of(config: Mapping[str, Any]) -> MachineRequirements:
 
 
 def _needs_sandbox(domain: Mapping[str, Any]) -> bool:
-    isolation = domain.get("isolation") or ("sandbox" if domain.get("env") == "appworld" else "")
+    isolation = domain.get("isolation")
+    # AppWorld runs the model's programs, so it is isolated by default.
+    if isolation == "sandbox" or (not isolation and domain.get("env") == "appworld"):
+        return True
     programs = [
         reward.get("args") or {}
         for reward in domain.get("rewards") or []
         if reward.get("name") == "code"
     ]
-    return isolation == "sandbox" or any(
-        args.get("sandbox", "bubblewrap") != "none" for args in programs
-    )
+    return any(args.get("sandbox", "bubblewrap") != "none" for args in programs)
 
 
 def _data_files(config: Mapping[str, Any]) -> list[Any]:
@@ -148,13 +152,18 @@ def _weights_settings(
     declared = declaration(engine)
     lora = train.get("lora") or {}
     sends_adapters = bool(lora) and lora.get("send", "adapter") == "adapter"
+    workers = 0
+    workers_need = ""
+    if declared is not None:
+        workers = parallel * declared.workers_receive
+        workers_need = declared.workers_need
     return WeightsSettings(
         setting=train.get("weights_backend") or "auto",
         on_gpu=not str(train.get("device") or "auto").startswith("cpu"),
         engine=engine,
         to_device=declared is None or declared.weights_memory == "device",
-        workers=parallel if declared is not None and declared.workers_receive else 0,
-        workers_need=declared.workers_need if declared is not None else "",
+        workers=workers,
+        workers_need=workers_need,
         into=rollout.get("weights_into") or "auto",
         plain=train.get("weights_dtype") != "fp8" and not sends_adapters,
     )

@@ -1,6 +1,4 @@
-"""Checks whether untrusted programs can run here, with the probe that reward hubs run at their
-start.
-"""
+"""Checks whether untrusted programs can run here, with the probe that reward hubs start with."""
 
 from __future__ import annotations
 
@@ -18,7 +16,8 @@ from broker.settings.preflight import PreflightFinding
 from rlearner.doctor.requirements import MachineRequirements
 from rlearner_sandbox import Sandbox
 
-_COMMAND: Final = re.compile(r"(?:run|with|needed): (.+)$")  # the command in the probe's error
+# The command in the probe's error.
+_COMMAND: Final = re.compile(r"(?:run|with|needed): (.+)$")
 _finding: Final = partial(PreflightFinding, "sandbox")
 
 
@@ -31,19 +30,19 @@ def sandbox_findings(
         problem = ""
     except UserError as error:
         problem = str(error)
-    return [judge(problem, _version(), needs), namespaces(Path("/proc/sys"), os.geteuid() == 0)]
+    return [
+        judge(problem, _bwrap_version(), needs),
+        namespaces(Path("/proc/sys"), os.geteuid() == 0),
+    ]
 
 
 def judge(problem: str, version: str, needs: MachineRequirements) -> PreflightFinding:
     """Return the finding about the probe; ``problem`` is empty if a program ran."""
     if not problem:
         return _finding("bubblewrap", "ok", f"{version or 'bubblewrap'}, a program ran in it")
-    found = _COMMAND.search(problem)
-    command = (
-        found[1]
-        if found
-        else "rewards: [{name: code, args: {sandbox: none}}]  # programs run unprotected"
-    )
+    command = "rewards: [{name: code, args: {sandbox: none}}]  # programs run unprotected"
+    if match := _COMMAND.search(problem):
+        command = match[1]
     if needs.sandbox:
         return _finding(
             "bubblewrap",
@@ -54,26 +53,24 @@ def judge(problem: str, version: str, needs: MachineRequirements) -> PreflightFi
     return _finding("bubblewrap", "absent", problem, command)
 
 
-def namespaces(settings: Path, root: bool) -> PreflightFinding:
-    """Report user namespaces, which bubblewrap needs except for root; for information, as the probe
-    decides.
-    """
-    most = _read(settings / "user/max_user_namespaces")
-    allowed = _read(settings / "kernel/unprivileged_userns_clone")
-    note = "; root needs none" if root else ""
+def namespaces(settings: Path, is_root: bool) -> PreflightFinding:
+    """Report user namespaces, which bubblewrap needs except for root; the probe decides."""
+    most = _read_setting(settings / "user/max_user_namespaces")
+    allowed = _read_setting(settings / "kernel/unprivileged_userns_clone")
+    note = "; root needs none" if is_root else ""
     if most in ("", "0") or allowed == "0":
         return _finding("user namespaces", "absent", f"disabled{note}")
     return _finding("user namespaces", "ok", f"at most {most}{note}")
 
 
-def _read(file: Path) -> str:
+def _read_setting(file: Path) -> str:
     try:
         return file.read_text(encoding="ascii").strip()
     except OSError:
         return ""
 
 
-def _version() -> str:
+def _bwrap_version() -> str:
     path = which("bwrap")
     if path is None:
         return ""

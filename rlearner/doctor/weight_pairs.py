@@ -49,11 +49,11 @@ class WeightsSettings:
 
 @dataclass(frozen=True)
 class WeightPair:
-    """The learner and a server: where the server is, the carrier (None: none), and why."""
+    """The learner and a server: the server's place, the carrier (None: none), and the reason."""
 
-    where: str
+    place: str
     carrier: Carrier | None
-    why: str
+    reason: str
 
 
 def weight_pairs(settings: WeightsSettings, num_gpus: int) -> list[WeightPair]:
@@ -65,38 +65,46 @@ def weight_pairs(settings: WeightsSettings, num_gpus: int) -> list[WeightPair]:
     if not settings.engine:
         return []
     on_gpu = settings.on_gpu and num_gpus > 0
-    places = [("on the learner's GPU", True, False)] if on_gpu else []
-    if not on_gpu or num_gpus > 1:
-        places.append(("on another GPU of this host" if on_gpu else "on this host", True, on_gpu))
+    # Place, whether it is the same host, whether the server has a GPU of its own.
+    places = [("on this host", True, False)]
+    if on_gpu:
+        places = [("on the learner's GPU", True, False)]
+        if num_gpus > 1:
+            places.append(("on another GPU of this host", True, True))
     places.append(("on another host", False, on_gpu))
-    return [_pair(settings, *place, on_gpu=on_gpu) for place in places]
+    return [
+        _pair_with_server(settings, place, same_host, own_gpu, on_gpu=on_gpu)
+        for place, same_host, own_gpu in places
+    ]
 
 
-def _pair(
-    settings: WeightsSettings, where: str, same_host: bool, own_gpu: bool, *, on_gpu: bool
+def _pair_with_server(
+    settings: WeightsSettings, place: str, same_host: bool, own_gpu: bool, *, on_gpu: bool
 ) -> WeightPair:
     workers: dict[Carrier, int] = {}
     if settings.workers and settings.plain:
-        impossible = (set() if same_host else READ) | (set() if own_gpu else {"nccl"})
-        found = of_workers(settings.into, settings.workers, on_gpu=on_gpu)
-        workers = {carrier: count for carrier, count in found.items() if carrier not in impossible}
+        impossible: set[Carrier] = set()
+        if not same_host:
+            impossible |= READ
+        if not own_gpu:
+            impossible.add("nccl")
+        counts = of_workers(settings.into, settings.workers, on_gpu=on_gpu)
+        workers = {carrier: count for carrier, count in counts.items() if carrier not in impossible}
     reads: Carrier | None = None
     if same_host:
         reads = "ipc" if settings.setting == "ipc" and settings.to_device and on_gpu else "shared"
-    taken: Mapping[Carrier, int] = takes(
+    accepted: Mapping[Carrier, int] = takes(
         reads=reads, workers=workers, on_gpu=own_gpu and settings.to_device
     )
-    carrier = choose(offered(settings.setting, on_gpu=on_gpu), taken)
+    carrier = choose(offered(settings.setting, on_gpu=on_gpu), accepted)
     if carrier is None:
-        what = (
-            "NCCL takes no two members on one GPU"
-            if where == "on the learner's GPU"
-            else "it takes host memory"
-        )
-        return WeightPair(where, None, what)
+        if place == "on the learner's GPU":
+            return WeightPair(place, None, "NCCL takes no two members on one GPU")
+        return WeightPair(place, None, "it takes host memory")
     count = workers.get(carrier, 0)
-    why = REASONS[carrier]
+    reason = REASONS[carrier]
     if count:
-        why += f", into {count} worker{'s' * (count > 1)}"
-        why += f" with {settings.workers_need}" if settings.workers_need else ""
-    return WeightPair(where, carrier, why)
+        reason += f", into {count} worker{'s' * (count > 1)}"
+        if settings.workers_need:
+            reason += f" with {settings.workers_need}"
+    return WeightPair(place, carrier, reason)

@@ -15,11 +15,12 @@ from broker.system.entry import EXIT_STOPPED
 def add_parser(subparsers: Any) -> None:
     """Add ``eval MODEL CONFIG [key=value …]``."""
     text = "measure a model on the held-out tasks of a configuration"
-    how = (
-        "with the processes, tasks and seeds of a run; set eval.tasks, eval.group_size and eval.temperature. All tasks "
-        "of a file: domains.NAME.env_args.eval_path=FILE, or path=FILE if the model's run has not trained on it."
+    details = (
+        "with the processes, tasks and seeds of a run; set eval.tasks, eval.group_size and "
+        "eval.temperature. All tasks of a file: domains.NAME.env_args.eval_path=FILE, or path=FILE "
+        "if the model's run has not trained on it."
     )
-    parser = subparsers.add_parser("eval", help=text, description=f"{text.capitalize()}, {how}")
+    parser = subparsers.add_parser("eval", help=text, description=f"{text.capitalize()}, {details}")
     parser.add_argument(
         "model", metavar="MODEL", help="folder or hub name, for example a checkpoint of a run"
     )
@@ -27,27 +28,25 @@ def add_parser(subparsers: Any) -> None:
     text = "GPUs for generation: 4-7, or 0,2, or cpu, or auto (%(default)s)"
     parser.add_argument("--gpus", default="auto", metavar="LIST", help=text)
     add_json(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_eval)
 
 
 def with_own_run_name(config: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return the config with a ``run.name`` that differs from that of a trained run, whose folder
-    must not change.
-    """
+    """Return the config with a ``run.name`` of its own, so that no trained run's folder changes."""
     from learner.prepare import name_run
     from learner.run_folder import noted_epoch
 
     stem = f"eval-{Path(path).stem}"
-    named = name_run(config, stem)
-    run = named.get("run")
+    config = name_run(config, stem)
+    run = config.get("run")
     if not isinstance(run, dict) or not noted_epoch(
         Path(str(run.get("dir", "runs"))) / str(run["name"])
     ):
-        return named
-    return name_run({**named, "run": {**run, "name": None}}, f"eval-{run['name']}")
+        return config
+    return name_run({**config, "run": {**run, "name": None}}, f"eval-{run['name']}")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_eval(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
 
     async def body(stop: Stop) -> None:
@@ -56,8 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
         from rlearner.evaluate.run import evaluate
         from rlearner.evaluate.tasks import task_counts, with_whole_files
 
-        named = with_own_run_name(load(arguments.config, arguments.overrides), arguments.config)
-        config, files = with_whole_files(named, arguments.overrides, arguments.model)
+        config = with_own_run_name(load(arguments.config, arguments.overrides), arguments.config)
+        config, files = with_whole_files(config, arguments.overrides, arguments.model)
         config = validate(config)
         num_tasks = task_counts(config, files)
         config["eval"]["tasks"] = min(num_tasks.values())
@@ -66,8 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
             config,
             arguments.model,
             stop,
-            num_tasks,
-            files,
+            num_tasks=num_tasks,
+            files=files,
             gpus=arguments.gpus,
             as_json=arguments.json,
         )

@@ -21,15 +21,15 @@ def result_of(
     """
     return {
         "model": model,
-        **_measured(evaluation, None),
+        **_measure_domain(evaluation, None),
         "closed": dict(sorted(evaluation.closed.items())),
-        "domains": {name: _measured(evaluation, name) for name in evaluation.domains},
+        "domains": {name: _measure_domain(evaluation, name) for name in evaluation.domains},
         "files": dict(files),
         "seconds": round(seconds, 1),
     }
 
 
-def _measured(evaluation: Evaluation, domain: str | None) -> dict[str, Any]:
+def _measure_domain(evaluation: Evaluation, domain: str | None) -> dict[str, Any]:
     tries = evaluation.tries(domain)
     rewards = evaluation.rewards(domain)
     low, high = pass_at_k.interval(tries)
@@ -47,11 +47,12 @@ def _measured(evaluation: Evaluation, domain: str | None) -> dict[str, Any]:
 def report(result: dict[str, Any], folder: Path) -> str:
     """Return the result as text."""
     lines = [
-        f"{result['model']}: {result['tasks']} tasks, {result['episodes']} episodes in {result['seconds']:.0f} s",
-        _line("all", result),
+        f"{result['model']}: {result['tasks']} tasks, {result['episodes']} episodes "
+        f"in {result['seconds']:.0f} s",
+        _format_domain("all", result),
     ]
     if len(result["domains"]) > 1:
-        lines += [_line(name, values) for name, values in result["domains"].items()]
+        lines += [_format_domain(name, values) for name, values in result["domains"].items()]
     lines += [f"  {name}: all tasks of {file}" for name, file in result["files"].items()]
     if result["closed"]:
         lines.append(
@@ -63,10 +64,10 @@ def report(result: dict[str, Any], folder: Path) -> str:
     )
 
 
-def _line(name: str, values: dict[str, Any]) -> str:
+def _format_domain(name: str, values: dict[str, Any]) -> str:
     low, high = values["success_interval"]
-    several = "".join(
+    rates = "".join(
         f"  {key} {value:.3f}" for key, value in values.items() if key.startswith(("avg@", "pass@"))
     )
     success = f"success {values['success_rate']:.3f} (95 % {low:.3f} to {high:.3f})"
-    return f"  {name}: {success}  reward {values['reward_mean']:.3f}{several}"
+    return f"  {name}: {success}  reward {values['reward_mean']:.3f}{rates}"

@@ -45,8 +45,9 @@ from rlearner_text.config import check_model_path
 from rlearner_text.model_checks import KEY, check_trained_model
 
 POLICY: Final = "evaluated"
-LOOK_EVERY_S: Final = 0.25
-SAY_EVERY: Final = 0.1  # share of the tasks, without a terminal
+WATCH_EVERY_S: Final = 0.25
+# Share of the tasks between two lines of progress, where there is no terminal for a bar.
+PRINT_EVERY: Final = 0.1
 
 
 async def evaluate(
@@ -59,10 +60,10 @@ async def evaluate(
     gpus: str,
     as_json: bool,
 ) -> None:
-    """Measure a model, a folder or hub name, print the result, and write it to
-    ``runs/<name>/result.json``.
+    """Measure a model, print the result, and write it to ``runs/<name>/result.json``.
 
     Args:
+        model: folder or hub name.
         num_tasks: how many tasks of each domain are measured.
         files: domains whose whole file is measured, and the file.
 
@@ -74,19 +75,28 @@ async def evaluate(
     path = await asyncio.to_thread(_find_model, model, config)
     folder = run_folder(config)
     began = time.monotonic()
-    with lock(make_folder(folder) / UP_LOCK, _busy(folder), wait_s=0.5):
+    with lock(make_folder(folder) / UP_LOCK, _busy_message(folder), wait_s=0.5):
         write_config(folder, config)
         fleet = ProcessFleet(folder / "logs", {})
         settings = section(config, "broker", BrokerSection)
         server = BrokerServer(
             str(folder / STORE), store_max_gib=settings.store_max_gib or PRIVATE_STORE_GIB
         )
-        # those of an earlier evaluation of this name; tickets count from 1
+        # Tickets count from 1, so those of an earlier evaluation of this name must go.
         server.discard_streams()
         with server as broker:
             try:
-                joined = _joined(config, path, broker.url, fleet, gpus, folder, stop, num_tasks)
-                async with joined as (bus, evaluator, evaluations):
+                processes = _start_processes(
+                    config,
+                    path,
+                    broker.url,
+                    fleet=fleet,
+                    gpus=gpus,
+                    folder=folder,
+                    stop=stop,
+                    num_tasks=num_tasks,
+                )
+                async with processes as (bus, evaluator, evaluations):
                     await wait_until_measured(
                         fleet, evaluator, evaluations.pending[0], stop, quiet=as_json
                     )
@@ -105,11 +115,17 @@ async def evaluate(
         raise UserError(f"no task could be measured; see {folder / 'logs'}")
     result = result_of(completed[0], model, time.monotonic() - began, files)
     private_write(folder / "result.json", f"{json.dumps(result, indent=2)}\n".encode())
-    print(json.dumps(result) if as_json else visible(report(result, folder), newlines=True))
+    if as_json:
+        print(json.dumps(result))
+    else:
+        print(visible(report(result, folder), newlines=True))
 
 
-def _busy(folder: Path) -> str:
-    return f"{folder}: another `rlearner eval` or `up` is running there; wait for it, or choose another run.name"
+def _busy_message(folder: Path) -> str:
+    return (
+        f"{folder}: another `rlearner eval` or `up` is running there; "
+        "wait for it, or choose another run.name"
+    )
 
 
 def _find_model(model: str, config: dict[str, Any]) -> str:
@@ -119,19 +135,19 @@ def _find_model(model: str, config: dict[str, Any]) -> str:
         ConfigError: if there is no such model, or the domains cannot be played with it.
     """
     check_model_path(model, "MODEL")
-    evaluated = {**config["model"], "path": model}
+    settings = {**config["model"], "path": model}
     try:
-        check_templates(config, check_trained_model(evaluated, from_hub=True, is_trained=False))
+        check_templates(config, check_trained_model(settings, from_hub=True, is_trained=False))
     except ConfigError as error:
-        raise ConfigError(
-            "MODEL" if error.key == KEY else error.key, error.value, error.allowed
-        ) from None
+        # The user named the model on the command line, not in the configuration.
+        key = "MODEL" if error.key == KEY else error.key
+        raise ConfigError(key, error.value, error.allowed) from None
     folder = Path(model).expanduser()
     return str(folder.absolute()) if folder.is_dir() else model
 
 
 @asynccontextmanager
-async def _joined(
+async def _start_processes(
     config: dict[str, Any],
     model: str,
     url: str,
@@ -154,8 +170,8 @@ async def _joined(
         await publish_runspec(bus, spec)
         await bus.key_value(CONTROL).put(run, wire.DesiredState(state="running"))
         fleet.env |= {"RL_BROKER": url, "RL_RUN": run}
-        served = ["--policy", POLICY, "--model", model, "--gpus", gpus, "--id", "rollout-1"]
-        fleet.add("rollout-server", "rollout.cli", served)
+        server_args = ["--policy", POLICY, "--model", model, "--gpus", gpus, "--id", "rollout-1"]
+        fleet.add("rollout-server", "rollout.cli", server_args)
         fleet.add("envhub", "envhub.cli", ["--id", "envhub-1"])
         fleet.add("rewardhub", "rewardhub.cli", ["--id", "rewardhub-1"])
         roster = Roster(bus, beats=("rollout",))
@@ -165,39 +181,47 @@ async def _joined(
         evaluations = EvaluationQueue(
             settings, domains(config), config["run"]["seed"], num_tasks=num_tasks
         )
-        patience = DiskRetry(folder, stop, "the evaluated episodes are not kept")
+        disk_retry = DiskRetry(folder, stop, "the evaluated episodes are not kept")
         transcripts = TranscriptFactory({"model": {**config["model"], "path": model}}, folder)
-        evaluator = Evaluator(bus, evaluations, roster, folder / "evals", "", patience, transcripts)
+        evaluator = Evaluator(
+            bus,
+            evaluations,
+            roster,
+            folder=folder / "evals",
+            baseline="",
+            disk_retry=disk_retry,
+            transcripts=transcripts,
+        )
         tasks = [asyncio.create_task(work) for work in evaluator.services()]
-        stack.push_async_callback(_end, tasks)
+        stack.push_async_callback(_cancel_tasks, tasks)
         evaluator.start(0, POLICY, min_version=0)
         yield bus, evaluator, evaluations
 
 
-async def _end(tasks: list[asyncio.Task[None]]) -> None:
+async def _cancel_tasks(tasks: list[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def wait_until_measured(
-    fleet: ProcessFleet, evaluator: Evaluator, asked: Evaluation, stop: Stop, *, quiet: bool
+    fleet: ProcessFleet, evaluator: Evaluator, evaluation: Evaluation, stop: Stop, *, quiet: bool
 ) -> None:
-    """Show progress until all tasks are measured and kept, a child cannot run, or a stop is
-    requested.
-    """
-    total = len(asked.waiting)
-    said = 0.0
+    """Show progress until all tasks are measured, a child cannot run, or a stop is requested."""
+    total = len(evaluation.waiting)
+    printed_share = 0.0
     bar = Progress(disable=quiet or not sys.stdout.isatty())
     with bar:
         line = bar.add_task("measuring", total=total)
         while evaluator.busy and not stop.asked.is_set() and not fleet.failed:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.asked.wait(), LOOK_EVERY_S)
+                await asyncio.wait_for(stop.asked.wait(), WATCH_EVERY_S)
             for event in fleet.watch():
                 print(visible(str(event)), file=sys.stderr)
-            done = total - len(asked.waiting)
-            bar.update(line, completed=done)
-            if bar.disable and not quiet and done / total >= said + SAY_EVERY:
-                said = done / total
-                print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {done} of {total} tasks", flush=True)
+            num_measured = total - len(evaluation.waiting)
+            bar.update(line, completed=num_measured)
+            share = num_measured / total
+            if bar.disable and not quiet and share >= printed_share + PRINT_EVERY:
+                printed_share = share
+                now = time.strftime("%Y-%m-%d %H:%M:%S")
+                print(f"{now}  {num_measured} of {total} tasks", flush=True)

@@ -1,6 +1,4 @@
-"""Finds the tasks that ``rlearner eval`` measures: the held-out ones of a configuration, or all of
-a file.
-"""
+"""Finds the tasks that ``rlearner eval`` measures: held-out ones, or all of a file."""
 
 from __future__ import annotations
 
@@ -16,10 +14,10 @@ from broker.settings.registry import resolve
 from broker.settings.runspec import digest_file
 from learner.run_folder import noted_epoch
 
-# the envhub makes the tasks, so it counts them
+# The envhub makes the tasks, so it counts them.
 DOMAIN_EVAL_TASKS: Final = "envhub.config:domain_eval_tasks"
 NUM_EVAL_TASKS: Final = "envhub.config:num_eval_tasks"
-# env_args of environments with data files
+# Keys of env_args of environments with data files.
 FILE = "path"
 EVAL_FILE = "eval_path"
 SHARE = "eval_share"
@@ -28,8 +26,7 @@ SHARE = "eval_share"
 def with_whole_files(
     config: dict[str, Any], overrides: Sequence[str], model: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return a configuration that evaluates every task of the files that the command names, and
-    these by domain.
+    """Return a configuration that evaluates whole files of the command, and these by domain.
 
     Such a file is ``domains.NAME.env_args.eval_path``, or ``path`` of the command line without
     ``eval_path`` and ``eval_share``. Of a file that the model's run has trained on, only the
@@ -68,35 +65,33 @@ def with_whole_files(
 def _is_named(domain: str, overrides: Sequence[str]) -> bool:
     """Return whether the command line sets the path of a domain's file."""
     keys = [override.partition("=")[0] for override in overrides]
-    wanted = f"domains.{domain}.env_args.{FILE}"
-    return any(wanted == key or wanted.startswith(f"{key}.") for key in keys)
+    path_key = f"domains.{domain}.env_args.{FILE}"
+    return any(path_key == key or path_key.startswith(f"{key}.") for key in keys)
 
 
 def was_trained_on(file: str, model: str) -> bool:
-    """Return whether a model is a checkpoint of a run whose configuration trains on a file of the
-    same content.
-    """
+    """Return whether a model is a checkpoint of a run that trains on a file of this content."""
     run = next((folder for folder in Path(model).absolute().parents if noted_epoch(folder)), None)
     if run is None:
         return False
     try:
         settings = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-        trained = [
+        trained_files = [
             domain["env_args"][FILE]
             for domain in settings["domains"].values()
             if domain["env_args"].get(FILE)
         ]
     except (OSError, ValueError, yaml.YAMLError, TypeError, KeyError, AttributeError):
         return False
-    return any(_is_same_file(file, other) for other in trained)
+    return any(_is_same_file(file, trained_file) for trained_file in trained_files)
 
 
-def _is_same_file(file: str, other: str) -> bool:
-    if os.path.abspath(file) == os.path.abspath(other):
+def _is_same_file(first: str, second: str) -> bool:
+    if os.path.abspath(first) == os.path.abspath(second):
         return True
     try:
-        return digest_file(file) == digest_file(other)
-    except UserError:  # one of them is not there
+        return digest_file(first) == digest_file(second)
+    except UserError:  # one of them does not exist
         return False
 
 
@@ -111,11 +106,11 @@ def task_counts(config: dict[str, Any], files: dict[str, str]) -> dict[str, int]
     Raises:
         ConfigError: if a domain has no held-out tasks, or fewer than requested.
     """
-    usual = resolve("num_eval_tasks", NUM_EVAL_TASKS, {})(config)
+    default = resolve("num_eval_tasks", NUM_EVAL_TASKS, {})(config)
     if config["eval"]["tasks"] is not None:
-        return dict.fromkeys(config["domains"], usual)
+        return dict.fromkeys(config["domains"], default)
     own = resolve("domain_eval_tasks", DOMAIN_EVAL_TASKS, {})(config)
     return {
-        name: own[name] if name in files and own[name] is not None else usual
+        name: own[name] if name in files and own[name] is not None else default
         for name in config["domains"]
     }

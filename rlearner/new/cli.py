@@ -14,7 +14,8 @@ from broker.errors import UserError
 from broker.settings.arguments import add_json
 from broker.system.visible_text import visible_json
 
-FILES: Final = {  # in the project: of the template
+# File of the project: file of the template. Git would apply a .gitignore to the template itself.
+FILES: Final = {
     "{name}.yaml": "config.yaml",
     "environment.py": "environment.py",
     "reward.py": "reward.py",
@@ -22,19 +23,23 @@ FILES: Final = {  # in the project: of the template
     "README.md": "README.md",
     ".gitignore": "gitignore",
 }
-PLACE: Final = "@name@"  # in the files of the template
+# Stands for the project's name in the template, whose files hold braces of their own.
+PLACEHOLDER: Final = "@name@"
 
 
 def add_parser(subparsers: Any) -> None:
     """Add ``new NAME``."""
-    text = "make a project folder: a configuration, an environment, a reward and their tests, which run at once"
+    text = (
+        "make a project folder: a configuration, an environment, a reward and their tests, "
+        "which run at once"
+    )
     parser = subparsers.add_parser("new", help=text, description=text)
     parser.add_argument("name", metavar="NAME", help="of the new folder: letters, digits, _ and -")
     add_json(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_new)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_new(options: argparse.Namespace) -> int:
     """Write the folder, print what to do next, and return the exit code.
 
     Raises:
@@ -50,7 +55,8 @@ def run(options: argparse.Namespace) -> int:
             f"{name}: exists already, and nothing is overwritten; choose another name"
         ) from None
     except OSError as error:
-        shutil.rmtree(folder, ignore_errors=True)  # it was not there before
+        # mkdir has just created the folder, so it holds nothing of the user.
+        shutil.rmtree(folder, ignore_errors=True)
         raise UserError(f"{name}: {error.strerror}") from None
     steps = [
         f"cd {shlex.quote(name)}",
@@ -61,16 +67,9 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(visible_json({"folder": str(folder.absolute()), "files": files, "next": steps}))
     else:
-        print(
-            "\n".join(
-                [
-                    f"wrote {folder}/: {', '.join(files)}",
-                    "",
-                    "next:",
-                    *(f"  {step}" for step in steps),
-                ]
-            )
-        )
+        print(f"wrote {folder}/: {', '.join(files)}\n\nnext:")
+        for step in steps:
+            print(f"  {step}")
     return 0
 
 
@@ -83,7 +82,7 @@ def write_project(folder: Path, name: str) -> list[str]:
     template = resources.files("rlearner.new") / "project"
     files = {path.format(name=name): source for path, source in FILES.items()}
     for path, source in files.items():
-        text = (template / source).read_text(encoding="utf-8").replace(PLACE, name)
+        text = (template / source).read_text(encoding="utf-8").replace(PLACEHOLDER, name)
         with (folder / path).open("x", encoding="utf-8") as file:
             file.write(text)
     return list(files)

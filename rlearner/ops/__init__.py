@@ -1,1 +1,1 @@
-"""Commands for existing runs: audit, trace, show, replay, status, runs, pause, resume, drain, stop."""
+"""Commands for existing runs: audit, trace, show, replay, status, runs, pause, stop and more."""

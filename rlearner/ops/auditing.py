@@ -1,4 +1,4 @@
-"""``rlearner audit``: reads the run's folder, the samples log and the tap, and prints the report."""
+"""``rlearner audit``: reads the run's folder, the samples log and the tap; prints the report."""
 
 from __future__ import annotations
 
@@ -19,21 +19,24 @@ from rlearner.audit.report import AuditReport
 from rlearner.audit.run import read_books, reconcile
 from rlearner.audit.sources import AuditedRecord, stored
 
+# A running learner trims the log now and then, hardly ever twice during one read.
 TRIES: Final = 3
-SILENCE_S: Final = 5.0  # then stop reading: the newest records of the log may have been deleted
+# Reading stops after this silence: the newest records of the log may have been deleted.
+SILENCE_S: Final = 5.0
 
 
 async def audit_run(options: argparse.Namespace) -> int:
     """Audit the run and return the exit code."""
     place = find_run(options.run_name, options.dir)
-    async with connect_run(options, place.name, place.folder) as (bus, why):
-        books = read_books(place.folder)
+    async with connect_run(options, place.name, place.folder) as (bus, problem):
+        # The learner's files come first: the log has all that the learner consumed.
+        run_records = read_books(place.folder)
         log = await read_log(bus) if bus else None
     tap = tap_records.read(Path(options.tap)) if options.tap else None
-    report = reconcile(books, log=log, tap=tap)
+    report = reconcile(run_records, log=log, tap=tap)
     if not bus:
-        report.notes.append(f"the broker's log was not compared: {why}")
-    _print(report, place.name, as_json=options.json)
+        report.notes.append(f"the broker's log was not compared: {problem}")
+    _print_report(report, place.name, as_json=options.json)
     return 0 if report.ok else 1
 
 
@@ -54,21 +57,21 @@ async def read_log(bus: Bus) -> tuple[int, list[AuditedRecord]]:
 async def _read_log(bus: Bus) -> tuple[int, list[AuditedRecord]]:
     first = await bus.first_seq(SAMPLES)
     last = await bus.last_seq(SAMPLES)
-    found: list[AuditedRecord] = []
+    audited: list[AuditedRecord] = []
     if first > last:
-        return first, found
-    # parts may be deleted first
+        return first, audited
+    # Without the parts of large groups, which may be deleted before their record.
     async with aclosing(bus.read_log(SAMPLES, first, wanted=lambda _: False)) as records:
-        while not found or found[-1].seq < last:
+        while not audited or audited[-1].seq < last:
             try:
                 async with asyncio.timeout(SILENCE_S):
-                    found.append(stored(await anext(records)))
+                    audited.append(stored(await anext(records)))
             except TimeoutError:
                 break
-    return first, found
+    return first, audited
 
 
-def _print(report: AuditReport, run: str, *, as_json: bool) -> None:
+def _print_report(report: AuditReport, run: str, *, as_json: bool) -> None:
     figures = report.to_json()
     if as_json:
         print(json.dumps(figures))
@@ -90,4 +93,7 @@ def _print(report: AuditReport, run: str, *, as_json: bool) -> None:
         print(visible(f"  {note}"))
     for problem in report.problems:
         print(visible(f"PROBLEM: {problem}"))
-    print("ok" if report.ok else f"NOT OK: {len(report.problems)} problems")
+    if report.ok:
+        print("ok")
+    else:
+        print(f"NOT OK: {len(report.problems)} problems")

@@ -21,14 +21,14 @@ Body = Callable[[argparse.Namespace], Coroutine[Any, Any, int]]
 def add_parsers(subparsers: Any) -> None:
     """Add all commands of this package."""
     text = "compare tickets, samples log, checkpoints and metrics; exit code 1 if they disagree"
-    audit = _add(subparsers, "audit", text, "auditing:audit_run")
+    audit = _add_run_command(subparsers, "audit", text, "auditing:audit_run")
     text = "also compare the messages that `python -m rlearner.audit.tap` recorded"
     audit.add_argument("--tap", metavar="FILE", help=text)
     text = "show the path of one group from its ticket to the step that used it"
-    trace = _add(subparsers, "trace", text, "tracing:trace_run")
+    trace = _add_run_command(subparsers, "trace", text, "tracing:trace_run")
     trace.add_argument("group", metavar="GROUP", type=natural, help="number of the ticket")
     text = "show one group's trajectories by turn, with reward, logprob and version"
-    show = _add(subparsers, "show", text, "showing:show_run")
+    show = _add_run_command(subparsers, "show", text, "showing:show_run")
     show.add_argument("group", metavar="GROUP", type=natural, help="number of the ticket")
     show.add_argument(
         "--episode",
@@ -38,8 +38,11 @@ def add_parsers(subparsers: Any) -> None:
         help="only this episode, counted from 0",
     )
     show.add_argument("--tokens", action="store_true", help="one line for each sampled token")
-    text = "train again from the archive of a run (samples.keep) and compare; exit code 1 if anything differs"
-    replay = _add(subparsers, "replay", text, "replaying:replay_run", broker=False)
+    text = (
+        "train again from the archive of a run (samples.keep) and compare; "
+        "exit code 1 if anything differs"
+    )
+    replay = _add_run_command(subparsers, "replay", text, "replaying:replay_run", broker=False)
     text = "start from the checkpoint of this step, which must still exist; 0: from the beginning"
     replay.add_argument(
         "--from", dest="first", metavar="STEP", type=natural, required=True, help=text
@@ -52,7 +55,7 @@ def add_parsers(subparsers: Any) -> None:
     text = "train on the same data with other settings, for example train.lr=1e-5"
     replay.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
     text = "write the model of a checkpoint as Hugging Face safetensors, without loading it whole"
-    export = _add(subparsers, "export", text, "exporting:export_run", broker=False)
+    export = _add_run_command(subparsers, "export", text, "exporting:export_run", broker=False)
     export.add_argument(
         "--step", metavar="STEP", type=natural, help="step of the checkpoint (default: the newest)"
     )
@@ -61,44 +64,55 @@ def add_parsers(subparsers: Any) -> None:
     )
     text = "largest file, unless one weight is larger (%(default)s)"
     export.add_argument("--max-shard-gib", metavar="GIB", type=positive, default=5.0, help=text)
-    _add(subparsers, "status", "show the state of a run on one screen", "status:show_status")
+    _add_run_command(
+        subparsers, "status", "show the state of a run on one screen", "status:show_status"
+    )
     text = "name the bottleneck of a run, and predict what changes would bring, from its metrics"
-    advise = _add(subparsers, "advise", text, "advising:advise_run", broker=False)
+    advise = _add_run_command(subparsers, "advise", text, "advising:advise_run", broker=False)
     text = "predict these changes together, for example servers=8,max_staleness=3"
     advise.add_argument("--simulate", metavar="KEY=VALUE,…", help=text)
-    text = "print the logs of a run's processes, merged by time; of a fleet, the last warnings and where the logs are"
-    _add_log_options(_add(subparsers, "logs", text, "logs:show_logs"))
+    text = (
+        "print the logs of a run's processes, merged by time; "
+        "of a fleet, the last warnings and where the logs are"
+    )
+    _add_log_options(_add_run_command(subparsers, "logs", text, "logs:show_logs"))
     text = "compare two runs: settings, versions, code, data, models, final figures"
-    _add(subparsers, "diff", text, "diff:diff_runs", broker=False).add_argument(
+    _add_run_command(subparsers, "diff", text, "diff:diff_runs", broker=False).add_argument(
         "other", metavar="RUN", help="the run to compare it with"
     )
     text = "draw reward.png, before.gif and after.gif of a run, as `rlearner up` does"
-    _add(subparsers, "draw", text, "drawing:draw_run", broker=False)
+    _add_run_command(subparsers, "draw", text, "drawing:draw_run", broker=False)
     text = "list the runs in a folder: state, steps, size, last change"
     runs = subparsers.add_parser("runs", help=text, description=text)
     add_runs_options(runs)
-    runs.set_defaults(run=lambda options: _run("listing:list_runs", options))
+    runs.set_defaults(run=lambda options: _run_operation("listing:list_runs", options))
     _add_invitations(subparsers)
     _add_api_keys(subparsers)
     texts = {
         "checkpoint-now": "write a checkpoint now instead of at the next scheduled step",
-        "eval-now": "evaluate the run's policy now on its held-out tasks; for a checkpoint's: rlearner eval",
+        "eval-now": (
+            "evaluate the run's policy now on its held-out tasks; for a checkpoint's: rlearner eval"
+        ),
     }
     for name, text in texts.items():
-        now = _add(subparsers, name, text, "learner_requests:request_now")
-        now.add_argument(
-            "--no-wait", action="store_true", help="return once the learner has answered"
-        )
+        parser = _add_run_command(subparsers, name, text, "learner_requests:request_now")
+        text = "return once the learner has answered"
+        parser.add_argument("--no-wait", action="store_true", help=text)
         text = "stop waiting after (%(default)s); the learner goes on"
-        now.add_argument("--timeout", type=positive, default=3600.0, metavar="SECONDS", help=text)
+        parser.add_argument(
+            "--timeout", type=positive, default=3600.0, metavar="SECONDS", help=text
+        )
     texts = {
         "pause": "take no new work until `rlearner resume`",
         "resume": "continue after a pause",
         "drain": "start no new work, finish work in progress, write a checkpoint",
-        "stop": "stop every process of the run; the learner writes a checkpoint and can be started again",
+        "stop": (
+            "stop every process of the run; "
+            "the learner writes a checkpoint and can be started again"
+        ),
     }
     for name, text in texts.items():
-        parser = _add(subparsers, name, text, "control:set_state")
+        parser = _add_run_command(subparsers, name, text, "control:set_state")
         parser.add_argument("--reason", default="", help="one line for the processes' logs")
 
 
@@ -113,7 +127,7 @@ def _add_log_options(parser: argparse.ArgumentParser) -> None:
     text = "only the last N entries (all; 20 with --follow)"
     parser.add_argument("-n", "--lines", type=natural, metavar="N", help=text)
     text = "from this time on: 90s, 10m, 2h or 1d ago, or 14:30, or '2026-11-25 14:30'"
-    parser.add_argument("--since", type=_since, default=0.0, metavar="TIME", help=text)
+    parser.add_argument("--since", type=_parse_since, default=0.0, metavar="TIME", help=text)
     text = "lowest level shown: DEBUG, INFO, WARNING or ERROR (%(default)s)"
     parser.add_argument(
         "--level",
@@ -127,18 +141,22 @@ def _add_log_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_invitations(subparsers: Any) -> None:
     """Add the commands for join tokens; they need the broker's keys, so its host and user."""
-    texts = {
-        "invite": "write a token with which another host or user joins a run",
-        "invited": "list the tokens that the broker accepts",
-        "renew": "accept a token for longer; its processes need no new file and no restart",
-        "revoke": "refuse a token from now on and end its connections",
+    commands = {
+        "invite": ("write_token", "write a token with which another host or user joins a run"),
+        "invited": ("list_tokens", "list the tokens that the broker accepts"),
+        "renew": (
+            "renew_token",
+            "accept a token for longer; its processes need no new file and no restart",
+        ),
+        "revoke": ("revoke_token", "refuse a token from now on and end its connections"),
     }
     parsers = {}
-    for name, text in texts.items():
+    for name, (function, text) in commands.items():
         parser = parsers[name] = subparsers.add_parser(name, help=text, description=text)
         add_broker(parser)
         add_json(parser)
-        parser.set_defaults(run=lambda options, name=name: _run(f"invitations:{name}", options))
+        body = f"invitations:{function}"
+        parser.set_defaults(run=lambda options, body=body: _run_operation(body, options))
     add = parsers["invite"].add_argument
     add(
         "role",
@@ -148,11 +166,11 @@ def _add_invitations(subparsers: Any) -> None:
     add("--run", dest="run_name", metavar="NAME", required=True, help="the run")
     add("--out", metavar="FILE", required=True, help="a new file, which only you can read")
     text = "until the broker refuses it, for example 30m, 24h or 7d (%(default)s)"
-    add("--expires", type=_duration, default="24h", metavar="TIME", help=text)
+    add("--expires", type=_parse_duration, default="24h", metavar="TIME", help=text)
     add("--name", default="", help="by which it can be revoked (generated)")
     text = "from now, for example 30m, 24h or 7d (%(default)s)"
     parsers["renew"].add_argument(
-        "--expires", type=_duration, default="24h", metavar="TIME", help=text
+        "--expires", type=_parse_duration, default="24h", metavar="TIME", help=text
     )
     for name in ("renew", "revoke"):
         parsers[name].add_argument("name", metavar="NAME", help="as `rlearner invited` shows it")
@@ -161,19 +179,19 @@ def _add_invitations(subparsers: Any) -> None:
 def _add_api_keys(subparsers: Any) -> None:
     """Add the commands for keys of the HTTP API; they need no broker."""
     text = "keys for the HTTP API of this user's rollout servers (rollout-server --http)"
-    commands = subparsers.add_parser("api-key", help=text, description=text)
-    keys = commands.add_subparsers(dest="api_key", required=True, metavar="COMMAND")
-    texts = {
-        "create": "make a key, which servers that run accept at once",
-        "list": "list the keys with their limits",
-        "revoke": "refuse a key from now on; servers that run notice",
+    parser = subparsers.add_parser("api-key", help=text, description=text)
+    keys = parser.add_subparsers(dest="api_key", required=True, metavar="COMMAND")
+    commands = {
+        "create": ("create_key", "make a key, which servers that run accept at once"),
+        "list": ("list_keys", "list the keys with their limits"),
+        "revoke": ("revoke_key", "refuse a key from now on; servers that run notice"),
     }
     parsers = {}
-    for name, text in texts.items():
+    for name, (function, text) in commands.items():
         parser = parsers[name] = keys.add_parser(name, help=text, description=text)
         add_json(parser)
-        body = "listed" if name == "list" else name
-        parser.set_defaults(run=lambda options, body=body: _run(f"http_keys:{body}", options))
+        body = f"http_keys:{function}"
+        parser.set_defaults(run=lambda options, body=body: _run_operation(body, options))
     add = parsers["create"].add_argument
     add("name", metavar="NAME", help="by which logs show it and it can be revoked")
     add(
@@ -183,7 +201,7 @@ def _add_api_keys(subparsers: Any) -> None:
         help="a new file for the key, which only you can read",
     )
     text = "until servers refuse it, for example 12h or 90d (%(default)s)"
-    add("--expires", type=_duration, default="30d", metavar="TIME", help=text)
+    add("--expires", type=_parse_duration, default="30d", metavar="TIME", help=text)
     text = "requests per minute to each server (no limit)"
     add("--requests-per-minute", type=count, default=0, metavar="N", help=text)
     text = "tokens of prompts and answers per minute and server (no limit)"
@@ -200,21 +218,21 @@ def _add_api_keys(subparsers: Any) -> None:
     )
 
 
-def _duration(text: str) -> float:
+def _parse_duration(text: str) -> float:
     try:
         return duration(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _since(text: str) -> float:
+def _parse_since(text: str) -> float:
     try:
         return parse_since(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _add(
+def _add_run_command(
     subparsers: Any, name: str, text: str, body: str, *, broker: bool = True
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(name, help=text, description=text)
@@ -222,13 +240,14 @@ def _add(
     add_json(parser)
     if broker:
         add_broker_options(parser)
-    parser.set_defaults(run=lambda options: _run(body, options))
+    parser.set_defaults(run=lambda options: _run_operation(body, options))
     return parser
 
 
-def _run(body: str, options: argparse.Namespace) -> int:
+def _run_operation(body: str, options: argparse.Namespace) -> int:
     async def work(stop: Stop) -> int:
-        logging.getLogger().setLevel("ERROR")  # the commands print their results
+        # The commands print their results; warnings of the broker's client would stand among them.
+        logging.getLogger().setLevel("ERROR")
         module, attribute = body.split(":")
         operation: Body = getattr(import_module(f"rlearner.ops.{module}"), attribute)
         return await unless_stopped(stop, operation(options))

@@ -17,18 +17,16 @@ from learner.run_folder import noted_epoch, noted_holder, private_addresses
 
 @contextmanager
 def continue_line_at_exit(config: dict[str, Any], broker: str) -> Iterator[None]:
-    """Print the command when the block ends, unless it fails while another learner, or none, holds
-    the run.
-    """
+    """Print the command when the block ends, unless it fails and this process had not the run."""
     folder = Path(config["run"]["dir"]) / config["run"]["name"]
-    refused = False
+    is_refused = False
     try:
         yield
     except UserError:
-        refused = noted_holder(folder) != this_process()
+        is_refused = noted_holder(folder) != this_process()
         raise
     finally:
-        if not refused:
+        if not is_refused:
             print(continue_line(config, broker), end="", flush=True)
 
 
@@ -40,13 +38,11 @@ def continue_line(config: dict[str, Any], broker: str = "") -> str:
     folder = Path(config["run"]["dir"]) / config["run"]["name"]
     if not noted_epoch(folder):
         return ""
-    by_hand = broker and broker not in private_addresses(folder)
-    command = (
-        ["start", str(folder), "--broker", without_passwords(broker)]
-        if by_hand
-        else ["up", str(folder)]
-    )
-    made = checkpoint.newest_checkpoint(folder / "checkpoints")
-    if made is not None and made.step >= config["train"]["steps"]:
-        command.append(f"train.steps={2 * made.step}")
+    command = ["up", str(folder)]
+    if broker and broker not in private_addresses(folder):
+        command = ["start", str(folder), "--broker", without_passwords(broker)]
+    newest = checkpoint.newest_checkpoint(folder / "checkpoints")
+    # A completed run goes on only with more steps.
+    if newest is not None and newest.step >= config["train"]["steps"]:
+        command.append(f"train.steps={2 * newest.step}")
     return f"go on with this run: rlearner {shlex.join(command)}\n"

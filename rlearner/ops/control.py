@@ -1,6 +1,4 @@
-"""``rlearner pause``, ``resume``, ``drain``, ``stop``: sets the state that a run's processes
-follow.
-"""
+"""``rlearner pause``, ``resume``, ``drain``, ``stop``: set the state that processes follow."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from broker.contract import wire
 from broker.errors import UserError
@@ -28,7 +26,7 @@ STATES: Final[dict[str, State]] = {
 
 async def set_state(options: argparse.Namespace) -> int:
     """Publish the desired state and return the exit code."""
-    run, url = _target(options)
+    run, url = _name_and_broker(options)
     state = STATES[options.command]
     bus = await Bus.connect(
         url, run, name=f"operator-{os.getpid()}", deadline_s=options.connect_deadline
@@ -36,15 +34,18 @@ async def set_state(options: argparse.Namespace) -> int:
     try:
         await set_desired(bus, run, state, options.reason)
         is_drain = options.command == "drain"
-        doing = drain_actions(run, await census(bus, run)) if is_drain else []
+        actions = drain_actions(run, await census(bus, run)) if is_drain else []
     finally:
         await bus.close()
     if options.json:
-        processes = [{"role": role, "id": name, "does": does} for role, name, does in doing]
-        found = {"run": run, "state": state, "reason": options.reason}
-        print(visible_json(found | ({"processes": processes} if is_drain else {})))
+        fields: dict[str, Any] = {"run": run, "state": state, "reason": options.reason}
+        if is_drain:
+            fields["processes"] = [
+                {"role": role, "id": name, "does": action} for role, name, action in actions
+            ]
+        print(visible_json(fields))
         return 0
-    lines = [f"  {role} {name}: {does}" for role, name, does in doing]
+    lines = [f"  {role} {name}: {action}" for role, name, action in actions]
     if is_drain and not lines:
         lines = ["  no process is running"]
     print("\n".join(map(visible, [f"{run}: {state}", *lines])))
@@ -52,24 +53,25 @@ async def set_state(options: argparse.Namespace) -> int:
 
 
 def drain_actions(run: str, present: Sequence[wire.Presence]) -> list[tuple[str, str, str]]:
-    """Return role and id of each process of a draining run, and what it does: which exit, and which
-    stay and why.
-    """
-    found = []
-    for one in present:
-        match one.role:
+    """Return role and id of each process of a draining run, and what it does."""
+    actions = []
+    for presence in present:
+        match presence.role:
             case "learner":
-                does = "writes a checkpoint of the last completed step, then exits"
+                action = "writes a checkpoint of the last completed step, then exits"
             case "envhub":
-                busy = f"{one.running} of {one.slots} slots"
-                does = f"starts no new episodes, finishes the running ones ({busy}), then exits"
+                busy = f"{presence.running} of {presence.slots} slots"
+                action = f"starts no new episodes, finishes the running ones ({busy}), then exits"
             case _:
-                does = f"stays, because hubs still need it and the run may continue; `rlearner stop {run}` stops it"
-        found.append((one.role, one.id, does))
-    return found
+                action = (
+                    "stays, because hubs still need it and the run may continue; "
+                    f"`rlearner stop {run}` stops it"
+                )
+        actions.append((presence.role, presence.id, action))
+    return actions
 
 
-def _target(options: argparse.Namespace) -> tuple[str, str]:
+def _name_and_broker(options: argparse.Namespace) -> tuple[str, str]:
     """Return name and broker of the run, which need not have a folder on this machine."""
     try:
         place = find_run(options.run_name, options.dir)

@@ -27,28 +27,28 @@ async def draw_run(options: argparse.Namespace) -> int:
     lines = read_lines(place.folder / "metrics.jsonl")
     if not lines:
         raise UserError(f"run {place.name} has made no step yet, so there is nothing to draw")
-    made = [draw_rewards(place.name, lines, place.folder / "reward.png")]
-    made += await asyncio.to_thread(render_before_and_after, place.folder)
-    files = [str(path) for path in made if path]
-    print(visible_json({"run": place.name, "files": files}) if options.json else "\n".join(files))
+    paths = [draw_rewards(place.name, lines, place.folder / "reward.png")]
+    paths += await asyncio.to_thread(render_before_and_after, place.folder)
+    files = [str(path) for path in paths if path]
+    if options.json:
+        print(visible_json({"run": place.name, "files": files}))
+    else:
+        print("\n".join(files))
     return 0
 
 
 def baselines(lines: list[Row]) -> dict[str, float]:
-    """Return the success rates of the other evaluated policies, ``eval/<policy>/success_rate``, by
-    policy.
-    """
-    named = [(name.split("/"), value) for line in lines for name, value in line.items()]
+    """Return the success rates of the other evaluated policies by policy."""
+    values = [(name.split("/"), value) for line in lines for name, value in line.items()]
     return {
         parts[1]: value
-        for parts, value in named
+        for parts, value in values
         if parts[0] == "eval" and parts[2:] == ["success_rate"]
     }
 
 
 def draw_rewards(run: str, lines: list[Row], out: Path) -> Path | None:
-    """Draw reward above and success rates below, by optimizer step; with several domains a thin
-    curve for each.
+    """Draw reward above and success rates below, by step; of several domains each as a thin curve.
 
     Return ``out``, or None if there is nothing to draw.
     """
@@ -56,14 +56,15 @@ def draw_rewards(run: str, lines: list[Row], out: Path) -> Path | None:
         return None
     import matplotlib
 
+    # No display is needed to write a file.
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.ticker import MaxNLocator
 
     figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6.5))
-    _plot(above, curve(lines, "reward/mean"), "training", color="tab:gray", linewidth=2)
-    _plot(below, curve(lines, "env/success_rate"), "training", color="tab:blue", linewidth=2)
-    _plot(
+    _plot_points(above, curve(lines, "reward/mean"), "training", color="tab:gray", linewidth=2)
+    _plot_points(below, curve(lines, "env/success_rate"), "training", color="tab:blue", linewidth=2)
+    _plot_points(
         below,
         curve(lines, "eval/success_rate"),
         "held-out tasks",
@@ -72,11 +73,13 @@ def draw_rewards(run: str, lines: list[Row], out: Path) -> Path | None:
         marker="o",
     )
     names = domains_of(lines)
-    for name in names if len(names) > 1 else []:
-        _plot(above, curve(lines, f"reward/{name}/mean"), name, linewidth=1)
-        _plot(below, curve(lines, f"env/domain/{name}/success_rate"), name, linewidth=1)
+    if len(names) == 1:  # its curves would hide those of the whole run
+        names = []
+    for name in names:
+        _plot_points(above, curve(lines, f"reward/{name}/mean"), name, linewidth=1)
+        _plot_points(below, curve(lines, f"env/domain/{name}/success_rate"), name, linewidth=1)
         rates = curve(lines, f"eval/domain/{name}/success_rate")
-        _plot(below, rates, f"held-out tasks, {name}", linewidth=1, marker=".")
+        _plot_points(below, rates, f"held-out tasks, {name}", linewidth=1, marker=".")
     for name, value in baselines(lines).items():
         below.axhline(
             value, linestyle="--", color="tab:red", label=f"{name} engine, held-out tasks"
@@ -98,62 +101,59 @@ def draw_rewards(run: str, lines: list[Row], out: Path) -> Path | None:
 
 
 def curve(lines: list[Row], name: str) -> tuple[list[int], list[float]]:
-    """Return steps and values of one metric, where it has any; an evaluation counts at the step
-    that it measured.
-    """
-    own = [line for line in lines if name in line]
+    """Return steps and values of one metric; an evaluation counts at the step that it measured."""
+    rows = [line for line in lines if name in line]
     key = "eval/step" if name.startswith("eval/") else "step"
-    return [int(line[key] if key in line else line["step"]) for line in own], [
-        line[name] for line in own
-    ]
+    steps = [int(row[key] if key in row else row["step"]) for row in rows]
+    return steps, [row[name] for row in rows]
 
 
 def domains_of(lines: list[Row]) -> list[str]:
     """Return the names of the trained domains, sorted."""
-    named = [key.split("/") for line in lines for key in line]
-    return sorted({parts[1] for parts in named if parts[0] == "reward" and parts[2:] == ["mean"]})
+    names = [key.split("/") for line in lines for key in line]
+    return sorted({parts[1] for parts in names if parts[0] == "reward" and parts[2:] == ["mean"]})
 
 
-def _plot(axes: Any, points: tuple[list[int], list[float]], label: str, **style: Any) -> None:
+def _plot_points(
+    axes: Any, points: tuple[list[int], list[float]], label: str, **style: Any
+) -> None:
     if points[0]:
         axes.plot(*points, label=label, **style)
 
 
-def pick_task(before: list[Row], after: list[Row]) -> tuple[Row, Row] | None:
-    """Return the same task before and after, preferably one that was failed at first and solved
-    later.
-    """
-    later = {(row["domain"], row["task_index"]): row for row in after if row.get("frames")}
-    earlier = [((row["domain"], row["task_index"]), row) for row in before if row.get("frames")]
-    pairs = [(row, later[task]) for task, row in earlier if task in later]
+def pick_task(first_rows: list[Row], last_rows: list[Row]) -> tuple[Row, Row] | None:
+    """Return rows of one task from two evaluations, preferably failed first and solved later."""
+    later = {(row["domain"], row["task_index"]): row for row in last_rows if row.get("frames")}
+    pairs = []
+    for row in first_rows:
+        task = (row["domain"], row["task_index"])
+        if row.get("frames") and task in later:
+            pairs.append((row, later[task]))
     learned = [
         (first, last) for first, last in pairs if not first["success"][0] and last["success"][0]
     ]
+    # The longest episode shows the most.
     longest = max(learned, key=lambda pair: len(pair[1]["frames"]), default=None)
-    return longest or (pairs[0] if pairs else None)
+    return longest or next(iter(pairs), None)
 
 
 def render_before_and_after(folder: Path) -> list[Path]:
-    """Render ``before.gif`` and ``after.gif`` with ``envhub render``; neither for environments
-    without pictures.
-    """
+    """Render ``before.gif`` and ``after.gif``, for environments with pictures."""
     evaluations = sorted((folder / "evals").glob("actor-step-*.jsonl"))
-    pair = (
-        pick_task(read_lines(evaluations[0]), read_lines(evaluations[-1]))
-        if len(evaluations) > 1
-        else None
-    )
+    if len(evaluations) < 2:
+        return []
+    pair = pick_task(read_lines(evaluations[0]), read_lines(evaluations[-1]))
     if pair is None:
         return []
-    made = []
+    paths = []
     for name, row, file in zip(
         ("before", "after"), pair, (evaluations[0], evaluations[-1]), strict=True
     ):
         out = folder / f"{name}.gif"
         try:
             render(folder, row, int(file.stem.rsplit("-", 1)[1]), out)
-            made.append(out)
+            paths.append(out)
         except UserError as error:
             print(f"no {name}.gif: {error}", file=sys.stderr)
-            break  # the other one would fail alike
-    return made
+            break  # the second would fail for the same reason
+    return paths

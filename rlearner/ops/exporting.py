@@ -1,6 +1,4 @@
-"""``rlearner export``: writes the model of a checkpoint as sharded safetensors in Hugging Face
-format.
-"""
+"""``rlearner export``: writes a checkpoint's model as safetensors in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -25,18 +23,26 @@ async def export_run(options: argparse.Namespace) -> int:
     """Export and return the exit code."""
     place = find_run(options.run_name, options.dir)
     folder = place.folder / "checkpoints"
-    made = newest_checkpoint(folder) if options.step is None else _of_step(folder, options.step)
-    if made is None:
+    checkpoint: Checkpoint | None
+    if options.step is None:
+        checkpoint = newest_checkpoint(folder)
+    else:
+        checkpoint = _checkpoint_of_step(folder, options.step)
+    if checkpoint is None:
         raise UserError(f"{folder}: there is no checkpoint yet")
-    out = Path(options.out) if options.out else place.folder / "exported" / name_of(made.step)
-    await asyncio.to_thread(export, made, out, int(options.max_shard_gib * 2**30))
+    step = checkpoint.step
+    out = Path(options.out) if options.out else place.folder / "exported" / name_of(step)
+    # In a thread, because it writes for minutes and the event loop must receive signals.
+    await asyncio.to_thread(export, checkpoint, out, int(options.max_shard_gib * 2**30))
     files = sorted(file.name for file in out.glob("*.safetensors"))
-    found = {"run": place.name, "step": made.step, "folder": str(out), "files": files}
-    print(visible_json(found) if options.json else f"{out}: step {made.step}, {', '.join(files)}")
+    if options.json:
+        print(visible_json({"run": place.name, "step": step, "folder": str(out), "files": files}))
+    else:
+        print(f"{out}: step {step}, {', '.join(files)}")
     return 0
 
 
-def _of_step(folder: Path, step: int) -> Checkpoint:
+def _checkpoint_of_step(folder: Path, step: int) -> Checkpoint:
     paths = {path.name: path for path in list_checkpoints(folder)}
     if name_of(step) not in paths:
         raise UserError(

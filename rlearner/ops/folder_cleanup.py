@@ -23,24 +23,25 @@ def removed_on_failure(folder: Path) -> Iterator[None]:
         UserError: if the folder cannot be created, belongs to another user, or everyone could write
             to it.
     """
-    made = _make(folder)
+    new_folders = _make_folder(folder)
     try:
         yield
     except UserError as error:
-        if made and not noted_epoch(folder) and f"{folder}/" not in str(error):
+        if new_folders and not noted_epoch(folder) and f"{folder}/" not in str(error):
             shutil.rmtree(folder, ignore_errors=True)
         raise
     finally:
-        for path in made:
+        for path in new_folders:
             if path.exists() and any(path.iterdir()):
                 break
             if path.exists():
                 path.rmdir()
 
 
-def _make(folder: Path) -> list[Path]:
-    """Create the folder and return what was created, innermost first; if it exists, only keep it
-    from other users.
+def _make_folder(folder: Path) -> list[Path]:
+    """Create the folder and its parents; return the new ones, innermost first.
+
+    A folder that exists is only closed to other users.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:

@@ -1,6 +1,4 @@
-"""``rlearner api-key create``, ``list`` and ``revoke``: who may use the HTTP API of this user's
-servers.
-"""
+"""``rlearner api-key create``, ``list`` and ``revoke``: keys of this user's HTTP API."""
 
 from __future__ import annotations
 
@@ -17,14 +15,14 @@ from broker.system.visible_text import visible_json
 from rlearner_text.openai.named_keys import KeyStore, NamedKey
 
 
-async def create(options: argparse.Namespace) -> int:
+async def create_key(options: argparse.Namespace) -> int:
     """Write a new key to a file; print where, and its limits.
 
     Raises:
         UserError: if the name is taken, or a file cannot be written; then there is no new key.
     """
     store = KeyStore()
-    secret, made = store.create(
+    secret, key = store.create(
         options.name,
         expires_s=options.expires,
         requests_per_minute=options.requests_per_minute,
@@ -34,45 +32,51 @@ async def create(options: argparse.Namespace) -> int:
     try:
         write_private(f"{secret}\n", Path(options.out))
     except UserError:
-        store.revoke(made.name)
+        # Nobody has the secret, so the key must not stay valid.
+        store.revoke(key.name)
         raise
-    text = f"{options.out}: API key {_described(made)}; send it as Authorization: Bearer KEY"
-    print(visible_json({"file": options.out, **_plain(made)}) if options.json else text)
-    return 0
-
-
-async def listed(options: argparse.Namespace) -> int:
-    """Print all keys."""
-    found = KeyStore().read()
     if options.json:
-        print(visible_json({"keys": [_plain(key) for key in found]}))
-        return 0
-    for key in found:
-        print(_described(key))
-    print(f"{len(found)} API key{'' if len(found) == 1 else 's'}", file=sys.stderr)
+        print(visible_json({"file": options.out, **_to_json(key)}))
+    else:
+        description = _describe_key(key)
+        print(f"{options.out}: API key {description}; send it as Authorization: Bearer KEY")
     return 0
 
 
-async def revoke(options: argparse.Namespace) -> int:
+async def list_keys(options: argparse.Namespace) -> int:
+    """Print all keys."""
+    keys = KeyStore().read()
+    if options.json:
+        print(visible_json({"keys": [_to_json(key) for key in keys]}))
+        return 0
+    for key in keys:
+        print(_describe_key(key))
+    print(f"{len(keys)} API key{'s' * (len(keys) != 1)}", file=sys.stderr)
+    return 0
+
+
+async def revoke_key(options: argparse.Namespace) -> int:
     """Refuse a key from now on.
 
     Raises:
         UserError: if there is no key of that name.
     """
     KeyStore().revoke(options.name)
-    text = f"{options.name}: servers refuse it from now on"
-    print(visible_json({"name": options.name, "revoked": True}) if options.json else text)
+    if options.json:
+        print(visible_json({"name": options.name, "revoked": True}))
+    else:
+        print(f"{options.name}: servers refuse it from now on")
     return 0
 
 
-def _plain(key: NamedKey) -> dict[str, Any]:
+def _to_json(key: NamedKey) -> dict[str, Any]:
     """Return what may be shown of a key: everything but its hash."""
     return {name: value for name, value in asdict(key).items() if name != "sha256"} | {
         "expired": key.expired(time.time())
     }
 
 
-def _described(key: NamedKey) -> str:
+def _describe_key(key: NamedKey) -> str:
     until = time.strftime("%Y-%m-%d %H:%M", time.localtime(key.expires_at))
     parts = [f"{'expired' if key.expired(time.time()) else 'until'} {until}"]
     parts += [f"{key.requests_per_minute} requests per minute"] * (key.requests_per_minute > 0)

@@ -1,6 +1,4 @@
-"""``rlearner invite``, ``invited``, ``renew`` and ``revoke``: who joins a run from another host or
-as another user.
-"""
+"""``rlearner invite``, ``invited``, ``renew`` and ``revoke``: tokens to join a run."""
 
 from __future__ import annotations
 
@@ -18,10 +16,10 @@ from broker.nats.addresses import without_logins
 from broker.system.visible_text import visible_json
 
 
-async def invite(options: argparse.Namespace) -> int:
+async def write_token(options: argparse.Namespace) -> int:
     """Write a join token; print where, and how to use it."""
     keys = keys_of(options.broker)
-    made = tokens.invite(
+    token = tokens.invite(
         keys,
         without_logins(options.broker),
         options.role,
@@ -31,30 +29,34 @@ async def invite(options: argparse.Namespace) -> int:
     )
     path = Path(options.out)
     try:
-        tokens.write(made, path)
+        tokens.write(token, path)
     except UserError:
-        keys.revoke(next(user for user in keys.users() if user.name == made.name))
+        # Nobody has the token, so it must not stay valid.
+        keys.revoke(next(user for user in keys.users() if user.name == token.name))
         raise
-    until = time.strftime("%Y-%m-%d %H:%M", time.localtime(made.expires_at))
-    command = {"rollout": "rollout-server", OBSERVER: f"rlearner exporter {made.run}"}.get(
-        options.role, options.role
-    )
+    until = time.strftime("%Y-%m-%d %H:%M", time.localtime(token.expires_at))
+    programs = {"rollout": "rollout-server", OBSERVER: f"rlearner exporter {token.run}"}
+    command = f"{programs.get(options.role, options.role)} --join {path}"
     if options.json:
-        found = {"file": str(path), "role": made.role, "run": made.run, "name": made.name}
-        print(
-            visible_json(
-                {**found, "expires_at": made.expires_at, "command": f"{command} --join {path}"}
-            )
-        )
+        fields = {
+            "file": str(path),
+            "role": token.role,
+            "run": token.run,
+            "name": token.name,
+            "expires_at": token.expires_at,
+            "command": command,
+        }
+        print(visible_json(fields))
     else:
         print(
-            f"{path}: {made.role} {made.name} of run {made.run}, until {until}; use it: {command} --join {path}"
+            f"{path}: {token.role} {token.name} of run {token.run}, until {until}; "
+            f"use it: {command}"
         )
-    _remind(keys)
+    _print_reload_hint(keys)
     return 0
 
 
-def _remind(keys: KeyFolder) -> None:
+def _print_reload_hint(keys: KeyFolder) -> None:
     if not keys.makes_keys:
         print(
             "it takes effect when your servers reload the new output of `broker permissions`",
@@ -62,27 +64,24 @@ def _remind(keys: KeyFolder) -> None:
         )
 
 
-async def invited(options: argparse.Namespace) -> int:
+async def list_tokens(options: argparse.Namespace) -> int:
     """Print the tokens that the broker accepts."""
-    found = [user for user in keys_of(options.broker).users() if user.name]
+    # The broker's own users have no name.
+    users = [user for user in keys_of(options.broker).users() if user.name]
     if options.json:
         names = ("name", "role", "run", "expires_at")
-        print(
-            visible_json(
-                {"tokens": [{name: getattr(user, name) for name in names} for user in found]}
-            )
-        )
+        rows = [{name: getattr(user, name) for name in names} for user in users]
+        print(visible_json({"tokens": rows}))
         return 0
-    for user in found:
+    for user in users:
         until = time.strftime("%Y-%m-%d %H:%M", time.localtime(user.expires_at))
         print(f"{user.name}  {user.role} of run {user.run}, until {until}")
-    print(f"{len(found)} token{'' if len(found) == 1 else 's'}", file=sys.stderr)
+    print(f"{len(users)} token{'s' * (len(users) != 1)}", file=sys.stderr)
     return 0
 
 
-async def renew(options: argparse.Namespace) -> int:
-    """Let the broker accept a token for longer, also one that has expired; its file and its
-    processes stay as they are.
+async def renew_token(options: argparse.Namespace) -> int:
+    """Let the broker accept a token for longer, expired or not; its file and processes stay.
 
     Raises:
         UserError: if the broker has no token of that name.
@@ -90,37 +89,38 @@ async def renew(options: argparse.Namespace) -> int:
     keys = keys_of(options.broker)
     renewed = keys.renew(options.name, time.time() + options.expires)
     if renewed is None:
-        others = ", ".join(user.name for user in keys.users() if user.name) or "none"
-        raise UserError(f"the broker has no token {options.name!r}; there is {others}")
+        raise _no_such_token(keys, options.name)
     until = time.strftime("%Y-%m-%d %H:%M", time.localtime(renewed.expires_at))
-    text = f"{renewed.name}: the broker accepts it until {until}"
-    print(
-        visible_json({"name": renewed.name, "expires_at": renewed.expires_at})
-        if options.json
-        else text
-    )
-    _remind(keys)
+    if options.json:
+        print(visible_json({"name": renewed.name, "expires_at": renewed.expires_at}))
+    else:
+        print(f"{renewed.name}: the broker accepts it until {until}")
+    _print_reload_hint(keys)
     return 0
 
 
-async def revoke(options: argparse.Namespace) -> int:
+async def revoke_token(options: argparse.Namespace) -> int:
     """Refuse a token from now on.
 
     Raises:
         UserError: if the broker has no token of that name.
     """
     keys = keys_of(options.broker)
-    found = [user for user in keys.users() if user.name == options.name]
-    if not found:
-        others = ", ".join(user.name for user in keys.users() if user.name) or "none"
-        raise UserError(f"the broker has no token {options.name!r}; there is {others}")
-    for user in found:
+    users = [user for user in keys.users() if user.name == options.name]
+    if not users:
+        raise _no_such_token(keys, options.name)
+    for user in users:
         keys.revoke(user)
-    text = f"{options.name}: the broker refuses it{' from now on' if keys.makes_keys else ''}"
-    print(
-        visible_json({"name": options.name, "revoked": True, "at_once": keys.makes_keys})
-        if options.json
-        else text
-    )
-    _remind(keys)
+    if options.json:
+        print(visible_json({"name": options.name, "revoked": True, "at_once": keys.makes_keys}))
+    elif keys.makes_keys:
+        print(f"{options.name}: the broker refuses it from now on")
+    else:
+        print(f"{options.name}: the broker refuses it")
+    _print_reload_hint(keys)
     return 0
+
+
+def _no_such_token(keys: KeyFolder, name: str) -> UserError:
+    names = ", ".join(user.name for user in keys.users() if user.name) or "none"
+    return UserError(f"the broker has no token {name!r}; there is {names}")

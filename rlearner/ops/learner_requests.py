@@ -1,6 +1,4 @@
-"""``rlearner checkpoint-now`` and ``eval-now``: asks the learner for something outside its
-schedule.
-"""
+"""``rlearner checkpoint-now`` and ``eval-now``: ask the learner for work off its schedule."""
 
 from __future__ import annotations
 
@@ -47,8 +45,11 @@ async def ask_learner(bus: Bus, action: Action, step: int = -1) -> wire.Operator
             bus, REQUESTS, ID, message, timeout_s=ANSWER_S, reply=wire.OperatorReply
         )
     except RequestFailed as error:
-        learners = [one for one in await census(bus, bus.run) if one.role == "learner"]
-        state = f"its learner is {learners[0].state}" if learners else "no learner is running"
+        processes = await census(bus, bus.run)
+        states = [presence.state for presence in processes if presence.role == "learner"]
+        state = "no learner is running"
+        if states:
+            state = f"its learner is {states[0]}"
         raise UserError(f"run {bus.run} did not answer, {state}: {error}") from None
     if reply.state == "refused":
         raise UserError(f"run {bus.run}: {reply.detail}")
@@ -65,9 +66,9 @@ async def follow(bus: Bus, action: Action) -> AsyncGenerator[wire.OperatorReply,
     yield reply
     while reply.state != "done":
         await asyncio.sleep(POLL_S)
-        before = reply
+        previous = reply
         reply = await ask_learner(bus, action, reply.step)
-        if reply != before:
+        if reply != previous:
             yield reply
 
 
@@ -77,7 +78,7 @@ def text_of(action: Action, reply: wire.OperatorReply) -> str:
 
 
 async def request_now(options: argparse.Namespace) -> int:
-    """Ask, print each reply, wait until it is done unless told not to, and return the exit code."""
+    """Ask, print each reply, by default until the work is done, and return the exit code."""
     action = ACTIONS[options.command]
     place = find_run(options.run_name, options.dir)
     url = broker_address(options.broker, Path(place.folder))
@@ -96,10 +97,10 @@ async def request_now(options: argparse.Namespace) -> int:
     try:
         async with (
             asyncio.timeout(None if options.no_wait else options.timeout),
-            aclosing(follow(bus, action)) as each,
+            aclosing(follow(bus, action)) as replies,
         ):
-            async for reply in each:
-                _print(action, reply, as_json=options.json)
+            async for reply in replies:
+                _print_reply(action, reply, as_json=options.json)
                 if options.no_wait:
                     break
     except TimeoutError:
@@ -111,11 +112,15 @@ async def request_now(options: argparse.Namespace) -> int:
     return 0
 
 
-def _print(action: Action, reply: wire.OperatorReply, *, as_json: bool) -> None:
-    found: dict[str, Any] = {
+def _print_reply(action: Action, reply: wire.OperatorReply, *, as_json: bool) -> None:
+    fields: dict[str, Any] = {
         "action": action,
         "state": reply.state,
         "step": reply.step,
         "detail": reply.detail,
     }
-    print(json.dumps(found) if as_json else text_of(action, reply), flush=True)
+    # Flushed at once: another program may read it while the work goes on.
+    if as_json:
+        print(json.dumps(fields), flush=True)
+    else:
+        print(text_of(action, reply), flush=True)

@@ -31,9 +31,10 @@ UNKNOWN = "broker away"
 EVALUATION = "evaluation"
 TRAINING = "training"
 UNREADABLE = "unreadable"
-WIDE = 10_000  # columns of a file or a pipe, where nothing is cut
-# files that an ended run no longer needs; a finished one does not need its store either
-LEFT = ("demos.log", "*.new")
+# Columns of a file or a pipe, where nothing is cut.
+WIDE = 10_000
+# Files that an ended run no longer needs; a finished one does not need its store either.
+LEFTOVERS = ("demos.log", "*.new")
 
 
 @dataclass(frozen=True)
@@ -60,19 +61,19 @@ class RunSummary:
 
 async def list_runs(options: argparse.Namespace) -> int:
     """Print the runs, or prune them, and return the exit code."""
-    runs = await asyncio.gather(*(look(folder) for folder in _folders(options.folder)))
+    runs = await asyncio.gather(*(look(folder) for folder in _run_folders(options.folder)))
     if options.prune:
-        _prune(runs, sure=options.yes, as_json=options.json)
+        _prune_runs(runs, sure=options.yes, as_json=options.json)
     elif options.json:
         print(json.dumps({"runs": [asdict(run) for run in runs]}))
     elif not runs:
         print(f"no runs in {options.folder}")
     else:
-        _table(runs)
+        _print_table(runs)
     return 0
 
 
-def _folders(root: str) -> list[Path]:
+def _run_folders(root: str) -> list[Path]:
     """Return the folders of the runs in a folder.
 
     Raises:
@@ -113,8 +114,8 @@ class RunFiles:
     @property
     def steps(self) -> int:
         """Steps that the run is to make, 0 if unknown."""
-        found = self._setting("train", "steps", 0)
-        return found if isinstance(found, int) else 0
+        steps = self._setting("train", "steps", 0)
+        return steps if isinstance(steps, int) else 0
 
     def state(self, *, is_training: bool, problem: str) -> str:
         """Return the state as in ``RunSummary``; ``problem``: of its broker. Reads the folder."""
@@ -124,24 +125,25 @@ class RunFiles:
             return TRAINING
         if is_held(self.folder):
             return "starting"
+        # Only `rlearner eval` writes a result.
         if (self.folder / "result.json").exists():
             return EVALUATION
         if self.step >= self.steps:
             return FINISHED
         return UNKNOWN if problem and previous_broker(self.folder, "") else STOPPED
 
-    def _setting(self, section: str, key: str, otherwise: Any) -> Any:
-        found = self.config.get(section)
-        return found.get(key, otherwise) if isinstance(found, dict) else otherwise
+    def _setting(self, section: str, key: str, default: Any) -> Any:
+        settings = self.config.get(section)
+        return settings.get(key, default) if isinstance(settings, dict) else default
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """Return the settings of a run, empty if they cannot be read."""
     try:
-        found = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        settings = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def read_files(
@@ -154,39 +156,51 @@ def read_files(
         with suppress(OSError):
             times.append(path.stat().st_mtime)
     return RunFiles(
-        folder, settings(folder), newest_line(metrics), max(times), current_address(folder)
+        folder,
+        config=settings(folder),
+        line=newest_line(metrics),
+        changed=max(times),
+        url=current_address(folder),
     )
 
 
 async def look(folder: Path) -> RunSummary:
     """Return the row of a run, from its folder and, if it answers, its broker."""
     files = await asyncio.to_thread(read_files, folder)
-    learners, problem = (
-        await ask_broker(files.url, files.run) if files.url and files.run else ([], "")
+    is_training = False
+    problem = ""
+    if files.url and files.run:
+        learners, problem = await ask_broker(files.url, files.run)
+        is_training = bool(learners)
+    state = files.state(is_training=is_training, problem=problem)
+    return RunSummary(
+        name=folder.name,
+        folder=str(folder),
+        state=state,
+        step=files.step,
+        steps=files.steps if state != UNREADABLE else 0,
+        size_bytes=await asyncio.to_thread(_disk_size, folder),
+        changed=files.changed,
     )
-    state = files.state(is_training=bool(learners), problem=problem)
-    size = await asyncio.to_thread(_size, folder)
-    steps = files.steps if state != UNREADABLE else 0
-    return RunSummary(folder.name, str(folder), state, files.step, steps, size, files.changed)
 
 
-def _size(path: Path) -> int:
-    """Return the bytes on disk of a file or a folder, without files that are deleted while
-    counting.
-    """
+def _disk_size(path: Path) -> int:
+    """Return the bytes on disk of a file or a folder; files deleted meanwhile do not count."""
     total = 0
-    for each in [path, *path.rglob("*")]:
+    for file in [path, *path.rglob("*")]:
         with suppress(FileNotFoundError):
-            total += each.lstat().st_blocks * 512
+            # Blocks are what a deletion frees.
+            total += file.lstat().st_blocks * 512
     return total
 
 
-def _table(runs: list[RunSummary]) -> None:
+def _print_table(runs: list[RunSummary]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for title in ("run", "state", "steps", "size", "last change"):
-        table.add_column(
-            title, justify="right" if title in ("steps", "size") else "left", no_wrap=True
-        )
+    table.add_column("run", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("steps", no_wrap=True, justify="right")
+    table.add_column("size", no_wrap=True, justify="right")
+    table.add_column("last change", no_wrap=True)
     for run in runs:
         changed = f"{age(time.time() - run.changed)} ago"
         table.add_row(
@@ -198,7 +212,9 @@ def _table(runs: list[RunSummary]) -> None:
 def size_text(size_bytes: int) -> str:
     """Format a size in MiB or GiB."""
     mib = size_bytes / 2**20
-    return f"{mib:.1f} MiB" if mib < 1024 else f"{mib / 1024:.1f} GiB"
+    if mib < 1024:
+        return f"{mib:.1f} MiB"
+    return f"{mib / 1024:.1f} GiB"
 
 
 def age(seconds: float) -> str:
@@ -209,69 +225,64 @@ def age(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-# -------------------------------------------------------------------------------------------------------
-# prune
-
-
-def removable(run: RunSummary) -> list[Path]:
-    """Return what can be deleted of a run that has ended: nothing that training, an audit or a
-    replay needs.
-    """
+def _removable_files(run: RunSummary) -> list[Path]:
+    """Return files of an ended run that neither training nor an audit or a replay needs."""
     if run.state not in (FINISHED, STOPPED, EVALUATION):
         return []
     folder = Path(run.folder)
-    files = [path for pattern in LEFT for path in sorted(folder.glob(pattern)) if path.is_file()]
+    files = [
+        path for pattern in LEFTOVERS for path in sorted(folder.glob(pattern)) if path.is_file()
+    ]
     store = folder / STORE
-    return [*files, *([store] if run.state != STOPPED and store.is_dir() else [])]
+    if run.state != STOPPED and store.is_dir():
+        files.append(store)
+    return files
 
 
-def _prune(runs: list[RunSummary], *, sure: bool, as_json: bool) -> None:
+def _prune_runs(runs: list[RunSummary], *, sure: bool, as_json: bool) -> None:
     """Print what can be deleted, and delete it; as JSON only with ``--yes``.
 
     Raises:
         UserError: if there is no terminal to confirm it, and no ``--yes``.
     """
-    sizes = {run.folder: {path: _size(path) for path in removable(run)} for run in runs}
+    sizes = {run.folder: {path: _disk_size(path) for path in _removable_files(run)} for run in runs}
+    sizes_by_path = {path: size for folder in sizes.values() for path, size in folder.items()}
     if as_json:
-        files = [
-            {"path": str(path), "size_bytes": size}
-            for each in sizes.values()
-            for path, size in each.items()
-        ]
+        files = [{"path": str(path), "size_bytes": size} for path, size in sizes_by_path.items()]
         if sure:
-            _delete_all(runs, sizes)
+            _delete_files(runs, sizes)
         print(visible_json({"removable": files, "deleted": sure}))
         return
-    for path, size_bytes in (
-        (path, size) for each in sizes.values() for path, size in each.items()
-    ):
-        print(f"{path}  {size_text(size_bytes)}")
-    total = size_text(sum(sum(each.values()) for each in sizes.values()))
-    if not any(sizes.values()):
+    for path, size in sizes_by_path.items():
+        print(f"{path}  {size_text(size)}")
+    if not sizes_by_path:
         print("nothing to delete")
         return
+    total = size_text(sum(sizes_by_path.values()))
     print(
-        f"{total} in all; without its broker's store a finished run can be continued only with --rebase"
+        f"{total} in all; without its broker's store "
+        "a finished run can be continued only with --rebase"
     )
     if not sure and not sys.stdin.isatty():
         raise UserError("--prune: needs a confirmation; add --yes, or run it in a terminal")
     if not sure and input("delete this? [y/N] ").strip().lower() not in ("y", "yes"):
         print("nothing was deleted")
         return
-    _delete_all(runs, sizes)
+    _delete_files(runs, sizes)
     print(f"deleted {total}")
 
 
-def _delete_all(runs: list[RunSummary], sizes: dict[str, dict[Path, int]]) -> None:
+def _delete_files(runs: list[RunSummary], sizes: dict[str, dict[Path, int]]) -> None:
     for run in runs:
         if paths := sizes[run.folder]:
             problem = f"run {run.name} was started in the meantime; its files were not deleted"
+            # A new `rlearner up` takes this lock first, so the files are not in use.
             with lock(Path(run.folder) / UP_LOCK, problem):
                 for path in paths:
-                    _delete(path)
+                    _delete_path(path)
 
 
-def _delete(path: Path) -> None:
+def _delete_path(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path)
     else:

@@ -17,19 +17,18 @@ from rlearner.doctor.broker_checks import read_server_info
 
 
 async def ask_broker(url: str, run: str) -> tuple[list[wire.Presence], str]:
-    """Return the run's live learners, and the broker's problem (``, which does not answer``), if
-    any.
-    """
+    """Return the run's live learners, and the broker's problem if any (``, which does not …``)."""
     return (await ask_broker_of_runs(url, [run]))[run]
 
 
 async def ask_broker_of_runs(
     url: str, runs: Sequence[str]
 ) -> dict[str, tuple[list[wire.Presence], str]]:
-    """Return what ``ask_broker`` does for each of several runs of one broker, over one connection."""
+    """Return what ``ask_broker`` does for several runs of one broker, over one connection."""
     answers = await asyncio.gather(
         *(asyncio.to_thread(read_server_info, server) for server in addresses.split(url))
     )
+    # A client that cannot connect would retry until its deadline; this answers within a second.
     if not any(info for info, _ in answers):
         return dict.fromkeys(runs, ([], f", which does not answer ({answers[0][1]})"))
     try:
@@ -37,14 +36,13 @@ async def ask_broker_of_runs(
     except BrokerUnreachable as error:
         return dict.fromkeys(runs, ([], f", where {error}"))
     try:
-        known = await find_runs(bus)
-        heard = await asyncio.gather(*(census(bus, run) for run in runs))
+        runs_of_broker = await find_runs(bus)
+        censuses = await asyncio.gather(*(census(bus, run) for run in runs))
     finally:
         await bus.close()
-    return {
-        run: (
-            [one for one in there if one.role == "learner"],
-            "" if run in known else ", which no longer knows the run",
-        )
-        for run, there in zip(runs, heard, strict=True)
-    }
+    learners: dict[str, tuple[list[wire.Presence], str]] = {}
+    for run, processes in zip(runs, censuses, strict=True):
+        # A broker that has lost its store, or had another one before.
+        problem = "" if run in runs_of_broker else ", which no longer knows the run"
+        learners[run] = [presence for presence in processes if presence.role == "learner"], problem
+    return learners

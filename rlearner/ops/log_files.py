@@ -1,6 +1,4 @@
-"""Reads the logs of ``rlearner up``: one file per process with its rotated ones, merged by time and
-followed.
-"""
+"""Reads the logs of ``rlearner up``, with rotated files: merges them by time and follows them."""
 
 from __future__ import annotations
 
@@ -21,7 +19,8 @@ from broker.system.log_rotation import KEPT
 
 LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _LINE: Final = re.compile(
-    r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}) (DEBUG|INFO|WARNING|ERROR|CRITICAL) (\S+) (\S+) (\S+) ?(.*)",
+    r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}) (DEBUG|INFO|WARNING|ERROR|CRITICAL) "
+    r"(\S+) (\S+) (\S+) ?(.*)",
     re.DOTALL,
 )
 _SERVER_LINE: Final = re.compile(
@@ -35,7 +34,8 @@ _SERVER_LEVELS: Final = {
     "ERR": "ERROR",
     "FTL": "ERROR",
 }
-_FATAL: Final = ("error: ", "Fatal Python error: ")  # begin an entry that has no time of its own
+# Beginnings of entries that have no time of their own.
+_FATAL: Final = ("error: ", "Fatal Python error: ")
 
 
 @dataclass
@@ -68,58 +68,65 @@ class LogParser:
         self._last = LogEntry(0.0, "INFO", process, "")
 
     def parse(self, lines: Iterable[str]) -> Iterator[LogEntry]:
-        """Yield the entries of some lines; lines that continue an entry of an earlier call are an
-        entry.
-        """
+        """Yield the entries of lines; lines that continue an earlier call's entry are an entry."""
         entry: LogEntry | None = None
         for line in lines:
-            begun = self._begun(line)
-            if begun is None and entry is not None:
+            new_entry = self._parse_first_line(line)
+            if new_entry is None and entry is not None:
                 entry.below.append(line)
                 continue
             if entry is not None:
                 yield entry
-            entry = self._last = begun or LogEntry(
+            entry = self._last = new_entry or LogEntry(
                 self._last.time, self._last.level, self._process, line
             )
         if entry is not None:
             yield entry
 
-    def _begun(self, line: str) -> LogEntry | None:
+    def _parse_first_line(self, line: str) -> LogEntry | None:
         """Return the entry that begins with a line, None if the line continues one."""
-        if found := _LINE.fullmatch(line):
-            at = _local(found[1])
-            return LogEntry(at, found[2], self._process, found[6], found[3], found[4], found[5])
+        if match := _LINE.fullmatch(line):
+            time_text, level, run, role, name, message = match.groups()
+            at = _parse_time(time_text)
+            return LogEntry(at, level, self._process, message, run=run, role=role, id=name)
         if line.startswith('{"time"'):
             with suppress(ValueError, KeyError, TypeError, AttributeError):
-                return self._of_json(json.loads(line))
-        if found := _SERVER_LINE.fullmatch(line):
-            level = _SERVER_LEVELS.get(found[2], "INFO")
-            return LogEntry(_local(found[1]), level, self._process, found[3])
+                return self._parse_json(json.loads(line))
+        if match := _SERVER_LINE.fullmatch(line):
+            time_text, abbreviation, message = match.groups()
+            level = _SERVER_LEVELS.get(abbreviation, "INFO")
+            return LogEntry(_parse_time(time_text), level, self._process, message)
         if line.startswith(_FATAL):
             return LogEntry(self._last.time, "ERROR", self._process, line)
         return None
 
-    def _of_json(self, record: dict[str, object]) -> LogEntry:
+    def _parse_json(self, record: dict[str, object]) -> LogEntry:
         extra = record.get("extra") or {}
         assert isinstance(extra, dict)
         message = " ".join(
             [str(record["message"]), *(f"{key}={value}" for key, value in extra.items())]
         )
-        run, role, name = (str(record.get(name, "")) for name in ("run", "role", "id"))
-        at = datetime.fromisoformat(str(record["time"])).timestamp()
-        below = str(record.get("traceback", "")).splitlines()
-        return LogEntry(at, str(record["level"]), self._process, message, run, role, name, below)
+        return LogEntry(
+            datetime.fromisoformat(str(record["time"])).timestamp(),
+            str(record["level"]),
+            self._process,
+            message,
+            run=str(record.get("run", "")),
+            role=str(record.get("role", "")),
+            id=str(record.get("id", "")),
+            below=str(record.get("traceback", "")).splitlines(),
+        )
 
 
+# strptime is slow, and busy logs have many lines of the same second.
 @lru_cache(maxsize=1024)
-def _second(text: str) -> float:
+def _parse_second(text: str) -> float:
     return datetime.strptime(text.replace("/", "-"), "%Y-%m-%d %H:%M:%S").timestamp()
 
 
-def _local(text: str) -> float:
+def _parse_time(text: str) -> float:
     """Return a time of this machine, as logging and nats-server write it, in seconds since 1970."""
-    return _second(text[:19]) + float(f"0{text[19:]}")
+    return _parse_second(text[:19]) + float(f"0{text[19:]}")
 
 
 class LogFile:
@@ -134,7 +141,7 @@ class LogFile:
         self.process = process
         self._parser = LogParser(process)
         self._file: BinaryIO | None = None
-        self._rest = b""  # of a line that is being written
+        self._tail = b""  # of a line that is being written
         self._open()
 
     def close(self) -> None:
@@ -157,17 +164,21 @@ class LogFile:
             self._file = self.path.open("rb")
 
     def _lines(self, since: float) -> Iterator[str]:
-        mine = _identity(self._file)
+        own_identity = _file_identity(self._file)
         for older in self._rotated():
+            # A file may be rotated while these are read; the open one is read below.
             with suppress(OSError), older.open("rb") as file:
-                if _identity(file) != mine and os.fstat(file.fileno()).st_mtime >= since:
-                    yield from (_text(line) for line in file)
+                if (
+                    _file_identity(file) != own_identity
+                    and os.fstat(file.fileno()).st_mtime >= since
+                ):
+                    yield from (_decode_line(line) for line in file)
         if self._file is not None:
             for line in self._file:
                 if not line.endswith(b"\n"):
-                    self._rest = line
+                    self._tail = line
                     return
-                yield _text(line)
+                yield _decode_line(line)
 
     def _rotated(self) -> list[Path]:
         """Return the paths of older files, oldest first."""
@@ -176,50 +187,58 @@ class LogFile:
     def _new_lines(self) -> list[str]:
         lines = self._drain()
         try:
-            there = self.path.stat()
+            status = self.path.stat()
         except OSError:
             return lines
-        if self._file is not None and (there.st_dev, there.st_ino) == _identity(self._file):
-            if there.st_size < self._file.tell():  # emptied
+        if self._file is not None and (status.st_dev, status.st_ino) == _file_identity(self._file):
+            if status.st_size < self._file.tell():  # emptied
                 self._file.seek(0)
-                self._rest = b""
+                self._tail = b""
                 lines += self._drain()
             return lines
-        mine = _identity(self._file)
         lines += self._drain()  # written between the first read and the rotation
-        older = [path for path in self._rotated() if path.exists()]
-        known = [path for path in older if mine is not None and _identity_of(path) == mine]
-        for path in older[older.index(known[0]) + 1 :] if known else []:  # rotated more than once
+        for path in self._files_since_rotation():
             with suppress(OSError):
-                lines += [_text(line) for line in path.read_bytes().splitlines()]
-        if self._rest:  # the last line of the old file has no end
-            lines.append(_text(self._rest))
-            self._rest = b""
+                lines += [_decode_line(line) for line in path.read_bytes().splitlines()]
+        if self._tail:  # the last line of the old file has no end
+            lines.append(_decode_line(self._tail))
+            self._tail = b""
         self._open()
         return lines + self._drain()
+
+    def _files_since_rotation(self) -> list[Path]:
+        """Return the rotated files newer than the open one: it may have rotated more than once."""
+        own_identity = _file_identity(self._file)
+        if own_identity is None:
+            return []
+        older = [path for path in self._rotated() if path.exists()]
+        for index, path in enumerate(older):
+            if _path_identity(path) == own_identity:
+                return older[index + 1 :]
+        return []
 
     def _drain(self) -> list[str]:
         if self._file is None:
             return []
-        *whole, self._rest = (self._rest + self._file.read()).split(b"\n")
-        return [_text(line) for line in whole]
+        *whole, self._tail = (self._tail + self._file.read()).split(b"\n")
+        return [_decode_line(line) for line in whole]
 
 
-def _identity(file: BinaryIO | None) -> tuple[int, int] | None:
+def _file_identity(file: BinaryIO | None) -> tuple[int, int] | None:
     if file is None:
         return None
-    found = os.fstat(file.fileno())
-    return found.st_dev, found.st_ino
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino
 
 
-def _identity_of(path: Path) -> tuple[int, int] | None:
+def _path_identity(path: Path) -> tuple[int, int] | None:
     with suppress(OSError):
-        found = path.stat()
-        return found.st_dev, found.st_ino
+        status = path.stat()
+        return status.st_dev, status.st_ino
     return None
 
 
-def _text(line: bytes) -> str:
+def _decode_line(line: bytes) -> str:
     return line.decode("utf-8", "replace").rstrip("\r\n")
 
 
@@ -237,13 +256,17 @@ def parse_since(text: str) -> float:
     Raises:
         ValueError: if it is none of these.
     """
-    if found := re.fullmatch(r"(\d{1,6})([smhd])", text):
-        return time.time() - int(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[found[2]]
+    if match := re.fullmatch(r"(\d{1,6})([smhd])", text):
+        unit_s = {"s": 1, "m": 60, "h": 3600, "d": 86_400}[match[2]]
+        return time.time() - int(match[1]) * unit_s
     moment = text
     if re.fullmatch(r"\d{1,2}:\d\d(:\d\d)?", text):
         moment = f"{datetime.now():%Y-%m-%d} {text if text[2] == ':' else f'0{text}'}"
     try:
         return datetime.fromisoformat(moment).timestamp()
     except ValueError:
-        allowed = "how long ago (90s, 10m, 2h, 1d), a time (14:30), or a date and a time (2026-11-25 14:30)"
+        allowed = (
+            "how long ago (90s, 10m, 2h, 1d), a time (14:30), "
+            "or a date and a time (2026-11-25 14:30)"
+        )
         raise ValueError(f"{text!r} is not allowed; {allowed}") from None

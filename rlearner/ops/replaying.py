@@ -20,16 +20,20 @@ from rlearner.replay.overrides import changed_settings
 from rlearner.replay.run import ReplayTraining
 from rlearner.replay.start import find_start
 
-SHOWN: Final = ("actor/pg_loss", "actor/entropy", "actor/ppo_kl", "actor/grad_norm", "actor/lr")
+FIGURES: Final = ("actor/pg_loss", "actor/entropy", "actor/ppo_kl", "actor/grad_norm", "actor/lr")
 
 
 async def replay_run(options: argparse.Namespace) -> int:
     """Replay the run and return the exit code."""
     place = find_run(options.run_name, options.dir)
-    first, last = _range(options, place)
-    config, changed = _wanted(options, place)
+    first, last = _check_range(options, place)
+    config, changed = _replay_config(options, place)
     start = find_start(place.folder, place.config, first)
-    begin = start.resumed.step if start.resumed else 0
+    begin = 0
+    source: str | Path = start.first_path
+    if start.resumed:
+        begin = start.resumed.step
+        source = start.resumed.path
 
     def say(text: str) -> None:
         if not options.json:
@@ -39,35 +43,31 @@ async def replay_run(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         out = None
         if changed or options.out:
-            out = ReplayOutput(
-                Path(options.out) if options.out else free_folder(place.folder), config
-            )
+            folder = Path(options.out or free_folder(place.folder))
+            out = ReplayOutput(folder, config)
             stack.callback(out.close)
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlearner-replay-")))
-        source = start.resumed.path if start.resumed else start.first_path
         say(f"run {place.name}: from {source} (step {begin}) to step {last}")
         work = ReplayTraining(place.folder, config, start)
         async with aclosing(work.steps(last)) as steps:
-            async for made in steps:
+            async for replayed in steps:
                 if out is not None:
-                    out.write(made)
+                    out.write(replayed)
                 if changed:
-                    say(check.compared_with(made, SHOWN))
+                    say(check.compared_with(replayed, FIGURES))
                 else:
-                    say(
-                        check.step(
-                            made, await work.save(scratch) if made.step in check.kept else None
-                        )
-                    )
-                if out is not None and made.step == last:
+                    # The run's checkpoint of the step, if it kept one, has tensors to compare.
+                    has_checkpoint = replayed.step in check.checkpoints
+                    path = await work.save(scratch) if has_checkpoint else None
+                    say(check.step(replayed, path))
+                if out is not None and replayed.step == last:
                     await work.save(out.checkpoints)
     if options.json:
-        folder = str(out.folder) if out else None
         figures = {
             "run": place.name,
             "from": begin,
             "to": last,
-            "out": folder,
+            "out": str(out.folder) if out else None,
             "overrides": changed,
         }
         print(json.dumps(figures if changed else {**figures, **check.figures()}))
@@ -78,20 +78,22 @@ async def replay_run(options: argparse.Namespace) -> int:
     return 0 if check.identical else 1
 
 
-def _range(options: argparse.Namespace, place: RunPlace) -> tuple[int, int]:
+def _check_range(options: argparse.Namespace, place: RunPlace) -> tuple[int, int]:
     rows = read_lines(place.folder / "metrics.jsonl")
     newest = max((int(row["step"]) for row in rows), default=0)
     if not 0 <= options.first < options.last <= newest:
-        given = f"--from {options.first} --to {options.last}"
         raise UserError(
-            f"{given}: expected 0 <= from < to <= {newest}, as run {place.name} has made"
+            f"--from {options.first} --to {options.last}: "
+            f"expected 0 <= from < to <= {newest}, as run {place.name} has made"
         )
     return options.first, options.last
 
 
-def _wanted(options: argparse.Namespace, place: RunPlace) -> tuple[dict[str, Any], dict[str, Any]]:
+def _replay_config(
+    options: argparse.Namespace, place: RunPlace
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the configuration to train with, and the user's changes."""
     if not options.overrides:
         return place.config, {}
-    wanted = validate(load(str(place.folder / "config.yaml"), options.overrides))
-    return wanted, changed_settings(validate(place.config), wanted)
+    config = validate(load(str(place.folder / "config.yaml"), options.overrides))
+    return config, changed_settings(validate(place.config), config)

@@ -33,11 +33,13 @@ from rlearner.advise.advice import advise
 from rlearner.advise.fit import NotFitted
 
 IDLE: Final = ("trainer/idle_ratio", "rollouter/idle_ratio")
-SHOWN: Final = ("reward/mean", "env/success_rate", "staleness/max", "perf/tokens_per_s", *IDLE)
+FIGURES: Final = ("reward/mean", "env/success_rate", "staleness/max", "perf/tokens_per_s", *IDLE)
 TICKETS: Final = ("issued", "trained", "filtered", "dropped", "dead", "open", "duplicate")
-HISTORY: Final = 80  # lines that the bottleneck is found in
+# Newest lines in which the bottleneck is looked for, so that a long run is not read whole.
+HISTORY: Final = 80
 DAY_S: Final = 86_400.0
-COLUMN: Final = 15  # start of the second column
+# Start of the second column.
+COLUMN: Final = 15
 LOAD: Final = ("slots", "running", "waiting")
 PROCESS: Final = (
     "role",
@@ -58,59 +60,63 @@ PROCESS: Final = (
 async def show_status(options: argparse.Namespace) -> int:
     """Print the status and return the exit code."""
     place = find_run(options.run_name, options.dir)
-    found: dict[str, Any] = {
+    status: dict[str, Any] = {
         "run": place.name,
         "folder": str(place.folder),
         **on_disk(place.folder, place.config),
     }
-    async with connect_run(options, place.name, place.folder) as (bus, why):
-        found |= await on_broker(bus) if bus else {"broker": None, "broker_error": why}
-        if bus and (keys := bus.link.login.keys) is not None:
-            found["warnings"] += expiring_tokens(keys.users(), place.name, time.time())
-    # takes a second
-    found["advice"] = await asyncio.to_thread(advice_on_disk, place.folder, place.config)
+    async with connect_run(options, place.name, place.folder) as (bus, problem):
+        if bus is None:
+            status |= {"broker": None, "broker_error": problem}
+        else:
+            status |= await on_broker(bus)
+            if (keys := bus.link.login.keys) is not None:
+                status["warnings"] += expiring_tokens(keys.users(), place.name, time.time())
+    # In a thread, because the simulation takes a second.
+    status["advice"] = await asyncio.to_thread(advice_on_disk, place.folder, place.config)
     if options.json:
-        print(json.dumps(found))
-    else:
-        lines = text_of(found, time.time())
-        lines = wrapped(lines, shutil.get_terminal_size().columns) if sys.stdout.isatty() else lines
-        print(visible("\n".join(lines), newlines=True))
+        print(json.dumps(status))
+        return 0
+    lines = text_of(status, time.time())
+    if sys.stdout.isatty():
+        lines = wrapped(lines, shutil.get_terminal_size().columns)
+    print(visible("\n".join(lines), newlines=True))
     return 0
 
 
 def on_disk(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the status in the run's folder: steps, newest metrics, checkpoints, tickets."""
     metrics = folder / "metrics.jsonl"
-    rows = [_numbers(row) for row in read_lines(metrics)]
+    rows = [_numeric_values(row) for row in read_lines(metrics)]
     last = rows[-1] if rows else {}
     lines, problem = ledger_segments.read_newest(folder / ledger_segments.FOLDER)
     counts, dead = ledger_file.final_counts(lines)
+    warnings = list(active_warnings(rows[-RECENT:]))
+    if damaged := damage(metrics):
+        warnings.insert(0, damaged)
     return {
         "step": last.get("step", 0),
         "steps": config["train"]["steps"],
         "step_at": last.get("time"),
-        "figures": {name: last[name] for name in SHOWN if name in last},
-        "warnings": [
-            *([damaged] if (damaged := damage(metrics)) else []),
-            *active_warnings(rows[-RECENT:]),
-        ],
+        "figures": {name: last[name] for name in FIGURES if name in last},
+        "warnings": warnings,
         "tickets": {name: counts[name] for name in TICKETS if name in counts},
         "dead": dead,
-        "ledger_file": problem or _state_of(lines),
+        "ledger_file": problem or _ledger_state(lines),
         "checkpoints": [
-            _step_of(path) for path in checkpoint.list_checkpoints(folder / "checkpoints")
+            _checkpoint_step(path) for path in checkpoint.list_checkpoints(folder / "checkpoints")
         ],
     }
 
 
-def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+def _numeric_values(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if isinstance(value, (int, float))}
 
 
 def advice_on_disk(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the bottleneck and what would change it, or why it is not known."""
     try:
-        return advise(read_lines(folder / "metrics.jsonl")[-HISTORY:], config).plain()
+        return advise(read_lines(folder / "metrics.jsonl")[-HISTORY:], config).to_json()
     except NotFitted as error:
         return {"bottleneck": None, "line": f"not known: {error}", "needs_steps": error.steps}
     except (KeyError, TypeError) as error:
@@ -121,13 +127,13 @@ def advice_on_disk(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         }
 
 
-def _state_of(lines: list[ledger_file.LedgerLine]) -> str:
+def _ledger_state(lines: list[ledger_file.LedgerLine]) -> str:
     if lines and lines[0].state == "unrecorded":
         return f"nothing is recorded of tickets before step {lines[0].step}"
     return "ok" if lines else "none yet"
 
 
-def _step_of(path: Path) -> int | str:
+def _checkpoint_step(path: Path) -> int | str:
     try:
         return checkpoint.read_checkpoint(path).step
     except UserError as error:
@@ -137,8 +143,8 @@ def _step_of(path: Path) -> int | str:
 def expiring_tokens(users: Iterable[BrokerUser], run: str, now: float) -> list[str]:
     """Return a warning for each token of a run that the broker will refuse within a day."""
     return [
-        f"token {user.name} ({user.role}) expires in {_age(user.expires_at - now)}, and its processes end then; "
-        f"rlearner renew {user.name} prolongs it"
+        f"token {user.name} ({user.role}) expires in {_format_age(user.expires_at - now)}, "
+        f"and its processes end then; rlearner renew {user.name} prolongs it"
         for user in users
         if user.name and user.run == run and 0 < user.expires_at - now < DAY_S
     ]
@@ -148,9 +154,20 @@ async def on_broker(bus: Bus) -> dict[str, Any]:
     """Return the status in the broker: desired state, processes, queue depths, offered weights."""
     spec = await bus.key_value(RUNS).get(bus.run)
     desired = await bus.key_value(CONTROL).get(bus.run)
-    heard = await census(bus, bus.run)
-    processes = [{name: getattr(one, name) for name in PROCESS} for one in heard]
-    is_entered = bool(await bus.key_value(MEMBERS).values(f"{bus.run}.learner"))
+    # Without an entry the processes run.
+    state = wire.DesiredState(state="running")
+    if desired and isinstance(desired[0], wire.DesiredState):
+        state = desired[0]
+    census_rows = [
+        {name: getattr(presence, name) for name in PROCESS}
+        for presence in await census(bus, bus.run)
+    ]
+    learner = "none"
+    if any(row["role"] == "learner" for row in census_rows):
+        learner = "running"
+    # Its entry outlives a learner that sends nothing for a while.
+    elif await bus.key_value(MEMBERS).values(f"{bus.run}.learner"):
+        learner = "silent"
     queues: dict[str, Any] = {}
     for stream in STREAMS:
         if stream.kind in (StreamKind.WORK_QUEUE, StreamKind.LOG):
@@ -164,24 +181,16 @@ async def on_broker(bus: Bus) -> dict[str, Any]:
     return {
         "broker": bus.link.where,
         "epoch": spec[0].epoch if spec and isinstance(spec[0], wire.RunSpec) else 0,
-        "desired": desired[0].state
-        if desired and isinstance(desired[0], wire.DesiredState)
-        else "running",
-        "reason": desired[0].reason
-        if desired and isinstance(desired[0], wire.DesiredState)
-        else "",
-        "learner": "running"
-        if any(one.role == "learner" for one in heard)
-        else "silent"
-        if is_entered
-        else "none",
-        "processes": sorted(processes, key=lambda one: (one["role"], one["id"])),
+        "desired": state.state,
+        "reason": state.reason,
+        "learner": learner,
+        "processes": sorted(census_rows, key=lambda row: (row["role"], row["id"])),
         "queues": queues,
-        "weights": await _offered(bus),
+        "weights": await _newest_offer(bus),
     }
 
 
-async def _offered(bus: Bus) -> dict[str, Any] | None:
+async def _newest_offer(bus: Bus) -> dict[str, Any] | None:
     """Return the newest weights offer, None if there never was one."""
     try:
         if not await bus.last_seq(WEIGHTS):
@@ -198,96 +207,110 @@ async def _offered(bus: Bus) -> dict[str, Any] | None:
     return None
 
 
-def text_of(found: Mapping[str, Any], now: float) -> list[str]:
+def text_of(status: Mapping[str, Any], now: float) -> list[str]:
     """Return the lines of the text output."""
-    ago = f", {_age(now - found['step_at'])} ago" if found["step_at"] else ""
-    lines = [
-        *missing_learner_lines(found),
-        f"run {found['run']}: step {found['step']} of {found['steps']}{ago}",
-    ]
-    if found["broker"] is None:
-        lines.append(f"  broker       {found['broker_error']}")
+    head = f"run {status['run']}: step {status['step']} of {status['steps']}"
+    if status["step_at"]:
+        head += f", {_format_age(now - status['step_at'])} ago"
+    # The most important line comes first.
+    lines = [*missing_learner_lines(status), head]
+    if status["broker"] is None:
+        lines.append(f"  broker       {status['broker_error']}")
     else:
-        reason = f" ({found['reason']})" if found["reason"] else ""
-        lines.append(
-            f"  broker       {found['broker']}, wants it {found['desired']}{reason}, epoch {found['epoch']}"
-        )
-    lines.append(f"  tickets      {_listed(found['tickets'].items()) or 'none yet'}")
-    if found["dead"]:
-        lines.append(f"  dead         {_listed(sorted(found['dead'].items()))}")
-    lines.append(f"  figures      {_listed(found['figures'].items(), '.4g') or 'none yet'}")
-    if "advice" in found:
-        lines.append(f"  bottleneck   {found['advice']['line']}")
-    lines += [f"  warning      {text}" for text in found["warnings"]]
-    made = ", ".join(map(str, found["checkpoints"])) or "none yet"
-    lines.append(f"  checkpoints  {made}; ledger file: {found['ledger_file']}")
-    if found["broker"] is None:
+        wish = f"wants it {status['desired']}"
+        if status["reason"]:
+            wish += f" ({status['reason']})"
+        lines.append(f"  broker       {status['broker']}, {wish}, epoch {status['epoch']}")
+    lines.append(f"  tickets      {_format_pairs(status['tickets'].items()) or 'none yet'}")
+    if status["dead"]:
+        lines.append(f"  dead         {_format_pairs(sorted(status['dead'].items()))}")
+    lines.append(f"  figures      {_format_pairs(status['figures'].items(), '.4g') or 'none yet'}")
+    if "advice" in status:
+        lines.append(f"  bottleneck   {status['advice']['line']}")
+    lines += [f"  warning      {text}" for text in status["warnings"]]
+    checkpoints = ", ".join(map(str, status["checkpoints"])) or "none yet"
+    lines.append(f"  checkpoints  {checkpoints}; ledger file: {status['ledger_file']}")
+    if status["broker"] is None:
         return lines
-    if offer := found["weights"]:
+    if offer := status["weights"]:
         size = f"{offer['size_bytes'] / 2**20:.1f} MiB"
         lines.append(f"  weights      version {offer['version']} of epoch {offer['epoch']}, {size}")
-    for name, depth in found["queues"].items():
-        lines.append(f"  {name:13}{_listed(sorted(depth.items())) or 'empty'}")
-    for one in found["processes"]:
-        load = f"{one['running']}/{one['slots']} running, {one['waiting']} waiting"
-        version = f", version {one['policy_version']}" if one["policy_version"] >= 0 else ""
-        job = f", {one['job']}" if one["job"] else ""
-        lines.append(
-            f"  {display_name(one['role'], one['id']):28} {one['state']:9} {load}{version}{job}"
-        )
-        if one["problem"]:
-            lines.append(f"  {'':13}{one['problem']}")
-        known = [*found["warnings"], *filter(None, [one["problem"]])]
-        if one["said"] and not any(text[:100] in one["said"] for text in known):
-            lines.append(f"  {'':13}{one['said']}")
-    if not found["processes"]:
+    for name, depth in status["queues"].items():
+        lines.append(f"  {name:13}{_format_pairs(sorted(depth.items())) or 'empty'}")
+    for process in status["processes"]:
+        lines += _process_lines(process, status["warnings"])
+    if not status["processes"]:
         lines.append("  no process is running")
     return lines
 
 
-def _listed(items: Iterable[tuple[str, Any]], form: str = "") -> str:
+def _process_lines(process: Mapping[str, Any], warnings: list[str]) -> list[str]:
+    """Return the lines of one process, without those of its log that ``warnings`` has."""
+    name = display_name(process["role"], process["id"])
+    load = f"{process['running']}/{process['slots']} running, {process['waiting']} waiting"
+    line = f"  {name:28} {process['state']:9} {load}"
+    if process["policy_version"] >= 0:
+        line += f", version {process['policy_version']}"
+    if process["job"]:
+        line += f", {process['job']}"
+    lines = [line]
+    reported = list(warnings)
+    if process["problem"]:
+        lines.append(f"  {'':13}{process['problem']}")
+        reported.append(process["problem"])
+    # The log adds its own words around a text, and may cut it.
+    if process["said"] and not any(text[:100] in process["said"] for text in reported):
+        lines.append(f"  {'':13}{process['said']}")
+    return lines
+
+
+def _format_pairs(items: Iterable[tuple[str, Any]], form: str = "") -> str:
     return ", ".join(f"{name} {value:{form}}" for name, value in items)
 
 
 def wrapped(lines: list[str], width: int) -> list[str]:
-    """Wrap lines at ``width`` characters where words allow it; continuation lines start at the
-    second column.
-    """
-    indent = " " * COLUMN
-    breaking = textwrap.TextWrapper(
-        width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    """Wrap lines at ``width`` characters, between words; the rest starts at the second column."""
+    wrapper = textwrap.TextWrapper(
+        width, subsequent_indent=" " * COLUMN, break_long_words=False, break_on_hyphens=False
     )
-    return [
-        part for line in lines for part in (breaking.wrap(line) if len(line) > width else [line])
-    ]
+    parts = []
+    for line in lines:
+        # A line that fits is left alone, as wrapping would drop its inner spaces.
+        parts += wrapper.wrap(line) if len(line) > width else [line]
+    return parts
 
 
-def missing_learner_lines(found: Mapping[str, Any]) -> list[str]:
+def missing_learner_lines(status: Mapping[str, Any]) -> list[str]:
     """Return one line if no learner is running: that there is none, and how to start it."""
-    config = shlex.quote(os.path.relpath(Path(found["folder"], "config.yaml")))
-    if found["broker"] is None and found["broker_error"].startswith(STARTING):
+    config = shlex.quote(os.path.relpath(Path(status["folder"], "config.yaml")))
+    if status["broker"] is None and status["broker_error"].startswith(STARTING):
         return []
-    if found.get("learner", "none") == "none" and found["step"] >= found["steps"]:
-        return [f"no learner is running: all {found['steps']} steps are done"]
-    if found["broker"] is None and UNKNOWN in found["broker_error"]:
-        again = f"`rlearner start {config} --broker URL`"
+    if status.get("learner", "none") == "none" and status["step"] >= status["steps"]:
+        return [f"no learner is running: all {status['steps']} steps are done"]
+    if status["broker"] is None and UNKNOWN in status["broker_error"]:
+        command = f"`rlearner start {config} --broker URL`"
         return [
-            f"no learner is running; {again} starts the run again, with --rebase if the broker has lost its store"
+            f"no learner is running; {command} starts the run again, "
+            "with --rebase if the broker has lost its store"
         ]
-    if found["broker"] is None:
-        again = f"`rlearner up {config}` continues the run where it stopped"
-        return [f"no learner was found, because its broker was not: {again}"]
-    if found["learner"] == "running":
+    if status["broker"] is None:
+        command = f"`rlearner up {config}`"
+        return [
+            "no learner was found, because its broker was not: "
+            f"{command} continues the run where it stopped"
+        ]
+    if status["learner"] == "running":
         return []
-    if found["learner"] == "silent":
+    if status["learner"] == "silent":
         died = f"died less than {MEMBERS.ttl_s:g} s ago"
         return [f"the learner has sent nothing for {CENSUS_S:g} s: it is very busy, or {died}"]
-    return [
-        f"no learner is running; start it again: rlearner start {config} --broker {found['broker']}"
-    ]
+    command = f"rlearner start {config} --broker {status['broker']}"
+    return [f"no learner is running; start it again: {command}"]
 
 
-def _age(seconds: float) -> str:
+def _format_age(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

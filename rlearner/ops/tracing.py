@@ -1,6 +1,4 @@
-"""``rlearner trace``: shows the path of one ticket, from ledger file, archive or broker's log, and
-metrics.
-"""
+"""``rlearner trace``: shows the path of one ticket, from ledger file, records and metrics."""
 
 from __future__ import annotations
 
@@ -24,52 +22,55 @@ from rlearner.ops.trace_text import text_of
 async def trace_run(options: argparse.Namespace) -> int:
     """Print the path of one ticket and return the exit code."""
     place = find_run(options.run_name, options.dir)
-    own = ticket_lines(place, options.group)
+    lines = ticket_lines(place, options.group)
+    # The newest record counts; of duplicates only the first was used.
     seq = next(
         (
             line.seq
-            for line in reversed(own)
+            for line in reversed(lines)
             if line.seq and line.state not in ("duplicate", "unknown")
         ),
         0,
     )
-    record, stored_at, source = await _record(options, place.name, place.folder, seq)
-    found = ticket_summary(own) | {"record": {"seq": seq, "source": source, "stored_at": stored_at}}
-    if "step" in found:
-        found["step_time"] = _step_time(place.folder, found["step"])
+    record, stored_at, source = await _find_record(options, place.name, place.folder, seq)
+    trace = ticket_summary(lines)
+    trace["record"] = {"seq": seq, "source": source, "stored_at": stored_at}
+    if "step" in trace:
+        trace["step_time"] = _step_time(place.folder, trace["step"])
     if record is not None:
-        found |= describe(record)
-    print(
-        visible_json(found) if options.json else visible("\n".join(text_of(found)), newlines=True)
-    )
+        trace |= describe(record)
+    if options.json:
+        print(visible_json(trace))
+    else:
+        print(visible("\n".join(text_of(trace)), newlines=True))
     return 0
 
 
-async def _record(
+async def _find_record(
     options: argparse.Namespace, run: str, folder: Path, seq: int
 ) -> tuple[LogRecord | None, str, str]:
-    """Return the record that closed the ticket, when the broker stored it, and where it was found."""
+    """Return the record that closed the ticket, the time the broker stored it, and its source."""
     if not seq:
         return None, "", "no record yet"
     frame = archive.find_frame(folder / archive.FOLDER, seq)
-    async with connect_run(options, run, folder) as (bus, why):
-        kept = await peek(bus, SAMPLES, seq) if bus else None
-    if kept is not None:
-        return kept.record, kept.time, "the broker's log"
+    async with connect_run(options, run, folder) as (bus, problem):
+        message = await peek(bus, SAMPLES, seq) if bus else None
+    # The broker's message comes first, because only it has the time.
+    if message is not None:
+        return message.record, message.time, "the broker's log"
     if frame is not None:
         return frame.record(), "", "the archive"
-    return (
-        None,
-        "",
-        f"neither in the archive (samples.keep) nor in the broker's log{f': {why}' if why else ''}",
-    )
+    source = "neither in the archive (samples.keep) nor in the broker's log"
+    return None, "", f"{source}: {problem}" if problem else source
 
 
 def _step_time(folder: Path, step: int) -> str:
     """Return when the step's line was written, as ISO 8601 in UTC."""
     rows = read_lines(folder / "metrics.jsonl")
     times = [float(row["time"]) for row in rows if row["step"] == step and "time" in row]
-    return datetime.fromtimestamp(times[0], UTC).isoformat(timespec="milliseconds") if times else ""
+    if not times:
+        return ""
+    return datetime.fromtimestamp(times[0], UTC).isoformat(timespec="milliseconds")
 
 
 def ticket_lines(place: RunPlace, ticket: int) -> list[ledger_file.LedgerLine]:
@@ -92,24 +93,23 @@ def ticket_lines(place: RunPlace, ticket: int) -> list[ledger_file.LedgerLine]:
 def ticket_summary(lines: list[ledger_file.LedgerLine]) -> dict[str, Any]:
     """Return the ledger file's content about one ticket, given its lines, at least one."""
     duplicates = [line.seq for line in lines if line.state == "duplicate"]
-    found: dict[str, Any] = {"ticket": lines[0].ticket, "state": "open", "duplicates": duplicates}
+    summary: dict[str, Any] = {"ticket": lines[0].ticket, "state": "open", "duplicates": duplicates}
     for line in lines:
         if line.state == "issued":
-            found |= {
+            summary |= {
                 "domain": line.domain,
                 "task_index": line.task_index,
                 "min_version": line.min_version,
             }
         elif line.state in (*ledger_file.FINAL, "arrived"):
-            found["state"] = line.state
-            found |= (
-                {"oldest_version": line.oldest, "newest_version": line.newest}
-                if line.oldest >= 0
-                else {}
-            )
-            found |= {"step": line.step} if line.step else {}
-            found |= {"reason": line.reason} if line.reason else {}
-    return found
+            summary["state"] = line.state
+            if line.oldest >= 0:
+                summary |= {"oldest_version": line.oldest, "newest_version": line.newest}
+            if line.step:
+                summary["step"] = line.step
+            if line.reason:
+                summary["reason"] = line.reason
+    return summary
 
 
 def describe(record: LogRecord) -> dict[str, Any]:
@@ -129,41 +129,43 @@ def describe(record: LogRecord) -> dict[str, Any]:
             "reward": message.reward_s,
         },
         "prompt": message.prompt,
-        "trajectories": [_trajectory(trajectory) for trajectory in message.trajectories],
+        "trajectories": [_describe_trajectory(trajectory) for trajectory in message.trajectories],
     }
 
 
-def _trajectory(trajectory: wire.Trajectory) -> dict[str, Any]:
-    found = {"episode": trajectory.episode, "tokens": len(trajectory.token_ids.array())}
-    found |= {
-        name: getattr(trajectory, name) for name in ("reward", "reward_parts", "success", "end")
+def _describe_trajectory(trajectory: wire.Trajectory) -> dict[str, Any]:
+    return {
+        "episode": trajectory.episode,
+        "tokens": len(trajectory.token_ids.array()),
+        "reward": trajectory.reward,
+        "reward_parts": trajectory.reward_parts,
+        "success": trajectory.success,
+        "end": trajectory.end,
+        "spans": spans(trajectory),
     }
-    return {**found, "spans": spans(trajectory)}
 
 
 def spans(trajectory: wire.Trajectory) -> list[dict[str, Any]]:
-    """Return the spans of sampled tokens by turn, cut where the policy version changes; ``end`` is
-    exclusive.
-    """
+    """Return the spans of sampled tokens, cut at turns and versions; ``end`` is exclusive."""
     pairs = trajectory.version_runs.array().reshape(-1, 2)
     runs = [(int(version), int(count)) for version, count in pairs if count > 0]
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for turn in trajectory.turns:
         position = turn.start
         while position < turn.end and runs:
             version, count = runs.pop(0)
-            used = min(count, turn.end - position)
-            if used < count:
-                runs.insert(0, (version, count - used))
-            span = {
+            length = min(count, turn.end - position)
+            if length < count:  # the run goes on in the next turn
+                runs.insert(0, (version, count - length))
+            row = {
                 "start": position,
-                "end": position + used,
+                "end": position + length,
                 "server": turn.server,
                 "policy_version": version,
+                "reward": turn.reward,
+                "valid": turn.valid,
+                "finish_reason": turn.finish_reason,
             }
-            found.append(
-                span
-                | {"reward": turn.reward, "valid": turn.valid, "finish_reason": turn.finish_reason}
-            )
-            position += used
-    return found
+            rows.append(row)
+            position += length
+    return rows

@@ -1,5 +1,4 @@
-"""``rlearner plan``: which layouts of a run fit a number of GPUs, with the memory of each part and
-its formula.
+"""``rlearner plan``: which layouts of a run fit a number of GPUs, and the memory of each part.
 
 ``model_reader`` reads sizes from a model's config.json and traces one pass on torch's meta device;
 everything after it is arithmetic: ``training_memory`` and ``serving_memory`` per GPU,

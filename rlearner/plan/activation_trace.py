@@ -1,6 +1,4 @@
-"""Counts what a model saves for its backward pass, on torch's meta device: exact shapes, no memory,
-no arithmetic.
-"""
+"""Counts what a model saves for its backward pass, on torch's meta device: shapes only."""
 
 from __future__ import annotations
 
@@ -21,12 +19,13 @@ from rlearner.plan.facts import ActivationFacts
 from rlearner_text.rope import FIXED
 
 ATTENTION: Final = "rlearner_plan"
-TOKENS: Final = 1024  # of a traced row; everything grows in proportion to it
+# Of a traced row; everything grows in proportion to it.
+TOKENS: Final = 1024
 
 
 @dataclass
 class Traced:
-    """Everything that one forward pass of the model showed.
+    """Everything that one forward pass of the model has shown.
 
     Attributes:
         calls: module, arguments and named arguments of each block.
@@ -44,9 +43,7 @@ class Traced:
 
 
 class FlashShapes(torch.autograd.Function):
-    """Attention as its fused kernels save it: queries, keys, values, result, and one float32 per
-    head and token.
-    """
+    """Attention as fused kernels save it: inputs, result, and a float32 per head and token."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -69,12 +66,12 @@ class GroupedShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is not torch.ops.aten._grouped_mm.default:
             return func(*args, **kwargs)
-        left, right, *rest = args
-        if right.ndim == 3:  # tokens by experts' weights
-            return left.new_empty(*left.shape[:-1], right.shape[-1])
-        # of each expert's tokens: the gradient of weights
-        offsets = rest[0] if rest else kwargs["offs"]
-        return left.new_empty(len(offsets), left.shape[0], right.shape[1])
+        first, second, *optional = args
+        if second.ndim == 3:  # tokens by experts' weights
+            return first.new_empty(*first.shape[:-1], second.shape[-1])
+        # Of each expert's tokens: the gradient of weights.
+        offsets = optional[0] if optional else kwargs["offs"]
+        return first.new_empty(len(offsets), first.shape[0], second.shape[1])
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -86,7 +83,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now, self.most, self._sizes = 0, 0, dict[int, int]()
+        self.now = 0
+        self.most = 0
+        self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -113,7 +112,7 @@ def trace(model: Any, hidden: int) -> tuple[ActivationFacts, Traced]:
     """
     kind = type(model).__name__
     try:
-        found = _forward(model, hidden, TOKENS)
+        traced = _trace_forward(model, hidden, TOKENS)
         wide, narrow = (_largest_block(model, hidden, tokens) for tokens in (TOKENS, TOKENS // 2))
     except (
         RuntimeError,
@@ -128,19 +127,20 @@ def trace(model: Any, hidden: int) -> tuple[ActivationFacts, Traced]:
         raise UserError(
             f"model.path: cannot plan for {kind}, whose activations cannot be traced: {problem}"
         ) from error
-    kept = sum(found.saved.values()) - found.outside
-    stream = hidden * model.dtype.itemsize
-    # without gradients of weights, which do not depend on the tokens
-    block = 2 * (wide - narrow) / TOKENS
+    saved = sum(traced.saved.values()) - traced.outside
     facts = ActivationFacts(
-        kept / TOKENS, found.wide / TOKENS, found.outside / TOKENS, block, stream
+        kept=saved / TOKENS,
+        wide=traced.wide / TOKENS,
+        outside=traced.outside / TOKENS,
+        # The difference has no gradients of weights, which do not depend on the tokens.
+        block=2 * (wide - narrow) / TOKENS,
+        stream=hidden * model.dtype.itemsize,
     )
-    return facts, found
+    return facts, traced
 
 
 def adapt(model: Any, rank: int, targets: Callable[[str], bool]) -> None:
-    """Freeze a model and give linear layers in its blocks float32 factors, as peft computes with
-    them.
+    """Freeze a model and give linear layers in its blocks float32 factors, as peft does.
 
     Args:
         targets: decides by a layer's last name.
@@ -148,7 +148,7 @@ def adapt(model: Any, rank: int, targets: Callable[[str], bool]) -> None:
     model.requires_grad_(False)
     for block in blocks_of(model):
         for name, layer in list(block.named_modules()):
-            # no router of its own
+            # Not a subclass with its own pass, such as the router of experts.
             if type(layer).forward is nn.Linear.forward and targets(name.rpartition(".")[2]):
                 sizes = {
                     "factor_a": (rank, layer.in_features),
@@ -166,78 +166,82 @@ def _add_factors(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -
     )
 
 
-def _forward(model: Any, hidden: int, tokens: int) -> Traced:
-    found = Traced()
-    own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
-    held: list[Any] = []  # so that no address is used twice
+def _trace_forward(model: Any, hidden: int, tokens: int) -> Traced:
+    traced = Traced()
+    weights = {
+        tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())
+    }
+    storages: list[Any] = []  # so that no address is used twice
     blocks = blocks_of(model)
+    has_left_blocks = False
 
     def save(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in own and storage._cdata not in found.saved:
-            size = found.saved[storage._cdata] = storage.nbytes()
-            held.append(storage)
-            inside = len(found.calls) > 0 and not after
-            found.wide += size if inside and tensor.ndim >= 2 and tensor.shape[-1] == hidden else 0
-            found.outside += 0 if inside else size
+        if storage._cdata not in weights and storage._cdata not in traced.saved:
+            size = traced.saved[storage._cdata] = storage.nbytes()
+            storages.append(storage)
+            if not traced.calls or has_left_blocks:
+                traced.outside += size
+            elif tensor.ndim >= 2 and tensor.shape[-1] == hidden:
+                traced.wide += size
         return tensor
 
-    after: list[bool] = []
-    hooks = [block.register_forward_pre_hook(_record(found), with_kwargs=True) for block in blocks]
-    hooks.append(blocks[-1].register_forward_hook(lambda *_: after.append(True)))
+    def leave_blocks(*_: Any) -> None:
+        nonlocal has_left_blocks
+        has_left_blocks = True
+
+    hooks = [
+        block.register_forward_pre_hook(_record_calls(traced), with_kwargs=True) for block in blocks
+    ]
+    hooks.append(blocks[-1].register_forward_hook(leave_blocks))
     ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
-    model.base_model.config.pad_token_id = None  # or some models look for padding in the token ids
+    # With a padding token some models look for padding in the ids, which have no values here.
+    model.base_model.config.pad_token_id = None
     try:
         with (
-            _attention(model, found),
+            _shape_attention(model, traced),
             torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor),
         ):
             model.base_model(input_ids=ids, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return traced
 
 
 def _largest_block(model: Any, hidden: int, tokens: int) -> int:
-    return max(_block(model, call) for call in _forward(model, hidden, tokens).calls)
+    return max(_peak_bytes(model, call) for call in _trace_forward(model, hidden, tokens).calls)
 
 
-def _record(found: Traced) -> Callable[..., None]:
-    return lambda module, arguments, named: found.calls.append((module, arguments, named))
+def _record_calls(traced: Traced) -> Callable[..., None]:
+    return lambda module, args, kwargs: traced.calls.append((module, args, kwargs))
 
 
-def _block(model: Any, call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]]) -> int:
-    """Return the most bytes that a block holds in a forward and a backward pass, its gradients
-    included.
-    """
-    block, arguments, named = call
-    # other blocks' graphs are not part of this one
-    arguments, named = tree_map(_detached, (arguments, named))
-    first = arguments[0] if arguments else named["hidden_states"]
-    others = (
-        named
-        if arguments
-        else {name: value for name, value in named.items() if name != "hidden_states"}
-    )
+def _peak_bytes(model: Any, call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]]) -> int:
+    """Return the most bytes that a block holds in its two passes, its gradients included."""
+    block, args, kwargs = call
+    # The graphs of other blocks are not part of this one's.
+    args, kwargs = tree_map(_detach, (args, kwargs))
+    first = args[0] if args else kwargs.pop("hidden_states")
     live = LiveBytes()
-    with _attention(model, Traced()):
+    with _shape_attention(model, Traced()):
         stream = first.detach().requires_grad_()
         with live:
-            result = block(stream, *arguments[1:], **others)
-            result = result if isinstance(result, Tensor) else result[0]
+            result = block(stream, *args[1:], **kwargs)
+            if not isinstance(result, Tensor):
+                result = result[0]
             result.backward(torch.empty_like(result))
     for parameter in block.parameters():
         parameter.grad = None
     return live.most
 
 
-def _detached(value: Any) -> Any:
+def _detach(value: Any) -> Any:
     if isinstance(value, UserDict):  # keys and values that Gemma's later layers share
-        return UserDict(tree_map(_detached, dict(value)))
-    return (
-        value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
-    )
+        return UserDict(tree_map(_detach, dict(value)))
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_(value.requires_grad)
+    return value
 
 
 def blocks_of(model: Any) -> list[nn.Module]:
@@ -261,20 +265,20 @@ def blocks_of(model: Any) -> list[nn.Module]:
 
 
 @contextmanager
-def _attention(model: Any, found: Traced) -> Iterator[None]:
+def _shape_attention(model: Any, traced: Traced) -> Iterator[None]:
     from transformers import AttentionInterface
 
     def attend(
         _: nn.Module, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any
     ) -> tuple[Tensor, None]:
-        found.heads = (query.shape[1], key.shape[1])
-        found.kv += key.shape[1] * (key.shape[-1] + value.shape[-1]) * key.itemsize
+        traced.heads = (query.shape[1], key.shape[1])
+        traced.kv += key.shape[1] * (key.shape[-1] + value.shape[-1]) * key.itemsize
         return FlashShapes.apply(query, key, value), None  # type: ignore[no-untyped-call]
 
     AttentionInterface.register(ATTENTION, attend)
     model.set_attn_implementation(ATTENTION)
     for module in model.modules():
-        # tables of one size; others follow tensors' values
+        # Tables of one size: those of other types follow the values of tensors.
         if isinstance(getattr(module, "rope_type", None), str):
             module.rope_type = FIXED
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from rlearner.plan.demands import Demands
@@ -27,7 +27,7 @@ class Workload:
 
     @property
     def reward_gpus(self) -> int:
-        return 1 if self.rewards is not None else 0
+        return int(self.rewards is not None)
 
     def without(self, *keys: str) -> Workload:
         """Return the same run, whose configuration leaves these choices open, too."""
@@ -37,8 +37,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Plan:
-    """One layout of a whole run. The learner has the first GPUs, servers the next, reward models
-    the last.
+    """One layout of a run: the learner has the first GPUs, reward models the last.
 
     Attributes:
         servers: copies of the server's model.
@@ -62,16 +61,13 @@ def candidates(work: Workload, machine: Machine) -> Iterator[Plan]:
     model = work.model
     demands = work.demands
     rewards = work.rewards
-    held = serving(work, machine)
-    shared = is_shared(work, machine)
-    for ranks in _ranks(work, machine):
-        servers = _places(work, machine, ranks, held)
-        layouts = (
-            learner_layouts(model, demands, machine, ranks)
-            if servers or demands.serve is None
-            else ()
-        )
-        for layout in layouts:
+    server_memories = serving(work, machine)
+    is_in_turns = is_shared(work, machine)
+    for ranks in _learner_ranks(work, machine):
+        servers = _count_places(work, machine, ranks, server_memories)
+        if not servers and demands.serve is not None:
+            continue
+        for layout in learner_layouts(model, demands, machine, ranks):
             memory = learner_memory(model, demands.train, layout)
             if memory.total() > machine.available:
                 continue
@@ -82,38 +78,43 @@ def candidates(work: Workload, machine: Machine) -> Iterator[Plan]:
                 yield Plan(
                     layout,
                     memory,
-                    None,
-                    None,
-                    0,
-                    work.reward_gpus,
-                    rewards,
-                    StepTimes(train_s, 0.0),
+                    server=None,
+                    server_memory=None,
+                    servers=0,
+                    rewards=work.reward_gpus,
+                    reward_memory=rewards,
+                    times=StepTimes(train_s, 0.0),
                 )
             for server, number in servers.items():
                 assert demands.serve is not None
-                running = held[server].running
-                took = generate_seconds(model, demands.serve, demands.step, server, number, running)
-                times = StepTimes(train_s, took, shared)
+                generate_s = generate_seconds(
+                    model,
+                    demands.serve,
+                    demands.step,
+                    layout=server,
+                    servers=number,
+                    running=server_memories[server].running,
+                )
                 yield Plan(
                     layout,
                     memory,
-                    server,
-                    held[server],
-                    number,
-                    work.reward_gpus,
-                    rewards,
-                    times,
-                    shared,
+                    server=server,
+                    server_memory=server_memories[server],
+                    servers=number,
+                    rewards=work.reward_gpus,
+                    reward_memory=rewards,
+                    times=StepTimes(train_s, generate_s, is_in_turns),
+                    shared=is_in_turns,
                 )
 
 
 def fits(work: Workload, machine: Machine) -> bool:
     """Return whether there is a plan."""
-    held = serving(work, machine)
+    server_memories = serving(work, machine)
     return any(
         learner_memory(work.model, work.demands.train, layout).total() <= machine.available
-        for ranks in _ranks(work, machine)
-        if work.demands.serve is None or _places(work, machine, ranks, held)
+        for ranks in _learner_ranks(work, machine)
+        if work.demands.serve is None or _count_places(work, machine, ranks, server_memories)
         for layout in learner_layouts(work.model, work.demands, machine, ranks)
     )
 
@@ -125,8 +126,8 @@ def is_shared(work: Workload, machine: Machine) -> bool:
 
 def most_ranks(work: Workload, machine: Machine) -> int:
     """Return how many GPUs a learner may have, so that a server and reward models have theirs."""
-    alone = work.demands.serve is None or is_shared(work, machine)
-    return machine.gpus - work.reward_gpus - (0 if alone else 1)
+    has_servers = work.demands.serve is not None and not is_shared(work, machine)
+    return machine.gpus - work.reward_gpus - has_servers
 
 
 def serving(work: Workload, machine: Machine) -> dict[ServerLayout, ServerMemory]:
@@ -134,25 +135,23 @@ def serving(work: Workload, machine: Machine) -> dict[ServerLayout, ServerMemory
     if work.demands.serve is None:
         return {}
     layouts = server_layouts(work.model, work.demands, machine)
-    held = {
+    memories = {
         layout: server_memory(work.model, work.demands.serve, layout, machine) for layout in layouts
     }
-    return {layout: memory for layout, memory in held.items() if memory.running}
+    return {layout: memory for layout, memory in memories.items() if memory.running}
 
 
-def _ranks(work: Workload, machine: Machine) -> list[int]:
+def _learner_ranks(work: Workload, machine: Machine) -> list[int]:
     if work.rewards is not None and work.rewards.total() > machine.available:
         return []
     return rank_choices(work.demands, machine, most_ranks(work, machine))
 
 
-def _places(
-    work: Workload, machine: Machine, ranks: int, held: dict[ServerLayout, ServerMemory]
+def _count_places(
+    work: Workload, machine: Machine, ranks: int, layouts: Iterable[ServerLayout]
 ) -> dict[ServerLayout, int]:
-    """Return how many servers of each layout have room next to a learner, without those of which
-    none has.
-    """
+    """Return how many servers have room next to a learner, by layout, if there is room for one."""
     first = 0 if is_shared(work, machine) else ranks
     last = machine.gpus - work.reward_gpus
-    found = {layout: count_servers(machine, first, last, layout.tensor) for layout in held}
-    return {layout: number for layout, number in found.items() if number}
+    numbers = {layout: count_servers(machine, first, last, layout.tensor) for layout in layouts}
+    return {layout: number for layout, number in numbers.items() if number}

@@ -43,29 +43,30 @@ def gpus_of(plan: Plan, machine: Machine) -> dict[str, str]:
     """Return the GPUs of learner, servers and reward models, counted over all hosts."""
     first = 0 if plan.shared else plan.learner.ranks
     last = machine.gpus - plan.rewards
-    named = {
-        "learner": (0, plan.learner.ranks),
-        "servers": (first, last),
-        "rewards": (last, machine.gpus),
+    return {
+        "learner": span(0, plan.learner.ranks),
+        "servers": span(first, last),
+        "rewards": span(last, machine.gpus),
     }
-    return {name: span(*bounds) for name, bounds in named.items()}
 
 
 def span(first: int, last: int) -> str:
     """Return GPUs from ``first`` to before ``last`` as ``--gpus`` takes them."""
-    return "" if first >= last else str(first) if last - first == 1 else f"{first}-{last - 1}"
+    if first >= last:
+        return ""
+    return str(first) if last - first == 1 else f"{first}-{last - 1}"
 
 
 def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return dotted keys as sections."""
-    found: dict[str, Any] = {}
+    sections: dict[str, Any] = {}
     for key, value in keys.items():
         *path, last = key.split(".")
-        at = found
+        section = sections
         for name in path:
-            at = at.setdefault(name, {})
-        at[last] = value
-    return found
+            section = section.setdefault(name, {})
+        section[last] = value
+    return sections
 
 
 def gpus_on(plan: Plan, machine: Machine, host: int) -> dict[str, str]:

@@ -10,7 +10,10 @@ from broker.settings.arguments import add_config, add_json, count, positive
 
 def add_parser(subparsers: Any) -> None:
     """Add ``plan CONFIG [key=value …]``."""
-    text = "show which layouts of a run fit a number of GPUs, with the memory of each part; needs no GPU"
+    text = (
+        "show which layouts of a run fit a number of GPUs, with the memory of each part; "
+        "needs no GPU"
+    )
     parser = subparsers.add_parser("plan", help=text, description=text)
     add_config(parser, file="gsm8k", setting="model.path=Qwen/Qwen3-8B")
     parser.add_argument(
@@ -28,13 +31,16 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--plans", type=count, default=3, metavar="N", help="show at most this many (%(default)s)"
     )
-    text = "write the first plan to a new folder: plan.yaml, which inherits CONFIG, and host-0.sh for each host"
+    text = (
+        "write the first plan to a new folder: plan.yaml, which inherits CONFIG, "
+        "and host-0.sh for each host"
+    )
     parser.add_argument("--write", metavar="FOLDER", help=text)
     add_json(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_plan)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_plan(options: argparse.Namespace) -> int:
     """Plan and return the exit code.
 
     Raises:

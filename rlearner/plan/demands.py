@@ -18,19 +18,21 @@ from rlearner.plan.facts import ModelFacts, ServeFacts, StepFacts, TrainFacts
 from rollout.checks import declaration
 from rollout.engines import ENGINES
 
-# chosen by the plan unless the configuration, or the command line, sets them
+# Chosen by the plan unless the configuration or the command line sets them.
 CHOICES: Final = (
-    "train.backend", "train.gradient_checkpointing", "train.optimizer_offload", "train.deepspeed.stage",
-    "train.deepspeed.offload_optimizer", "train.megatron.tensor_parallel", "train.megatron.pipeline_parallel",
-    "train.ranks", "rollout.engine_args.tensor_parallel",
+    "train.backend", "train.gradient_checkpointing", "train.optimizer_offload",
+    "train.deepspeed.stage", "train.deepspeed.offload_optimizer", "train.megatron.tensor_parallel",
+    "train.megatron.pipeline_parallel", "train.ranks", "rollout.engine_args.tensor_parallel",
 )  # fmt: skip
 SIZES: Final = ("rollout.max_running", "rollout.engine_args.kv_cache_gib")
 ENGINE_DEFAULTS: Final = {
     "rollout.engine_args.tensor_parallel": 1,
     "rollout.engine_args.kv_cache_gib": 8.0,
 }
+# By engine the argument with its share of a GPU's memory, and the engine's default.
 SHARES: Final = {"vllm": ("gpu_memory_utilization", 0.9), "sglang": ("mem_fraction_static", 0.88)}
-WEIGHTLESS: Final = ("random", "openai")  # engines that need no GPU
+# Engines that need no GPU.
+WEIGHTLESS: Final = ("random", "openai")
 
 
 @dataclass(frozen=True)
@@ -57,15 +59,15 @@ class Demands:
 
     def allows(self, **choices: Any) -> bool:
         """Return whether the configuration leaves these choices open; keys have __ for dots."""
-        named = {key.replace("__", "."): value for key, value in choices.items()}
-        return all(self.fixed.get(key, value) == value for key, value in named.items())
+        values = {key.replace("__", "."): value for key, value in choices.items()}
+        return all(self.fixed.get(key, value) == value for key, value in values.items())
 
 
-def read_demands(given: Mapping[str, Any], config: dict[str, Any], model: ModelFacts) -> Demands:
+def read_demands(settings: Mapping[str, Any], config: dict[str, Any], model: ModelFacts) -> Demands:
     """Return what a run asks for.
 
     Args:
-        given: the configuration without defaults: what it sets is not changed.
+        settings: the configuration without defaults: what it sets is not changed.
         config: the same with defaults, as from ``validate``.
 
     Raises:
@@ -75,7 +77,7 @@ def read_demands(given: Mapping[str, Any], config: dict[str, Any], model: ModelF
     config = config | {
         "rollout": config["rollout"] | {"engine_args": _engine_args(config["rollout"])}
     }
-    fixed = {key: _at(config, key) for key in CHOICES if _at(given, key) is not None}
+    fixed = {key: _value_at(config, key) for key in CHOICES if _value_at(settings, key) is not None}
     check_ranks(
         {
             name: fixed.get(f"train.{name}", default)
@@ -102,15 +104,17 @@ def read_demands(given: Mapping[str, Any], config: dict[str, Any], model: ModelF
         reference=bool(algorithm.kl_coef) and not train.lora,
         critic=algorithm.critic.enabled,
         activation_offload=train.activation_offload,
-        staging=_staging(train, model, lora),
-        # other carriers are sent from host memory
+        staging=_staging_bytes(train, model, lora),
+        # The other carriers send from host memory.
         staging_on_gpu=train.weights_backend in ("nccl", "ipc"),
     )
-    sequences = max(
-        d.group_size + num_greedy(algorithm.adv_estimator) for d in domains(config).values()
-    )
+    group_size = max(domain.group_size for domain in domains(config).values())
+    group_size += num_greedy(algorithm.adv_estimator)
     step = StepFacts(
-        train.groups_per_step * sequences, longest / 2, longest / 4, algorithm.num_epochs
+        sequences=train.groups_per_step * group_size,
+        length=longest / 2,
+        generated=longest / 4,
+        passes=algorithm.num_epochs,
     )
     rewards = tuple(
         (str(reward.args["path"]), str(reward.args.get("dtype", "auto")))
@@ -121,11 +125,20 @@ def read_demands(given: Mapping[str, Any], config: dict[str, Any], model: ModelF
         and reward.args.get("device") != "cpu"
     )
     current = ENGINE_DEFAULTS | {
-        key: value for key in (*CHOICES, *SIZES) if (value := _at(config, key)) is not None
+        key: value for key in (*CHOICES, *SIZES) if (value := _value_at(config, key)) is not None
     }
     models = tuple(dict.fromkeys(rewards))
     environments = int(config["envhub"]["n"])
-    return Demands(facts, _serve(config), step, fixed, current, models, environments, longest)
+    return Demands(
+        train=facts,
+        serve=_read_serving(config),
+        step=step,
+        fixed=fixed,
+        current=current,
+        rewards=models,
+        environments=environments,
+        longest=longest,
+    )
 
 
 def check_tensor_parallel(
@@ -160,35 +173,37 @@ def _engine_args(rollout: Mapping[str, Any]) -> dict[str, Any]:
     return parse("rollout.engine_args", args, declared).model_dump(mode="json", exclude_unset=True)
 
 
-def _serve(config: dict[str, Any]) -> ServeFacts | None:
+def _read_serving(config: dict[str, Any]) -> ServeFacts | None:
     rollout = config["rollout"]
     engine = str(rollout["engine"])
     args = rollout["engine_args"]
     if engine in WEIGHTLESS:
         return None
-    slots = args.get("kv_slots") or rollout["max_running"] * (
-        2 if rollout["prefix_cache"] and engine == "hf" else 1
-    )
-    key, default = SHARES.get(engine, ("", 0.0))
-    share = args.get(key)
-    sizes = {"running": rollout["max_running"], "context": rollout["max_context_tokens"]}
+    slots = args.get("kv_slots")
+    if not slots:
+        # Half of engine hf's slots keep prefixes of conversations that wait for their next turn.
+        has_prefixes = rollout["prefix_cache"] and engine == "hf"
+        slots = rollout["max_running"] * (1 + has_prefixes)
+    key, share = SHARES.get(engine, ("", 0.0))
+    if args.get(key) is not None:
+        share = args[key]
     return ServeFacts(
         engine=engine,
+        running=rollout["max_running"],
+        context=rollout["max_context_tokens"],
         prefill=rollout["prefill_tokens"],
         slots=slots,
         kv_gib=args.get("kv_cache_gib"),
-        share=float(default if share is None else share),
-        **sizes,
+        share=float(share),
     )
 
 
-def _staging(train: TrainSection, model: ModelFacts, lora: int) -> int:
+def _staging_bytes(train: TrainSection, model: ModelFacts, lora: int) -> int:
     if train.lora and train.lora.send == "adapter":
         return 4 * lora
-    items = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
-    return model.parameters * (
-        items[train.weights_dtype] if train.weights_dtype else model.itemsize
-    )
+    itemsizes = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+    # Without a dtype of their own, weights are sent as they are.
+    return model.parameters * itemsizes.get(train.weights_dtype or "", model.itemsize)
 
 
 def lora_parameters(lora: LoraSection, model: ModelFacts) -> int:
@@ -198,7 +213,7 @@ def lora_parameters(lora: LoraSection, model: ModelFacts) -> int:
     return sum(lora.rank * (inputs + outputs) for _, inputs, outputs in targets)
 
 
-def _at(config: Mapping[str, Any], key: str) -> Any:
+def _value_at(config: Mapping[str, Any], key: str) -> Any:
     value: Any = config
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 GIB: Final = 2**30
-MOST_GPUS: Final = 65_536  # that are planned for
-# of each GPU's memory, and a GiB: for CUDA, NCCL, kernels' workspaces and fragmentation
-LEFT: Final = 0.06
+# Of all hosts together, the most that are planned for.
+MOST_GPUS: Final = 65_536
+# Share of each GPU's memory that stays free, besides a GiB: for CUDA, NCCL, workspaces of kernels
+# and fragmentation.
+RESERVED_SHARE: Final = 0.06
 Place = Literal["gpu", "host"]
 
 
@@ -23,7 +25,7 @@ class Machine:
     @property
     def available(self) -> float:
         """Bytes of a GPU for tensors."""
-        return self.memory * (1 - LEFT) - GIB
+        return self.memory * (1 - RESERVED_SHARE) - GIB
 
     @property
     def per_host(self) -> int:
@@ -36,8 +38,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class ActivationFacts:
-    """Bytes per token of a row that the model computes for training, traced without gradient
-    checkpointing.
+    """Traced bytes per token that the model keeps in training, without gradient checkpointing.
 
     Attributes:
         kept: saved by all blocks together for the backward pass.

@@ -45,29 +45,29 @@ def launches(plan: Plan, machine: Machine, host: int, environments: int) -> list
     Args:
         environments: at once, in the environment hub.
     """
-    found = list[Launch]()
-    here = gpus_on(plan, machine, host)
+    processes = list[Launch]()
+    gpus = gpus_on(plan, machine, host)
     joins = host > 0
-    turns = ("--share-gpus",) if plan.shared else ()
-    servers = here["learner"] if plan.shared else here["rollout"]
+    turns = ("--share-gpus",) * plan.shared
+    servers = gpus["learner"] if plan.shared else gpus["rollout"]
     if host == 0:
-        found += [Launch("broker"), Launch("envhub", ("--n", str(environments)))]
+        processes += [Launch("broker"), Launch("envhub", ("--n", str(environments)))]
     if host == 0 and not plan.servers:
-        found.append(Launch("rollout", ("--gpus", "cpu")))
+        processes.append(Launch("rollout", ("--gpus", "cpu")))
     elif servers:
-        found.append(Launch("rollout", ("--gpus", servers, *turns), joins))
-    if here["rewardhub"]:
-        found.append(Launch("rewardhub", ("--gpus", here["rewardhub"]), joins))
+        processes.append(Launch("rollout", ("--gpus", servers, *turns), joins))
+    if gpus["rewardhub"]:
+        processes.append(Launch("rewardhub", ("--gpus", gpus["rewardhub"]), joins))
     elif host == 0 and not plan.rewards:
-        found.append(Launch("rewardhub"))
-    if here["learner"]:
+        processes.append(Launch("rewardhub"))
+    if gpus["learner"]:
         nodes = machine.hosts_of(0, plan.learner.ranks)
-        found.append(Launch("learner", ("--gpus", here["learner"], *turns), nodes=nodes))
-    return found
+        processes.append(Launch("learner", ("--gpus", gpus["learner"], *turns), nodes=nodes))
+    return processes
 
 
 def joining_roles(plan: Plan, machine: Machine, host: int | None = None) -> list[str]:
     """Return the roles that need join tokens on a host, by default on any host."""
     hosts = range(1, machine.hosts) if host is None else [host] * (host > 0)
-    there = [gpus_on(plan, machine, each) for each in hosts]
-    return [role for role in JOINING if any(gpus[role] for gpus in there)]
+    gpus_by_host = [gpus_on(plan, machine, number) for number in hosts]
+    return [role for role in JOINING if any(gpus[role] for gpus in gpus_by_host)]

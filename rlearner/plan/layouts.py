@@ -13,9 +13,13 @@ from rlearner.plan.facts import Machine, ModelFacts
 from rlearner.plan.serving_memory import ServerLayout
 from rlearner.plan.training_memory import LearnerLayout
 
-DENSE: Final = 64  # numbers of ranks that are all tried, and of larger ones
+# Up to this, all numbers of ranks are tried; of larger ones as many again, evenly spread.
+DENSE: Final = 64
 POWERS: Final = (1, 2, 4, 8)
-BOTH: Final = (False, True)
+BOOLEANS: Final = (False, True)
+# Megatron and DeepSpeed have further choices.
+ONE_RANK_BACKENDS: Final = ("torch",)
+RANKS_BACKENDS: Final = ("ddp", "fsdp2")
 
 
 def learner_layouts(
@@ -24,11 +28,11 @@ def learner_layouts(
     """Yield the layouts on ``ranks`` GPUs that the configuration leaves open."""
     if not demands.allows(train__ranks=ranks):
         return
-    for checkpointing, offload in product(BOTH, BOTH):
+    for checkpointing, offload in product(BOOLEANS, BOOLEANS):
         if not demands.allows(train__gradient_checkpointing=checkpointing):
             continue
         if demands.allows(train__optimizer_offload=offload):
-            for backend in ("torch",) if ranks == 1 else ("ddp", "fsdp2"):
+            for backend in ONE_RANK_BACKENDS if ranks == 1 else RANKS_BACKENDS:
                 if demands.allows(train__backend=backend):
                     yield LearnerLayout(
                         backend, ranks, checkpointing=checkpointing, offload=offload
@@ -38,9 +42,14 @@ def learner_layouts(
                 and model.architecture in SUPPORTED
                 and demands.allows(train__backend="megatron")
             ):
-                for tensor, pipeline in _divisions(model, demands, machine, ranks):
+                for tensor, pipeline in _megatron_divisions(model, demands, machine, ranks):
                     yield LearnerLayout(
-                        "megatron", ranks, 0, tensor, pipeline, checkpointing, offload
+                        "megatron",
+                        ranks,
+                        tensor=tensor,
+                        pipeline=pipeline,
+                        checkpointing=checkpointing,
+                        offload=offload,
                     )
         zero = demands.allows(
             train__backend="deepspeed", train__deepspeed__offload_optimizer=offload
@@ -52,10 +61,12 @@ def learner_layouts(
                 )
 
 
-def _divisions(
+def _megatron_divisions(
     model: ModelFacts, demands: Demands, machine: Machine, ranks: int
 ) -> Iterator[tuple[int, int]]:
-    sizes = [_sizes(demands, f"train.megatron.{key}_parallel") for key in ("tensor", "pipeline")]
+    sizes = [
+        _parallel_sizes(demands, f"train.megatron.{key}_parallel") for key in ("tensor", "pipeline")
+    ]
     for tensor, pipeline in product(*sizes):
         fits = (
             not ranks % (tensor * pipeline) and tensor <= machine.per_host and tensor * pipeline > 1
@@ -70,44 +81,39 @@ def _divisions(
 def server_layouts(model: ModelFacts, demands: Demands, machine: Machine) -> Iterator[ServerLayout]:
     """Yield how one server may be divided."""
     assert demands.serve is not None
-    for tensor in (
-        _sizes(demands, "rollout.engine_args.tensor_parallel")
-        if demands.serve.engine != "hf"
-        else (1,)
-    ):
+    sizes: tuple[int, ...] = (1,)  # engine hf has no tensor parallelism
+    if demands.serve.engine != "hf":
+        sizes = _parallel_sizes(demands, "rollout.engine_args.tensor_parallel")
+    for tensor in sizes:
         if tensor <= machine.per_host and not model.heads % tensor:
             yield ServerLayout(tensor)
 
 
-def _sizes(demands: Demands, key: str) -> tuple[int, ...]:
+def _parallel_sizes(demands: Demands, key: str) -> tuple[int, ...]:
     return (demands.fixed[key],) if key in demands.fixed else POWERS
 
 
 def rank_choices(demands: Demands, machine: Machine, most: int) -> list[int]:
-    """Return the numbers of ranks to try, of at most ``most``: all small ones, then whole hosts,
-    evenly spread.
-    """
+    """Return the numbers of ranks to try, up to ``most``: all small ones, then whole hosts."""
     if (fixed := demands.fixed.get("train.ranks")) is not None:
         return [fixed] if fixed <= most else []
     unit = min(machine.per_host, POWERS[-1])
     wholes = range(most // unit * unit, DENSE, -unit)
     step = max(1, math.ceil(len(wholes) / DENSE))
-    return sorted({*range(1, min(most, DENSE) + 1), *wholes[::step], *([most] if most > 0 else [])})
+    return sorted({*range(1, min(most, DENSE) + 1), *wholes[::step], *[most] * (most > 0)})
 
 
 def count_servers(machine: Machine, first: int, last: int, tensor: int) -> int:
-    """Return how many servers of ``tensor`` GPUs fit on GPUs from ``first`` to before ``last``,
-    none across hosts.
-    """
+    """Return how many servers fit on GPUs from ``first`` to before ``last``, none across hosts."""
     if first >= last:
         return 0
-    each = machine.per_host
-    begin = first // each
-    end = (last - 1) // each
+    per_host = machine.per_host
+    begin = first // per_host
+    end = (last - 1) // per_host
     if begin == end:
         return (last - first) // tensor
     return (
-        (each - first % each) // tensor
-        + (end - begin - 1) * (each // tensor)
-        + (last - end * each) // tensor
+        (per_host - first % per_host) // tensor
+        + (end - begin - 1) * (per_host // tensor)
+        + (last - end * per_host) // tensor
     )

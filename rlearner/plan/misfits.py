@@ -1,6 +1,4 @@
-"""Says why nothing fits a machine: too few GPUs, a choice that no layout has, or a part that needs
-too much. Pure.
-"""
+"""Finds why nothing fits a machine: too few GPUs, an impossible choice, or too large a part."""
 
 from __future__ import annotations
 
@@ -27,8 +25,7 @@ class Misfit:
     """Why nothing fits.
 
     Attributes:
-        memory: whether it is memory that lacks, so that settings with which a process needs less
-            may help.
+        memory: whether memory lacks, so that settings may help.
         gpus: GPUs that are needed at least.
     """
 
@@ -39,60 +36,70 @@ class Misfit:
 
 def find_misfit(work: Workload, machine: Machine) -> Misfit:
     """Return why no layout of a run fits."""
-    size = f"{machine.gpus} GPU{'s' if machine.gpus > 1 else ''} of {machine.memory / GIB:g} GiB"
+    size = f"{_count_gpus(machine.gpus)} of {machine.memory / GIB:g} GiB"
     if work.rewards is not None and work.rewards.total() > machine.available:
         need = work.rewards.total()
         available = machine.available
-        return Misfit(
-            f"the reward models on one GPU need {_lack(need, available)}{_largest(work.rewards)}",
-            memory=True,
-        )
-    for problem in (_servers(work, machine), _too_few(work, machine, size)):
+        lack = f"{_format_lack(need, available)}{_largest_part(work.rewards)}"
+        return Misfit(f"the reward models on one GPU need {lack}", memory=True)
+    for problem in (_server_misfit(work, machine), _too_few(work, machine, size)):
         if problem is not None:
             return problem
     choices = rank_choices(work.demands, machine, most_ranks(work, machine))
     layouts = [
-        one
+        layout
         for ranks in choices
-        for one in learner_layouts(work.model, work.demands, machine, ranks)
+        for layout in learner_layouts(work.model, work.demands, machine, ranks)
     ]
     if not layouts:
-        chosen = ", ".join(f"{key}={value}" for key, value in work.demands.fixed.items())
-        return Misfit(f"{size}: no layout has {chosen}")
-    held = {layout: learner_memory(work.model, work.demands.train, layout) for layout in layouts}
-    least = min(layouts, key=lambda layout: held[layout].total())
-    need = held[least].total()
+        settings = ", ".join(f"{key}={value}" for key, value in work.demands.fixed.items())
+        return Misfit(f"{size}: no layout has {settings}")
+    memory = {layout: learner_memory(work.model, work.demands.train, layout) for layout in layouts}
+    least = min(layouts, key=lambda layout: memory[layout].total())
+    need = memory[least].total()
     if need <= machine.available:
         return Misfit(f"{size}: no server fits next to a learner of {least.words}", memory=True)
-    text = f"{size}: even {least.words} needs {_lack(need, machine.available)} for the learner"
-    return Misfit(text + _largest(held[least]), memory=True)
+    text = (
+        f"{size}: even {least.words} needs {_format_lack(need, machine.available)} for the learner"
+    )
+    return Misfit(text + _largest_part(memory[least]), memory=True)
 
 
 def _too_few(work: Workload, machine: Machine, size: str) -> Misfit | None:
     """Return what lacks if learner, servers and reward models cannot have GPUs of their own."""
     fixed = work.demands.fixed
-    keys = ["train.ranks"] if "train.ranks" in fixed else [key for key in fixed if key in _DIVIDED]
-    chosen = ", ".join(f"{key}={fixed[key]}" for key in keys)
+    keys = ["train.ranks"]
+    if "train.ranks" not in fixed:
+        keys = [key for key in fixed if key in _DIVIDED]
+    settings = ", ".join(f"{key}={fixed[key]}" for key in keys)
     ranks = int(fixed.get("train.ranks", _least_ranks(fixed)))
     server = min((layout.tensor for layout in serving(work, machine)), default=0)
-    if machine.gpus == 1 == ranks and not work.reward_gpus:  # learner and server take turns
+    # On a single GPU learner and server take turns.
+    if machine.gpus == 1 == ranks and not work.reward_gpus:
         return None
-    if machine.gpus >= (needed := ranks + server + work.reward_gpus):
+    needed = ranks + server + work.reward_gpus
+    if machine.gpus >= needed:
         return None
     least = "" if "train.ranks" in fixed else "at least "
-    parts = [f"the learner takes {least}{_gpus(ranks)}" + (f" ({chosen})" if chosen else "")]
-    parts += [f"a server {_gpus(server)} of its own"] * (server > 0)
+    parts = [f"the learner takes {least}{_count_gpus(ranks)}"]
+    if settings:
+        parts[0] += f" ({settings})"
+    parts += [f"a server {_count_gpus(server)} of its own"] * (server > 0)
     parts += ["the reward models 1 GPU"] * work.reward_gpus
     return Misfit(f"{size}: {', and '.join(parts)}", memory=server > 1, gpus=needed)
 
 
 def _least_ranks(fixed: Mapping[str, Any]) -> int:
     backend = fixed.get("train.backend", "torch")
-    sizes = [int(fixed.get(key, 1)) for key in _DIVIDED[1:]] if backend == "megatron" else []
-    return max(math.prod(sizes), 1 if backend == "torch" else 2)
+    if backend == "torch":
+        return 1
+    # Every other backend divides its work over two ranks at least.
+    if backend == "megatron":
+        return max(2, math.prod(int(fixed.get(key, 1)) for key in _DIVIDED[1:]))
+    return 2
 
 
-def _servers(work: Workload, machine: Machine) -> Misfit | None:
+def _server_misfit(work: Workload, machine: Machine) -> Misfit | None:
     """Return what is wrong with every server; None if one fits."""
     model = work.model
     serve = work.demands.serve
@@ -103,30 +110,33 @@ def _servers(work: Workload, machine: Machine) -> Misfit | None:
     if not layouts:
         key = "rollout.engine_args.tensor_parallel"
         return Misfit(
-            f"{key}: {fixed.get(key)} is not allowed; a host has {_gpus(machine.per_host)}"
+            f"{key}: {fixed.get(key)} is not allowed; a host has {_count_gpus(machine.per_host)}"
         )
-    held = {layout: server_memory(model, serve, layout, machine).memory for layout in layouts}
-    least = min(layouts, key=lambda layout: held[layout].total())
+    memory = {layout: server_memory(model, serve, layout, machine).memory for layout in layouts}
+    least = min(layouts, key=lambda layout: memory[layout].total())
     slot = slot_bytes(model, serve.context, least.tensor)
-    need = held[least].total() + slot
+    need = memory[least].total() + slot
     limit = min(machine.available, serve.share * machine.memory or machine.available)
     if need <= limit:
         key = "rollout.engine_args.kv_cache_gib"
         allowed = f"one slot needs {slot / GIB:.2f} GiB"
         return Misfit(f"{key}: {serve.kv_gib} is not allowed; {allowed}", memory=True)
-    name = f"a server of {serve.engine} on {_gpus(least.tensor)}"
-    whole = Memory((*held[least].parts, Part("one slot", slot, "")), "")
-    return Misfit(f"{name} needs {_lack(need, limit)}, for one slot{_largest(whole)}", memory=True)
+    name = f"a server of {serve.engine} on {_count_gpus(least.tensor)}"
+    whole = Memory((*memory[least].parts, Part("one slot", slot, "")), "")
+    return Misfit(
+        f"{name} needs {_format_lack(need, limit)}, for one slot{_largest_part(whole)}", memory=True
+    )
 
 
-def _gpus(number: int) -> str:
-    return f"{number} GPU{'s' if number != 1 else ''}"
+def _count_gpus(number: int) -> str:
+    return f"{number} GPU{'s' * (number != 1)}"
 
 
-def _largest(memory: Memory) -> str:
+def _largest_part(memory: Memory) -> str:
     part = max((part for part in memory.parts if part.where == "gpu"), key=lambda part: part.size)
     return f"; the largest part is {part.name}, {part.size / GIB:.1f} GiB"
 
 
-def _lack(need: float, limit: float) -> str:
-    return f"{need / GIB:.1f} GiB of each GPU's {limit / GIB:.1f}, {(need - limit) / GIB:.1f} GiB too much"
+def _format_lack(need: float, limit: float) -> str:
+    excess = f"{(need - limit) / GIB:.1f} GiB too much"
+    return f"{need / GIB:.1f} GiB of each GPU's {limit / GIB:.1f}, {excess}"

@@ -1,6 +1,4 @@
-"""Reads the sizes of a model from its config.json: the model is built on the meta device, so
-nothing is loaded.
-"""
+"""Reads the sizes of a model from its config.json; built on the meta device, it loads nothing."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ def read_model(section: ModelSection, lora: LoraSection | None = None) -> ModelF
 def read_folder(
     folder: Path, name: str, section: ModelSection, lora: LoraSection | None = None
 ) -> ModelFacts:
-    """Return the sizes of the model in a folder with a config.json; its activations are those with
-    ``lora``.
-    """
+    """Return the sizes of the model in a folder with a config.json, with adapters of ``lora``."""
     import torch
 
     import_transformers()
@@ -62,7 +58,10 @@ def read_folder(
                 config, dtype=getattr(torch, section.dtype), trust_remote_code=trusted
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        allowed = f"transformers cannot build a causal language model from its config.json: {_one_line(error)}"
+        allowed = (
+            "transformers cannot build a causal language model from its config.json: "
+            f"{_one_line(error)}"
+        )
         raise ConfigError("model.path", name, allowed) from error
     text = model.config.get_text_config()
     blocks = blocks_of(model)
@@ -78,16 +77,17 @@ def read_folder(
         sum(parameter.numel() for parameter in block.parameters()) for block in blocks
     )
     total = sum(parameter.numel() for parameter in model.parameters())
-    unused = _unused(model, text)
+    unused = _unused_parameters(model, text)
     if lora is not None:
         adapt(model, lora.rank, lambda layer: is_target(layer, lora))
     activations, traced = trace(model.eval(), int(text.hidden_size))
-    named = [
-        pair
+    linears = [
+        (path.rpartition(".")[2], layer.in_features, layer.out_features)
         for block in blocks
-        for pair in block.named_modules()
-        if isinstance(pair[1], torch.nn.Linear)
+        for path, layer in block.named_modules()
+        if isinstance(layer, torch.nn.Linear)
     ]
+    linears += [size for block in blocks for size in _stacked_experts(block)]
     return ModelFacts(
         path=name,
         architecture=type(model).__name__,
@@ -101,19 +101,13 @@ def read_folder(
         heads=traced.heads[0],
         kv_heads=traced.heads[1],
         kv_bytes=traced.kv,
-        linears=(
-            *(
-                (at.rpartition(".")[2], layer.in_features, layer.out_features)
-                for at, layer in named
-            ),
-            *(size for block in blocks for size in _stacked_experts(block)),
-        ),
+        linears=tuple(linears),
         activations=activations,
     )
 
 
 def _stacked_experts(block: Any) -> Iterator[tuple[str, int, int]]:
-    """Yield the matrices of a block's experts, with the inputs and outputs of all experts together."""
+    """Yield the matrices of a block's experts, with inputs and outputs of all experts together."""
     for module in block.modules():
         if "experts" in type(module).__name__.lower():
             for name, weight in module.named_parameters(recurse=False):
@@ -151,10 +145,10 @@ def reward_parts(path: str, dtype: str) -> Part:
     return Part(path, number * kind.itemsize, f"{number:,} parameters x {kind.itemsize} bytes")
 
 
-def _unused(model: Any, config: Any) -> int:
+def _unused_parameters(model: Any, config: Any) -> int:
     """Return the parameters of experts that a token does not visit."""
     experts, visited = (
-        next((n for name in names if (n := getattr(config, name, None))), 0) for names in _COUNTS
+        next(filter(None, (getattr(config, name, None) for name in names)), 0) for names in _COUNTS
     )
     if not experts:
         return 0

@@ -1,4 +1,4 @@
-"""Ranks the layouts of a run that fit a machine by the time of a step. Pure, apart from ``reread``."""
+"""Ranks the layouts of a run that fit a machine by the time of a step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from rlearner.plan.remedies import advice
 def make_plans(
     work: Workload, machine: Machine, number: int, reread: Callable[[Sequence[str]], Workload]
 ) -> list[Plan]:
-    """Return the fastest plan of each backend and of each stage of DeepSpeed, the fastest first, at
-    most ``number``.
+    """Return the fastest plan of each backend and DeepSpeed stage, fastest first, up to ``number``.
 
     Args:
         reread: the same run with further settings ``key=value``; raises UserError if they are not
@@ -24,19 +23,17 @@ def make_plans(
     Raises:
         UserError: if nothing fits; says by how much, and what to change.
     """
-    found: dict[tuple[str, int], Plan] = {}
+    fastest: dict[tuple[str, int], Plan] = {}
     for plan in candidates(work, machine):
         key = (plan.learner.backend, plan.learner.stage)
-        if key not in found or _order(plan) < _order(found[key]):
-            found[key] = plan
-    if not found:
+        if key not in fastest or _sort_key(plan) < _sort_key(fastest[key]):
+            fastest[key] = plan
+    if not fastest:
         misfit = find_misfit(work, machine)
         raise UserError(f"{misfit.text}; {advice(misfit, work, machine, reread)}")
-    return sorted(found.values(), key=_order)[:number]
+    return sorted(fastest.values(), key=_sort_key)[:number]
 
 
-def _order(plan: Plan) -> tuple[float, float, float, float]:
-    """Sort by time, then by the fewest GPUs of the learner, the shortest training, the most free
-    memory.
-    """
+def _sort_key(plan: Plan) -> tuple[float, float, float, float]:
+    """Sort by time, then by the learner's GPUs, its time, and its memory."""
     return plan.times.step_s, plan.learner.ranks, plan.times.train_s, plan.learner_memory.total()

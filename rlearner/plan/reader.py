@@ -14,7 +14,7 @@ from rlearner.plan.model_reader import read_model, reward_parts
 from rlearner_text.config import ModelSection
 from rlearner_text.model_checks import check_trained_model
 
-# those of a run that do not depend on what the plan chooses, nor on files that only the hosts need
+# The checks of a run that depend neither on the plan's choices nor on files of the hosts.
 CHECKS: Final = (
     "learner.checks:check_names",
     "learner.checks:check_family",
@@ -26,7 +26,7 @@ class WorkloadReader:
     """Reads one configuration, also with further settings; a model's sizes are read once.
 
     Attributes:
-        given: the configuration without defaults.
+        settings: the configuration without defaults.
         config: the same with defaults.
     """
 
@@ -40,8 +40,8 @@ class WorkloadReader:
         self._overrides = list(overrides)
         self._models: dict[str, ModelFacts] = {}
         self._read: dict[tuple[str, ...], Workload] = {}
-        self.given = load(path, overrides)
-        self.config = validate(self.given, checks=CHECKS)
+        self.settings = load(path, overrides)
+        self.config = validate(self.settings, checks=CHECKS)
         check_trained_model(self.config["model"], has_weights=False, from_hub=True)
 
     def read(self, more: Sequence[str] = ()) -> Workload:
@@ -55,12 +55,13 @@ class WorkloadReader:
         return self._read[tuple(more)]
 
     def _with(self, more: Sequence[str]) -> Workload:
-        given = self.given
+        settings = self.settings
         config = self.config
         if more:
-            given = load(self._path, [*self._overrides, *more])
-            config = validate(given, checks=CHECKS)
-        demands = read_demands(given, config, model := self._model(config))
+            settings = load(self._path, [*self._overrides, *more])
+            config = validate(settings, checks=CHECKS)
+        model = self._model(config)
+        demands = read_demands(settings, config, model)
         parts = tuple(reward_parts(path, dtype) for path, dtype in demands.rewards)
         return Workload(model, demands, Memory(parts, "scoring") if parts else None)
 

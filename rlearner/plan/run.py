@@ -30,7 +30,7 @@ def plan_run(options: argparse.Namespace) -> int:
     plans = make_plans(work, machine, options.plans, reader.read)
     notes: list[str] = []
     if options.write is not None:
-        overrides = difference(load(options.config), reader.given)
+        overrides = difference(load(options.config), reader.settings)
         config = name_run(reader.config, options.config)
         run = str(config["run"]["name"])
         source = locate(options.config)
@@ -46,9 +46,11 @@ def plan_run(options: argparse.Namespace) -> int:
         notes.append(f"wrote plan 1: {' '.join(map(str, files))}")
         if (folder := run_folder(config)).exists():
             notes.append(
-                f"run {run} exists in {folder}: the scripts continue it; for a new run, set run.name"
+                f"run {run} exists in {folder}: the scripts continue it; "
+                "for a new run, set run.name"
             )
-    print((as_json if options.json else as_text)(plans, work.model, work.demands, machine))
+    format_plans = as_json if options.json else as_text
+    print(format_plans(plans, work.model, work.demands, machine))
     for note in notes:
         print(note, file=sys.stderr)
     return 0
@@ -65,7 +67,8 @@ def machine_of(gpus: int, gpu_memory: float, hosts: int) -> Machine:
         raise UserError(f"--gpus {machine.gpus}: too many; at most {MOST_GPUS}")
     if machine.gpus % machine.hosts:
         raise UserError(
-            f"--hosts {machine.hosts}: hosts have equally many GPUs; it must divide --gpus {machine.gpus}"
+            f"--hosts {machine.hosts}: hosts have equally many GPUs; "
+            f"it must divide --gpus {machine.gpus}"
         )
     if machine.available <= 0:
         raise UserError(

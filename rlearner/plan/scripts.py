@@ -21,7 +21,8 @@ trap 'exit 130' INT TERM
 ADDRESS: Final = """\
 case "${HOST0:-}" in
     '' | localhost | 127.* | ::1 | '[::1]' | 0.0.0.0)
-        echo "HOST0: '${HOST0:-}' is not allowed; the address by which all hosts reach host 0, as 10.0.0.1" >&2
+        echo "HOST0: '${HOST0:-}' is not allowed; \
+the address by which all hosts reach host 0, as 10.0.0.1" >&2
         exit 2 ;;
 esac
 """
@@ -33,17 +34,23 @@ token() {
     name=$(sed -n 's/.*"name": "\\([^"]*\\)".*/\\1/p' "$file" 2>/dev/null)
     rlearner invited --broker "tls://$HOST0:4222" 2>/dev/null | grep -q "^${name:-?} " && return
     rm -f "$file"
-    rlearner invite "$1" --run "$RUN" --expires "${EXPIRES:-24h}" --out "$file" --broker "tls://$HOST0:4222" || exit 2
+    rlearner invite "$1" --run "$RUN" --expires "${EXPIRES:-24h}" --out "$file" \
+--broker "tls://$HOST0:4222" || exit 2
 }
 """
 COPIED: Final = """\
 token() {
     [ -e "$here/$RUN.$1.token" ] && return
-    echo "$here/$RUN.$1.token: no such file; start host-0.sh, and copy the file that it writes next to itself" >&2
+    echo "$here/$RUN.$1.token: no such file; \
+start host-0.sh, and copy the file that it writes next to itself" >&2
     exit 2
 }
 """
-STARTED: Final = 'until rlearner invited --broker "tls://$HOST0:4222" >/dev/null 2>&1; do kill -0 $! 2>&- || exit 2; sleep 1; done'
+# Waits for the broker that the line above started, or for its end.
+WAIT_FOR_BROKER: Final = (
+    'until rlearner invited --broker "tls://$HOST0:4222" >/dev/null 2>&1; '
+    "do kill -0 $! 2>&- || exit 2; sleep 1; done"
+)
 
 
 def script(plan: Plan, machine: Machine, host: int, run: str, environments: int) -> str:
@@ -55,12 +62,12 @@ def script(plan: Plan, machine: Machine, host: int, run: str, environments: int)
     lines = launch_lines(plan, machine, host, environments)
     if any(line.startswith("token ") for line in lines):
         head.append(COPIED if host else TOKEN)
+    # The trap ends what runs in the background.
     body = [f'{line} pids="$pids $!"' if line.endswith("&") else line for line in lines]
-    return (
-        "".join(head)
-        + "\n".join([*body, *(["wait"] if lines and lines[-1].endswith("&") else [])])
-        + "\n"
-    )
+    # A host without the learner has nothing in the foreground.
+    if lines and lines[-1].endswith("&"):
+        body.append("wait")
+    return "".join(head) + "\n".join(body) + "\n"
 
 
 def launch_lines(plan: Plan, machine: Machine, host: int, environments: int) -> list[str]:
@@ -71,22 +78,22 @@ def launch_lines(plan: Plan, machine: Machine, host: int, environments: int) -> 
     """
     if plan.shared:
         return ['rlearner up "$CONFIG" run.name="$RUN" --share-gpus']
-    several = machine.hosts > 1
+    has_hosts = machine.hosts > 1
     lines = list[str]()
-    broker = BROKER if several else ""
+    broker = BROKER * has_hosts
     for launch in launches(plan, machine, host, environments):
         login = f' --join "$here/$RUN.{launch.role}.token"' if launch.joins else broker
         options = "".join(f" {option}" for option in launch.options)
         match launch.role:
             case "broker":
-                lines.append(
-                    "broker serve" + (' --bind "$HOST0" --port 4222 &' if several else " &")
-                )
+                bind = ' --bind "$HOST0" --port 4222' * has_hosts
+                lines.append(f"broker serve{bind} &")
                 roles = joining_roles(plan, machine)
-                lines += [STARTED] * bool(roles) + [f"token {role}" for role in roles]
+                lines += [WAIT_FOR_BROKER] * bool(roles) + [f"token {role}" for role in roles]
             case "learner":
-                nodes = f' --nnodes {launch.nodes} --node-rank {host} --rendezvous "$HOST0":29400'
-                options += nodes if launch.nodes > 1 else ""
+                if launch.nodes > 1:
+                    options += f" --nnodes {launch.nodes} --node-rank {host}"
+                    options += ' --rendezvous "$HOST0":29400'
                 lines.append(f'rlearner start "$CONFIG" run.name="$RUN"{options}{broker}')
             case role:
                 lines.append(f"{PROGRAMS[role]}{options}{login} &")

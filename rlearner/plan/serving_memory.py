@@ -7,7 +7,7 @@ from typing import Final
 
 from rlearner.plan.facts import GIB, Machine, Memory, ModelFacts, Part, ServeFacts
 
-# of one sampled row in float32: logits, probabilities, sorted values and their order
+# Of one sampled row in float32: logits, probabilities, sorted values and their order.
 LOGIT_BYTES: Final = 16
 
 
@@ -20,9 +20,7 @@ class ServerLayout:
 
 @dataclass(frozen=True)
 class ServerMemory:
-    """The memory of each of a server's GPUs; ``slots`` sequences of full length have room in its
-    cache.
-    """
+    """The memory of each of a server's GPUs; ``slots`` full sequences have room in its cache."""
 
     memory: Memory
     slots: int
@@ -37,20 +35,30 @@ def server_memory(
     over = f" / {tensor} GPUs" if tensor > 1 else ""
     text = f"{model.parameters:,} parameters x {model.itemsize} bytes{over}"
     weights = Part("weights", model.parameters * model.itemsize / tensor, text)
-    each = model.activations.block / tensor
-    text = f"{serve.prefill:,} tokens of rollout.prefill_tokens x {each:,.0f} bytes: one block (traced), at most"
-    working = Part("one block", serve.prefill * each, text)
-    text = f"{serve.running:,} rows of rollout.max_running x {model.vocab:,} logits x {LOGIT_BYTES} bytes"
+    token_bytes = model.activations.block / tensor
+    text = (
+        f"{serve.prefill:,} tokens of rollout.prefill_tokens x {token_bytes:,.0f} bytes: "
+        "one block (traced), at most"
+    )
+    working = Part("one block", serve.prefill * token_bytes, text)
+    text = (
+        f"{serve.running:,} rows of rollout.max_running x {model.vocab:,} logits "
+        f"x {LOGIT_BYTES} bytes"
+    )
     logits = Part("logits", serve.running * model.vocab * LOGIT_BYTES, text)
     slot = slot_bytes(model, serve.context, tensor)
-    limit = (
-        min(machine.available, serve.share * machine.memory) if serve.share else machine.available
-    )
+    limit = machine.available
+    if serve.share:
+        limit = min(limit, serve.share * machine.memory)
     room = limit - weights.size - working.size - logits.size
-    room = min(room, serve.kv_gib * GIB) if serve.kv_gib is not None else room
+    if serve.kv_gib is not None:
+        room = min(room, serve.kv_gib * GIB)
     slots = max(0, min(serve.slots, int(room // slot)))
     per_token = slot // serve.context
-    text = f"{slots:,} slots x {serve.context:,} tokens of rollout.max_context_tokens x {per_token:,.0f} bytes"
+    text = (
+        f"{slots:,} slots x {serve.context:,} tokens of rollout.max_context_tokens "
+        f"x {per_token:,.0f} bytes"
+    )
     cache = Part("KV cache", slots * slot, text)
     return ServerMemory(
         Memory((weights, cache, logits, working), "reading prompts"),
@@ -60,7 +68,5 @@ def server_memory(
 
 
 def slot_bytes(model: ModelFacts, context: int, tensor: int = 1) -> int:
-    """Return the keys and values of one sequence on one GPU; heads that are fewer than GPUs are
-    copied.
-    """
+    """Return the keys and values of one sequence on one GPU; heads fewer than GPUs are copied."""
     return context * model.kv_bytes // min(tensor, model.kv_heads)

@@ -1,6 +1,4 @@
-"""Writes a plan: a YAML file that inherits the user's configuration, and a shell file for each
-host.
-"""
+"""Writes a plan: YAML that inherits the user's configuration, and a shell file for each host."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from rlearner.plan.demands import Demands
 from rlearner.plan.facts import Machine
 from rlearner.plan.scripts import CONFIG, script
 
-WANTED: Final = "name a new folder, or one that you can write to"
+REMEDY: Final = "name a new folder, or one that you can write to"
 
 
 def check_folder(folder: str) -> None:
@@ -28,14 +26,14 @@ def check_folder(folder: str) -> None:
         UserError: if it is a file, or cannot be written.
     """
     path = Path(folder).absolute()
-    there = next(one for one in (path, *path.parents) if os.path.lexists(one))
+    nearest = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
     if not folder:
-        raise UserError(f"--write {folder!r}: expected a folder; {WANTED}")
-    if not there.is_dir():
-        raise UserError(f"--write {folder}: expected a folder, found a file at {there}; {WANTED}")
-    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"--write {folder!r}: expected a folder; {REMEDY}")
+    if not nearest.is_dir():
+        raise UserError(f"--write {folder}: expected a folder, found a file at {nearest}; {REMEDY}")
+    if not os.access(nearest, os.W_OK | os.X_OK):
         raise UserError(
-            f"--write {folder}: expected a folder that you can write to, found {there}; {WANTED}"
+            f"--write {folder}: expected a folder that you can write to, found {nearest}; {REMEDY}"
         )
 
 
@@ -49,8 +47,7 @@ def write_plan(
     overrides: dict[str, Any],
     run: str,
 ) -> list[Path]:
-    """Write ``plan.yaml`` and ``host-N.sh``; return the files. Files that are there already are
-    never changed.
+    """Write ``plan.yaml`` and ``host-N.sh``; return the files. No existing file is changed.
 
     Args:
         source: the user's configuration.
@@ -60,52 +57,57 @@ def write_plan(
         UserError: if a file cannot be written, or the folder holds another plan.
     """
     out = Path(folder)
-    number = f"{plan.servers} server{'' if plan.servers == 1 else 's'}"
+    number = f"{plan.servers} server{'s' * (plan.servers != 1)}"
     settings = merged(overrides, nested(changed_keys(plan, demands)))
     text = yaml.safe_dump({"inherit": str(source.resolve())} | settings, sort_keys=False)
     contents = {out / CONFIG: f"# By rlearner plan: {plan.learner.words}; {number}.\n{text}"}
     for host in range(machine.hosts):
-        contents[out / f"host-{host}.sh"] = script(plan, machine, host, run, demands.environments)
+        contents[out / f"host-{host}.sh"] = script(
+            plan, machine, host, run=run, environments=demands.environments
+        )
     try:
+        # All files are compared before the first is written, so that no two plans mix.
         for file in sorted({*contents, *out.glob("host-[0-9]*.sh")}, reverse=True):
             if file.exists() and (
                 file not in contents or file.read_text(encoding="utf-8") != contents[file]
             ):
                 raise UserError(
-                    f"--write {folder}: {file} is of another plan; name another folder, or remove that plan"
+                    f"--write {folder}: {file} is of another plan; "
+                    "name another folder, or remove that plan"
                 )
         out.mkdir(parents=True, exist_ok=True)
         for file, content in contents.items():
             file.write_text(content, encoding="utf-8")
             file.chmod(0o755 if file.suffix == ".sh" else 0o644)
     except (OSError, UnicodeDecodeError) as error:
-        problem = (
-            error.strerror if isinstance(error, OSError) else "it holds a file that is not text"
-        )
-        raise UserError(f"--write {folder}: {problem}; {WANTED}") from None
+        problem: str | None = "it holds a file that is not text"
+        if isinstance(error, OSError):
+            problem = error.strerror
+        raise UserError(f"--write {folder}: {problem}; {REMEDY}") from None
+    # The written file must be one that the processes accept.
     validate(load(str(out / CONFIG)), checks=())
     return list(contents)
 
 
-def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return two mappings of sections as one; the other wins."""
-    found = dict(one)
-    for key, value in other.items():
-        old = found.get(key)
-        found[key] = (
-            merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-        )
-    return found
+def merged(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return two mappings of sections as one; the overrides win."""
+    sections = dict(base)
+    for key, value in overrides.items():
+        base_value = sections.get(key)
+        if isinstance(base_value, dict) and isinstance(value, dict):
+            value = merged(base_value, value)
+        sections[key] = value
+    return sections
 
 
-def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Return what ``after`` has that ``before`` has not, by section; null for what it lacks."""
-    found: dict[str, Any] = {key: None for key in before if key not in after}
-    for key, value in after.items():
-        old = before.get(key)
-        if isinstance(old, dict) and isinstance(value, dict):
-            if inner := difference(old, value):
-                found[key] = inner
-        elif key not in before or old != value:
-            found[key] = value
-    return found
+def difference(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Return what ``new`` has that ``old`` has not, by section; null for what it lacks."""
+    changes: dict[str, Any] = {key: None for key in old if key not in new}
+    for key, value in new.items():
+        old_value = old.get(key)
+        if isinstance(old_value, dict) and isinstance(value, dict):
+            if inner := difference(old_value, value):
+                changes[key] = inner
+        elif key not in old or old_value != value:
+            changes[key] = value
+    return changes

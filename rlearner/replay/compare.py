@@ -13,21 +13,23 @@ from learner.credit.ledger_file import LedgerLine
 from learner.reporting.metrics import read_lines
 from rlearner.replay.run import ReplayedStep
 
+# Families of metrics that no replay can repeat.
 CLOCKS = ("time", "perf")
 
 
-def differences(found: Mapping[str, float], row: Mapping[str, Any] | None) -> list[str]:
-    """Return one line for each number of the replay that differs from ``row``, the run's line of
-    the step, if any.
-    """
+def differences(values: Mapping[str, float], row: Mapping[str, Any] | None) -> list[str]:
+    """Return one line for each number that differs from ``row``, the run's line of the step."""
     if row is None:
         return ["metrics.jsonl has no line"]
-    families = {name.partition("/")[0] for name in found} - set(CLOCKS)
-    names = found.keys() | {
+    families = {name.partition("/")[0] for name in values} - set(CLOCKS)
+    names = values.keys() | {
         name for name in row if "/" in name and name.partition("/")[0] in families
     }
-    wrong = sorted(name for name in names if found.get(name) != row.get(name))
-    return [f"{name} is {_text(found, name)}, the run had {_text(row, name)}" for name in wrong]
+    differing = sorted(name for name in names if values.get(name) != row.get(name))
+    return [
+        f"{name} is {_format_value(values, name)}, the run had {_format_value(row, name)}"
+        for name in differing
+    ]
 
 
 def tickets_by_step(lines: Iterable[LedgerLine]) -> dict[int, list[int]]:
@@ -40,19 +42,19 @@ def tickets_by_step(lines: Iterable[LedgerLine]) -> dict[int, list[int]]:
 
 
 def tensors_digest(path: Path) -> str:
-    """Return the digest of all tensors in a checkpoint (weights, optimizer, schedule, RNG) as 16
-    hex digits.
-    """
+    """Return the digest of a checkpoint's tensors (weights, optimizer, schedule, RNG) in hex."""
+    # The names of the files count, so that swapped files differ.
     whole = hashlib.sha256()
     for file in sorted(path.rglob("*.safetensors")):
         whole.update(str(file.relative_to(path)).encode() + b"\0")
         with file.open("rb") as data:
+            # In blocks, because a checkpoint may be larger than memory.
             while block := data.read(1 << 24):
                 whole.update(block)
     return whole.hexdigest()[:16]
 
 
-def _text(values: Mapping[str, Any], name: str) -> str:
+def _format_value(values: Mapping[str, Any], name: str) -> str:
     return repr(values[name]) if name in values else "missing"
 
 
@@ -61,11 +63,11 @@ class ReplayComparison:
 
     def __init__(self, folder: Path) -> None:
         self._rows = {int(row["step"]): row for row in read_lines(folder / "metrics.jsonl")}
-        self._made_of = tickets_by_step(
+        self._tickets = tickets_by_step(
             ledger_segments.LedgerLines(folder / ledger_segments.FOLDER)
         )
         paths = checkpoint.list_checkpoints(folder / "checkpoints")
-        self.kept = {checkpoint.read_checkpoint(path).step: path for path in paths}
+        self.checkpoints = {checkpoint.read_checkpoint(path).step: path for path in paths}
         self.steps: list[dict[str, Any]] = []
         self.digests: dict[int, tuple[str, str]] = {}
 
@@ -73,42 +75,46 @@ class ReplayComparison:
     def identical(self) -> bool:
         return not any(step["differences"] for step in self.steps)
 
-    def step(self, made: ReplayedStep, written: Path | None) -> str:
-        """Compare one step, with the replay's checkpoint if the run kept one, and return a line
-        with the result.
-        """
-        found = differences(made.values, self._rows.get(made.step))
-        wanted = self._made_of.get(made.step)
-        if made.tickets != wanted:
-            found.insert(0, f"made of tickets {made.tickets}, the run of {wanted}")
-        text = f"{len(made.values)} numbers of {len(made.tickets)} groups"
-        if written is not None:
-            own, kept = self.digests[made.step] = (
-                tensors_digest(written),
-                tensors_digest(self.kept[made.step]),
-            )
-            text += f", every tensor of the checkpoint ({own})"
-            if own != kept:
-                found.append(f"the digest of all tensors is {own}, the run's checkpoint has {kept}")
-        self.steps.append({"step": made.step, "differences": found, "values": made.values})
-        return f"step {made.step}: " + (
-            f"differs: {'; '.join(found)}" if found else f"identical: {text}"
+    def step(self, replayed: ReplayedStep, replay_path: Path | None) -> str:
+        """Compare one step, and the replay's checkpoint if there is one; return a line about it."""
+        problems = differences(replayed.values, self._rows.get(replayed.step))
+        run_tickets = self._tickets.get(replayed.step)
+        if replayed.tickets != run_tickets:
+            problems.insert(0, f"made of tickets {replayed.tickets}, the run of {run_tickets}")
+        text = f"{len(replayed.values)} numbers of {len(replayed.tickets)} groups"
+        if replay_path is not None:
+            own_digest = tensors_digest(replay_path)
+            run_digest = tensors_digest(self.checkpoints[replayed.step])
+            self.digests[replayed.step] = (own_digest, run_digest)
+            text += f", every tensor of the checkpoint ({own_digest})"
+            if own_digest != run_digest:
+                problems.append(
+                    f"the digest of all tensors is {own_digest}, "
+                    f"the run's checkpoint has {run_digest}"
+                )
+        self.steps.append(
+            {"step": replayed.step, "differences": problems, "values": replayed.values}
         )
+        if problems:
+            return f"step {replayed.step}: differs: {'; '.join(problems)}"
+        return f"step {replayed.step}: identical: {text}"
 
-    def compared_with(self, made: ReplayedStep, names: Sequence[str]) -> str:
+    def compared_with(self, replayed: ReplayedStep, names: Sequence[str]) -> str:
         """Return a line with some numbers of a counterfactual step next to the run's.
 
         Raises:
             RuntimeError: if the steps were made of different groups.
         """
-        if made.tickets != (wanted := self._made_of.get(made.step)):
+        run_tickets = self._tickets.get(replayed.step)
+        if replayed.tickets != run_tickets:
             raise RuntimeError(
-                f"step {made.step} was made of tickets {made.tickets}, the run's of {wanted}"
+                f"step {replayed.step} was made of tickets {replayed.tickets}, "
+                f"the run's of {run_tickets}"
             )
-        row = self._rows.get(made.step, {})
-        common = [name for name in names if name in made.values and name in row]
-        shown = [f"{name} {made.values[name]:.4g} (run {row[name]:.4g})" for name in common]
-        return f"step {made.step}: {', '.join(shown)}"
+        row = self._rows.get(replayed.step, {})
+        common = [name for name in names if name in replayed.values and name in row]
+        figures = [f"{name} {replayed.values[name]:.4g} (run {row[name]:.4g})" for name in common]
+        return f"step {replayed.step}: {', '.join(figures)}"
 
     def figures(self) -> dict[str, Any]:
         first = next((step for step in self.steps if step["differences"]), None)
@@ -119,8 +125,8 @@ class ReplayComparison:
             "first_difference": first
             and {"step": first["step"], "differences": first["differences"]},
             "digests": {
-                str(step): {"replay": own, "run": kept}
-                for step, (own, kept) in self.digests.items()
+                str(step): {"replay": own_digest, "run": run_digest}
+                for step, (own_digest, run_digest) in self.digests.items()
             },
         }
 
@@ -129,8 +135,7 @@ class ReplayComparison:
         first = next((step for step in self.steps if step["differences"]), None)
         if first is not None:
             return f"DIFFERENT: first at step {first['step']}: {first['differences'][0]}"
-        kept = ", ".join(map(str, self.digests))
-        compared = (
-            f"and all tensors of checkpoint {kept}" if kept else "no checkpoint to compare with"
-        )
-        return f"identical: {len(self.steps)} steps, {compared}"
+        checkpoints = ", ".join(map(str, self.digests))
+        if not checkpoints:
+            return f"identical: {len(self.steps)} steps, no checkpoint to compare with"
+        return f"identical: {len(self.steps)} steps, and all tensors of checkpoint {checkpoints}"

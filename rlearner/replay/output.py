@@ -1,4 +1,4 @@
-"""Writes the run folder of a replay: configuration, metrics, and the checkpoint of its last step."""
+"""Writes the run folder of a replay: configuration, metrics, and the last checkpoint."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from learner.prepare import write_config
 from learner.reporting.metrics import MetricsFile
 from rlearner.replay.run import ReplayedStep
 
-OF_THE_RUN: Final = ("ticket/", "off_policy/")  # about the recorded run, not the replay
+# Metrics about the recorded run, not the replay.
+OF_THE_RUN: Final = ("ticket/", "off_policy/")
 
 
 def free_folder(folder: Path) -> Path:
     """Return ``<run>-replay-1`` next to the run's folder, or the next free number."""
     number = 1
-    while (found := folder.with_name(f"{folder.name}-replay-{number}")).exists():
+    while (candidate := folder.with_name(f"{folder.name}-replay-{number}")).exists():
         number += 1
-    return found
+    return candidate
 
 
 class ReplayOutput:
@@ -45,12 +46,14 @@ class ReplayOutput:
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
-    def write(self, made: ReplayedStep) -> None:
+    def write(self, replayed: ReplayedStep) -> None:
         """Write a step's line."""
         values = {
-            name: value for name, value in made.values.items() if not name.startswith(OF_THE_RUN)
+            name: value
+            for name, value in replayed.values.items()
+            if not name.startswith(OF_THE_RUN)
         }
-        self._metrics.write({"step": made.step, "policy_version": made.step, **values})
+        self._metrics.write({"step": replayed.step, "policy_version": replayed.step, **values})
 
     def close(self) -> None:
         self._metrics.close()

@@ -8,9 +8,9 @@ from typing import Any, Final
 from broker.errors import ConfigError
 from learner.reporting.trackers import flatten
 
-# FIXED: settings of these sections that decide which tickets go out, which records count, or when
-# the run ends.
 SECTIONS: Final = ("algorithm", "train")
+# Settings of these sections that decide which tickets go out, which records count, or when the run
+# ends.
 FIXED: Final = (
     "train.steps",
     "train.groups_per_step",
@@ -26,32 +26,32 @@ FIXED: Final = (
     "algorithm.close_early",
     "algorithm.max_replacements_per_step",
 )
-GREEDY: Final = "remax"  # the only estimator that needs extra episodes
-SELECTING: Final = "starpo_s"  # the only loss with which only some groups of a step are trained on
+# The only estimator that needs extra episodes.
+GREEDY: Final = "remax"
+# The only loss with which only some groups of a step are trained on.
+SELECTING: Final = "starpo_s"
 
 
-def changed_settings(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+def changed_settings(recorded: Mapping[str, Any], requested: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings in which two validated configurations differ, by dotted key.
 
     Raises:
         ConfigError: if one of them would change which data is consumed, or has no meaning in a
             replay.
     """
-    before = flatten(recorded)
-    after = flatten(wanted)
-    found = {
-        key: after.get(key)
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key)
+    old = flatten(recorded)
+    new = flatten(requested)
+    changes = {
+        key: new.get(key) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
     }
-    for key, value in found.items():
+    for key, value in changes.items():
         if key in FIXED or key.partition(".")[0] not in SECTIONS:
             free = f"algorithm.* and train.* except {', '.join(FIXED)}"
             raise ConfigError(key, value, f"a replay trains on the same data; it may change {free}")
-        if key == "algorithm.adv_estimator" and GREEDY in (value, before.get(key)):
-            why = f"{GREEDY} needs greedy episodes, and the run was recorded with {before[key]}"
-            raise ConfigError(key, value, why)
-        if key == "algorithm.pg_variant" and SELECTING in (value, before.get(key)):
-            why = f"{SELECTING} selects groups, and the run was recorded with {before[key]}"
-            raise ConfigError(key, value, why)
-    return found
+        if key == "algorithm.adv_estimator" and GREEDY in (value, old.get(key)):
+            reason = f"{GREEDY} needs greedy episodes, and the run was recorded with {old[key]}"
+            raise ConfigError(key, value, reason)
+        if key == "algorithm.pg_variant" and SELECTING in (value, old.get(key)):
+            reason = f"{SELECTING} selects groups, and the run was recorded with {old[key]}"
+            raise ConfigError(key, value, reason)
+    return changes

@@ -70,19 +70,20 @@ class ReplayTraining:
                 )
             consumer = RecordConsumer(self.ledger, self.training)
             consumer.resume(self._arrived())
+            # The live learner opened its credit at this point, too.
             self.ledger.open_credit()
             while self.ledger.state.version < until:
                 if not self.ledger.full:
                     _, actions = consumer.apply(next(records))
                     consumer.perform(actions)
                     continue
-                made = await consumer.complete()
-                assert made is not None, "a replay abandons no step"
-                values = finite(made.result.values) | count_tickets(self.ledger)
-                yield ReplayedStep(
-                    self.ledger.state.version, [entry.number for entry in made.entries], values
-                )
-                consumer.perform(made.actions)
+                completed = await consumer.complete()
+                assert completed is not None, "a replay abandons no step"
+                values = finite(completed.result.values) | count_tickets(self.ledger)
+                tickets = [entry.number for entry in completed.entries]
+                # The caller compares the step before the next one changes model and ledger.
+                yield ReplayedStep(self.ledger.state.version, tickets, values)
+                consumer.perform(completed.actions)
         finally:
             await asyncio.to_thread(self.training.close)
 
@@ -90,9 +91,9 @@ class ReplayTraining:
         """Write a checkpoint of the newest step into ``folder``, and return its path."""
         backend = self.training.backend
         ledger = self.ledger.dump()
-        most = section(self._config, "checkpoint", CheckpointSection).hf_max_gib
+        hf_max_gib = section(self._config, "checkpoint", CheckpointSection).hf_max_gib
         return await self.training.call(
-            partial(checkpoint.write, folder, backend, ledger, 0, hf_max_gib=most)
+            partial(checkpoint.write, folder, backend, ledger, 0, hf_max_gib=hf_max_gib)
         )
 
     def _arrived(self) -> dict[int, wire.Group]:
@@ -113,15 +114,15 @@ class ReplayTraining:
         Raises:
             UserError: if one of them is missing.
         """
-        following = first
+        next_seq = first
         for frame in archive.frames(self._samples, first):
             if frame.error:
                 raise UserError(f"{self._samples}: {frame.error}")
-            if frame.seq != following:
+            if frame.seq != next_seq:
                 break
             yield frame.record()
-            following += 1
-        raise self._missing(following)
+            next_seq += 1
+        raise self._missing(next_seq)
 
     def _missing(self, seq: int) -> UserError:
         step = self.ledger.state.version + 1

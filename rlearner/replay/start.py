@@ -48,21 +48,22 @@ def find_start(folder: Path, config: Mapping[str, Any], step: int) -> ReplayStar
     """
     if not archive.archive_files(folder / archive.FOLDER):
         raise UserError(
-            f"{folder / archive.FOLDER}: no records to replay; a run keeps them with samples.keep=true"
+            f"{folder / archive.FOLDER}: no records to replay; "
+            "a run keeps them with samples.keep=true"
         )
     paths = checkpoint.list_checkpoints(folder / "checkpoints")
-    kept = {one.step: one for one in map(checkpoint.read_checkpoint, paths)}
-    if step and step not in kept:
-        raise UserError(
-            f"--from {step}: no checkpoint of step {step} is kept; {_starts(folder, config, sorted(kept))}"
-        )
-    ledger = (
-        Ledger.load(kept[step].ledger) if step else Ledger(_first_rules(folder / archive.FOLDER))
-    )
-    return ReplayStart(first_weights(folder, config), kept[step] if step else None, ledger)
+    checkpoints = {saved.step: saved for saved in map(checkpoint.read_checkpoint, paths)}
+    if not step:
+        ledger = Ledger(_first_rules(folder / archive.FOLDER))
+        return ReplayStart(first_weights(folder, config), None, ledger)
+    if step not in checkpoints:
+        starts = _describe_starts(folder, config, sorted(checkpoints))
+        raise UserError(f"--from {step}: no checkpoint of step {step} is kept; {starts}")
+    ledger = Ledger.load(checkpoints[step].ledger)
+    return ReplayStart(first_weights(folder, config), checkpoints[step], ledger)
 
 
-def _starts(folder: Path, config: Mapping[str, Any], kept: Sequence[int]) -> str:
+def _describe_starts(folder: Path, config: Mapping[str, Any], steps: Sequence[int]) -> str:
     """Return a text about where the run can be replayed from."""
     try:
         _first_rules(folder / archive.FOLDER)
@@ -71,7 +72,7 @@ def _starts(folder: Path, config: Mapping[str, Any], kept: Sequence[int]) -> str
         beginning = f"the beginning cannot be replayed ({error})"
     else:
         beginning = "the run can be replayed from its beginning (--from 0)"
-    return f"there are checkpoints of steps {', '.join(map(str, kept)) or 'none'}; {beginning}"
+    return f"there are checkpoints of steps {', '.join(map(str, steps)) or 'none'}; {beginning}"
 
 
 def first_weights(folder: Path, config: Mapping[str, Any]) -> str:
@@ -99,7 +100,8 @@ def _first_rules(samples: Path) -> TicketRules:
     """
     frame = archive.find_frame(samples, 1)
     message = frame.record().message if frame else None
-    found = rules_change(message).record if isinstance(message, wire.RulesChange) else None
-    if not isinstance(found, RulesUpdate):
-        raise UserError(f"{samples}: record 1, which sets the run's rules, is missing")
-    return found.rules
+    if isinstance(message, wire.RulesChange):
+        update = rules_change(message).record
+        if isinstance(update, RulesUpdate):
+            return update.rules
+    raise UserError(f"{samples}: record 1, which sets the run's rules, is missing")

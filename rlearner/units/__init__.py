@@ -1,3 +1,1 @@
-"""systemd units of each process: ``deploy/systemd`` for any host, and ``rlearner units`` for a host
-of a plan.
-"""
+"""systemd units: ``deploy/systemd`` for any host, and ``rlearner units`` for a host of a plan."""

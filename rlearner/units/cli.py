@@ -10,7 +10,10 @@ from broker.settings.arguments import add_config, add_json, count, positive
 
 def add_parser(subparsers: Any) -> None:
     """Add ``units CONFIG [key=value …]``."""
-    text = "print the systemd units of a host of a plan, their environment files, and the commands that start them"
+    text = (
+        "print the systemd units of a host of a plan, their environment files, "
+        "and the commands that start them"
+    )
     parser = subparsers.add_parser("units", help=text, description=text)
     add_config(parser, setting="run.name=lake")
     add = parser.add_argument
@@ -22,18 +25,24 @@ def add_parser(subparsers: Any) -> None:
     )
     text = "memory of one GPU in GiB (%(default)g)"
     add("--gpu-memory", type=positive, default=80.0, metavar="GIB", help=text)
-    text = "hosts with equally many GPUs, each with the address by which the others reach it; the first has the broker"
+    text = (
+        "hosts with equally many GPUs, each with the address by which the others reach it; "
+        "the first has the broker"
+    )
     add("--hosts", metavar="NAME=ADDRESS,…", help=f"{text} (one host)")
     add("--host", metavar="NAME", help="whose units (the only one)")
     text = "folder of rlearner's programs on that host (%(default)s)"
     add("--bin", default="/opt/rlearner/bin", metavar="FOLDER", help=text)
-    text = "write the files below this folder instead of printing them; other contents are never overwritten"
+    text = (
+        "write the files below this folder instead of printing them; "
+        "other contents are never overwritten"
+    )
     add("--write", metavar="FOLDER", help=text)
     add_json(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_units)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_units(options: argparse.Namespace) -> int:
     """Print or write the units; return the exit code.
 
     Raises:

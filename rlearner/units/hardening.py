@@ -34,13 +34,14 @@ NO_SANDBOX: Final = (
     "ProtectHostname=yes",
     "RestrictNamespaces=yes",
     "SystemCallFilter=@system-service",
-    # not @resources: ZeroMQ sets the scheduling of its threads, and aborts without
+    # Not @resources: ZeroMQ sets the scheduling of its threads, and aborts where it cannot.
     "SystemCallFilter=~@privileged",
 )
 SANDBOX: Final = (
     "RestrictNamespaces=user mnt pid net ipc uts cgroup",
     "SystemCallFilter=@system-service @mount seccomp sethostname",
 )
+# No device but null, random and the like.
 NO_GPU: Final = ("PrivateDevices=yes",)
 # Names of /proc/devices; those that this host lacks match nothing.
 GPU: Final = (

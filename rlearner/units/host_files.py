@@ -1,6 +1,4 @@
-"""The files of one host: units, environment files, the run's configuration, and the commands that
-use them. Pure.
-"""
+"""The files of one host: units, environments, configuration, and the commands to run. Pure."""
 
 from __future__ import annotations
 
@@ -27,6 +25,7 @@ PROGRAMS: Final = {
     "rewardhub": "rewardhub",
     "learner": "rlearner",
 }
+# The operator's commands run as the user of the units, who owns the accounts and the run's folder.
 OPERATOR: Final = (
     "runuser -u rlearner -- env -C /var/lib/rlearner HOME=/var/lib/rlearner {bin}/rlearner"
 )
@@ -55,7 +54,9 @@ class Fleet:
     @property
     def first(self) -> str:
         """Address of the first host, which has the broker; empty if there is no other."""
-        return next(iter(self.hosts.values())) if len(self.hosts) > 1 else ""
+        if len(self.hosts) == 1:
+            return ""
+        return next(iter(self.hosts.values()))
 
     @property
     def broker(self) -> str:
@@ -64,7 +65,7 @@ class Fleet:
 
 def units_of(fleet: Fleet, launches: Sequence[Launch]) -> list[str]:
     """Return the units to enable."""
-    return [_unit(fleet, launch) for launch in launches]
+    return [_unit_name(fleet, launch) for launch in launches]
 
 
 def host_files(fleet: Fleet, host: str, launches: Sequence[Launch]) -> dict[str, str]:
@@ -72,17 +73,21 @@ def host_files(fleet: Fleet, host: str, launches: Sequence[Launch]) -> dict[str,
     system = "etc/systemd/system"
     config = "etc/rlearner"
     files = {f"{system}/{TARGET_NAME}": TARGET, "etc/sysusers.d/rlearner.conf": SYSUSERS}
-    names = {_template(launch) for launch in launches}
+    names = {_unit_file(launch) for launch in launches}
     files |= {
-        f"{system}/{each.name}": render(each) for each in services(fleet.bin) if each.name in names
+        f"{system}/{service.name}": render(service)
+        for service in services(fleet.bin)
+        if service.name in names
     }
-    common = {"RL_RUN": fleet.run} | ({"RL_BROKER": fleet.broker} if fleet.first else {})
-    files[f"{config}/rlearner.env"] = _environment(common)
+    common = {"RL_RUN": fleet.run}
+    if fleet.first:
+        common["RL_BROKER"] = fleet.broker
+    files[f"{config}/rlearner.env"] = _format_environment(common)
     rank = list(fleet.hosts).index(host)
     for launch in launches:
-        unit = _unit(fleet, launch)
-        if options := _options(fleet, launch, rank):
-            files[f"{config}/{unit.removesuffix('.service')}.env"] = _environment(
+        unit = _unit_name(fleet, launch)
+        if options := _launch_options(fleet, launch, rank):
+            files[f"{config}/{unit.removesuffix('.service')}.env"] = _format_environment(
                 {"OPTIONS": " ".join(options)}
             )
         if launch.joins:
@@ -91,37 +96,35 @@ def host_files(fleet: Fleet, host: str, launches: Sequence[Launch]) -> dict[str,
             files[f"{config}/{fleet.run}.yaml"] = fleet.config
             if rank:
                 files[f"{system}/{unit}.d/node.conf"] = FURTHER_NODE
-    return dict(sorted(files.items())) | {README: _readme(fleet, host, launches)}
+    return dict(sorted(files.items())) | {README: _write_readme(fleet, host, launches)}
 
 
-def _template(launch: Launch) -> str:
+def _unit_file(launch: Launch) -> str:
     return BROKER_NAME if launch.role == "broker" else f"{PROGRAMS[launch.role]}@.service"
 
 
-def _unit(fleet: Fleet, launch: Launch) -> str:
+def _unit_name(fleet: Fleet, launch: Launch) -> str:
     instance = {"learner": fleet.run, "rollout": launch.gpus}.get(launch.role, "1")
-    return _template(launch).replace("@.", f"@{instance}.")
+    return _unit_file(launch).replace("@.", f"@{instance}.")
 
 
-def _options(fleet: Fleet, launch: Launch, rank: int) -> list[str]:
+def _launch_options(fleet: Fleet, launch: Launch, rank: int) -> list[str]:
     """Return what the unit's ExecStart does not say."""
-    options = list(launch.options[2:] if launch.role == "rollout" else launch.options)
+    options = list(launch.options)
+    # The unit's name gives the GPUs of a rollout server.
+    if launch.role == "rollout":
+        options = options[2:]
     if launch.role == "broker" and fleet.first:
         options += ["--bind", fleet.first, "--port", str(PORT)]
     if launch.nodes > 1:
         rendezvous = f"{_in_url(fleet.first)}:{RENDEZVOUS_PORT}"
-        options += [
-            "--nnodes",
-            str(launch.nodes),
-            "--node-rank",
-            str(rank),
-            "--rendezvous",
-            rendezvous,
-        ]
+        options += ["--nnodes", str(launch.nodes)]
+        options += ["--node-rank", str(rank)]
+        options += ["--rendezvous", rendezvous]
     return options
 
 
-def _environment(values: dict[str, str]) -> str:
+def _format_environment(values: dict[str, str]) -> str:
     return "".join(f'{name}="{value}"\n' for name, value in values.items())
 
 
@@ -129,7 +132,7 @@ def _in_url(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-def _readme(fleet: Fleet, host: str, launches: Sequence[Launch]) -> str:
+def _write_readme(fleet: Fleet, host: str, launches: Sequence[Launch]) -> str:
     """Return the commands for this host, in the order of their use."""
     operator = OPERATOR.format(bin=fleet.bin)
     units = units_of(fleet, launches)
@@ -145,7 +148,8 @@ def _readme(fleet: Fleet, host: str, launches: Sequence[Launch]) -> str:
         files = " and ".join(f"{PROGRAMS[role]}.token" for role in joining)
         source = next(iter(fleet.hosts))
         parts.append(
-            f"Put {files}, which host {source} has written, into /etc/rlearner (owner root, mode 600).\n"
+            f"Put {files}, which host {source} has written, into /etc/rlearner "
+            "(owner root, mode 600).\n"
         )
     parts.append("Then, and after each change of a unit:\n\n    systemctl start rlearner.target\n")
     if is_first and fleet.tokens:
@@ -155,21 +159,26 @@ def _readme(fleet: Fleet, host: str, launches: Sequence[Launch]) -> str:
             f"--out /var/lib/rlearner/{PROGRAMS[role]}.token\n"
             for role in fleet.tokens
         ]
-        others = ", ".join(list(fleet.hosts)[1:])
+        further_hosts = ", ".join(list(fleet.hosts)[1:])
         parts.append(
             "".join(lines)
-            + f"\nand move them to /etc/rlearner of the hosts whose README names them: {others}.\n"
+            + "\nand move them to /etc/rlearner of the hosts whose README names them: "
+            + f"{further_hosts}.\n"
         )
     if any(launch.nodes > 1 for launch in launches):
         key = "/var/lib/rlearner/.config/rlearner/nodes.key"
         parts.append(
-            f"All nodes of the learner have the same {key}; node 0 makes it (owner rlearner, mode 600).\n"
+            f"All nodes of the learner have the same {key}; node 0 makes it "
+            "(owner rlearner, mode 600).\n"
         )
     if any(launch.role == "learner" for launch in launches):
         parts.append("Relative paths in the configuration are below /var/lib/rlearner.\n")
-    parts.append(
-        f"Watch and stop:\n\n    systemctl status {' '.join(units)}\n    journalctl -f RL_RUN={fleet.run}\n"
+    watching = (
+        f"Watch and stop:\n\n    systemctl status {' '.join(units)}\n"
+        f"    journalctl -f RL_RUN={fleet.run}\n"
         f"    systemctl stop rlearner.target {' '.join(units)}     # drains, and waits for it\n"
-        + (f"    {operator} status {fleet.run}\n" if is_first else "")
     )
-    return "\n".join(parts)
+    # Only the first host has the broker, and so the accounts.
+    if is_first:
+        watching += f"    {operator} status {fleet.run}\n"
+    return "\n".join([*parts, watching])

@@ -29,7 +29,8 @@ WITHOUT_GPUS: Final = (
     Launch("rewardhub"),
     Launch("learner", ("--gpus", "cpu")),
 )
-HIDDEN: Final = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")  # by ProtectHome and PrivateTmp
+# Folders that the units' ProtectHome and PrivateTmp hide from them.
+HIDDEN: Final = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")
 
 
 def units_run(options: argparse.Namespace) -> int:
@@ -41,9 +42,9 @@ def units_run(options: argparse.Namespace) -> int:
     """
     if options.write is not None:
         check_folder(options.write)
-    hosts = _hosts(options)
-    host = _host(options, hosts)
-    fleet, starts = _planned(options, hosts, list(hosts).index(host))
+    hosts = _parse_hosts(options)
+    host = _choose_host(options, hosts)
+    fleet, starts = _plan_host(options, hosts, list(hosts).index(host))
     if not starts:
         raise UserError(
             f"--host {host}: the plan starts nothing there; see rlearner plan, which shows its GPUs"
@@ -51,7 +52,7 @@ def units_run(options: argparse.Namespace) -> int:
     files = host_files(fleet, host, starts)
     units = units_of(fleet, starts)
     if options.write is not None:
-        _write(Path(options.write), files)
+        _write_files(Path(options.write), files)
     if options.json:
         print(
             json.dumps({"host": host, "run": fleet.run, "units": units, "files": files}, indent=1)
@@ -61,16 +62,13 @@ def units_run(options: argparse.Namespace) -> int:
             f"wrote {len(files)} files for {', '.join(units)}; next: {Path(options.write) / README}"
         )
     else:
-        print(
-            "\n".join(
-                f"# {'' if name == README else '/'}{name}\n{text}" for name, text in files.items()
-            ),
-            end="",
-        )
+        # Paths are below /, but the README stays where the operator reads it.
+        texts = [f"# {'' if name == README else '/'}{name}\n{text}" for name, text in files.items()]
+        print("\n".join(texts), end="")
     return 0
 
 
-def _hosts(options: argparse.Namespace) -> dict[str, str]:
+def _parse_hosts(options: argparse.Namespace) -> dict[str, str]:
     """Return the address of each host by name, in the plan's order.
 
     Raises:
@@ -81,26 +79,27 @@ def _hosts(options: argparse.Namespace) -> dict[str, str]:
     hosts: dict[str, str] = {}
     for word in options.hosts.split(","):
         name, _, address = word.strip().partition("=")
-        wanted = "NAME=ADDRESS for each host, for example train=10.0.0.1,gen1=10.0.0.2"
+        expected = "NAME=ADDRESS for each host, for example train=10.0.0.1,gen1=10.0.0.2"
         if not NAME.fullmatch(name) or name in hosts:
-            raise UserError(f"--hosts: {word!r} is not allowed; {wanted}, each name once")
+            raise UserError(f"--hosts: {word!r} is not allowed; {expected}, each name once")
         try:
-            found = ipaddress.ip_address(address.strip("[]"))
+            ip_address = ipaddress.ip_address(address.strip("[]"))
         except ValueError:
-            raise UserError(f"--hosts: {word!r} is not allowed; {wanted}") from None
-        if found.is_loopback or found.is_unspecified:
+            raise UserError(f"--hosts: {word!r} is not allowed; {expected}") from None
+        if ip_address.is_loopback or ip_address.is_unspecified:
             raise UserError(
-                f"--hosts: {word!r} is not allowed; an address by which the other hosts reach {name}"
+                f"--hosts: {word!r} is not allowed; "
+                f"an address by which the other hosts reach {name}"
             )
-        if str(found) in hosts.values():
+        if str(ip_address) in hosts.values():
             raise UserError(f"--hosts: {word!r} is not allowed; another host has this address")
-        hosts[name] = str(found)
+        hosts[name] = str(ip_address)
     if options.gpus is None and len(hosts) > 1:
         raise UserError("--hosts: several hosts need --gpus, for the plan says what runs on which")
     return hosts
 
 
-def _host(options: argparse.Namespace, hosts: dict[str, str]) -> str:
+def _choose_host(options: argparse.Namespace, hosts: dict[str, str]) -> str:
     if options.host is None and len(hosts) > 1:
         raise UserError(f"--host: which one; --hosts has {', '.join(hosts)}")
     host = str(options.host or next(iter(hosts)))
@@ -109,7 +108,7 @@ def _host(options: argparse.Namespace, hosts: dict[str, str]) -> str:
     return host
 
 
-def _planned(
+def _plan_host(
     options: argparse.Namespace, hosts: dict[str, str], number: int
 ) -> tuple[Fleet, list[Launch]]:
     """Return the fleet, and what one of its hosts starts.
@@ -117,9 +116,9 @@ def _planned(
     Raises:
         UserError: if the configuration is wrong, or nothing fits.
     """
-    given = load(options.config, options.overrides)
+    config_in_file = load(options.config, options.overrides)
     if options.gpus is None:
-        validate(given, checks=CHECKS)
+        validate(config_in_file, checks=CHECKS)
         starts = list(WITHOUT_GPUS)
         tokens = tuple[str, ...]()
         keys = dict[str, Any]()
@@ -131,11 +130,11 @@ def _planned(
         starts = launches(plan, machine, number, work.demands.environments)
         tokens = tuple(joining_roles(plan, machine))
         keys = changed_keys(plan, work.demands)
-    config = merged(given, nested(keys))
+    config = merged(config_in_file, nested(keys))
     run = str((config.get("run") or {}).get("name") or _default_run(options.config))
     config = merged(config, {"run": {"name": run}})
     validate(config, checks=CHECKS)
-    return Fleet(run, hosts, tokens, to_yaml(config), _programs(options.bin)), starts
+    return Fleet(run, hosts, tokens, to_yaml(config), _check_bin_folder(options.bin)), starts
 
 
 def _default_run(config: str) -> str:
@@ -144,7 +143,7 @@ def _default_run(config: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "-", Path(config).name if stem == "config" else stem)
 
 
-def _programs(folder: str) -> str:
+def _check_bin_folder(folder: str) -> str:
     """Return --bin.
 
     Raises:
@@ -152,16 +151,18 @@ def _programs(folder: str) -> str:
     """
     if not re.fullmatch(r"/[A-Za-z0-9._/+-]+", folder):
         raise UserError(
-            f"--bin: {folder!r} is not allowed; an absolute path without spaces, as /opt/rlearner/bin"
+            f"--bin: {folder!r} is not allowed; "
+            "an absolute path without spaces, as /opt/rlearner/bin"
         )
     if any(Path(folder).is_relative_to(place) for place in HIDDEN):
         raise UserError(
-            f"--bin: {folder!r} is not allowed; units do not see {', '.join(HIDDEN)}: use /opt/rlearner"
+            f"--bin: {folder!r} is not allowed; "
+            f"units do not see {', '.join(HIDDEN)}: use /opt/rlearner"
         )
     return folder.rstrip("/")
 
 
-def _write(folder: Path, files: dict[str, str]) -> None:
+def _write_files(folder: Path, files: dict[str, str]) -> None:
     """Write the files; refuse before writing if one exists with other contents.
 
     Raises:
@@ -170,21 +171,24 @@ def _write(folder: Path, files: dict[str, str]) -> None:
     try:
         for name, text in files.items():
             file = folder / name
+            # All are compared before the first is written.
             if file.exists() and file.read_text(encoding="utf-8") != text:
                 raise UserError(
-                    f"--write {folder}: {file} holds something else; remove it, or name another folder"
+                    f"--write {folder}: {file} holds something else; "
+                    "remove it, or name another folder"
                 )
         for name, text in files.items():
             file = folder / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
-            file.chmod(0o644)  # they hold no secret, and every command starts with umask 077
+            # The files hold no secret, and every command starts with umask 077.
+            file.chmod(0o644)
             for parent in file.relative_to(folder).parents:
                 (folder / parent).chmod(0o755)
     except (OSError, UnicodeDecodeError) as error:
-        problem = (
-            error.strerror if isinstance(error, OSError) else "it holds a file that is not text"
-        )
+        problem: str | None = "it holds a file that is not text"
+        if isinstance(error, OSError):
+            problem = error.strerror
         raise UserError(
             f"--write {folder}: {problem}; name a new folder, or one that you can write to"
         ) from None

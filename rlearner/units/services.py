@@ -1,7 +1,6 @@
-"""Units of systemd: what they start, as whom, and when they start again. Pure.
+"""systemd units: what they start, as which user, and when they restart. Pure.
 
-``deploy/systemd`` holds what ``static_files`` returns; ``python -m rlearner.units.services`` writes
-it.
+``python -m rlearner.units.services`` writes the files of ``static_files`` to ``deploy/systemd``.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ SYSUSERS: Final = """\
 u rlearner - "rlearner" /var/lib/rlearner
 """
 JOIN: Final = """\
-# Processes on another host than the broker's join with a token: /etc/systemd/system/%p@.service.d/join.conf
+# Processes on another host than the broker's join with a token: \
+/etc/systemd/system/%p@.service.d/join.conf
 # Description: what the journal says when the file is missing
 [Unit]
 Description=rlearner %p %i, which joins with /etc/rlearner/%p.token
@@ -78,14 +78,13 @@ class Service:
 
 def services(bin_folder: str = BIN) -> tuple[Service, ...]:
     """Return the units of every role; ``%i`` is a run, a list of GPUs, or any number."""
-    at = f"{bin_folder}/"
-    learner = f"{at}rlearner start /etc/rlearner/%i.yaml run.name=%i $OPTIONS"
+    learner = f"{bin_folder}/rlearner start /etc/rlearner/%i.yaml run.name=%i $OPTIONS"
     return (
         Service(
             BROKER_NAME,
             "rlearner broker",
             "broker",
-            f"{at}broker serve --store %S/rlearner/broker $OPTIONS",
+            f"{bin_folder}/broker serve --store %S/rlearner/broker $OPTIONS",
         ),
         Service(
             "rlearner@.service",
@@ -101,7 +100,7 @@ def services(bin_folder: str = BIN) -> tuple[Service, ...]:
             "rollout-server@.service",
             "rlearner rollout server on GPUs %i",
             "rollout",
-            f"{at}rollout-server --gpus %i $JOIN $OPTIONS",
+            f"{bin_folder}/rollout-server --gpus %i $JOIN $OPTIONS",
             watchdog_s=120,
             has_gpu=True,
         ),
@@ -109,14 +108,14 @@ def services(bin_folder: str = BIN) -> tuple[Service, ...]:
             "envhub@.service",
             "rlearner environment hub %i",
             "envhub",
-            f"{at}envhub $JOIN $OPTIONS",
+            f"{bin_folder}/envhub $JOIN $OPTIONS",
             has_sandbox=True,
         ),
         Service(
             "rewardhub@.service",
             "rlearner reward hub %i",
             "rewardhub",
-            f"{at}rewardhub $JOIN $OPTIONS",
+            f"{bin_folder}/rewardhub $JOIN $OPTIONS",
             has_gpu=True,
             has_sandbox=True,
         ),
@@ -125,15 +124,12 @@ def services(bin_folder: str = BIN) -> tuple[Service, ...]:
 
 def render(service: Service) -> str:
     """Return the text of a unit."""
-    is_template = "@" in service.name
-    own = "%p@%i.env" if is_template else "%p.env"
-    after = "network-online.target" if service.is_broker else f"network-online.target {BROKER_NAME}"
-    run = ["LogExtraFields=RL_RUN=%i"] if service.role == "learner" else []
+    env_file = "%p@%i.env" if "@" in service.name else "%p.env"
     lines = [
         "[Unit]",
         f"Description={service.about}",
         "Wants=network-online.target",
-        f"After={after}",
+        f"After=network-online.target {'' if service.is_broker else BROKER_NAME}".rstrip(),
         f"PartOf={TARGET_NAME}",
         "# a process that crashes all the time: systemctl reset-failed, once it is fixed",
         "StartLimitIntervalSec=900",
@@ -155,9 +151,9 @@ def render(service: Service) -> str:
         "RuntimeDirectoryPreserve=yes",
         "Environment=XDG_RUNTIME_DIR=%t/rlearner XDG_CACHE_HOME=%C/rlearner OPTIONS= JOIN=",
         "EnvironmentFile=-/etc/rlearner/rlearner.env",
-        f"EnvironmentFile=-/etc/rlearner/{own}",
+        f"EnvironmentFile=-/etc/rlearner/{env_file}",
         f"LogExtraFields=RL_ROLE={service.role}",
-        *run,
+        *["LogExtraFields=RL_RUN=%i"] * (service.role == "learner"),
         "",
         "# exit 2: the user must act; 130: stopped by the user. Everything else is a crash.",
         "Restart=on-failure",
@@ -178,7 +174,7 @@ def render(service: Service) -> str:
         "",
         "[Install]",
         f"WantedBy={TARGET_NAME}",
-        *(["DefaultInstance=1"] if service.role in ("envhub", "rewardhub") else []),
+        *["DefaultInstance=1"] * (service.role in ("envhub", "rewardhub")),
     ]
     return "\n".join(lines) + "\n"
 

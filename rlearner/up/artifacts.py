@@ -15,9 +15,7 @@ from rlearner.up.output import Output
 def write_artifacts(
     folder: Path, seconds: float, cpu_s: dict[str, float], resume: str, say: Output
 ) -> None:
-    """Draw the pictures of a run's folder, and print what happened and ``resume``, the command that
-    continues it.
-    """
+    """Draw the pictures of a run, and print what happened and ``resume``, the next command."""
     failed = failures_of(folder)
     lines = read_lines(folder / "metrics.jsonl")
     if not lines:
@@ -25,12 +23,19 @@ def write_artifacts(
         lines_of_text = [text, *failed, "", "next:", f"  {resume}"]
         say("ended", "\n".join(lines_of_text), run=folder.name, step=0, failed=failed, next=resume)
         return
-    drawn = [
-        draw_rewards(folder.name, lines, folder / "reward.png"),
-        *render_before_and_after(folder),
-    ]
-    made = [path for path in drawn if path]
-    text = "\n".join(summary(folder, lines, made, seconds, cpu_s, failed, resume))
+    chart = draw_rewards(folder.name, lines, folder / "reward.png")
+    pictures = [path for path in (chart, *render_before_and_after(folder)) if path]
+    text = "\n".join(
+        _summary_lines(
+            folder,
+            lines,
+            pictures,
+            seconds=seconds,
+            cpu_s=cpu_s,
+            failed=failed,
+            resume=resume,
+        )
+    )
     figures = {
         "run": folder.name,
         "step": lines[-1]["step"],
@@ -43,7 +48,7 @@ def write_artifacts(
         **figures,
         figures=lines[-1],
         failed=failed,
-        files=list(map(str, made)),
+        files=list(map(str, pictures)),
         next=resume,
     )
 
@@ -57,14 +62,15 @@ def failures_of(folder: Path) -> list[str]:
     if not failed:
         return []
     return [
-        f"failed groups: {by_reason(failed)}; see {folder / 'logs'}, or rlearner trace {folder} TICKET"
+        f"failed groups: {by_reason(failed)}; see {folder / 'logs'}, "
+        f"or rlearner trace {folder} TICKET"
     ]
 
 
-def summary(
+def _summary_lines(
     folder: Path,
     lines: list[Row],
-    made: list[Path],
+    pictures: list[Path],
     seconds: float,
     cpu_s: dict[str, float],
     failed: list[str],
@@ -73,39 +79,43 @@ def summary(
     """Return the lines printed at the end.
 
     Args:
-        made: the pictures.
         seconds: since the start of the broker.
         cpu_s: processor seconds by process.
         failed: the result of ``failures_of``.
     """
     last = lines[-1]
     evals = [line for line in lines if "eval/success_rate" in line]
-    words = ["", f"{last['step']} steps in {duration(seconds)}"]
+    texts = ["", f"{last['step']} steps in {duration(seconds)}"]
     if evals:
-        measured = [
-            (line.get("eval/step", line["step"]), line["eval/success_rate"]) for line in evals
-        ]
-        rates = ", ".join(f"{rate:.3f} after step {step:.0f}" for step, rate in measured)
-        words.append(f"success on held-out tasks: {rates}")
-    words += [
+        rates = ", ".join(
+            f"{line['eval/success_rate']:.3f} after step {line.get('eval/step', line['step']):.0f}"
+            for line in evals
+        )
+        texts.append(f"success on held-out tasks: {rates}")
+    texts += [
         f"success of the {name} engine on the same tasks: {rate:.3f}"
         for name, rate in baselines(lines).items()
     ]
     states = ("trained", "filtered", "dropped", "dead", "open")
     counts = " + ".join(f"{last.get(f'ticket/{name}', 0):.0f} {name}" for name in states)
     total = sum(cpu_s.values()) or 1.0
-    shares = ", ".join(f"{name} {used:.1f} s ({used / total:.1%})" for name, used in cpu_s.items())
-    words.append(f"processor time: {shares}")
-    words += [f"tickets: {last.get('ticket/issued', 0):.0f} issued = {counts}", *failed, ""]
+    shares = ", ".join(f"{name} {cpu:.1f} s ({cpu / total:.1%})" for name, cpu in cpu_s.items())
+    texts.append(f"processor time: {shares}")
+    texts += [f"tickets: {last.get('ticket/issued', 0):.0f} issued = {counts}", *failed, ""]
     newest = max((folder / "checkpoints").glob("step-*"), default=None)
-    words += [
-        f"  {path}" for path in [folder / "metrics.jsonl", *made, *([newest] if newest else [])]
-    ]
-    words += ["", "next:", f"  {resume}", f"  tensorboard --logdir {folder / 'tensorboard'}"]
+    paths = [folder / "metrics.jsonl", *pictures]
     if newest:
-        program = f"from transformers import AutoModelForCausalLM as M; print(M.from_pretrained('{newest}'))"
-        words.append(f'  python -c "{program}"')
-    words.append(
-        "  change a setting: rlearner up <the same file> algorithm.clip_high=0.28 train.max_staleness=4"
+        paths.append(newest)
+    texts += [f"  {path}" for path in paths]
+    texts += ["", "next:", f"  {resume}", f"  tensorboard --logdir {folder / 'tensorboard'}"]
+    if newest:
+        program = (
+            "from transformers import AutoModelForCausalLM as M; "
+            f"print(M.from_pretrained('{newest}'))"
+        )
+        texts.append(f'  python -c "{program}"')
+    texts.append(
+        "  change a setting: rlearner up <the same file> "
+        "algorithm.clip_high=0.28 train.max_staleness=4"
     )
-    return words
+    return texts

@@ -19,7 +19,10 @@ def add_parser(subparsers: Any) -> None:
     add_share_gpus(parser)
     text = "if the broker's store is lost, count the open tickets as dead and continue"
     parser.add_argument("--rebase", action="store_true", help=text)
-    text = "address of the broker; other hosts reach one that is not loopback, with TLS and a join token (%(default)s)"
+    text = (
+        "address of the broker; other hosts reach one that is not loopback, "
+        "with TLS and a join token (%(default)s)"
+    )
     parser.add_argument("--bind", metavar="ADDRESS", default="127.0.0.1", help=text)
     parser.add_argument(
         "--port", type=port, default=0, help="port of the broker, 0 for any (%(default)s)"
@@ -29,12 +32,15 @@ def add_parser(subparsers: Any) -> None:
         "print one JSON object per line instead of the live view: each step, event and the result",
     )
     add_metrics_options(parser, text="of the learner")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_up)
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:
     """Add ``--force``, shared by ``up`` and ``start``."""
-    text = "continue a run even if model.path has changed (same shapes and tokenizer), or none of its domains is left"
+    text = (
+        "continue a run even if model.path has changed (same shapes and tokenizer), "
+        "or none of its domains is left"
+    )
     parser.add_argument("--force", action="store_true", help=text)
 
 
@@ -46,7 +52,7 @@ def add_share_gpus(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--share-gpus", action="store_true", help=text)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_up(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
 
     async def body(stop: Stop) -> int:
@@ -57,20 +63,23 @@ def run(arguments: argparse.Namespace) -> int:
         from rlearner.up.output import Output
         from rlearner.up.run import is_completed, up
 
-        asked = name_run(load(arguments.config, arguments.overrides), arguments.config)
-        config = validate(with_weights_on_host(asked) if arguments.share_gpus else asked)
+        config = name_run(load(arguments.config, arguments.overrides), arguments.config)
+        if arguments.share_gpus:
+            config = with_weights_on_host(config)
+        config = validate(config)
         say = Output(as_json=arguments.json)
         if await is_completed(config, say):
             return 0
         await asyncio.to_thread(require_fleet, config)
-        overrides = [o for o in arguments.overrides if not o.startswith("run.name=")]
-        arguments_of_start = [arguments.config, *overrides, f"run.name={config['run']['name']}"]
+        # The learner gets the name that was chosen here, which may be generated from the time.
+        overrides = [text for text in arguments.overrides if not text.startswith("run.name=")]
+        start_args = [arguments.config, *overrides, f"run.name={config['run']['name']}"]
         if arguments.metrics_port is not None:
-            arguments_of_start += ["--metrics-port", str(arguments.metrics_port)]
-            arguments_of_start += ["--metrics-bind", arguments.metrics_bind]
+            start_args += ["--metrics-port", str(arguments.metrics_port)]
+            start_args += ["--metrics-bind", arguments.metrics_bind]
         await up(
             config,
-            arguments_of_start,
+            start_args,
             stop,
             say,
             force=arguments.force,

@@ -1,6 +1,4 @@
-"""Keeps what happened to the processes of ``rlearner up`` in ``logs/events.jsonl``, for the
-console.
-"""
+"""Keeps the events of ``rlearner up``'s processes in ``logs/events.jsonl``, for the console."""
 
 from __future__ import annotations
 
@@ -14,7 +12,8 @@ from typing import Any, Final, Literal
 from broker.system.private_files import open_private
 
 FILE: Final = "events.jsonl"
-MAX_BYTES: Final = 2**20  # then the older half is cut off
+# Of the file; then its older half is cut off.
+MAX_BYTES: Final = 2**20
 
 
 class ProcessEvent(str):
@@ -22,42 +21,45 @@ class ProcessEvent(str):
 
     Attributes:
         kind: start, stop (it ended by itself) or death.
-        who: name of the process.
+        process: name of the process.
     """
 
     kind: Literal["start", "stop", "death"]
-    who: str
+    process: str
 
-    def __new__(cls, text: str, kind: Literal["start", "stop", "death"], who: str) -> ProcessEvent:
-        made = super().__new__(cls, text)
-        made.kind = kind
-        made.who = who
-        return made
+    def __new__(
+        cls, text: str, kind: Literal["start", "stop", "death"], process: str
+    ) -> ProcessEvent:
+        event = super().__new__(cls, text)
+        event.kind = kind
+        event.process = process
+        return event
 
 
 def note_events(logs: Path, texts: Sequence[str]) -> None:
-    """Append a line for each text, with the time; a folder that cannot be written must not end the
-    run.
-    """
+    """Append a line for each text, with the time."""
     if not texts:
         return
-    data = "".join(json.dumps(_line(text)) + "\n" for text in texts).encode()
+    data = "".join(json.dumps(_make_line(text)) + "\n" for text in texts).encode()
     try:
         logs.mkdir(parents=True, exist_ok=True)
         file = open_private(logs / FILE, os.O_RDWR | os.O_CREAT)
         try:
             size = os.lseek(file, 0, os.SEEK_END)
             if size > MAX_BYTES:
-                kept = os.pread(file, size, size // 2).partition(b"\n")[2]
+                newer_half = os.pread(file, size, size // 2).partition(b"\n")[2]
                 os.ftruncate(file, 0)
-                data = kept + data
+                data = newer_half + data
             os.pwrite(file, data, os.lseek(file, 0, os.SEEK_END))
         finally:
             os.close(file)
     except OSError:
+        # A folder that cannot be written must not end the run.
         return
 
 
-def _line(text: str) -> dict[str, Any]:
-    more = {"kind": text.kind, "who": text.who} if isinstance(text, ProcessEvent) else {}
-    return {"time": round(time.time(), 3), "text": text, **more}
+def _make_line(text: str) -> dict[str, Any]:
+    line: dict[str, Any] = {"time": round(time.time(), 3), "text": text}
+    if isinstance(text, ProcessEvent):
+        line |= {"kind": text.kind, "who": text.process}
+    return line

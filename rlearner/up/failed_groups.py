@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Final
 
 CLOSED: Final = "ticket/closed_"
-# closed by the learner's pace, the operator's rebase, or a filter
+# Closed by the learner's pace, the operator's rebase, or a filter.
 NO_FAULT: Final = ("late", "lost", "filtered")
-REMIND_EVERY_S: Final = 60.0  # while nothing is trained
-MAX_CHARS: Final = 400  # of an error message, whose end names the place
+# While nothing is trained.
+REMIND_EVERY_S: Final = 60.0
+# Of an error message; its end is kept, which names the file and line.
+MAX_CHARS: Final = 400
 END_CHARS: Final = 120
 
 
@@ -31,8 +33,8 @@ class FailedGroups:
     last: str = ""
     by: str = ""
     trained_then: int = 0  # at the newest failure
-    _said: int = 0
-    _said_at: float = 0.0
+    _reported: int = 0
+    _reported_at: float = 0.0
 
     @property
     def total(self) -> int:
@@ -45,32 +47,35 @@ class FailedGroups:
 
     def take(self, values: Mapping[str, float], text: Mapping[str, str]) -> None:
         """Apply one metrics message of the learner."""
-        before = self.total
+        previous_total = self.total
         trained = int(values.get("ticket/trained", self.trained))
         for name, value in values.items():
             if name.startswith(CLOSED) and name not in (f"{CLOSED}{reason}" for reason in NO_FAULT):
                 self.counts[name.removeprefix(CLOSED)] = int(value)
-        if self.total > before:
+        if self.total > previous_total:
             self.trained_then = trained
         self.trained = trained
-        self.last, self.by = text.get("failure", self.last), text.get("failed_by", self.by)
+        self.last = text.get("failure", self.last)
+        self.by = text.get("failed_by", self.by)
 
     def news(self, now: float, logs: Path) -> str:
-        """Return a line at the first failure, each doubling, and every minute while none is
-        trained, else nothing.
-        """
-        reminder = self.stuck and self.total > self._said and now - self._said_at >= REMIND_EVERY_S
-        if not self.total or (self.total < 2 * self._said and not reminder):
+        """Return a line at the first failure, each doubling, and each minute without training."""
+        is_reminder = (
+            self.stuck and self.total > self._reported and now - self._reported_at >= REMIND_EVERY_S
+        )
+        if not self.total or (self.total < 2 * self._reported and not is_reminder):
             return ""
-        self._said = self.total
-        self._said_at = now
+        self._reported = self.total
+        self._reported_at = now
         return self.line(logs)
 
     def line(self, logs: Path) -> str:
         """Return the count, the last failure, and the log to read."""
-        groups = "group" if self.total == 1 else "groups"
-        trained = f"{self.trained} trained" if self.trained else "none trained yet"
-        # as in `up`
+        groups = f"group{'s' * (self.total != 1)}"
+        trained = f"{self.trained or 'none'} trained"
+        if not self.trained:
+            trained += " yet"
+        # `up` names the logs of its processes so.
         role = next(
             (role for role in ("rewardhub", "envhub") if self.by.startswith(role)), "learner"
         )
@@ -82,9 +87,9 @@ class FailedGroups:
 
 def shortened(text: str) -> str:
     """Return the text, without its middle if it is long."""
-    return (
-        text if len(text) <= MAX_CHARS else f"{text[: MAX_CHARS - END_CHARS]} … {text[-END_CHARS:]}"
-    )
+    if len(text) <= MAX_CHARS:
+        return text
+    return f"{text[: MAX_CHARS - END_CHARS]} … {text[-END_CHARS:]}"
 
 
 def by_reason(counts: Mapping[str, int]) -> str:

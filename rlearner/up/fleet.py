@@ -1,6 +1,4 @@
-"""Runs the child processes of ``rlearner up``, each in its own session, which ends with this
-process.
-"""
+"""Runs the child processes of ``rlearner up``, each in a session that ends with this process."""
 
 from __future__ import annotations
 
@@ -25,13 +23,19 @@ from broker.system.logs import error_of
 from broker.system.workers.work_clock import WorkClock
 from rlearner.up.event_log import ProcessEvent
 
-RESTART_AFTER_S = 1.0  # doubled at every restart that did not last a minute
-LONGEST_REASON = 200  # characters
+# Doubled at every restart that did not last a minute.
+RESTART_AFTER_S = 1.0
 RESTART_AT_MOST_S = 30.0
-LOOK_EVERY_S = 0.5  # at whether children that end wait for a processor
-SAMPLE_EVERY_S = 1.0  # of processor time
-GIVE_UP_AFTER = 6  # quick exits in a row
-ENDED_WELL = (0, EXIT_STOPPED)  # done, or stopped on request
+# Quick exits in a row; by then the delays have added up to a minute.
+GIVE_UP_AFTER = 6
+# Characters of a log's last line, so that an event stays one line.
+MAX_REASON_CHARS = 200
+# Between two looks at whether children that end wait for a processor.
+LOOK_EVERY_S = 0.5
+# Between two samples of processor time; a sample lists every process of the machine.
+SAMPLE_EVERY_S = 1.0
+# Done, or stopped on request.
+ENDED_WELL = (0, EXIT_STOPPED)
 
 
 @dataclass
@@ -44,7 +48,7 @@ class FleetProcess:
     log: Path
     nice: int = 0
     process: subprocess.Popen[bytes] | None = None
-    started: float = 0.0
+    started_at: float = 0.0
     restarts: int = 0
     not_before: float = 0.0
     exit_code: int | None = None  # of a child that is not restarted
@@ -61,11 +65,9 @@ class FleetProcess:
 
     @property
     def reason(self) -> str:
-        """The last line of its log after a colon, which is that of a traceback if it ended with
-        one.
-        """
+        """The last line of its log, after a colon; the log of a crash ends with its traceback."""
         last = next((line.strip() for line in reversed(self.last_lines()) if line.strip()), "")
-        return f": {last[:LONGEST_REASON]}" if last else ""
+        return f": {last[:MAX_REASON_CHARS]}" if last else ""
 
     def last_lines(self, count: int = 5) -> list[str]:
         """Return the last lines of its log."""
@@ -75,8 +77,7 @@ class FleetProcess:
 
 
 def cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
-    """Return user and system time by pid, with running descendants and all children that they
-    waited for.
+    """Return processor time by pid, with running descendants and children that they waited for.
 
     Lists every process of the machine once, which takes milliseconds.
     """
@@ -84,17 +85,18 @@ def cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             children[process.ppid()].append(process)
-    used: dict[int, float] = {}
+    seconds: dict[int, float] = {}
     for pid in pids:
         with contextlib.suppress(psutil.Error):
             family = [psutil.Process(pid)]
-            used[pid] = 0.0
+            seconds[pid] = 0.0
             while family:
                 process = family.pop()
                 family += children[process.pid]
                 with contextlib.suppress(psutil.Error):
-                    used[pid] += sum(process.cpu_times()[:4])
-    return used
+                    # User, system, and both of the children that it waited for.
+                    seconds[pid] += sum(process.cpu_times()[:4])
+    return seconds
 
 
 @dataclass
@@ -104,7 +106,7 @@ class ProcessFleet:
     logs: Path
     env: dict[str, str]
     children: list[FleetProcess] = field(default_factory=list)
-    sampled: float = 0.0  # when the processor time was taken
+    sampled_at: float = 0.0  # when the processor time was taken
 
     def add(self, name: str, module: str, args: Sequence[str], *, nice: int = 0) -> FleetProcess:
         """Start one child with its output in ``<logs>/<name>.log``; ``nice``: see ``spawn``."""
@@ -121,7 +123,7 @@ class ProcessFleet:
             child.process = spawn(
                 command, log, env={**os.environ, **self.env, **output}, nice=child.nice
             )
-        child.started = time.monotonic()
+        child.started_at = time.monotonic()
 
     def watch(self) -> list[ProcessEvent]:
         """Restart children that died, and return one line for each event."""
@@ -132,29 +134,28 @@ class ProcessFleet:
             if child.exit_code is not None or child.running:
                 continue
             code = child.process.returncode if child.process else 0
-            quick = now - child.started < 60
+            is_quick = now - child.started_at < 60
             if code in (*ENDED_WELL, EXIT_USER_ERROR):
                 child.exit_code = code
                 events.append(
                     ProcessEvent(f"{child.name} ended with exit code {code}", "stop", child.name)
                 )
-            elif quick and child.restarts >= GIVE_UP_AFTER:
+            elif is_quick and child.restarts >= GIVE_UP_AFTER:
                 child.exit_code = code
                 line = (
                     f"{child.name} died {child.restarts} times in a row; giving up, see {child.log}"
                 )
                 events.append(ProcessEvent(line, "death", child.name))
             elif child.not_before == 0.0:
-                child.restarts = child.restarts + 1 if quick else 1
+                child.restarts = child.restarts + 1 if is_quick else 1
                 delay = min(RESTART_AFTER_S * 2 ** (child.restarts - 1), RESTART_AT_MOST_S)
                 child.not_before = now + delay
-                how = (
-                    f"by {signal.Signals(-code).name}"
-                    if code < 0
-                    else f"with exit code {code}{child.reason}"
-                )
+                cause = f"with exit code {code}{child.reason}"
+                if code < 0:
+                    cause = f"by {signal.Signals(-code).name}"
                 line = (
-                    f"{child.name} (pid {child.pid}) died {how}; starting it again in {delay:.0f} s"
+                    f"{child.name} (pid {child.pid}) died {cause}; "
+                    f"starting it again in {delay:.0f} s"
                 )
                 events.append(ProcessEvent(line, "death", child.name))
             elif now >= child.not_before:
@@ -168,12 +169,10 @@ class ProcessFleet:
         return events
 
     def _sample(self, now: float) -> None:
-        """Record the processor time used so far; what a process uses after its last sample is not
-        counted.
-        """
-        if now - self.sampled < SAMPLE_EVERY_S:
+        """Record the processor time so far; time after the last sample of a process is lost."""
+        if now - self.sampled_at < SAMPLE_EVERY_S:
             return
-        self.sampled = now
+        self.sampled_at = now
         living = {child.pid: child for child in self.children if child.running}
         for pid, seconds in cpu_seconds(living).items():
             living[pid].cpu[pid] = seconds
@@ -187,34 +186,35 @@ class ProcessFleet:
     ) -> None:
         """Stop all children, those in ``first`` before the others: SIGTERM, SIGTERM again, SIGKILL.
 
-        ``patience_s`` is on their own clocks: a loaded machine must not cost the last checkpoint.
-
-        ``show`` is called often with the names still running, and the seconds until they must stop
-        at once.
+        Args:
+            patience_s: on their own clocks: a loaded machine must not cost the last checkpoint.
+            show: called often with the names that still run, and the seconds until SIGTERM again.
         """
-        leading = [c for c in self.children if c.name in first]
+        leading = [child for child in self.children if child.name in first]
         for batch in (leading, self.children):
             for signum, wait_s in (
                 (signal.SIGTERM, patience_s),
                 (signal.SIGTERM, 3.0),
                 (signal.SIGKILL, 3.0),
             ):
-                alive = [c for c in batch if c.running]
+                alive = [child for child in batch if child.running]
                 for child in alive:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(child.pid, signum)
                 began = looked_at = time.monotonic()
-                clocks = {c.name: WorkClock(c.pid) for c in alive}
-                while (
-                    waiting := [c.name for c in alive if c.running]
-                ) and time.monotonic() < began + wait_s:
+                clocks = {child.name: WorkClock(child.pid) for child in alive}
+                while time.monotonic() < began + wait_s:
+                    waiting = [child.name for child in alive if child.running]
+                    if not waiting:
+                        break
                     if time.monotonic() > looked_at + LOOK_EVERY_S:
+                        # The time that every child waited for a processor does not count.
                         began += min(clocks[name].look() for name in waiting)
                         looked_at = time.monotonic()
-                    show(
-                        waiting,
-                        patience_s - (time.monotonic() - began) if wait_s == patience_s else 0.0,
-                    )
+                    left_s = 0.0
+                    if wait_s == patience_s:
+                        left_s = patience_s - (time.monotonic() - began)
+                    show(waiting, left_s)
                     time.sleep(0.05)
 
     def kill(self) -> None:

@@ -17,20 +17,23 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 def sparkline(values: list[float], width: int = 30) -> str:
     """Return the newest values as block characters, scaled between their minimum and maximum."""
-    shown = [v for v in values[-width:] if math.isfinite(v)]
-    if not shown:
+    finite = [value for value in values[-width:] if math.isfinite(value)]
+    if not finite:
         return ""
-    low = min(shown)
-    span = max(shown) - min(shown)
-    return "".join(SPARKS[int((v - low) / span * 7.999) if span > 0 else 0] for v in shown)
+    low = min(finite)
+    span = (max(finite) - low) or 1.0
+    # The largest value is just below 8, the number of characters.
+    return "".join(SPARKS[int((value - low) / span * 7.999)] for value in finite)
 
 
 def duration(seconds: float) -> str:
     """Format seconds: 65 becomes ``1:05``."""
     whole = max(0, round(seconds))
-    hours, rest = divmod(whole, 3600)
-    minutes, secs = divmod(rest, 60)
-    return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
+    hours, remainder = divmod(whole, 3600)
+    minutes, secs = divmod(remainder, 60)
+    if hours:
+        return f"{hours}:{minutes:02d}:{secs:02d}"
+    return f"{minutes}:{secs:02d}"
 
 
 @dataclass
@@ -53,7 +56,7 @@ class LiveRunState:
     news: list[str] = field(default_factory=list)  # lines not shown yet
     history: StepHistory = field(default_factory=StepHistory)
     bottleneck: str = ""  # and what would change it; empty before the first step
-    _said: dict[str, Reminders] = field(default_factory=dict)
+    _log_reminders: dict[str, Reminders] = field(default_factory=dict)
     first_step_at: tuple[float, int] | None = None  # (monotonic seconds, step)
     last_step_at: float = 0.0
 
@@ -72,10 +75,9 @@ class LiveRunState:
         self.line = dict(values)
         self.last_step_at = now
         self.history.take(values)
-        begun, over = self.signals.take(values)
-        self.news += [f"warning: {text}" for text in begun] + [
-            f"no longer: {text}" for text in over
-        ]
+        new_warnings, past_warnings = self.signals.take(values)
+        self.news += [f"warning: {text}" for text in new_warnings]
+        self.news += [f"no longer: {text}" for text in past_warnings]
         self.first_step_at = self.first_step_at or (now, step)
         self.rewards.append(values["reward/mean"])
         self.successes.append(values.get("env/success_rate", math.nan))
@@ -88,45 +90,50 @@ class LiveRunState:
         return True
 
     def see(self, present: Iterable[wire.Presence], now: float = 0.0) -> list[str]:
-        """Replace the processes that are alive. Return lines about those that stopped or resumed
-        taking work.
-        """
-        before = self.processes
-        self.processes = {f"{p.role}.{p.id}": p for p in present}
+        """Replace the live processes; return lines about those that stopped or resumed work."""
+        previous = self.processes
+        self.processes = {f"{presence.role}.{presence.id}": presence for presence in present}
         lines = []
         for key, presence in self.processes.items():
-            had = bool(key in before and before[key].problem)
-            has = bool(presence.problem)
-            if has and not had:
+            had_problem = bool(key in previous and previous[key].problem)
+            has_problem = bool(presence.problem)
+            if has_problem and not had_problem:
                 lines.append(f"{presence.role} {presence.id}: {presence.problem}")
-            elif had and not has:
+            elif had_problem and not has_problem:
                 lines.append(f"{presence.role} {presence.id} takes work again")
-            self._hear(key, presence, before[key].said if key in before else "", now)
+            previous_line = previous[key].said if key in previous else ""
+            self._queue_log_line(key, presence, previous_line, now)
         return lines
 
-    def _hear(self, key: str, presence: wire.Presence, before: str, now: float) -> None:
-        """Queue a line that a process logged: the first at once, repeated ones at growing
-        intervals.
-        """
-        reminders = self._said.setdefault(key, Reminders())
-        if not presence.said:
+    def _queue_log_line(
+        self, key: str, presence: wire.Presence, previous_line: str, now: float
+    ) -> None:
+        """Queue a line that a process logged: the first at once, the next at growing intervals."""
+        reminders = self._log_reminders.setdefault(key, Reminders())
+        line = presence.said
+        if not line:
             reminders.over()
-        elif presence.said != before and not self._is_known(presence.said) and reminders.due(now):
-            self.news.append(f"{presence.role} {presence.id}: {presence.said}")
+        elif line != previous_line and not self._is_signal(line) and reminders.due(now):
+            self.news.append(f"{presence.role} {presence.id}: {line}")
 
     def said(self) -> list[str]:
-        """Return the newest warning or error of each process that is not already shown as a signal."""
-        new = [one for one in self.processes.values() if one.said and not self._is_known(one.said)]
-        return [f"{one.role} {one.id}: {one.said}" for one in new]
+        """Return the newest warning or error of each process, without learning signals."""
+        return [
+            f"{presence.role} {presence.id}: {presence.said}"
+            for presence in self.processes.values()
+            if presence.said and not self._is_signal(presence.said)
+        ]
 
-    def _is_known(self, said: str) -> bool:
+    def _is_signal(self, line: str) -> bool:
         """Return whether this is a warning about learning, which the learner logs as well."""
-        return any(text[:100] in said for text in self.signals.active.values())
+        return any(text[:100] in line for text in self.signals.active.values())
 
     def problems(self) -> list[str]:
         """Return why processes take no work, one line each."""
         return [
-            f"{one.role} {one.id}: {one.problem}" for one in self.processes.values() if one.problem
+            f"{presence.role} {presence.id}: {presence.problem}"
+            for presence in self.processes.values()
+            if presence.problem
         ]
 
     def eta_s(self) -> float | None:
@@ -144,7 +151,8 @@ class LiveRunState:
             f"reward {get('reward/mean', 0):.3f}",
             f"success {get('env/success_rate', 0):.3f}",
             f"staleness {get('staleness/mean', 0):.2f} (max {get('staleness/max', 0):.0f})",
-            f"idle learner {get('trainer/idle_ratio', 0):.0%} generator {get('rollouter/idle_ratio', 0):.0%}",
+            f"idle learner {get('trainer/idle_ratio', 0):.0%} "
+            f"generator {get('rollouter/idle_ratio', 0):.0%}",
             f"{get('perf/tokens_per_s', 0):.0f} tokens/s",
             f"{get('perf/samples_per_s', 0):.1f} samples/s",
         ]

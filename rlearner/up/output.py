@@ -1,4 +1,4 @@
-"""Prints what happens to a run of ``rlearner up``: lines for people, or JSON objects for programs."""
+"""Prints the events of ``rlearner up``: lines for people, or JSON objects for programs."""
 
 from __future__ import annotations
 
@@ -26,19 +26,13 @@ class Output:
             text: lines for people; ``message`` of an object without fields.
         """
         if self.as_json:
-            print(
-                visible_json(
-                    {"event": event, "time": time.time(), **(fields or {"message": text})}
-                ),
-                flush=True,
-            )
+            line = {"event": event, "time": time.time(), **(fields or {"message": text})}
+            print(visible_json(line), flush=True)
         elif text:
             print(visible(text, newlines=True), flush=True)
 
     def stamped(self, event: str, text: str, **fields: Any) -> None:
         """Print an event with its time, which an object always has."""
-        self(
-            event,
-            text if self.as_json else f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}",
-            **fields,
-        )
+        if not self.as_json:
+            text = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}"
+        self(event, text, **fields)

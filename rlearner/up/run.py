@@ -47,29 +47,34 @@ from rollout.checks import refuse_sleepless
 
 LOOPBACK = "127.0.0.1"
 DRAW_EVERY_S = 0.25
-LEARNER_PATIENCE_S = 30.0  # for its last checkpoint
-# Hubs wake up for each message, and each time interrupt the learner or a server if these need all
-# cores. They can wait for milliseconds: enough requests are under way.
+# The learner writes its last checkpoint in this time.
+LEARNER_PATIENCE_S = 30.0
+# Hubs wake up for each message, and would interrupt the learner or a server that needs all cores.
+# They can wait for milliseconds: enough requests are under way.
 HUB_NICE = 10
 
 
 async def is_completed(config: dict[str, Any], say: Output) -> bool:
-    """Return whether the run has made all its steps, and print so. Call it before anything is
-    written.
+    """Return whether the run has made all its steps, and print so; call it before any write.
 
     Raises:
         UserError: if the run is live, has made more steps than that, or only another broker has its
             streams.
     """
     run_folder(config)  # fails where no folder can be created
-    run, folder = _where(config)
-    made = newest_checkpoint(folder / "checkpoints")
+    run, folder = _name_and_folder(config)
+    newest = newest_checkpoint(folder / "checkpoints")
     steps = section(config, "train", TrainSection).steps
-    if made is not None and made.step == steps:
+    if newest is not None and newest.step == steps:
         text = nothing_left(run, steps)
-        again = continue_line(config).strip()
+        resume = continue_line(config).strip()
         say(
-            "completed", f"{text}\n{again}".rstrip(), run=run, steps=steps, message=text, next=again
+            "completed",
+            f"{text}\n{resume}".rstrip(),
+            run=run,
+            steps=steps,
+            message=text,
+            next=resume,
         )
         return True
     refuse_fewer_steps(folder, run, steps)
@@ -77,7 +82,7 @@ async def is_completed(config: dict[str, Any], say: Output) -> bool:
     return False
 
 
-def _where(config: dict[str, Any]) -> tuple[str, Path]:
+def _name_and_folder(config: dict[str, Any]) -> tuple[str, Path]:
     """Return the run's name, and its folder as the user would write it."""
     return config["run"]["name"], Path(config["run"]["dir"]) / config["run"]["name"]
 
@@ -93,8 +98,7 @@ async def up(
     share_gpus: bool = False,
     listen: tuple[str, int] = (LOOPBACK, 0),
 ) -> None:
-    """Start everything, show it, and stop it when the learner is done, on a signal, or when a child
-    cannot run.
+    """Start everything, show it, and stop it at its end, on a signal, or if a child cannot run.
 
     Args:
         config: the validated configuration, with ``run.name`` set.
@@ -111,7 +115,7 @@ async def up(
     """
     if share_gpus:
         refuse_sleepless(config["rollout"]["engine"])
-    run, folder = _where(config)
+    run, folder = _name_and_folder(config)
     settings = section(config, "broker", BrokerSection)
     config = {
         **config,
@@ -125,36 +129,48 @@ async def up(
     with removed_on_failure(folder), RunClaim(folder, run) as claim:
         logs = folder / "logs"
         say("started", f"run {run}, logs in {logs}", run=run, folder=str(folder), logs=str(logs))
-        for one in changed:
-            say("changed", f"changed since the last start: {one}", change=one)
-        await _up(
-            config, run, folder, [*args, *flags], stop, say, claim, listen, share_gpus=share_gpus
+        for change in changed:
+            say("changed", f"changed since the last start: {change}", change=change)
+        await _run_fleet(
+            config,
+            run,
+            folder,
+            args=[*args, *flags],
+            stop=stop,
+            say=say,
+            claim=claim,
+            listen=listen,
+            share_gpus=share_gpus,
         )
 
 
-async def _up(
+async def _run_fleet(
     config: dict[str, Any],
     run: str,
     folder: Path,
+    *,
     args: list[str],
     stop: Stop,
     say: Output,
     claim: RunClaim,
     listen: tuple[str, int],
-    *,
     share_gpus: bool,
 ) -> None:
     settings = section(config, "broker", BrokerSection)
     logs = folder / "logs"
-    started = time.monotonic()
+    began = time.monotonic()
     epoch = noted_epoch(folder)
-    store = str(folder / STORE)
-    most_gib = config["broker"]["store_max_gib"]
-    (bind, port), sync_always = listen, settings.sync_always
-    made = BrokerServer(
-        store, bind=bind, port=port, sync_always=sync_always, store_max_gib=most_gib, num_procs=1
+    store_max_gib = config["broker"]["store_max_gib"]
+    bind, port = listen
+    server = BrokerServer(
+        str(folder / STORE),
+        bind=bind,
+        port=port,
+        sync_always=settings.sync_always,
+        store_max_gib=store_max_gib,
+        num_procs=1,
     )
-    with made as broker:
+    with server as broker:
         if bind != LOOPBACK:
             text = (
                 f"other hosts join at {broker.url} with a token: rlearner invite envhub --run {run}"
@@ -164,9 +180,9 @@ async def _up(
         fleet = ProcessFleet(logs, {"RL_BROKER": broker.url, "RL_RUN": run})
         stop.at_once.append(fleet.kill)
         try:
-            learner = fleet.add(
-                "learner", "rlearner.cli", ["start", *args, f"broker.store_max_gib={most_gib}"]
-            )
+            # The learner applies the limit of the store to the streams that it makes.
+            learner_args = ["start", *args, f"broker.store_max_gib={store_max_gib}"]
+            learner = fleet.add("learner", "rlearner.cli", learner_args)
             fleet.add(
                 "rollout-server",
                 "rollout.cli",
@@ -176,29 +192,21 @@ async def _up(
                 fleet.add(hub, f"{hub}.cli", ["--id", f"{hub}-1"], nice=HUB_NICE)
             evaluation = section(config, "eval", EvalSection)
             if evaluation.every_steps and "random" in (evaluation.baseline, *evaluation.against):
-                # YAML reads JSON
+                # The value of an override is YAML, which includes JSON.
                 engine_args = f"engine_args={json.dumps(evaluation.baseline_args)}"
-                random = [
-                    "--engine",
-                    "random",
-                    "--policy",
-                    "random",
-                    "--id",
-                    "random-1",
-                    engine_args,
-                ]
-                fleet.add("rollout-random", "rollout.cli", random)
-            await _show(config, broker, fleet, learner, stop, say)
-            used = {child.name: sum(child.cpu.values()) for child in fleet.children}
-            used |= {
+                random_args = ["--engine", "random", "--policy", "random", "--id", "random-1"]
+                fleet.add("rollout-random", "rollout.cli", [*random_args, engine_args])
+            await _show_run(config, broker, fleet, learner=learner, stop=stop, say=say)
+            cpu_s = {child.name: sum(child.cpu.values()) for child in fleet.children}
+            cpu_s |= {
                 "broker": sum(cpu_seconds([broker.pid]).values()),
                 "this view": time.process_time(),
             }
         finally:
-            farewell = ShutdownDisplay()
+            display = ShutdownDisplay()
             patience_s = LEARNER_PATIENCE_S if stop.asked.is_set() else 10.0
-            await asyncio.to_thread(fleet.stop, ("learner",), patience_s=patience_s, show=farewell)
-            farewell.close()
+            await asyncio.to_thread(fleet.stop, ("learner",), patience_s=patience_s, show=display)
+            display.close()
     try:
         fleet.raise_for_failures()
     except UserError:
@@ -206,10 +214,10 @@ async def _up(
             say("failed", continue_line(config).strip())
         raise
     resume = continue_line(config).strip() or f"again: rlearner up {shlex.join(args)}"
-    write_artifacts(folder, time.monotonic() - started, used, resume, say)
+    write_artifacts(folder, time.monotonic() - began, cpu_s, resume, say)
 
 
-async def _show(
+async def _show_run(
     config: dict[str, Any],
     broker: BrokerServer,
     fleet: ProcessFleet,
@@ -219,20 +227,20 @@ async def _show(
 ) -> None:
     """Show the run until the learner exits, a child cannot run, or a signal arrives."""
     console = Console()
-    # FORCE_COLOR makes no terminal
+    # rich takes FORCE_COLOR for a terminal, where cursor movements would fill a file.
     is_live = console.is_interactive and sys.stdout.isatty() and not say.as_json
     board = LiveRunState(config["run"]["name"], section(config, "train", TrainSection).steps)
     events: list[str] = []
-    keeper = ServerSupervisor(broker)
+    supervisor = ServerSupervisor(broker)
     bus = await Bus.connect(broker.url, board.run, name="up", deadline_s=30.0)
     roster = Roster(bus)
-    advising: asyncio.Future[str] | None = None
-    advised = 0.0  # when computing the newest advice began
+    advice: asyncio.Future[str] | None = None
+    advice_began = 0.0
     try:
         await bus.ensure_streams()
         await roster.start()
         steps: asyncio.Queue[tuple[str, dict[str, float]]] = asyncio.Queue()
-        listening = asyncio.create_task(_listen(bus, board, steps))
+        reader = asyncio.create_task(_read_metrics(bus, board, steps))
         display = (
             Live(console=console, refresh_per_second=4) if is_live else contextlib.nullcontext()
         )
@@ -241,36 +249,34 @@ async def _show(
             while not stop.asked.is_set() and learner.exit_code is None and not fleet.failed:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stop.asked.wait(), DRAW_EVERY_S)
-                happened: list[str] = [*fleet.watch(), *await asyncio.to_thread(keeper.look)]
+                new_events: list[str] = [*fleet.watch(), *await asyncio.to_thread(supervisor.look)]
                 present = [
-                    p
+                    presence
                     for role in ("learner", "rollout", "envhub", "rewardhub")
-                    for p in roster.alive(role)
+                    for presence in roster.alive(role)
                 ]
-                happened += board.see(present, time.monotonic())
-                events += happened
-                note_events(fleet.logs, happened)
-                if advising is None and (rows := board.history.due()):
-                    advised = time.monotonic()
-                    advising = asyncio.ensure_future(
-                        asyncio.to_thread(bottleneck_line, rows, config)
-                    )
-                elif advising is not None and advising.done():
-                    known = board.bottleneck
-                    board.bottleneck = advising.result()
-                    advising = None
-                    board.history.computed(time.monotonic() - advised)
-                    if (
-                        live is None
-                        and known.partition(";")[0] != board.bottleneck.partition(";")[0]
-                    ):
+                new_events += board.see(present, time.monotonic())
+                events += new_events
+                note_events(fleet.logs, new_events)
+                if advice is None and (rows := board.history.due()):
+                    advice_began = time.monotonic()
+                    # In a thread: a simulation takes seconds, and the view must go on.
+                    advice = asyncio.ensure_future(asyncio.to_thread(bottleneck_line, rows, config))
+                elif advice is not None and advice.done():
+                    previous = board.bottleneck
+                    board.bottleneck = advice.result()
+                    advice = None
+                    board.history.computed(time.monotonic() - advice_began)
+                    # The text after the stage changes with each advice.
+                    stages = [text.partition(";")[0] for text in (previous, board.bottleneck)]
+                    if live is None and stages[0] != stages[1]:
                         say.stamped("bottleneck", f"bottleneck: {board.bottleneck}")
                 news = board.news
                 board.news = []
                 if live is not None:
                     live.update(screen(board, events, fleet.logs))
                     continue
-                for line in happened:
+                for line in new_events:
                     say.stamped("process", line)
                 while not steps.empty():
                     line, figures = steps.get_nowait()
@@ -282,8 +288,9 @@ async def _show(
                     say.stamped("phase", phase)
                 if failed := board.failures.news(time.monotonic(), fleet.logs):
                     say.stamped("failed_groups", failed)
-        listening.cancel()
-        if listening.done() and not listening.cancelled() and (error := listening.exception()):
+        reader.cancel()
+        # A reader that failed has left the view without figures.
+        if reader.done() and not reader.cancelled() and (error := reader.exception()):
             raise error
     finally:
         await roster.close()
@@ -292,7 +299,7 @@ async def _show(
         print("stopping everything; press Ctrl-C again to stop at once", file=sys.stderr)
 
 
-async def _listen(
+async def _read_metrics(
     bus: Bus, board: LiveRunState, steps: asyncio.Queue[tuple[str, dict[str, float]]]
 ) -> None:
     async for metrics in watch_metrics(bus):

@@ -1,6 +1,4 @@
-"""Decides whether ``rlearner up`` may run: once per run, and not if another broker holds its
-streams.
-"""
+"""Decides whether ``rlearner up`` may run: once per run, with the broker that has its streams."""
 
 from __future__ import annotations
 
@@ -15,8 +13,9 @@ from rlearner.ops.live_learners import ask_broker
 
 
 async def refuse_other_broker(folder: Path, run: str) -> None:
-    """Ask the broker that the run last used, unless it is a private one of this folder. Writes
-    nothing.
+    """Ask the broker that the run last used, unless it is private to this folder.
+
+    Writes nothing.
 
     Raises:
         UserError: if a learner trains the run there, or only that broker can hold the run's
@@ -31,19 +30,15 @@ async def refuse_other_broker(folder: Path, run: str) -> None:
         raise UserError(
             f"run {run} is live at {url} ({learner}); `rlearner status {folder}` shows it"
         )
-    # older version
+    # An earlier version did not note the private addresses, but left the broker's store.
     trained_by_up = not private_addresses(folder) and (folder / STORE / "jetstream").exists()
     if noted_epoch(folder) and not trained_by_up:
-        last = (
-            "; if it has lost its store, add --rebase, which counts the open tickets as dead"
-            if problem
-            else ""
-        )
-        by_hand = (
-            f"`rlearner start {folder} --broker {url}` and start the other processes by hand{last}"
-        )
+        hint = ""
+        if problem:
+            hint = "; if it has lost its store, add --rebase, which counts the open tickets as dead"
         raise UserError(
-            f"run {run} was last trained with the broker at {url}{problem}: continue with {by_hand}"
+            f"run {run} was last trained with the broker at {url}{problem}: continue with "
+            f"`rlearner start {folder} --broker {url}` and start the other processes by hand{hint}"
         )
 
 
@@ -55,8 +50,8 @@ class RunClaim:
     """
 
     def __init__(self, folder: Path, run: str) -> None:
-        # `rlearner runs` may hold it
-        self._file: IO[bytes] = lock(folder / UP_LOCK, _held(folder, run), wait_s=0.5)
+        # `rlearner runs` holds it for a moment.
+        self._file: IO[bytes] = lock(folder / UP_LOCK, _live_message(folder, run), wait_s=0.5)
         self._write(str(os.getpid()))
 
     def note(self, url: str) -> None:
@@ -74,12 +69,13 @@ class RunClaim:
         self._file.close()
 
 
-def _held(folder: Path, run: str) -> str:
+def _live_message(folder: Path, run: str) -> str:
     """Return the message for a folder that another ``rlearner up`` holds."""
     file = folder / UP_LOCK
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     pid = next((line for line in reversed(lines) if line.isdecimal()), "unknown")
-    at = f" at {lines[-1]}" if lines and "://" in lines[-1] else ""
-    return (
-        f"run {run} is live{at} (`rlearner up`, process {pid}); `rlearner status {folder}` shows it"
-    )
+    state = "is live"
+    # The address comes after the process id, once the broker runs.
+    if lines and "://" in lines[-1]:
+        state += f" at {lines[-1]}"
+    return f"run {run} {state} (`rlearner up`, process {pid}); `rlearner status {folder}` shows it"

@@ -16,29 +16,28 @@ DOING: Final = {
     "rewardhub": "ending its scores",
     "rollout-server": "ending its requests",
 }
-SILENT_S: Final = 1.0  # a fleet that ends sooner needs no line
+# A fleet that ends sooner needs no line.
+SILENT_S: Final = 1.0
 
 
 def waiting_line(waiting: Sequence[str], left_s: float) -> str:
-    """Return ``waiting for learner (writing the last checkpoint): 27 s``; ``waiting``: names of
-    running children.
-    """
-    named = ", ".join(f"{name} ({DOING[name]})" if name in DOING else name for name in waiting)
-    return f"waiting for {named}: {max(left_s, 0.0):.0f} s" + (
-        "" if left_s > 0 else ", stopping them now"
-    )
+    """Return a line like ``waiting for learner (writing the last checkpoint): 27 s``."""
+    names = ", ".join(f"{name} ({DOING[name]})" if name in DOING else name for name in waiting)
+    if left_s > 0:
+        return f"waiting for {names}: {left_s:.0f} s"
+    return f"waiting for {names}: 0 s, stopping them now"
 
 
 class ShutdownDisplay:
-    """Display of the shutdown: one countdown line on a terminal, elsewhere lines at growing
-    intervals.
-    """
+    """Display of the shutdown: a countdown on a terminal, elsewhere lines at growing intervals."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         self._out = out or sys.stderr
         self._is_terminal = self._out.isatty()
         self._began = time.monotonic()
-        self._shown, self._waiting, self._reminders = "", tuple[str, ...](), Reminders()
+        self._line = ""
+        self._waiting: tuple[str, ...] = ()
+        self._reminders = Reminders()
 
     def __call__(self, waiting: Sequence[str], left_s: float) -> None:
         """Show the children that are still running; called often."""
@@ -56,12 +55,12 @@ class ShutdownDisplay:
 
     def close(self) -> None:
         """Clear the line on a terminal."""
-        if self._shown:
+        if self._line:
             self._rewrite("")
 
     def _rewrite(self, text: str) -> None:
-        if text != self._shown:
-            self._shown = text
+        if text != self._line:
+            self._line = text
             self._write(f"\r\x1b[K{text}")
 
     def _write(self, text: str) -> None:

@@ -33,27 +33,25 @@ def progress(board: LiveRunState) -> RenderableType:
     row.add_column(justify="right", no_wrap=True)
     eta = board.eta_s()
     label = f"step {board.step}/{board.total_steps}" if board.step else board.phase
-    left = f"  eta {duration(eta)}" if eta is not None else ""
-    row.add_row(ProgressBar(total=board.total_steps, completed=board.step), f"{label}{left}")
+    if eta is not None:
+        label += f"  eta {duration(eta)}"
+    row.add_row(ProgressBar(total=board.total_steps, completed=board.step), label)
     return row
 
 
 def trouble(board: LiveRunState, logs: Path) -> list[RenderableType]:
-    """Return the lines about hubs that take no work, failed groups, learning signals, and logged
-    warnings.
+    """Return the lines about idle hubs, failed groups, learning signals and logged warnings.
 
     Failed groups are red until a group is trained after the newest failure.
     """
-    lines = [Text(line, style="bold red") for line in board.problems()]
+    lines: list[RenderableType] = [Text(line, style="bold red") for line in board.problems()]
     if board.failures.total:
-        lines.append(
-            Text(board.failures.line(logs), style="bold red" if board.failures.stuck else "yellow")
-        )
+        style = "bold red" if board.failures.stuck else "yellow"
+        lines.append(Text(board.failures.line(logs), style=style))
     lines += [Text(f"warning: {text}", style="yellow") for text in board.signals.active.values()]
-    return [
-        *lines,
-        *(Text(text, style="red" if " ERROR " in text else "yellow") for text in board.said()),
-    ]
+    for text in board.said():
+        lines.append(Text(text, style="red" if " ERROR " in text else "yellow"))
+    return lines
 
 
 def figures(board: LiveRunState) -> RenderableType:
@@ -65,10 +63,10 @@ def figures(board: LiveRunState) -> RenderableType:
     table.add_column(style="cyan")
     table.add_row("reward", f"{get('reward/mean', 0):.3f}", sparkline(board.rewards))
     table.add_row("success rate", f"{get('env/success_rate', 0):.3f}", sparkline(board.successes))
-    measured = "  ".join(f"{rate:.3f} at {step}" for step, rate in board.evals[-4:])
-    others = "  ".join(f"{name} {rate:.3f}" for name, rate in sorted(board.baselines.items()))
+    rates = [f"{rate:.3f} at {step}" for step, rate in board.evals[-4:]]
+    rates += [f"{name} {rate:.3f}" for name, rate in sorted(board.baselines.items())]
     newest = f"{board.evals[-1][1]:.3f}" if board.evals else "-"
-    table.add_row("evaluation", newest, "  ".join(filter(None, (measured, others))))
+    table.add_row("evaluation", newest, "  ".join(rates))
     table.add_row(
         "staleness", f"{get('staleness/mean', 0):.2f}", f"max {get('staleness/max', 0):.0f}"
     )
@@ -90,15 +88,12 @@ def figures(board: LiveRunState) -> RenderableType:
 
 
 def health(board: LiveRunState) -> RenderableType:
-    """Return one row for each process; a narrow screen cuts what it serves, never its name or
-    state.
-    """
-    rows = [
-        _row(presence)
-        for presence in sorted(board.processes.values(), key=lambda p: (p.role, p.id))
-    ]
+    """Return one row for each process; a narrow screen cuts what it serves, never its state."""
+    processes = sorted(board.processes.values(), key=lambda presence: (presence.role, presence.id))
+    rows = [_process_row(presence) for presence in processes]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for number, title in enumerate(("process", "state", "pid", "version", "running", "waiting")):
+        # Without a minimum rich shrinks these columns before the last one.
         width = max(len(title), *(len(row[number]) for row in rows), 0)
         table.add_column(
             title, justify="left" if number < 2 else "right", no_wrap=True, min_width=width
@@ -109,10 +104,12 @@ def health(board: LiveRunState) -> RenderableType:
     return table
 
 
-def _row(presence: wire.Presence) -> tuple[str | Text, ...]:
+def _process_row(presence: wire.Presence) -> tuple[str | Text, ...]:
     version = str(presence.policy_version) if presence.policy_version >= 0 else "-"
-    what = presence.engine if presence.role == "rollout" else ", ".join(presence.serves)
-    busy = f"{presence.running}/{presence.slots}" if presence.slots else str(presence.running)
+    serves = presence.engine if presence.role == "rollout" else ", ".join(presence.serves)
+    busy = str(presence.running)
+    if presence.slots:
+        busy += f"/{presence.slots}"
     name = display_name(presence.role, presence.id)
     state = Text(presence.state, style=STATE_COLOUR[presence.state])
-    return name, state, str(presence.pid), version, busy, str(presence.waiting), what
+    return name, state, str(presence.pid), version, busy, str(presence.waiting), serves

@@ -4,5 +4,5 @@ from rewardhub.rewards.base import Sample
 
 
 def quick(sample: Sample, cost: float = 0.1) -> dict[str, float]:
-    """Return a cost for each turn. The parts add up, and each is shown by its name in the metrics."""
+    """Return a cost for each turn. The parts add up; each is a metric of its name."""
     return {"turns": -cost * sample.num_turns}

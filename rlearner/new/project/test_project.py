@@ -9,7 +9,7 @@ from reward import quick
 from rewardhub.rewards.base import Sample
 from rlearner.cli import main
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 
 
 def test_the_game_answers_and_ends() -> None:
@@ -21,8 +21,8 @@ def test_the_game_answers_and_ends() -> None:
         assert game.step(f"{secret - 1}").observation.text == "Higher."
     if secret < 9:
         assert game.step(f"{secret + 1}").observation.text == "Lower."
-    found = game.step(f" {secret}.")
-    assert (found.reward, found.done, found.success) == (1.0, True, True)
+    result = game.step(f" {secret}.")
+    assert (result.reward, result.done, result.success) == (1.0, True, True)
 
 
 def test_equal_tasks_are_equal_and_splits_are_not() -> None:
@@ -54,4 +54,4 @@ def test_a_turn_costs() -> None:
 
 
 def test_the_configuration_is_valid_and_a_trial_episode_is_scored() -> None:
-    assert main(["check", str(HERE / "@name@.yaml")]) == 0
+    assert main(["check", str(FOLDER / "@name@.yaml")]) == 0

@@ -39,7 +39,9 @@ async def test_a_broker_that_is_gone_is_not_waited_for(
     everything: Any = Silent()
     monkeypatch.setattr(served_teacher, "STOP_TIMEOUT_S", 0.05)
     monkeypatch.setattr(served_teacher.carriers, "connect", lambda carrier, bus: everything)
-    asker = served_teacher._TeacherClient(everything, everything, DistillSection(teacher="t"), "zmq")
+    asker = served_teacher._TeacherClient(
+        everything, everything, DistillSection(teacher="t"), "zmq"
+    )
     async with asyncio.timeout(60):
         await asker.close()
     assert everything.closed == 3

@@ -153,7 +153,7 @@ async def test_recorded_entropies_and_ratios_are_on_their_tokens(run: Path, prin
     figures = TokenFigures(column, np.log(np.array([0.5, 1.0, 2.0, 1.0])).astype(np.float16))
     files = TokenFiles(run / archive.FOLDER, step)
     # the second was masked, the fourth is greedy
-    files.write(step, {5: [figures, NO_FIGURES, figures, NOTHING]})
+    files.write(step, {5: [figures, NO_FIGURES, figures, NO_FIGURES]})
     files.close()
     view = built(run).group(5)
     assert not {"entropy", "ratio"} & view.unavailable.keys()

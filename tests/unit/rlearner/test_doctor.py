@@ -557,9 +557,9 @@ def test_the_sandbox_probe_names_the_command(problem: str, command: str) -> None
 def test_user_namespaces(tmp_path: Path) -> None:
     (tmp_path / "user").mkdir()
     (tmp_path / "user/max_user_namespaces").write_text("96235\n")
-    assert namespaces(tmp_path, root=False).found == "at most 96235"
+    assert namespaces(tmp_path, is_root=False).found == "at most 96235"
     (tmp_path / "user/max_user_namespaces").write_text("0\n")
-    assert namespaces(tmp_path, root=True) == PreflightFinding(
+    assert namespaces(tmp_path, is_root=True) == PreflightFinding(
         "sandbox", "user namespaces", "absent", "disabled; root needs none"
     )
 

@@ -87,7 +87,11 @@ def test_a_child_that_refuses_its_input_is_not_started_again(modules: Path) -> N
     child = fleet.add("refuser", "refuser", [])
     wait_until(lambda: not child.running)
     (event,) = fleet.watch()
-    assert (event, event.kind, event.who) == ("refuser ended with exit code 2", "stop", "refuser")
+    assert (event, event.kind, event.process) == (
+        "refuser ended with exit code 2",
+        "stop",
+        "refuser",
+    )
     assert fleet.watch() == []
     assert child.exit_code == 2
     assert child.last_lines() == ["error: train.lr: -1 is not allowed"]
