@@ -92,7 +92,7 @@ class TrainingThread:
                 "a model that shares its devices cannot train a step before its groups are there"
             )
         self._turns = turns
-        # Held from the begin of a turn until its job is submitted, so that no turn ends in between.
+        # Held until the job of a new turn is submitted, so that the turn cannot end before it.
         self._turn_lock = asyncio.Lock()
         self._algorithm = algorithm
         self._build = build
