@@ -78,6 +78,7 @@ class DiskRetry:
         while True:
             try:
                 result = await job()
+            # Users can fix a full disk or a lost mount, after which the run continues.
             except OSError as error:
                 self.reason = reason_of(error, self._folder)
                 if self._stop.asked.is_set():

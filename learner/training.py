@@ -92,6 +92,7 @@ class TrainingThread:
                 "a model that shares its devices cannot train a step before its groups are there"
             )
         self._turns = turns
+        # Held until the job of a new turn is submitted, so that the turn cannot end before it.
         self._turn_lock = asyncio.Lock()
         self._algorithm = algorithm
         self._build = build

@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 
 # Replaces a domain: no hub reads it.
 NO_DOMAIN: Final = "_lost"
+# Messages published at once: without a bound, a long gap would fill memory.
 FILL_AT_ONCE: Final = 512
 
 

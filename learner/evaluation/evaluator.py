@@ -96,7 +96,7 @@ class Evaluator:
         self._start_baseline(step)
 
     def take(self, *, last: bool) -> dict[str, float]:
-        """Return one line's metrics: the actor's next result (the newest if ``last``) and others."""
+        """Return one line's metrics: the actor's next result (the newest if ``last``), others."""
         actors = [result for result in self.completed if result.policy == ACTOR]
         others = [result for result in self.completed if result.policy != ACTOR]
         # A policy that is compared with the actor waits for its result.
@@ -247,6 +247,7 @@ class Evaluator:
             log.warning(
                 "evaluation of %s after step %d has no results: %s", policy, step, evaluation.closed
             )
+        # Counted until the file is written: ``drain`` waits for it.
         self._num_unsaved += 1
         rows = await self._disk_retry.in_thread(self._save_rows, evaluation)
         evaluation.rows.clear()
