@@ -48,6 +48,7 @@ class AuditReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the counts, problems and notes by their published keys."""
+        # These keys are the published output of `rlearner audit --json`.
         names = ("tickets", "trained", "filtered", "dropped", "dead", "open")
         figures: dict[str, Any] = {name: self.counts.get(name, 0) for name in names}
         figures |= {

@@ -53,6 +53,7 @@ def read_books(folder: Path) -> RunRecords:
         raise UserError(f"{path}: no ledger files; the learner has not begun to train")
     problems: list[str] = []
     metrics = folder / "metrics.jsonl"
+    # Before the ledger file, which the learner writes first: so no line of it is missing there.
     rows = read_lines(metrics)
     checkpoints = _checkpoint_ledgers(folder / "checkpoints", problems)
     if number := damaged_line(metrics):

@@ -117,6 +117,7 @@ def check_source(
     records_by_seq: dict[int, AuditedRecord] = {}
     beyond = 0
     for record in records:
+        # The learner has not consumed these yet.
         if record.seq > tally.position:
             beyond += 1
         elif record.seq in records_by_seq:

@@ -44,6 +44,7 @@ class TapFile:
         self._file.write(
             json.dumps({"n": self._number, "event": event, "time": time.time(), **values}) + "\n"
         )
+        # A test may kill the tap; every line written so far must count.
         self._file.flush()
 
     async def ticket(self, message: Msg) -> None:
@@ -159,6 +160,7 @@ async def tap(
     async def failed(error: Exception) -> None:
         recorder.write("error", reason=described(error))
 
+    # The client does not notice that its server is cut off, so the test reports it.
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, recorder.write, "cut")
     client = await nats.connect(
         url.split(","),

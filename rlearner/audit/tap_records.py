@@ -25,6 +25,7 @@ def read(path: Path) -> list[dict[str, Any]]:
         UserError: if the file cannot be read, or a line is not a tap's.
     """
     try:
+        # The part after the last newline is a line that is still being written.
         rows = path.read_text(encoding="utf-8").split("\n")[:-1]
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None

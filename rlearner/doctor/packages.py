@@ -222,6 +222,7 @@ def _check_tool(
         remedy = project.install(extra)
     else:
         remedy = f"{sys.executable} -m pip install {alternatives[0]}"
+    # The CPU build is made by the Makefile of the source folder.
     if not gpus and project.folder is not None:
         remedy = WITHOUT_GPU.get(name, remedy)
     if name in EXTRA_COMMANDS:

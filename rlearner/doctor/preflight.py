@@ -82,6 +82,7 @@ def fleet_findings(config: dict[str, Any]) -> list[PreflightFinding]:
 def learner_findings(config: dict[str, Any]) -> list[PreflightFinding]:
     """Return what would stop the learner or offline training; ``config`` is validated."""
     needs = requirements_of(config)
+    # Servers and hubs may run on other machines, with their packages.
     own = {key: name for key, name in needs.plugins.items() if not key.startswith(NOT_THE_LEARNERS)}
     findings = tools(
         packages.find_project(), MachineRequirements(plugins=own, parquet=needs.parquet)

@@ -83,6 +83,7 @@ def write_project(folder: Path, name: str) -> list[str]:
     files = {path.format(name=name): source for path, source in FILES.items()}
     for path, source in files.items():
         text = (template / source).read_text(encoding="utf-8").replace(PLACEHOLDER, name)
+        # Mode x: a file that exists is never overwritten.
         with (folder / path).open("x", encoding="utf-8") as file:
             file.write(text)
     return list(files)

@@ -76,6 +76,7 @@ def _name_and_broker(options: argparse.Namespace) -> tuple[str, str]:
     try:
         place = find_run(options.run_name, options.dir)
     except UserError:
+        # A path must exist; a name may be of a run on another machine.
         if "/" in options.run_name:
             raise
         return options.run_name, broker_address(

@@ -27,6 +27,7 @@ def removed_on_failure(folder: Path) -> Iterator[None]:
     try:
         yield
     except UserError as error:
+        # A message that points into the folder is about a log or file that the user needs.
         if new_folders and not noted_epoch(folder) and f"{folder}/" not in str(error):
             shutil.rmtree(folder, ignore_errors=True)
         raise

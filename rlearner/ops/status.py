@@ -283,6 +283,7 @@ def wrapped(lines: list[str], width: int) -> list[str]:
 def missing_learner_lines(status: Mapping[str, Any]) -> list[str]:
     """Return one line if no learner is running: that there is none, and how to start it."""
     config = shlex.quote(os.path.relpath(Path(status["folder"], "config.yaml")))
+    # The learner runs already, and has only no broker yet.
     if status["broker"] is None and status["broker_error"].startswith(STARTING):
         return []
     if status.get("learner", "none") == "none" and status["step"] >= status["steps"]:

@@ -52,6 +52,7 @@ async def _find_record(
     """Return the record that closed the ticket, the time the broker stored it, and its source."""
     if not seq:
         return None, "", "no record yet"
+    # Looked for first: a broker that does not answer takes seconds.
     frame = archive.find_frame(folder / archive.FOLDER, seq)
     async with connect_run(options, run, folder) as (bus, problem):
         message = await peek(bus, SAMPLES, seq) if bus else None

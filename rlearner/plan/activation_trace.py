@@ -113,6 +113,7 @@ def trace(model: Any, hidden: int) -> tuple[ActivationFacts, Traced]:
     kind = type(model).__name__
     try:
         traced = _trace_forward(model, hidden, TOKENS)
+        # Two lengths, whose difference has only what grows with the tokens.
         wide, narrow = (_largest_block(model, hidden, tokens) for tokens in (TOKENS, TOKENS // 2))
     except (
         RuntimeError,

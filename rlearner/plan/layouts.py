@@ -97,6 +97,7 @@ def rank_choices(demands: Demands, machine: Machine, most: int) -> list[int]:
     """Return the numbers of ranks to try, up to ``most``: all small ones, then whole hosts."""
     if (fixed := demands.fixed.get("train.ranks")) is not None:
         return [fixed] if fixed <= most else []
+    # Larger learners take whole hosts, or multiples of eight GPUs.
     unit = min(machine.per_host, POWERS[-1])
     wholes = range(most // unit * unit, DENSE, -unit)
     step = max(1, math.ceil(len(wholes) / DENSE))

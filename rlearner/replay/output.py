@@ -31,6 +31,7 @@ class ReplayOutput:
     """
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        # Another run's lines must not mix with these.
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f"--out {folder}: already exists; name an empty or a new folder")
         self.folder = folder.absolute()

@@ -90,6 +90,7 @@ def host_files(fleet: Fleet, host: str, launches: Sequence[Launch]) -> dict[str,
             files[f"{config}/{unit.removesuffix('.service')}.env"] = _format_environment(
                 {"OPTIONS": " ".join(options)}
             )
+        # The drop-in gives the unit its token.
         if launch.joins:
             files[f"{system}/{PROGRAMS[launch.role]}@.service.d/join.conf"] = JOIN
         if launch.role == "learner":

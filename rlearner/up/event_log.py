@@ -43,6 +43,7 @@ def note_events(logs: Path, texts: Sequence[str]) -> None:
     data = "".join(json.dumps(_make_line(text)) + "\n" for text in texts).encode()
     try:
         logs.mkdir(parents=True, exist_ok=True)
+        # Private as the logs themselves: a line may quote a model's text.
         file = open_private(logs / FILE, os.O_RDWR | os.O_CREAT)
         try:
             size = os.lseek(file, 0, os.SEEK_END)

@@ -119,6 +119,7 @@ class ProcessFleet:
         self.logs.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", child.module, *child.args]
         with child.log.open("ab") as log:
+            # The child rotates the file behind its own output.
             output = {OUTPUT: str(child.log.absolute())}
             child.process = spawn(
                 command, log, env={**os.environ, **self.env, **output}, nice=child.nice

@@ -176,6 +176,7 @@ async def _run_fleet(
                 f"other hosts join at {broker.url} with a token: rlearner invite envhub --run {run}"
             )
             say("listening", text, broker=broker.url)
+        # Other commands find the private broker by this file.
         claim.note(broker.url)
         fleet = ProcessFleet(logs, {"RL_BROKER": broker.url, "RL_RUN": run})
         stop.at_once.append(fleet.kill)
