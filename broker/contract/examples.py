@@ -14,9 +14,9 @@ _TURNS: Final = [
         valid=True,
         finish_reason="stop",
         server="rollout-7c1",
-        anchor=seen,
+        anchor=anchor,
     )
-    for start, end, reward, seen in [(3, 5, 0.0, "S at (0, 0)"), (7, 9, 1.0, "S at (0, 1)")]
+    for start, end, reward, anchor in [(3, 5, 0.0, "S at (0, 0)"), (7, 9, 1.0, "S at (0, 1)")]
 ]
 _EPISODE: Final = wire.Trajectory(
     episode=0,

@@ -69,9 +69,9 @@ def growing(column: Column) -> array[Any]:
     """
     if column.dtype not in _TYPECODES:
         return array(_NATIVE[column.dtype], column.array().tolist())
-    found: array[Any] = array(_TYPECODES[column.dtype])
-    found.frombytes(column.data)
-    return found
+    values: array[Any] = array(_TYPECODES[column.dtype])
+    values.frombytes(column.data)
+    return values
 
 
 def column(values: Any, dtype: Dtype) -> Column:

@@ -61,10 +61,10 @@ class Export:
         both.
         """
         parts = self.subject.split(".")
-        others = other.subject.split(".")
-        if self == other or (self.kind, len(parts)) != (other.kind, len(others)):
+        other_parts = other.subject.split(".")
+        if self == other or (self.kind, len(parts)) != (other.kind, len(other_parts)):
             return False
-        return all(there in ("*", here) for here, there in zip(parts, others, strict=True))
+        return all(pattern in ("*", part) for part, pattern in zip(parts, other_parts, strict=True))
 
 
 @dataclass(frozen=True)
@@ -135,15 +135,19 @@ def accounts_of(users: Iterable[tuple[str, str]]) -> list[Account]:
         accounts |= {
             name: Account(name) for name in (account_of(role, run) for role in sorted(joining))
         }
-        for importer, wanted, is_request in _crossings(run, sorted(joining)):
-            accounts[importer].imports[wanted] = None
+        for importer, imported, is_request in _list_crossings(run, sorted(joining)):
+            accounts[importer].imports[imported] = None
             subject = (
-                _of_any_run(wanted.subject, run) if wanted.exporter == ACCOUNT else wanted.subject
+                _of_any_run(imported.subject, run)
+                if imported.exporter == ACCOUNT
+                else imported.subject
             )
-            accounts[wanted.exporter].exports[Export(wanted.kind, subject, is_request)] = None
+            accounts[imported.exporter].exports[Export(imported.kind, subject, is_request)] = None
     for account in accounts.values():
         account.exports = {
-            one: None for one in account.exports if not any(map(one.is_part_of, account.exports))
+            export: None
+            for export in account.exports
+            if not any(map(export.is_part_of, account.exports))
         }
     return list(accounts.values())
 
@@ -156,32 +160,34 @@ def _of_any_run(subject: str, run: str) -> str:
     return ".".join("*" if part == run or f"rl_{run}_" in part else part for part in parts)
 
 
-def _crossings(run: str, joining: Collection[str]) -> Iterator[tuple[str, Import, bool]]:
+def _list_crossings(run: str, joining: Collection[str]) -> Iterator[tuple[str, Import, bool]]:
     """Yield (importing account, import, whether a process answers) of a run of which these roles
     have accounts.
     """
     roles = [OPERATOR, LEARNER, *joining]
     for stream in STREAMS:
         for role in joining:
-            for subject in _stored(stream, role, run):
+            for subject in _stored_subjects(stream, role, run):
                 yield account_of(role, run), Import(SERVICE, ACCOUNT, subject), False
         for writer, reader in itertools.product(roles, roles):
-            if account_of(writer, run) != account_of(reader, run) and _writes(stream, writer):
-                yield from _live(stream, writer, reader, run)
+            if account_of(writer, run) != account_of(reader, run) and _may_write(stream, writer):
+                yield from _live_imports(stream, writer, reader, run)
     if OBSERVER in joining:
         yield account_of(OBSERVER, run), Import(SERVICE, ACCOUNT, f"{API}.INFO"), False
 
 
-def _stored(stream: Stream, role: str, run: str) -> list[str]:
+def _stored_subjects(stream: Stream, role: str, run: str) -> list[str]:
     """Return what a joining role asks of JetStream and stores there."""
-    is_stored = stream.kind in STORED and _writes(stream, role)
+    is_stored = stream.kind in STORED and _may_write(stream, role)
     return [
         *stored_requests(stream, role, run),
         *([own_subjects(stream, role, run)] if is_stored else []),
     ]
 
 
-def _live(stream: Stream, writer: str, reader: str, run: str) -> Iterator[tuple[str, Import, bool]]:
+def _live_imports(
+    stream: Stream, writer: str, reader: str, run: str
+) -> Iterator[tuple[str, Import, bool]]:
     """Yield what a role sends to another without the broker storing it, and the news of what it
     stores.
     """
@@ -204,6 +210,6 @@ def _live(stream: Stream, writer: str, reader: str, run: str) -> Iterator[tuple[
         yield hearing, Import(STREAM, sending, own_subjects(stream, role, run)), False
 
 
-def _writes(stream: Stream, role: str) -> bool:
+def _may_write(stream: Stream, role: str) -> bool:
     """Return whether a role writes; the operator may write everything, an observer nothing."""
     return role == OPERATOR or (stream.writes(role) and role != OBSERVER)

@@ -69,7 +69,8 @@ class Delivery:
         Args:
             settled: called with True once it is acknowledged, with False when it is handed back.
         """
-        return cls(link, marks, parts, settled, message, await decode_aside(message.data, types))
+        decoded = await decode_aside(message.data, types)
+        return cls(link, marks, parts, settled=settled, message=message, decoded=decoded)
 
     def __init__(
         self,

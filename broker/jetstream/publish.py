@@ -71,20 +71,20 @@ async def store(
         Disconnected: if the link is closed while waiting.
     """
     with link.refusals.publish() as publish:
-        return await _store(
+        return await _publish_until_confirmed(
             link,
             stream_name,
             subject,
-            data,
-            headers,
-            make_room,
-            may_send,
-            publish,
+            data=data,
+            headers=headers,
+            make_room=make_room,
+            may_send=may_send,
+            publish=publish,
             waits_for_room=waits_for_room,
         )
 
 
-async def _store(
+async def _publish_until_confirmed(
     link: NatsLink,
     stream_name: str,
     subject: str,
@@ -92,8 +92,8 @@ async def _store(
     headers: dict[str, str],
     make_room: Callable[[], Awaitable[None]] | None,
     may_send: Callable[[], bool],
-    publish: PendingPublish,
     *,
+    publish: PendingPublish,
     waits_for_room: bool,
 ) -> int | None:
     attempts = 0
@@ -105,7 +105,7 @@ async def _store(
         timeout_s = CONFIRM_WITHIN_S[min(attempts, len(CONFIRM_WITHIN_S) - 1)]
         attempts += 1
         try:
-            answer = await link.call(subject, data, headers=headers, timeout_s=timeout_s)
+            reply = await link.call(subject, data, headers=headers, timeout_s=timeout_s)
         except Disconnected:
             since = time.monotonic()
             await asyncio.sleep(PAUSE_S)
@@ -122,7 +122,7 @@ async def _store(
                 since = time.monotonic()
             await asyncio.sleep(0.1)
             continue
-        ack = _PUB_ACK.decode(answer.data)
+        ack = _PUB_ACK.decode(reply.data)
         if (error := ack.error) is None:
             link.trust(subject)
             return ack.seq
@@ -175,8 +175,8 @@ async def _still_expected(
     """
     if (expected := headers.get(EXPECTED_LAST_SEQ)) is not None:
         return (await bounds(link, stream_name))[1] == int(expected)
-    found = await find(link, stream_name, last_of=subject)
-    return (found.seq if found else 0) == int(headers[EXPECTED_LAST_KEY_SEQ])
+    entry = await find(link, stream_name, last_of=subject)
+    return (entry.seq if entry else 0) == int(headers[EXPECTED_LAST_KEY_SEQ])
 
 
 async def _already_stored(
@@ -188,11 +188,11 @@ async def _already_stored(
     Newer servers check the sequence before duplicates, older ones after.
     """
     expected = headers.get(EXPECTED_LAST_SEQ)
-    found = await find(
+    entry = await find(
         link, stream_name, seq=None if expected is None else int(expected) + 1, last_of=subject
     )
     return (
-        found.seq
-        if found and (found.headers or {}).get(MESSAGE_ID) == headers[MESSAGE_ID]
+        entry.seq
+        if entry and (entry.headers or {}).get(MESSAGE_ID) == headers[MESSAGE_ID]
         else None
     )
