@@ -117,7 +117,7 @@ class ConnectionLimits:
             self._leave_key(connection)
 
     def received(self, fd: int, key: str, size: int) -> Connection | None:
-        """Note a complete message of a hub; return its connection, None if that is closed already."""
+        """Note a complete message of a hub; return its connection, None if that is closed."""
         connection = self._by_fd.get(fd)
         if connection is None:
             return None

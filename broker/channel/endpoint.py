@@ -120,7 +120,7 @@ class RequestEndpoint:
         bury(self._bus, self._dead_letter_tasks, reason, data)
 
     async def close(self) -> None:
-        """Abort pending requests; cancel handlers that do not return soon and reply with an error."""
+        """Abort pending requests; cancel slow handlers and reply with an error for them."""
         self._closing = True
         for request_id in filter(None, list(self._answering.values())):
             self._abort_request(request_id)

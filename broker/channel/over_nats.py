@@ -52,7 +52,7 @@ class NatsServer:
         self._endpoint.receive(message.data, reply)
 
     async def _reply(self, subject: str, data: bytes) -> None:
-        """Send a reply, waiting for the connection if necessary: the client may still be connected."""
+        """Send a reply, waiting for the connection: the client may still be connected."""
         link = self._bus.link
         while not link.closed:
             try:

@@ -40,7 +40,8 @@ MAX_MEAN: Final = 1_000_000
 PASS_RATE: Final = ("low", "high")
 # characters of the texts of a presence
 PRESENCE_CHARS: Final = {
-    "host": 256, "address": 256, "channel": 64, "policy": 256, "engine": 1024, "problem": 2048, "process": 256,
+    "host": 256, "address": 256, "channel": 64, "policy": 256, "engine": 1024, "problem": 2048,
+    "process": 256,
     "said": 512, "job": 64, "voucher": 512,
 }  # fmt: skip
 DIFFERENCE_CHARS: Final = 512  # of the weights on offer from a server's
@@ -79,25 +80,30 @@ REQUEST_S: Final = ValueRange(SMALLEST, MAX_REQUEST_S, "> 0 and <= 86,400")
 # every int and float field, as a test checks
 RANGES: Final[dict[type, dict[str, ValueRange]]] = {
     wire.Ticket: {
-        "number": COUNT, "task_index": NATURAL, "seed": NATURAL, "min_version": VERSION, "max_staleness": NATURAL,
+        "number": COUNT, "task_index": NATURAL, "seed": NATURAL, "min_version": VERSION,
+        "max_staleness": NATURAL,
         "group_size": COUNT, "min_group_size": COUNT, "deadline_s": POSITIVE, "num_greedy": NATURAL,
         "num_redundant": NATURAL,
     },
     wire.EvalTicket: {
-        "number": COUNT, "task_index": NATURAL, "seed": NATURAL, "eval_step": NATURAL, "min_version": VERSION,
+        "number": COUNT, "task_index": NATURAL, "seed": NATURAL, "eval_step": NATURAL,
+        "min_version": VERSION,
         "group_size": COUNT, "temperature": NATURAL, "deadline_s": POSITIVE,
     },
     wire.Turn: {"start": NATURAL, "end": NATURAL, "reward": FINITE},
     wire.Trajectory: {"episode": NATURAL, "reward": FINITE},
     wire.Group: {
-        "ticket": COUNT, "task_index": NATURAL, "min_version": VERSION, "deliveries": COUNT, "eval_step": OPTIONAL,
-        "generate_s": NATURAL, "env_step_s": NATURAL, "env_step_max_s": NATURAL, "reward_s": NATURAL,
+        "ticket": COUNT, "task_index": NATURAL, "min_version": VERSION, "deliveries": COUNT,
+        "eval_step": OPTIONAL,
+        "generate_s": NATURAL, "env_step_s": NATURAL, "env_step_max_s": NATURAL,
+        "reward_s": NATURAL,
         "temperature": NATURAL,
     },
     wire.RewardScore: {},
     wire.EpisodeScores: {"episode": NATURAL},
     wire.EpisodeScoreRequest: {
-        "ticket": COUNT, "task_index": NATURAL, "episode": NATURAL, "reward": FINITE, "num_turns": NATURAL,
+        "ticket": COUNT, "task_index": NATURAL, "episode": NATURAL, "reward": FINITE,
+        "num_turns": NATURAL,
         "num_tokens": NATURAL, "eval_step": OPTIONAL,
     },
     wire.EpisodeScoreReply: {"reward": FINITE},
@@ -111,15 +117,19 @@ RANGES: Final[dict[type, dict[str, ValueRange]]] = {
     wire.WeightsSession: {"rank": NATURAL, "world_size": NATURAL, "port": PORT, "version": VERSION,
         "timeout_s": NATURAL},
     wire.SamplingParams: {
-        "max_tokens": COUNT, "temperature": NATURAL, "top_p": SHARE, "top_k": NATURAL, "min_p": FRACTION,
-        "seed": NATURAL, "frequency_penalty": PENALTY, "presence_penalty": PENALTY, "top_logprobs": NATURAL,
+        "max_tokens": COUNT, "temperature": NATURAL, "top_p": SHARE, "top_k": NATURAL,
+        "min_p": FRACTION,
+        "seed": NATURAL, "frequency_penalty": PENALTY, "presence_penalty": PENALTY,
+        "top_logprobs": NATURAL,
     },
-    wire.GenerateRequest: {"min_version": VERSION, "deadline_s": REQUEST_S, "expected_tokens": NATURAL,
+    wire.GenerateRequest: {"min_version": VERSION, "deadline_s": REQUEST_S,
+        "expected_tokens": NATURAL,
         "expected_high": NATURAL, "priority": NATURAL, "step": OPTIONAL, "prompt_top_k": NATURAL},
     wire.AbortRequest: {},
     wire.GenerateReply: {"policy_version": OPTIONAL, "prefix_hit_tokens": NATURAL},
     wire.LengthRecord: {"turns": COUNT},
-    wire.Span: {"start": NATURAL, "end": NATURAL, "seconds": NATURAL, "count": NATURAL, "ticket": NATURAL,
+    wire.Span: {"start": NATURAL, "end": NATURAL, "seconds": NATURAL, "count": NATURAL,
+        "ticket": NATURAL,
         "step": OPTIONAL},
     wire.Metrics: {"time": NATURAL},
     wire.DeadLetter: {"sequence": NATURAL, "ticket": NATURAL},
@@ -130,8 +140,10 @@ RANGES: Final[dict[type, dict[str, ValueRange]]] = {
     wire.DeviceLease: {},
     wire.DeviceClaim: {"beat": NATURAL},
     wire.Presence: {
-        "pid": NATURAL, "epoch": NATURAL, "policy_version": OPTIONAL, "slots": NATURAL, "running": NATURAL,
-        "waiting": NATURAL, "speed": NATURAL, "idle_ratio": OPTIONAL_FRACTION, "base_s": NATURAL, "each_s": NATURAL,
+        "pid": NATURAL, "epoch": NATURAL, "policy_version": OPTIONAL, "slots": NATURAL,
+        "running": NATURAL,
+        "waiting": NATURAL, "speed": NATURAL, "idle_ratio": OPTIONAL_FRACTION, "base_s": NATURAL,
+        "each_s": NATURAL,
         "at_once": NATURAL,
     },
     wire.OfferRefusal: {"epoch": NATURAL, "version": VERSION, "loads": NATURAL},
@@ -242,7 +254,7 @@ def _check_values(trajectories: list[wire.Trajectory]) -> None:
 
 
 def _check_turns(turns: list[wire.Turn], mask: bytes, logprobs: bytes, n: int) -> int:
-    """Check the turns, the mask, and that logprobs are 0 where it is 0; return the sum of the mask."""
+    """Check turns, mask, and that logprobs are 0 where it is 0; return the sum of the mask."""
     position = sampled = 0
     for turn in turns:
         start = turn.start

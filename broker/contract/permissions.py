@@ -114,7 +114,7 @@ def permissions(role: str, run: str, name: str = "") -> Permissions:
 
 
 def stored_requests(stream: Stream, role: str, run: str) -> list[str]:
-    """Return what a role may ask JetStream, and where it may acknowledge, for one row of the table."""
+    """Return the requests to JetStream and acknowledgements that a role may send for a stream."""
     if stream.kind not in STORED:
         return []
     acknowledged = list[str]()

@@ -1,11 +1,11 @@
 """The login for a user's own NATS cluster, from files that environment variables name; never from a
 command line.
 
-RL_BROKER_NKEY                           file with the seed of a user (nkeys) RL_BROKER_CREDS
-file with a JWT and its seed, as nsc writes it RL_BROKER_USER, RL_BROKER_PASSWORD_FILE  user and
-file of the password RL_BROKER_CERT, RL_BROKER_KEY            client certificate and its key as PEM;
-may go with any of the above RL_BROKER_CA                             the authority of the servers'
-certificates as PEM
+    RL_BROKER_NKEY                           file with the seed of a user (nkeys)
+    RL_BROKER_CREDS                          file with a JWT and its seed, as nsc writes it
+    RL_BROKER_USER, RL_BROKER_PASSWORD_FILE  user, and file of the password
+    RL_BROKER_CERT, RL_BROKER_KEY            client certificate and key as PEM, with any of these
+    RL_BROKER_CA                             authority of the servers' certificates as PEM
 """
 
 from __future__ import annotations
@@ -101,10 +101,16 @@ class ClusterLogin:
         if self.jwt:
             return f"the JWT of {CREDS}{_why_not(self.jwt)}"
         if self.key is not None:
-            remedy = "include the output of `broker permissions` in the configuration and reload the servers"
+            remedy = (
+                "include the output of `broker permissions` in the configuration and reload the "
+                "servers"
+            )
             return f"the key {self.key.public} of {self.named_by}: they do not know it; {remedy}"
         file = PASSWORD if self.named_by == USER else self.named_by
-        return f"the user {self.user!r} of {self.named_by}: unknown, or not with this password; check {file}"
+        return (
+            f"the user {self.user!r} of {self.named_by}: unknown, or not with this password; "
+            f"check {file}"
+        )
 
 
 def from_environment(url: str) -> ClusterLogin | None:
@@ -184,7 +190,8 @@ def _read_credentials(file: str) -> tuple[Key, str]:
     jwt = _JWT.search(text)
     seed = _SEED.search(text)
     wrong = UserError(
-        f"{CREDS}: {file} is not a credentials file; expected a user's JWT and seed, as nsc writes them"
+        f"{CREDS}: {file} is not a credentials file; expected a user's JWT and seed, as nsc "
+        "writes them"
     )
     if jwt is None or seed is None:
         raise wrong

@@ -2,9 +2,9 @@
 
     operator.key             seed of the operator, who may do everything
     RUN/ROLE.key             seed of a role of a run, for processes of this user
-    RUN/owner.key            seed that signs what all processes of a run follow; the broker does not know it
+    RUN/owner.key            seed that signs what a run follows; unknown to the broker
     users/PUBLIC_KEY.json    role, run and expiry of every key that the broker accepts
-    tls/                     certificates: ca.pem of the broker's own authority, one per address, and their keys
+    tls/                     ca.pem of the broker's authority; certificate and key of each address
     authorization.conf       the same as the nats-server reads it, written whenever a user changes
     servers/PID.MACHINE      the servers to reload then; of several hosts if they share the folder
 
@@ -79,7 +79,8 @@ class KeyFolder:
         self.makes_keys = makes_keys
         if not makes_keys and not path.is_dir():
             raise UserError(
-                f"there is no folder of keys {path}; make it with `broker permissions --keys {path}`"
+                f"there is no folder of keys {path}; make it with `broker permissions --keys "
+                f"{path}`"
             )
         # when the users were last read, and when the next one expires
         self._read = 0
@@ -100,7 +101,7 @@ class KeyFolder:
         return self._key(self.path / "operator.key", OPERATOR, "")
 
     def role(self, role: str, run: str) -> Key:
-        """Return the key of this user's processes of a role and run, a new one at the first call."""
+        """Return the key of this user's processes of a role and run; make it at the first call."""
         return self._key(self.path / token(run, "run") / f"{role}.key", role, run)
 
     def owner(self, run: str) -> Key:

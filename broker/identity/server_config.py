@@ -76,7 +76,8 @@ def require_distinct(users: Sequence[ServerUser]) -> None:
         secret = user.shows.rpartition(": ")[2]
         if (first_user := users_by_secret.setdefault(secret, user)) is not user:
             raise UserError(
-                f"runs {first_user.run} and {user.run} would share {secret}; rename one, or use --login nkey"
+                f"runs {first_user.run} and {user.run} would share {secret}; rename one, or use "
+                "--login nkey"
             )
 
 

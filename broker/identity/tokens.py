@@ -115,7 +115,8 @@ def invite(
     name = token(name or f"{role}-{secrets.token_hex(3)}", "--name")
     if any(user.name == name for user in keys.users()):
         raise UserError(
-            f"--name {name}: the broker already has a token of this name; `rlearner revoke {name}` ends it"
+            f"--name {name}: the broker already has a token of this name; `rlearner revoke "
+            f"{name}` ends it"
         )
     key = Key.generate()
     owner = keys.owner(token(run, "--run"))

@@ -1,9 +1,8 @@
 """Vouchers: proof that a process of one role in a run made a statement, checked with the public key
 of the run's owner.
 
-SIGNATURE                               of the owner, for processes of the owner's user
-PUBLIC.EXPIRES.CERTIFICATE.SIGNATURE    of a join token's key, which the owner certified for one
-role
+    SIGNATURE                               of the owner, for processes of the owner's user
+    PUBLIC.EXPIRES.CERTIFICATE.SIGNATURE    of a join token's key, certified for one role
 
 EXPIRES is when the token was to expire. The broker alone decides that, by refusing the key: a token
 can be renewed there while its processes work, on hosts that nobody has to visit.
@@ -28,7 +27,8 @@ def certify(owner: Key, run: str, role: str, public_key: str, expires_at: float)
         expires_at: seconds since the epoch, 0: never.
     """
     expires = str(int(expires_at))
-    return f"{public_key}.{expires}.{_encode_base64(owner.sign(_certificate_bytes(run, role, public_key, expires)))}"
+    signature = owner.sign(_certificate_bytes(run, role, public_key, expires))
+    return f"{public_key}.{expires}.{_encode_base64(signature)}"
 
 
 def vouch(key: Key, statement: bytes, certificate: str = "") -> str:

@@ -271,7 +271,7 @@ class AckProgress:
 
 
 def _boot_seconds() -> float:
-    """Return seconds of a clock that also runs while the machine sleeps, where the system has one."""
+    """Return the seconds since boot, including sleep where the system counts it."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 

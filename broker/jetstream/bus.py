@@ -131,7 +131,7 @@ class Bus:
         return cls(link, run)
 
     async def close(self) -> None:
-        """Stop the in-progress marks and disconnect; pending calls raise Disconnected, readers end."""
+        """Stop in-progress marks and disconnect; pending calls raise Disconnected, readers end."""
         for task in (*self._queues.values(), *self._dropping):
             task.cancel()
         await self._marks.close()
@@ -465,7 +465,8 @@ class Bus:
                 )
             if first > following and not stream.max_bytes:
                 raise LostState(
-                    f"{name} starts at {first}, but {following} is not read yet; it was trimmed too far"
+                    f"{name} starts at {first}, but {following} is not read yet; it was trimmed "
+                    "too far"
                 )
             seq, stored_ns = newest
             newest_entry = await find(self.link, name, seq=seq) if seq else None

@@ -1,4 +1,4 @@
-"""Settings of a work queue's durable consumer, and how one created by another program is adopted."""
+"""Settings of a work queue's durable consumer, and adoption of another program's consumer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ WAIT_S: Final = 0.25
 ADOPTED_SETTINGS: Final[tuple[str, ...]] = ("max_waiting", "mem_storage", "num_replicas")
 # settings for which a queue needs exactly this value
 FIXED_SETTINGS: Final[dict[str, Any]] = {
-    "deliver_subject": "", "replay_policy": "instant", "headers_only": False, "priority_policy": "", "max_batch": 0,
+    "deliver_subject": "", "replay_policy": "instant", "headers_only": False,
+    "priority_policy": "", "max_batch": 0,
     "max_expires": 0, "max_bytes": 0, "inactive_threshold": 0, "backoff": [], "filter_subjects": [],
     "mem_storage": False, "num_replicas": 0,
 }  # fmt: skip
@@ -150,8 +151,10 @@ def _unusable_consumer(
     name = existing["durable_name"]
     return UserError(
         f"the consumer {name} of stream {stream_name}, created by another program, cannot serve "
-        f"{required['filter_subject']}: {reason}; it has {_describe_differences(differences(existing, adopted(existing, required)))}; "
-        f"delete it with `nats consumer rm {stream_name} {name}` to have it created as in docs/wire.md"
+        f"{required['filter_subject']}: {reason}; it has "
+        f"{_describe_differences(differences(existing, adopted(existing, required)))}; "
+        f"delete it with `nats consumer rm {stream_name} {name}` to have it created as in "
+        "docs/wire.md"
     )
 
 

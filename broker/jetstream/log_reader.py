@@ -1,4 +1,4 @@
-"""Reads a stream in order through an ephemeral consumer, which is replaced if a message is missing."""
+"""Reads a stream in order through an ephemeral consumer, replaced if a message is missing."""
 
 from __future__ import annotations
 

@@ -84,7 +84,8 @@ class GroupParts:
                 f"Group is {len(data)} bytes, and the broker takes messages of {limit} bytes only"
             )
         parted = wire.Parted(
-            ticket=group.ticket, domain=group.domain, upload=upload, size=len(data), part_bytes=part_bytes,
+            ticket=group.ticket, domain=group.domain, upload=upload, size=len(data),
+            part_bytes=part_bytes,
             digest="", eval_step=group.eval_step,
         )  # fmt: skip
         view = memoryview(data)
@@ -223,7 +224,8 @@ class GroupParts:
                 raise WireError(f"part {number} of {parted.num_parts} is missing")
             if len(part) != len(place):
                 raise WireError(
-                    f"part {number} of {parted.num_parts} has {len(part)} bytes; must be {len(place)}"
+                    f"part {number} of {parted.num_parts} has {len(part)} bytes; must be "
+                    f"{len(place)}"
                 )
             place[:] = part
             arrivals[number].set_result(None)

@@ -163,7 +163,10 @@ async def require_stream(link: NatsLink, stream_name: str, subject: str) -> None
     try:
         await ask(link, f"STREAM.INFO.{stream_name}")
     except NoStream:
-        message = f"the broker at {link.where} has no stream for {subject}; it was purged, or lost its store"
+        message = (
+            f"the broker at {link.where} has no stream for {subject}; it was purged, or lost its "
+            "store"
+        )
         raise LostState(message) from None
 
 

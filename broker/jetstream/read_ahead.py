@@ -46,8 +46,8 @@ class LogWindow:
     Args:
         entries: of the log, in order; closed with ``pending``.
         types: of the stream's messages.
-        is_wanted: whether to fetch this ticket's group ahead; asked again for each record of a group
-            that was not wanted.
+        is_wanted: whether to fetch this ticket's group ahead; called again for each record of a
+            group that was not wanted.
         window_bytes: that all entries behind the current one may hold; a single larger one waits
             for its turn.
     """
@@ -71,7 +71,7 @@ class LogWindow:
         self._changed = asyncio.Event()
 
     async def pending(self) -> AsyncGenerator[PendingRecord, None]:
-        """Yield the entries in order; the bytes of one are free again when the next is asked for."""
+        """Yield the entries in order; each frees its bytes when the next is requested."""
         filling = asyncio.create_task(self._fill())
         try:
             while (record := await self._head(filling)) is not None:

@@ -46,7 +46,7 @@ PULL_TAKES_S: Final = (0.25, 1.0)
 
 @dataclass
 class _Pull:
-    """A request for messages that the broker has not ended yet; times are those of the event loop."""
+    """A request for messages that the broker has not ended yet; times are of the event loop."""
 
     number: int
     num_expected: int  # messages that may still arrive
@@ -329,7 +329,7 @@ class WorkQueue:
         self._changed.set()
 
     def _give_up(self) -> None:
-        """Hand back what arrived and leave the inbox: the broker drops a pull without a listener."""
+        """Hand back messages and unsubscribe: the broker drops a pull without a listener."""
         if self._pull is not None:
             self._end(self._pull)
         if self._unfetched is not None:

@@ -87,7 +87,13 @@ def _why_untrusted(error: ssl.SSLCertVerificationError) -> str:
     now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     if error.verify_code in (EXPIRED, NOT_YET_VALID):
         problem = "has expired" if error.verify_code == EXPIRED else "is not yet valid"
-        return f"it {problem} by the clock of this host ({now}); renew it (restart our broker) or set the clock"
+        return (
+            f"it {problem} by the clock of this host ({now}); renew it (restart our broker) or "
+            "set the clock"
+        )
     if error.verify_code in OTHER_NAMES:
         return f"{error.verify_message}; use the address for which it was made"
-    return f"{error.verify_message}; use a join token of this broker, or name its authority in RL_BROKER_CA"
+    return (
+        f"{error.verify_message}; use a join token of this broker, or name its authority in "
+        "RL_BROKER_CA"
+    )

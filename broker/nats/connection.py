@@ -249,7 +249,8 @@ class NatsLink:
             reconnected_cb=self._on_connected,
             closed_cb=self._on_closed,
             max_reconnect_attempts=-1,
-            reconnect_time_wait=0.25,  # type: ignore[arg-type]  # declared int, used as seconds to sleep
+            # declared int, used as seconds to sleep
+            reconnect_time_wait=0.25,  # type: ignore[arg-type]
             connect_timeout=3,
             ping_interval=PING_EVERY_S,
             max_outstanding_pings=2,
@@ -430,19 +431,30 @@ class NatsLink:
             if self._login.run
             else "operator, who sees all runs"
         )
-        remedy = "name its run with --run, or give it the permissions that `broker permissions` prints for that role"
+        remedy = (
+            "name its run with --run, or give it the permissions that `broker permissions` "
+            "prints for that role"
+        )
         return f"the login for {self.where} may not receive replies as the {identity}; {remedy}"
 
     def _why_refused(self) -> str:
         if self._unsafe:
             return f"this process does not connect to the broker at {self.where}: {self._error}"
         if (cluster := self._login.cluster) is not None and cluster.shows_something:
-            return f"the servers at {self.where} refuse {cluster.why_refused(by_certificate=self._by_certificate)}"
+            return (
+                f"the servers at {self.where} refuse "
+                f"{cluster.why_refused(by_certificate=self._by_certificate)}"
+            )
         if self._login.key is not None:
-            return f"the broker at {self.where} refuses the key {self._login.key.public}: it was revoked or has expired"
+            return (
+                f"the broker at {self.where} refuses the key {self._login.key.public}: it was "
+                "revoked or has expired"
+            )
         return (
-            f"the broker at {self.where} requires a login: it was started by another user or on another host; ask for "
-            "a join token (rlearner invite) and pass it with --join; for your own cluster see docs/cluster.md"
+            f"the broker at {self.where} requires a login: it was started by another user or on "
+            "another host; ask for "
+            "a join token (rlearner invite) and pass it with --join; for your own cluster see "
+            "docs/cluster.md"
         )
 
     async def send(
@@ -457,7 +469,8 @@ class NatsLink:
             raise Disconnected(f"no connection to {self.where}")
         try:
             self._traffic.wrote(len(payload))
-            await self._client.publish(subject, payload, reply, headers)  # type: ignore[arg-type]  # any buffer does
+            # nats-py declares bytes, but takes any buffer
+            await self._client.publish(subject, payload, reply, headers)  # type: ignore[arg-type]
         except nats_errors.MaxPayloadError:
             raise
         # RuntimeError: uvloop's for a closed socket

@@ -16,7 +16,7 @@ STALE_S: Final = 12.0  # without a new failure, after which older failures no lo
 
 
 class ServerHealth:
-    """Kinds of requests without a reply, and since when. Times are seconds of one monotonic clock."""
+    """Kinds of requests without a reply, and since when, in seconds of a monotonic clock."""
 
     def __init__(self) -> None:
         self._since: dict[str, tuple[float, float]] = {}  # (first failure, latest failure)
