@@ -59,9 +59,9 @@ def max_bytes(kind: type[wire.Message]) -> int:
 @cache
 def _max_own_bytes(kind: type[wire.Message]) -> int:
     fields = msgspec.structs.fields(kind)
-    return (
-        MAX_PAYLOAD_BYTES if any(_holds_bytes(field.type) for field in fields) else MAX_SMALL_BYTES
-    )
+    if any(_holds_bytes(field.type) for field in fields):
+        return MAX_PAYLOAD_BYTES
+    return MAX_SMALL_BYTES
 
 
 def _holds_bytes(annotation: Any) -> bool:

@@ -99,11 +99,9 @@ class Stream:
 
     def stream_name(self, run: str) -> str:
         """Return JetStream's name of the stream, of the one behind the bucket for KV."""
-        return (
-            f"KV_{self.bucket(run)}"
-            if self.kind is StreamKind.KV
-            else f"rl_{token(run, 'run')}_{self.name}"
-        )
+        if self.kind is StreamKind.KV:
+            return f"KV_{self.bucket(run)}"
+        return f"rl_{token(run, 'run')}_{self.name}"
 
     def key_prefix(self, run: str) -> str:
         """Return the part of a KV row's subjects before the key."""

@@ -103,22 +103,18 @@ def account_of(role: str, run: str) -> str:
 
 def mapped(subject: str) -> str:
     """Return a subject as the account of a joining role has it."""
-    return (
-        subject.replace(f"{API}.", f"{MAPPED_API}.", 1)
-        if subject.startswith(f"{API}.")
-        else subject
-    )
+    if subject.startswith(f"{API}."):
+        return subject.replace(f"{API}.", f"{MAPPED_API}.", 1)
+    return subject
 
 
 def unmapped(subject: str) -> str:
     """Return the subject that a client used, from one that a server names in a refusal, in any
     case.
     """
-    return (
-        f"{API}.{subject[len(MAPPED_API) + 1 :]}"
-        if subject.upper().startswith(f"{MAPPED_API}.")
-        else subject
-    )
+    if subject.upper().startswith(f"{MAPPED_API}."):
+        return f"{API}.{subject[len(MAPPED_API) + 1 :]}"
+    return subject
 
 
 def accounts_of(users: Iterable[tuple[str, str]]) -> list[Account]:

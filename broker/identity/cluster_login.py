@@ -132,9 +132,9 @@ def from_environment(url: str) -> ClusterLogin | None:
             raise UserError(f"{variable} and {partner} go together; set both or neither")
     tls: dict[str, Any] = {name: os.environ.get(variable, "") for name, variable in _TLS.items()}
     if not logins:
-        return (
-            ClusterLogin(CERT if tls["certificate"] else "", **tls) if any(tls.values()) else None
-        )
+        if not any(tls.values()):
+            return None
+        return ClusterLogin(CERT if tls["certificate"] else "", **tls)
     if logins == [NKEY]:
         file = os.environ[NKEY]
         return ClusterLogin(NKEY, key=Key.parse(read_secret(NKEY, file), f"{NKEY}: {file}"), **tls)

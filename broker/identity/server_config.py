@@ -110,14 +110,12 @@ def _format_users(users: Iterable[ServerUser]) -> list[str]:
     lines = ["    users = ["]
     for user in users:
         allowed = permissions(user.role, user.run, user.name)
-        publish = (
-            allowed.publish
-            if account_of(user.role, user.run) == ACCOUNT
-            else map(mapped, allowed.publish)
-        )
+        publish = list(allowed.publish)
+        if account_of(user.role, user.run) != ACCOUNT:
+            publish = list(map(mapped, publish))
         lines.append(f"      # {user.role} {user.run} {user.name}".rstrip())
         lines.append(f"      {{ {user.shows}, permissions: {{")
-        lines.append(f"        publish: {{ allow: {json.dumps(list(publish))} }}")
+        lines.append(f"        publish: {{ allow: {json.dumps(publish)} }}")
         lines.append(f"        subscribe: {{ allow: {json.dumps(list(allowed.subscribe))} }}")
         lines.append("      } }")
     return [*lines, "    ]"]
@@ -133,9 +131,7 @@ def _format_import(imported: Import) -> str:
     source = (
         f"{{ account: {json.dumps(imported.exporter)}, subject: {json.dumps(imported.subject)} }}"
     )
-    more = (
-        f", to: {json.dumps(imported.local_subject)}"
-        if imported.local_subject != imported.subject
-        else ""
-    )
+    more = ""
+    if imported.local_subject != imported.subject:
+        more = f", to: {json.dumps(imported.local_subject)}"
     return f"      {{ {imported.kind}: {source}{more} }}"

@@ -217,6 +217,6 @@ async def decode_aside(data: Buffer, types: tuple[type[wire.Message], ...]) -> D
 
 def nak_payload(delay_s: float) -> bytes:
     """Return a negative acknowledgement, with the delay in nanoseconds if there is one."""
-    return b"-NAK" + (
-        b" " + json.dumps({"delay": int(delay_s * 1e9)}).encode() if delay_s > 0 else b""
-    )
+    if delay_s <= 0:
+        return b"-NAK"
+    return b"-NAK " + json.dumps({"delay": int(delay_s * 1e9)}).encode()

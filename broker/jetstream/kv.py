@@ -118,11 +118,9 @@ class KeyValue:
         values: dict[str, wire.Message] = {}
         for entry in entries:
             key = entry.subject.removeprefix(self._prefix)
-            message = (
-                None
-                if _is_deletion(entry.headers)
-                else await self._decoded(key, entry.seq, entry.data)
-            )
+            if _is_deletion(entry.headers):
+                continue
+            message = await self._decoded(key, entry.seq, entry.data)
             if message is not None:
                 values[key] = message
         return values

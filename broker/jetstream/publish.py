@@ -131,9 +131,9 @@ async def _publish_until_confirmed(
                 # an earlier attempt, from here or elsewhere, is still pending
                 await asyncio.sleep(0.1)
                 continue
-            return (
-                await _already_stored(link, stream_name, subject, headers) if attempts > 1 else None
-            )
+            if attempts == 1:
+                return None
+            return await _already_stored(link, stream_name, subject, headers)
         if full := error.err_code in FULL:
             link.trust(subject)  # another server of the cluster has no more room either
         else:
@@ -194,8 +194,6 @@ async def _already_stored(
     entry = await find(
         link, stream_name, seq=None if expected is None else int(expected) + 1, last_of=subject
     )
-    return (
-        entry.seq
-        if entry and (entry.headers or {}).get(MESSAGE_ID) == headers[MESSAGE_ID]
-        else None
-    )
+    if entry and (entry.headers or {}).get(MESSAGE_ID) == headers[MESSAGE_ID]:
+        return entry.seq
+    return None

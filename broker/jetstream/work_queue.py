@@ -293,11 +293,8 @@ class WorkQueue:
                 and message.subject == f"{self._inbox}.{pull.number}"
                 and status != "100"
             ):
-                pull.end_status = (
-                    TOO_LARGE
-                    if "Bytes" in (message.headers or {}).get("Description", "")
-                    else status
-                )
+                description = (message.headers or {}).get("Description", "")
+                pull.end_status = TOO_LARGE if "Bytes" in description else status
                 self._changed.set()
             return
         if self._subscribed is None:

@@ -426,11 +426,9 @@ class NatsLink:
         )
 
     def _why_unheard(self) -> str:
-        identity = (
-            f"{self._login.role} of run {self._login.run}"
-            if self._login.run
-            else "operator, who sees all runs"
-        )
+        identity = "operator, who sees all runs"
+        if self._login.run:
+            identity = f"{self._login.role} of run {self._login.run}"
         remedy = (
             "name its run with --run, or give it the permissions that `broker permissions` "
             "prints for that role"

@@ -32,9 +32,9 @@ class PendingPublish:
         self._since = self._since or now
         if full or now - self._since > SAY_AFTER_S:
             self._refusals.add(self, subject, reason, full=full)
-        return (
-            min(FIRST_PAUSE_S * 2 ** (self._times - 1), LONGEST_PAUSE_S) if full else FIRST_PAUSE_S
-        )
+        if not full:
+            return FIRST_PAUSE_S
+        return min(FIRST_PAUSE_S * 2.0 ** (self._times - 1), LONGEST_PAUSE_S)
 
 
 class RefusalTracker:
