@@ -55,6 +55,6 @@ class LinkSubscription:
                 if drain:
                     await inner.drain()  # type: ignore[no-untyped-call]
                 else:
-                    await inner.unsubscribe()  # type: ignore[no-untyped-call]
+                    await inner.unsubscribe()
             except nats_errors.Error:
                 log.debug("%s: the connection closed before its subscription", self.subject)
