@@ -50,7 +50,7 @@ def unpack(data: bytes) -> list[Entry]:
         WireError: if the data is not a bundle.
     """
     try:
-        found: list[Entry] = _unpack(data)
+        entries: list[Entry] = _unpack(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise WireError(f"not a bundle of messages: {' '.join(str(error).split())[:200]}") from None
-    return found
+    return entries

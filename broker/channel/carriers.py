@@ -105,11 +105,11 @@ def load_channel(kind: str) -> RequestChannel:
     Raises:
         ConfigError: if there is no such channel, or it is not a ``RequestChannel``.
     """
-    found = resolve("channels", kind, CHANNELS)
-    if not isinstance(found, RequestChannel):
-        allowed = f"a broker.channel.carriers.RequestChannel, not {type(found).__name__}"
+    channel = resolve("channels", kind, CHANNELS)
+    if not isinstance(channel, RequestChannel):
+        allowed = f"a broker.channel.carriers.RequestChannel, not {type(channel).__name__}"
         raise ConfigError("broker.channel", kind, allowed)
-    return found
+    return channel
 
 
 def serve(kind: str, bus: Bus, server_id: str, *, bind: str = "127.0.0.1") -> ChannelServer:

@@ -47,15 +47,15 @@ class RequestClient:
     """The pending requests of one client.
 
     Args:
-        shown: returns the part of an address that messages show.
+        format_address: returns the part of an address that messages show.
     """
 
     def __init__(
-        self, bus: Bus, carrier: RequestCarrier, shown: Callable[[str], str] = str
+        self, bus: Bus, carrier: RequestCarrier, format_address: Callable[[str], str] = str
     ) -> None:
         self._bus = bus
         self._carrier = carrier
-        self._shown = shown
+        self._format_address = format_address
         self._tokens = itertools.count(1)
         self._waiting: dict[str, _Waiting] = {}
         # for all requests: cheaper than a timer for each
@@ -114,12 +114,12 @@ class RequestClient:
         """Fail a request that will get no reply."""
         waiting = self._waiting.get(token)
         if waiting is not None and not waiting[1].done():
-            waiting[1].set_exception(RequestFailed(f"{self._shown(waiting[0])}: {reason}"))
+            waiting[1].set_exception(RequestFailed(f"{self._format_address(waiting[0])}: {reason}"))
 
     def fail_all(self, reason: str, address: str | None = None) -> None:
         """Fail all requests to this address (None: to any)."""
-        for token, (asked, *_) in list(self._waiting.items()):
-            if address is None or asked == address:
+        for token, (request_address, *_) in list(self._waiting.items()):
+            if address is None or request_address == address:
                 self.failed(token, reason)
 
     def refuse(self, address: str, reason: str, data: bytes) -> None:
@@ -159,7 +159,7 @@ class RequestClient:
                 next_at = min(next_at, until)
                 continue
             future.set_exception(
-                RequestFailed(f"{self._shown(address)}: no answer within {timeout_s:g} s")
+                RequestFailed(f"{self._format_address(address)}: no answer within {timeout_s:g} s")
             )
             self._abort_later(address, request_id)
         if next_at < math.inf:
@@ -188,9 +188,9 @@ class RequestClient:
             reply = codec.decode(data, wire.GenerateReply)
         except WireError as error:
             bury(self._bus, self._background, str(error), data)
-            raise RequestFailed(f"{self._shown(address)}: {error}") from None
+            raise RequestFailed(f"{self._format_address(address)}: {error}") from None
         # empty: the server could not read the request
         if reply.request_id not in (request.request_id, ""):
-            others = f"answered request {reply.request_id!r} instead of {request.request_id!r}"
-            raise RequestFailed(f"{self._shown(address)}: {others}")
+            problem = f"answered request {reply.request_id!r} instead of {request.request_id!r}"
+            raise RequestFailed(f"{self._format_address(address)}: {problem}")
         return reply

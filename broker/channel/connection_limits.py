@@ -91,20 +91,20 @@ class ConnectionLimits:
         """
         self.closed(fd)
         try:
-            held = socket.socket(fileno=os.dup(fd))
+            duplicate = socket.socket(fileno=os.dup(fd))
         except OSError:
             return  # closed already
         try:
-            is_ours = held.family != socket.AF_UNIX and held.getsockname()[1] == self.port
+            is_ours = duplicate.family != socket.AF_UNIX and duplicate.getsockname()[1] == self.port
         except OSError:
             is_ours = False
         if not is_ours:
-            held.close()  # the descriptor has been used again for something else
+            duplicate.close()  # the descriptor has been used again for something else
             return
-        connection = self._by_fd[fd] = self._silent[fd] = Connection(held)
+        connection = self._by_fd[fd] = self._silent[fd] = Connection(duplicate)
         if len(self._by_fd) > self.max_connections:
             self._shut(connection, f"there are {self.max_connections} connections")
-        waiting = [one for one in self._silent.values() if not one.is_shut]
+        waiting = [silent for silent in self._silent.values() if not silent.is_shut]
         for oldest in waiting[: max(0, len(waiting) - MAX_SILENT)]:
             self._shut(oldest, "too many connections have sent nothing")
 
@@ -117,7 +117,7 @@ class ConnectionLimits:
             self._leave_key(connection)
 
     def received(self, fd: int, key: str, size: int) -> Connection | None:
-        """Note a complete message of a hub; return its connection, None if that is closed already."""
+        """Note a complete message of a hub; return its connection, None if that is closed."""
         connection = self._by_fd.get(fd)
         if connection is None:
             return None
@@ -141,17 +141,17 @@ class ConnectionLimits:
         have been read.
         """
         for connection in self._by_fd.values():
-            _count(connection)
-        silent = [one for one in self._silent.values() if not one.is_shut]
-        total = sum(one.pending for one in silent)
-        for one in sorted(silent, key=lambda one: -one.pending):
+            _update_counters(connection)
+        silent = [connection for connection in self._silent.values() if not connection.is_shut]
+        total = sum(connection.pending for connection in silent)
+        for connection in sorted(silent, key=lambda connection: -connection.pending):
             if total <= MAX_SILENT_BYTES:
                 break
-            total -= one.pending
-            self._shut(one, "connections without a complete message sent too much")
+            total -= connection.pending
+            self._shut(connection, "connections without a complete message sent too much")
         for key, connections in self._of_key.items():
-            pending = sum(one.pending for one in connections)
-            unread = sum(one.unread for one in connections)
+            pending = sum(connection.pending for connection in connections)
+            unread = sum(connection.unread for connection in connections)
             if pending > MAX_PENDING_BYTES:
                 problem = f"its hub sent {pending >> 20} MiB without a complete message"
             elif unread > MAX_UNREAD_BYTES:
@@ -159,14 +159,14 @@ class ConnectionLimits:
             else:
                 continue
             self.excessive.add(key)
-            for one in connections:
-                self._shut(one, problem)
+            for connection in connections:
+                self._shut(connection, problem)
 
     def take_excessive(self) -> set[str]:
         """Return ``excessive`` and empty it."""
-        found = self.excessive
+        keys = self.excessive
         self.excessive = set()
-        return found
+        return keys
 
     def close(self) -> None:
         """Forget all connections."""
@@ -191,7 +191,7 @@ class ConnectionLimits:
         log.info("closing a connection of %s: %s", peer, reason)
 
 
-def _count(connection: Connection) -> None:
+def _update_counters(connection: Connection) -> None:
     """Bring ``pending`` and ``unread`` up to date; nothing below zero is kept, so that no peer can
     save up.
     """

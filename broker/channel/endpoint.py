@@ -43,13 +43,13 @@ def error_reply(
     server_id: str, request_id: str, error: str, reason: wire.FinishReason = "error"
 ) -> wire.GenerateReply:
     """Return the reply to a request that cannot be served, or not now."""
-    nothing = wire.column((), "<i4")
+    no_ints = wire.column((), "<i4")
     return wire.GenerateReply(
         request_id=request_id,
         server=server_id,
-        token_ids=nothing,
+        token_ids=no_ints,
         logprobs=wire.column((), "<f4"),
-        version_runs=nothing,
+        version_runs=no_ints,
         finish_reason=reason,
         policy_version=-1,
         error=" ".join(error.split()) or "unknown",
@@ -76,10 +76,10 @@ class RequestEndpoint:
         self._handle = handle
         self._abort = abort
         self._most = most or RequestLimits()
-        self._held: dict[str, tuple[int, int]] = {}  # by client, empty for all: requests and bytes
+        self._load: dict[str, tuple[int, int]] = {}  # by client, empty for all: requests and bytes
         self._answering: dict[asyncio.Task[None], str] = {}
         self._tasks = Counter[str]()  # of each client that has any
-        self._burying: set[asyncio.Task[None]] = set()
+        self._dead_letter_tasks: set[asyncio.Task[None]] = set()
         self._closing = False
 
     def receive(self, data: bytes, reply: Reply, source: str = "") -> None:
@@ -100,14 +100,14 @@ class RequestEndpoint:
             self._spawn("", self._reject("", str(error), reply), source)
             return
         if isinstance(message, wire.AbortRequest):
-            self._tell_abort(message.request_id)
+            self._abort_request(message.request_id)
         elif isinstance(message, wire.GenerateRequest):
             if self._closing:
                 self._spawn(
                     "", self._reject(message.request_id, "the server is closing", reply), source
                 )
                 return
-            if problem := self._room(source, len(data)):
+            if problem := self._reserve(source, len(data)):
                 self._spawn("", self._reject(message.request_id, problem, reply, "busy"), source)
                 return
             task = self._spawn(message.request_id, self._answer(message, reply), source)
@@ -115,44 +115,44 @@ class RequestEndpoint:
 
     def refuse(self, reason: str, data: bytes) -> None:
         """Store an unreadable request as a dead letter."""
-        if len(self._burying) < MAX_LETTERS:
+        if len(self._dead_letter_tasks) < MAX_LETTERS:
             log.warning("malformed request: %s", reason)
-        bury(self._bus, self._burying, reason, data)
+        bury(self._bus, self._dead_letter_tasks, reason, data)
 
     async def close(self) -> None:
-        """Abort pending requests; cancel handlers that do not return soon and reply with an error."""
+        """Abort pending requests; cancel slow handlers and reply with an error for them."""
         self._closing = True
         for request_id in filter(None, list(self._answering.values())):
-            self._tell_abort(request_id)
+            self._abort_request(request_id)
         if self._answering:
             await asyncio.wait(self._answering, timeout=CLOSE_WITHIN_S)
         for task in list(self._answering):
             task.cancel()
-        if self._answering or self._burying:
-            await asyncio.wait([*self._answering, *self._burying], timeout=CLOSE_WITHIN_S)
+        if self._answering or self._dead_letter_tasks:
+            await asyncio.wait([*self._answering, *self._dead_letter_tasks], timeout=CLOSE_WITHIN_S)
 
-    def _room(self, source: str, size: int) -> str:
+    def _reserve(self, source: str, size: int) -> str:
         """Take room for a request; return why there is none, else an empty text."""
         most = self._most
         limits = {"": (most.count, most.bytes)} | (
             {source: (most.count_of_client, most.bytes_of_client)} if source else {}
         )
         for name, (count, num_bytes) in limits.items():
-            held = self._held.get(name, (0, 0))
-            if held[0] >= count or held[1] + size > num_bytes:
-                whose = " of this client" if name else ""
-                return f"too many requests{whose} at once: {held[0]}, of {held[1] >> 20} MiB"
+            usage = self._load.get(name, (0, 0))
+            if usage[0] >= count or usage[1] + size > num_bytes:
+                owner = " of this client" if name else ""
+                return f"too many requests{owner} at once: {usage[0]}, of {usage[1] >> 20} MiB"
         for name in limits:
-            held = self._held.get(name, (0, 0))
-            self._held[name] = held[0] + 1, held[1] + size
+            usage = self._load.get(name, (0, 0))
+            self._load[name] = usage[0] + 1, usage[1] + size
         return ""
 
     def _release(self, source: str, size: int) -> None:
         for name in {source, ""}:
-            count, num_bytes = self._held[name]
-            self._held[name] = count - 1, num_bytes - size
+            count, num_bytes = self._load[name]
+            self._load[name] = count - 1, num_bytes - size
             if count == 1:
-                del self._held[name]
+                del self._load[name]
 
     def _spawn(
         self, request_id: str, work: Coroutine[Any, Any, None], source: str
@@ -173,7 +173,7 @@ class RequestEndpoint:
                 "request %s could not be answered: %s: %s", request_id, type(error).__name__, error
             )
 
-    def _tell_abort(self, request_id: str) -> None:
+    def _abort_request(self, request_id: str) -> None:
         try:
             self._abort(request_id)
         except Exception:  # must not stop the server from reading requests
@@ -199,17 +199,17 @@ class RequestEndpoint:
         await reply(data)
 
 
-def bury(bus: Bus, burying: set[asyncio.Task[None]], reason: str, data: bytes) -> None:
+def bury(bus: Bus, pending: set[asyncio.Task[None]], reason: str, data: bytes) -> None:
     """Start storing unusable bytes as a dead letter, unless many are being stored."""
-    if len(burying) >= MAX_LETTERS:
+    if len(pending) >= MAX_LETTERS:
         return
 
-    async def work() -> None:
+    async def store() -> None:
         try:
             await bus.dead_letter(GENERATE, seq=0, ticket=0, reason=reason, data=data)
         except RlearnerError as error:
             log.warning("cannot store a malformed message as a dead letter: %s", error)
 
-    task = asyncio.create_task(work())
-    burying.add(task)
-    task.add_done_callback(burying.discard)
+    task = asyncio.create_task(store())
+    pending.add(task)
+    task.add_done_callback(pending.discard)

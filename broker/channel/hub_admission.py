@@ -42,12 +42,12 @@ class HubAdmission:
     """The admitted keys of one server, by the beats of hubs.
 
     Args:
-        gone: called with each key that is no longer admitted.
+        on_removed: called with each key that is no longer admitted.
     """
 
-    def __init__(self, bus: Bus, gone: Callable[[str], None]) -> None:
+    def __init__(self, bus: Bus, on_removed: Callable[[str], None]) -> None:
         self._bus = bus
-        self._gone = gone
+        self._on_removed = on_removed
         self._verifier = PresenceVerifier(bus)
         # seconds in which this process was listening, as in ``broker.runtime.presence``
         self.clock = 0.0
@@ -91,7 +91,11 @@ class HubAdmission:
         if key in self._keys:
             answer(True)
             return
-        of_host = sum(one[1] == host for waiting in self._waiting.values() for one in waiting)
+        of_host = sum(
+            host == waiting_host
+            for waiting in self._waiting.values()
+            for _, waiting_host, _ in waiting
+        )
         full = (
             of_host >= MAX_WAITING_OF_HOST or sum(map(len, self._waiting.values())) >= MAX_WAITING
         )
@@ -137,7 +141,7 @@ class HubAdmission:
     def _forget(self, key: str) -> None:
         if self._keys.pop(key, None) is not None:
             del self._subject[key]
-            self._gone(key)
+            self._on_removed(key)
             self._news.set()
 
     async def _tick(self) -> None:
@@ -152,12 +156,12 @@ class HubAdmission:
             for key in [key for key, at in self._keys.items() if self.clock - at > SILENT_S]:
                 self._forget(key)
             for key, waiting in list(self._waiting.items()):
-                for one in [one for one in waiting if one[0] <= self.clock]:
-                    waiting.remove(one)
+                for late in [entry for entry in waiting if entry[0] <= self.clock]:
+                    waiting.remove(late)
                     log.warning(
-                        "refused %s: no hub of this run that is present has its key", one[1]
+                        "refused %s: no hub of this run that is present has its key", late[1]
                     )
-                    one[2](False)
+                    late[2](False)
                 if not waiting:
                     del self._waiting[key]
             self._banned = {key: until for key, until in self._banned.items() if until > self.clock}
@@ -172,10 +176,10 @@ class HubAdmission:
             await self._news.wait()
             self._news.clear()
             try:
-                wanted = set(self._subject.values())
-                for subject in wanted - set(self._followed):
+                admitted_subjects = set(self._subject.values())
+                for subject in admitted_subjects - set(self._followed):
                     self._followed[subject] = await link.subscribe(subject, self._on_beat)
-                for subject in set(self._followed) - wanted:
+                for subject in set(self._followed) - admitted_subjects:
                     await self._followed.pop(subject).close()
                 needed = self.clock - self._needed_at <= LISTEN_S
                 if needed and not self._all:

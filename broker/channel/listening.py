@@ -32,7 +32,7 @@ def listening_address(
         return bind
     if interface is not None:
         try:
-            return _written(address_of(interface))
+            return _bracket_ipv6(address_of(interface))
         except ValueError as error:
             raise ConfigError("--interface", interface, str(error)) from None
     host = urlsplit(addresses.split(broker_url)[0]).hostname or LOOPBACK
@@ -45,9 +45,9 @@ def listening_address(
             host,
             error.strerror,
         )
-        return _written(loopback)
-    return _written(loopback if is_loopback(address) else address)
+        return _bracket_ipv6(loopback)
+    return _bracket_ipv6(loopback if is_loopback(address) else address)
 
 
-def _written(address: str) -> str:
+def _bracket_ipv6(address: str) -> str:
     return f"[{address}]" if ":" in address else address

@@ -26,33 +26,33 @@ class NatsServer:
     def __init__(self, bus: Bus, server_id: str, bind: str) -> None:
         self.address = server_id
         self._bus = bus
-        self._desk: RequestEndpoint | None = None
+        self._endpoint: RequestEndpoint | None = None
         self._subscribed: LinkSubscription | None = None
 
     async def start(self, handle: Handler, abort: AbortHandler) -> None:
         """Subscribe and start answering."""
-        self._desk = RequestEndpoint(self._bus, self.address, handle, abort)
+        self._endpoint = RequestEndpoint(self._bus, self.address, handle, abort)
         subject = GENERATE.subject(self._bus.run, self.address)
         self._subscribed = await self._bus.link.subscribe(subject, self._on_request)
 
     async def close(self) -> None:
         """Answer pending requests, then unsubscribe."""
-        if self._desk is not None and self._subscribed is not None:
-            await self._desk.close()
+        if self._endpoint is not None and self._subscribed is not None:
+            await self._endpoint.close()
             await self._subscribed.close()
             self._subscribed = None
 
     async def _on_request(self, message: Msg) -> None:
-        assert self._desk is not None
+        assert self._endpoint is not None
 
         async def reply(data: bytes) -> None:
             if message.reply:
                 await self._reply(message.reply, data)
 
-        self._desk.receive(message.data, reply)
+        self._endpoint.receive(message.data, reply)
 
     async def _reply(self, subject: str, data: bytes) -> None:
-        """Send a reply, waiting for the connection if necessary: the client may still be connected."""
+        """Send a reply, waiting for the connection: the client may still be connected."""
         link = self._bus.link
         while not link.closed:
             try:
@@ -71,7 +71,7 @@ class NatsClient:
         self._link = bus.link
         # the broker knows who this is
         self.key = ""
-        self.announce = _nothing
+        self.announce = _announce_nothing
         self._asker = RequestClient(bus, self)
         self._inbox = f"{self._link.inbox}.{self._link.next_token()}"
         self._subscribed: LinkSubscription | None = None
@@ -128,7 +128,7 @@ class NatsClient:
         self._asker.fail_all("lost the connection to the broker")
 
 
-def _nothing() -> None:
+def _announce_nothing() -> None:
     """Announce nothing."""
 
 

@@ -65,10 +65,10 @@ class ZmqServer:
 
     def __init__(self, bus: Bus, server_id: str, bind: str) -> None:
         self.address = ""
-        self._bus, self._server_id, self._bind = bus, server_id, _split(bind)
+        self._bus, self._server_id, self._bind = bus, server_id, _parse_bind(bind)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._local_path = ""
-        self._desk: RequestEndpoint | None = None
+        self._endpoint: RequestEndpoint | None = None
         self._sockets: list[LoopSocket] = []
         self._network: _Network | None = None
 
@@ -78,13 +78,13 @@ class ZmqServer:
         Raises:
             ConfigError: if the address or port cannot be bound.
         """
-        self._desk = RequestEndpoint(self._bus, self._server_id, handle, abort)
+        self._endpoint = RequestEndpoint(self._bus, self._server_id, handle, abort)
         local = self._bind_local()
         tcp = ""
         key = ""
         if self._bind is not None:
             try:
-                self._network = _Network(self._context, self._bus, self._desk, *self._bind)
+                self._network = _Network(self._context, self._bus, self._endpoint, *self._bind)
             except ConfigError:
                 await self.close()
                 raise
@@ -118,26 +118,26 @@ class ZmqServer:
 
     async def close(self) -> None:
         """Answer pending requests, then disconnect."""
-        if self._desk is not None:
-            await self._desk.close()
+        if self._endpoint is not None:
+            await self._endpoint.close()
             await asyncio.sleep(FAREWELL_S)
             for socket in self._sockets:
                 socket.close()
             self._sockets.clear()
             if self._network is not None:
                 await self._network.close()
-            self._desk = None
+            self._endpoint = None
         await terminate(self._context)
         if self._local_path:
             with suppress(FileNotFoundError):
                 os.unlink(self._local_path)
 
     def _receive(self, frames: Frames) -> None:
-        desk = self._desk
+        endpoint = self._endpoint
         socket = self._sockets[0]
-        assert desk is not None
+        assert endpoint is not None
         if len(frames) != 2:
-            desk.refuse(
+            endpoint.refuse(
                 f"{len(frames) - 1} parts where one is allowed",
                 frames[1] if len(frames) > 1 else b"",
             )
@@ -150,7 +150,7 @@ class ZmqServer:
 
             return reply
 
-        _take(desk, data, reply_to, source="")
+        _receive_bundle(endpoint, data, reply_to, source="")
 
 
 class _Network:
@@ -160,11 +160,11 @@ class _Network:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         bus: Bus,
-        desk: RequestEndpoint,
+        endpoint: RequestEndpoint,
         host: str,
         port: int,
     ) -> None:
-        self._desk = desk
+        self._endpoint = endpoint
         public, secret = zmq.curve_keypair()
         self.key = public.decode()
         zap = context.socket(zmq.ROUTER)
@@ -183,7 +183,9 @@ class _Network:
             router.disable_monitor()
             for socket in (monitor, router, zap):
                 socket.close(0)
-            raise ConfigError("--bind", f"{host}:{port}" if port else host, _why(error)) from None
+            raise ConfigError(
+                "--bind", f"{host}:{port}" if port else host, _explain_bind_error(error)
+            ) from None
         self.endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
         self.limits = ConnectionLimits(int(self.endpoint.rpartition(":")[2]))
         self.admission = HubAdmission(bus, self.limits.drop)
@@ -244,9 +246,11 @@ class _Network:
         ):
             return
         if len(frames) != 2:
-            self._desk.refuse(f"{len(frames) - 1} parts where one is allowed", frames[-1].bytes)
+            self._endpoint.refuse(f"{len(frames) - 1} parts where one is allowed", frames[-1].bytes)
             return
-        _take(self._desk, frames[1].bytes, self._replies(frames[0].bytes, connection), source=key)
+        _receive_bundle(
+            self._endpoint, frames[1].bytes, self._replies(frames[0].bytes, connection), source=key
+        )
 
     def _replies(self, route: bytes, connection: Connection) -> _ReplyTo:
         def reply_to(token: str) -> Reply:
@@ -270,18 +274,20 @@ class _Network:
         self._scanning = asyncio.get_running_loop().call_later(self.limits.scan_s, self._scan)
 
 
-def _take(desk: RequestEndpoint, data: bytes, reply_to: _ReplyTo, source: str) -> None:
+def _receive_bundle(
+    endpoint: RequestEndpoint, data: bytes, reply_to: _ReplyTo, source: str
+) -> None:
     """Pass on the messages of a bundle."""
     try:
         entries = unpack(data)
     except WireError as error:
-        desk.refuse(str(error), data)
+        endpoint.refuse(str(error), data)
         return
     for token, message in entries:
-        desk.receive(message, reply_to(token), source)
+        endpoint.receive(message, reply_to(token), source)
 
 
-def _split(bind: str) -> tuple[str, int] | None:
+def _parse_bind(bind: str) -> tuple[str, int] | None:
     """Return IP address and port, 0 for any.
 
     Raises:
@@ -289,25 +295,27 @@ def _split(bind: str) -> tuple[str, int] | None:
     """
     if not bind:
         return None
-    found = BIND.fullmatch("127.0.0.1" if bind == "localhost" else bind)
+    match = BIND.fullmatch("127.0.0.1" if bind == "localhost" else bind)
     try:
-        address = ipaddress.ip_address((found[1] or found[2]) if found else bind)
-        port = int((found[3] or 0) if found else 0)
+        address = ipaddress.ip_address((match[1] or match[2]) if match else bind)
+        port = int((match[3] or 0) if match else 0)
         if address.is_unspecified or address.is_multicast or port > 65535:
             raise ValueError(bind)
     except ValueError:
-        raise ConfigError("--bind", bind, f"{ALLOWED}: {', '.join(_own())}") from None
+        raise ConfigError("--bind", bind, f"{ALLOWED}: {', '.join(_own_addresses())}") from None
     return str(address), port
 
 
-def _own() -> list[str]:
-    return [address for known in addresses().values() for address in known]
+def _own_addresses() -> list[str]:
+    return [
+        address for interface_addresses in addresses().values() for address in interface_addresses
+    ]
 
 
-def _why(error: zmq.ZMQError) -> str:
+def _explain_bind_error(error: zmq.ZMQError) -> str:
     if error.errno == errno.EADDRINUSE:
         return "another program uses this port; choose another one, or none for any free port"
-    return f"{ALLOWED}: {', '.join(_own())} ({error.strerror})"
+    return f"{ALLOWED}: {', '.join(_own_addresses())} ({error.strerror})"
 
 
 CHANNEL: Final = RequestChannel(ZmqServer, ZmqClient)

@@ -60,19 +60,19 @@ class ServerAddress:
             BadAddress: if it is not written exactly as above, or the IP address is not one of a
                 host.
         """
-        found: dict[str, str] = {}
+        fields: dict[str, str] = {}
         for word in text.split(" ") if len(text) <= MAX_CHARS else ():
             name, _, value = ("tcp", "", word) if word.startswith("tcp:") else word.partition("=")
-            if name in found:
+            if name in fields:
                 raise BadAddress(f"{text[:100]!r} is not a server address: {name} twice")
-            found[name] = value
-        tcp, key, host, local = (found.pop(name, "") for name in ("tcp", "key", "host", "local"))
-        good = not found and bool(tcp or local)
-        good = good and (
+            fields[name] = value
+        tcp, key, host, local = (fields.pop(name, "") for name in ("tcp", "key", "host", "local"))
+        is_valid = not fields and bool(tcp or local)
+        is_valid = is_valid and (
             not tcp or (_is_unicast(tcp) and _is_key(key) and bool(DIGEST.fullmatch(host)))
         )
-        good = good and (not local or bool(local_sockets.NAME.fullmatch(local)))
-        if not good or (not tcp and (key or host)):
+        is_valid = is_valid and (not local or bool(local_sockets.NAME.fullmatch(local)))
+        if not is_valid or (not tcp and (key or host)):
             allowed = "expected tcp://IP:PORT key=KEY host=DIGEST, local=NAME, or both"
             raise BadAddress(f"{text[:100]!r} is not a server address; {allowed}")
         return cls(tcp, key, host, local)
@@ -87,7 +87,7 @@ class ServerAddress:
             return f"ipc://{path}", ""
         if not self.tcp:
             raise BadAddress("it takes requests only from its own host and user")
-        if _ip(self.tcp).is_loopback and self.host != this_host():
+        if _parse_ip(self.tcp).is_loopback and self.host != this_host():
             raise BadAddress(f"{self.tcp} is a loopback address of another host")
         return self.tcp, self.key
 
@@ -111,22 +111,22 @@ def this_host() -> str:
     return hashlib.sha256(f"rlearner {boot} {network}".encode()).hexdigest()[:16]
 
 
-def _ip(tcp: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+def _parse_ip(tcp: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     """Return the IP address of an end point that matches TCP.
 
     Raises:
         ValueError: if the numbers do not make one.
     """
-    found = TCP.fullmatch(tcp)
-    if found is None:
+    match = TCP.fullmatch(tcp)
+    if match is None:
         raise ValueError(tcp)
-    address = ipaddress.ip_address(found[1] or found[2])
+    address = ipaddress.ip_address(match[1] or match[2])
     return getattr(address, "ipv4_mapped", None) or address
 
 
 def _is_unicast(tcp: str) -> bool:
     try:
-        address = _ip(tcp)
+        address = _parse_ip(tcp)
     except ValueError:
         return False
     port = int(tcp.rpartition(":")[2])

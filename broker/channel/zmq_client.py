@@ -21,9 +21,9 @@ from broker.jetstream.bus import Bus
 # ZeroMQ does not retry
 REFUSED: Final = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 # no reply can arrive; nothing listens
-LOST: Final = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
-UNKNOWN: Final = "it does not admit this process: no presence of it is heard there"
-ANOTHER: Final = "what listens there is not this server"
+NO_CONNECTION: Final = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+NOT_ADMITTED: Final = "it does not admit this process: no presence of it is heard there"
+WRONG_SERVER: Final = "what listens there is not this server"
 # after connecting: a server waits 3 s for this process's presence
 KNOCK_S: Final = (0.1, 0.3, 0.7, 1.5)
 
@@ -111,7 +111,7 @@ class ZmqClient:
                 socket.curve_serverkey = server_key.encode()
                 socket.curve_publickey = self.key.encode()
                 socket.curve_secretkey = self._secret
-            monitor = socket.get_monitor_socket(LOST | REFUSED)
+            monitor = socket.get_monitor_socket(NO_CONNECTION | REFUSED)
         except zmq.ZMQError as error:
             if socket is not None:
                 socket.close(0)
@@ -151,13 +151,13 @@ class ZmqClient:
         event = parse_monitor_message(frames)["event"]
         socket.read_all()  # a server replies before it closes
         if event & REFUSED:
-            reason = UNKNOWN if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH else ANOTHER
+            reason = NOT_ADMITTED if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH else WRONG_SERVER
             asyncio.get_running_loop().call_soon(self._drop_line, address, socket, reason)
             self._asker.fail_all(reason, address)
             return
-        nothing = event == zmq.EVENT_CONNECT_RETRIED
+        is_unreachable = event == zmq.EVENT_CONNECT_RETRIED
         self._asker.fail_all(
-            "nothing listens there" if nothing else "the connection broke", address
+            "nothing listens there" if is_unreachable else "the connection broke", address
         )
 
     def _drop_line(self, address: str, socket: LoopSocket, reason: str) -> None:

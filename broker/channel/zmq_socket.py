@@ -120,15 +120,17 @@ class LoopSocket:
         self._num_unsent = 0
         while self._unsent:
             route, waiting = next(iter(self._unsent.items()))
-            wanted = [entry for entry, asker in waiting if asker is None or not asker.done()]
+            entries = [entry for entry, asker in waiting if asker is None or not asker.done()]
             num_sent = 0
-            for bundle in cut(wanted):
+            for bundle in cut(entries):
                 try:
                     self._send(route, pack(bundle))
                 except zmq.Again:
                     self._blocked = True
                     self._unsent[route] = [
-                        one for one in waiting if one[1] is None or not one[1].done()
+                        (entry, asker)
+                        for entry, asker in waiting
+                        if asker is None or not asker.done()
                     ][num_sent:]
                     return
                 except zmq.ZMQError as error:

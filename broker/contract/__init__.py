@@ -1,1 +1,1 @@
-"""The wire contract: messages, streams and the rules of their values; source of ``docs/wire.md``."""
+"""The wire contract: messages, streams, rules of their values; source of ``docs/wire.md``."""

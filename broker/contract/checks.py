@@ -40,7 +40,8 @@ MAX_MEAN: Final = 1_000_000
 PASS_RATE: Final = ("low", "high")
 # characters of the texts of a presence
 PRESENCE_CHARS: Final = {
-    "host": 256, "address": 256, "channel": 64, "policy": 256, "engine": 1024, "problem": 2048, "process": 256,
+    "host": 256, "address": 256, "channel": 64, "policy": 256, "engine": 1024, "problem": 2048,
+    "process": 256,
     "said": 512, "job": 64, "voucher": 512,
 }  # fmt: skip
 DIFFERENCE_CHARS: Final = 512  # of the weights on offer from a server's
@@ -61,7 +62,7 @@ class ValueRange(NamedTuple):
     text: str
 
 
-ANY: Final = ValueRange(-LARGEST, LARGEST, "finite")
+FINITE: Final = ValueRange(-LARGEST, LARGEST, "finite")
 NATURAL: Final = ValueRange(0, LARGEST, ">= 0")
 POSITIVE: Final = ValueRange(SMALLEST, LARGEST, "> 0")
 COUNT: Final = ValueRange(1, LARGEST, ">= 1")
@@ -79,28 +80,33 @@ REQUEST_S: Final = ValueRange(SMALLEST, MAX_REQUEST_S, "> 0 and <= 86,400")
 # every int and float field, as a test checks
 RANGES: Final[dict[type, dict[str, ValueRange]]] = {
     wire.Ticket: {
-        "number": COUNT, "task_index": NATURAL, "seed": NATURAL, "min_version": VERSION, "max_staleness": NATURAL,
+        "number": COUNT, "task_index": NATURAL, "seed": NATURAL, "min_version": VERSION,
+        "max_staleness": NATURAL,
         "group_size": COUNT, "min_group_size": COUNT, "deadline_s": POSITIVE, "num_greedy": NATURAL,
         "num_redundant": NATURAL,
     },
     wire.EvalTicket: {
-        "number": COUNT, "task_index": NATURAL, "seed": NATURAL, "eval_step": NATURAL, "min_version": VERSION,
+        "number": COUNT, "task_index": NATURAL, "seed": NATURAL, "eval_step": NATURAL,
+        "min_version": VERSION,
         "group_size": COUNT, "temperature": NATURAL, "deadline_s": POSITIVE,
     },
-    wire.Turn: {"start": NATURAL, "end": NATURAL, "reward": ANY},
-    wire.Trajectory: {"episode": NATURAL, "reward": ANY},
+    wire.Turn: {"start": NATURAL, "end": NATURAL, "reward": FINITE},
+    wire.Trajectory: {"episode": NATURAL, "reward": FINITE},
     wire.Group: {
-        "ticket": COUNT, "task_index": NATURAL, "min_version": VERSION, "deliveries": COUNT, "eval_step": OPTIONAL,
-        "generate_s": NATURAL, "env_step_s": NATURAL, "env_step_max_s": NATURAL, "reward_s": NATURAL,
+        "ticket": COUNT, "task_index": NATURAL, "min_version": VERSION, "deliveries": COUNT,
+        "eval_step": OPTIONAL,
+        "generate_s": NATURAL, "env_step_s": NATURAL, "env_step_max_s": NATURAL,
+        "reward_s": NATURAL,
         "temperature": NATURAL,
     },
     wire.RewardScore: {},
     wire.EpisodeScores: {"episode": NATURAL},
     wire.EpisodeScoreRequest: {
-        "ticket": COUNT, "task_index": NATURAL, "episode": NATURAL, "reward": ANY, "num_turns": NATURAL,
+        "ticket": COUNT, "task_index": NATURAL, "episode": NATURAL, "reward": FINITE,
+        "num_turns": NATURAL,
         "num_tokens": NATURAL, "eval_step": OPTIONAL,
     },
-    wire.EpisodeScoreReply: {"reward": ANY},
+    wire.EpisodeScoreReply: {"reward": FINITE},
     wire.Closed: {"ticket": COUNT, "eval_step": OPTIONAL},
     wire.RulesChange: {"epoch": COUNT},
     wire.Parted: {"ticket": COUNT, "size": BODY, "part_bytes": PART, "eval_step": OPTIONAL},
@@ -111,15 +117,19 @@ RANGES: Final[dict[type, dict[str, ValueRange]]] = {
     wire.WeightsSession: {"rank": NATURAL, "world_size": NATURAL, "port": PORT, "version": VERSION,
         "timeout_s": NATURAL},
     wire.SamplingParams: {
-        "max_tokens": COUNT, "temperature": NATURAL, "top_p": SHARE, "top_k": NATURAL, "min_p": FRACTION,
-        "seed": NATURAL, "frequency_penalty": PENALTY, "presence_penalty": PENALTY, "top_logprobs": NATURAL,
+        "max_tokens": COUNT, "temperature": NATURAL, "top_p": SHARE, "top_k": NATURAL,
+        "min_p": FRACTION,
+        "seed": NATURAL, "frequency_penalty": PENALTY, "presence_penalty": PENALTY,
+        "top_logprobs": NATURAL,
     },
-    wire.GenerateRequest: {"min_version": VERSION, "deadline_s": REQUEST_S, "expected_tokens": NATURAL,
+    wire.GenerateRequest: {"min_version": VERSION, "deadline_s": REQUEST_S,
+        "expected_tokens": NATURAL,
         "expected_high": NATURAL, "priority": NATURAL, "step": OPTIONAL, "prompt_top_k": NATURAL},
     wire.AbortRequest: {},
     wire.GenerateReply: {"policy_version": OPTIONAL, "prefix_hit_tokens": NATURAL},
     wire.LengthRecord: {"turns": COUNT},
-    wire.Span: {"start": NATURAL, "end": NATURAL, "seconds": NATURAL, "count": NATURAL, "ticket": NATURAL,
+    wire.Span: {"start": NATURAL, "end": NATURAL, "seconds": NATURAL, "count": NATURAL,
+        "ticket": NATURAL,
         "step": OPTIONAL},
     wire.Metrics: {"time": NATURAL},
     wire.DeadLetter: {"sequence": NATURAL, "ticket": NATURAL},
@@ -130,8 +140,10 @@ RANGES: Final[dict[type, dict[str, ValueRange]]] = {
     wire.DeviceLease: {},
     wire.DeviceClaim: {"beat": NATURAL},
     wire.Presence: {
-        "pid": NATURAL, "epoch": NATURAL, "policy_version": OPTIONAL, "slots": NATURAL, "running": NATURAL,
-        "waiting": NATURAL, "speed": NATURAL, "idle_ratio": OPTIONAL_FRACTION, "base_s": NATURAL, "each_s": NATURAL,
+        "pid": NATURAL, "epoch": NATURAL, "policy_version": OPTIONAL, "slots": NATURAL,
+        "running": NATURAL,
+        "waiting": NATURAL, "speed": NATURAL, "idle_ratio": OPTIONAL_FRACTION, "base_s": NATURAL,
+        "each_s": NATURAL,
         "at_once": NATURAL,
     },
     wire.OfferRefusal: {"epoch": NATURAL, "version": VERSION, "loads": NATURAL},
@@ -164,7 +176,7 @@ def check(message: wire.Message) -> None:
         WireError: if a rule is broken; names the message, the field, the value and the rule.
     """
     try:
-        for rule in _CHECKS.get(type(message), _OTHERS):
+        for rule in _CHECKS.get(type(message), _OWN_MESSAGE_CHECKS):
             rule(message)
     # built here with a value of a wrong type
     except (TypeError, AttributeError, KeyError, RecursionError) as error:
@@ -207,9 +219,9 @@ def _check_structure(trajectory: wire.Trajectory) -> None:
     ids = trajectory.token_ids
     n = len(mask.data)
     if mask.dtype != "|u1":
-        raise _wrong("Trajectory", "loss_mask.dtype", mask.dtype, "must be |u1")
+        raise _rule_error("Trajectory", "loss_mask.dtype", mask.dtype, "must be |u1")
     if n == 0:
-        raise _wrong("Trajectory", "loss_mask", "empty", "at least one token")
+        raise _rule_error("Trajectory", "loss_mask", "empty", "at least one token")
     if ids.dtype != "<i4" or len(ids.data) != 4 * n:
         _check_column("Trajectory", "token_ids", ids, "<i4", n)
     if logprobs.dtype != "<f4" or len(logprobs.data) != 4 * n:
@@ -217,44 +229,48 @@ def _check_structure(trajectory: wire.Trajectory) -> None:
     sampled = _check_turns(trajectory.turns, mask.data, logprobs.data, n)
     _check_version_runs("Trajectory", trajectory.version_runs, sampled)
     if trajectory.episode < 0:
-        raise _wrong("Trajectory", "episode", trajectory.episode, NATURAL.text)
+        raise _rule_error("Trajectory", "episode", trajectory.episode, NATURAL.text)
     if not -LARGEST <= trajectory.reward <= LARGEST:
-        raise _wrong("Trajectory", "reward", trajectory.reward, ANY.text)
-    _finite("Trajectory", "reward_parts", trajectory.reward_parts)
+        raise _rule_error("Trajectory", "reward", trajectory.reward, FINITE.text)
+    _require_finite("Trajectory", "reward_parts", trajectory.reward_parts)
     if trajectory.metrics:
-        _finite("Trajectory", "metrics", trajectory.metrics)
+        _require_finite("Trajectory", "metrics", trajectory.metrics)
 
 
 def _check_values(trajectories: list[wire.Trajectory]) -> None:
     """Check the token ids and logprobs of trajectories whose structure is right."""
     # a copy would cost more than the calls
-    if sum(len(one.token_ids.data) for one in trajectories) >= LONG_BYTES:
-        for one in trajectories:
-            _check_token_ids("Trajectory", one.token_ids.data)
-            _check_logprobs("Trajectory", one.logprobs.data)
+    if sum(len(trajectory.token_ids.data) for trajectory in trajectories) >= LONG_BYTES:
+        for trajectory in trajectories:
+            _check_token_ids("Trajectory", trajectory.token_ids.data)
+            _check_logprobs("Trajectory", trajectory.logprobs.data)
         return
-    _check_token_ids("Trajectory", bytearray().join([one.token_ids.data for one in trajectories]))
-    _check_logprobs("Trajectory", bytearray().join([one.logprobs.data for one in trajectories]))
+    _check_token_ids(
+        "Trajectory", bytearray().join([trajectory.token_ids.data for trajectory in trajectories])
+    )
+    _check_logprobs(
+        "Trajectory", bytearray().join([trajectory.logprobs.data for trajectory in trajectories])
+    )
 
 
 def _check_turns(turns: list[wire.Turn], mask: bytes, logprobs: bytes, n: int) -> int:
-    """Check the turns, the mask, and that logprobs are 0 where it is 0; return the sum of the mask."""
+    """Check turns, mask, and that logprobs are 0 where it is 0; return the sum of the mask."""
     position = sampled = 0
     for turn in turns:
         start = turn.start
         end = turn.end
         if not position <= start <= end <= n:
-            raise _wrong(
+            raise _rule_error(
                 "Turn", "start, end", (start, end), f"must lie in order within {position} to {n}"
             )
         if start > position:
             _check_gap(mask, logprobs, position, start)
-        ones = end - start
-        if not mask.startswith(b"\1" * ones, start):
-            ones = _check_mixed(mask, logprobs, start, end)
+        num_sampled = end - start
+        if not mask.startswith(b"\1" * num_sampled, start):
+            num_sampled = _check_mixed(mask, logprobs, start, end)
         if not -LARGEST <= turn.reward <= LARGEST:
-            raise _wrong("Turn", "reward", turn.reward, ANY.text)
-        sampled += ones
+            raise _rule_error("Turn", "reward", turn.reward, FINITE.text)
+        sampled += num_sampled
         position = end
     if position < n:
         _check_gap(mask, logprobs, position, n)
@@ -267,11 +283,11 @@ def _check_mixed(mask: bytes, logprobs: bytes, start: int, end: int) -> int:
     """
     flags = np.frombuffer(mask, np.uint8, end - start, start)
     if np.any(flags > 1):
-        raise _wrong(
+        raise _rule_error(
             "Trajectory", "loss_mask", "another value", f"must be 0 or 1 in the turn {start}:{end}"
         )
     if np.any(np.frombuffer(logprobs, _F4, end - start, 4 * start)[flags == 0] != 0):
-        raise _wrong(
+        raise _rule_error(
             "Trajectory",
             "logprobs",
             "another value",
@@ -285,7 +301,7 @@ def _check_gap(mask: bytes, logprobs: bytes, start: int, end: int) -> None:
     length = end - start
     first = 4 * start
     if not mask.startswith(bytes(length), start):
-        raise _wrong(
+        raise _rule_error(
             "Trajectory",
             "loss_mask",
             "another value",
@@ -294,7 +310,7 @@ def _check_gap(mask: bytes, logprobs: bytes, start: int, end: int) -> None:
     if not logprobs.startswith(bytes(4 * length), first) and np.any(
         np.frombuffer(logprobs, _F4, length, first) != 0
     ):
-        raise _wrong(
+        raise _rule_error(
             "Trajectory",
             "logprobs",
             "another value",
@@ -315,12 +331,14 @@ def _check_column(
     values.
     """
     if column.dtype != dtype:
-        raise _wrong(message, f"{field}.dtype", column.dtype, f"must be {dtype}")
+        raise _rule_error(message, f"{field}.dtype", column.dtype, f"must be {dtype}")
     size = len(column.data)
     if n is None and size % 4:
-        raise _wrong(message, f"{field}.data", f"{size} bytes", "must be a multiple of 4 bytes")
+        raise _rule_error(
+            message, f"{field}.data", f"{size} bytes", "must be a multiple of 4 bytes"
+        )
     if n is not None and size != 4 * n:
-        raise _wrong(
+        raise _rule_error(
             message, f"{field}.data", f"{size} bytes", f"must be {4 * n} bytes for {n} values"
         )
     return size // 4
@@ -335,7 +353,7 @@ def _check_token_ids(message: str, data: bytes | bytearray) -> None:
         tokens = np.frombuffer(data, _I4)
         least = int(tokens.min()) if len(data) >= LONG_BYTES else tokens.item(tokens.argmin())
         if least < 0:
-            raise _wrong(message, "token_ids", least, NATURAL.text)
+            raise _rule_error(message, "token_ids", least, NATURAL.text)
 
 
 def _check_logprobs(message: str, data: bytes | bytearray) -> None:
@@ -356,12 +374,12 @@ def _check_logprobs(message: str, data: bytes | bytearray) -> None:
             most = values.item(values.argmax())
         if not (least >= -LARGEST and most <= LOGPROB_EPS):
             bad = most if least >= -LARGEST else least
-            raise _wrong(message, "logprobs", bad, f"must be finite and at most {LOGPROB_EPS}")
+            raise _rule_error(message, "logprobs", bad, f"must be finite and at most {LOGPROB_EPS}")
 
 
 def _check_version_runs(message: str, column: wire.Column, sampled: int) -> None:
     if column.dtype != "<i4" or len(column.data) % 8:
-        raise _wrong(
+        raise _rule_error(
             message,
             "version_runs",
             f"{len(column.data)} bytes of {column.dtype}",
@@ -370,44 +388,46 @@ def _check_version_runs(message: str, column: wire.Column, sampled: int) -> None
     total = 0
     for version, count in _PAIR.iter_unpack(column.data):
         if version < 0 or count < 1:
-            raise _wrong(
+            raise _rule_error(
                 message, "version_runs", (version, count), "must be a version >= 0 and a count >= 1"
             )
         total += count
     if total != sampled:
-        raise _wrong(message, "version_runs", total, f"must count the {sampled} sampled tokens")
+        raise _rule_error(
+            message, "version_runs", total, f"must count the {sampled} sampled tokens"
+        )
 
 
 def _check_group(group: wire.Group) -> None:
     """There is at least one trajectory, and each keeps its rules. Scores are finite."""
     if not group.trajectories:
-        raise _wrong("Group", "trajectories", "[]", "at least one")
+        raise _rule_error("Group", "trajectories", "[]", "at least one")
     check_trajectories(group.trajectories)
-    for one in group.scores:
-        _numbers(one)
-        _check_scores(one.scores)
+    for episode_scores in group.scores:
+        _check_numbers(episode_scores)
+        _check_scores(episode_scores.scores)
 
 
 def _check_scores(scores: list[wire.RewardScore]) -> None:
     for score in scores:
-        _finite(
+        _require_finite(
             "RewardScore",
             "value",
             score.value if isinstance(score.value, dict) else {"": score.value},
         )
-        _finite("RewardScore", "notes", score.notes)
+        _require_finite("RewardScore", "notes", score.notes)
 
 
 def _check_score_request(request: wire.EpisodeScoreRequest) -> None:
     """reward_parts and metrics are finite."""
-    _finite("EpisodeScoreRequest", "reward_parts", request.reward_parts)
-    _finite("EpisodeScoreRequest", "metrics", request.metrics)
+    _require_finite("EpisodeScoreRequest", "reward_parts", request.reward_parts)
+    _require_finite("EpisodeScoreRequest", "metrics", request.metrics)
 
 
 def _check_score_reply(reply: wire.EpisodeScoreReply) -> None:
     """Scores and reward_parts are finite."""
     _check_scores(reply.scores)
-    _finite("EpisodeScoreReply", "reward_parts", reply.reward_parts)
+    _require_finite("EpisodeScoreReply", "reward_parts", reply.reward_parts)
 
 
 def _check_ticket(ticket: wire.Ticket) -> None:
@@ -416,16 +436,18 @@ def _check_ticket(ticket: wire.Ticket) -> None:
     size = ticket.group_size
     least = ticket.min_group_size
     if least > size:
-        raise _wrong("Ticket", "min_group_size", least, f"must be at most group_size, {size}")
+        raise _rule_error("Ticket", "min_group_size", least, f"must be at most group_size, {size}")
     if ticket.num_greedy >= size:
-        raise _wrong("Ticket", "num_greedy", ticket.num_greedy, f"must be below group_size, {size}")
+        raise _rule_error(
+            "Ticket", "num_greedy", ticket.num_greedy, f"must be below group_size, {size}"
+        )
     if ticket.num_redundant > size - least:
-        raise _wrong(
+        raise _rule_error(
             "Ticket", "num_redundant", ticket.num_redundant, f"must leave min_group_size, {least}"
         )
     bounds = ticket.pass_rate
     if bounds and not (len(bounds) == len(PASS_RATE) and 0 <= bounds[0] <= bounds[1] <= 1):
-        raise _wrong(
+        raise _rule_error(
             "Ticket",
             "pass_rate",
             bounds,
@@ -438,14 +460,16 @@ def _check_offer(offer: wire.WeightsOffer) -> None:
     has named targets.
     """
     if offer.adapter is not None:
-        _numbers(offer.adapter)
+        _check_numbers(offer.adapter)
         if not all(offer.adapter.targets or [""]):
-            raise _wrong("Adapter", "targets", offer.adapter.targets, "at least one, none empty")
+            raise _rule_error(
+                "Adapter", "targets", offer.adapter.targets, "at least one, none empty"
+            )
     probe = offer.probe
-    _numbers(probe)
+    _check_numbers(probe)
     n = _check_column("Probe", "token_ids", probe.token_ids, "<i4")
     if n < 2:
-        raise _wrong("Probe", "token_ids", f"{n} tokens", "at least two")
+        raise _rule_error("Probe", "token_ids", f"{n} tokens", "at least two")
     _check_column("Probe", "logprobs", probe.logprobs, "<f4", n - 1)
     _check_token_ids("Probe", probe.token_ids.data)
     _check_logprobs("Probe", probe.logprobs.data)
@@ -455,10 +479,10 @@ def _check_lease(lease: wire.DeviceLease) -> None:
     """Holders are named, and each has one claim."""
     holders = [claim.holder for claim in lease.claims]
     for claim in lease.claims:
-        _numbers(claim)
-        _names(claim)
+        _check_numbers(claim)
+        _check_names(claim)
     if len(set(holders)) < len(holders):
-        raise _wrong("DeviceLease", "claims", holders, "one claim of each holder")
+        raise _rule_error("DeviceLease", "claims", holders, "one claim of each holder")
 
 
 def _check_join(join: wire.WeightsJoin) -> None:
@@ -467,7 +491,7 @@ def _check_join(join: wire.WeightsJoin) -> None:
     """
     _check_key("WeightsJoin", join.key)
     if not join.carriers or not all(1 <= ranks <= MAX_RANKS for ranks in join.carriers.values()):
-        raise _wrong(
+        raise _rule_error(
             "WeightsJoin",
             "carriers",
             join.carriers,
@@ -477,7 +501,7 @@ def _check_join(join: wire.WeightsJoin) -> None:
 
 def _check_key(kind: str, key: str) -> None:
     if len(key) != KEY_CHARS or not Z85.issuperset(key):
-        raise _wrong(kind, "key", key, f"must be a CURVE key in Z85, {KEY_CHARS} characters")
+        raise _rule_error(kind, "key", key, f"must be a CURVE key in Z85, {KEY_CHARS} characters")
 
 
 def _check_session(session: wire.WeightsSession) -> None:
@@ -488,7 +512,7 @@ def _check_session(session: wire.WeightsSession) -> None:
     reads = session.carrier in ("ipc", "shared")
     if not session.error and (session.rank < session.world_size) == reads:
         must = f"must {'not ' * reads}be below world_size, {session.world_size}"
-        raise _wrong("WeightsSession", "rank", session.rank, must)
+        raise _rule_error("WeightsSession", "rank", session.rank, must)
 
 
 def _check_request(request: wire.GenerateRequest) -> None:
@@ -497,16 +521,18 @@ def _check_request(request: wire.GenerateRequest) -> None:
     conversation_id at most 256. expected_high is 0 or at least expected_tokens."""
     sampling = request.sampling
     ids = request.token_ids
-    _numbers(sampling)
+    _check_numbers(sampling)
     if sampling.stop and "" in sampling.stop:
-        raise _wrong("SamplingParams", "stop", "''", "must not be empty")
+        raise _rule_error("SamplingParams", "stop", "''", "must not be empty")
     if sampling.stop_token_ids and min(sampling.stop_token_ids) < 0:
-        raise _wrong("SamplingParams", "stop_token_ids", min(sampling.stop_token_ids), NATURAL.text)
+        raise _rule_error(
+            "SamplingParams", "stop_token_ids", min(sampling.stop_token_ids), NATURAL.text
+        )
     if sampling.logit_bias or sampling.guides:
         _check_reshaping(sampling)
     if ids.dtype != "<i4" or not ids.data or len(ids.data) % 4:
         _check_column("GenerateRequest", "token_ids", ids, "<i4")
-        raise _wrong("GenerateRequest", "token_ids", "empty", "at least one token")
+        raise _rule_error("GenerateRequest", "token_ids", "empty", "at least one token")
     _check_token_ids("GenerateRequest", ids.data)
     if not 0 < len(request.request_id) <= MAX_ID_CHARS:
         _check_request_id(request)
@@ -514,21 +540,21 @@ def _check_request(request: wire.GenerateRequest) -> None:
         raise _too_long("GenerateRequest", "conversation_id", request.conversation_id, MAX_ID_CHARS)
     if 0 < request.expected_high < request.expected_tokens:
         must = f"must be 0 or at least expected_tokens, {request.expected_tokens}"
-        raise _wrong("GenerateRequest", "expected_high", request.expected_high, must)
+        raise _rule_error("GenerateRequest", "expected_high", request.expected_high, must)
 
 
 def _check_reshaping(sampling: wire.SamplingParams) -> None:
     rule = f"must be token ids >= 0 with numbers from -{MAX_BIAS} to {MAX_BIAS}"
     for token, bias in sampling.logit_bias.items():
         if token < 0 or not -MAX_BIAS <= bias <= MAX_BIAS:
-            raise _wrong("SamplingParams", "logit_bias", {token: bias}, rule)
+            raise _rule_error("SamplingParams", "logit_bias", {token: bias}, rule)
     if any(not guide.schema for guide in sampling.guides):
-        raise _wrong("Guide", "schema", "''", "must not be empty")
+        raise _rule_error("Guide", "schema", "''", "must not be empty")
     size = sum(
         len(guide.schema) + len(guide.before) + len(guide.after) for guide in sampling.guides
     )
     if size > MAX_GUIDE_CHARS:
-        raise _wrong(
+        raise _rule_error(
             "SamplingParams",
             "guides",
             f"of {size} characters",
@@ -539,13 +565,13 @@ def _check_reshaping(sampling: wire.SamplingParams) -> None:
 def _check_request_id(request: wire.GenerateRequest | wire.AbortRequest) -> None:
     """There is a request_id, of at most 256 characters."""
     if not request.request_id:
-        raise _wrong(type(request).__name__, "request_id", "''", "must not be empty")
+        raise _rule_error(type(request).__name__, "request_id", "''", "must not be empty")
     if len(request.request_id) > MAX_ID_CHARS:
         raise _too_long(type(request).__name__, "request_id", request.request_id, MAX_ID_CHARS)
 
 
 def _too_long(message: str, field: str, value: str, most: int) -> WireError:
-    return _wrong(message, field, f"{len(value)} characters", f"must have at most {most}")
+    return _rule_error(message, field, f"{len(value)} characters", f"must have at most {most}")
 
 
 def _check_presence(presence: wire.Presence) -> None:
@@ -556,23 +582,25 @@ def _check_presence(presence: wire.Presence) -> None:
         if len(value := getattr(presence, name)) > most:
             raise _too_long("Presence", name, value, most)
     if len(presence.serves) > MAX_SERVES:
-        raise _wrong(
+        raise _rule_error(
             "Presence", "serves", f"{len(presence.serves)} names", f"must have at most {MAX_SERVES}"
         )
     for name in presence.serves:
         if not wire.NAME.fullmatch(name):
-            raise _wrong("Presence", "serves", name, "must be 1-64 letters, digits, '_' or '-'")
+            raise _rule_error(
+                "Presence", "serves", name, "must be 1-64 letters, digits, '_' or '-'"
+            )
     tickets = presence.tickets or []
     if len(tickets) > MAX_TICKETS:
-        raise _wrong(
+        raise _rule_error(
             "Presence", "tickets", f"{len(tickets)} numbers", f"must have at most {MAX_TICKETS}"
         )
     if tickets and min(tickets) < 1:
-        raise _wrong("Presence", "tickets", min(tickets), "must be >= 1")
+        raise _rule_error("Presence", "tickets", min(tickets), "must be >= 1")
     if presence.key:
         _check_key("Presence", presence.key)
     if (refusal := presence.refusal) is not None:
-        _numbers(refusal)
+        _check_numbers(refusal)
         if len(refusal.difference) > DIFFERENCE_CHARS:
             raise _too_long("OfferRefusal", "difference", refusal.difference, DIFFERENCE_CHARS)
 
@@ -598,7 +626,7 @@ def _check_reply(reply: wire.GenerateReply) -> None:
     _check_logprobs("GenerateReply", logprobs.data)
     _check_version_runs("GenerateReply", reply.version_runs, n)
     if (reason := reply.finish_reason) in ("error", "busy") and (n or not reply.error):
-        raise _wrong(
+        raise _rule_error(
             "GenerateReply",
             "finish_reason",
             reason,
@@ -606,9 +634,9 @@ def _check_reply(reply: wire.GenerateReply) -> None:
         )
     if top_ids is not None or top_logprobs is not None:
         if top_ids is None or top_logprobs is None:
-            raise _wrong("GenerateReply", "top_ids", "alone", "must come with top_logprobs")
+            raise _rule_error("GenerateReply", "top_ids", "alone", "must come with top_logprobs")
         if n and (size := len(top_ids.data)) % (4 * n):
-            raise _wrong(
+            raise _rule_error(
                 "GenerateReply",
                 "top_ids",
                 f"of {size} bytes",
@@ -622,7 +650,7 @@ def _check_reply(reply: wire.GenerateReply) -> None:
     if flags is not None and (
         flags.dtype != "|u1" or len(flags.data) != n or flags.data.strip(b"\0\1")
     ):
-        raise _wrong(
+        raise _rule_error(
             "GenerateReply",
             "reshaped",
             "another value",
@@ -632,13 +660,13 @@ def _check_reply(reply: wire.GenerateReply) -> None:
 
 def _check_metrics(metrics: wire.Metrics) -> None:
     """All values are finite. There are at most 256 spans, and none ends before it starts."""
-    _finite("Metrics", "values", metrics.values)
+    _require_finite("Metrics", "values", metrics.values)
     if len(metrics.spans) > MAX_SPANS:
-        raise _wrong("Metrics", "spans", f"{len(metrics.spans)} spans", f"at most {MAX_SPANS}")
+        raise _rule_error("Metrics", "spans", f"{len(metrics.spans)} spans", f"at most {MAX_SPANS}")
     for span in metrics.spans:
-        _numbers(span)
+        _check_numbers(span)
         if span.end < span.start:
-            raise _wrong(
+            raise _rule_error(
                 "Metrics", "spans", f"{span.start} to {span.end}", "must not end before it starts"
             )
 
@@ -646,7 +674,7 @@ def _check_metrics(metrics: wire.Metrics) -> None:
 def _check_dead_letter(letter: wire.DeadLetter) -> None:
     """data has at most 1 MiB."""
     if len(letter.data) > DEAD_LETTER_BYTES:
-        raise _wrong(
+        raise _rule_error(
             "DeadLetter", "data", f"{len(letter.data)} bytes", f"at most {DEAD_LETTER_BYTES} bytes"
         )
 
@@ -655,11 +683,11 @@ def _check_run_spec(spec: wire.RunSpec) -> None:
     """config holds only what JSON can express, and finite numbers. model_files is empty or 32
     hexadecimal digits.
     """
-    _plain("RunSpec", "config", spec.config)
+    _require_json("RunSpec", "config", spec.config)
     if spec.model_files and not (
         len(spec.model_files) == DIGEST_CHARS and HEX.issuperset(spec.model_files)
     ):
-        raise _wrong(
+        raise _rule_error(
             "RunSpec",
             "model_files",
             spec.model_files,
@@ -670,16 +698,20 @@ def _check_run_spec(spec: wire.RunSpec) -> None:
 def _check_model_part(part: wire.ModelPart) -> None:
     """part is below num_parts. data has 1 byte to 1 MiB."""
     if part.part >= part.num_parts:
-        raise _wrong("ModelPart", "part", part.part, f"must be below num_parts, {part.num_parts}")
+        raise _rule_error(
+            "ModelPart", "part", part.part, f"must be below num_parts, {part.num_parts}"
+        )
     if not 1 <= len(part.data) <= PART_BYTES:
-        raise _wrong("ModelPart", "data", f"{len(part.data)} bytes", f"1 to {PART_BYTES} bytes")
+        raise _rule_error(
+            "ModelPart", "data", f"{len(part.data)} bytes", f"1 to {PART_BYTES} bytes"
+        )
 
 
 def _check_length_record(record: wire.LengthRecord) -> None:
     """estimator has 1 to 256 characters. tasks, counts and means have k values each, k at most
     4096. All numbers are finite, at most 10^6 from 0, counts not below 0."""
     if not 0 < len(record.estimator) <= MAX_ID_CHARS:
-        raise _wrong(
+        raise _rule_error(
             "LengthRecord",
             "estimator",
             f"{len(record.estimator)} characters",
@@ -687,7 +719,7 @@ def _check_length_record(record: wire.LengthRecord) -> None:
         )
     num_tasks = _check_column("LengthRecord", "tasks", record.tasks, "<i4")
     if num_tasks > MAX_TASKS:
-        raise _wrong("LengthRecord", "tasks", num_tasks, f"at most {MAX_TASKS}")
+        raise _rule_error("LengthRecord", "tasks", num_tasks, f"at most {MAX_TASKS}")
     for name, least, n in (
         ("values", -MAX_MEAN, None),
         ("counts", 0, num_tasks),
@@ -695,25 +727,25 @@ def _check_length_record(record: wire.LengthRecord) -> None:
     ):
         numbers = getattr(record, name)
         _check_column("LengthRecord", name, numbers, "<f4", n)
-        found = numbers.array()
-        if not np.all((found >= least) & (found <= MAX_MEAN)):  # false for NaN
-            raise _wrong(
+        values = numbers.array()
+        if not np.all((values >= least) & (values <= MAX_MEAN)):  # false for NaN
+            raise _rule_error(
                 "LengthRecord", name, "another value", f"must be numbers from {least} to {MAX_MEAN}"
             )
 
 
 def _check_rules_change(change: wire.RulesChange) -> None:
     """rules hold only what JSON can express, and finite numbers."""
-    _plain("RulesChange", "rules", change.rules)
+    _require_json("RulesChange", "rules", change.rules)
 
 
-def _plain(message: str, field: str, value: Any) -> None:
-    if (found := _not_plain(value)) is not None:
-        where, wrong, rule = found
-        raise _wrong(message, field + where, wrong, rule)
+def _require_json(message: str, field: str, value: Any) -> None:
+    if (violation := _find_non_json(value)) is not None:
+        path, wrong, rule = violation
+        raise _rule_error(message, field + path, wrong, rule)
 
 
-def _not_plain(value: Any) -> tuple[str, Any, str] | None:
+def _find_non_json(value: Any) -> tuple[str, Any, str] | None:
     """Return path, value and rule of the first thing that JSON cannot express, None if there is
     none.
     """
@@ -721,28 +753,28 @@ def _not_plain(value: Any) -> tuple[str, Any, str] | None:
         for key, inner in value.items():
             if not isinstance(key, str):
                 return "", key, "keys must be strings"
-            if (found := _not_plain(inner)) is not None:
-                return f".{reprlib.repr(key)[1:-1]}{found[0]}", found[1], found[2]
+            if (violation := _find_non_json(inner)) is not None:
+                return f".{reprlib.repr(key)[1:-1]}{violation[0]}", violation[1], violation[2]
     elif isinstance(value, list):
         for index, inner in enumerate(value):
-            if (found := _not_plain(inner)) is not None:
-                return f"[{index}]{found[0]}", found[1], found[2]
+            if (violation := _find_non_json(inner)) is not None:
+                return f"[{index}]{violation[0]}", violation[1], violation[2]
     elif isinstance(value, float):
         if not -LARGEST <= value <= LARGEST:
-            return "", value, ANY.text
+            return "", value, FINITE.text
     elif not (value is None or isinstance(value, str | int)):
         return "", value, "must be a mapping, list, text, number, boolean or null"
     return None
 
 
-def _finite(message: str, field: str, numbers: dict[str, float]) -> None:
+def _require_finite(message: str, field: str, numbers: dict[str, float]) -> None:
     for value in numbers.values():
         if not -LARGEST <= value <= LARGEST:
-            name = next(name for name, found in numbers.items() if found is value)
-            raise _wrong(message, f"{field}[{reprlib.repr(name)}]", value, ANY.text)
+            name = next(name for name, number in numbers.items() if number is value)
+            raise _rule_error(message, f"{field}[{reprlib.repr(name)}]", value, FINITE.text)
 
 
-def _numbers(message: Any) -> None:
+def _check_numbers(message: Any) -> None:
     """Check that every number of one struct is in its range; an optional one may be None."""
     kind = type(message)
     if _IN_RANGE[kind](message):
@@ -750,7 +782,7 @@ def _numbers(message: Any) -> None:
     for field, (least, most, text) in RANGES[kind].items():
         value = getattr(message, field)
         if value is not None and not least <= value <= most:
-            raise _wrong(kind.__name__, field, value, text)
+            raise _rule_error(kind.__name__, field, value, text)
 
 
 def _in_range(kind: type) -> Callable[[Any], bool]:
@@ -764,24 +796,24 @@ def _in_range(kind: type) -> Callable[[Any], bool]:
         )
         terms.append(f"({optional}{least!r} <= m.{field} <= {most!r})")
     # built only from the table above
-    found: Callable[[Any], bool] = eval(f"lambda m: {' and '.join(terms) or True}")
-    return found
+    check_ranges: Callable[[Any], bool] = eval(f"lambda m: {' and '.join(terms) or True}")
+    return check_ranges
 
 
-def _names(message: wire.Message | wire.DeviceClaim) -> None:
+def _check_names(message: wire.Message | wire.DeviceClaim) -> None:
     """Check every field that becomes part of a subject."""
     for field in NAMES.get(type(message), ()):
         value: str | list[str] = getattr(message, field)
         for name in [value] if isinstance(value, str) else value:
             if not wire.NAME.fullmatch(name):
-                raise _wrong(
+                raise _rule_error(
                     type(message).__name__, field, name, "must be 1-64 letters, digits, '_' or '-'"
                 )
 
 
-def _wrong(message: str, field: str, value: object, rule: str) -> WireError:
-    shown = value if isinstance(value, str) and len(value) < 40 else reprlib.repr(value)
-    return WireError(f"{message}.{field}: {shown}; {rule}")
+def _rule_error(message: str, field: str, value: object, rule: str) -> WireError:
+    text = value if isinstance(value, str) and len(value) < 40 else reprlib.repr(value)
+    return WireError(f"{message}.{field}: {text}; {rule}")
 
 
 _IN_RANGE: Final = {kind: _in_range(kind) for kind in RANGES}
@@ -809,11 +841,11 @@ RULES: Final[dict[type, Callable[[Any], None]]] = {
 
 _CHECKS: Final[dict[type, tuple[Callable[[Any], None], ...]]] = {
     kind: (
-        *((_numbers,) if kind in RANGES else ()),
-        *((_names,) if kind in NAMES else ()),
+        *((_check_numbers,) if kind in RANGES else ()),
+        *((_check_names,) if kind in NAMES else ()),
         *((RULES[kind],) if kind in RULES else ()),
     )
     for kind in wire.MESSAGES
 }
 
-_OTHERS: Final = (own_messages.check,)
+_OWN_MESSAGE_CHECKS: Final = (own_messages.check,)

@@ -51,7 +51,7 @@ def decode(data: Buffer, *types: type[M]) -> M:
         WireError: if it is too large or not MessagePack, has an unknown field or a wrong type, or
             breaks a rule.
     """
-    decoder, limit = _DECODERS.get(types) or _decoder(types)
+    decoder, limit = _DECODERS.get(types) or _make_decoder(types)
     if len(data) > limit:
         raise WireError(f"message is {len(data)} bytes, the limit is {limit}")
     if len(data) >= COUNT_FROM_BYTES and has_too_many_items(data):
@@ -64,7 +64,7 @@ def decode(data: Buffer, *types: type[M]) -> M:
     return message
 
 
-def _decoder(types: tuple[type[wire.Message], ...]) -> tuple[Callable[[Buffer], Any], int]:
+def _make_decoder(types: tuple[type[wire.Message], ...]) -> tuple[Callable[[Buffer], Any], int]:
     union: Any = _Nothing  # a decoder of a single type would accept messages without its name
     for kind in types:
         union = union | kind

@@ -43,13 +43,14 @@ def remaining(expected: int, high: int, generated: int, limit: int) -> tuple[int
     spread = max(math.log(max(high, expected) / expected) / _Z_HIGH, LEAST_SPREAD)
     z = math.log(generated / expected) / spread
     middle, top = (
-        math.exp(spread * growth) for growth in (_outgrown(z, 0.5), _outgrown(z, 1 - HIGH))
+        math.exp(spread * growth)
+        for growth in (_further_growth(z, 0.5), _further_growth(z, 1 - HIGH))
     )
     least = min(max(round(generated * (middle - 1)), 1), limit)
     return least, min(max(round(generated * (top - 1)), least), limit)
 
 
-def _outgrown(z: float, share: float) -> float:
+def _further_growth(z: float, share: float) -> float:
     """Return by how many standard deviations those grow further that ``share`` of all beyond ``z``
     outlive.
     """

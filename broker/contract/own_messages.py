@@ -26,11 +26,11 @@ def check(message: wire.Message) -> None:
         WireError: if one does not; names the message, the field and the rule.
     """
     for field in message.__struct_fields__:
-        if rule := _broken(getattr(message, field)):
+        if rule := _find_violation(getattr(message, field)):
             raise WireError(f"{type(message).__name__}.{field}: {rule}")
 
 
-def _broken(value: Any) -> str:
+def _find_violation(value: Any) -> str:
     """Return the first rule that a value breaks, or nothing."""
     if isinstance(value, float):
         return "" if math.isfinite(value) else f"{value}; must be finite"
@@ -47,21 +47,21 @@ def _broken(value: Any) -> str:
         inner = value.values()
     else:
         inner = value if isinstance(value, list | tuple | set | frozenset) else ()
-    return next(filter(None, map(_broken, inner)), "")
+    return next(filter(None, map(_find_violation, inner)), "")
 
 
 def max_bytes(kind: type[wire.Message]) -> int:
     """Return the largest encoding of a message: small, unless a field holds columns or bytes."""
-    known = wire.MAX_BYTES.get(kind)
-    return _max_own_bytes(kind) if known is None else known
+    fixed_limit = wire.MAX_BYTES.get(kind)
+    return _max_own_bytes(kind) if fixed_limit is None else fixed_limit
 
 
 @cache
 def _max_own_bytes(kind: type[wire.Message]) -> int:
     fields = msgspec.structs.fields(kind)
-    return (
-        MAX_PAYLOAD_BYTES if any(_holds_bytes(field.type) for field in fields) else MAX_SMALL_BYTES
-    )
+    if any(_holds_bytes(field.type) for field in fields):
+        return MAX_PAYLOAD_BYTES
+    return MAX_SMALL_BYTES
 
 
 def _holds_bytes(annotation: Any) -> bool:

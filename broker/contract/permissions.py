@@ -100,7 +100,7 @@ def permissions(role: str, run: str, name: str = "") -> Permissions:
         publish |= dict.fromkeys(stored_requests(stream, role, run))
         if stream.writes(role) and role != OBSERVER:
             publish[own_subjects(stream, role, run)] = None
-        subscribe |= dict.fromkeys(_subscribes(stream, role, run))
+        subscribe |= dict.fromkeys(_subscribed_subjects(stream, role, run))
     if role in (LEARNER, OBSERVER):
         publish[f"{API}.INFO"] = None  # how full the store is
     # a link measures its own delay with messages to itself
@@ -114,7 +114,7 @@ def permissions(role: str, run: str, name: str = "") -> Permissions:
 
 
 def stored_requests(stream: Stream, role: str, run: str) -> list[str]:
-    """Return what a role may ask JetStream, and where it may acknowledge, for one row of the table."""
+    """Return the requests to JetStream and acknowledgements that a role may send for a stream."""
     if stream.kind not in STORED:
         return []
     acknowledged = list[str]()
@@ -153,7 +153,7 @@ def hears(stream: Stream, role: str) -> bool:
     return stream.reads(role) or (role == LEARNER and stream is WEIGHTS)
 
 
-def _subscribes(stream: Stream, role: str, run: str) -> list[str]:
+def _subscribed_subjects(stream: Stream, role: str, run: str) -> list[str]:
     if not hears(stream, role):
         return []
     if stream.kind is KV:

@@ -32,7 +32,7 @@ EVERYONE: Final = "all"
 ROLES: Final = ("learner", "rollout", "envhub", "rewardhub")
 
 
-def token(value: str, what: str) -> str:
+def token(value: str, name: str) -> str:
     """Return a value after checking that it can be one part of a subject.
 
     Raises:
@@ -40,7 +40,7 @@ def token(value: str, what: str) -> str:
             64.
     """
     if not wire.NAME.fullmatch(value):
-        raise ConfigError(what, value, "use 1-64 letters, digits, '_' or '-'")
+        raise ConfigError(name, value, "use 1-64 letters, digits, '_' or '-'")
     return value
 
 
@@ -74,7 +74,7 @@ class Stream:
         """Return the subject for one run and key, for example ``rl.demo.tickets.lake``."""
         tokens = key.split(".", self.key.count(".")) if self.key else []
         return ".".join(
-            ["rl", token(run, "run"), self.name, *(token(one, self.name) for one in tokens)]
+            ["rl", token(run, "run"), self.name, *(token(part, self.name) for part in tokens)]
         )
 
     def all_subjects(self, run: str, *first: str) -> str:
@@ -88,7 +88,7 @@ class Stream:
                 "rl",
                 token(run, "run"),
                 self.name,
-                *(token(one, self.name) for one in first),
+                *(token(part, self.name) for part in first),
                 *["*"] * free,
             ]
         )
@@ -99,11 +99,9 @@ class Stream:
 
     def stream_name(self, run: str) -> str:
         """Return JetStream's name of the stream, of the one behind the bucket for KV."""
-        return (
-            f"KV_{self.bucket(run)}"
-            if self.kind is StreamKind.KV
-            else f"rl_{token(run, 'run')}_{self.name}"
-        )
+        if self.kind is StreamKind.KV:
+            return f"KV_{self.bucket(run)}"
+        return f"rl_{token(run, 'run')}_{self.name}"
 
     def key_prefix(self, run: str) -> str:
         """Return the part of a KV row's subjects before the key."""
@@ -119,147 +117,212 @@ class Stream:
 
 
 TICKETS: Final = Stream(
-    "tickets", WORK_QUEUE, (wire.Ticket,), "domain", "learner", "envhub", "until acknowledged"
+    "tickets",
+    WORK_QUEUE,
+    (wire.Ticket,),
+    key="domain",
+    writer="learner",
+    reader="envhub",
+    kept="until acknowledged",
 )
 EPISODES: Final = Stream(
-    "episodes", WORK_QUEUE, (wire.Group, wire.Parted), "pool.ticket", "envhub, rewardhub", "rewardhub",
-    "until acknowledged, or its ticket was closed",
-)  # fmt: skip
+    "episodes",
+    WORK_QUEUE,
+    (wire.Group, wire.Parted),
+    key="pool.ticket",
+    writer="envhub, rewardhub",
+    reader="rewardhub",
+    kept="until acknowledged, or its ticket was closed",
+)
 SCORES: Final = Stream(
     "scores",
     REQUEST,
     (wire.EpisodeScoreRequest, wire.EpisodeScoreReply),
-    "pool",
-    "envhub",
-    "rewardhub",
+    key="pool",
+    writer="envhub",
+    reader="rewardhub",
 )
 SAMPLES: Final = Stream(
     "samples",
     LOG,
     (wire.Group, wire.Closed, wire.Parted, wire.RulesChange),
-    "",
-    "rewardhub, envhub, learner",
-    "learner",
-    "until every kept checkpoint covers it",
+    writer="rewardhub, envhub, learner",
+    reader="learner",
+    kept="until every kept checkpoint covers it",
 )
 PARTS: Final = Stream(
     "parts",
     LOG,
     (),
-    "kind.ticket.upload.part",
-    "envhub, rewardhub",
-    "rewardhub, learner",
-    "until their ticket ends",
+    key="kind.ticket.upload.part",
+    writer="envhub, rewardhub",
+    reader="rewardhub, learner",
+    kept="until their ticket ends",
 )
 EVALTICKETS: Final = Stream(
     "evaltickets",
     WORK_QUEUE,
     (wire.EvalTicket,),
-    "domain",
-    "learner",
-    "envhub",
-    "until acknowledged",
+    key="domain",
+    writer="learner",
+    reader="envhub",
+    kept="until acknowledged",
 )
 EVALS: Final = Stream(
     "evals",
     LOG,
     (wire.Group, wire.Closed, wire.Parted),
-    "",
-    "rewardhub, envhub",
-    "learner",
-    "until purged",
+    writer="rewardhub, envhub",
+    reader="learner",
+    kept="until purged",
     max_bytes=1 << 28,
 )
 WEIGHTS: Final = Stream(
     "weights",
     LAST_VALUE,
     (wire.WeightsOffer,),
-    "",
-    "learner",
-    "rollout",
-    "last value",
+    writer="learner",
+    reader="rollout",
+    kept="last value",
     essential=True,
     signed=True,
 )
 WEIGHTSYNC: Final = Stream(
-    "weightsync", REQUEST, (wire.WeightsJoin, wire.WeightsSession), "epoch", "rollout", "learner"
+    "weightsync",
+    REQUEST,
+    (wire.WeightsJoin, wire.WeightsSession),
+    key="epoch",
+    writer="rollout",
+    reader="learner",
 )
 GENERATE: Final = Stream(
     "generate",
     REQUEST,
     (wire.GenerateRequest, wire.AbortRequest, wire.GenerateReply),
-    "server",
-    "envhub",
-    "rollout",
+    key="server",
+    writer="envhub",
+    reader="rollout",
 )
 RERUNS: Final = Stream(
     "reruns",
     REQUEST,
     (wire.Ticket, wire.EvalTicket, wire.Group, wire.Closed),
-    "role.process",
-    "operator",
-    "envhub, rewardhub",
+    key="role.process",
+    writer="operator",
+    reader="envhub, rewardhub",
 )
 REQUESTS: Final = Stream(
     "requests",
     REQUEST,
     (wire.OperatorRequest, wire.OperatorReply),
-    "process",
-    "operator",
-    "learner",
+    key="process",
+    writer="operator",
+    reader="learner",
 )
-METRICS: Final = Stream("metrics", BEST_EFFORT, (wire.Metrics,), "role.id", "all", "operator")
-PRESENCE: Final = Stream("presence", BEST_EFFORT, (wire.Presence,), "role.id", "all", "all")
+METRICS: Final = Stream(
+    "metrics", BEST_EFFORT, (wire.Metrics,), key="role.id", writer="all", reader="operator"
+)
+PRESENCE: Final = Stream(
+    "presence", BEST_EFFORT, (wire.Presence,), key="role.id", writer="all", reader="all"
+)
 DEAD: Final = Stream(
-    "dead", LOG, (wire.DeadLetter,), "stream", "all", "operator", "until purged", max_bytes=1 << 26
+    "dead",
+    LOG,
+    (wire.DeadLetter,),
+    key="stream",
+    writer="all",
+    reader="operator",
+    kept="until purged",
+    max_bytes=1 << 26,
 )
 ATTEMPTS: Final = Stream(
-    "attempts", KV, (wire.Attempt,), "run.stream.ticket", "envhub", "envhub", "a day", ttl_s=86_400.0, memory=True,
-    max_messages=50_000, max_message_bytes=1 << 11,
-)  # fmt: skip
+    "attempts",
+    KV,
+    (wire.Attempt,),
+    key="run.stream.ticket",
+    writer="envhub",
+    reader="envhub",
+    kept="a day",
+    ttl_s=86_400.0,
+    memory=True,
+    max_messages=50_000,
+    max_message_bytes=1 << 11,
+)
 LENGTHS: Final = Stream(
-    "lengths", KV, (wire.LengthRecord,), "run.domain", "envhub", "envhub", "last value"
+    "lengths",
+    KV,
+    (wire.LengthRecord,),
+    key="run.domain",
+    writer="envhub",
+    reader="envhub",
+    kept="last value",
 )
 CONTROL: Final = Stream(
     "control",
     KV,
     (wire.DesiredState,),
-    "run",
-    "operator, learner",
-    "all",
-    "last value",
+    key="run",
+    writer="operator, learner",
+    reader="all",
+    kept="last value",
     essential=True,
     signed=True,
 )
 MEMBERS: Final = Stream(
-    "members", KV, (wire.Presence,), "run.role.id", "all", "envhub, learner", "60 s", ttl_s=60.0, memory=True,
-    max_messages=50_000, max_message_bytes=1 << 17,
-)  # fmt: skip
+    "members",
+    KV,
+    (wire.Presence,),
+    key="run.role.id",
+    writer="all",
+    reader="envhub, learner",
+    kept="60 s",
+    ttl_s=60.0,
+    memory=True,
+    max_messages=50_000,
+    max_message_bytes=1 << 17,
+)
 RUNS: Final = Stream(
-    "runs", KV, (wire.RunSpec,), "run", "learner", "all", "last value", essential=True, signed=True
+    "runs",
+    KV,
+    (wire.RunSpec,),
+    key="run",
+    writer="learner",
+    reader="all",
+    kept="last value",
+    essential=True,
+    signed=True,
 )
 MODELS: Final = Stream(
     "models",
     KV,
     (wire.ModelPart,),
-    "run.digest.part",
-    "learner",
-    "rollout, envhub",
-    "last value",
+    key="run.digest.part",
+    writer="learner",
+    reader="rollout, envhub",
+    kept="last value",
     essential=True,
 )
 DEVICES: Final = Stream(
-    "devices", KV, (wire.DeviceLease,), "run.device", "learner, rollout", "learner, rollout", "60 s", ttl_s=60.0,
-    memory=True, max_messages=10_000, max_message_bytes=1 << 16,
-)  # fmt: skip
+    "devices",
+    KV,
+    (wire.DeviceLease,),
+    key="run.device",
+    writer="learner, rollout",
+    reader="learner, rollout",
+    kept="60 s",
+    ttl_s=60.0,
+    memory=True,
+    max_messages=10_000,
+    max_message_bytes=1 << 16,
+)
 RESERVE: Final = Stream(
     "reserve",
     LAST_VALUE,
     (),
-    "part",
-    "learner",
-    "none",
-    "until an essential message needs its room",
+    key="part",
+    writer="learner",
+    reader="none",
+    kept="until an essential message needs its room",
 )
 
 STREAMS: Final[tuple[Stream, ...]] = (
@@ -336,7 +399,7 @@ def require_own(streams: Collection[Stream]) -> None:
     """
     names: set[str] = set()
     for stream in streams:
-        if stream not in STREAMS and stream.name in {one.name for one in STREAMS}:
+        if stream not in STREAMS and stream.name in {row.name for row in STREAMS}:
             raise ConfigError(
                 "stream", stream.name, "another name; rlearner's own stream has this one"
             )

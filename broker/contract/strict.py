@@ -33,7 +33,7 @@ def loads(data: str | bytes | bytearray) -> Any:
         BadJson: if it is not JSON, nested too deeply, or holds NaN, an infinite number or half of a
             surrogate pair.
     """
-    text = _decoded(data).strip(_WHITE)
+    text = _decode_utf8(data).strip(_WHITE)
     value, end = decode_prefix(text)
     if end != len(text):
         raise BadJson("extra data after the value")
@@ -62,7 +62,7 @@ def decode_prefix(text: str, start: int = 0) -> tuple[Any, int]:
     return value, end
 
 
-def _decoded(data: str | bytes | bytearray) -> str:
+def _decode_utf8(data: str | bytes | bytearray) -> str:
     if isinstance(data, str):
         return data
     try:
@@ -71,15 +71,15 @@ def _decoded(data: str | bytes | bytearray) -> str:
         raise BadJson(f"{error.reason} at byte {error.start}; it must be UTF-8") from None
 
 
-def _constant(name: str) -> NoReturn:
+def _refuse_constant(name: str) -> NoReturn:
     raise BadJson(f"it holds {name}")
 
 
-def _float(digits: str) -> float:
+def _parse_float(digits: str) -> float:
     if not math.isfinite(number := float(digits)):
         raise BadJson(f"the number {digits[:40]} is too large")
     return number
 
 
 _WHITE: Final = " \t\r\n"
-_DECODER: Final = json.JSONDecoder(parse_constant=_constant, parse_float=_float)
+_DECODER: Final = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_parse_float)

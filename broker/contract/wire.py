@@ -69,9 +69,9 @@ def growing(column: Column) -> array[Any]:
     """
     if column.dtype not in _TYPECODES:
         return array(_NATIVE[column.dtype], column.array().tolist())
-    found: array[Any] = array(_TYPECODES[column.dtype])
-    found.frombytes(column.data)
-    return found
+    values: array[Any] = array(_TYPECODES[column.dtype])
+    values.frombytes(column.data)
+    return values
 
 
 def column(values: Any, dtype: Dtype) -> Column:
@@ -84,7 +84,7 @@ def column(values: Any, dtype: Dtype) -> Column:
     return Column(dtype, np.ascontiguousarray(values, dtype=dtype).tobytes())
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # credit
 
 
@@ -109,7 +109,7 @@ class Ticket(Message, frozen=True, tag="Ticket"):
 
 
 class EvalTicket(Message, frozen=True, tag="EvalTicket"):
-    """Requests a group that is measured and never trained on; it has no credit and no ledger state."""
+    """Requests a group that is measured, never trained on; it has no credit and no ledger state."""
 
     number: int  # 1, 2, 3, … within the run
     domain: str  # domain whose environment to run
@@ -123,7 +123,7 @@ class EvalTicket(Message, frozen=True, tag="EvalTicket"):
     deadline_s: float  # seconds in one hub until the group closes
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # samples
 
 SpanKind = Literal[
@@ -132,7 +132,8 @@ SpanKind = Literal[
 FinishReason = Literal["stop", "length", "abort", "deadline", "error", "busy"]
 EpisodeEnd = Literal["terminated", "truncated", "timeout", "length"]
 ClosedReason = Literal[
-    "late", "deadline", "env_error", "reward_error", "too_large", "malformed", "timeout", "too_many_deliveries",
+    "late", "deadline", "env_error", "reward_error", "too_large", "malformed", "timeout",
+    "too_many_deliveries",
     "poisonous", "aborted", "lost", "filtered",
 ]  # fmt: skip
 
@@ -240,7 +241,7 @@ class EpisodeScoreRequest(Message, frozen=True, tag="EpisodeScoreRequest"):
 
 
 class EpisodeScoreReply(Message, frozen=True, tag="EpisodeScoreReply"):
-    """The scores, and the episode's reward with them; those that are missing are left to the group."""
+    """The scores, and the episode's reward with them; missing scores are left to the group."""
 
     rewards: str = ""  # digest of the domain's rewards
     scores: list[RewardScore] = []  # of the pool's rewards
@@ -295,7 +296,7 @@ class Parted(Message, frozen=True, tag="Parted"):
         return -(-self.size // self.part_bytes)
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # weights
 
 
@@ -655,9 +656,11 @@ class ModelPart(Message, frozen=True, tag="ModelPart"):
 
 
 MESSAGES: Final[tuple[type[Message], ...]] = (
-    Ticket, EvalTicket, Group, EpisodeScoreRequest, EpisodeScoreReply, Closed, RulesChange, Parted, WeightsOffer,
+    Ticket, EvalTicket, Group, EpisodeScoreRequest, EpisodeScoreReply, Closed, RulesChange, Parted,
+    WeightsOffer,
     WeightsJoin, WeightsSession, GenerateRequest,
-    AbortRequest, GenerateReply, LengthRecord, Metrics, DeadLetter, Attempt, DesiredState, OperatorRequest,
+    AbortRequest, GenerateReply, LengthRecord, Metrics, DeadLetter, Attempt, DesiredState,
+    OperatorRequest,
     OperatorReply, DeviceLease, Presence, RunSpec, ModelPart,
 )  # fmt: skip
 
@@ -665,5 +668,6 @@ MESSAGES: Final[tuple[type[Message], ...]] = (
 MAX_BYTES: Final[dict[type[Message], int]] = {kind: MAX_SMALL_BYTES for kind in MESSAGES} | {
     Group: MAX_GROUP_BYTES, GenerateRequest: MAX_PAYLOAD_BYTES, GenerateReply: MAX_PAYLOAD_BYTES,
     EpisodeScoreRequest: MAX_PAYLOAD_BYTES,
-    LengthRecord: 1 << 16, DeadLetter: (1 << 20) + MAX_SMALL_BYTES, ModelPart: (1 << 20) + MAX_SMALL_BYTES,
+    LengthRecord: 1 << 16, DeadLetter: (1 << 20) + MAX_SMALL_BYTES,
+    ModelPart: (1 << 20) + MAX_SMALL_BYTES,
 }  # fmt: skip

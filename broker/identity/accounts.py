@@ -62,10 +62,10 @@ class Export:
         both.
         """
         parts = self.subject.split(".")
-        others = other.subject.split(".")
-        if self == other or len(parts) != len(others):
+        other_parts = other.subject.split(".")
+        if self == other or len(parts) != len(other_parts):
             return False
-        return all(there in ("*", here) for here, there in zip(parts, others, strict=True))
+        return all(pattern in ("*", part) for part, pattern in zip(parts, other_parts, strict=True))
 
 
 @dataclass(frozen=True)
@@ -102,22 +102,18 @@ def account_of(role: str, run: str) -> str:
 
 def mapped(subject: str) -> str:
     """Return a subject as the account of a joining role has it."""
-    return (
-        subject.replace(f"{API}.", f"{MAPPED_API}.", 1)
-        if subject.startswith(f"{API}.")
-        else subject
-    )
+    if subject.startswith(f"{API}."):
+        return subject.replace(f"{API}.", f"{MAPPED_API}.", 1)
+    return subject
 
 
 def unmapped(subject: str) -> str:
     """Return the subject that a client used, from one that a server names in a refusal, in any
     case.
     """
-    return (
-        f"{API}.{subject[len(MAPPED_API) + 1 :]}"
-        if subject.upper().startswith(f"{MAPPED_API}.")
-        else subject
-    )
+    if subject.upper().startswith(f"{MAPPED_API}."):
+        return f"{API}.{subject[len(MAPPED_API) + 1 :]}"
+    return subject
 
 
 def accounts_of(users: Iterable[tuple[str, str]]) -> list[Account]:
@@ -134,15 +130,19 @@ def accounts_of(users: Iterable[tuple[str, str]]) -> list[Account]:
         accounts |= {
             name: Account(name) for name in (account_of(role, run) for role in sorted(joining))
         }
-        for importer, wanted, is_request in _crossings(run, sorted(joining)):
-            accounts[importer].imports[wanted] = None
+        for importer, imported, is_request in _list_crossings(run, sorted(joining)):
+            accounts[importer].imports[imported] = None
             subject = (
-                _of_any_run(wanted.subject, run) if wanted.exporter == ACCOUNT else wanted.subject
+                _of_any_run(imported.subject, run)
+                if imported.exporter == ACCOUNT
+                else imported.subject
             )
-            accounts[wanted.exporter].exports[Export(subject, is_request)] = None
+            accounts[imported.exporter].exports[Export(subject, is_request)] = None
     for account in accounts.values():
         account.exports = {
-            one: None for one in account.exports if not any(map(one.is_part_of, account.exports))
+            export: None
+            for export in account.exports
+            if not any(map(export.is_part_of, account.exports))
         }
     return list(accounts.values())
 
@@ -155,53 +155,55 @@ def _of_any_run(subject: str, run: str) -> str:
     return ".".join("*" if part == run or f"rl_{run}_" in part else part for part in parts)
 
 
-def _crossings(run: str, joining: Collection[str]) -> Iterator[tuple[str, Import, bool]]:
+def _list_crossings(run: str, joining: Collection[str]) -> Iterator[tuple[str, Import, bool]]:
     """Yield (importing account, import, whether a process answers) of a run of which these roles
     have accounts.
     """
     answering = [OPERATOR, LEARNER, *joining]
     for stream in STREAMS:
         for role in joining:
-            for subject in _stored(stream, role, run):
+            for subject in _stored_subjects(stream, role, run):
                 yield account_of(role, run), Import(ACCOUNT, subject), False
         if stream.kind is REQUEST:
             for writer, reader in itertools.product(answering, answering):
                 sending = account_of(writer, run)
                 hearing = account_of(reader, run)
-                if sending != hearing and _writes(stream, writer) and stream.reads(reader):
+                if sending != hearing and _may_write(stream, writer) and stream.reads(reader):
                     yield sending, Import(hearing, own_subjects(stream, reader, run)), True
         else:
-            yield from _news(stream, joining, run)
+            yield from _list_news(stream, joining, run)
     if OBSERVER in joining:
         yield account_of(OBSERVER, run), Import(ACCOUNT, f"{API}.INFO"), False
 
 
-def _stored(stream: Stream, role: str, run: str) -> list[str]:
+def _stored_subjects(stream: Stream, role: str, run: str) -> list[str]:
     """Return what a joining role asks of JetStream and stores there."""
-    is_stored = stream.kind in STORED and _writes(stream, role)
+    is_stored = stream.kind in STORED and _may_write(stream, role)
     return [
         *stored_requests(stream, role, run),
         *([own_subjects(stream, role, run)] if is_stored else []),
     ]
 
 
-def _news(stream: Stream, joining: Collection[str], run: str) -> Iterator[tuple[str, Import, bool]]:
+def _list_news(
+    stream: Stream, joining: Collection[str], run: str
+) -> Iterator[tuple[str, Import, bool]]:
     """Yield what roles send to others without the broker storing it, and the news of what they
     store.
     """
     for role in joining:
         account = account_of(role, run)
-        own = own_subjects(stream, role, run) if _writes(stream, role) else ""
+        own = own_subjects(stream, role, run) if _may_write(stream, role) else ""
         if own and stream.kind not in STORED:  # what is stored is sent to be stored
             yield account, Import(ACCOUNT, own), False
         if not hears(stream, role):
             continue
         for writer in ROLES:
             subject = own_subjects(stream, writer, run)
-            if _writes(stream, writer) and subject != own:
+            if _may_write(stream, writer) and subject != own:
                 yield ACCOUNT, Import(account, subject), False
 
 
-def _writes(stream: Stream, role: str) -> bool:
+def _may_write(stream: Stream, role: str) -> bool:
     """Return whether a role writes; the operator may write everything, an observer nothing."""
     return role == OPERATOR or (stream.writes(role) and role != OBSERVER)

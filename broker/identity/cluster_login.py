@@ -1,11 +1,11 @@
 """The login for a user's own NATS cluster, from files that environment variables name; never from a
 command line.
 
-RL_BROKER_NKEY                           file with the seed of a user (nkeys) RL_BROKER_CREDS
-file with a JWT and its seed, as nsc writes it RL_BROKER_USER, RL_BROKER_PASSWORD_FILE  user and
-file of the password RL_BROKER_CERT, RL_BROKER_KEY            client certificate and its key as PEM;
-may go with any of the above RL_BROKER_CA                             the authority of the servers'
-certificates as PEM
+    RL_BROKER_NKEY                           file with the seed of a user (nkeys)
+    RL_BROKER_CREDS                          file with a JWT and its seed, as nsc writes it
+    RL_BROKER_USER, RL_BROKER_PASSWORD_FILE  user, and file of the password
+    RL_BROKER_CERT, RL_BROKER_KEY            client certificate and key as PEM, with any of these
+    RL_BROKER_CA                             authority of the servers' certificates as PEM
 """
 
 from __future__ import annotations
@@ -77,15 +77,17 @@ class ClusterLogin:
         try:
             context = ssl.create_default_context(cafile=self.authority or None)
         except OSError as error:
-            raise _unusable(CA, self.authority, error, "the certificate of an authority") from None
+            raise _unusable_file(
+                CA, self.authority, error, "the certificate of an authority"
+            ) from None
         if self.certificate:
             read_secret(CERT_KEY, self.certificate_key)
             try:
                 context.load_cert_chain(self.certificate, self.certificate_key, password=lambda: "")
             except OSError as error:
                 files = f"{self.certificate} and {self.certificate_key}"
-                what = "a certificate and its key, unencrypted"
-                raise _unusable(f"{CERT}, {CERT_KEY}", files, error, what) from None
+                expected = "a certificate and its key, unencrypted"
+                raise _unusable_file(f"{CERT}, {CERT_KEY}", files, error, expected) from None
         return context
 
     def why_refused(self, *, by_certificate: bool = False) -> str:
@@ -99,10 +101,16 @@ class ClusterLogin:
         if self.jwt:
             return f"the JWT of {CREDS}{_why_not(self.jwt)}"
         if self.key is not None:
-            remedy = "include the output of `broker permissions` in the configuration and reload the servers"
+            remedy = (
+                "include the output of `broker permissions` in the configuration and reload the "
+                "servers"
+            )
             return f"the key {self.key.public} of {self.named_by}: they do not know it; {remedy}"
         file = PASSWORD if self.named_by == USER else self.named_by
-        return f"the user {self.user!r} of {self.named_by}: unknown, or not with this password; check {file}"
+        return (
+            f"the user {self.user!r} of {self.named_by}: unknown, or not with this password; "
+            f"check {file}"
+        )
 
 
 def from_environment(url: str) -> ClusterLogin | None:
@@ -112,28 +120,28 @@ def from_environment(url: str) -> ClusterLogin | None:
     Raises:
         UserError: if variables contradict each other or a file cannot be used.
     """
-    named = [name for name in (NKEY, CREDS, USER) if os.environ.get(name)] + ["RL_BROKER"] * (
+    logins = [name for name in (NKEY, CREDS, USER) if os.environ.get(name)] + ["RL_BROKER"] * (
         "@" in url
     )
-    if len(named) > 1:
+    if len(logins) > 1:
         raise UserError(
-            f"{' and '.join(named)} each name a login for the broker; set only one of them"
+            f"{' and '.join(logins)} each name a login for the broker; set only one of them"
         )
-    for one, other in ((USER, PASSWORD), (CERT, CERT_KEY)):
-        if bool(os.environ.get(one)) != bool(os.environ.get(other)):
-            raise UserError(f"{one} and {other} go together; set both or neither")
+    for variable, partner in ((USER, PASSWORD), (CERT, CERT_KEY)):
+        if bool(os.environ.get(variable)) != bool(os.environ.get(partner)):
+            raise UserError(f"{variable} and {partner} go together; set both or neither")
     tls: dict[str, Any] = {name: os.environ.get(variable, "") for name, variable in _TLS.items()}
-    if not named:
-        return (
-            ClusterLogin(CERT if tls["certificate"] else "", **tls) if any(tls.values()) else None
-        )
-    if named == [NKEY]:
+    if not logins:
+        if not any(tls.values()):
+            return None
+        return ClusterLogin(CERT if tls["certificate"] else "", **tls)
+    if logins == [NKEY]:
         file = os.environ[NKEY]
         return ClusterLogin(NKEY, key=Key.parse(read_secret(NKEY, file), f"{NKEY}: {file}"), **tls)
-    if named == [CREDS]:
-        key, jwt = _credentials(os.environ[CREDS])
+    if logins == [CREDS]:
+        key, jwt = _read_credentials(os.environ[CREDS])
         return ClusterLogin(CREDS, key=key, jwt=jwt, **tls)
-    if named == [USER]:
+    if logins == [USER]:
         if not (password := read_secret(PASSWORD, os.environ[PASSWORD]).strip("\r\n")):
             raise UserError(
                 f"{PASSWORD}: {os.environ[PASSWORD]} is empty; expected the password of {USER}"
@@ -159,7 +167,7 @@ def named_authority() -> str:
     try:
         return Path(file).read_text(encoding="ascii", errors="replace")
     except OSError as error:
-        raise _unusable(CA, file, error, "the certificate of an authority") from None
+        raise _unusable_file(CA, file, error, "the certificate of an authority") from None
 
 
 def read_secret(variable: str, file: str) -> str:
@@ -177,18 +185,19 @@ def read_secret(variable: str, file: str) -> str:
         raise UserError(f"{variable}: cannot read {file}: {error.strerror}") from None
 
 
-def _credentials(file: str) -> tuple[Key, str]:
+def _read_credentials(file: str) -> tuple[Key, str]:
     text = read_secret(CREDS, file)
     jwt = _JWT.search(text)
     seed = _SEED.search(text)
     wrong = UserError(
-        f"{CREDS}: {file} is not a credentials file; expected a user's JWT and seed, as nsc writes them"
+        f"{CREDS}: {file} is not a credentials file; expected a user's JWT and seed, as nsc "
+        "writes them"
     )
     if jwt is None or seed is None:
         raise wrong
     key = Key.parse(seed[1], f"{CREDS}: {file}")
     try:
-        subject = _claims(jwt[1]).get("sub")
+        subject = _decode_claims(jwt[1]).get("sub")
     except ValueError:
         raise wrong from None
     if subject != key.public:
@@ -196,7 +205,7 @@ def _credentials(file: str) -> tuple[Key, str]:
     return key, jwt[1]
 
 
-def _claims(jwt: str) -> dict[str, Any]:
+def _decode_claims(jwt: str) -> dict[str, Any]:
     """Return what a JWT says, unchecked.
 
     Raises:
@@ -211,10 +220,10 @@ def _claims(jwt: str) -> dict[str, Any]:
 
 def _why_not(jwt: str) -> str:
     """Return the likely reason why servers refuse a JWT; some of them only close the connection."""
-    end = _claims(jwt).get("exp") or 0
+    end = _decode_claims(jwt).get("exp") or 0
     if 0 < end <= time.time():
-        when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(end))
-        return f", which expired at {when}; write a new file (nsc generate creds)"
+        expiry = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(end))
+        return f", which expired at {expiry}; write a new file (nsc generate creds)"
     if len(jwt) > LONG_JWT:
         remedy = "give the permissions to a signing key of the account, or raise that limit"
         return f", whose {len(jwt)} characters may exceed their max_control_line; {remedy}"
@@ -236,6 +245,6 @@ def _why_no_certificate(file: str) -> str:
     )
 
 
-def _unusable(variable: str, file: str, error: OSError, expected: str) -> UserError:
-    why = getattr(error, "reason", None) or error.strerror or "not PEM"
-    return UserError(f"{variable}: cannot use {file} ({why}); expected {expected}")
+def _unusable_file(variable: str, file: str, error: OSError, expected: str) -> UserError:
+    reason = getattr(error, "reason", None) or error.strerror or "not PEM"
+    return UserError(f"{variable}: cannot use {file} ({reason}); expected {expected}")

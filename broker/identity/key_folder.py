@@ -2,9 +2,9 @@
 
     operator.key             seed of the operator, who may do everything
     RUN/ROLE.key             seed of a role of a run, for processes of this user
-    RUN/owner.key            seed that signs what all processes of a run follow; the broker does not know it
+    RUN/owner.key            seed that signs what a run follows; unknown to the broker
     users/PUBLIC_KEY.json    role, run and expiry of every key that the broker accepts
-    tls/                     certificates: ca.pem of the broker's own authority, one per address, and their keys
+    tls/                     ca.pem of the broker's authority; certificate and key of each address
     authorization.conf       the same as the nats-server reads it, written whenever a user changes
     servers/PID.MACHINE      the servers to reload then; of several hosts if they share the folder
 
@@ -79,7 +79,8 @@ class KeyFolder:
         self.makes_keys = makes_keys
         if not makes_keys and not path.is_dir():
             raise UserError(
-                f"there is no folder of keys {path}; make it with `broker permissions --keys {path}`"
+                f"there is no folder of keys {path}; make it with `broker permissions --keys "
+                f"{path}`"
             )
         # when the users were last read, and when the next one expires
         self._read = 0
@@ -100,7 +101,7 @@ class KeyFolder:
         return self._key(self.path / "operator.key", OPERATOR, "")
 
     def role(self, role: str, run: str) -> Key:
-        """Return the key of this user's processes of a role and run, a new one at the first call."""
+        """Return the key of this user's processes of a role and run; make it at the first call."""
         return self._key(self.path / token(run, "run") / f"{role}.key", role, run)
 
     def owner(self, run: str) -> Key:
@@ -124,7 +125,7 @@ class KeyFolder:
                 file.parent.mkdir(mode=0o700, exist_ok=True)
                 if role:
                     self._admit(BrokerUser(key.public, role, run))
-                _write(file, f"{key.seed}\n")
+                _write_private(file, f"{key.seed}\n")
                 if role:
                     self._reload()
         return Key.load(file)
@@ -167,7 +168,9 @@ class KeyFolder:
 
     def _admit(self, user: BrokerUser) -> None:
         permissions(user.role, user.run, user.name)  # checks the role
-        _write(self.path / "users" / f"{user.public_key}.json", json.dumps(asdict(user)) + "\n")
+        _write_private(
+            self.path / "users" / f"{user.public_key}.json", json.dumps(asdict(user)) + "\n"
+        )
 
     def revoke(self, user: BrokerUser) -> None:
         """Refuse a key from now on; the broker closes its connections."""
@@ -195,15 +198,15 @@ class KeyFolder:
         return sorted(alive, key=lambda user: (user.run, user.role, user.name, user.public_key))
 
     def _every_user(self) -> list[BrokerUser]:
-        found = list[BrokerUser]()
+        users = list[BrokerUser]()
         for file in (self.path / "users").glob("*.json"):
             with suppress(FileNotFoundError):  # revoked in between
-                found.append(BrokerUser(**json.loads(file.read_text(encoding="utf-8"))))
-        return found
+                users.append(BrokerUser(**json.loads(file.read_text(encoding="utf-8"))))
+        return users
 
     def serve(self, pid: int, server_log: Path) -> None:
         """Reload this nats-server whenever a user changes; its log says when it has."""
-        _write(self._note_of(pid), f"{identity_of(pid)}\n{server_log}\n")
+        _write_private(self._note_of(pid), f"{identity_of(pid)}\n{server_log}\n")
 
     def _note_of(self, pid: int) -> Path:
         return self.path / "servers" / f"{pid}.{zlib.crc32(this_machine().encode()):08x}"
@@ -240,15 +243,17 @@ class KeyFolder:
         file = self.path / AUTHORIZATION
         if file.is_file() and file.read_text(encoding="utf-8") == text:
             return
-        known = account_names(file.read_text(encoding="utf-8")) if file.is_file() else set()
-        _write(file, text)
+        known_accounts = (
+            account_names(file.read_text(encoding="utf-8")) if file.is_file() else set()
+        )
+        _write_private(file, text)
         for note in (self.path / "servers").glob("[0-9]*"):  # not the drafts
             identity = note.read_text(encoding="utf-8").partition("\n")[0]
             if has_ended(identity):
                 note.unlink(missing_ok=True)
             elif not is_elsewhere(identity):
                 with suppress(ProcessLookupError, PermissionError):
-                    self._tell(note, has_new_accounts=not account_names(text) <= known)
+                    self._tell(note, has_new_accounts=not account_names(text) <= known_accounts)
 
     def _tell(self, note: Path, *, has_new_accounts: bool) -> None:
         """Reload the nats-server of this machine that a note names."""
@@ -270,6 +275,6 @@ def as_server_user(user: BrokerUser) -> ServerUser:
     return nkey_user(user.public_key, user.role, user.run, user.name)
 
 
-def _write(file: Path, text: str) -> None:
+def _write_private(file: Path, text: str) -> None:
     """Write a file that only its owner can read, whole or not at all."""
     private_write(file, text.encode())

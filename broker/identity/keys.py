@@ -35,7 +35,7 @@ class Key:
         return cls(bytes(nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER)).decode())
 
     @classmethod
-    def parse(cls, text: str, where: str) -> Key:
+    def parse(cls, text: str, source: str) -> Key:
         """Return the key of a seed.
 
         Raises:
@@ -48,7 +48,7 @@ class Key:
                 raise ValueError
         except (nkeys.NkeysError, ValueError, IndexError):
             raise UserError(
-                f"{where} holds no key; expected the seed of a NATS user (it begins with SU)"
+                f"{source} holds no key; expected the seed of a NATS user (it begins with SU)"
             ) from None
         return key
 

@@ -148,15 +148,15 @@ def find_login(url: str, role: str, run: str) -> Login:
     if (keys := _noted_keys(url)) is not None:
         key = keys.role(role, run) if run else keys.operator()
         return Login(role, run, key=key, authority=keys.authority(), keys=keys)
-    shown = cluster_login.from_environment(url)
+    environment_login = cluster_login.from_environment(url)
     keys = _named_keys()
-    if shown is not None and shown.shows_something:
-        return Login(role, run, key=shown.key, keys=keys, cluster=shown)
+    if environment_login is not None and environment_login.shows_something:
+        return Login(role, run, key=environment_login.key, keys=keys, cluster=environment_login)
     if keys is not None:
         key = keys.role(role, run) if run else keys.operator()
-        tls = shown or ClusterLogin()
+        tls = environment_login or ClusterLogin()
         return Login(role, run, key=key, keys=keys, cluster=replace(tls, named_by=KEYS, key=key))
-    return Login(cluster=shown)
+    return Login(cluster=environment_login)
 
 
 def keys_of(url: str) -> KeyFolder:
@@ -165,26 +165,27 @@ def keys_of(url: str) -> KeyFolder:
     Raises:
         UserError: if there is none.
     """
-    if (found := _noted_keys(url) or _named_keys()) is not None:
-        return found
-    where = (
+    if (keys := _noted_keys(url) or _named_keys()) is not None:
+        return keys
+    remedy = (
         f"on the machine where it was started, as the same user; for your own cluster, set {KEYS}"
     )
     raise UserError(
-        f"no keys of a broker at {url.rpartition('@')[2]} on this machine; run this {where}"
+        f"no keys of a broker at {url.rpartition('@')[2]} on this machine; run this {remedy}"
     )
 
 
 def _noted_keys(url: str) -> KeyFolder | None:
     for server in url.split(","):
-        if (folder := _noted(server)) is not None and folder.is_dir():
+        if (folder := _noted_folder(server)) is not None and folder.is_dir():
             return KeyFolder(folder)
     return None
 
 
 def _named_keys() -> KeyFolder | None:
     """Return the folder that the environment names, which `broker permissions` made."""
-    return KeyFolder(Path(named), makes_keys=False) if (named := os.environ.get(KEYS)) else None
+    path = os.environ.get(KEYS)
+    return KeyFolder(Path(path), makes_keys=False) if path else None
 
 
 def client_options(url: str) -> dict[str, Any]:
@@ -209,32 +210,32 @@ def note(url: str, folder: Path) -> None:
     Raises:
         UserError: if the note cannot be written.
     """
-    place = _notes()
-    file = place / _name(url)
+    notes = _notes_folder()
+    file = notes / _note_name(url)
     try:
-        private_folder(place)
+        private_folder(notes)
         private_write(file, f"{folder.absolute()}\n".encode())
     except OSError as error:
         raise UserError(
-            f"cannot write to {place}: {error.strerror}; set XDG_STATE_HOME to a folder of yours"
+            f"cannot write to {notes}: {error.strerror}; set XDG_STATE_HOME to a folder of yours"
         ) from None
 
 
 def forget(url: str, folder: Path) -> None:
     """Remove the note of a broker that has ended, unless another one took its address."""
-    if _noted(url) == folder.absolute():
+    if _noted_folder(url) == folder.absolute():
         with suppress(FileNotFoundError):
-            (_notes() / _name(url)).unlink()
+            (_notes_folder() / _note_name(url)).unlink()
 
 
-def _noted(url: str) -> Path | None:
+def _noted_folder(url: str) -> Path | None:
     """Return the folder of keys that is noted for one address, if any.
 
     Raises:
         UserError: if another user could have written the note.
     """
     try:
-        with (_notes() / _name(url)).open(encoding="utf-8") as file:
+        with (_notes_folder() / _note_name(url)).open(encoding="utf-8") as file:
             if os.fstat(file.fileno()).st_uid != os.geteuid():
                 raise UserError(f"{file.name} belongs to another user; remove it")
             return Path(file.read().strip())
@@ -247,11 +248,11 @@ def state_folder() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "rlearner"
 
 
-def _notes() -> Path:
+def _notes_folder() -> Path:
     return state_folder() / "brokers"
 
 
-def _name(url: str) -> str:
+def _note_name(url: str) -> str:
     """Return a file name for one address; loopback has several names."""
     parts = urlsplit(url.strip() if "://" in url else f"nats://{url.strip()}")
     host = parts.hostname or ""

@@ -34,7 +34,7 @@ def reload_server(pid: int, server_log: Path, *, has_new_accounts: bool) -> None
         ProcessLookupError, PermissionError: if there is no such process, or it is of another user.
     """
     for _ in range(2 if has_new_accounts else 1):
-        start = _size(server_log)
+        start = _file_size(server_log)
         os.kill(pid, signal.SIGHUP)
         deadline = time.monotonic() + WITHIN_S
         while not _has_read(server_log, start):
@@ -64,7 +64,7 @@ def _has_read(server_log: Path, start: int) -> bool:
     return False
 
 
-def _size(file: Path) -> int:
+def _file_size(file: Path) -> int:
     with suppress(FileNotFoundError):
         return file.stat().st_size
     return 0

@@ -71,12 +71,13 @@ def require_distinct(users: Sequence[ServerUser]) -> None:
     Raises:
         UserError: if two do.
     """
-    seen = dict[str, ServerUser]()
+    users_by_secret = dict[str, ServerUser]()
     for user in users:
-        shown = user.shows.rpartition(": ")[2]
-        if (other := seen.setdefault(shown, user)) is not user:
+        secret = user.shows.rpartition(": ")[2]
+        if (first_user := users_by_secret.setdefault(secret, user)) is not user:
             raise UserError(
-                f"runs {other.run} and {user.run} would share {shown}; rename one, or use --login nkey"
+                f"runs {first_user.run} and {user.run} would share {secret}; rename one, or use "
+                "--login nkey"
             )
 
 
@@ -94,9 +95,9 @@ def accounts(users: Iterable[ServerUser]) -> str:
             lines.append("    jetstream: enabled")
         else:
             lines.append(f'    mappings = {{ "{API}.>": "{MAPPED_API}.>" }}')
-        lines += _users(members.get(account.name, ()))
-        lines += ["    exports = [", *map(_export, account.exports), "    ]"]
-        lines += ["    imports = [", *map(_import, account.imports), "    ]", "  }"]
+        lines += _format_users(members.get(account.name, ()))
+        lines += ["    exports = [", *map(_format_export, account.exports), "    ]"]
+        lines += ["    imports = [", *map(_format_import, account.imports), "    ]", "  }"]
     return "\n".join([*lines, "}"]) + "\n"
 
 
@@ -105,34 +106,32 @@ def account_names(configuration: str) -> set[str]:
     return set(re.findall(r'^  "(\S+)" \{$', configuration, re.MULTILINE))
 
 
-def _users(users: Iterable[ServerUser]) -> list[str]:
+def _format_users(users: Iterable[ServerUser]) -> list[str]:
     lines = ["    users = ["]
     for user in users:
         allowed = permissions(user.role, user.run, user.name)
-        publish = (
-            allowed.publish
-            if account_of(user.role, user.run) == ACCOUNT
-            else map(mapped, allowed.publish)
-        )
+        publish = list(allowed.publish)
+        if account_of(user.role, user.run) != ACCOUNT:
+            publish = list(map(mapped, publish))
         lines.append(f"      # {user.role} {user.run} {user.name}".rstrip())
         lines.append(f"      {{ {user.shows}, permissions: {{")
-        lines.append(f"        publish: {{ allow: {json.dumps(list(publish))} }}")
+        lines.append(f"        publish: {{ allow: {json.dumps(publish)} }}")
         lines.append(f"        subscribe: {{ allow: {json.dumps(list(allowed.subscribe))} }}")
         lines.append("      } }")
     return [*lines, "    ]"]
 
 
-def _export(export: Export) -> str:
+def _format_export(export: Export) -> str:
     more = ", response: stream" if export.has_many_replies else ""
     more += f", response_threshold: {REPLY_WITHIN}" if export.is_request else ""
     return f"      {{ service: {json.dumps(export.subject)}{more} }}"
 
 
-def _import(wanted: Import) -> str:
-    source = f"{{ account: {json.dumps(wanted.exporter)}, subject: {json.dumps(wanted.subject)} }}"
-    more = (
-        f", to: {json.dumps(wanted.local_subject)}"
-        if wanted.local_subject != wanted.subject
-        else ""
+def _format_import(imported: Import) -> str:
+    source = (
+        f"{{ account: {json.dumps(imported.exporter)}, subject: {json.dumps(imported.subject)} }}"
     )
+    more = ""
+    if imported.local_subject != imported.subject:
+        more = f", to: {json.dumps(imported.local_subject)}"
     return f"      {{ service: {source}{more} }}"

@@ -27,7 +27,7 @@ def signed(owner: Key, subject: str, data: Buffer, *, above: int = 0) -> dict[st
         above: the stamp of the value that this one replaces.
     """
     stamp = max(int(time.time() * 1000), above + 1)
-    signature = owner.sign(_content(subject, stamp, data))
+    signature = owner.sign(_signed_bytes(subject, stamp, data))
     return {HEADER: f"{stamp}.{base64.b64encode(signature).decode()}"}
 
 
@@ -46,10 +46,10 @@ def stamp(owner: str, subject: str, headers: dict[str, str] | None, data: Buffer
     except (binascii.Error, ValueError):
         signature = b""
     is_number = number.isascii() and number.isdigit() and len(number) <= MAX_DIGITS
-    if not is_number or not verify(owner, _content(subject, int(number), data), signature):
+    if not is_number or not verify(owner, _signed_bytes(subject, int(number), data), signature):
         raise WireError("the owner of the run did not sign it")
     return int(number)
 
 
-def _content(subject: str, stamp_ms: int, data: Buffer) -> bytes:
+def _signed_bytes(subject: str, stamp_ms: int, data: Buffer) -> bytes:
     return f"rlearner {subject} {stamp_ms}\n".encode() + bytes(data)

@@ -63,21 +63,27 @@ class JoinToken:
             UserError: if the environment names a login that cannot be used.
         """
         key = Key(self.seed)
-        shown = cluster_login.from_environment(self.broker)
-        made = Login(
+        environment_login = cluster_login.from_environment(self.broker)
+        login = Login(
             self.role,
             self.run,
             self.name,
-            key,
-            self.owner,
-            self.authority,
+            key=key,
+            owner=self.owner,
+            authority=self.authority,
             certificate=self.certificate,
             signer=key,
         )
-        if shown is None or not shown.shows_something:
-            return made
-        authority = self.authority if shown.tls_context() is None else ""
-        return replace(made, name="", key=shown.key, authority=authority, cluster=shown)
+        if environment_login is None or not environment_login.shows_something:
+            return login
+        authority = self.authority if environment_login.tls_context() is None else ""
+        return replace(
+            login,
+            name="",
+            key=environment_login.key,
+            authority=authority,
+            cluster=environment_login,
+        )
 
 
 def duration(text: str) -> float:
@@ -86,10 +92,10 @@ def duration(text: str) -> float:
     Raises:
         ValueError: if it is none.
     """
-    found = re.fullmatch(r"(\d{1,6})([smhd])", text)
-    if found is None or not int(found[1]):
+    match = re.fullmatch(r"(\d{1,6})([smhd])", text)
+    if match is None or not int(match[1]):
         raise ValueError(f"{text!r} is not allowed; a number with s, m, h or d, for example 24h")
-    return float(int(found[1]) * SECONDS[found[2]])
+    return float(int(match[1]) * SECONDS[match[2]])
 
 
 def invite(
@@ -109,27 +115,36 @@ def invite(
     name = token(name or f"{role}-{secrets.token_hex(3)}", "--name")
     if any(user.name == name for user in keys.users()):
         raise UserError(
-            f"--name {name}: the broker already has a token of this name; `rlearner revoke {name}` ends it"
+            f"--name {name}: the broker already has a token of this name; `rlearner revoke "
+            f"{name}` ends it"
         )
     key = Key.generate()
     owner = keys.owner(token(run, "--run"))
     expires_at = time.time() + expires_s
     certificate = vouchers.certify(owner, run, role, key.public, expires_at)
     authority = keys.authority() if keys.makes_keys else cluster_login.named_authority()
-    made = JoinToken(
-        broker, run, role, name, expires_at, owner.public, certificate, authority, key.seed
+    join_token = JoinToken(
+        broker,
+        run,
+        role,
+        name=name,
+        expires_at=expires_at,
+        owner=owner.public,
+        certificate=certificate,
+        authority=authority,
+        seed=key.seed,
     )
-    keys.admit(BrokerUser(key.public, role, run, name, made.expires_at))
-    return made
+    keys.admit(BrokerUser(key.public, role, run, name, join_token.expires_at))
+    return join_token
 
 
-def write(made: JoinToken, path: Path) -> None:
+def write(join_token: JoinToken, path: Path) -> None:
     """Write a token to a new file that only its owner can read.
 
     Raises:
         UserError: if the file exists or cannot be written.
     """
-    write_private(json.dumps(asdict(made)) + "\n", path)
+    write_private(json.dumps(asdict(join_token)) + "\n", path)
 
 
 def write_private(text: str, path: Path) -> None:
@@ -156,15 +171,15 @@ def read(place: str, role: str) -> JoinToken:
         UserError: if it cannot be read, other users can read it, or it is not a valid token for
             this role.
     """
-    made = _parse(_content(place), place)
-    if made.role != role:
+    join_token = _parse_token(_read_bytes(place), place)
+    if join_token.role != role:
         raise UserError(
-            f"--join {place}: this token is for {made.role} {made.name}, not for {role}"
+            f"--join {place}: this token is for {join_token.role} {join_token.name}, not for {role}"
         )
-    return made
+    return join_token
 
 
-def _content(place: str) -> bytes:
+def _read_bytes(place: str) -> bytes:
     if place == "-":
         return sys.stdin.buffer.read(MOST_BYTES + 1)
     try:
@@ -178,14 +193,14 @@ def _content(place: str) -> bytes:
         raise UserError(f"--join {place}: {error.strerror}") from None
 
 
-def _parse(data: bytes, place: str) -> JoinToken:
-    wrong = f"--join {place}: this is not a token that `rlearner invite` wrote"
+def _parse_token(data: bytes, place: str) -> JoinToken:
+    problem = f"--join {place}: this is not a token that `rlearner invite` wrote"
     try:
         if len(data) > MOST_BYTES:
-            raise UserError(wrong)
+            raise UserError(problem)
         fields: Any = msgspec.json.decode(data)
-        made = msgspec.convert(fields, JoinToken, strict=True)
+        join_token = msgspec.convert(fields, JoinToken, strict=True)
     except (msgspec.MsgspecError, RecursionError):
-        raise UserError(wrong) from None
-    Key.parse(made.seed, f"--join {place}")
-    return made
+        raise UserError(problem) from None
+    Key.parse(join_token.seed, f"--join {place}")
+    return join_token

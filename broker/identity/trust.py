@@ -21,7 +21,7 @@ def trust(owner: str) -> None:
     """
     if is_trusted(owner):
         return
-    file = _file()
+    file = _owners_file()
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with os.fdopen(
@@ -41,7 +41,7 @@ def is_trusted(owner: str) -> bool:
         UserError: if another user could have written the list.
     """
     try:
-        with _file().open(encoding="ascii", errors="replace") as file:
+        with _owners_file().open(encoding="ascii", errors="replace") as file:
             status = os.fstat(file.fileno())
             if status.st_uid != os.geteuid() or status.st_mode & 0o022:
                 raise UserError(f"{file.name} could be written by other users; remove it")
@@ -50,5 +50,5 @@ def is_trusted(owner: str) -> bool:
         return False
 
 
-def _file() -> Path:
+def _owners_file() -> Path:
     return state_folder() / FILE

@@ -1,9 +1,8 @@
 """Vouchers: proof that a process of one role in a run made a statement, checked with the public key
 of the run's owner.
 
-SIGNATURE                               of the owner, for processes of the owner's user
-PUBLIC.EXPIRES.CERTIFICATE.SIGNATURE    of a join token's key, which the owner certified for one
-role
+    SIGNATURE                               of the owner, for processes of the owner's user
+    PUBLIC.EXPIRES.CERTIFICATE.SIGNATURE    of a join token's key, certified for one role
 
 EXPIRES is when the token was to expire. The broker alone decides that, by refusing the key: a token
 can be renewed there while its processes work, on hosts that nobody has to visit.
@@ -28,7 +27,8 @@ def certify(owner: Key, run: str, role: str, public_key: str, expires_at: float)
         expires_at: seconds since the epoch, 0: never.
     """
     expires = str(int(expires_at))
-    return f"{public_key}.{expires}.{_text(owner.sign(_certified(run, role, public_key, expires)))}"
+    signature = owner.sign(_certificate_bytes(run, role, public_key, expires))
+    return f"{public_key}.{expires}.{_encode_base64(signature)}"
 
 
 def vouch(key: Key, statement: bytes, certificate: str = "") -> str:
@@ -37,7 +37,7 @@ def vouch(key: Key, statement: bytes, certificate: str = "") -> str:
     Args:
         key: of the owner, or that of the certificate.
     """
-    signature = _text(key.sign(_vouched(statement)))
+    signature = _encode_base64(key.sign(_statement_bytes(statement)))
     return f"{certificate}.{signature}" if certificate else signature
 
 
@@ -54,7 +54,7 @@ def check(owner: str, run: str, role: str, statement: bytes, voucher: str) -> No
     signer = owner
     if certificate:
         signer = _certified_key(owner, run, role, certificate)
-    if not verify(signer, _vouched(statement), _bytes(signature)):
+    if not verify(signer, _statement_bytes(statement), _decode_base64(signature)):
         raise WireError("it has no valid voucher")
 
 
@@ -62,8 +62,8 @@ def signer_of(voucher: str) -> str:
     """Return the public key of the join token that made a voucher; empty for processes of the
     owner's user.
     """
-    key, _, rest = voucher.partition(".")
-    return key if rest else ""
+    key, _, remainder = voucher.partition(".")
+    return key if remainder else ""
 
 
 def _certified_key(owner: str, run: str, role: str, certificate: list[str]) -> str:
@@ -73,25 +73,25 @@ def _certified_key(owner: str, run: str, role: str, certificate: list[str]) -> s
         raise WireError("its voucher is malformed") from None
     is_number = expires.isascii() and expires.isdigit() and len(expires) <= MAX_DIGITS
     if not is_number or not verify(
-        owner, _certified(run, role, public_key, expires), _bytes(signature)
+        owner, _certificate_bytes(run, role, public_key, expires), _decode_base64(signature)
     ):
         raise WireError(f"the owner of the run did not certify its key for the role {role}")
     return public_key
 
 
-def _certified(run: str, role: str, public_key: str, expires: str) -> bytes:
+def _certificate_bytes(run: str, role: str, public_key: str, expires: str) -> bytes:
     return f"rlearner certificate {run} {role} {public_key} {expires}".encode()
 
 
-def _vouched(statement: bytes) -> bytes:
+def _statement_bytes(statement: bytes) -> bytes:
     return b"rlearner statement\n" + statement
 
 
-def _text(signature: bytes) -> str:
+def _encode_base64(signature: bytes) -> str:
     return base64.b64encode(signature).decode()
 
 
-def _bytes(text: str) -> bytes:
+def _decode_base64(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):

@@ -97,15 +97,21 @@ class AckProgress:
         whether an earlier delivery of the message is held.
         """
         stream, num_delivered, seq = _message_of(ack_subject)
-        now = _now()
+        now = _boot_seconds()
         due_at = now + marking_period_s(ack_wait_s) * random.random()
         with self._lock:
-            known = self._held.get((stream, seq))
-            if known is None or known.num_delivered <= num_delivered:
+            earlier = self._held.get((stream, seq))
+            if earlier is None or earlier.num_delivered <= num_delivered:
                 self._held[stream, seq] = _Mark(
-                    ack_subject, num_delivered, ack_wait_s, due_at, now, now, now
+                    ack_subject,
+                    num_delivered,
+                    ack_wait_s,
+                    due_at=due_at,
+                    marked_at=now,
+                    asked_at=now,
+                    proven_at=now,
                 )
-        return known is not None
+        return earlier is not None
 
     def release(self, ack_subject: str) -> None:
         """Stop marking a delivery's message, unless it was delivered to this process again."""
@@ -123,7 +129,7 @@ class AckProgress:
             mark = self._held.get((stream, seq))
             if mark is None or mark.num_delivered > num_delivered:
                 return mark is not None  # it was delivered again since
-            return mark.has_lapsed or _now() - mark.marked_at > mark.wait_s
+            return mark.has_lapsed or _boot_seconds() - mark.marked_at > mark.wait_s
 
     def is_proven(self, ack_subject: str) -> bool:
         """Return whether only this process can hold a delivery's message: the broker has confirmed
@@ -133,7 +139,7 @@ class AckProgress:
             mark = self._newest(ack_subject)
             if mark is None or mark.has_lapsed or not mark.is_certain:
                 return False
-            return _now() - mark.proven_at <= mark.wait_s
+            return _boot_seconds() - mark.proven_at <= mark.wait_s
 
     async def close(self) -> None:
         """Stop marking and wait for the thread."""
@@ -167,7 +173,7 @@ class AckProgress:
         hanging = False
         try:
             while not self._stop.is_set():
-                await _wait(self._stop, LOOK_EVERY_S)
+                await _wait_until_set(self._stop, LOOK_EVERY_S)
                 stood_s = time.monotonic() - self._turned
                 if (stood_s > self._hang_after_s()) != hanging:
                     hanging = not hanging
@@ -189,29 +195,29 @@ class AckProgress:
     async def _mark_due(self, link: NatsLink) -> None:
         if not link.connected.is_set():
             return
-        now = _now()
+        now = _boot_seconds()
         self._note_server(link, now)
         with self._lock:
             for mark in self._held.values():
                 mark.has_lapsed = mark.has_lapsed or now - mark.marked_at > mark.wait_s
-            due = [
+            due_marks = [
                 mark for mark in self._held.values() if mark.due_at <= now and not mark.has_lapsed
             ]
         may_ask = self._asking is None or self._asking.done()
         try:
-            for mark in due:
-                if not may_ask or mark is not due[-1]:
+            for mark in due_marks:
+                if not may_ask or mark is not due_marks[-1]:
                     await link.send(mark.subject, IN_PROGRESS)
                 mark.due_at = now + marking_period_s(mark.wait_s)
                 mark.marked_at = now
         except Disconnected:
             log.debug("connection lost; the others are marked first when the broker is back")
             return
-        if due and may_ask:
+        if due_marks and may_ask:
             with self._lock:  # the broker reads what a connection sends in order
                 for mark in self._held.values():
                     mark.asked_at = mark.marked_at
-            self._asking = asyncio.create_task(self._ask(link, due[-1], now))
+            self._asking = asyncio.create_task(self._ask(link, due_marks[-1], now))
 
     def _note_server(self, link: NatsLink, now: float) -> None:
         """Let no delivery lapse because the only broker was down."""
@@ -264,8 +270,8 @@ class AckProgress:
                 mark.proven_at = max(mark.proven_at, mark.asked_at)
 
 
-def _now() -> float:
-    """Return seconds of a clock that also runs while the machine sleeps, where the system has one."""
+def _boot_seconds() -> float:
+    """Return the seconds since boot, including sleep where the system counts it."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
@@ -276,7 +282,7 @@ def _message_of(ack_subject: str) -> tuple[str, int, int]:
     return tokens[first], int(tokens[first + 2]), int(tokens[first + 3])
 
 
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+async def _wait_until_set(event: asyncio.Event, timeout_s: float) -> None:
     try:
         async with asyncio.timeout(timeout_s):
             await event.wait()

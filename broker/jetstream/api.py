@@ -53,7 +53,7 @@ async def ask(link: NatsLink, request: str, body: dict[str, Any] | None = None) 
         Disconnected: if the link is closed while waiting.
     """
     payload = json.dumps(body).encode() if body else b""
-    started = time.monotonic()
+    started_at = time.monotonic()
     attempts = 0
     while True:
         await link.ready()
@@ -68,12 +68,12 @@ async def ask(link: NatsLink, request: str, body: dict[str, Any] | None = None) 
                 if attempts > 1:
                     log.warning("%s: no answer within %g s; retrying", request, timeout_s)
                 link.doubt(request, timeout_s)
-            started = time.monotonic()
+            started_at = time.monotonic()
             await asyncio.sleep(PAUSE_S)
             continue
         except NoResponders:
             link.doubt(request)
-            if not link.has_jetstream and time.monotonic() - started > NO_JETSTREAM_AFTER_S:
+            if not link.has_jetstream and time.monotonic() - started_at > NO_JETSTREAM_AFTER_S:
                 message = (
                     f"the broker at {link.where} runs without JetStream; start nats-server with -js"
                 )
@@ -104,18 +104,23 @@ async def find(
     """
     query: dict[str, Any] = {"last_by_subj": last_of} if seq is None else {"seq": seq}
     try:
-        found = (await ask(link, f"STREAM.MSG.GET.{stream_name}", query))["message"]
+        message = (await ask(link, f"STREAM.MSG.GET.{stream_name}", query))["message"]
     except ApiError as error:
         if error.err_code == NO_MESSAGE:
             return None
         raise
-    lines = base64.b64decode(found.get("hdrs", "")).decode().split("\r\n")
+    lines = base64.b64decode(message.get("hdrs", "")).decode().split("\r\n")
     headers = dict(line.split(": ", 1) for line in lines if ": " in line)
-    data = base64.b64decode(found.get("data", ""))
-    time = str(found.get("time", ""))
+    data = base64.b64decode(message.get("data", ""))
+    time = str(message.get("time", ""))
     stored_ns = unix_ns(time) if time else 0
     return StoredEntry(
-        int(found["seq"]), str(found["subject"]), headers or None, data, time, stored_ns
+        int(message["seq"]),
+        str(message["subject"]),
+        headers or None,
+        data=data,
+        time=time,
+        stored_ns=stored_ns,
     )
 
 
@@ -135,14 +140,14 @@ async def bounds(link: NatsLink, stream_name: str, *, known: int = 0) -> tuple[i
             server that answers may be behind the others after a partition; it is queried again for
             up to ``CATCH_UP_S`` seconds.
     """
-    started = time.monotonic()
+    started_at = time.monotonic()
     while True:
         answer = await ask(link, f"STREAM.INFO.{stream_name}")
         state = answer["state"]
         first = int(state["first_seq"])
         last = int(state["last_seq"])
         replicas = int(answer.get("config", {}).get("num_replicas", 1))
-        if last >= known or replicas < 2 or time.monotonic() - started > CATCH_UP_S:
+        if last >= known or replicas < 2 or time.monotonic() - started_at > CATCH_UP_S:
             return (first, last) if state["messages"] else (last + 1, last)
         log.warning(
             "%s ends at %d on the server that answers, but %d was stored; retrying",

@@ -131,7 +131,7 @@ class Bus:
         return cls(link, run)
 
     async def close(self) -> None:
-        """Stop the in-progress marks and disconnect; pending calls raise Disconnected, readers end."""
+        """Stop in-progress marks and disconnect; pending calls raise Disconnected, readers end."""
         for task in (*self._queues.values(), *self._dropping):
             task.cancel()
         await self._marks.close()
@@ -167,8 +167,8 @@ class Bus:
     ) -> None:
         """Create the consumers of a work queue's keys; hubs may only use them."""
         name = stream.stream_name(self.run)
-        wanted = (settings(key, stream.all_subjects(self.run, key), ack_wait_s) for key in keys)
-        await asyncio.gather(*(ensure_consumer(self.link, name, one) for one in wanted))
+        configs = (settings(key, stream.all_subjects(self.run, key), ack_wait_s) for key in keys)
+        await asyncio.gather(*(ensure_consumer(self.link, name, config) for config in configs))
 
     async def _ensure(self, stream: Stream, run: str) -> None:
         replicas = self.replicas or (REPLICAS_IN_CLUSTER if self.link.clustered else 1)
@@ -192,7 +192,7 @@ class Bus:
         ends = f"_{RUNS.name}"
         names = await provision.stream_names(self.link, "$KV.>")
         return sorted(
-            one.removeprefix("KV_rl_").removesuffix(ends) for one in names if one.endswith(ends)
+            name.removeprefix("KV_rl_").removesuffix(ends) for name in names if name.endswith(ends)
         )
 
     async def delete_streams(self, streams: Collection[Stream] = STREAMS) -> None:
@@ -227,7 +227,7 @@ class Bus:
             StoreFull: if the message is a dead letter, and the broker is full.
             LostState: if the broker has no such stream.
         """
-        data = await aside(_weight(message), partial(codec.encode, message))
+        data = await aside(_encoded_size(message), partial(codec.encode, message))
         if (
             isinstance(message, wire.Group)
             and wire.Parted in stream.messages
@@ -244,7 +244,8 @@ class Bus:
         if (eval_step := getattr(message, "eval_step", -1)) >= 0:
             headers[wire.EVAL_HEADER] = str(eval_step)
         if stream is EPISODES:
-            key = f"{key}.{ticket_key(ticket or getattr(message, 'ticket', 0), evaluation=eval_step >= 0)}"
+            number = ticket or getattr(message, "ticket", 0)
+            key = f"{key}.{ticket_key(number, evaluation=eval_step >= 0)}"
         if expected_last_seq is not None:
             headers[EXPECTED_LAST_SEQ] = str(expected_last_seq)
         async with self._in_flight:
@@ -254,19 +255,18 @@ class Bus:
             make_room = partial(release, self.link, self.run) if essential else None
             if stream.signed:
                 headers |= self.link.login.sign(self.run, subject, data)
-            waits_for_room = stream is not DEAD
-            stored = await store(
+            seq = await store(
                 self.link,
                 name,
                 subject,
-                data,
-                headers,
-                make_room,
-                may_send,
-                waits_for_room=waits_for_room,
+                data=data,
+                headers=headers,
+                make_room=make_room,
+                may_send=may_send,
+                waits_for_room=stream is not DEAD,
             )
-        self.counts.published[stream.name] += stored is not None
-        return stored
+        self.counts.published[stream.name] += seq is not None
+        return seq
 
     async def last_seq(self, stream: Stream) -> int:
         """Return the sequence of the newest message ever stored, 0 if none."""
@@ -366,12 +366,12 @@ class Bus:
             except ApiError as error:
                 if error.err_code != NO_CONSUMER:
                     raise
-                found = await find_consumer(
+                config = await find_consumer(
                     self.link, name, key, stream.all_subjects(self.run, key)
                 )
-                if found is None or found["durable_name"] == consumer:
+                if config is None or config["durable_name"] == consumer:
                     return 0
-                consumer = found["durable_name"]  # created by another program
+                consumer = config["durable_name"]  # created by another program
             else:
                 return int(info["delivered"]["stream_seq"])
 
@@ -400,7 +400,15 @@ class Bus:
         await asyncio.gather(*(task.result().renew() for task in tasks if task.exception() is None))
 
     async def _open_queue(self, stream: Stream, key: str) -> WorkQueue:
-        queue = WorkQueue(self.link, self._marks, self._parts, self.counts, stream, self.run, key)
+        queue = WorkQueue(
+            self.link,
+            self._marks,
+            self._parts,
+            counts=self.counts,
+            stream=stream,
+            run=self.run,
+            key=key,
+        )
         await queue.open()
         return queue
 
@@ -457,14 +465,15 @@ class Bus:
                 )
             if first > following and not stream.max_bytes:
                 raise LostState(
-                    f"{name} starts at {first}, but {following} is not read yet; it was trimmed too far"
+                    f"{name} starts at {first}, but {following} is not read yet; it was trimmed "
+                    "too far"
                 )
             seq, stored_ns = newest
-            stored = await find(self.link, name, seq=seq) if seq else None
+            newest_entry = await find(self.link, name, seq=seq) if seq else None
             # in an older store, which has grown since
-            if stored is not None and stored.stored_ns != stored_ns:
-                other = f"{name} holds another record {seq} than the one that was read"
-                raise LostState(f"{other}; the broker's store was replaced by an older one")
+            if newest_entry is not None and newest_entry.stored_ns != stored_ns:
+                problem = f"{name} holds another record {seq} than the one that was read"
+                raise LostState(f"{problem}; the broker's store was replaced by an older one")
             return {"deliver_policy": "by_start_sequence", "opt_start_seq": following}
 
         async with aclosing(follow(self.link, name, start)) as entries:
@@ -511,7 +520,14 @@ class Bus:
                 parted, pending.fetching if pending is not None else None
             )
             data = body or data
-        return LogRecord(entry.seq, message, error, ticket_of(entry.headers), data, parted)
+        return LogRecord(
+            entry.seq,
+            message,
+            error,
+            ticket=ticket_of(entry.headers),
+            data=data,
+            parted=parted,
+        )
 
     def drop_other_parts(self, parted: wire.Parted) -> None:
         """Begin to delete a ticket's parts except those of this record, which must be the one that
@@ -536,8 +552,8 @@ class Bus:
         subject = stream.subject(self.run)
 
         async def read() -> tuple[int, int, StoredEntry] | None:
-            found = await find(self.link, name, last_of=subject)
-            return None if found is None else (found.seq, found.stored_ns, found)
+            entry = await find(self.link, name, last_of=subject)
+            return None if entry is None else (entry.seq, entry.stored_ns, entry)
 
         async with aclosing(newer_values(self.link, subject, read)) as values:
             async for seq, entry in values:
@@ -599,12 +615,12 @@ class Bus:
             log.warning("no dead letter for message %d of %s (%s): %s", seq, name, reason, error)
 
 
-def _weight(message: wire.Message) -> int:
+def _encoded_size(message: wire.Message) -> int:
     """Estimate the bytes to encode; 0 for small and for malformed messages."""
     if not isinstance(message, wire.Group):
         return 0
     try:
         # id, logprob and mask of each token
-        return 9 * sum(len(one.loss_mask.data) for one in message.trajectories)
+        return 9 * sum(len(trajectory.loss_mask.data) for trajectory in message.trajectories)
     except (TypeError, AttributeError):
         return 0  # encoding reports the error

@@ -1,4 +1,4 @@
-"""Settings of a work queue's durable consumer, and how one created by another program is adopted."""
+"""Settings of a work queue's durable consumer, and adoption of another program's consumer."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ log = logging.getLogger(__name__)
 MAX_WAITING_PULLS: Final = 8192  # hubs that may wait at one queue
 WAIT_S: Final = 0.25
 # harmless, and cannot be changed
-KEPT: Final[tuple[str, ...]] = ("max_waiting", "mem_storage", "num_replicas")
+ADOPTED_SETTINGS: Final[tuple[str, ...]] = ("max_waiting", "mem_storage", "num_replicas")
 # settings for which a queue needs exactly this value
-OTHERS: Final[dict[str, Any]] = {
-    "deliver_subject": "", "replay_policy": "instant", "headers_only": False, "priority_policy": "", "max_batch": 0,
+FIXED_SETTINGS: Final[dict[str, Any]] = {
+    "deliver_subject": "", "replay_policy": "instant", "headers_only": False,
+    "priority_policy": "", "max_batch": 0,
     "max_expires": 0, "max_bytes": 0, "inactive_threshold": 0, "backoff": [], "filter_subjects": [],
     "mem_storage": False, "num_replicas": 0,
 }  # fmt: skip
@@ -45,26 +46,28 @@ def settings(name: str, subject: str, ack_wait_s: float = ACK_WAIT_S) -> dict[st
     }
 
 
-def differences(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+def differences(existing: dict[str, Any], required: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the settings in which a consumer differs from what is wanted, with both values."""
-    pairs = {name: (found.get(name), value) for name, value in (OTHERS | wanted).items()}
+    pairs = {
+        name: (existing.get(name), value) for name, value in (FIXED_SETTINGS | required).items()
+    }
     return {
         name: (a, b) for name, (a, b) in pairs.items() if a != b and not (a in UNSET and b in UNSET)
     }
 
 
-def adopted(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+def adopted(existing: dict[str, Any], required: dict[str, Any]) -> dict[str, Any]:
     """Return the settings for another program's consumer: the wanted ones, except harmless ones of
     its own.
     """
-    kept = {name: found[name] for name in KEPT if name in found}
-    if wanted["ack_wait"] <= found.get("ack_wait", 0) <= LONGEST_ACK_WAIT_S * 1e9:
-        kept["ack_wait"] = found["ack_wait"]
-    return wanted | kept | {"durable_name": found["durable_name"]}
+    overrides = {name: existing[name] for name in ADOPTED_SETTINGS if name in existing}
+    if required["ack_wait"] <= existing.get("ack_wait", 0) <= LONGEST_ACK_WAIT_S * 1e9:
+        overrides["ack_wait"] = existing["ack_wait"]
+    return required | overrides | {"durable_name": existing["durable_name"]}
 
 
 async def ensure_consumer(
-    link: NatsLink, stream_name: str, wanted: dict[str, Any]
+    link: NatsLink, stream_name: str, required: dict[str, Any]
 ) -> tuple[str, float]:
     """Create the consumer of a queue, or adopt the existing one; return its name and its ack_wait
     in seconds.
@@ -77,77 +80,81 @@ async def ensure_consumer(
         ApiError: if the broker refuses for another reason.
     """
     if not link.login.manages:
-        return await _wait_for_consumer(link, stream_name, wanted)
+        return await _wait_for_consumer(link, stream_name, required)
     try:
-        await _create(link, stream_name, wanted, action="create")
+        await _create_consumer(link, stream_name, required, action="create")
     except NoStream:
         raise
     except ApiError:
-        found = await find_consumer(
-            link, stream_name, wanted["durable_name"], wanted["filter_subject"]
+        existing = await find_consumer(
+            link, stream_name, required["durable_name"], required["filter_subject"]
         )
-        if found is None:
+        if existing is None:
             raise
-        return await _adopt(link, stream_name, found, wanted)
-    return _name_and_wait(wanted)
+        return await _adopt_consumer(link, stream_name, existing, required)
+    return _name_and_wait(required)
 
 
 async def _wait_for_consumer(
-    link: NatsLink, stream_name: str, wanted: dict[str, Any]
+    link: NatsLink, stream_name: str, required: dict[str, Any]
 ) -> tuple[str, float]:
     reminders = Reminders()
     while (
-        found := await find_consumer(
-            link, stream_name, wanted["durable_name"], wanted["filter_subject"]
+        existing := await find_consumer(
+            link, stream_name, required["durable_name"], required["filter_subject"]
         )
     ) is None:
         if reminders.due(time.monotonic()):
             log.info(
-                "waiting for the learner to create the consumer of %s", wanted["filter_subject"]
+                "waiting for the learner to create the consumer of %s", required["filter_subject"]
             )
         await asyncio.sleep(WAIT_S)
-    if found["filter_subject"] != wanted["filter_subject"] or differences(
-        found, adopted(found, wanted)
+    if existing["filter_subject"] != required["filter_subject"] or differences(
+        existing, adopted(existing, required)
     ):
-        raise _unusable(stream_name, found, wanted, "the learner could not change it")
-    return _name_and_wait(found)
+        raise _unusable_consumer(stream_name, existing, required, "the learner could not change it")
+    return _name_and_wait(existing)
 
 
-async def _adopt(
-    link: NatsLink, stream_name: str, found: dict[str, Any], wanted: dict[str, Any]
+async def _adopt_consumer(
+    link: NatsLink, stream_name: str, existing: dict[str, Any], required: dict[str, Any]
 ) -> tuple[str, float]:
-    name = found["durable_name"]
-    changed = adopted(found, wanted)
+    name = existing["durable_name"]
+    config = adopted(existing, required)
     try:
-        if found["filter_subject"] == wanted["filter_subject"] and differences(found, changed):
-            await _create(link, stream_name, changed)
-        elif found["filter_subject"] != wanted["filter_subject"]:
+        if existing["filter_subject"] == required["filter_subject"] and differences(
+            existing, config
+        ):
+            await _create_consumer(link, stream_name, config)
+        elif existing["filter_subject"] != required["filter_subject"]:
             raise ApiError(400, 0, "it takes messages of other subjects")
     except ApiError as error:
-        raise _unusable(stream_name, found, wanted, error.description) from None
-    if kept := differences(changed, wanted):
-        kept.pop("durable_name", None)
+        raise _unusable_consumer(stream_name, existing, required, error.description) from None
+    if deviations := differences(config, required):
+        deviations.pop("durable_name", None)
         log.info(
             "using the consumer %s of stream %s, which has %s",
             name,
             stream_name,
-            _listed(kept) or "another name",
+            _describe_differences(deviations) or "another name",
         )
-    return _name_and_wait(changed)
+    return _name_and_wait(config)
 
 
 def _name_and_wait(config: dict[str, Any]) -> tuple[str, float]:
     return str(config["durable_name"]), config["ack_wait"] / 1e9
 
 
-def _unusable(
-    stream_name: str, found: dict[str, Any], wanted: dict[str, Any], why: str
+def _unusable_consumer(
+    stream_name: str, existing: dict[str, Any], required: dict[str, Any], reason: str
 ) -> UserError:
-    name = found["durable_name"]
+    name = existing["durable_name"]
     return UserError(
         f"the consumer {name} of stream {stream_name}, created by another program, cannot serve "
-        f"{wanted['filter_subject']}: {why}; it has {_listed(differences(found, adopted(found, wanted)))}; "
-        f"delete it with `nats consumer rm {stream_name} {name}` to have it created as in docs/wire.md"
+        f"{required['filter_subject']}: {reason}; it has "
+        f"{_describe_differences(differences(existing, adopted(existing, required)))}; "
+        f"delete it with `nats consumer rm {stream_name} {name}` to have it created as in "
+        "docs/wire.md"
     )
 
 
@@ -160,15 +167,16 @@ async def find_consumer(
     configs: list[dict[str, Any]] = []
     while True:
         page = await ask(link, f"CONSUMER.LIST.{stream_name}", {"offset": len(configs)})
-        configs += [one["config"] for one in page.get("consumers") or []]
+        configs += [config["config"] for config in page.get("consumers") or []]
         if not page.get("consumers") or len(configs) >= int(page.get("total", 0)):
             break
-    for one in configs:
-        one.setdefault("filter_subject", "")
-        one["durable_name"] = one.get("durable_name") or one.get("name", "")
-    named = [one for one in configs if one["durable_name"] == name]
+    for config in configs:
+        config.setdefault("filter_subject", "")
+        config["durable_name"] = config.get("durable_name") or config.get("name", "")
+    matches = [config for config in configs if config["durable_name"] == name]
     return next(
-        iter(named + [one for one in configs if _takes(one["filter_subject"], subject)]), None
+        iter(matches + [config for config in configs if _takes(config["filter_subject"], subject)]),
+        None,
     )
 
 
@@ -183,17 +191,20 @@ def _takes(pattern: str, subject: str) -> bool:
     )
 
 
-def _listed(differing: dict[str, tuple[Any, Any]]) -> str:
+def _describe_differences(differing: dict[str, tuple[Any, Any]]) -> str:
     items = sorted(differing.items())
     return ", ".join(
-        f"{name} {_shown(name, has)} instead of {_shown(name, want)}" for name, (has, want) in items
+        f"{name} {_format_setting(name, value)} instead of {_format_setting(name, required)}"
+        for name, (value, required) in items
     )
 
 
-def _shown(name: str, value: Any) -> str:
+def _format_setting(name: str, value: Any) -> str:
     return f"{value / 1e9:g} s" if name in SECONDS and value else repr(value)
 
 
-async def _create(link: NatsLink, stream_name: str, config: dict[str, Any], **more: str) -> None:
+async def _create_consumer(
+    link: NatsLink, stream_name: str, config: dict[str, Any], **more: str
+) -> None:
     request = f"CONSUMER.DURABLE.CREATE.{stream_name}.{config['durable_name']}"
     await ask(link, request, {"stream_name": stream_name, "config": config, **more})

@@ -1,4 +1,4 @@
-"""One message received from a work queue: its content, and how to acknowledge it or hand it back."""
+"""One message received from a work queue: its content, acknowledgement and return."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class Delivery:
     """
 
     __slots__ = (
-        "_link", "_marks", "_parted", "_parts", "_settled", "_subject", "data", "error", "eval_step", "message",
+        "_link", "_marks", "_parted", "_parts", "_settled", "_subject", "data", "error",
+        "eval_step", "message",
         "num_delivered", "seq", "ticket",
     )  # fmt: skip
 
@@ -69,7 +70,8 @@ class Delivery:
         Args:
             settled: called with True once it is acknowledged, with False when it is handed back.
         """
-        return cls(link, marks, parts, settled, message, await decode_aside(message.data, types))
+        decoded = await decode_aside(message.data, types)
+        return cls(link, marks, parts, settled=settled, message=message, decoded=decoded)
 
     def __init__(
         self,
@@ -175,14 +177,14 @@ class Delivery:
 
 
 def delivery_numbers(ack_subject: str) -> tuple[int, int, int]:
-    """Return (times delivered, stream sequence, consumer sequence) from an acknowledgement subject."""
+    """Return (times delivered, stream sequence, consumer sequence) from an ack subject."""
     tokens = ack_subject.split(".")
     first = 4 if len(tokens) == 9 else 6  # longer with a JetStream domain and account in it
     return int(tokens[first]), int(tokens[first + 1]), int(tokens[first + 2])
 
 
 def stored_ns(ack_subject: str) -> int:
-    """Return the unix time in ns at which a message was stored, from its acknowledgement subject."""
+    """Return the unix time in ns at which a message was stored, from its ack subject."""
     tokens = ack_subject.split(".")
     return int(tokens[7 if len(tokens) == 9 else 9])
 
@@ -215,6 +217,6 @@ async def decode_aside(data: Buffer, types: tuple[type[wire.Message], ...]) -> D
 
 def nak_payload(delay_s: float) -> bytes:
     """Return a negative acknowledgement, with the delay in nanoseconds if there is one."""
-    return b"-NAK" + (
-        b" " + json.dumps({"delay": int(delay_s * 1e9)}).encode() if delay_s > 0 else b""
-    )
+    if delay_s <= 0:
+        return b"-NAK"
+    return b"-NAK " + json.dumps({"delay": int(delay_s * 1e9)}).encode()

@@ -70,16 +70,16 @@ class KeyValue:
         Raises:
             WireError: if the value does not decode.
         """
-        found = await self.get_bytes(key)
-        return None if found is None else (codec.decode(found[0], *self._stream.messages), found[1])
+        entry = await self.get_bytes(key)
+        return None if entry is None else (codec.decode(entry[0], *self._stream.messages), entry[1])
 
     async def get_bytes(self, key: str) -> tuple[bytes, int] | None:
         """Return the encoded value and its revision, or None."""
         try:
-            found = await self._last(key)
+            entry = await self._last(key)
         except NoStream:
             return None
-        return None if found is None or found[2] else found[:2]
+        return None if entry is None or entry[2] else entry[:2]
 
     async def put(self, key: str, message: wire.Message) -> int:
         """Set the value; return its revision."""
@@ -91,9 +91,9 @@ class KeyValue:
         """Set the value of a new key; return its revision, or None if the key exists."""
         revision = await self.update(key, message, 0)
         if revision is None:
-            found = await self._last(key)
-            if found is not None and found[2]:  # a deleted key has a revision, but no value
-                return await self.update(key, message, found[1])
+            entry = await self._last(key)
+            if entry is not None and entry[2]:  # a deleted key has a revision, but no value
+                return await self.update(key, message, entry[1])
         return revision
 
     async def update(self, key: str, message: wire.Message, revision: int) -> int | None:
@@ -115,17 +115,15 @@ class KeyValue:
             entries = await read(self._link, self._stream_name, f"{self._prefix}{prefix}.>")
         except NoStream:
             return {}
-        found: dict[str, wire.Message] = {}
+        values: dict[str, wire.Message] = {}
         for entry in entries:
             key = entry.subject.removeprefix(self._prefix)
-            message = (
-                None
-                if _is_deletion(entry.headers)
-                else await self._decoded(key, entry.seq, entry.data)
-            )
+            if _is_deletion(entry.headers):
+                continue
+            message = await self._decoded(key, entry.seq, entry.data)
             if message is not None:
-                found[key] = message
-        return found
+                values[key] = message
+        return values
 
     async def watch(self, key: str) -> AsyncGenerator[tuple[wire.Message | None, int], None]:
         """Yield (message or None if deleted, revision) of one key, now and after each change, from
@@ -133,11 +131,11 @@ class KeyValue:
 
         Skips intermediate values and expiries; a value that does not decode becomes a dead letter.
         """
-        subject = self._prefix + _checked(key, self._stream.name)
+        subject = self._prefix + _check_key(key, self._stream.name)
 
         async def read() -> tuple[int, int, tuple[bytes, bool]] | None:
-            found = await self._last(key)
-            return None if found is None else (found[1], found[3], (found[0], found[2]))
+            entry = await self._last(key)
+            return None if entry is None else (entry[1], entry[3], (entry[0], entry[2]))
 
         async with aclosing(newer_values(self._link, subject, read)) as values:
             async for revision, (data, is_deletion) in values:
@@ -176,7 +174,7 @@ class KeyValue:
         make_room = (
             partial(release, self._link, key.partition(".")[0]) if self._stream.essential else None
         )
-        subject = self._prefix + _checked(key, self._stream.name)
+        subject = self._prefix + _check_key(key, self._stream.name)
         if self._stream.signed:
             with suppress(NoStream):
                 # so that the new value is the newest, even if the clocks of its writers differ
@@ -184,7 +182,14 @@ class KeyValue:
             headers |= self._link.login.sign(
                 self._run, subject, data, above=self._stamps.get(key, 0)
             )
-        revision = await store(self._link, self._stream_name, subject, data, headers, make_room)
+        revision = await store(
+            self._link,
+            self._stream_name,
+            subject,
+            data=data,
+            headers=headers,
+            make_room=make_room,
+        )
         if self._stream.signed and revision is not None:
             self._stamps[key] = self._link.login.stamp(self._run, subject, headers, data)
         return revision
@@ -195,12 +200,12 @@ class KeyValue:
         Returns:
             (value, revision, whether it is a deletion, unix time in ns at which it was stored)
         """
-        subject = self._prefix + _checked(key, self._stream.name)
-        found = await find(self._link, self._stream_name, last_of=subject)
-        if found is None:
+        subject = self._prefix + _check_key(key, self._stream.name)
+        entry = await find(self._link, self._stream_name, last_of=subject)
+        if entry is None:
             return None
-        is_deletion = _is_deletion(found.headers) or not self._is_valid(key, found)
-        return found.data, found.seq, is_deletion, found.stored_ns
+        is_deletion = _is_deletion(entry.headers) or not self._is_valid(key, entry)
+        return entry.data, entry.seq, is_deletion, entry.stored_ns
 
     def _is_valid(self, key: str, entry: StoredEntry) -> bool:
         """Return whether the run's owner signed an entry, as its newest so far; always true for
@@ -223,11 +228,11 @@ class KeyValue:
         return True
 
 
-def _checked(key: str, what: str) -> str:
+def _check_key(key: str, setting: str) -> str:
     if not key:
-        raise ConfigError(what, key, "a key must not be empty")
+        raise ConfigError(setting, key, "a key must not be empty")
     for part in key.split("."):
-        token(part, what)
+        token(part, setting)
     return key
 
 

@@ -33,7 +33,7 @@ async def latest(link: NatsLink, stream_name: str, pattern: str) -> list[StoredE
     while True:
         await link.ready()
         with suppress(Disconnected):
-            if (entries := await _read(link, stream_name, pattern)) is not None:
+            if (entries := await _read_once(link, stream_name, pattern)) is not None:
                 return entries
         await asyncio.sleep(PAUSE_S)
 
@@ -52,20 +52,20 @@ async def latest_one_by_one(link: NatsLink, stream_name: str, pattern: str) -> l
         async with few:
             return await find(link, stream_name, last_of=subject)
 
-    found = await asyncio.gather(*map(newest, info["state"].get("subjects") or ()))
-    return sorted((entry for entry in found if entry is not None), key=lambda entry: entry.seq)
+    entries = await asyncio.gather(*map(newest, info["state"].get("subjects") or ()))
+    return sorted((entry for entry in entries if entry is not None), key=lambda entry: entry.seq)
 
 
-async def _read(link: NatsLink, stream_name: str, pattern: str) -> list[StoredEntry] | None:
+async def _read_once(link: NatsLink, stream_name: str, pattern: str) -> list[StoredEntry] | None:
     """Read the messages once; return None if an answer was lost."""
     config = EPHEMERAL | {"deliver_policy": "last_per_subject", "filter_subject": pattern}
     config["inactive_threshold"] = int(FORGET_AFTER_S * 1e9)
-    made = await ask(
+    response = await ask(
         link, f"CONSUMER.CREATE.{stream_name}", {"stream_name": stream_name, "config": config}
     )
-    if not made.get("num_pending"):
+    if not response.get("num_pending"):
         return []
-    consumer = str(made["name"])
+    consumer = str(response["name"])
     entries: list[StoredEntry] = []
     arrived: asyncio.Queue[Msg] = asyncio.Queue()
     inbox = f"{link.inbox}.{link.next_token()}"

@@ -1,4 +1,4 @@
-"""Reads a stream in order through an ephemeral consumer, which is replaced if a message is missing."""
+"""Reads a stream in order through an ephemeral consumer, replaced if a message is missing."""
 
 from __future__ import annotations
 
@@ -110,16 +110,16 @@ class _Attachment:
 
     async def entries(self) -> AsyncGenerator[StoredEntry, None]:
         pull = 0
-        wanted = 0
+        num_due = 0
         delivered = 0
-        before = -1
+        delivered_before = -1
         while True:
-            if not wanted:
-                if delivered == before and await self._overlooked(delivered):
+            if not num_due:
+                if delivered == delivered_before and await self._overlooked(delivered):
                     return
                 pull = pull + 1
-                wanted = BATCH
-                before = delivered
+                num_due = BATCH
+                delivered_before = delivered
                 await self._ask(pull)
             message = await self._next()
             if message is None:
@@ -131,17 +131,19 @@ class _Attachment:
                     log.debug("%s: consumer gone: %s", self._stream_name, message.headers)
                     await asyncio.sleep(0.1)
                     return
-                wanted = 0
+                num_due = 0
                 continue
             _, seq, consumer_seq = delivery_numbers(message.reply)
             if consumer_seq != delivered + 1:
                 log.warning("%s: a message was lost on the way; reading again", self._stream_name)
                 return
             delivered = consumer_seq
-            wanted = wanted - 1
+            num_due = num_due - 1
             self._newest = max(seq, self._newest)
-            stored = stored_ns(message.reply)
-            yield StoredEntry(seq, message.subject, message.headers, message.data, stored_ns=stored)
+            stored_at_ns = stored_ns(message.reply)
+            yield StoredEntry(
+                seq, message.subject, message.headers, message.data, stored_ns=stored_at_ns
+            )
 
     async def _overlooked(self, delivered: int) -> bool:
         """Return whether the stream has more than an empty pull of this consumer delivered.
@@ -151,16 +153,16 @@ class _Attachment:
         reads its last values once more.
         """
         last = (await bounds(self._link, self._stream_name))[1]
-        known = self._newest
+        newest_received = self._newest
         self._newest = max(last, self._newest)
-        if last > known:
+        if last > newest_received:
             log.info(
                 "%s: ends at %d, the newest received is %d; reading again",
                 self._stream_name,
                 last,
-                known,
+                newest_received,
             )
-        return last > known or delivered < self._pending
+        return last > newest_received or delivered < self._pending
 
     async def _ask(self, pull: int) -> None:
         most = max(BATCH_BYTES, self._link.max_payload + PROTOCOL_BYTES)  # fits the largest message

@@ -41,7 +41,7 @@ async def newer_values(
 
     subscribed = await link.subscribe(subject, note)
     link.on_disconnect.add(arrived.set)
-    seen = (0, 0)
+    last_seen = (0, 0)
     delays = [0.0]
     try:
         while not link.closed:
@@ -50,8 +50,8 @@ async def newer_values(
                 newest = await read()
             except Disconnected:
                 return
-            if newest is not None and newest[:2] != seen:
-                seen = newest[:2]
+            if newest is not None and newest[:2] != last_seen:
+                last_seen = newest[:2]
                 delays.clear()
                 yield newest[0], newest[2]
             if await _is_set_within(

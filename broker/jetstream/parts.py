@@ -84,13 +84,14 @@ class GroupParts:
                 f"Group is {len(data)} bytes, and the broker takes messages of {limit} bytes only"
             )
         parted = wire.Parted(
-            ticket=group.ticket, domain=group.domain, upload=upload, size=len(data), part_bytes=part_bytes,
+            ticket=group.ticket, domain=group.domain, upload=upload, size=len(data),
+            part_bytes=part_bytes,
             digest="", eval_step=group.eval_step,
         )  # fmt: skip
         view = memoryview(data)
 
         async def send(number: int) -> None:
-            part = _place(view, parted, number)
+            part = _slice_part(view, parted, number)
             headers = {
                 MESSAGE_ID: f"{parted.upload}.{number}",
                 wire.TICKET_HEADER: str(parted.ticket),
@@ -100,14 +101,14 @@ class GroupParts:
                     self._link,
                     PARTS.stream_name(self._run()),
                     self._subject(parted, number),
-                    part,
-                    headers,
+                    data=part,
+                    headers=headers,
                 )
 
         digesting = aside(len(data), partial(digest, data))
-        sending = _each(parted.num_parts, send, IN_FLIGHT)
-        found, _ = await asyncio.gather(digesting, sending)
-        return msgspec.structs.replace(parted, digest=found)
+        sending = _run_each(parted.num_parts, send, IN_FLIGHT)
+        data_digest, _ = await asyncio.gather(digesting, sending)
+        return msgspec.structs.replace(parted, digest=data_digest)
 
     async def fetch(self, parted: wire.Parted) -> FetchedParts:
         """Return the encoding of a record's group; earlier calls have priority on the wire.
@@ -153,17 +154,18 @@ class GroupParts:
         remains.
         """
         if self._link.login.manages:
-            await self._purge(_kind(parted), str(parted.ticket), parted.upload)
+            await self._purge(_ticket_kind(parted), str(parted.ticket), parted.upload)
 
     async def drop_others(self, parted: wire.Parted) -> None:
         """Delete the other uploads of a ticket: of earlier reward pools, later records and
         processes that ended.
         """
-        place = _kind(parted), str(parted.ticket)
-        for upload in {subject.split(".")[5] for subject in await self._subjects(*place)} - {
+        kind = _ticket_kind(parted)
+        ticket = str(parted.ticket)
+        for upload in {subject.split(".")[5] for subject in await self._subjects(kind, ticket)} - {
             parted.upload
         }:
-            await self._purge(*place, upload)
+            await self._purge(kind, ticket, upload)
 
     async def _purge(self, *first: str) -> None:
         subjects = PARTS.all_subjects(self._run(), *first)
@@ -179,29 +181,29 @@ class GroupParts:
         """
         run = self._run()
         name = PARTS.stream_name(run)
-        ended = ended_tickets(await self._subjects(kind), keep)
-        for ticket in ended:
+        tickets = ended_tickets(await self._subjects(kind), keep)
+        for ticket in tickets:
             await ask(
                 self._link,
                 f"STREAM.PURGE.{name}",
                 {"filter": PARTS.all_subjects(run, kind, str(ticket))},
             )
-        return len(ended)
+        return len(tickets)
 
     async def _subjects(self, *first: str) -> list[str]:
         run = self._run()
-        found = list[str]()
+        subjects = list[str]()
         while True:
-            body = {"subjects_filter": PARTS.all_subjects(run, *first), "offset": len(found)}
+            body = {"subjects_filter": PARTS.all_subjects(run, *first), "offset": len(subjects)}
             answer = await ask(self._link, f"STREAM.INFO.{PARTS.stream_name(run)}", body)
             page = answer["state"].get("subjects") or {}
-            found += page
-            if not page or len(found) >= int(answer.get("total", 0)):
-                return found
+            subjects += page
+            if not page or len(subjects) >= int(answer.get("total", 0)):
+                return subjects
 
     def _subject(self, parted: wire.Parted, number: int) -> str:
         return PARTS.subject(
-            self._run(), f"{_kind(parted)}.{parted.ticket}.{parted.upload}.{number}"
+            self._run(), f"{_ticket_kind(parted)}.{parted.ticket}.{parted.upload}.{number}"
         )
 
     async def _get(self, parted: wire.Parted) -> tuple[bytearray, str]:
@@ -210,37 +212,38 @@ class GroupParts:
         hashed = sha256()
         view = memoryview(data)
         loop = asyncio.get_running_loop()
-        came = [loop.create_future() for _ in range(parted.num_parts)]
+        arrivals = [loop.create_future() for _ in range(parted.num_parts)]
         self._num_fetched += 1
         owner = self._num_fetched
 
         async def receive(number: int) -> None:
-            place = _place(view, parted, number)
+            place = _slice_part(view, parted, number)
             async with self._in.slot(owner, len(place)):
                 part = await self._part(self._subject(parted, number))
             if part is None:
                 raise WireError(f"part {number} of {parted.num_parts} is missing")
             if len(part) != len(place):
                 raise WireError(
-                    f"part {number} of {parted.num_parts} has {len(part)} bytes; must be {len(place)}"
+                    f"part {number} of {parted.num_parts} has {len(part)} bytes; must be "
+                    f"{len(place)}"
                 )
             place[:] = part
-            came[number].set_result(None)
+            arrivals[number].set_result(None)
 
         async def follow() -> None:
-            for number, one in enumerate(came):
-                await one
-                await aside(parted.size, partial(hashed.update, _place(view, parted, number)))
+            for number, arrival in enumerate(arrivals):
+                await arrival
+                await aside(parted.size, partial(hashed.update, _slice_part(view, parted, number)))
 
         following = asyncio.create_task(follow())
         try:
-            await _each(parted.num_parts, receive, MOST_REQUESTS)
+            await _run_each(parted.num_parts, receive, MOST_REQUESTS)
             await following
         finally:
             following.cancel()
             # the thread may still read the returned buffer
             await asyncio.gather(following, return_exceptions=True)
-        return data, _text(hashed.digest())
+        return data, _short_hex(hashed.digest())
 
     async def _part(self, subject: str) -> bytes | None:
         """Return one part, None if it is not stored."""
@@ -274,11 +277,11 @@ class GroupParts:
             if "Status" not in (answer.headers or {}):
                 return answer.data
             # from the leader: a replica may lack the part
-            found = await find(self._link, name, last_of=subject)
-            return found.data if found is not None else None
+            entry = await find(self._link, name, last_of=subject)
+            return entry.data if entry is not None else None
 
 
-def _kind(parted: wire.Parted) -> str:
+def _ticket_kind(parted: wire.Parted) -> str:
     return EVALUATION if parted.eval_step >= 0 else TRAINING
 
 
@@ -286,14 +289,14 @@ def digest(data: Buffer) -> str:
     """Return the digest of an encoding; SHA-256 is several times faster than BLAKE2 on most
     processors.
     """
-    return _text(sha256(data).digest())
+    return _short_hex(sha256(data).digest())
 
 
-def _text(whole: bytes) -> str:
+def _short_hex(whole: bytes) -> str:
     return whole[:16].hex()
 
 
-def _place(view: memoryview, parted: wire.Parted, number: int) -> memoryview:
+def _slice_part(view: memoryview, parted: wire.Parted, number: int) -> memoryview:
     return view[number * parted.part_bytes : (number + 1) * parted.part_bytes]
 
 
@@ -306,14 +309,14 @@ def ended_tickets(subjects: Iterable[str], keep: Callable[[int], bool]) -> list[
     )
 
 
-def put_together(parted: wire.Parted, data: bytearray, found: str) -> wire.Group:
-    """Decode a group from its encoding, which has the digest ``found``.
+def put_together(parted: wire.Parted, data: bytearray, data_digest: str) -> wire.Group:
+    """Decode a group from its encoding, which has the digest ``data_digest``.
 
     Raises:
         WireError: if it is damaged, not a group, or belongs to another ticket.
     """
-    if found != parted.digest:
-        raise WireError(f"its bytes are damaged: digest {found}; must be {parted.digest}")
+    if data_digest != parted.digest:
+        raise WireError(f"its bytes are damaged: digest {data_digest}; must be {parted.digest}")
     group = codec.decode(data, wire.Group)
     ticket = group.ticket
     step = group.eval_step
@@ -325,7 +328,7 @@ def put_together(parted: wire.Parted, data: bytearray, found: str) -> wire.Group
     return group
 
 
-async def _each(count: int, work: Callable[[int], Awaitable[None]], at_once: int) -> None:
+async def _run_each(count: int, work: Callable[[int], Awaitable[None]], at_once: int) -> None:
     """Await ``work`` for each number below ``count``, several at once, until the first error."""
     numbers = iter(range(count))
 

@@ -39,7 +39,8 @@ def require_safe_cluster(link: NatsLink) -> None:
             ".".join(map(str, numbers)) for numbers in (link.server_version, OLDEST_CLUSTER)
         )
         raise UserError(
-            f"the broker at {link.where} is a cluster of nats-server {version}, which may lose a stream when a process "
+            f"the broker at {link.where} is a cluster of nats-server {version}, which may lose a "
+            "stream when a process "
             f"dies; install {oldest} or newer there"
         )
 
@@ -64,8 +65,10 @@ async def ensure_stream(link: NatsLink, config: dict[str, Any]) -> None:
                 if await exists(link, config["name"]):
                     return  # a nearly full store refuses before it checks whether the stream exists
                 raise UserError(
-                    f"the broker at {link.where} has no room for {config['name']}: {error.description}; each run "
-                    f"reserves {RESERVED_MIB} MiB, so let the broker store more (broker serve --store-max-gib, "
+                    f"the broker at {link.where} has no room for {config['name']}: "
+                    f"{error.description}; each run "
+                    f"reserves {RESERVED_MIB} MiB, so let the broker store more (broker serve "
+                    "--store-max-gib, "
                     "max_file_store, the account's limit)"
                 ) from None
             if error.err_code not in TOO_FEW_SERVERS:
@@ -73,7 +76,10 @@ async def ensure_stream(link: NatsLink, config: dict[str, Any]) -> None:
         else:
             return
         if reminders.due(time.monotonic()):
-            text = "%s needs %d servers in the cluster at %s, which has fewer; waiting (broker.replicas=1 needs one)"
+            text = (
+                "%s needs %d servers in the cluster at %s, which has fewer; waiting "
+                "(broker.replicas=1 needs one)"
+            )
             log.warning(text, config["name"], config["num_replicas"], link.where)
         await asyncio.sleep(0.5)
 

@@ -71,20 +71,20 @@ async def store(
         Disconnected: if the link is closed while waiting.
     """
     with link.refusals.publish() as publish:
-        return await _store(
+        return await _publish_until_confirmed(
             link,
             stream_name,
             subject,
-            data,
-            headers,
-            make_room,
-            may_send,
-            publish,
+            data=data,
+            headers=headers,
+            make_room=make_room,
+            may_send=may_send,
+            publish=publish,
             waits_for_room=waits_for_room,
         )
 
 
-async def _store(
+async def _publish_until_confirmed(
     link: NatsLink,
     stream_name: str,
     subject: str,
@@ -92,8 +92,8 @@ async def _store(
     headers: dict[str, str],
     make_room: Callable[[], Awaitable[None]] | None,
     may_send: Callable[[], bool],
-    publish: PendingPublish,
     *,
+    publish: PendingPublish,
     waits_for_room: bool,
 ) -> int | None:
     attempts = 0
@@ -105,7 +105,7 @@ async def _store(
         timeout_s = CONFIRM_WITHIN_S[min(attempts, len(CONFIRM_WITHIN_S) - 1)]
         attempts += 1
         try:
-            answer = await link.call(subject, data, headers=headers, timeout_s=timeout_s)
+            reply = await link.call(subject, data, headers=headers, timeout_s=timeout_s)
         except Disconnected:
             since = time.monotonic()
             await asyncio.sleep(PAUSE_S)
@@ -122,7 +122,7 @@ async def _store(
                 since = time.monotonic()
             await asyncio.sleep(0.1)
             continue
-        ack = _PUB_ACK.decode(answer.data)
+        ack = _PUB_ACK.decode(reply.data)
         if (error := ack.error) is None:
             link.trust(subject)
             return ack.seq
@@ -131,9 +131,9 @@ async def _store(
                 # an earlier attempt, from here or elsewhere, is still pending
                 await asyncio.sleep(0.1)
                 continue
-            return (
-                await _already_stored(link, stream_name, subject, headers) if attempts > 1 else None
-            )
+            if attempts == 1:
+                return None
+            return await _already_stored(link, stream_name, subject, headers)
         if full := error.err_code in FULL:
             link.trust(subject)  # another server of the cluster has no more room either
         else:
@@ -163,7 +163,10 @@ async def require_stream(link: NatsLink, stream_name: str, subject: str) -> None
     try:
         await ask(link, f"STREAM.INFO.{stream_name}")
     except NoStream:
-        message = f"the broker at {link.where} has no stream for {subject}; it was purged, or lost its store"
+        message = (
+            f"the broker at {link.where} has no stream for {subject}; it was purged, or lost its "
+            "store"
+        )
         raise LostState(message) from None
 
 
@@ -175,8 +178,8 @@ async def _still_expected(
     """
     if (expected := headers.get(EXPECTED_LAST_SEQ)) is not None:
         return (await bounds(link, stream_name))[1] == int(expected)
-    found = await find(link, stream_name, last_of=subject)
-    return (found.seq if found else 0) == int(headers[EXPECTED_LAST_KEY_SEQ])
+    entry = await find(link, stream_name, last_of=subject)
+    return (entry.seq if entry else 0) == int(headers[EXPECTED_LAST_KEY_SEQ])
 
 
 async def _already_stored(
@@ -188,11 +191,9 @@ async def _already_stored(
     Newer servers check the sequence before duplicates, older ones after.
     """
     expected = headers.get(EXPECTED_LAST_SEQ)
-    found = await find(
+    entry = await find(
         link, stream_name, seq=None if expected is None else int(expected) + 1, last_of=subject
     )
-    return (
-        found.seq
-        if found and (found.headers or {}).get(MESSAGE_ID) == headers[MESSAGE_ID]
-        else None
-    )
+    if entry and (entry.headers or {}).get(MESSAGE_ID) == headers[MESSAGE_ID]:
+        return entry.seq
+    return None

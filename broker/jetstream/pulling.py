@@ -30,22 +30,22 @@ async def fetch_unless(
     """
     asked_at = time.monotonic()
     pull = asyncio.create_task(queue.fetch(limit, LONG_PULL_S))
-    others = [asyncio.create_task(reason) for reason in reasons]
+    reason_tasks = [asyncio.create_task(reason) for reason in reasons]
     try:
-        await asyncio.wait([pull, *others], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([pull, *reason_tasks], return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait([pull], timeout=max(asked_at + LEAST_PULL_S - time.monotonic(), 0.0))
         pull.cancel()  # no effect if done
-        (found,) = await asyncio.gather(pull, return_exceptions=True)
+        (outcome,) = await asyncio.gather(pull, return_exceptions=True)
     except asyncio.CancelledError:
         pull.cancel()
         if isinstance(late := (await asyncio.gather(pull, return_exceptions=True))[0], list):
             await asyncio.gather(*(delivery.nak() for delivery in late))
         raise
     finally:
-        for other in others:
-            other.cancel()
-    if isinstance(found, asyncio.CancelledError):
+        for task in reason_tasks:
+            task.cancel()
+    if isinstance(outcome, asyncio.CancelledError):
         return []
-    if isinstance(found, BaseException):
-        raise found
-    return found
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome

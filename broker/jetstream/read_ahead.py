@@ -46,8 +46,8 @@ class LogWindow:
     Args:
         entries: of the log, in order; closed with ``pending``.
         types: of the stream's messages.
-        wanted: whether to fetch this ticket's group ahead; asked again for each record of a group
-            that was not wanted.
+        is_wanted: whether to fetch this ticket's group ahead; called again for each record of a
+            group that was not wanted.
         window_bytes: that all entries behind the current one may hold; a single larger one waits
             for its turn.
     """
@@ -57,13 +57,13 @@ class LogWindow:
         entries: AsyncGenerator[StoredEntry, None],
         types: tuple[type[wire.Message], ...],
         parts: GroupParts,
-        wanted: Callable[[int], bool],
+        is_wanted: Callable[[int], bool],
         window_bytes: int,
     ) -> None:
         self._entries = entries
         self._types = types
         self._parts = parts
-        self._wanted = wanted
+        self._is_wanted = is_wanted
         self._window_bytes = window_bytes
         self._used = 0
         self._queue: deque[PendingRecord] = deque()
@@ -71,7 +71,7 @@ class LogWindow:
         self._changed = asyncio.Event()
 
     async def pending(self) -> AsyncGenerator[PendingRecord, None]:
-        """Yield the entries in order; the bytes of one are free again when the next is asked for."""
+        """Yield the entries in order; each frees its bytes when the next is requested."""
         filling = asyncio.create_task(self._fill())
         try:
             while (record := await self._head(filling)) is not None:
@@ -127,26 +127,26 @@ class LogWindow:
         """Fetch the groups that are wanted, in order; return False if the window has no room for
         all of them.
         """
-        rest = []
+        undecided = []
         has_room = True
         for index, record in enumerate(self._undecided):
             parted = record.parted
-            if parted is None or not self._wanted(parted.ticket):
-                rest.append(record)
+            if parted is None or not self._is_wanted(parted.ticket):
+                undecided.append(record)
                 continue
             if self._used > record.num_bytes and self._used + parted.size > self._window_bytes:
-                rest += self._undecided[index:]
+                undecided += self._undecided[index:]
                 has_room = False
                 break
             self._used += parted.size
             record.num_bytes += parted.size
             record.fetching = asyncio.create_task(self._parts.fetch(parted))
-        self._undecided = rest
+        self._undecided = undecided
         return has_room
 
     def _release(self, record: PendingRecord) -> None:
         if record.fetching is not None:
-            _abandon(record.fetching)  # if its group was not wanted after all
+            _abandon_task(record.fetching)  # if its group was not wanted after all
             record.fetching = None  # it holds the bytes
         self._used -= record.num_bytes
         self._changed.set()
@@ -156,7 +156,7 @@ class LogWindow:
         await self._changed.wait()
 
 
-def _abandon(task: asyncio.Task[FetchedParts]) -> None:
+def _abandon_task(task: asyncio.Task[FetchedParts]) -> None:
     """Cancel a task; one that has failed is not reported as forgotten."""
     if not task.cancel() and not task.cancelled():
         task.exception()

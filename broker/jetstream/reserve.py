@@ -45,7 +45,7 @@ async def has_room(link: NatsLink, run: str) -> bool:
     Raises:
         Disconnected, TimeoutError, NoResponders, ApiError: if that cannot be determined.
     """
-    return await _put(link, run, "probe", b"")
+    return await _put_piece(link, run, "probe", b"")
 
 
 async def fill(link: NatsLink, run: str, held_bytes: int) -> bool:
@@ -57,12 +57,12 @@ async def fill(link: NatsLink, run: str, held_bytes: int) -> bool:
     if held_bytes >= PIECES * PIECE_BYTES:
         return True
     for piece in range(PIECES):
-        if not await _put(link, run, str(piece), bytes(PIECE_BYTES)):
+        if not await _put_piece(link, run, str(piece), bytes(PIECE_BYTES)):
             return False
     return True
 
 
-async def _put(link: NatsLink, run: str, part: str, data: bytes) -> bool:
+async def _put_piece(link: NatsLink, run: str, part: str, data: bytes) -> bool:
     answer = await link.call(RESERVE.subject(run, part), data)
     error = msgspec.json.decode(answer.data, type=PubAck).error
     if error is None or error.err_code in FULL:

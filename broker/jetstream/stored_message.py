@@ -19,5 +19,5 @@ class StoredRecord:
 
 async def peek(bus: Bus, stream: Stream, seq: int) -> StoredRecord | None:
     """Return the message, None if it is not kept."""
-    found = await find(bus.link, stream.stream_name(bus.run), seq=seq)
-    return None if found is None else StoredRecord(await bus.record(found, stream), found.time)
+    entry = await find(bus.link, stream.stream_name(bus.run), seq=seq)
+    return None if entry is None else StoredRecord(await bus.record(entry, stream), entry.time)

@@ -58,10 +58,10 @@ async def close_ticket(
     if closed.ticket > 0:
         record = msgspec.structs.replace(closed, detail=detail)
         results = result_log(evaluation=evaluation)
-        stored = await bus.publish(
+        seq = await bus.publish(
             results, record, ticket=closed.ticket, message_id=key, may_send=lambda: delivery.is_ours
         )
-        if stored is None:  # the connection was away for too long
+        if seq is None:  # the connection was away for too long
             delivery.abandon()
             return False
     if keep:

@@ -26,7 +26,9 @@ from broker.nats.subscription import LinkSubscription
 
 log = logging.getLogger(__name__)
 
-TOO_LARGE: Final = "bytes"  # value of ended: the next message would have exceeded the pull's bytes
+TOO_LARGE: Final = (
+    "bytes"  # value of end_status: the next message would have exceeded the pull's bytes
+)
 
 LONGEST_PULL_S: Final = 30.0
 SHORTEST_PULL_S: Final = 0.05  # a shorter pull takes what is stored and does not wait
@@ -44,16 +46,16 @@ PULL_TAKES_S: Final = (0.25, 1.0)
 
 @dataclass
 class _Pull:
-    """A request for messages that the broker has not ended yet; times are those of the event loop."""
+    """A request for messages that the broker has not ended yet; times are of the event loop."""
 
     number: int
-    wanted: int  # messages that may still arrive
+    num_expected: int  # messages that may still arrive
     expires_at: float  # when the broker ends it
     came: int = 0  # messages that have arrived
     began_at: float = 0.0  # when the first arrived
     newest_at: float = 0.0  # when the latest arrived
-    ended: str = ""  # the status that ended it
-    lost: asyncio.Task[None] | None = None  # finds out whether an overdue end is lost
+    end_status: str = ""  # the status that ended it
+    loss_check: asyncio.Task[None] | None = None  # finds out whether an overdue end is lost
 
 
 class WorkQueue:
@@ -140,13 +142,18 @@ class WorkQueue:
                     not (messages := await self._next(limit, deadline)) and loop.time() < deadline
                 ):
                     pass
-                of = partial(
-                    Delivery.of, self._link, self._marks, self._parts, self._types, self._settled
+                decode = partial(
+                    Delivery.of,
+                    self._link,
+                    self._marks,
+                    self._parts,
+                    types=self._types,
+                    settled=self._settled,
                 )
-                deliveries = [await of(message) for message in messages]
+                deliveries = [await decode(message=message) for message in messages]
                 self._counts.consumed[self._stream] += len(deliveries)
                 self._counts.redelivered[self._stream] += sum(
-                    one.num_delivered > 1 for one in deliveries
+                    delivery.num_delivered > 1 for delivery in deliveries
                 )
                 return deliveries
             except BaseException:
@@ -165,7 +172,7 @@ class WorkQueue:
         loop = asyncio.get_running_loop()
         if self._arrived:
             return self._take(limit)
-        if not await _wait(self._link.connected, max(deadline - loop.time(), 0.0)):
+        if not await _wait_until_set(self._link.connected, max(deadline - loop.time(), 0.0)):
             return []
         await self._link.ready()
         try:
@@ -175,7 +182,7 @@ class WorkQueue:
             self._pull = None
             await asyncio.sleep(PAUSE_S)
             return self._take(limit)
-        if pull.ended or not pull.wanted:
+        if pull.end_status or not pull.num_expected:
             self._end(pull)
         messages = self._take(limit)
         if not messages:
@@ -209,16 +216,24 @@ class WorkQueue:
         deadline passed.
         """
         loop = asyncio.get_running_loop()
-        while pull.wanted and not pull.ended and len(self._arrived) < limit:
-            before = len(self._arrived)
+        while pull.num_expected and not pull.end_status and len(self._arrived) < limit:
+            num_arrived = len(self._arrived)
             self._changed.clear()
-            until = deadline if pull.lost is not None else min(pull.expires_at, deadline) + GRACE_S
-            wait_s = QUIET_S if before else max(until - loop.time(), 0.0)
-            if await _wait(self._changed, wait_s) or len(self._arrived) > before:
+            until = (
+                deadline
+                if pull.loss_check is not None
+                else min(pull.expires_at, deadline) + GRACE_S
+            )
+            wait_s = QUIET_S if num_arrived else max(until - loop.time(), 0.0)
+            if await _wait_until_set(self._changed, wait_s) or len(self._arrived) > num_arrived:
                 continue
-            if before or pull.lost is not None or loop.time() < pull.expires_at + GRACE_S:
+            if (
+                num_arrived
+                or pull.loss_check is not None
+                or loop.time() < pull.expires_at + GRACE_S
+            ):
                 return
-            pull.lost = asyncio.create_task(self._lose(pull))
+            pull.loss_check = asyncio.create_task(self._lose(pull))
             # enough, unless the link is slow
             deadline = max(deadline, loop.time() + SHORTEST_PULL_S)
 
@@ -227,23 +242,23 @@ class WorkQueue:
         report an expiry.
         """
         await self._link.overdue(GRACE_S)
-        pull.ended = pull.ended or "lost"
+        pull.end_status = pull.end_status or "lost"
         self._changed.set()
 
     def _end(self, pull: _Pull) -> None:
         """Forget a pull and adapt the bytes to request next."""
-        if pull.lost is not None:
-            pull.lost.cancel()
+        if pull.loss_check is not None:
+            pull.loss_check.cancel()
         if self._pull is pull:
             self._pull = None
         # a single message that no other pull could fetch either
-        if pull.ended == TOO_LARGE and not pull.came:
+        if pull.end_status == TOO_LARGE and not pull.came:
             self._pull_bytes = max(2 * self._pull_bytes, self._link.max_payload + PROTOCOL_BYTES)
         elif pull.came > 1:
             took_s = pull.newest_at - pull.began_at
             if took_s > PULL_TAKES_S[1]:
                 self._pull_bytes = max(self._pull_bytes // 2, LEAST_PULL_BYTES)
-            elif took_s < PULL_TAKES_S[0] and pull.ended == TOO_LARGE:
+            elif took_s < PULL_TAKES_S[0] and pull.end_status == TOO_LARGE:
                 self._pull_bytes = max(min(self._pull_bytes * 2, MOST_PULL_BYTES), LEAST_PULL_BYTES)
 
     def _take(self, limit: int) -> list[Msg]:
@@ -251,10 +266,10 @@ class WorkQueue:
 
     async def _recover(self, pull: _Pull) -> None:
         """Pause after an empty pull, or create the consumer if it is missing."""
-        if pull.ended == "503":
+        if pull.end_status == "503":
             await self._ensure_while_pulling()
-        elif pull.ended not in ("408", "disconnected", "lost", TOO_LARGE, ""):
-            await asyncio.sleep(0.2 if pull.ended != "404" else PAUSE_S)
+        elif pull.end_status not in ("408", "disconnected", "lost", TOO_LARGE, ""):
+            await asyncio.sleep(0.2 if pull.end_status != "404" else PAUSE_S)
 
     async def _ensure_while_pulling(self) -> None:
         """Create the consumer while pulls continue: it may be back before the cluster can create
@@ -263,8 +278,8 @@ class WorkQueue:
         await asyncio.sleep(0.2)
         if self._ensuring is None:
             self._ensuring = asyncio.create_task(self._ensure())
-        done, _ = await asyncio.wait([self._ensuring], timeout=0.3)
-        if done:
+        finished, _ = await asyncio.wait([self._ensuring], timeout=0.3)
+        if finished:
             ensuring = self._ensuring
             self._ensuring = None
             await ensuring
@@ -278,11 +293,8 @@ class WorkQueue:
                 and message.subject == f"{self._inbox}.{pull.number}"
                 and status != "100"
             ):
-                pull.ended = (
-                    TOO_LARGE
-                    if "Bytes" in (message.headers or {}).get("Description", "")
-                    else status
-                )
+                description = (message.headers or {}).get("Description", "")
+                pull.end_status = TOO_LARGE if "Bytes" in description else status
                 self._changed.set()
             return
         if self._subscribed is None:
@@ -291,11 +303,11 @@ class WorkQueue:
         if self._marks.hold(message.reply, self._ack_wait_s):
             self._drop_older(message)
         self._arrived.append(message)
-        if pull is not None and pull.wanted:
+        if pull is not None and pull.num_expected:
             pull.newest_at = asyncio.get_running_loop().time()
             pull.began_at = pull.began_at or pull.newest_at
             pull.came = pull.came + 1
-            pull.wanted = pull.wanted - 1
+            pull.num_expected = pull.num_expected - 1
         self._changed.set()
 
     def _drop_older(self, message: Msg) -> None:
@@ -303,16 +315,18 @@ class WorkQueue:
         back twice.
         """
         seq = delivery_numbers(message.reply)[1]
-        for older in [one for one in self._arrived if delivery_numbers(one.reply)[1] == seq]:
+        for older in [
+            earlier for earlier in self._arrived if delivery_numbers(earlier.reply)[1] == seq
+        ]:
             self._arrived.remove(older)
 
     def _on_disconnect(self) -> None:
         if self._pull is not None:
-            self._pull.ended = "disconnected"
+            self._pull.end_status = "disconnected"
         self._changed.set()
 
     def _give_up(self) -> None:
-        """Hand back what arrived and leave the inbox: the broker drops a pull without a listener."""
+        """Hand back messages and unsubscribe: the broker drops a pull without a listener."""
         if self._pull is not None:
             self._end(self._pull)
         if self._unfetched is not None:
@@ -350,13 +364,13 @@ class WorkQueue:
             log.debug("not connected; the broker delivers the message again when its wait ends")
 
     async def _ensure(self) -> None:
-        wanted = settings(self._key, self._filter)
+        config = settings(self._key, self._filter)
         self._consumer, self._ack_wait_s = await ensure_consumer(
-            self._link, self._stream_name, wanted
+            self._link, self._stream_name, config
         )
 
 
-async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
+async def _wait_until_set(event: asyncio.Event, timeout_s: float) -> bool:
     try:
         async with asyncio.timeout(timeout_s):
             await event.wait()

@@ -1,1 +1,1 @@
-"""A reconnecting NATS connection and request/reply calls on top of it, without JetStream streams."""
+"""A reconnecting NATS connection and request/reply calls on top of it, without streams."""

@@ -18,7 +18,7 @@ EXPIRED = 10
 NOT_YET_VALID = 9
 OTHER_NAMES = (62, 64)
 CERTIFICATE_ALERTS: Final = tuple(
-    f"ALERT_{one}" for one in ("BAD_CERTIFICATE", "UNKNOWN_CA", "CERTIFICATE_")
+    f"ALERT_{alert}" for alert in ("BAD_CERTIFICATE", "UNKNOWN_CA", "CERTIFICATE_")
 )
 SCHEMES: Final = ("nats", "tls", "ws", "wss")
 
@@ -30,16 +30,19 @@ def split(url: str) -> list[str]:
     Raises:
         BrokerUnreachable: if one of them is not a valid address.
     """
-    first, *others = (one.strip() for one in url.split(","))
+    first, *later_servers = (server.strip() for server in url.split(","))
     scheme = first.partition("://")[0]
-    servers = [first, *(one if "://" in one else f"{scheme}://{one}" for one in others)]
-    for one in servers:
+    servers = [
+        first,
+        *(server if "://" in server else f"{scheme}://{server}" for server in later_servers),
+    ]
+    for server in servers:
         try:
-            parts = urlsplit(one)
-            good = parts.scheme in SCHEMES and bool(parts.hostname) and parts.port != 0
+            parts = urlsplit(server)
+            is_valid = parts.scheme in SCHEMES and bool(parts.hostname) and parts.port != 0
         except ValueError:
-            good = False
-        if not good:
+            is_valid = False
+        if not is_valid:
             allowed = "expected nats://host:port, or several separated by commas"
             raise BrokerUnreachable(f"{without_passwords(url)} is not a broker address; {allowed}")
     return servers
@@ -47,7 +50,7 @@ def split(url: str) -> list[str]:
 
 def without_passwords(url: str) -> str:
     """Return the addresses without user names and passwords."""
-    return ",".join(one.rpartition("@")[2] for one in url.split(",")) if "@" in url else url
+    return ",".join(server.rpartition("@")[2] for server in url.split(",")) if "@" in url else url
 
 
 def without_logins(url: str) -> str:
@@ -76,15 +79,21 @@ def why_unreachable(error: Exception) -> str:
 
 def refuses_certificate(error: Exception) -> bool:
     """Return whether a server said that it does not accept the certificate of this end."""
-    said = str(error.reason) if isinstance(error, ssl.SSLError) else ""
-    return any(alert in said for alert in CERTIFICATE_ALERTS)
+    reason = str(error.reason) if isinstance(error, ssl.SSLError) else ""
+    return any(alert in reason for alert in CERTIFICATE_ALERTS)
 
 
 def _why_untrusted(error: ssl.SSLCertVerificationError) -> str:
     now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     if error.verify_code in (EXPIRED, NOT_YET_VALID):
-        when = "has expired" if error.verify_code == EXPIRED else "is not yet valid"
-        return f"it {when} by the clock of this host ({now}); renew it (restart our broker) or set the clock"
+        problem = "has expired" if error.verify_code == EXPIRED else "is not yet valid"
+        return (
+            f"it {problem} by the clock of this host ({now}); renew it (restart our broker) or "
+            "set the clock"
+        )
     if error.verify_code in OTHER_NAMES:
         return f"{error.verify_message}; use the address for which it was made"
-    return f"{error.verify_message}; use a join token of this broker, or name its authority in RL_BROKER_CA"
+    return (
+        f"{error.verify_message}; use a join token of this broker, or name its authority in "
+        "RL_BROKER_CA"
+    )

@@ -47,13 +47,13 @@ class PendingCalls:
         if waiting is not None and not waiting.done():
             waiting.set_result(message)
 
-    def drop(self, why: Exception, subject: str = "") -> None:
+    def drop(self, error: Exception, subject: str = "") -> None:
         """Fail every pending request with this error, or those to one subject, which nats-py writes
         in lower case.
         """
         for answer, sent_to in self._waiting.values():
             if subject.lower() in ("", sent_to.lower()):
-                fail(answer, why)
+                fail(answer, error)
 
 
 def fail(answer: asyncio.Future[Msg], error: Exception) -> None:

@@ -18,7 +18,8 @@ from broker.nats.addresses import INSECURE
 from broker.system.connections import is_loopback
 
 NO_LOGIN: Final = (
-    "there is no login for it; pass a join token with --join, set RL_BROKER_NKEY or another login of your own cluster "
+    "there is no login for it; pass a join token with --join, set RL_BROKER_NKEY or another "
+    "login of your own cluster "
     "(docs/cluster.md), or add --insecure"
 )
 _WEB: Final = "aiohttp"

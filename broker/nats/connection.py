@@ -116,8 +116,8 @@ class NatsLink:
             await self._abandon()
             if self._refused_since:
                 raise BrokerUnreachable(self._why_refused()) from None
-            why = f"{self._error or NO_ANSWER}; --connect-deadline waits longer"
-            message = f"no broker answered at {self.where} within {deadline_s:g} s: {why}"
+            reason = f"{self._error or NO_ANSWER}; --connect-deadline waits longer"
+            message = f"no broker answered at {self.where} within {deadline_s:g} s: {reason}"
             raise BrokerUnreachable(message) from None
         self._calls.inbox = self._calls.inbox.replace(INBOX, self._login.inbox, 1)
         await self.subscribe(f"{self.inbox}.*", self._calls.answer)
@@ -135,8 +135,10 @@ class NatsLink:
         """
         with suppress(Disconnected), self._calls.expect() as (echo, back):
             await self.send(echo, b"")
-            told: list[asyncio.Future[Any]] = [back, self.refused]
-            await asyncio.wait(told, timeout=CALL_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            outcomes: list[asyncio.Future[Any]] = [back, self.refused]
+            await asyncio.wait(
+                outcomes, timeout=CALL_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+            )
         if self.refused.done():
             await self._abandon()
             raise self.refused.result()
@@ -247,7 +249,8 @@ class NatsLink:
             reconnected_cb=self._on_connected,
             closed_cb=self._on_closed,
             max_reconnect_attempts=-1,
-            reconnect_time_wait=0.25,  # type: ignore[arg-type]  # declared int, used as seconds to sleep
+            # declared int, used as seconds to sleep
+            reconnect_time_wait=0.25,  # type: ignore[arg-type]
             connect_timeout=3,
             ping_interval=PING_EVERY_S,
             max_outstanding_pings=2,
@@ -263,12 +266,14 @@ class NatsLink:
         """Return configured and discovered servers in random order, the one to avoid last."""
         servers = addresses.split(self.url)
         if "@" not in self.url:
-            known = {urlsplit(one).netloc for one in servers}
+            configured = {urlsplit(server).netloc for server in servers}
             servers += [
-                uri.geturl() for uri in self._client.discovered_servers if uri.netloc not in known
+                uri.geturl()
+                for uri in self._client.discovered_servers
+                if uri.netloc not in configured
             ]
         shuffled = random.sample(servers, len(servers))
-        return sorted(shuffled, key=lambda one: urlsplit(one).netloc == self._avoid)
+        return sorted(shuffled, key=lambda server: urlsplit(server).netloc == self._avoid)
 
     async def _abandon(self) -> None:
         # the client fails an assertion if it never began to connect, and when it writes to a closed
@@ -326,7 +331,7 @@ class NatsLink:
 
         The client does not notice when its reader fails.
         """
-        before = self._traffic.now()
+        traffic = self._traffic.now()
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             if (
@@ -336,17 +341,17 @@ class NatsLink:
             ):
                 log.warning("the connection to %s is no longer read; opening a new one", self.where)
                 await self._abandon()  # calls back to reopen
-            elif self._traffic.moved_since(before):
+            elif self._traffic.moved_since(traffic):
                 # the client counts only ping replies as a sign of life
                 self._client._pings_outstanding = 0
-            before = self._traffic.now()
+            traffic = self._traffic.now()
 
-    def doubt(self, what: str, waited_s: float = 0.0) -> None:
+    def doubt(self, request_kind: str, waited_s: float = 0.0) -> None:
         """Record that JetStream did not reply; if that lasts, switch away from a server cut off
         from its cluster.
         """
         now = time.monotonic()
-        if not self._doubts.doubt(what, now, waited_s):
+        if not self._doubts.doubt(request_kind, now, waited_s):
             return
         uri = self._client.connected_url
         if (
@@ -359,15 +364,15 @@ class NatsLink:
         log.warning(
             "JetStream at %s does not answer %s; trying another server",
             uri.netloc.rpartition("@")[2],
-            what,
+            request_kind,
         )
         self._avoid = uri.netloc
         self._doubts.moved(now)
         self._moving = asyncio.create_task(self._abandon())  # calls back to reopen
 
-    def trust(self, what: str) -> None:
+    def trust(self, request_kind: str) -> None:
         """Record that JetStream replied to such a request."""
-        self._doubts.trust(what)
+        self._doubts.trust(request_kind)
         self.has_jetstream = True
 
     async def _on_error(self, error: Exception) -> None:
@@ -410,33 +415,44 @@ class NatsLink:
         if time.monotonic() - self._refused_since > REFUSED_AFTER_S:
             self._refuse(BrokerUnreachable(self._why_refused()))
 
-    def _refuse(self, why: UserError) -> None:
+    def _refuse(self, error: UserError) -> None:
         if not self.refused.done():
-            self.refused.set_result(why)
+            self.refused.set_result(error)
 
     def _denied(self, subject: str) -> UserError:
-        who = f"a {self._login.role} of its run" if self._login.role else "this login"
-        return UserError(f"the broker at {self.where} does not allow {who} to publish to {subject}")
+        identity = f"a {self._login.role} of its run" if self._login.role else "this login"
+        return UserError(
+            f"the broker at {self.where} does not allow {identity} to publish to {subject}"
+        )
 
     def _why_unheard(self) -> str:
-        who = (
-            f"{self._login.role} of run {self._login.run}"
-            if self._login.run
-            else "operator, who sees all runs"
+        identity = "operator, who sees all runs"
+        if self._login.run:
+            identity = f"{self._login.role} of run {self._login.run}"
+        remedy = (
+            "name its run with --run, or give it the permissions that `broker permissions` "
+            "prints for that role"
         )
-        remedy = "name its run with --run, or give it the permissions that `broker permissions` prints for that role"
-        return f"the login for {self.where} may not receive replies as the {who}; {remedy}"
+        return f"the login for {self.where} may not receive replies as the {identity}; {remedy}"
 
     def _why_refused(self) -> str:
         if self._unsafe:
             return f"this process does not connect to the broker at {self.where}: {self._error}"
         if (cluster := self._login.cluster) is not None and cluster.shows_something:
-            return f"the servers at {self.where} refuse {cluster.why_refused(by_certificate=self._by_certificate)}"
+            return (
+                f"the servers at {self.where} refuse "
+                f"{cluster.why_refused(by_certificate=self._by_certificate)}"
+            )
         if self._login.key is not None:
-            return f"the broker at {self.where} refuses the key {self._login.key.public}: it was revoked or has expired"
+            return (
+                f"the broker at {self.where} refuses the key {self._login.key.public}: it was "
+                "revoked or has expired"
+            )
         return (
-            f"the broker at {self.where} requires a login: it was started by another user or on another host; ask for "
-            "a join token (rlearner invite) and pass it with --join; for your own cluster see docs/cluster.md"
+            f"the broker at {self.where} requires a login: it was started by another user or on "
+            "another host; ask for "
+            "a join token (rlearner invite) and pass it with --join; for your own cluster see "
+            "docs/cluster.md"
         )
 
     async def send(
@@ -451,7 +467,8 @@ class NatsLink:
             raise Disconnected(f"no connection to {self.where}")
         try:
             self._traffic.wrote(len(payload))
-            await self._client.publish(subject, payload, reply, headers)  # type: ignore[arg-type]  # any buffer does
+            # nats-py declares bytes, but takes any buffer
+            await self._client.publish(subject, payload, reply, headers)  # type: ignore[arg-type]
         except nats_errors.MaxPayloadError:
             raise
         # RuntimeError: uvloop's for a closed socket
@@ -508,11 +525,11 @@ class NatsLink:
         try:
             with self._calls.expect() as (echo, back):
                 await self.send(echo, b"")
-                before = self._traffic.now()
+                traffic = self._traffic.now()
                 while not (await asyncio.wait([back], timeout=STALLED_AFTER_S))[0]:
-                    if not self._traffic.moved_since(before):
+                    if not self._traffic.moved_since(traffic):
                         return
-                    before = self._traffic.now()
+                    traffic = self._traffic.now()
                 back.result()
         except Disconnected:
             return

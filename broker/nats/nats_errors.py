@@ -8,7 +8,7 @@ from broker.errors import LostState, RlearnerError
 
 
 class Disconnected(RlearnerError):
-    """The connection broke before the reply arrived; the request may or may not have taken effect."""
+    """The connection broke before the reply arrived; the request may have taken effect."""
 
 
 class NoResponders(RlearnerError):

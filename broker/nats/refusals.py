@@ -32,20 +32,20 @@ class PendingPublish:
         self._since = self._since or now
         if full or now - self._since > SAY_AFTER_S:
             self._refusals.add(self, subject, reason, full=full)
-        return (
-            min(FIRST_PAUSE_S * 2 ** (self._times - 1), LONGEST_PAUSE_S) if full else FIRST_PAUSE_S
-        )
+        if not full:
+            return FIRST_PAUSE_S
+        return min(FIRST_PAUSE_S * 2.0 ** (self._times - 1), LONGEST_PAUSE_S)
 
 
 class RefusalTracker:
     """Refusals of one connection.
 
     Args:
-        where: broker address without a password.
+        address: broker address without a password.
     """
 
-    def __init__(self, where: str) -> None:
-        self._where = where
+    def __init__(self, address: str) -> None:
+        self._address = address
         # waiting messages; True: because the store is full
         self._refused: dict[PendingPublish, bool] = {}
         self._since: float | None = None  # time of the logged warning; None: none is active
@@ -58,18 +58,18 @@ class RefusalTracker:
     @contextmanager
     def publish(self) -> Iterator[PendingPublish]:
         """Track one message while it is being published."""
-        made = PendingPublish(self)
+        pending = PendingPublish(self)
         try:
-            yield made
+            yield pending
         finally:
             if (
-                self._refused.pop(made, None) is not None
+                self._refused.pop(pending, None) is not None
                 and not self._refused
                 and self._since is not None
             ):
                 log.warning(
                     "the broker at %s stores again after %.0f s",
-                    self._where,
+                    self._address,
                     time.monotonic() - self._since,
                 )
                 self._since = None
@@ -82,6 +82,6 @@ class RefusalTracker:
             log.warning(
                 "%s: the broker at %s cannot store: %s; retrying until it can",
                 subject,
-                self._where,
+                self._address,
                 reason,
             )

@@ -16,25 +16,25 @@ STALE_S: Final = 12.0  # without a new failure, after which older failures no lo
 
 
 class ServerHealth:
-    """Kinds of requests without a reply, and since when. Times are seconds of one monotonic clock."""
+    """Kinds of requests without a reply, and since when, in seconds of a monotonic clock."""
 
     def __init__(self) -> None:
         self._since: dict[str, tuple[float, float]] = {}  # (first failure, latest failure)
         self._moved = float("-inf")
 
-    def doubt(self, what: str, now: float, waited_s: float = 0.0) -> bool:
+    def doubt(self, request_kind: str, now: float, waited_s: float = 0.0) -> bool:
         """Record that a request had no reply for ``waited_s``; return whether to switch servers
         now.
         """
-        first, last = self._since.get(what, (now - waited_s, now))
+        first, last = self._since.get(request_kind, (now - waited_s, now))
         if now - last > STALE_S:
             first = now - waited_s
-        self._since[what] = (first, now)
+        self._since[request_kind] = (first, now)
         return now - first >= (MOVE_AFTER_S if now - self._moved > CALM_S else MOVE_AGAIN_AFTER_S)
 
-    def trust(self, what: str) -> None:
+    def trust(self, request_kind: str) -> None:
         """Record that a request of this kind had a reply."""
-        self._since.pop(what, None)
+        self._since.pop(request_kind, None)
 
     def moved(self, now: float) -> None:
         """Record a switch to another server."""

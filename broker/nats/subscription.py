@@ -52,6 +52,9 @@ class LinkSubscription:
         self._inner = None
         if inner is not None:
             try:
-                await (inner.drain() if drain else inner.unsubscribe())  # type: ignore[no-untyped-call]
+                if drain:
+                    await inner.drain()  # type: ignore[no-untyped-call]
+                else:
+                    await inner.unsubscribe()
             except nats_errors.Error:
                 log.debug("%s: the connection closed before its subscription", self.subject)

@@ -45,10 +45,10 @@ class TrafficCounter:
         received = client.stats["in_bytes"] + len(client._ps.buf)
         return self._written - self._unsent(client), received
 
-    def moved_since(self, before: tuple[int, int]) -> bool:
+    def moved_since(self, earlier: tuple[int, int]) -> bool:
         """Whether any byte was sent or received since that reading."""
-        sent, received = self.now()
-        return sent > before[0] or received > before[1]
+        num_sent, num_received = self.now()
+        return num_sent > earlier[0] or num_received > earlier[1]
 
     def _unsent(self, client: GuardedClient) -> int:
         """Return the bytes waiting in the client, in the event loop's transport and, on Linux, in

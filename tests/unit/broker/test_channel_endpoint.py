@@ -66,7 +66,7 @@ async def test_request_without_room_gets_a_busy_reply(
         ("r3", "busy", text)
     ]
     release.set()
-    await until(lambda: len(replies) == 3 and not endpoint._held)
+    await until(lambda: len(replies) == 3 and not endpoint._load)
     endpoint.receive(codec.encode(request("r4", tokens)), note, "hub")  # there is room again
     await until(lambda: len(replies) == 4)
     assert sorted(one.finish_reason for one in replies) == ["busy", "stop", "stop", "stop"]

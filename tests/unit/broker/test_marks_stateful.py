@@ -89,7 +89,7 @@ class Marks(RuleBasedStateMachine):
     def start(self) -> None:
         self.patch = pytest.MonkeyPatch()
         self.now = 1000.0
-        self.patch.setattr(ack_progress, "_now", lambda: self.now)
+        self.patch.setattr(ack_progress, "_boot_seconds", lambda: self.now)
         self.messages = [Pending() for _ in range(MESSAGES)]
         self.links = [Link(self.mark) for _ in range(PROCESSES)]
         self.marks = [AckProgress("nats://x", str(one), lambda: 30.0) for one in range(PROCESSES)]

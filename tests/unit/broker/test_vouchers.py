@@ -77,5 +77,5 @@ def test_what_is_not_a_voucher_is_refused(voucher: str) -> None:
 
 
 def test_a_signature_of_another_kind_is_not_one_of_a_statement() -> None:
-    signature = vouchers._text(OWNER.sign(SAID))
+    signature = vouchers._encode_base64(OWNER.sign(SAID))
     assert accepted(signature) == "it has no valid voucher"
