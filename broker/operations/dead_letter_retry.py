@@ -55,32 +55,46 @@ async def retry(
     if isinstance(message, wire.Group):
         outcome: Outcome = message
     else:
-        outcome = await _ask(bus, "envhub", message.domain, message, letter.by, timeout_s)
+        outcome = await _ask(
+            bus,
+            "envhub",
+            message.domain,
+            message=message,
+            last_resort=letter.by,
+            timeout_s=timeout_s,
+        )
         yield outcome
     while isinstance(outcome, wire.Group) and outcome.pools:
-        outcome = await _ask(bus, "rewardhub", outcome.pools[0], outcome, letter.by, timeout_s)
+        outcome = await _ask(
+            bus,
+            "rewardhub",
+            outcome.pools[0],
+            message=outcome,
+            last_resort=letter.by,
+            timeout_s=timeout_s,
+        )
         yield outcome
 
 
 async def _ask(
-    bus: Bus, role: str, serves: str, message: wire.Message, rather_not: str, timeout_s: float
+    bus: Bus, role: str, serves: str, message: wire.Message, last_resort: str, timeout_s: float
 ) -> Outcome:
-    what = "domain" if role == "envhub" else "pool"
+    served_kind = "domain" if role == "envhub" else "pool"
     members = await census(bus, bus.run)
-    able = [
-        one
-        for one in members
-        if one.role == role and serves in one.serves and one.state == "serving"
+    candidates = [
+        member
+        for member in members
+        if member.role == role and serves in member.serves and member.state == "serving"
     ]
-    if not able:
-        raise UserError(f"run {bus.run} has no {role} that serves {what} {serves!r} now")
-    chosen = min(able, key=lambda one: (one.id == rather_not, one.running, one.id))
+    if not candidates:
+        raise UserError(f"run {bus.run} has no {role} that serves {served_kind} {serves!r} now")
+    target = min(candidates, key=lambda one: (one.id == last_resort, one.running, one.id))
     try:
-        key = f"{role}.{chosen.id}"
+        key = f"{role}.{target.id}"
         reply = (wire.Group, wire.Closed)
         answer = await request(bus, RERUNS, key, message, timeout_s=timeout_s, reply=reply)
     except RequestFailed as error:
-        raise UserError(f"{chosen.id} did not answer: {error}") from None
+        raise UserError(f"{target.id} did not answer: {error}") from None
     assert isinstance(answer, (wire.Group, wire.Closed))
     return answer
 
@@ -91,8 +105,8 @@ def as_plain(outcome: Outcome) -> dict[str, Any]:
         return {"by": outcome.by, "closed": outcome.reason, "detail": outcome.detail}
     names = ("episode", "reward", "reward_parts", "success", "end", "response")
     episodes = [
-        {name: getattr(one, name) for name in names} | {"turns": len(one.turns)}
-        for one in outcome.trajectories
+        {name: getattr(trajectory, name) for name in names} | {"turns": len(trajectory.turns)}
+        for trajectory in outcome.trajectories
     ]
     times = {"generate_s": outcome.generate_s, "env_step_s": outcome.env_step_s}
     return {"by": (outcome.reward_hubs or [outcome.hub])[-1], **times, "episodes": episodes}
@@ -102,21 +116,24 @@ def described(outcome: Outcome) -> list[str]:
     """Return an outcome as lines for the operator."""
     if isinstance(outcome, wire.Closed):
         return [f"{outcome.by} gave up: {outcome.reason}: {outcome.detail}"]
-    times = f"{outcome.generate_s:.2f} s of generation and {outcome.env_step_s:.3f} s of environment each"
+    times = (
+        f"{outcome.generate_s:.2f} s of generation and "
+        f"{outcome.env_step_s:.3f} s of environment each"
+    )
     title = (
         f"{outcome.reward_hubs[-1]} scored it:"
         if outcome.reward_hubs
         else f"{outcome.hub} played it, {times}:"
     )
-    return [title, *(line for one in outcome.trajectories for line in _episode(one))]
+    return [title, *(line for trajectory in outcome.trajectories for line in _episode(trajectory))]
 
 
-def _episode(one: wire.Trajectory) -> list[str]:
-    versions = one.version_runs.array()[::2].tolist()
-    parts = "".join(f", {name} {value:g}" for name, value in one.reward_parts.items())
-    solved = "solved" if one.success else "not solved"
-    text = " ".join(one.response.split())[:SHOWN_CHARS]
+def _episode(trajectory: wire.Trajectory) -> list[str]:
+    versions = trajectory.version_runs.array()[::2].tolist()
+    parts = "".join(f", {name} {value:g}" for name, value in trajectory.reward_parts.items())
+    solved = "solved" if trajectory.success else "not solved"
+    text = " ".join(trajectory.response.split())[:SHOWN_CHARS]
     policy = f"versions {min(versions)}-{max(versions)}" if versions else "no tokens"
-    end = f"{one.end} after {len(one.turns)} turns, {policy}"
-    line = f"  episode {one.episode}: {solved}, reward {one.reward:g}{parts}; {end}"
+    end = f"{trajectory.end} after {len(trajectory.turns)} turns, {policy}"
+    line = f"  episode {trajectory.episode}: {solved}, reward {trajectory.reward:g}{parts}; {end}"
     return [line, f"    last response: {text}"]

@@ -56,11 +56,11 @@ async def list_letters(bus: Bus, options: argparse.Namespace) -> None:
         count += 1
         letter = record.message
         if isinstance(letter, wire.DeadLetter):
-            where = f"{letter.stream} {letter.sequence}" if letter.sequence else letter.stream
+            origin = f"{letter.stream} {letter.sequence}" if letter.sequence else letter.stream
             ticket = f", ticket {letter.ticket}" if letter.ticket else ""
             print(
                 visible(
-                    f"{record.seq}  {where}{ticket}, {len(letter.data)} bytes, by {letter.by}: {letter.reason}"
+                    f"{record.seq}  {origin}{ticket}, {len(letter.data)} bytes, by {letter.by}: {letter.reason}"
                 )
             )
         else:
@@ -117,10 +117,10 @@ async def retry_letter(bus: Bus, options: argparse.Namespace) -> None:
         print(
             visible(f"ticket {letter.ticket}, given up by {letter.by}: {letter.reason}"), flush=True
         )
-    made: list[dict[str, Any]] = []
+    outcome_rows: list[dict[str, Any]] = []
     async with aclosing(dead_letter_retry.retry(bus, letter, options.timeout)) as outcomes:
         async for outcome in outcomes:
-            made.append(dead_letter_retry.as_plain(outcome))
+            outcome_rows.append(dead_letter_retry.as_plain(outcome))
             if options.json:
                 continue
             print("\n".join(map(visible, dead_letter_retry.described(outcome))), flush=True)
@@ -131,7 +131,7 @@ async def retry_letter(bus: Bus, options: argparse.Namespace) -> None:
                     "ticket": letter.ticket,
                     "by": letter.by,
                     "reason": letter.reason,
-                    "outcomes": made,
+                    "outcomes": outcome_rows,
                 }
             )
         )
@@ -177,9 +177,9 @@ def described_data(data: bytes | bytearray) -> str:
 async def purge_letters(bus: Bus, options: argparse.Namespace) -> None:
     """``broker dead purge``: delete all, or those up to a number."""
     await choose_run(bus, options.run)
-    before = (await bus.depth(DEAD))[""]
+    count_at_start = (await bus.depth(DEAD))[""]
     last = await bus.last_seq(DEAD)
     await bus.trim(DEAD, (last if options.through is None else min(options.through, last)) + 1)
-    deleted = before - (await bus.depth(DEAD))[""]
+    deleted = count_at_start - (await bus.depth(DEAD))[""]
     text = f"{deleted} dead letters deleted from run {bus.run}"
     print(visible_json({"run": bus.run, "deleted": deleted}) if options.json else text)

@@ -77,16 +77,18 @@ def _users(
     if keys is not None:
         for run in runs:
             keys.owner(run)
-    named = [(role, run) for run in runs for role in roles if role != OPERATOR]
-    named += [(OPERATOR, "")] * (OPERATOR in roles)
+    identities = [(role, run) for run in runs for role in roles if role != OPERATOR]
+    identities += [(OPERATOR, "")] * (OPERATOR in roles)
     if options.login != "nkey":
         make = password_user if options.login == "password" else certificate_user
-        yield from (make(role, run) for role, run in named)
+        yield from (make(role, run) for role, run in identities)
         return
     if keys is None:
         raise UserError(
             f"--login nkey needs --keys FOLDER (or {KEYS}), where the keys of the users are or will be"
         )
-    for role, run in named:
+    for role, run in identities:
         _ = keys.operator() if role == OPERATOR else keys.role(role, run)
-    yield from (as_server_user(user) for user in keys.users() if (user.role, user.run) in named)
+    yield from (
+        as_server_user(user) for user in keys.users() if (user.role, user.run) in identities
+    )

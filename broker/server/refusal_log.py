@@ -50,7 +50,9 @@ class RefusalLog:
         refused = Counter(_refusals(self._new_bytes()))
         now = time.monotonic()
         names = {user.public_key: user for user in users()} if refused else {}
-        self._told = {one: at for one, at in self._told.items() if now - at < AGAIN_AFTER_S}
+        self._told = {
+            refusal_key: at for refusal_key, at in self._told.items() if now - at < AGAIN_AFTER_S
+        }
         lines = list[str]()
         for refusal, times in refused.items():
             if refusal in self._told or len(lines) == MOST_TOLD or len(self._told) == MOST_KNOWN:

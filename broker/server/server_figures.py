@@ -14,10 +14,10 @@ from broker.system.disk_space import disk_figures
 
 def server_figures(server: BrokerServer) -> dict[str, float]:
     """Return processor time and memory of the server, and the free space for its store."""
-    found = disk_figures(server.store)
+    figures = disk_figures(server.store)
     with suppress(psutil.Error, AttributeError):  # it has ended, or did not start yet
         process = psutil.Process(server.pid)
-        used = process.cpu_times()
-        found["broker/server_cpu_s"] = used.user + used.system
-        found["broker/server_resident_bytes"] = float(process.memory_info().rss)
-    return found
+        cpu_times = process.cpu_times()
+        figures["broker/server_cpu_s"] = cpu_times.user + cpu_times.system
+        figures["broker/server_resident_bytes"] = float(process.memory_info().rss)
+    return figures

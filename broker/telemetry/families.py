@@ -22,7 +22,7 @@ QUEUE_DEPTH_HELP: Final = (
     "Messages of a queue that are not acknowledged; of samples: those the learner has not read."
 )
 
-_said: set[str] = set()  # names that were reported as ambiguous
+_reported_names: set[str] = set()  # names that were reported as ambiguous
 
 
 class Families:
@@ -51,16 +51,16 @@ class Families:
             value = values[metric]
             if metric in NOT_FIGURES or not math.isfinite(value):
                 continue
-            found = prometheus_name(metric)
-            if found.name in SUPERSEDED:
+            family_name = prometheus_name(metric)
+            if family_name.name in SUPERSEDED:
                 continue
-            text = f"{found.source}, see docs/metrics.md"
+            text = f"{family_name.source}, see docs/metrics.md"
             self._add(
-                found.name,
+                family_name.name,
                 text,
-                {**labels, **dict(found.labels)},
-                value * found.scale,
-                found.is_counter,
+                {**labels, **dict(family_name.labels)},
+                value * family_name.scale,
+                family_name.is_counter,
             )
 
     def _add(
@@ -71,19 +71,19 @@ class Families:
             kind = CounterMetricFamily if is_counter else GaugeMetricFamily
             self._labels[name] = tuple(labels)
             family = self._families[name] = kind(name, text, labels=self._labels[name])
-        where = tuple(labels.values())
+        label_values = tuple(labels.values())
         is_other = (
             tuple(labels) != self._labels[name]
             or isinstance(family, CounterMetricFamily) != is_counter
         )
         # two names of a user's that differ in "." and "_", for example
-        if is_other or (name, where) in self._seen:
-            if name not in _said and len(_said) < 100:
-                _said.add(name)
+        if is_other or (name, label_values) in self._seen:
+            if name not in _reported_names and len(_reported_names) < 100:
+                _reported_names.add(name)
                 log.warning(
                     "several metrics are called %s in Prometheus; one of them is shown", name
                 )
             return
-        self._seen.add((name, where))
+        self._seen.add((name, label_values))
         assert isinstance(family, CounterMetricFamily | GaugeMetricFamily)
-        family.add_metric(where, value)
+        family.add_metric(label_values, value)

@@ -91,7 +91,9 @@ class PrometheusName:
 
 
 _KIND: Final = re.compile(r"<(\w+)>")
-_COMPILED: Final = [(one, re.compile(_KIND.sub(r"(?P<\1>[^/]+)", one) + r"\Z")) for one in PATTERNS]
+_COMPILED: Final = [
+    (pattern, re.compile(_KIND.sub(r"(?P<\1>[^/]+)", pattern) + r"\Z")) for pattern in PATTERNS
+]
 _INVALID: Final = re.compile(r"[^a-zA-Z0-9_]")
 
 
@@ -101,9 +103,9 @@ def prometheus_name(metric: str) -> PrometheusName:
     source = metric
     labels = tuple[tuple[str, str], ...]()
     for pattern, compiled in _COMPILED:
-        if found := compiled.match(metric):
+        if match := compiled.match(metric):
             source = pattern
-            labels = tuple(found.groupdict().items())
+            labels = tuple(match.groupdict().items())
             break
     name, scale = _with_units(_INVALID.sub("_", _without_repetition(source)))
     return PrometheusName(PREFIX + name, labels, source in COUNTERS, scale, source)

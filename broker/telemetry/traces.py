@@ -104,14 +104,14 @@ class TicketTraces:
         parent = trace.NonRecordingSpan(
             trace.SpanContext(trace_id, root, is_remote=True, trace_flags=flags)
         )
-        given: dict[str, str | int | float] = {
+        span_attributes: dict[str, str | int | float] = {
             f"rlearner.{name}": value for name, value in attributes.items()
         }
-        given["rlearner.ticket"] = ticket
+        span_attributes["rlearner.ticket"] = ticket
         context = trace.set_span_in_context(parent)
         with self._lock:
             span = self._tracer.start_span(
-                hop, context, start_time=_nanoseconds(start), attributes=given
+                hop, context, start_time=_nanoseconds(start), attributes=span_attributes
             )
         span.end(_nanoseconds(max(start, end)))
 
@@ -128,12 +128,15 @@ class TicketTraces:
 
         now = time.time()
         start = self._granted.pop(ticket, now)
-        given: dict[str, str | int] = {"rlearner.ticket": ticket, "rlearner.outcome": outcome}
+        span_attributes: dict[str, str | int] = {
+            "rlearner.ticket": ticket,
+            "rlearner.outcome": outcome,
+        }
         with self._lock:
             self._ids.chosen = trace_ids(self._run, ticket)
             try:
                 span = self._tracer.start_span(
-                    ROOT, Context(), start_time=_nanoseconds(start), attributes=given
+                    ROOT, Context(), start_time=_nanoseconds(start), attributes=span_attributes
                 )
             finally:
                 self._ids.chosen = None

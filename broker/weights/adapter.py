@@ -55,8 +55,8 @@ def adapted(shapes: Mapping[str, Tensor], targets: Collection[str]) -> list[str]
         targets: patterns as of ``name_pattern``, of matrices and of stacked matrices; or, as in
             checkpoints of older versions, last names of linear layers.
     """
-    wanted = set(targets)
-    return [name for name, weight in shapes.items() if _is_target(name, weight.ndim, wanted)]
+    patterns = set(targets)
+    return [name for name, weight in shapes.items() if _is_target(name, weight.ndim, patterns)]
 
 
 def _is_target(name: str, ndim: int, targets: Collection[str]) -> bool:
@@ -135,13 +135,13 @@ def digest_of(plan: LayoutPlan, tensors: Mapping[str, Tensor]) -> str:
             if buffer is None
             else buffer
         )
-        done = 0
-        while done < len(source):
-            index, start = divmod(slot.offset + done, plan.bucket_bytes)
+        position = 0
+        while position < len(source):
+            index, start = divmod(slot.offset + position, plan.bucket_bytes)
             _finish(plan, digests, buffer, index)
-            size = min(len(source) - done, plan.bucket_bytes - start)
-            buffer[start : start + size] = source[done : done + size]
-            done += size
+            size = min(len(source) - position, plan.bucket_bytes - start)
+            buffer[start : start + size] = source[position : position + size]
+            position += size
     assert buffer is not None, "a plan has tensors"
     _finish(plan, digests, buffer, len(plan.buckets))
     return combine(digests)
@@ -240,11 +240,11 @@ class AdapterBase:
         try:
             source, own = self._find()
         except (UserError, TransferFailed) as error:
-            why = f"the learner sends adapters, but their base cannot be read here ({error})"
-            return f"{why}; train.lora.send=merged sends the whole model"
+            problem = f"the learner sends adapters, but their base cannot be read here ({error})"
+            return f"{problem}; train.lora.send=merged sends the whole model"
         if (digest := digest_of(self._plan, source)) != adapter.base:
-            why = f"the learner's adapters need another base: expected digest {adapter.base}, found {digest}"
-            return f"{why}; start this server from the weights that the run started from"
+            problem = f"the learner's adapters need another base: expected digest {adapter.base}, found {digest}"
+            return f"{problem}; start this server from the weights that the run started from"
         copied = () if own else adapted(source, adapter.targets)
         self._base = dict(source) | {
             name: source[name].detach().to("cpu", copy=True).contiguous() for name in copied

@@ -43,8 +43,8 @@ class ReferenceBytes:
         """Decide whether all holders of these digests can use a difference from it, and a full
         transfer is not due.
         """
-        due = self._since_full + 1 >= self._full_every
-        return bool(self._digest) and all(digest == self._digest for digest in held) and not due
+        is_due = self._since_full + 1 >= self._full_every
+        return bool(self._digest) and all(digest == self._digest for digest in held) and not is_due
 
     def begin(self) -> None:
         """Note that until ``end`` the receivers' bytes are unknown."""
@@ -130,8 +130,8 @@ class IncomingBuckets:
             and len(size) <= MAX_DIGITS
             and 0 < int(size) < len(bucket)
         ):
-            why = f"bucket {index} of {len(bucket)} bytes was announced with a difference of {size[:80]!r} bytes"
-            raise TransferFailed(why)
+            problem = f"bucket {index} of {len(bucket)} bytes was announced with a difference of {size[:80]!r} bytes"
+            raise TransferFailed(problem)
         self._changes[index] = torch.empty(int(size), dtype=torch.uint8, device=bucket.device)
         return self._changes[index]
 

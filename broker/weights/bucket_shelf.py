@@ -85,7 +85,7 @@ class BucketShelf:
         """Return the requested parts that are available, None for those that never will be, and
         forget the requests.
         """
-        found: list[tuple[Hashable, bytes | None]] = []
+        parts: list[tuple[Hashable, bytes | None]] = []
         for server, receiver in self._receivers.items():
             for token, (index, start, size) in list(receiver.requests.items()):
                 if index >= self._put and server not in self.lost:
@@ -97,13 +97,13 @@ class BucketShelf:
                     or start + size > len(bucket)
                     or receiver.missing.get(index, 0) < size
                 ):
-                    found.append((token, None))
+                    parts.append((token, None))
                     continue
-                found.append((token, bytes(bucket[start : start + size])))
+                parts.append((token, bytes(bucket[start : start + size])))
                 self._given(receiver, index, size, now)
-        if found:
+        if parts:
             self._changed.notify_all()
-        return found
+        return parts
 
     def _given(self, receiver: _Receiver, index: int, size: int, now: float) -> None:
         receiver.since = now
@@ -118,14 +118,14 @@ class BucketShelf:
         """Return the buckets that all have now, once each."""
         with self._changed:
             live = [self._receivers[server] for server in self._live()]
-            done = [
+            complete = [
                 index
                 for index in self._buckets
                 if not any(index in receiver.missing for receiver in live)
             ]
-            for index in done:
+            for index in complete:
                 del self._buckets[index]
-            return done
+            return complete
 
     def drop(self, server: str, reason: str) -> None:
         """Go on without a server."""

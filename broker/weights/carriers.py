@@ -64,16 +64,18 @@ def takes(
         on_gpu: whether the server's process receives into a GPU that the learner does not use.
         failed: carriers that failed ``MAX_LOST`` times; left out unless nothing else remains.
     """
-    found: dict[Carrier, int] = dict(workers or {})
+    ranks_by_carrier: dict[Carrier, int] = dict(workers or {})
     if reads == "ipc":
-        found.setdefault("ipc", 1)
+        ranks_by_carrier.setdefault("ipc", 1)
     if on_gpu:
-        found.setdefault("nccl", 1)
+        ranks_by_carrier.setdefault("nccl", 1)
     if reads == "shared":
-        found.setdefault("shared", 1)
-    found.setdefault("gloo", 1)
-    found.setdefault("curve", 1)
-    return {carrier: ranks for carrier, ranks in found.items() if carrier not in failed} or found
+        ranks_by_carrier.setdefault("shared", 1)
+    ranks_by_carrier.setdefault("gloo", 1)
+    ranks_by_carrier.setdefault("curve", 1)
+    return {
+        carrier: ranks for carrier, ranks in ranks_by_carrier.items() if carrier not in failed
+    } or ranks_by_carrier
 
 
 def of_workers(into: str, num_workers: int, *, on_gpu: bool) -> dict[Carrier, int]:

@@ -279,12 +279,12 @@ class _Fetching:
             return None  # of an earlier broadcast
         index, start, size = part
         if frames[1].bytes != YES or len(frames) != 3 or len(frames[2].buffer) != size:
-            said = (
+            reason = (
                 "left this server behind"
                 if frames[1].bytes == NO
                 else bytes(frames[-1].buffer)[:200].decode(errors="replace")
             )
-            raise PeerLost(f"bucket {index}: the learner refused a part: {said}")
+            raise PeerLost(f"bucket {index}: the learner refused a part: {reason}")
         self._views[index][start : start + size] = frames[2].buffer
         self._left[index] -= size
         if self._left[index]:

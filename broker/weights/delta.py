@@ -46,19 +46,21 @@ def difference(new: Tensor, base: Tensor, word: int) -> Tensor | None:
         uint8, on that device.
     """
     words = new.view(WORDS[word])
-    before = base.view(WORDS[word])
-    changed = _changed(words, before)
+    base_words = base.view(WORDS[word])
+    changed = _changed(words, base_words)
     start, middle, stop = _layout(len(words), len(changed), word)
     if stop >= len(new):
         return None
-    made = torch.zeros(stop, dtype=torch.uint8, device=new.device)
-    made[:start].view(torch.int32).copy_(
+    difference = torch.zeros(stop, dtype=torch.uint8, device=new.device)
+    difference[:start].view(torch.int32).copy_(
         torch.bincount(changed >> BLOCK_BITS, minlength=start // 4)
     )
     # wraps: these are the bits of uint16
-    made[start : start + 2 * len(changed)].view(torch.int16).copy_(changed & (BLOCK_WORDS - 1))
-    torch.index_select(words, 0, changed, out=made[middle:].view(WORDS[word]))
-    return made
+    difference[start : start + 2 * len(changed)].view(torch.int16).copy_(
+        changed & (BLOCK_WORDS - 1)
+    )
+    torch.index_select(words, 0, changed, out=difference[middle:].view(WORDS[word]))
+    return difference
 
 
 def apply(data: Tensor, bucket: Tensor, word: int) -> None:
@@ -88,11 +90,11 @@ def apply(data: Tensor, bucket: Tensor, word: int) -> None:
     words.index_copy_(0, index, data[middle:].view(WORDS[word]))
 
 
-def _changed(words: Tensor, before: Tensor) -> Tensor:
+def _changed(words: Tensor, base_words: Tensor) -> Tensor:
     """Return the indices of the words that differ, int64, ascending."""
     if words.is_cpu:  # several times as fast as torch on one core
-        return torch.from_numpy(np.flatnonzero(words.numpy() != before.numpy()))
-    return torch.ne(words, before).nonzero().view(-1)
+        return torch.from_numpy(np.flatnonzero(words.numpy() != base_words.numpy()))
+    return torch.ne(words, base_words).nonzero().view(-1)
 
 
 def _layout(num_words: int, num_changed: int, word: int) -> tuple[int, int, int]:

@@ -82,10 +82,12 @@ class BucketDigest:
         are zero elsewhere, are the sums of those buffers' sums, modulo 2**64.
         """
         self.add(self._bucket.numel())
-        rest = torch.zeros(num_rest_words(self._bucket.numel()) * 8, dtype=torch.uint8)
-        left = self._bucket[self._num_rows * ROW_BYTES :]
-        rest[: left.numel()] = left.cpu()
-        return torch.cat([self._rows.cpu(), self._columns.view(-1).cpu(), rest.view(torch.int64)])
+        tail_words = torch.zeros(num_rest_words(self._bucket.numel()) * 8, dtype=torch.uint8)
+        tail = self._bucket[self._num_rows * ROW_BYTES :]
+        tail_words[: tail.numel()] = tail.cpu()
+        return torch.cat(
+            [self._rows.cpu(), self._columns.view(-1).cpu(), tail_words.view(torch.int64)]
+        )
 
 
 def num_rest_words(num_bytes: int) -> int:

@@ -100,7 +100,9 @@ def quantise(
     """
     rows, columns = weight.shape[-2:]
     room = _Room(weight.device)
-    stacks = (one.unsqueeze(0) if one.ndim == 2 else one for one in (weight, into, scales))
+    stacks = (
+        tensor.unsqueeze(0) if tensor.ndim == 2 else tensor for tensor in (weight, into, scales)
+    )
     for index, (source, target, factors) in enumerate(zip(*stacks, strict=True)):
         for part, blocks in _pieces(rows, columns, source.is_cuda, most):
             _quantise_piece(source[part], target[part], factors[blocks], room)
@@ -110,15 +112,17 @@ def quantise(
 
 def dequantise(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the dequantized weights, q * scale in float32, then cast; on the device of ``weight``."""
-    made = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    weights = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     room = _Room(weight.device)
-    stacks = (one.unsqueeze(0) if one.ndim == 2 else one for one in (weight, scales, made))
+    stacks = (
+        tensor.unsqueeze(0) if tensor.ndim == 2 else tensor for tensor in (weight, scales, weights)
+    )
     for source, factors, target in zip(*stacks, strict=True):
         for part, blocks in _pieces(
             weight.shape[-2], weight.shape[-1], weight.is_cuda, GPU_PIECE_ELEMENTS
         ):
             _dequantise_piece(source[part], factors[blocks], target[part], room)
-    return made
+    return weights
 
 
 def as_sent(name: str, weight: Tensor) -> Tensor:
@@ -130,11 +134,11 @@ def as_sent(name: str, weight: Tensor) -> Tensor:
     )
     if len(specs) == 1:
         return weight.to(getattr(torch, specs[0].dtype)).to(weight.dtype)
-    found = torch.empty(weight.shape, dtype=FLOAT8, device=weight.device)
+    quantized = torch.empty(weight.shape, dtype=FLOAT8, device=weight.device)
     scales = torch.empty(scale_shape(weight.shape), dtype=torch.float32, device=weight.device)
-    for _ in quantise(weight, found, scales):
+    for _ in quantise(weight, quantized, scales):
         pass
-    return dequantise(found, scales, weight.dtype)
+    return dequantise(quantized, scales, weight.dtype)
 
 
 class DequantizedModel(OnDemand):
@@ -145,15 +149,15 @@ class DequantizedModel(OnDemand):
         dtypes: the engine's, by name; matrices are dequantized, all else is passed on.
     """
 
-    def __init__(self, sent: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
         self._scales = {
-            name: sent[name + SCALE]
-            for name, tensor in sent.items()
+            name: tensors[name + SCALE]
+            for name, tensor in tensors.items()
             # otherwise the model's own
-            if tensor.dtype == FLOAT8 and name + SCALE in sent and dtypes[name] != FLOAT8
+            if tensor.dtype == FLOAT8 and name + SCALE in tensors and dtypes[name] != FLOAT8
         }
         scales = {name + SCALE for name in self._scales}
-        self.base = {name: tensor for name, tensor in sent.items() if name not in scales}
+        self.base = {name: tensor for name, tensor in tensors.items() if name not in scales}
         self._dtypes = dtypes
 
     def __getitem__(self, name: str) -> Tensor:
@@ -191,13 +195,13 @@ def _pieces(
     tops = [*range(0, full, high), *([full] if full < rows else [])]
     for top in tops:
         bottom = min(top + high, full) if top < full else rows
-        for left in range(0, columns, wide):
-            right = min(left + wide, columns)
+        for first_column in range(0, columns, wide):
+            right = min(first_column + wide, columns)
             blocks = (
                 slice(top // BLOCK, -(-bottom // BLOCK)),
-                slice(left // BLOCK, -(-right // BLOCK)),
+                slice(first_column // BLOCK, -(-right // BLOCK)),
             )
-            yield (slice(top, bottom), slice(left, right)), blocks
+            yield (slice(top, bottom), slice(first_column, right)), blocks
 
 
 class _Room:
@@ -207,11 +211,11 @@ class _Room:
         self._device = device
         self._held: dict[tuple[torch.dtype, int], Tensor] = {}
 
-    def of(self, dtype: torch.dtype, like: Tensor, which: int = 0) -> Tensor:
+    def of(self, dtype: torch.dtype, like: Tensor, number: int = 0) -> Tensor:
         """Return a tensor of this dtype in the shape of another; the first piece is the largest."""
-        if (dtype, which) not in self._held:
-            self._held[dtype, which] = torch.empty(like.numel(), dtype=dtype, device=self._device)
-        return self._held[dtype, which][: like.numel()].view(like.shape)
+        if (dtype, number) not in self._held:
+            self._held[dtype, number] = torch.empty(like.numel(), dtype=dtype, device=self._device)
+        return self._held[dtype, number][: like.numel()].view(like.shape)
 
 
 def _quantise_piece(source: Tensor, target: Tensor, scales: Tensor, room: _Room) -> None:

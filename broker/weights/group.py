@@ -75,10 +75,10 @@ class WaitMonitor:
 
     def due(self) -> bool:
         """Return whether it is time for a check that costs more than a poll."""
-        due = self.beat_at - self._peeked >= PEEK_EVERY_S
-        if due:
+        is_due = self.beat_at - self._peeked >= PEEK_EVERY_S
+        if is_due:
             self._peeked = self.beat_at
-        return due
+        return is_due
 
 
 class Group(Protocol):
@@ -181,10 +181,10 @@ class WeightGroup:
                 and (bucket := buckets[following]) is not None
             ):
                 # gloo also sends from device memory, NCCL also from the host's
-                here = bucket.to(self._device)
-                flying.append((following, self._issue(here), here))
+                local_bucket = bucket.to(self._device)
+                flying.append((following, self._issue(local_bucket), local_bucket))
                 following += 1
-            complete = [one for one in flying if one[1].is_completed()]
+            complete = [broadcast for broadcast in flying if broadcast[1].is_completed()]
             watch.beat()
             if watch.due():
                 peek()
@@ -199,10 +199,10 @@ class WeightGroup:
                 )
                 continue
             progress_at = time.monotonic()
-            for one in complete:
-                index, work, _ = one
+            for broadcast in complete:
+                index, work, _ = broadcast
                 _finish(work, index)
-                flying.remove(one)
+                flying.remove(broadcast)
                 done(index)
 
     def _issue(self, bucket: Tensor) -> Any:
@@ -268,23 +268,23 @@ def nccl_environment(host: str) -> dict[str, str]:
     a process.
     """
     # its watchdog would end this process when a peer hangs
-    named = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     if interface := interface_of(host):
-        named |= {
+        variables |= {
             "NCCL_SOCKET_IFNAME": f"={interface}",
             "NCCL_SOCKET_FAMILY": "AF_INET6" if ":" in host else "AF_INET",
         }
-    return named
+    return variables
 
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Any:
-    before = {key: os.environ.get(key) for key in values}
+    previous = {key: os.environ.get(key) for key in values}
     os.environ.update(values)
     try:
         yield
     finally:
-        for key, value in before.items():
+        for key, value in previous.items():
             if value is None:
                 del os.environ[key]
             else:

@@ -110,10 +110,10 @@ class LayoutPlan:
         """Hex digest of ``text``, equal for equal plans only."""
         return hashlib.blake2b(self.text.encode(), digest_size=16).hexdigest()
 
-    def difference(self, other: LayoutPlan) -> str:
+    def difference(self, offered: LayoutPlan) -> str:
         """Return the first difference from another plan in one line, empty for equal plans."""
         mine, theirs = (
-            {slot.spec.name: slot.spec for slot in plan.slots} for plan in (self, other)
+            {slot.spec.name: slot.spec for slot in plan.slots} for plan in (self, offered)
         )
         for name in sorted(mine.keys() | theirs.keys()):
             if name not in mine:
@@ -122,8 +122,8 @@ class LayoutPlan:
                 return f"{mine[name]} is here but not in the offer"
             if mine[name] != theirs[name]:
                 return f"{mine[name]} here is {theirs[name]} in the offer"
-        if self.bucket_bytes != other.bucket_bytes:
-            return f"buckets of {self.bucket_bytes} bytes here are {other.bucket_bytes} bytes in the offer"
+        if self.bucket_bytes != offered.bucket_bytes:
+            return f"buckets of {self.bucket_bytes} bytes here are {offered.bucket_bytes} bytes in the offer"
         return ""
 
 
@@ -176,10 +176,10 @@ def from_text(text: str) -> LayoutPlan:
     """
     try:
         fields = json.loads(text)
-        found = fields["tensors"]
+        entries = fields["tensors"]
         specs = [
             TensorSpec(str(name), tuple(int(n) for n in shape), str(dtype))
-            for name, shape, dtype in found
+            for name, shape, dtype in entries
         ]
         return make_plan(specs, int(fields["bucket_bytes"]) / 2**20)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError, UserError) as error:

@@ -59,9 +59,11 @@ def check_probe(probe: wire.Probe, logprobs: npt.ArrayLike) -> float:
     if actual.shape != expected.shape:
         raise OfferRefused(f"probe: {len(actual)} logprobs for {len(expected)} expected")
     if (worst := wrong_token(probe, actual)) is not None:
-        found = f"token {worst + 1} has logprob {actual[worst]:.6f}, the learner's is {expected[worst]:.6f}"
-        why = f"tolerance {probe.tolerance:g}; the bytes are correct but were loaded incorrectly"
-        raise OfferRefused(f"probe: after loading, {found}, {why}")
+        difference = f"token {worst + 1} has logprob {actual[worst]:.6f}, the learner's is {expected[worst]:.6f}"
+        tolerance = (
+            f"tolerance {probe.tolerance:g}; the bytes are correct but were loaded incorrectly"
+        )
+        raise OfferRefused(f"probe: after loading, {difference}, {tolerance}")
     return float(_differences(probe, actual).max(initial=0.0))
 
 

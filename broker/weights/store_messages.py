@@ -74,12 +74,12 @@ class StoreMessages:
                 time.sleep(STORE_POLL_S)
         return self.heard(word)
 
-    def forget(self, num_receivers: int, num_sizes: int, before: str | None) -> None:
+    def forget(self, num_receivers: int, num_sizes: int, last_session: str | None) -> None:
         """Delete the keys after the transfer, except ``go``: a server whose workers receive may
         look for it only then.
 
         Args:
-            before: the communicator's previous session, whose ``go`` is deleted now.
+            last_session: the communicator's previous session, whose ``go`` is deleted now.
         """
         words = [
             f"{word}/{rank}"
@@ -88,5 +88,5 @@ class StoreMessages:
         ]
         for word in [*words, *(f"size/{index}" for index in range(num_sizes)), "digest"]:
             self._store.delete_key(f"{self._session}/{word}")
-        if before is not None:
-            self._store.delete_key(f"{before}/go")
+        if last_session is not None:
+            self._store.delete_key(f"{last_session}/go")

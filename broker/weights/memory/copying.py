@@ -57,14 +57,17 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]], num_threads: int | None = N
 
 def is_plain(target: Tensor, source: Tensor) -> bool:
     """Return whether it is a copy of many bytes, without a cast, within host memory."""
-    same = (
+    is_same_layout = (
         target.dtype == source.dtype
         and target.shape == source.shape
         and target.is_cpu
         and source.is_cpu
     )
     return (
-        same and target.nbytes >= LARGE_BYTES and target.is_contiguous() and source.is_contiguous()
+        is_same_layout
+        and target.nbytes >= LARGE_BYTES
+        and target.is_contiguous()
+        and source.is_contiguous()
     )
 
 

@@ -86,9 +86,9 @@ class CudaDriver:
 
     def unit(self, index: int) -> bytes:
         """Return the UUID of a GPU, or of the partition given to this process, 16 bytes."""
-        found = (ctypes.c_ubyte * UNIT_BYTES)()
-        self._call("cuDeviceGetUuid_v2", ctypes.byref(found), self._device(index))
-        return bytes(found)
+        uuid = (ctypes.c_ubyte * UNIT_BYTES)()
+        self._call("cuDeviceGetUuid_v2", ctypes.byref(uuid), self._device(index))
+        return bytes(uuid)
 
     def allocate(self, index: int, size_bytes: int) -> int:
         """Allocate memory and return its address."""
@@ -123,17 +123,17 @@ class CudaDriver:
             self._call("cuIpcCloseMemHandle", pointer)
 
     def _device(self, index: int) -> int:
-        found = ctypes.c_int()
-        self._call("cuDeviceGet", ctypes.byref(found), index)
-        return found.value
+        device = ctypes.c_int()
+        self._call("cuDeviceGet", ctypes.byref(device), index)
+        return device.value
 
     @contextmanager
     def _in_context(self, index: int) -> Iterator[None]:
         """Make torch's context of a GPU current, and restore the thread's previous one afterwards."""
         if index not in self._contexts:
-            made = Context()
-            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(made), self._device(index))
-            self._contexts[index] = made
+            context = Context()
+            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._device(index))
+            self._contexts[index] = context
         self._call("cuCtxPushCurrent_v2", self._contexts[index])
         try:
             yield
@@ -143,10 +143,10 @@ class CudaDriver:
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, name)(*arguments)
         if code:
-            said = ctypes.c_char_p()
-            unknown = self._library.cuGetErrorName(code, ctypes.byref(said))
-            why = f"{name}: {f'error {code}' if unknown or said.value is None else said.value.decode()}"
-            raise OSError(errno.EIO, why)
+            error_name = ctypes.c_char_p()
+            unknown = self._library.cuGetErrorName(code, ctypes.byref(error_name))
+            problem = f"{name}: {f'error {code}' if unknown or error_name.value is None else error_name.value.decode()}"
+            raise OSError(errno.EIO, problem)
 
 
 class _Mapped:
@@ -191,10 +191,10 @@ class CudaDevice(SharedDevice):
             except OSError:
                 driver.free(index, pointer)
                 raise
-            made = self._tensor(pointer, size_bytes, index)
-            made.zero_()
+            tensor = self._tensor(pointer, size_bytes, index)
+            tensor.zero_()
             torch.cuda.synchronize(index)
-        return made, card
+        return tensor, card
 
     def open(self, card: MemoryCard) -> Tensor:
         if len(card.handle) != HANDLE_BYTES:
@@ -204,8 +204,10 @@ class CudaDevice(SharedDevice):
         with _torch_tells():
             units = [self._driver.unit(index) for index in range(torch.cuda.device_count())]
             if card.unit not in units:
-                why = f"{name_of(card.unit)} is hidden from this process, see CUDA_VISIBLE_DEVICES"
-                raise OSError(errno.ENODEV, why)
+                problem = (
+                    f"{name_of(card.unit)} is hidden from this process, see CUDA_VISIBLE_DEVICES"
+                )
+                raise OSError(errno.ENODEV, problem)
             # in that GPU's own context, so that copies to another GPU work with and without peer
             # access
             index = units.index(card.unit)
@@ -239,10 +241,10 @@ class CudaDevice(SharedDevice):
         mapped = _Mapped(pointer, size_bytes)
         if opened:
             finalize(mapped, _close, self._driver, index, pointer).atexit = False
-        made = torch.as_tensor(mapped, device=f"cuda:{index}")
-        if made.data_ptr() != pointer:
+        tensor = torch.as_tensor(mapped, device=f"cuda:{index}")
+        if tensor.data_ptr() != pointer:
             raise OSError(errno.EIO, "torch copied the memory instead of using it")
-        return made
+        return tensor
 
 
 @contextmanager

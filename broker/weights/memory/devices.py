@@ -47,9 +47,9 @@ class MemoryCard:
         Raises:
             ValueError: if it is not a card.
         """
-        if (found := CARD.fullmatch(text)) is None:
+        if (match := CARD.fullmatch(text)) is None:
             raise ValueError(f"{text[:80]!r} is not a card of device memory")
-        return cls(found[1], bytes.fromhex(found[2]), int(found[3]), bytes.fromhex(found[4]))
+        return cls(match[1], bytes.fromhex(match[2]), int(match[3]), bytes.fromhex(match[4]))
 
 
 class SharedDevice(Protocol):

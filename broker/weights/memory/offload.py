@@ -49,15 +49,15 @@ class OffloadedMemory:
         Raises:
             OSError: if the file cannot be written; the tensors are as before then.
         """
-        found = _by_memory(tensors)
+        groups = _by_memory(tensors)
         freed = 0
         try:
-            for shared in found:
+            for shared in groups:
                 self._save(shared[0].untyped_storage())
         except BaseException:
             self._forget()
             raise
-        for index, shared in enumerate(found):
+        for index, shared in enumerate(groups):
             freed += shared[0].untyped_storage().nbytes()
             self._storages[index] = _emptied(shared)
         return_freed_memory()
@@ -67,14 +67,14 @@ class OffloadedMemory:
         """Fill the tensors again, with the same bytes."""
         if self._file is not None:
             self._file.seek(0)
-        for storage, (size, held) in zip(self._storages, self._saved, strict=True):
+        for storage, (size, host_copy) in zip(self._storages, self._saved, strict=True):
             storage.resize_(size)
-            if held is None:
+            if host_copy is None:
                 self._fill(storage)
             else:
-                _bytes(storage).copy_(held, non_blocking=True)
-                self._spare.setdefault(size, []).append(held)
-        if any(held is not None for _, held in self._saved):
+                _bytes(storage).copy_(host_copy, non_blocking=True)
+                self._spare.setdefault(size, []).append(host_copy)
+        if any(host_copy is not None for _, host_copy in self._saved):
             torch.cuda.synchronize()
         self._forget()
 
@@ -84,15 +84,17 @@ class OffloadedMemory:
         self._storages.append(storage)
         if storage.device.type == "cuda":
             spare = self._spare.get(size)
-            held = spare.pop() if spare else torch.empty(size, dtype=torch.uint8, pin_memory=True)
-            self._saved.append((size, held.copy_(_bytes(storage))))
+            host_copy = (
+                spare.pop() if spare else torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            )
+            self._saved.append((size, host_copy.copy_(_bytes(storage))))
             return
         # raw bytes: a safetensors file would be built in memory first, as large as the tensors
         if self._file is None:
             self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 - closed by _forget
-        left = _view(storage)
-        while left:
-            left = left[self._file.write(left[:PIECE_BYTES]) :]
+        remainder = _view(storage)
+        while remainder:
+            remainder = remainder[self._file.write(remainder[:PIECE_BYTES]) :]
         self._saved.append((size, None))
 
     def _fill(self, storage: UntypedStorage) -> None:
@@ -123,11 +125,11 @@ def return_freed_memory() -> None:
 
 def _by_memory(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Group tensors by the memory that they share; leave out those without any."""
-    found: dict[int, list[Tensor]] = {}
+    by_address: dict[int, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.device.type != "meta" and tensor.untyped_storage().nbytes():
-            found.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
-    return list(found.values())
+            by_address.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+    return list(by_address.values())
 
 
 @torch.no_grad()

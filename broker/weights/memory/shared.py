@@ -130,12 +130,12 @@ class SegmentReader:
     """
 
     def __init__(self, address: str, plan: LayoutPlan, device: SharedDevice | None = None) -> None:
-        found = ADDRESS.fullmatch(address)
-        if found is None:
+        match = ADDRESS.fullmatch(address)
+        if match is None:
             raise ValueError("it is not the address of a segment")
-        pid = int(found[1])
-        path = f"/proc/{found[1]}/fd/{found[2]}"
-        name = f"/memfd:{found[3]} (deleted)"
+        pid = int(match[1])
+        path = f"/proc/{match[1]}/fd/{match[2]}"
+        name = f"/memfd:{match[3]} (deleted)"
         self.address = address
         self.process = os.pidfd_open(pid)  # readable once it has ended
         finalize(self, os.close, self.process)
@@ -246,9 +246,9 @@ class SegmentReader:
         undefined.
         """
         assert self._device is not None, "the segment is in host memory"
-        ended = select.poll()
-        ended.register(self.process, select.POLLIN)
-        if ended.poll(0):
+        poller = select.poll()
+        poller.register(self.process, select.POLLIN)
+        if poller.poll(0):
             raise TransferFailed("the learner's process has ended")
         self._device.copy(target, source)
 
@@ -259,11 +259,11 @@ class SegmentReader:
 
 def is_here(address: str) -> bool:
     """Return whether a segment's memory is on this host and of this user."""
-    found = ADDRESS.fullmatch(address)
+    match = ADDRESS.fullmatch(address)
     try:
         return (
-            found is not None
-            and os.readlink(f"/proc/{found[1]}/fd/{found[2]}") == f"/memfd:{found[3]} (deleted)"
+            match is not None
+            and os.readlink(f"/proc/{match[1]}/fd/{match[2]}") == f"/memfd:{match[3]} (deleted)"
         )
     except OSError:
         return False
@@ -322,10 +322,10 @@ def segment_of(plan: LayoutPlan, device: SharedDevice | None = None) -> SharedSe
         try:
             return SharedSegment(plan, device)
         except OSError as error:
-            why = "the device has none to share"
+            problem = "the device has none to share"
             log.warning(
                 "weights: servers of this host read host memory, because %s: %s",
-                why,
+                problem,
                 error.strerror,
             )
     try:
@@ -364,6 +364,8 @@ def _opened(page: mmap.mmap, plan: LayoutPlan, device: SharedDevice | None) -> T
     if card.size_bytes != SIDES * _span(plan):
         raise ValueError(f"what lies there is another one, of {card.size_bytes} bytes")
     if device is None or device.kind != card.kind:
-        here = "host" if device is None else device.kind
-        raise ValueError(f"it lies in {card.kind} memory, and weights arrive in {here} memory here")
+        local_kind = "host" if device is None else device.kind
+        raise ValueError(
+            f"it lies in {card.kind} memory, and weights arrive in {local_kind} memory here"
+        )
     return device.open(card)

@@ -36,7 +36,7 @@ def plan_of(
         dtype: of floating-point tensors on the wire, torch's name or ``fp8``; None: their own.
     """
     specs: list[TensorSpec] = []
-    seen: set[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = set()
+    memories: set[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = set()
     for name, tensor in tensors.items():
         memory = (
             tensor.untyped_storage()._cdata,
@@ -44,9 +44,9 @@ def plan_of(
             tuple(tensor.shape),
             tensor.stride(),
         )
-        if memory in seen:
+        if memory in memories:
             continue
-        seen.add(memory)
+        memories.add(memory)
         spec = TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         if dtype is not None and dtype != fp8.NAME and tensor.is_floating_point():
             spec = replace(spec, dtype=dtype)
@@ -98,7 +98,7 @@ class FlatBuffer:
         Raises:
             TransferFailed: if a tensor is missing or has another shape.
         """
-        told = 0
+        reported_offset = 0
         gpu = self.buffer.device if self.buffer.is_cuda else None
         piece = min(PIECE_BYTES, self.plan.bucket_bytes)
         with torch.no_grad():
@@ -116,13 +116,15 @@ class FlatBuffer:
                 steps = self._copy(slot, source, step)
                 if target.dtype == fp8.FLOAT8 != source.dtype and scale in self.tensors:
                     scaled.add(scale)
-                    done = fp8.quantise(source, target, self.tensors[scale], self.plan.bucket_bytes)
-                    steps = map(slot.offset.__add__, done)
+                    offsets = fp8.quantise(
+                        source, target, self.tensors[scale], self.plan.bucket_bytes
+                    )
+                    steps = map(slot.offset.__add__, offsets)
                 for offset in steps:
-                    if offset - told >= step:
+                    if offset - reported_offset >= step:
                         _settle(gpu)
                         reached(offset)
-                        told = offset // step * step
+                        reported_offset = offset // step * step
         _settle(gpu)
         reached(self.plan.size_bytes)
 
@@ -238,19 +240,19 @@ class StagedVersion:
         digests: list[bytes] = []
         for index, (start, stop) in enumerate(self.plan.buckets):
             digest = BucketDigest(self.flat.bucket(index))
-            done = start
-            while done < stop:  # close behind the copy, while the bytes are in the cache
+            position = start
+            while position < stop:  # close behind the copy, while the bytes are in the cache
                 with self._told:
                     while self.version == version and self._packed_bytes < min(
-                        done + PIECE_BYTES, stop
+                        position + PIECE_BYTES, stop
                     ):
                         self._told.wait(LOOK_AGAIN_S)
-                    done = min(self._packed_bytes, done + PIECE_BYTES, stop)
+                    position = min(self._packed_bytes, position + PIECE_BYTES, stop)
                 with self.lock:
                     if self.version != version:
                         return None
-                    digest.add(done - start)
-                    if done == stop:
+                    digest.add(position - start)
+                    if position == stop:
                         digests.append(digest.finish())
         whole = combine(digests)
         with self.lock:

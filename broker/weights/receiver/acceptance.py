@@ -97,19 +97,19 @@ class OfferAcceptance:
     def next(self, now: float) -> Action:
         """Return what to do now."""
         offer = self.newest
-        wanted = (
+        is_wanted = (
             offer is not None
             and offer.plan in self.plans
             and (offer.epoch, offer.version) > self.served
         )
-        if wanted and offer is not None and now >= self._not_before:
+        if is_wanted and offer is not None and now >= self._not_before:
             if offer.digest == self.digest:
                 return AdoptVersion(offer)
             if self._snapshots != "only":
                 return JoinTransfer(offer)
         if self._look_at is None:
             self._look_at = now + FIRST_LOOK_S  # the learner's offers come first
-        retry_at = self._not_before if wanted and now < self._not_before else None
+        retry_at = self._not_before if is_wanted and now < self._not_before else None
         if not self._looks:
             return WaitForOffer(retry_at)
         return (

@@ -132,15 +132,15 @@ class BucketStream:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                found = self._ready.get(timeout=LOOK_S)
+                bucket = self._ready.get(timeout=LOOK_S)
             except queue.Empty:
                 watch.beat()
                 if time.monotonic() > deadline:
                     raise TransferFailed(f"no bucket came within {timeout_s:g} s") from None
                 continue
-            if found is None:
+            if bucket is None:
                 return
-            yield found
+            yield bucket
             deadline = time.monotonic() + timeout_s
             with self._lock:
                 self._room += 1

@@ -93,14 +93,14 @@ class ReceiveBuffers:
             fresh = FlatBuffer(plan, device)
             return IncomingVersion(fresh, fresh, "")
         base = self._flat
-        held = self._held
+        digest = self._held
         if self._in_use:
             target = self._spare or FlatBuffer(plan, device)
             self._spare = None
-            return IncomingVersion(target, base, held)
+            return IncomingVersion(target, base, digest)
         self._flat = None
         self._held = ""
-        return IncomingVersion(base, base, held)
+        return IncomingVersion(base, base, digest)
 
     def arrived(self, arrival: IncomingVersion, digest: str) -> None:
         """Note that a version is complete; the engine loads it next."""

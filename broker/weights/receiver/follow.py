@@ -82,7 +82,13 @@ def follow(
             assert isinstance(store, BoardClient), "a receiver is connected to the rendezvous"
             try:
                 group, problem = take_stripes(
-                    lines, store, session, arrival, group, settings, watch
+                    lines,
+                    store,
+                    session,
+                    arrival=arrival,
+                    communicator=group,
+                    settings=settings,
+                    watch=watch,
                 )
             except TransferFailed as error:
                 raise (TransferFailed if watch.reason else PeerLost)(str(error)) from error
@@ -101,8 +107,10 @@ def follow(
         # each stripe was compared with its own digest
         received = expected if digests is None else combine(digests)
         if received != expected:
-            why = f"digest of version {session.version}: received {received}, offered {expected}; nothing was loaded"
-            raise TransferFailed(why)
+            raise TransferFailed(
+                f"digest of version {session.version}: received {received}, "
+                f"offered {expected}; nothing was loaded"
+            )
     except TransferFailed as error:
         if isinstance(store, BoardClient):
             store.timeout_s = min(store.timeout_s, LAST_WORDS_S)
@@ -123,7 +131,14 @@ def _meet(
     if session.carrier == "curve":
         assert isinstance(store, BoardClient), "a receiver is connected to the rendezvous"
         return CurveReceiver(store, name, settings.timeout_s)
-    return weight_group(store, name, session.rank, session.world_size, session.carrier, settings)
+    return weight_group(
+        store,
+        name,
+        session.rank,
+        size=session.world_size,
+        carrier=session.carrier,
+        settings=settings,
+    )
 
 
 def _take(
@@ -158,12 +173,12 @@ def _read(
     def bucket(index: int) -> Tensor:
         if isinstance(arrival, IncomingVersion):
             return arrival.flat.bucket(index)
-        while (found := arrival[index]) is None:  # until the engine has loaded earlier ones
+        while (target := arrival[index]) is None:  # until the engine has loaded earlier ones
             watch.beat()
             if watch.due():
                 _stopped(lines)
             time.sleep(POLL_S)
-        return found
+        return target
 
     def done(index: int) -> None:
         nonlocal said_at

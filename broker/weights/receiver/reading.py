@@ -45,20 +45,20 @@ class MemoryRead:
     def bucket(self, source: Any, target: Any, start: int, bucket: Tensor) -> bytes:
         """Copy a bucket; return the digest of the copy."""
         digest = BucketDigest(bucket)
-        done = 0
-        while done < len(source):
-            stop = min(done + self._piece, len(source))
+        position = 0
+        while position < len(source):
+            stop = min(position + self._piece, len(source))
             self._packed(start + stop)
-            self._copy(target[done:stop], source[done:stop])
+            self._copy(target[position:stop], source[position:stop])
             self._same()
             digest.add(stop)
-            done = stop
+            position = stop
         return digest.finish()
 
     def _packed(self, offset: int) -> None:
         """Wait until all bytes below are packed."""
         progress_at = time.monotonic()
-        before = -1
+        last_packed = -1
         while True:
             self._watch.beat()
             if self._watch.due():
@@ -67,12 +67,14 @@ class MemoryRead:
             self._same()  # the number could be another version's
             if packed >= offset:
                 return
-            if packed != before:
+            if packed != last_packed:
                 progress_at = time.monotonic()
-                before = packed
+                last_packed = packed
             if time.monotonic() - progress_at > self._timeout_s:
-                why = f"was packed up to byte {packed}, then nothing came for {self._timeout_s:g} s"
-                raise TransferFailed(f"version {self._version} {why}")
+                problem = (
+                    f"was packed up to byte {packed}, then nothing came for {self._timeout_s:g} s"
+                )
+                raise TransferFailed(f"version {self._version} {problem}")
             time.sleep(POLL_S)
 
     def _same(self) -> None:

@@ -329,7 +329,7 @@ class WeightReceiver:
         self._receiving_epoch = offer.epoch
         self._watch = watch
         self._lost[answer.carrier] += 1  # until it has arrived
-        started = time.monotonic()
+        start = time.monotonic()
         taking = partial(self._take, answer, offer, arrival, communicator, watch, window)
         with self._spans.work("weights"):
             received = await patiently(
@@ -338,7 +338,7 @@ class WeightReceiver:
         self._communicator = received.communicator
         self._lost[answer.carrier] = 0
         self._values["weights/shared"] = float(answer.carrier in READ)
-        await self._landing.arrived(arrival, received.digest, offer, time.monotonic() - started)
+        await self._landing.arrived(arrival, received.digest, offer, time.monotonic() - start)
         return received.digest
 
     async def _receive_in_workers(
@@ -351,7 +351,7 @@ class WeightReceiver:
         """
         watch = self._watch = WaitMonitor()
         self._receiving_epoch = offer.epoch
-        started = time.monotonic()
+        start = time.monotonic()
         keys = self._questions.keys
         self._lost[answer.carrier] += 1
         self._state.loading()
@@ -381,7 +381,7 @@ class WeightReceiver:
                 digest = await workers.receive(transfer, offer, go)
         except RuntimeError as error:  # of torch, for example out of memory
             raise TransferFailed(f"loading failed: {first_line(error)}") from error
-        seconds = time.monotonic() - started
+        seconds = time.monotonic() - start
         self._lost[answer.carrier] = 0
         self._values["weights/shared"] = float(answer.carrier in READ)
         self._landing.note_transfer(self.plan.size_bytes, seconds)
@@ -408,19 +408,20 @@ class WeightReceiver:
         """
         on_gpu = self._landing.device.type == "cuda"
         workers = self._workers.carriers if self._workers is not None else None
-        found = list(takes(reads="ipc" if on_gpu else "shared", workers=workers, on_gpu=on_gpu))
-        return [*found, *(["snapshot"] if self._lookout is not None else [])]
+        carriers = list(takes(reads="ipc" if on_gpu else "shared", workers=workers, on_gpu=on_gpu))
+        return [*carriers, *(["snapshot"] if self._lookout is not None else [])]
 
     def _look_over(self, offer: wire.WeightsOffer) -> SegmentReader | None:
         """Return a window on the learner's memory, None if the bytes have to be sent."""
         if not offer.segment:
             return None
-        known = self._neighbour.problem
+        last_problem = self._neighbour.problem
         window = self._neighbour.reach(offer.segment, self._landing.plan(offer.adapter))
-        if self._neighbour.problem not in ("", known):
-            why = self._neighbour.problem
+        if self._neighbour.problem not in ("", last_problem):
+            problem = self._neighbour.problem
             log.info(
-                "weights: the learner's memory cannot be read from here (%s), so it sends them", why
+                "weights: the learner's memory cannot be read from here (%s), so it sends them",
+                problem,
             )
         return window
 
@@ -465,16 +466,16 @@ class WeightReceiver:
         try:
             manifest = await self._lookout.newest()
             if manifest is not None and await self._wants(manifest, self._lookout.where):
-                held = manifest.offer.digest == self._state.digest
+                is_held = manifest.offer.digest == self._state.digest
                 read = partial(self._read, self._lookout, manifest)
-                await self._attempt(manifest.offer, self._adopt if held else read)
+                await self._attempt(manifest.offer, self._adopt if is_held else read)
         except TransferFailed as error:
             if str(error) != self.last_error:
                 log.warning("weights: %s", error)
             self.last_error = str(error)
         self._state.looked(time.monotonic())
 
-    async def _wants(self, manifest: SnapshotManifest, where: str) -> bool:
+    async def _wants(self, manifest: SnapshotManifest, address: str) -> bool:
         """Return whether a snapshot is newer than the served version.
 
         Raises:
@@ -485,7 +486,7 @@ class WeightReceiver:
         reason = self._state.useful(offer)
         if reason and reason != OLD:
             first = problem or self._landing.plan(offer.adapter).difference(manifest.plan)
-            raise TransferFailed(f"snapshot {where}: {reason}{': ' if first else ''}{first}")
+            raise TransferFailed(f"snapshot {address}: {reason}{': ' if first else ''}{first}")
         return not reason
 
     async def _read(
@@ -499,11 +500,11 @@ class WeightReceiver:
         newest = self._state.newest
         self._watch = WaitMonitor()
         self._receiving_epoch = max(offer.epoch, newest.epoch if newest is not None else 0)
-        started = time.monotonic()
+        start = time.monotonic()
         arrival = self._landing.take(manifest.plan)  # in host memory
         await lookout.read(manifest, arrival, self._watch)
         log.info(
             "weights: epoch %d version %d read from %s", offer.epoch, offer.version, lookout.where
         )
-        await self._landing.arrived(arrival, offer.digest, offer, time.monotonic() - started)
+        await self._landing.arrived(arrival, offer.digest, offer, time.monotonic() - start)
         return offer.digest

@@ -129,11 +129,11 @@ class WeightLoader:
             return
         # the engine's first weights in the form in which they would have come; it holds unquantized
         # ones
-        held = self._buffers.whole()
-        if held is None:
+        buffer = self._buffers.whole()
+        if buffer is None:
             self._state.loading()
             raise TransferFailed("the weights held here were not quantized, so they must be sent")
-        await self._bring_in(self._whole(held.tensors), offer)
+        await self._bring_in(self._whole(buffer.tensors), offer)
 
     def _whole(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return received tensors in the form that the engine takes."""
@@ -141,7 +141,7 @@ class WeightLoader:
 
     async def _bring_in(self, tensors: Mapping[str, Tensor], offer: wire.WeightsOffer) -> None:
         """Have the engine load these tensors; if empty, serve what it holds as the offer's version."""
-        started = time.monotonic()
+        start = time.monotonic()
         self._state.loading()
         try:
             await self._load(tensors, offer)
@@ -152,4 +152,4 @@ class WeightLoader:
             # an error of torch, for example out of memory
             raise TransferFailed(f"loading failed: {first_line(error)}") from error
         self._as_sent = True
-        self.values["weights/load_seconds"] = time.monotonic() - started
+        self.values["weights/load_seconds"] = time.monotonic() - start

@@ -50,10 +50,10 @@ class Board:
         """
         if key in self._sealed:
             raise BoardFull(f"key {key[:80]!r} is read-only")
-        before = self._values.get(key)
-        more = len(value) - len(before) if before is not None else len(key) + len(value)
+        previous = self._values.get(key)
+        more = len(value) - len(previous) if previous is not None else len(key) + len(value)
         if (
-            before is None and len(self._values) >= self._max_keys
+            previous is None and len(self._values) >= self._max_keys
         ) or self.size_bytes + more > self._max_bytes:
             raise BoardFull(
                 f"the rendezvous is full: {len(self._values)} keys, {self.size_bytes} bytes"
@@ -125,16 +125,16 @@ class Board:
 
     def ended(self, now: float) -> list[Ended]:
         """Return the waits that have ended since the last call, and forget them."""
-        done: list[Ended] = []
+        waits: list[Ended] = []
         for token, (keys, deadline) in list(self._waits.items()):
             if self.has(keys):
-                done.append(Ended(token, [self._values[key] for key in keys]))
+                waits.append(Ended(token, [self._values[key] for key in keys]))
             elif now >= deadline:
-                done.append(Ended(token, None))
+                waits.append(Ended(token, None))
             else:
                 continue
             del self._waits[token]
-        return done
+        return waits
 
     def next_deadline(self) -> float | None:
         """Return when the first wait ends by its timeout, None without waits."""

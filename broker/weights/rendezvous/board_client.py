@@ -115,12 +115,12 @@ class BoardClient(BoardStore):
                     if received == request_id:
                         break
                 elif self.lost or self._monitor.poll(0) or time.monotonic() > deadline:
-                    why = (
+                    problem = (
                         "closed the connection"
                         if self._monitor.poll(0)
                         else f"did not answer within {self.timeout_s:g} s"
                     )
-                    self.lost = self.lost or f"{self.address.where} {why}"
+                    self.lost = self.lost or f"{self.address.where} {problem}"
                     self._end()
                     raise RuntimeError(self.lost)
         if status == ERROR:

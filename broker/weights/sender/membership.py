@@ -212,15 +212,15 @@ class TransferMembership:
             if alive is None:
                 return []
             self._running.seen.update(alive)
-            gone = [
+            departed = [
                 server
                 for server in self._running.servers
                 if server in self._running.seen and server not in alive
             ]
-            self._running.gone.update(gone)
+            self._running.gone.update(departed)
             if self._running.start.independent and set(self._running.servers) - self._running.gone:
                 return []
-            return [CancelTransfer(f"{', '.join(gone)} went away")] if gone else []
+            return [CancelTransfer(f"{', '.join(departed)} went away")] if departed else []
         for server in [
             server for server, since in self._joins.items() if now - since > self._join_ttl_s
         ]:
@@ -228,8 +228,8 @@ class TransferMembership:
         trusted = self._joins.keys() - self._probation.keys()
         if not trusted:
             times = [(self._probation[server].until, server) for server in self._joins]
-            due = [(until, server) for until, server in times if until <= now]
-            return [self._start({min(due)[1]}, alive or (), alone=True)] if due else []
+            expired = [(until, server) for until, server in times if until <= now]
+            return [self._start({min(expired)[1]}, alive or (), alone=True)] if expired else []
         all_here = expected is not None and not set(expected) - self._probation.keys() - trusted
         if not (all_here or self._gathered) and now - self._gathering_since < self._gather_s:
             return []
@@ -238,17 +238,19 @@ class TransferMembership:
     def _start(
         self, servers: Collection[str], alive: Collection[str], *, alone: bool = False
     ) -> StartTransfer:
-        wanted = {self._ways[server][0] for server in servers}
-        carrier = next((one for one in self._carriers if one in wanted - READ), GLOO)
-        sent = tuple(
+        preferred = {self._ways[server][0] for server in servers}
+        carrier = next(
+            (candidate for candidate in self._carriers if candidate in preferred - READ), GLOO
+        )
+        receivers = tuple(
             server for server in sorted(servers) for way, ranks in [self._ways[server]] if way == carrier
             for _ in range(ranks)
         )  # fmt: skip
-        shared = tuple(
+        readers = tuple(
             server for server in sorted(servers) for way, ranks in [self._ways[server]] if way in READ
             for _ in range(ranks)
         )  # fmt: skip
-        start = self._place(sent, shared, carrier, alone=alone)
+        start = self._place(receivers, readers, carrier, alone=alone)
         for server in start.servers:
             del self._joins[server]
         self._gathered = bool(self._joins.keys() - self._probation.keys())
@@ -256,24 +258,29 @@ class TransferMembership:
         return start
 
     def _place(
-        self, sent: tuple[str, ...], shared: tuple[str, ...], carrier: wire.Carrier, *, alone: bool
+        self,
+        receivers: tuple[str, ...],
+        readers: tuple[str, ...],
+        carrier: wire.Carrier,
+        *,
+        alone: bool,
     ) -> StartTransfer:
         """Return a transfer in the members' communicator if they have one, else in a new one."""
-        serial, known, uses = self._communicators.get(carrier, (0, (), 0))
-        if alone or not sent or known != sent:
+        serial, members, uses = self._communicators.get(carrier, (0, (), 0))
+        if alone or not receivers or members != receivers:
             self._serial += 1
             serial = self._serial
             uses = 0
-        if sent and not alone:  # otherwise an existing one waits for its members
-            self._communicators[carrier] = (serial, sent, uses + 1)
+        if receivers and not alone:  # otherwise an existing one waits for its members
+            self._communicators[carrier] = (serial, receivers, uses + 1)
         name = session_name(self.epoch, serial, uses)
-        fresh = bool(sent) and uses == 0
+        fresh = bool(receivers) and uses == 0
         return StartTransfer(
             name,
             self.version,
-            sent + shared,
+            receivers + readers,
             fresh=fresh,
-            num_shared=len(shared),
+            num_shared=len(readers),
             alone=alone,
             carrier=carrier,
         )

@@ -203,13 +203,13 @@ class WeightSender:
             TransferFailed: if a planned tensor is missing or has another shape.
         """
         assert self._loop is not None, "start the sender first"
-        started = time.monotonic()
+        start = time.monotonic()
         if self._staging is not None:
             self._staging.write(version, tensors, lambda: self._announce(version, probe))
         else:
             assert self._stripes is not None, "a sender stages whole versions or stripes"
             self._announce(version, probe, self._stripes.stage(version))
-        seconds = time.monotonic() - started
+        seconds = time.monotonic() - start
         self._values["weights/copy_seconds"] = seconds
         return seconds
 
@@ -273,11 +273,11 @@ class WeightSender:
             await self._new_version.wait()
             self._new_version.clear()
             with self._written_lock:
-                written = self._written
-            assert written is not None
-            version, probe, known = written
-            started = time.monotonic()
-            digesting = in_thread(partial(self._digest, version, known), "weights-digest")
+                pending = self._written
+            assert pending is not None
+            version, probe, early_digest = pending
+            start = time.monotonic()
+            digesting = in_thread(partial(self._digest, version, early_digest), "weights-digest")
             offer = wire.WeightsOffer(
                 epoch=self.epoch,
                 version=version,
@@ -293,14 +293,14 @@ class WeightSender:
                 else [],
             )
             try:
-                if early := self._has_sent and not known:
+                if early := self._has_sent and not early_digest:
                     self._perform(self._membership.offered(version))
                     await self._offers.publish(offer)
                 digest = await digesting
                 if digest is None:
                     continue  # it was overwritten, or could not be packed
                 self._digests = {version: digest}
-                self._values["weights/digest_seconds"] = time.monotonic() - started
+                self._values["weights/digest_seconds"] = time.monotonic() - start
                 if not early:
                     # before it is stored, because joins may follow at once
                     self._perform(self._membership.offered(version))
@@ -316,8 +316,8 @@ class WeightSender:
                 return  # closed
             self._values["weights/version"] = float(version)
 
-    def _digest(self, version: int, known: str) -> str | None:
-        return known or (self._staging.digest(version) if self._staging is not None else None)
+    def _digest(self, version: int, digest: str) -> str | None:
+        return digest or (self._staging.digest(version) if self._staging is not None else None)
 
     # -------------------------------------------------------------------------------------------
     # joins
@@ -387,16 +387,16 @@ class WeightSender:
         if start.num_sent and not start.alone:
             communicator = self._communicators.pop(start.carrier, None)
         try:
-            sent = await in_thread(lambda: self._send(start, communicator, watch), "weights-send")
+            report = await in_thread(lambda: self._send(start, communicator, watch), "weights-send")
             self._has_sent = True
-            if start.num_sent and not start.alone and sent.communicator is not None:
-                self._communicators[start.carrier] = sent.communicator
-            elif sent.communicator is not None:
-                sent.communicator.close()  # it joins the others for the next version
-            self._values["weights/seconds"] = sent.seconds
-            self._values["weights/gbytes_per_s"] = self.plan.size_bytes / sent.seconds / 1e9
-            self._values["weights/sent_bytes"] = float(sent.size_bytes)
-            self._values["weights/deltas"] += not sent.whole
+            if start.num_sent and not start.alone and report.communicator is not None:
+                self._communicators[start.carrier] = report.communicator
+            elif report.communicator is not None:
+                report.communicator.close()  # it joins the others for the next version
+            self._values["weights/seconds"] = report.seconds
+            self._values["weights/gbytes_per_s"] = self.plan.size_bytes / report.seconds / 1e9
+            self._values["weights/sent_bytes"] = float(report.size_bytes)
+            self._values["weights/deltas"] += not report.whole
             readers = float(len(set(start.members[start.num_sent :])))
             self._values |= {
                 "weights/receivers": float(len(start.servers)),
@@ -430,7 +430,13 @@ class WeightSender:
                 digest = self._digests.get(start.version, "")
                 order = self._num_orders - 1
                 return lead_stripes(
-                    self._store, start, self._stripes, order, digest, self.settings, watch
+                    self._store,
+                    start,
+                    self._stripes,
+                    number=order,
+                    digest=digest,
+                    settings=self.settings,
+                    watch=watch,
                 )
             assert self._staging is not None, "a sender stages whole versions or stripes"
             with self._staging.sending(start.version) as staged:

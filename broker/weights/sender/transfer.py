@@ -123,35 +123,38 @@ def lead(
     group = communicator
     num_sent = start.num_sent
     base = base if num_sent else None  # it tracks what the communicator carries
-    lost: dict[str, str] | None = {} if start.independent else None
+    lost_receivers: dict[str, str] | None = {} if start.independent else None
     try:
-        collect(lines, "ready", start, settings.connect_timeout_s, lost)
+        collect(lines, "ready", start, settings.connect_timeout_s, lost_receivers)
         whole = base is None or not base.fits(
             [lines.heard(f"held/{rank}") or "" for rank in range(1, num_sent + 1)]
         )
         if base is not None:
             base.begin()
-        if lost is not None:
+        if lost_receivers is not None:
             group = group or meet(store, start, settings)
             assert isinstance(group, CurveSender), "the settings have not changed"
-            group.open(len(staged), lost)
+            group.open(len(staged), lost_receivers)
         lines.say("go", "" if whole else CHANGES)
-        started = time.monotonic()
+        start_time = time.monotonic()
         size_bytes = staged.plan.size_bytes
         if num_sent:
             if group is None:
                 group = meet(store, start, settings)
             outgoing = OutgoingBuckets(staged, base, lines, whole=whole)
             group.broadcast(
-                outgoing, watch, done=outgoing.sent, peek=lambda: blame(lines, start, lost)
+                outgoing,
+                watch,
+                done=outgoing.sent,
+                peek=lambda: blame(lines, start, lost_receivers),
             )
             size_bytes = outgoing.size_bytes
         digest = _own_digest(staged, watch, settings.timeout_s)
         lines.say("digest", digest)
-        collect(lines, "done", start, settings.timeout_s, lost)
-        if lost:
-            raise SessionFailed(_listed(lost), lost)
-        seconds = time.monotonic() - started
+        collect(lines, "done", start, settings.timeout_s, lost_receivers)
+        if lost_receivers:
+            raise SessionFailed(_listed(lost_receivers), lost_receivers)
+        seconds = time.monotonic() - start_time
         if base is not None:
             base.end(digest, whole=whole)
     except TransferFailed as error:
@@ -174,15 +177,15 @@ def _own_digest(staged: StagedVersion, watch: WaitMonitor, timeout_s: float) -> 
         TransferFailed: if they could not be packed, or there was no progress for so long.
     """
     deadline = time.monotonic() + timeout_s
-    before = -1
+    last_packed = -1
     while (digest := staged.digest) is None:
         watch.beat()
         packed = staged.packed_bytes
         now = time.monotonic()
         if staged.version < 0:
             raise TransferFailed("the weights could not be packed")
-        if packed != before:
-            before = packed
+        if packed != last_packed:
+            last_packed = packed
             deadline = now + timeout_s
         if now > deadline:
             raise TransferFailed(f"the digest took longer than {timeout_s:g} s")
@@ -208,7 +211,9 @@ def meet(store: BoardStore, start: StartTransfer, settings: TransferSettings) ->
     if start.carrier == "curve":
         assert isinstance(store, LearnerStore), "the sender serves the rendezvous"
         return CurveSender(store.server, name, start.members[: start.num_sent], settings.timeout_s)
-    return weight_group(store, name, 0, start.num_sent + 1, start.carrier, settings)
+    return weight_group(
+        store, name, 0, size=start.num_sent + 1, carrier=start.carrier, settings=settings
+    )
 
 
 def weight_group(
@@ -232,12 +237,12 @@ def collect(
     word: str,
     start: StartTransfer,
     timeout_s: float,
-    lost: dict[str, str] | None = None,
+    lost_receivers: dict[str, str] | None = None,
 ) -> None:
     """Wait until every member has sent the word, while those that read report progress.
 
     Args:
-        lost: members to go on without; those that do not send it are added. None: one failure ends
+        lost_receivers: members to go on without; those that do not send it are added. None: one failure ends
             the transfer.
     """
     deadline = time.monotonic() + timeout_s
@@ -245,7 +250,7 @@ def collect(
     readers = range(start.num_sent + 1, len(start.members) + 1)
     at: dict[int, str | None] = {rank: lines.heard(f"at/{rank}") for rank in readers}
     for rank, server in enumerate(start.members, 1):
-        if lost is not None and server in lost:
+        if lost_receivers is not None and server in lost_receivers:
             continue
         answer = None
         while answer is None and (left_s := deadline - time.monotonic()) > 0:
@@ -259,12 +264,12 @@ def collect(
             wrong[server] = f"not {word} within {timeout_s:g} s"
         elif answer:
             wrong[server] = answer
-    if lost is None:
+    if lost_receivers is None:
         _fail(wrong)
         return
-    lost |= wrong
-    if len(lost) == len(start.members):
-        raise SessionFailed(_listed(lost), lost)
+    lost_receivers |= wrong
+    if len(lost_receivers) == len(start.members):
+        raise SessionFailed(_listed(lost_receivers), lost_receivers)
 
 
 def _listed(wrong: dict[str, str]) -> str:
@@ -281,13 +286,13 @@ def _fail(wrong: dict[str, str]) -> None:
 
 
 def to_blame(lines: StoreMessages, start: StartTransfer) -> dict[str, str]:
-    """Return the members at fault for a lost peer, after all had time to report; empty if unknown."""
+    """Wait for reports of a lost peer; return the members at fault, empty if unknown."""
     until = time.monotonic() + LAST_WORD_S
-    while len(said := _said(lines, start)) < len(start.members) and time.monotonic() < until:
+    while len(reasons := _said(lines, start)) < len(start.members) and time.monotonic() < until:
         time.sleep(10 * STORE_POLL_S)
-    if own := {server: answer for server, answer in said.items() if not answer.startswith(PEER)}:
+    if own := {server: answer for server, answer in reasons.items() if not answer.startswith(PEER)}:
         return own
-    silent = [server for server in start.members if server not in said]
+    silent = [server for server in start.members if server not in reasons]
     return (
         {server: "it says nothing" for server in silent} if len(silent) < len(start.members) else {}
     )
@@ -301,12 +306,16 @@ def _said(lines: StoreMessages, start: StartTransfer, first: int | None = None) 
     return {server: answer for server, answer in answers.items() if answer}
 
 
-def blame(lines: StoreMessages, start: StartTransfer, lost: dict[str, str] | None) -> None:
+def blame(
+    lines: StoreMessages, start: StartTransfer, lost_receivers: dict[str, str] | None
+) -> None:
     """End a broadcast that lacks a member, or go on without it; a member that reads does not need
     it.
     """
-    said = _said(lines, start, start.num_sent)
-    if lost is None:
-        _fail(said)
+    reasons = _said(lines, start, start.num_sent)
+    if lost_receivers is None:
+        _fail(reasons)
     else:
-        lost |= {server: reason for server, reason in said.items() if server not in lost}
+        lost_receivers |= {
+            server: reason for server, reason in reasons.items() if server not in lost_receivers
+        }

@@ -63,7 +63,7 @@ class SnapshotPublisher:
 
     async def _write(self, staging: StagingBuffers, offer: wire.WeightsOffer) -> None:
         plan = staging.plan
-        started = time.monotonic()
+        start = time.monotonic()
         into = self._copy = self._copy or FlatBuffer(plan)
         try:
             if not await in_thread(
@@ -76,7 +76,7 @@ class SnapshotPublisher:
                 self._written = offer.version
                 self._values = {
                     "weights/snapshot_version": float(offer.version),
-                    "weights/snapshot_seconds": time.monotonic() - started,
+                    "weights/snapshot_seconds": time.monotonic() - start,
                 }
         except OSError as error:
             self._owed = True

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 FORMAT: Final = 1
 NEWEST: Final = "newest.json"
 NAME: Final = re.compile(r"\d{1,18}-\d{6,18}\.weights")
-KEPT: Final = 2  # versions in a folder
+MAX_VERSIONS: Final = 2  # versions in a folder
 MAX_MANIFEST_BYTES: Final = 64 << 20  # a plan takes about 100 bytes per tensor
 
 
@@ -129,22 +129,20 @@ def write(
 def _epoch(path: Path, run: str) -> int:
     """Return the epoch of a run's newest snapshot, -1 without one."""
     try:
-        there = decode(path.read_bytes())
+        manifest = decode(path.read_bytes())
     except (FileNotFoundError, WireError):
         return -1
-    return there.offer.epoch if there.run == run else -1
+    return manifest.offer.epoch if manifest.run == run else -1
 
 
 def _prune(folder: Path, newest: str) -> None:
     """Delete all but the newest and the most recent other snapshots, and what a killed process
     left.
     """
-    others = [
-        path for path in folder.iterdir() if NAME.fullmatch(path.name) and path.name != newest
-    ]
-    others.sort(key=lambda path: path.stat().st_mtime_ns)
+    older = [path for path in folder.iterdir() if NAME.fullmatch(path.name) and path.name != newest]
+    older.sort(key=lambda path: path.stat().st_mtime_ns)
     for path in [
-        *others[: -(KEPT - 1)],
+        *older[: -(MAX_VERSIONS - 1)],
         *folder.glob(".*.weights.*"),
         *folder.glob(f".{NEWEST}.*"),
     ]:

@@ -40,22 +40,22 @@ class SnapshotSource:
         UserError: if the address is not valid.
     """
 
-    def __init__(self, where: str, key: str = "", timeout_s: float = 10.0) -> None:
-        self.where = where.rstrip("/") or "/"
+    def __init__(self, address: str, key: str = "", timeout_s: float = 10.0) -> None:
+        self.where = address.rstrip("/") or "/"
         self._key = key
         self.timeout_s = timeout_s
-        self._url = urlsplit(where) if is_url(where) else None
+        self._url = urlsplit(address) if is_url(address) else None
         if self._url is not None:
             try:
-                known = bool(self._url.hostname) and self._url.port != 0
+                is_valid = bool(self._url.hostname) and self._url.port != 0
             except ValueError:  # not a port
-                known = False
-            if not known or self._url.query or self._url.username:
-                why = f"snapshot {where!r} is not allowed; a folder, or http://host:port/path without user and query"
-                raise UserError(why)
+                is_valid = False
+            if not is_valid or self._url.query or self._url.username:
+                problem = f"snapshot {address!r} is not allowed; a folder, or http://host:port/path without user and query"
+                raise UserError(problem)
             if self._url.scheme == "http" and not is_loopback(self._url.hostname or ""):
-                why = "to other hosts only https://, because http proves neither the sender nor the bytes"
-                raise UserError(f"snapshot {where!r} is not allowed; {why}")
+                problem = "to other hosts only https://, because http proves neither the sender nor the bytes"
+                raise UserError(f"snapshot {address!r} is not allowed; {problem}")
 
     def newest(self) -> SnapshotManifest | None:
         """Return the newest manifest, None without one.
@@ -86,15 +86,15 @@ class SnapshotSource:
         try:
             with self._open(manifest.file) as (reader, size):
                 if size != manifest.plan.size_bytes:
-                    why = f"snapshot {name}: {size} bytes, its plan has {manifest.plan.size_bytes}; nothing was loaded"
-                    raise TransferFailed(why)
+                    problem = f"snapshot {name}: {size} bytes, its plan has {manifest.plan.size_bytes}; nothing was loaded"
+                    raise TransferFailed(problem)
                 indices = range(len(manifest.plan.buckets))
                 digests = [self._bucket(reader, flat, index, name, watch) for index in indices]
         except FileNotFoundError:
             raise TransferFailed(f"snapshot {name}: the file is gone") from None
-        if (found := combine(digests)) != manifest.offer.digest:
-            why = f"snapshot {name}: digest {found}, its offer says {manifest.offer.digest}; nothing was loaded"
-            raise TransferFailed(why)
+        if (digest := combine(digests)) != manifest.offer.digest:
+            problem = f"snapshot {name}: digest {digest}, its offer says {manifest.offer.digest}; nothing was loaded"
+            raise TransferFailed(problem)
 
     def _bucket(
         self, reader: _Reader, flat: FlatBuffer, index: int, name: str, watch: WaitMonitor
@@ -102,15 +102,15 @@ class SnapshotSource:
         bucket = flat.bucket(index)
         digest = BucketDigest(bucket)
         view = bucket.numpy().data
-        done = 0
-        while done < len(view):
+        position = 0
+        while position < len(view):
             watch.beat()
-            taken = reader.readinto(view[done : done + CHUNK_BYTES])
-            if not taken:
-                why = f"snapshot {name}: it ended before bucket {index} was complete; nothing was loaded"
-                raise TransferFailed(why)
-            done += taken
-            digest.add(done)
+            count = reader.readinto(view[position : position + CHUNK_BYTES])
+            if not count:
+                problem = f"snapshot {name}: it ended before bucket {index} was complete; nothing was loaded"
+                raise TransferFailed(problem)
+            position += count
+            digest.add(position)
         return digest.finish()
 
     @contextmanager
@@ -126,13 +126,13 @@ class SnapshotSource:
                 with open(Path(self.where) / name, "rb", buffering=0) as file:
                     yield file, os.fstat(file.fileno()).st_size
                 return
-            with self._get(name) as found:
-                yield found
+            with self._get(name) as response:
+                yield response
         except FileNotFoundError:
             raise
         except (OSError, http.client.HTTPException) as error:
-            why = f"snapshot {self._name(name)}: {' '.join(str(error).split()) or type(error).__name__}"
-            raise TransferFailed(why) from None
+            problem = f"snapshot {self._name(name)}: {' '.join(str(error).split()) or type(error).__name__}"
+            raise TransferFailed(problem) from None
 
     @contextmanager
     def _get(self, name: str) -> Iterator[tuple[_Reader, int]]:
@@ -150,15 +150,15 @@ class SnapshotSource:
             if answer.status == http.client.NOT_FOUND:
                 raise FileNotFoundError(name)
             if answer.status == http.client.UNAUTHORIZED:
-                why = "the API key is missing or wrong; set RL_API_KEY to the learner's"
-                raise TransferFailed(f"snapshot {self._name(name)}: {why}")
+                problem = "the API key is missing or wrong; set RL_API_KEY to the learner's"
+                raise TransferFailed(f"snapshot {self._name(name)}: {problem}")
             if answer.status != http.client.OK or answer.length is None:
-                why = (
+                problem = (
                     f"{answer.status} {answer.reason}"
                     if answer.status != http.client.OK
                     else "the server does not say how long it is"
                 )
-                raise TransferFailed(f"snapshot {self._name(name)}: {why}")
+                raise TransferFailed(f"snapshot {self._name(name)}: {problem}")
             yield answer, answer.length
         finally:
             connection.close()
@@ -167,9 +167,9 @@ class SnapshotSource:
         return f"{self.where}/{file}"
 
 
-def is_url(where: str) -> bool:
+def is_url(address: str) -> bool:
     """Return whether it is a web server's address."""
-    return where.startswith(("http://", "https://"))
+    return address.startswith(("http://", "https://"))
 
 
 def _all(reader: _Reader, size: int) -> bytes:

@@ -59,7 +59,7 @@ def placed_runs(model: LayoutPlan, stripe: LayoutPlan) -> list[PlacedRun]:
         WireError: if a run is not a part of the model.
     """
     slots = {slot.spec.name: slot for slot in model.slots}
-    found = []
+    runs = []
     for slot in stripe.slots:
         name, _, first = slot.spec.name.rpartition(AT)
         whole = slots.get(name)
@@ -72,8 +72,8 @@ def placed_runs(model: LayoutPlan, stripe: LayoutPlan) -> list[PlacedRun]:
         offset = whole.offset + int(first) * ITEM_BYTES[whole.spec.dtype]
         if offset + slot.spec.size_bytes > whole.stop:
             raise WireError(f"stripe: {slot.spec.name[:200]!r} is longer than the tensor")
-        found.append(PlacedRun(slot.offset, slot.stop, offset))
-    return found
+        runs.append(PlacedRun(slot.offset, slot.stop, offset))
+    return runs
 
 
 def check_cover(model: LayoutPlan, stripes: Sequence[LayoutPlan]) -> None:
@@ -92,8 +92,8 @@ def check_cover(model: LayoutPlan, stripes: Sequence[LayoutPlan]) -> None:
         reached = slot.offset
         while at < len(pieces) and pieces[at][0] < slot.stop:
             if pieces[at][0] != reached:
-                how = "sent twice" if pieces[at][0] < reached else "missing"
-                raise WireError(f"stripes: bytes of {slot.spec.name} are {how}")
+                fault = "sent twice" if pieces[at][0] < reached else "missing"
+                raise WireError(f"stripes: bytes of {slot.spec.name} are {fault}")
             reached = pieces[at][1]
             at = at + 1
         if reached != slot.stop:

@@ -63,7 +63,7 @@ def lead_stripes(
         SessionFailed: names the servers at fault; all communicators of the session are closed.
     """
     lines = StoreMessages(store, start.session, watch)
-    others = range(1, len(weights.plans))
+    other_ranks = range(1, len(weights.plans))
     order = StripeOrder(
         start.session,
         start.version,
@@ -75,24 +75,24 @@ def lead_stripes(
 
     def peek() -> None:
         blame(lines, start, None)
-        for rank in others:
-            if said := lines.heard(f"sent/{rank}"):
-                raise TransferFailed(f"rank {rank} of the learner: {said}")
+        for rank in other_ranks:
+            if reason := lines.heard(f"sent/{rank}"):
+                raise TransferFailed(f"rank {rank} of the learner: {reason}")
 
     try:
         collect(lines, "ready", start, settings.connect_timeout_s)
         store.set(f"stripes/{order_key(number)}", msgspec.json.encode(order).decode())
         lines.say("go", STRIPES)
-        started = time.monotonic()
+        start_time = time.monotonic()
         size_bytes = weights.own.send(store, order, settings, watch, peek)
-        for rank in others:
+        for rank in other_ranks:
             # each bucket has a time limit there
             while lines.wait(f"sent/{rank}", PEEK_EVERY_S) is None:
                 peek()
         peek()
         lines.say("digest", digest)
         collect(lines, "done", start, settings.timeout_s)
-        seconds = time.monotonic() - started
+        seconds = time.monotonic() - start_time
     except TransferFailed as error:
         lines.say("stop", str(error))
         lines.say("go", str(error))

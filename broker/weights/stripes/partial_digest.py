@@ -22,7 +22,7 @@ def partial_sums(model: LayoutPlan, runs: Sequence[PlacedRun], stripe: Tensor) -
     """
     ordered = sorted(runs, key=lambda run: run.offset)
     scratch = torch.zeros(model.bucket_bytes, dtype=torch.uint8, device=stripe.device)
-    found = []
+    sums = []
     following = 0
     for start, stop in model.buckets:
         while (
@@ -42,12 +42,12 @@ def partial_sums(model: LayoutPlan, runs: Sequence[PlacedRun], stripe: Tensor) -
             ]
             at += 1
         if touched:
-            found.append(BucketDigest(scratch[: stop - start]).sums())
+            sums.append(BucketDigest(scratch[: stop - start]).sums())
         else:
-            found.append(torch.zeros(num_sums(stop - start), dtype=torch.int64))
+            sums.append(torch.zeros(num_sums(stop - start), dtype=torch.int64))
         for part in touched:
             scratch[part] = 0
-    return torch.cat(found)
+    return torch.cat(sums)
 
 
 def digest_of_parts(model: LayoutPlan, sums: Tensor) -> str:

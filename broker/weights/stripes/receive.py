@@ -86,13 +86,13 @@ def take_stripes(
     """
     stripes = _plans(store, arrival.plan)
     name = parse_session(session.session)[0]
-    known: list[WeightGroup] = []
+    open_groups: list[WeightGroup] = []
     if isinstance(communicator, StripeGroups):
-        known = communicator.groups
+        open_groups = communicator.groups
         communicator.groups = []
     wrong: dict[int, str] = {}
     met: list[WeightGroup | None] = (
-        [*known] if len(known) == len(stripes) else [None] * len(stripes)
+        [*open_groups] if len(open_groups) == len(stripes) else [None] * len(stripes)
     )
     pace = _Pace(stripes)
     stop = threading.Event()
@@ -109,9 +109,9 @@ def take_stripes(
                 store,
                 group_name(name, number),
                 session.rank,
-                session.world_size,
-                session.carrier,
-                settings,
+                size=session.world_size,
+                carrier=session.carrier,
+                settings=settings,
             )
             met[number] = group
             incoming = _IncomingStripe(number, stripes[number], arrival, pace)
@@ -124,9 +124,9 @@ def take_stripes(
             raise
 
     with ThreadPoolExecutor(len(stripes), thread_name_prefix="weights-stripe") as pool:
-        running = [pool.submit(receive, number) for number in range(len(stripes))]
+        futures = [pool.submit(receive, number) for number in range(len(stripes))]
     groups = StripeGroups(name, [group for group in met if group is not None])
-    errors = [error for one in running if (error := one.exception()) is not None]
+    errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
         groups.close()
         raise next((error for error in errors if str(error) != "another stripe failed"), errors[0])
@@ -142,11 +142,13 @@ def _plans(store: BoardClient, model: LayoutPlan) -> list[LayoutPlan]:
     with suppress(RuntimeError, msgspec.DecodeError):
         if (text := store.peek(STRIPES_KEY)) is not None:
             try:
-                found = [plans.from_text(one) for one in msgspec.json.decode(text, type=list[str])]
-                check_cover(model, found)
+                stripes = [
+                    plans.from_text(entry) for entry in msgspec.json.decode(text, type=list[str])
+                ]
+                check_cover(model, stripes)
             except WireError as error:
                 raise TransferFailed(str(error)) from None
-            return found
+            return stripes
     raise TransferFailed("the learner does not say how its ranks divide the model")
 
 
@@ -158,7 +160,7 @@ class _Pace:
         self._arrived = [0] * len(stripes)
 
     def allows(self, number: int, bucket: int) -> bool:
-        slowest = min(done / size for done, size in zip(self._arrived, self._sizes, strict=True))
+        slowest = min(count / size for count, size in zip(self._arrived, self._sizes, strict=True))
         return (bucket - AHEAD) / self._sizes[number] <= slowest
 
     def arrived(self, number: int) -> None:

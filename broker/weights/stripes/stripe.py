@@ -123,8 +123,15 @@ class StripeRank:
             with self._staging.sending(order.version) as staged:
                 lines.say(f"stripe/{self.rank}", staged.digest or "")
                 if group is None:
-                    named = group_name(name, self.rank)
-                    group = weight_group(store, named, 0, order.world_size, order.carrier, settings)
+                    communicator = group_name(name, self.rank)
+                    group = weight_group(
+                        store,
+                        communicator,
+                        0,
+                        size=order.world_size,
+                        carrier=order.carrier,
+                        settings=settings,
+                    )
                 group.broadcast(staged, watch, done=lambda index: None, peek=peek)
         except BaseException:
             if group is not None:
