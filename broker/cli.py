@@ -141,13 +141,13 @@ def parser() -> argparse.ArgumentParser:
     )
     add_json(form, "print one JSON object, with the whole message")
     _add_operator_options(show, dead_letters.show_letter, json=False)
-    again = dead.add_parser(
+    retry = dead.add_parser(
         "retry", help="process one again now to see the result, which is not trained on"
     )
-    again.add_argument("number", type=natural, help="number in `broker dead list`")
+    retry.add_argument("number", type=natural, help="number in `broker dead list`")
     text = "longest wait for each process (%(default)s)"
-    again.add_argument("--timeout", type=positive, default=300.0, metavar="SECONDS", help=text)
-    _add_operator_options(again, dead_letters.retry_letter)
+    retry.add_argument("--timeout", type=positive, default=300.0, metavar="SECONDS", help=text)
+    _add_operator_options(retry, dead_letters.retry_letter)
     purge = dead.add_parser("purge", help="delete them")
     purge.add_argument(
         "--through", type=natural, default=None, metavar="NUMBER", help="only up to this number"
@@ -174,10 +174,10 @@ def _add_operator_options(
     async def body(options: argparse.Namespace, stop: Stop) -> None:
         logging.getLogger().setLevel("ERROR")  # the result is printed
         working = asyncio.create_task(operate(options))
-        asked = asyncio.create_task(stop.asked.wait())
-        await asyncio.wait([working, asked], return_when=asyncio.FIRST_COMPLETED)
+        stop_request = asyncio.create_task(stop.asked.wait())
+        await asyncio.wait([working, stop_request], return_when=asyncio.FIRST_COMPLETED)
         if working.done():
-            asked.cancel()
+            stop_request.cancel()
             await working
         else:
             working.cancel()
@@ -216,9 +216,13 @@ async def _serve(options: argparse.Namespace, stop: Stop) -> None:
     )
     await asyncio.to_thread(server.start)
     try:
-        started = {"broker": server.url, "store": str(server.store), "log": str(server.log_path)}
+        server_info = {
+            "broker": server.url,
+            "store": str(server.store),
+            "log": str(server.log_path),
+        }
         text = f"broker at {server.url}, store {server.store}, log {server.log_path}"
-        print(visible_json(started) if options.json else text, flush=True)
+        print(visible_json(server_info) if options.json else text, flush=True)
         stop.health.set("ready", f"broker at {server.url}")
         # this command exits so that a service manager restarts it
         keeper = ServerSupervisor(server, revive=False)
@@ -238,18 +242,18 @@ async def _serve(options: argparse.Namespace, stop: Stop) -> None:
 
 def _cluster(options: argparse.Namespace) -> ClusterConfig | None:
     names = ("--cluster", "--node", "--cluster-port", "--routes")
-    given = dict(
+    options_by_flag = dict(
         zip(
             names,
             (options.cluster, options.node, options.cluster_port, options.routes),
             strict=True,
         )
     )
-    if not any(given.values()):
+    if not any(options_by_flag.values()):
         return None
-    if missing := [name for name, value in given.items() if not value]:
+    if missing := [name for name, value in options_by_flag.items() if not value]:
         raise UserError(
-            f"one server of a cluster needs {', '.join(given)}; missing: {', '.join(missing)}"
+            f"one server of a cluster needs {', '.join(options_by_flag)}; missing: {', '.join(missing)}"
         )
     routes = tuple(route.strip() for route in options.routes.split(",") if route.strip())
     return ClusterConfig(

@@ -140,7 +140,7 @@ def fields_of(source: str) -> dict[str, list[FieldDoc]]:
     comment behind it, or the lines of comments above it.
     """
     lines = source.splitlines()
-    found = {}
+    fields_by_struct = {}
     for node in ast.parse(source).body:
         if not isinstance(node, ast.ClassDef):
             continue
@@ -152,8 +152,8 @@ def fields_of(source: str) -> dict[str, list[FieldDoc]]:
                 fields.append(
                     FieldDoc(item.target.id, ast.unparse(item.annotation), default, meaning)
                 )
-        found[node.name] = fields
-    return found
+        fields_by_struct[node.name] = fields
+    return fields_by_struct
 
 
 def _comment_of(field: ast.AnnAssign, lines: list[str]) -> str:
@@ -223,9 +223,11 @@ def _streams_table() -> str:
     for stream in STREAMS:
         names = [message.__name__ for message in stream.messages]
         messages = ", ".join(f"[{name}](#{name.lower()})" for name in names) or "bytes"
-        kept = stream.kept + (f", at most {stream.max_bytes >> 20} MiB" if stream.max_bytes else "")
-        kept += ", in memory" * stream.memory + ", signed" * stream.signed
-        kept += "; also stored in a full broker" * stream.essential
+        retention = stream.kept + (
+            f", at most {stream.max_bytes >> 20} MiB" if stream.max_bytes else ""
+        )
+        retention += ", in memory" * stream.memory + ", signed" * stream.signed
+        retention += "; also stored in a full broker" * stream.essential
         cells = [
             stream.name,
             f"`{_subject(stream)}`",
@@ -233,7 +235,7 @@ def _streams_table() -> str:
             stream.kind.value,
             stream.writer,
             stream.reader,
-            kept,
+            retention,
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
@@ -278,16 +280,16 @@ def _spelled(annotation: str) -> str:
 
 def _structs_in(struct: type) -> list[type]:
     """Return the structs in the fields of a struct, at any depth, without columns."""
-    found: list[type] = []
+    structs: list[type] = []
     for field in msgspec.structs.fields(struct):
-        for held in (field.type, *getattr(field.type, "__args__", ())):
+        for candidate in (field.type, *getattr(field.type, "__args__", ())):
             if (
-                isinstance(held, type)
-                and issubclass(held, msgspec.Struct)
-                and held is not wire.Column
+                isinstance(candidate, type)
+                and issubclass(candidate, msgspec.Struct)
+                and candidate is not wire.Column
             ):
-                found += [held, *_structs_in(held)]
-    return list(dict.fromkeys(found))
+                structs += [candidate, *_structs_in(candidate)]
+    return list(dict.fromkeys(structs))
 
 
 def _readable(value: Any) -> Any:

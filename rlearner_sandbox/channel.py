@@ -58,10 +58,10 @@ class Channel:
         data = json.dumps(message).encode("ascii")
         if len(data) > MOST_BYTES:
             raise TooMuch(f"{len(data)} bytes, and at most {MOST_BYTES} can be passed on")
-        left = memoryview(len(data).to_bytes(4, "little") + data)
+        unsent = memoryview(len(data).to_bytes(4, "little") + data)
         try:
-            while left:
-                left = left[os.write(self._fd, left) :]
+            while unsent:
+                unsent = unsent[os.write(self._fd, unsent) :]
         except OSError:
             self._hung_up()
 

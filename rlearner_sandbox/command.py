@@ -157,7 +157,9 @@ def free_uid(number: int, maps: Sequence[str]) -> int:
     ranges = [[tuple(map(int, line.split())) for line in text.splitlines()] for text in maps]
     return (
         uid
-        if all(any(first <= uid < first + count for first, _, count in one) for one in ranges)
+        if all(
+            any(first <= uid < first + count for first, _, count in uid_map) for uid_map in ranges
+        )
         else NOBODY
     )
 
@@ -199,34 +201,34 @@ def _compiled(name: str) -> CodeType:
 def _root(packages: tuple[str, ...], working: str = "/tmp") -> tuple[str, ...]:
     """Return the options for the root folder: C library, Python, two devices."""
     links: list[str] = []
-    shown: list[str] = ["/usr/lib", "/usr/lib64"]
+    paths: list[str] = ["/usr/lib", "/usr/lib64"]
     for folder in ("/lib", "/lib64"):
         if os.path.islink(folder):
             links += ["--symlink", os.readlink(folder), folder]
         else:
-            shown.append(folder)
+            paths.append(folder)
     if sys.base_prefix in ("/usr", "/usr/local"):
-        shown += [
+        paths += [
             os.path.join(sys.base_prefix, "lib"),
             os.path.join(sys.base_prefix, "lib64"),
             python(),
         ]
     else:
-        shown += [sys.base_prefix, python()]
-    shown += map(os.path.abspath, packages)
+        paths += [sys.base_prefix, python()]
+    paths += map(os.path.abspath, packages)
     # programs look for a file of /etc at its own place, also where it is a link to a file elsewhere
     for path in packages:
         if path.startswith("/etc/") and os.path.islink(path):
             links += ["--symlink", os.path.realpath(path), path]
-    shown = [path for path in dict.fromkeys(map(os.path.realpath, shown)) if os.path.exists(path)]
-    shown = [path for path in shown if not any(path.startswith(other + "/") for other in shown)]
+    paths = [path for path in dict.fromkeys(map(os.path.realpath, paths)) if os.path.exists(path)]
+    paths = [path for path in paths if not any(path.startswith(other + "/") for other in paths)]
     folders = [
-        str(folder) for path in (*shown, *DEVICES) for folder in reversed(Path(path).parents)
+        str(folder) for path in (*paths, *DEVICES) for folder in reversed(Path(path).parents)
     ]
     folders += [str(folder) for folder in (*reversed(Path(working).parents), working)]
     above = dict.fromkeys(folder for folder in folders if folder not in ("/", "/tmp"))
     # else they get the modes they have outside
     result = [part for folder in above for part in ("--perms", "0755", "--dir", folder)]
-    result += [part for path in shown for part in ("--ro-bind", path, path)]
+    result += [part for path in paths for part in ("--ro-bind", path, path)]
     result += [part for path in DEVICES for part in ("--dev-bind", path, path)]
     return (*result, *links, "--symlink", "/tmp", "/dev/shm")

@@ -30,13 +30,13 @@ def boot() -> None:
         else:
             os._exit(1)
 
-    def limit(what: int, soft: int, hard: int = 0) -> None:
-        most = resource.getrlimit(what)[1]
+    def limit(resource_id: int, soft: int, hard: int = 0) -> None:
+        most = resource.getrlimit(resource_id)[1]
         hard = hard or soft
         if most != resource.RLIM_INFINITY:
             soft = min(soft, most)
             hard = min(hard, most)
-        resource.setrlimit(what, (soft, hard))
+        resource.setrlimit(resource_id, (soft, hard))
 
     with open("/proc/self/statm") as statm:
         memory += int(statm.read().split()[0]) * resource.getpagesize()
@@ -58,8 +58,8 @@ def boot() -> None:
                 os.close(int(name))
             except OSError:  # the one that listed them
                 pass
-    for one in {fd, channel} - {-1}:
-        os.set_inheritable(one, False)
+    for open_fd in {fd, channel} - {-1}:
+        os.set_inheritable(open_fd, False)
 
     def our(name: str, what: str):  # type: ignore[no-untyped-def]
         """Return an attribute of one of our modules, which were sent as code."""

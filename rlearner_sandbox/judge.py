@@ -63,8 +63,8 @@ def _scope(program: Program, names: dict[str, Any]) -> dict[str, Any]:
     scope.update(missing | offered, __builtins__=builtins)
     for name, (module, attribute) in names["library"].items():
         try:
-            found = importlib.import_module(module)
+            imported = importlib.import_module(module)
         except ImportError:
             continue
-        scope[name] = getattr(found, attribute) if attribute else found
+        scope[name] = getattr(imported, attribute) if attribute else imported
     return scope

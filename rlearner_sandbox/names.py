@@ -56,7 +56,7 @@ def names_of(texts: tuple[str, ...]) -> Names:
     """
     trees = [ast.parse(text) for text in texts]
     nodes = [node for tree in trees for node in ast.walk(tree)]
-    used = [
+    used_names = [
         node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
     ]
     dotted = {
@@ -66,21 +66,27 @@ def names_of(texts: tuple[str, ...]) -> Names:
     }
     imported = {name.split(".")[0] for node in nodes for name in _imported(node)}
     bound = {name for tree in trees for name in _bound(tree.body)}
-    taken = bound | BUILTIN
-    free = [name for name in dict.fromkeys(used) if name not in taken and not name.startswith("__")]
+    known_names = bound | BUILTIN
+    free = [
+        name
+        for name in dict.fromkeys(used_names)
+        if name not in known_names and not name.startswith("__")
+    ]
     library = {
         name: (ALIASES.get(name, name), "") for name in free if name in dotted and _is_module(name)
     }
-    rest = [name for name in free if name not in library]
-    if not all(name in LIBRARY for name in rest):
-        library |= {name: (LIBRARY[name], name) for name in rest if name in LIBRARY}
-    program = tuple(name for name in rest if name not in library)
+    unbound = [name for name in free if name not in library]
+    if not all(name in LIBRARY for name in unbound):
+        library |= {name: (LIBRARY[name], name) for name in unbound if name in LIBRARY}
+    program = tuple(name for name in unbound if name not in library)
     # a problem may ask for a function that is called as one of Python's own
     if not program and MODULE not in imported:
-        own = {name for name in used if name in BUILTIN and name not in bound}
+        own = {name for name in used_names if name in BUILTIN and name not in bound}
         own = {name for name in own if not isinstance(getattr(builtins, name), _NO_SUBJECT)}
         program = tuple(own) if len(own) == 1 else ()
-    unsafe = tuple(name for name in dict.fromkeys(used) if name in UNSAFE and name not in bound)
+    unsafe = tuple(
+        name for name in dict.fromkeys(used_names) if name in UNSAFE and name not in bound
+    )
     return Names(program, library, MODULE in imported, unsafe)
 
 
@@ -91,7 +97,7 @@ def _is_module(name: str) -> bool:
 def _imported(node: ast.AST) -> Iterable[str]:
     if isinstance(node, ast.ImportFrom):
         return [node.module or ""]
-    return [one.name for one in node.names] if isinstance(node, ast.Import) else []
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
 
 
 def _bound(body: Iterable[ast.AST]) -> Iterable[str]:
@@ -102,7 +108,7 @@ def _bound(body: Iterable[ast.AST]) -> Iterable[str]:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            yield from ((one.asname or one.name).split(".")[0] for one in node.names)
+            yield from ((alias.asname or alias.name).split(".")[0] for alias in node.names)
         elif isinstance(node, ast.Name):
             if isinstance(node.ctx, ast.Store):
                 yield node.id

@@ -44,9 +44,12 @@ def to_json(value: Any, other: Other) -> Any:
         return value if -SMALL < value < SMALL else ["int", hex(value)]
     for name, kind in SEQUENCES.items():
         if isinstance(value, kind):
-            return [name, [to_json(one, other) for one in value]]
+            return [name, [to_json(item, other) for item in value]]
     if isinstance(value, dict):
-        return ["dict", [[to_json(key, other), to_json(one, other)] for key, one in value.items()]]
+        return [
+            "dict",
+            [[to_json(key, other), to_json(item, other)] for key, item in value.items()],
+        ]
     if isinstance(value, (bytes, bytearray)):
         return ["bytes" if isinstance(value, bytes) else "bytearray", value.hex()]
     if isinstance(value, complex):
@@ -56,10 +59,10 @@ def to_json(value: Any, other: Other) -> Any:
     if isinstance(value, type):
         name = value.__name__
         return ["type", name] if TYPES.get(name) is value else other(value)
-    whose = type(value).__module__
-    if whose in ("decimal", "fractions") and type(value).__name__ in ("Decimal", "Fraction"):
+    module = type(value).__module__
+    if module in ("decimal", "fractions") and type(value).__name__ in ("Decimal", "Fraction"):
         return ["number", type(value).__name__, str(value)]
-    if whose == "numpy" and hasattr(value, "tolist"):
+    if module == "numpy" and hasattr(value, "tolist"):
         return to_json(value.tolist(), other)
     return other(value)
 
@@ -79,29 +82,29 @@ def from_json(node: Any, other: Other) -> Any:
 def _read(node: Any, other: Other) -> Any:
     if type(node) is not list:
         raise Garbled(f"a {type(node).__name__}")
-    tag, *rest = node
+    tag, *fields = node
     if tag in SEQUENCES:
-        return SEQUENCES[tag]([from_json(one, other) for one in rest[0]])
+        return SEQUENCES[tag]([from_json(item, other) for item in fields[0]])
     if tag == "dict":
-        return {from_json(key, other): from_json(one, other) for key, one in rest[0]}
+        return {from_json(key, other): from_json(item, other) for key, item in fields[0]}
     if tag == "int":
-        return int(rest[0], 16)
+        return int(fields[0], 16)
     if tag in ("bytes", "bytearray"):
-        return TYPES[tag].fromhex(rest[0])
+        return TYPES[tag].fromhex(fields[0])
     if tag == "complex":
-        return complex(float(rest[0]), float(rest[1]))
+        return complex(float(fields[0]), float(fields[1]))
     if tag == "range":
-        return range(*(from_json(part, other) for part in rest))
+        return range(*(from_json(part, other) for part in fields))
     if tag == "type":
-        return TYPES[rest[0]]
+        return TYPES[fields[0]]
     if tag == "number":
-        if rest[0] == "Decimal":
+        if fields[0] == "Decimal":
             from decimal import Decimal
 
-            return Decimal(rest[1])
+            return Decimal(fields[1])
         from fractions import Fraction
 
-        return Fraction(rest[1])
+        return Fraction(fields[1])
     return other(node)
 
 

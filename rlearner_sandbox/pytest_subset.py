@@ -53,11 +53,11 @@ class approx:
 
     def _near(self, expected: Any, actual: Any) -> bool:
         if isinstance(expected, dict):
-            same = isinstance(actual, dict) and expected.keys() == actual.keys()
-            return same and all(self._near(expected[k], actual[k]) for k in expected)
+            is_same = isinstance(actual, dict) and expected.keys() == actual.keys()
+            return is_same and all(self._near(expected[k], actual[k]) for k in expected)
         if isinstance(expected, (list, tuple)):
-            same = type(expected) is type(actual) and len(expected) == len(actual)
-            return same and all(map(self._near, expected, actual))
+            is_same = type(expected) is type(actual) and len(expected) == len(actual)
+            return is_same and all(map(self._near, expected, actual))
         if type(actual) in (int, float) and type(expected) in (int, float):
             if not math.isfinite(actual):
                 return bool(expected == actual)

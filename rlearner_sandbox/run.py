@@ -105,10 +105,10 @@ class Sandbox:
             assert tests is not None
             return self._judged(program, tests, wall_s)
         token = "" if tests is None else secrets.token_hex(16)
-        then = () if tests is None else (token, tests.first, str(len(tests.each)), *tests.each)
+        checks = () if tests is None else (token, tests.first, str(len(tests.each)), *tests.each)
         with (
             ProcessLoop() as loop,
-            self._start(mode, wall_s, [program], then=then, token=token, stdin=stdin) as talk,
+            self._start(mode, wall_s, [program], then=checks, token=token, stdin=stdin) as talk,
         ):
             loop.add(talk)
             loop.until(lambda: False)
@@ -120,8 +120,8 @@ class Sandbox:
         """
         names = names_of((tests.first, *tests.each))
         token = secrets.token_hex(16)
-        wanted = json.dumps({"program": names.program, "library": names.library})
-        texts = [token, wanted, tests.first, str(len(tests.each)), *tests.each]
+        names_json = json.dumps({"program": names.program, "library": names.library})
+        texts = [token, names_json, tests.first, str(len(tests.each)), *tests.each]
         theirs, ours = socket.socketpair()
         with (
             theirs,
@@ -224,9 +224,9 @@ def id_maps() -> list[str]:
 def sealed_file(data: bytes) -> int:
     """Return a sealed file in memory, open at its beginning."""
     fd = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(fd, rest) :]
+    unwritten = memoryview(data)
+    while unwritten:
+        unwritten = unwritten[os.write(fd, unwritten) :]
     os.lseek(fd, 0, os.SEEK_SET)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     return fd

@@ -96,9 +96,9 @@ class SandboxProcess:
 
     def unlimited(self) -> float:
         """Remove the time limit and return the seconds left of it."""
-        left = self._deadline - time.monotonic()
+        seconds_left = self._deadline - time.monotonic()
         self._deadline = float("inf")
-        return left
+        return seconds_left
 
     def stop(self, *, after_s: float = 0.0) -> None:
         """Kill it unless it exits within this many seconds, which counts as a normal end."""
@@ -193,9 +193,9 @@ class SandboxProcess:
             self._cpu_s = max(self._cpu_s, most_cpu_s(self._child.pid))
         return used_mib(self._child.pid, self._limits.memory_mib) > self._limits.memory_mib
 
-    def _kill(self, why: KilledFor) -> None:
+    def _kill(self, reason: KilledFor) -> None:
         self._killed = True
-        self._killed_for = why
+        self._killed_for = reason
         kill_tree(self._child.pid)
         self._deadline = time.monotonic() + END_S
 
@@ -203,20 +203,20 @@ class SandboxProcess:
         """Return how the process ended; raise SandboxFailed if it never began."""
         exit_code = self._child.wait()
         exit_code = 128 - exit_code if exit_code < 0 else exit_code
-        stdout, stderr, said = (bytes(stream) for stream in self._streams.values())
+        stdout, stderr, answer_lines = (bytes(stream) for stream in self._streams.values())
         if self._began is None:
-            why = (
+            problem = (
                 "it did not start in time"
                 if self._killed_for
                 else stderr.decode("utf-8", "replace")
             )
-            raise SandboxFailed(advice(why))
+            raise SandboxFailed(advice(problem))
         if exit_code == SIGKILLED and not self._killed_for:
             if self._killed:
                 exit_code = 0
             elif self._cpu_s >= self._limits.cpu_s:
                 exit_code = OUT_OF_TIME  # it ignored the signal that says so
-        answers = _answers(said.decode("utf-8", "replace").split("\n")[:-1], self._token)
+        answers = _answers(answer_lines.decode("utf-8", "replace").split("\n")[:-1], self._token)
         seconds = time.monotonic() - self._began
         compiled = exit_code != NO_PYTHON
         return ProgramEnd(exit_code, self._killed_for, compiled, answers, stdout, stderr, seconds)
@@ -263,13 +263,13 @@ class ProcessLoop:
 
 def _answers(lines: Iterable[str], token: str) -> dict[int, str]:
     """Return the first answer to each test; lines without the token are not ours."""
-    found: dict[int, str] = {}
+    answers: dict[int, str] = {}
     for line in lines:
-        mark, _, rest = line.partition(" ")
-        index, _, answer = rest.partition(" ")
+        mark, _, fields = line.partition(" ")
+        index, _, answer = fields.partition(" ")
         if mark == token and index.isascii() and index.isdigit():
-            found.setdefault(int(index), answer)
-    return found
+            answers.setdefault(int(index), answer)
+    return answers
 
 
 def _frames(texts: Iterable[str]) -> bytes:

@@ -21,16 +21,16 @@ def used_mib(pid: int, enough: float) -> float:
     resident = resident_mib(pids)
     if resident <= enough:
         return resident
-    return sum(_share_mib(one) for one in pids)
+    return sum(_share_mib(process) for process in pids)
 
 
 def most_cpu_s(pid: int) -> float:
     """Return the processor seconds of the busiest of the process and its descendants."""
     most = 0
-    for one in _tree(pid):
+    for process in _tree(pid):
         with contextlib.suppress(OSError, IndexError, ValueError):
             fields = (
-                Path(f"/proc/{one}/stat")
+                Path(f"/proc/{process}/stat")
                 .read_text(encoding="utf-8", errors="replace")
                 .rpartition(")")[2]
                 .split()
@@ -40,20 +40,20 @@ def most_cpu_s(pid: int) -> float:
 
 
 def _tree(pid: int) -> list[int]:
-    found = [pid]
+    pids = [pid]
     # grows while it is walked; a thread may have started what its process' first thread knows
     # nothing of
-    for one in found:
+    for process in pids:
         with contextlib.suppress(OSError):
-            for thread in os.listdir(f"/proc/{one}/task"):
+            for thread in os.listdir(f"/proc/{process}/task"):
                 with contextlib.suppress(OSError):
-                    found += map(
+                    pids += map(
                         int,
-                        Path(f"/proc/{one}/task/{thread}/children")
+                        Path(f"/proc/{process}/task/{thread}/children")
                         .read_text(encoding="ascii")
                         .split(),
                     )
-    return found
+    return pids
 
 
 def _share_mib(pid: int) -> float:

@@ -88,7 +88,11 @@ def refuse_sleepless(engine: str) -> None:
     """
     if (declared := declaration(engine)) is not None and not declared.sleeps:
         able = ", ".join(
-            sorted(name for name in ENGINE_ARGS if (found := declaration(name)) and found.sleeps)
+            sorted(
+                name
+                for name in ENGINE_ARGS
+                if (engine_args := declaration(name)) and engine_args.sleeps
+            )
         )
         raise UserError(
             f"--share-gpus: engine {engine} cannot free its device for others; these can: {able}"
@@ -96,14 +100,16 @@ def refuse_sleepless(engine: str) -> None:
 
 
 def _refuse_filters(name: str, sampling: dict[str, Any], engine: str) -> None:
-    declared = {other: declaration(other) for other in sorted(ENGINE_ARGS)}
+    declared = {engine_name: declaration(engine_name) for engine_name in sorted(ENGINE_ARGS)}
     able = ", ".join(
-        other for other, found in declared.items() if found is not None and found.processed_logprobs
+        engine_name
+        for engine_name, engine_args in declared.items()
+        if engine_args is not None and engine_args.processed_logprobs
     )
     for option, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
         if (value := sampling.get(option, off)) != off:
-            why = f"rollout.engine {engine}, which does not return the logprobs of what is left"
-            allowed = f"{off:g} with {why}; these do: {able}"
+            reason = f"rollout.engine {engine}, which does not return the logprobs of what is left"
+            allowed = f"{off:g} with {reason}; these do: {able}"
             raise ConfigError(f"domains.{name}.sampling.{option}", value, allowed)
 
 

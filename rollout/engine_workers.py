@@ -34,11 +34,11 @@ async def engine_workers(
         paused_s, digest = await engine.receive_weights(
             transfer.text(), offer.version, mode, offer.probe, go
         )
-        which = f"version {offer.version} of epoch {offer.epoch}"
+        version = f"version {offer.version} of epoch {offer.epoch}"
         num_workers = carriers[transfer.session.carrier]
         log.info(
             "serving %s, received by %d workers, generation paused for %.3f s",
-            which,
+            version,
             num_workers,
             paused_s,
         )

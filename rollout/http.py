@@ -145,10 +145,10 @@ class HttpApi:
             OSError: if it cannot listen on its socket.
             UserError: if it ends before it listens.
         """
-        mine, other = socket.socketpair()
+        mine, child_end = socket.socketpair()
         try:
-            with other, os.fdopen(os.dup(2), "wb") as errors:
-                fds = other.fileno(), self._bound.fileno()
+            with child_end, os.fdopen(os.dup(2), "wb") as errors:
+                fds = child_end.fileno(), self._bound.fileno()
                 command = [sys.executable, "-m", "rollout.http_process", *map(str, fds)]
                 # not SIGTERM, which it ignores: a service sends it to all of its processes, and
                 # this one drains first
@@ -222,8 +222,8 @@ class HttpApi:
                 )
                 task.add_done_callback(lambda _: self._answering.pop(number, None))
             case ClientLeft(number):
-                if (left := self._answering.get(number)) is not None:
-                    left.cancel()
+                if (answer := self._answering.get(number)) is not None:
+                    answer.cancel()
             case Logged(logger, level, text, traceback):
                 extra = {logs.TRACEBACK: traceback} if traceback else None
                 logging.getLogger(logger).log(level, "%s", text, extra=extra)

@@ -71,7 +71,7 @@ class HttpProcess:
         self._link.close()
 
     def _open(self, opening: Opening) -> HttpServer:
-        served = ServedModel(
+        model = ServedModel(
             model=opening.model,
             path=opening.path,
             max_context_tokens=opening.max_context_tokens,
@@ -87,7 +87,7 @@ class HttpProcess:
             tls = server_tls(
                 opening.cert, opening.cert_key, cert_name="certificate", key_name="key"
             )
-        return HttpServer.with_key(self._handle, tokenizer, served, opening.key, tls, KeyStore())
+        return HttpServer.with_key(self._handle, tokenizer, model, opening.key, tls, KeyStore())
 
     async def _follow(self) -> None:
         while (message := await self._link.receive()) is not None:

@@ -37,13 +37,13 @@ class IntervalMetrics:
     def read(self, now: float, stats: EngineStats) -> dict[str, float]:
         """Return the metrics since the last reading."""
         seconds = max(now - self._at, 1e-9)
-        before = self._before
+        last_stats = self._before
         self._before = stats
         self._at = now
-        context = stats.prefill_tokens - before.prefill_tokens
-        hits = stats.prefix_hit_tokens - before.prefix_hit_tokens
-        busy_s = min(seconds, max(0.0, stats.busy_s - before.busy_s))
-        tokens_per_s = (stats.generated_tokens - before.generated_tokens) / seconds
+        context = stats.prefill_tokens - last_stats.prefill_tokens
+        hits = stats.prefix_hit_tokens - last_stats.prefix_hit_tokens
+        busy_s = min(seconds, max(0.0, stats.busy_s - last_stats.busy_s))
+        tokens_per_s = (stats.generated_tokens - last_stats.generated_tokens) / seconds
         self.idle_ratio = 1.0 - busy_s / seconds
         self.speed = max(tokens_per_s, self.speed * 0.5 ** (busy_s / SPEED_HALVES_S))
         values = {
@@ -55,7 +55,7 @@ class IntervalMetrics:
             "rollout/requests_per_s": self._requests / seconds,
             "rollout/prefix_hit_ratio": hits / (hits + context) if hits + context else 0.0,
             "time/generate": self._request_s / self._requests if self._requests else 0.0,
-            "time/pause": stats.pause_s - before.pause_s,
+            "time/pause": stats.pause_s - last_stats.pause_s,
         }
         for reason, count in stats.finished.items():
             values[f"rollout/finished/{reason}"] = float(count)

@@ -63,10 +63,16 @@ class GenerationJob:
     @classmethod
     def of(cls, request: wire.GenerateRequest, now: float) -> GenerationJob:
         """Return the job of a request that arrives now."""
-        identity = (request.request_id, request.conversation_id)
-        until = now + request.deadline_s
         expected = request.expected_tokens or request.sampling.max_tokens
-        job = cls(*identity, request.token_ids.array(), expected, request.min_version, now, until)
+        job = cls(
+            request.request_id,
+            request.conversation_id,
+            request.token_ids.array(),
+            expected_tokens=expected,
+            min_version=request.min_version,
+            submitted=now,
+            deadline=now + request.deadline_s,
+        )
         job.priority = request.priority
         job.step = request.step
         job.expected_high = request.expected_high

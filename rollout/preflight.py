@@ -39,10 +39,10 @@ def preflight_findings(config: dict[str, Any]) -> list[PreflightFinding]:
     args = OpenAIArgs.model_validate(section.engine_args)
     from rlearner_text.openai.endpoint_check import check_endpoint
 
-    named = "api_key" in args.model_fields_set
+    is_named = "api_key" in args.model_fields_set
     return [
         *models,
         check_endpoint(
-            "rollout.engine_args", args.base_url, args.api_key, named=named, needed=True
+            "rollout.engine_args", args.base_url, args.api_key, named=is_named, needed=True
         ),
     ]

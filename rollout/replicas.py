@@ -55,8 +55,8 @@ def gpu_shares(spec: str, section: RolloutSection) -> list[list[int]]:
     numbers = gpus.parse(spec)
     if len(numbers) % size:
         count = f"{len(numbers)} GPU{'s' if len(numbers) > 1 else ''}"
-        why = f"--gpus {spec} names {count}, which rollout.engine_args.tensor_parallel={size} does not divide"
-        raise UserError(why)
+        text = f"--gpus {spec} names {count}, which rollout.engine_args.tensor_parallel={size} does not divide"
+        raise UserError(text)
     return [numbers[start : start + size] for start in range(0, len(numbers), size)]
 
 
@@ -168,17 +168,17 @@ async def run(
 def _look_after(replica: _Replica, numbers: Sequence[int]) -> None:
     code = replica.process.poll()
     now = time.monotonic()
-    named = ",".join(map(str, numbers))
+    gpu_list = ",".join(map(str, numbers))
     if code in (None, 0):
         return
     if code == EXIT_USER_ERROR:
-        raise UserError(f"the server on GPUs {named} could not start; see its error above")
+        raise UserError(f"the server on GPUs {gpu_list} could not start; see its error above")
     if replica.due is None:
         replica.wait_s = FIRST_RESTART_S if now - replica.started > STEADY_S else replica.wait_s
         replica.due = now + replica.wait_s
         log.error(
             "the server on GPUs %s exited with code %d, restarting in %.0f s",
-            named,
+            gpu_list,
             code,
             replica.wait_s,
         )

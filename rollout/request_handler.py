@@ -96,11 +96,11 @@ class RequestHandler:
         """Wait for outstanding requests, abort the rest, and return how many were aborted."""
         if await self._quiet(timeout_s):
             return 0
-        left = list(self._outstanding)
-        for request_id in left:
+        request_ids = list(self._outstanding)
+        for request_id in request_ids:
             self.abort(request_id)
         await self._quiet(ABORT_REPLY_S)
-        return len(left)
+        return len(request_ids)
 
     async def hold_scores(self) -> None:
         """Let requests that score a context wait, and return once none is in the engine; others

@@ -124,13 +124,13 @@ class Scheduler:
 
     def admit(self, now: float) -> list[JobStart]:
         """Start as many jobs as fit and return them in order of priority."""
-        started: list[JobStart] = []
+        starts: list[JobStart] = []
         while len(self._running) < self.max_running:
             job = self._queue.pop(now)
             if job is None:
                 break
-            started.append(self._start(job, now))
-        return started
+            starts.append(self._start(job, now))
+        return starts
 
     def preempt(
         self, now: float, generated: Callable[[GenerationJob], int]
@@ -145,8 +145,8 @@ class Scheduler:
         Args:
             generated: returns the tokens of a running job's output so far.
         """
-        first, due = self._kept_waiting()
-        if first is None or due > now:
+        first, due_at = self._kept_waiting()
+        if first is None or due_at > now:
             return None
         able = [
             job
@@ -168,21 +168,21 @@ class Scheduler:
         """Return the time after ``now`` at which ``preempt`` should be called, if nothing ends or
         arrives before.
         """
-        first, due = self._kept_waiting()
-        return due if first is not None and due > now else None
+        first, due_at = self._kept_waiting()
+        return due_at if first is not None and due_at > now else None
 
     def expire(self, now: float) -> list[GenerationJob]:
         """Return the jobs past their deadline; waiting ones are removed, the caller must ``finish``
         running ones.
         """
-        due: list[GenerationJob] = []
+        expired_jobs: list[GenerationJob] = []
         while (entry := self._deadlines.first()) is not None and entry[0] <= now:
             self._deadlines.pop()
             job = entry[1]
-            due.append(job)
+            expired_jobs.append(job)
             if job.slot == WAITING:
                 self._leave(job)
-        return due
+        return expired_jobs
 
     def abort(self, request_id: str) -> GenerationJob | None:
         """Return a job, None if unknown, and remove it if it waits; the caller must ``finish`` a

@@ -42,8 +42,8 @@ def server_section(config: Mapping[str, Any], options: argparse.Namespace) -> Ro
     if options.http is not None:
         section["http_port"] = options.http
     for name in ("http_bind", "tls_cert", "tls_key"):
-        if (given := getattr(options, name)) is not None:
-            section[name if name == "http_bind" else f"http_{name}"] = given
+        if (value := getattr(options, name)) is not None:
+            section[name if name == "http_bind" else f"http_{name}"] = value
     for override in options.overrides:
         section = apply_override(section, override)
     parsed = parse("rollout", section, RolloutSection)
@@ -58,10 +58,10 @@ def check_arguments(options: argparse.Namespace) -> None:
         UserError: if an override is malformed, a value is not allowed, or the engine or model does
             not exist.
     """
-    given: dict[str, Any] = {} if options.engine is None else {"engine": options.engine}
+    section: dict[str, Any] = {} if options.engine is None else {"engine": options.engine}
     for override in options.overrides:
-        given = apply_override(given, override)
-    check_engine_name(parse("rollout", given, RolloutSection).engine)
+        section = apply_override(section, override)
+    check_engine_name(parse("rollout", section, RolloutSection).engine)
     if options.model is not None and is_local(options.model):
         check_model_path(options.model, "--model")
 
@@ -79,9 +79,9 @@ def apply_override(section: dict[str, Any], override: str) -> dict[str, Any]:
             f"override {override!r} is not allowed; write key=value, for example max_running=32"
         )
     try:
-        given = OmegaConf.from_dotlist([override.removeprefix("rollout.")])
+        overrides = OmegaConf.from_dotlist([override.removeprefix("rollout.")])
         merged: Any = OmegaConf.to_container(
-            OmegaConf.merge(OmegaConf.create(section), given), resolve=False
+            OmegaConf.merge(OmegaConf.create(section), overrides), resolve=False
         )
     except (OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
         raise UserError(

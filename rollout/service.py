@@ -271,13 +271,13 @@ class RolloutService:
 
     async def _over(self) -> None:
         """Return when a stop is requested or the newest RunSpec requires a restart."""
-        asked = asyncio.create_task(self._member.stop.asked.wait())
-        while not asked.done() and _built_from(self._member.spec) == _built_from(self._spec):
+        stop_request = asyncio.create_task(self._member.stop.asked.wait())
+        while not stop_request.done() and _built_from(self._member.spec) == _built_from(self._spec):
             renewed = asyncio.create_task(self._member.renewed.wait())
-            await asyncio.wait({asked, renewed}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({stop_request, renewed}, return_when=asyncio.FIRST_COMPLETED)
             self._member.renewed.clear()
             renewed.cancel()
-        asked.cancel()
+        stop_request.cancel()
 
     async def drain(self) -> None:
         """Reject new requests, finish running ones, and return the rest with partial output."""
@@ -404,9 +404,9 @@ class RolloutService:
     def _take_turns(self, devices: SharedDevices) -> None:
         """From now on sleep while others use the devices."""
         assert isinstance(self._engine, SleepingEngine)
-        rest = self._receiver.rest if self._receiver is not None else lambda: None
+        rest_receiver = self._receiver.rest if self._receiver is not None else lambda: None
         self._turns = ServerTurns(
-            self._engine, devices, self._answering, self._updates, rest, self._member.poke
+            self._engine, devices, self._answering, self._updates, rest_receiver, self._member.poke
         )
         self._turning = self._member.spawn(self._turns.serve())
 
@@ -418,12 +418,12 @@ class RolloutService:
         """
         from broker.weights.snapshots.snapshot_source import SnapshotSource, is_url
 
-        where = self._section.snapshot
-        if where is None:
+        place = self._section.snapshot
+        if place is None:
             return None
         from rlearner_text.openai import api_keys
 
-        return SnapshotSource(where, api_keys.find_key()[0] if is_url(where) else "")
+        return SnapshotSource(place, api_keys.find_key()[0] if is_url(place) else "")
 
     def _first_weights(self) -> tuple[Mapping[str, Tensor], bool]:
         """Return the run's initial weights, from the engine or from disk, and whether they stay
@@ -431,11 +431,11 @@ class RolloutService:
         """
         if not self._model.has_weights and self._section.model_path is None:
             raise UserError(f"this host has only the configuration of {self._spec.model_path}")
-        held = self._engine.weights()
-        if not self._loaded and not any(tensor.is_meta for tensor in held.values()):
+        tensors = self._engine.weights()
+        if not self._loaded and not any(tensor.is_meta for tensor in tensors.values()):
             # merged ones replace them
-            stay = all(tensor.is_cpu and tensor.is_contiguous() for tensor in held.values())
-            return held, stay and getattr(self._engine, "keeps_tensors", False)
+            stay = all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors.values())
+            return tensors, stay and getattr(self._engine, "keeps_tensors", False)
         from torch import device
 
         from rollout.engines.hf.model import load_model
@@ -465,10 +465,10 @@ class RolloutService:
             self._paused_s = await self._engine.update_weights(
                 tensors, offer.version, mode, offer.probe
             )
-            served = offer.version, offer.epoch
             log.info(
                 "serving version %d of epoch %d, generation paused for %.3f s",
-                *served,
+                offer.version,
+                offer.epoch,
                 self._paused_s,
             )
         else:

@@ -33,9 +33,16 @@ def decides(presence: wire.Presence) -> tuple[object, ...]:
     """Return what others base decisions on for longer than a second; a change of it updates the
     entry at once.
     """
-    one = presence
-    is_measured = one.base_s + one.each_s > 0
-    return one.state, one.address, one.policy, tuple(one.serves), one.problem, one.key, is_measured
+    is_measured = presence.base_s + presence.each_s > 0
+    return (
+        presence.state,
+        presence.address,
+        presence.policy,
+        tuple(presence.serves),
+        presence.problem,
+        presence.key,
+        is_measured,
+    )
 
 
 class Announcer:

@@ -139,10 +139,10 @@ class CircuitBreaker:
         self.state = "closed"
         return opened
 
-    def _open(self, why: str, now: float) -> None:
+    def _open(self, reason: str, now: float) -> None:
         longest = min(FIRST_PAUSE_S * 2.0 ** min(self._pauses, 30), LONGEST_PAUSE_S)
         self._pauses += 1
-        self.state, self._why = "open", " ".join(why.split())
+        self.state, self._why = "open", " ".join(reason.split())
         self.until = now + longest * self._chance.uniform(0.5, 1.0)
         self._failing.clear()
 

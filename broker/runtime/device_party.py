@@ -72,26 +72,26 @@ class DeviceParty:
             self._absent_since = self._clock
         claims = list(lease.claims) if lease is not None else []
         own = next((claim for claim in claims if claim.holder == self.holder), None)
-        others = self._living(claims)
+        other_claims = self._living(claims)
         self.listed = own is not None
-        opposed = [claim for claim in others if claim.exclusive or self._exclusive]
+        opposed = [claim for claim in other_claims if claim.exclusive or self._exclusive]
         # a claim that vanished with the broker's memory is made again, unless another process has
         # the device by now
         lasts = self.has(now) and not any(claim.granted for claim in opposed)
         self._granted = own.granted if own is not None else lasts
-        found = self._own(own, claims, others, now)
+        own_claim = self._own(own, claims, other_claims, now)
         self.asked = self._granted and bool(opposed)
         self.blockers = (
             [] if self._granted else [claim.holder for claim in opposed if claim.granted]
         )
-        made = [
-            claim if claim.holder != self.holder else found
+        new_claims = [
+            claim if claim.holder != self.holder else own_claim
             for claim in claims
-            if claim in others or claim is own
+            if claim in other_claims or claim is own
         ]
-        made += [found] if own is None else []
-        kept = [claim for claim in made if claim is not None]
-        return wire.DeviceLease(claims=kept) if kept != claims else None
+        new_claims += [own_claim] if own is None else []
+        remaining_claims = [claim for claim in new_claims if claim is not None]
+        return wire.DeviceLease(claims=remaining_claims) if remaining_claims != claims else None
 
     def stored(self, lease: wire.DeviceLease, sent_at: float) -> None:
         """Note that the returned lease was stored.
@@ -108,24 +108,28 @@ class DeviceParty:
 
     def _living(self, claims: list[wire.DeviceClaim]) -> list[wire.DeviceClaim]:
         """Return the claims of others that were renewed lately."""
-        seen = {}
+        sightings = {}
         for claim in claims:
-            before = self._seen.get(claim.holder)
-            is_same = before is not None and before[:2] == (claim.beat, claim.granted)
-            seen[claim.holder] = (
-                before
-                if before is not None and is_same
+            last_sighting = self._seen.get(claim.holder)
+            is_same = last_sighting is not None and last_sighting[:2] == (claim.beat, claim.granted)
+            sightings[claim.holder] = (
+                last_sighting
+                if last_sighting is not None and is_same
                 else (claim.beat, claim.granted, self._clock)
             )
-        self._seen = seen
-        others = [claim for claim in claims if claim.holder != self.holder]
-        return [claim for claim in others if self._clock - seen[claim.holder][2] < self._ttl_s]
+        self._seen = sightings
+        other_claims = [claim for claim in claims if claim.holder != self.holder]
+        return [
+            claim
+            for claim in other_claims
+            if self._clock - sightings[claim.holder][2] < self._ttl_s
+        ]
 
     def _own(
         self,
         own: wire.DeviceClaim | None,
         claims: list[wire.DeviceClaim],
-        others: list[wire.DeviceClaim],
+        other_claims: list[wire.DeviceClaim],
         now: float,
     ) -> wire.DeviceClaim | None:
         """Return this process's claim as it should be; None: it should have none."""
@@ -138,21 +142,23 @@ class DeviceParty:
                 and self._clock - self._absent_since < ABSENT_S
             ):
                 return None
-            granted = self._granted or self._is_free(others, others)
+            granted = self._granted or self._is_free(other_claims, other_claims)
             return wire.DeviceClaim(
                 holder=self.holder, exclusive=self._exclusive, granted=granted, beat=0
             )
-        before = [claim for claim in claims[: claims.index(own)] if claim in others]
-        granted = own.granted or self._is_free(before, others)
+        earlier_claims = [claim for claim in claims[: claims.index(own)] if claim in other_claims]
+        granted = own.granted or self._is_free(earlier_claims, other_claims)
         is_due = granted != own.granted or now - self._renewed_at >= RENEW_S
         return msgspec.structs.replace(own, granted=granted, beat=own.beat + 1) if is_due else own
 
-    def _is_free(self, before: list[wire.DeviceClaim], others: list[wire.DeviceClaim]) -> bool:
+    def _is_free(
+        self, earlier_claims: list[wire.DeviceClaim], other_claims: list[wire.DeviceClaim]
+    ) -> bool:
         """Return whether the device can be taken: a learner waits for all that have it, and for
         learners before it.
         """
         if self._exclusive:
-            return not any(claim.granted for claim in others) and not any(
-                claim.exclusive for claim in before
+            return not any(claim.granted for claim in other_claims) and not any(
+                claim.exclusive for claim in earlier_claims
             )
-        return not any(claim.exclusive for claim in others)
+        return not any(claim.exclusive for claim in other_claims)

@@ -27,10 +27,10 @@ class ProcessFigures:
         self.values = newest_values(self.values, metrics.values)
 
 
-def newest_values(before: Mapping[str, float], values: Mapping[str, float]) -> dict[str, float]:
+def newest_values(old_values: Mapping[str, float], values: Mapping[str, float]) -> dict[str, float]:
     """Return new metrics of a process, and those of earlier evaluations, which only one step's line
     holds.
     """
-    return {name: value for name, value in before.items() if name.startswith("eval/")} | dict(
+    return {name: value for name, value in old_values.items() if name.startswith("eval/")} | dict(
         values
     )

@@ -129,9 +129,13 @@ class MetricsEndpoint:
             await asyncio.sleep(REAP_EVERY_S)
             now = time.monotonic()
             transports = [
-                transport for one in server.connections if (transport := one.transport) is not None
+                transport
+                for connection in server.connections
+                if (transport := connection.transport) is not None
             ]
-            self._opened = {one: self._opened.get(one, now) for one in transports}
+            self._opened = {
+                connection: self._opened.get(connection, now) for connection in transports
+            }
             for transport, since in self._opened.items():
                 if now - since > OPEN_S:
                     transport.close()
@@ -168,21 +172,21 @@ def _listening(bind: str, number: int) -> socket.socket:
         raise UserError(
             f"--metrics-bind: {bind!r} is not an IP address, such as 127.0.0.1 or 0.0.0.0"
         ) from None
-    made = socket.socket(family)
+    listener = socket.socket(family)
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((bind, number))
-        made.listen(128)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((bind, number))
+        listener.listen(128)
     except PermissionError:
-        made.close()
+        listener.close()
         raise UserError(
             f"--metrics-port: port {number} needs privileges; choose one above 1023"
         ) from None
     except OSError as error:
-        made.close()
+        listener.close()
         raise UserError(_why_not(bind, number, error)) from None
-    made.setblocking(False)
-    return made
+    listener.setblocking(False)
+    return listener
 
 
 def _why_not(bind: str, number: int, error: OSError) -> str:

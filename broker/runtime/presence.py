@@ -79,9 +79,11 @@ class Roster:
             subject = PRESENCE.all_subjects(self._bus.run, role)
             self._subscribed.append(await self._bus.link.subscribe(subject, self._on_beat))
         for role in (*self._beats, *self._members):
-            told = self.hear if role in self._beats else self._hear_member
+            on_presence = self.hear if role in self._beats else self._hear_member
             self._subscribed.append(
-                await listen(self._bus, role, told, self._verifier, read=role in self._members)
+                await listen(
+                    self._bus, role, on_presence, self._verifier, read=role in self._members
+                )
             )
         self._tasks = [asyncio.create_task(self._tick())]
 
@@ -104,13 +106,13 @@ class Roster:
         """Follow the beats of exactly these processes of a role; forget those that are no longer
         followed.
         """
-        wanted = {f"{role}.{process_id}" for process_id in ids}
+        wanted_keys = {f"{role}.{process_id}" for process_id in ids}
         for key in [
-            key for key in self._followed if key.startswith(f"{role}.") and key not in wanted
+            key for key in self._followed if key.startswith(f"{role}.") and key not in wanted_keys
         ]:
             await self._followed.pop(key).close()
             self._forget(key)
-        for key in sorted(wanted - set(self._followed)):
+        for key in sorted(wanted_keys - set(self._followed)):
             self._followed[key] = await self._bus.link.subscribe(
                 PRESENCE.subject(self._bus.run, key), self._on_beat
             )
@@ -119,19 +121,19 @@ class Roster:
         """Return the newest presence of each living process of a role, ordered by id."""
         living = self._living.get(role)
         if living is None:
-            found = [
-                seen.presence
-                for seen in self._seen.values()
-                if seen.presence.role == role and self._lives(seen)
+            presences = [
+                sighting.presence
+                for sighting in self._seen.values()
+                if sighting.presence.role == role and self._lives(sighting)
             ]
-            living = self._living[role] = sorted(found, key=lambda presence: presence.id)
+            living = self._living[role] = sorted(presences, key=lambda presence: presence.id)
         return list(living)
 
     def get(self, process_id: str) -> wire.Presence | None:
         """Return the presence of a living process, or None."""
-        for seen in self._seen.values():
-            if seen.presence.id == process_id and self._lives(seen):
-                return seen.presence
+        for sighting in self._seen.values():
+            if sighting.presence.id == process_id and self._lives(sighting):
+                return sighting.presence
         return None
 
     async def changed(self, timeout_s: float) -> None:
@@ -154,22 +156,26 @@ class Roster:
         if presence is None:
             self._forget(key)
             return
-        before = self._seen.get(key)
+        last_sighting = self._seen.get(key)
         self._seen[key] = _Seen(presence, self.clock, ttl_s)
         self._living.pop(presence.role, None)
         self._told(presence, True)
-        if before is None or before.presence != presence or not self._lives(before):
+        if (
+            last_sighting is None
+            or last_sighting.presence != presence
+            or not self._lives(last_sighting)
+        ):
             self._tell()
 
     def _forget(self, key: str) -> None:
-        seen = self._seen.pop(key, None)
-        if seen is not None:
+        sighting = self._seen.pop(key, None)
+        if sighting is not None:
             self._living.clear()
-            self._told(seen.presence, False)
+            self._told(sighting.presence, False)
             self._tell()
 
-    def _lives(self, seen: _Seen) -> bool:
-        return self.clock - seen.at < seen.ttl_s
+    def _lives(self, sighting: _Seen) -> bool:
+        return self.clock - sighting.at < sighting.ttl_s
 
     def _tell(self) -> None:
         event = self._changed
@@ -193,7 +199,7 @@ class Roster:
             if self._bus.link.connected.is_set():
                 self.clock += min(now - last, 2 * TICK_S)
             last = now
-            for key in [key for key, seen in self._seen.items() if not self._lives(seen)]:
+            for key in [key for key, sighting in self._seen.items() if not self._lives(sighting)]:
                 self._forget(key)
 
 
@@ -241,28 +247,28 @@ async def census(bus: Bus, run: str, within_s: float = CENSUS_S) -> list[wire.Pr
     """Return all processes of a run that are heard within a time, ordered by role and id; stop once
     all members are.
     """
-    heard: dict[str, wire.Presence] = {}
+    presences: dict[str, wire.Presence] = {}
     news = asyncio.Event()
     verifier = PresenceVerifier(bus, run)
 
     async def on_beat(message: Msg) -> None:
         presence, _ = decode(message.data, PRESENCE.messages)
         if verifier.accepts(presence, beat_of(message.subject)):
-            heard[f"{run}.{presence.role}.{presence.id}"] = presence
+            presences[f"{run}.{presence.role}.{presence.id}"] = presence
             news.set()
 
     subscribed = await bus.link.subscribe(PRESENCE.all_subjects(run), on_beat)
     try:
         async with asyncio.timeout(within_s):
             members = await bus.key_value(MEMBERS, run).values(run)
-            while not set(members) <= set(heard):
+            while not set(members) <= set(presences):
                 await news.wait()
                 news.clear()
     except TimeoutError:
         log.debug("some members of %s were not heard", run)
     finally:
         await subscribed.close()
-    return [heard[key] for key in sorted(heard)]
+    return [presences[key] for key in sorted(presences)]
 
 
 def display_name(role: str, process_id: str) -> str:

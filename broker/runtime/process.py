@@ -109,9 +109,9 @@ def main(
         if failed := _find(error, StartAgain):
             logs.say_error(str(failed))
             return EXIT_FAULT
-        if lost := _find(error, LostState):
+        if lost_state := _find(error, LostState):
             logs.say_error(
-                f"{lost}; start this process again: it joins the run once the learner is back"
+                f"{lost_state}; start this process again: it joins the run once the learner is back"
             )
             return EXIT_FAULT
         log.exception("%s: %s", type(error).__name__, error)
@@ -172,11 +172,13 @@ def _signals(stop: Stop, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
             os._exit(EXIT_STOPPED)
         loop.call_soon_threadsafe(stop.request, signal.Signals(number).name)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    old_handlers = {
+        number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
 
@@ -185,7 +187,7 @@ def _find(error: BaseException, kind: type[T]) -> T | None:
     if isinstance(error, kind):
         return error
     members = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-    return next((found for member in members if (found := _find(member, kind))), None)
+    return next((match for member in members if (match := _find(member, kind))), None)
 
 
 # -----------------------------------------------------------------------------------------------------
@@ -297,12 +299,12 @@ async def join(
 
     stop.health.set("starting", "waiting for a broker")
     async with AsyncExitStack() as stack:
-        url, asked, login = _token(options, role)
-        if asked is None:
-            asked = await unless_stopped(stop, _discover(options, process_id, reached))
+        url, run, login = _token(options, role)
+        if run is None:
+            run = await unless_stopped(stop, _discover(options, process_id, reached))
         deadline_s = options.connect_deadline
         connecting = Bus.connect(
-            url, asked, name=process_id, role=role, login=login, deadline_s=deadline_s
+            url, run, name=process_id, role=role, login=login, deadline_s=deadline_s
         )
         bus = await unless_stopped(stop, connecting)
         stack.push_async_callback(bus.close)
@@ -338,16 +340,16 @@ async def unless_stopped(stop: Stop, work: Coroutine[Any, Any, T]) -> T:
         Stopped: if a stop is requested.
     """
     task = asyncio.create_task(work)
-    asked = asyncio.create_task(stop.asked.wait())
+    stop_request = asyncio.create_task(stop.asked.wait())
     try:
-        await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, stop_request}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         raise Stopped(stop.reason)
     finally:
-        for one in (task, asked):
-            one.cancel()
-        await asyncio.gather(task, asked, return_exceptions=True)
+        for waiter in (task, stop_request):
+            waiter.cancel()
+        await asyncio.gather(task, stop_request, return_exceptions=True)
 
 
 def _token(options: argparse.Namespace, role: str) -> tuple[str, str | None, Login | None]:
@@ -368,12 +370,12 @@ def _token(options: argparse.Namespace, role: str) -> tuple[str, str | None, Log
                     f"--{option} goes with --join; runs of this machine's own user are trusted"
                 )
         return options.broker, options.run, None
-    made = tokens.read(options.join, role)
-    if options.run not in (None, made.run):
-        raise UserError(f"--run {options.run}: the token {options.join} is for run {made.run}")
+    join_token = tokens.read(options.join, role)
+    if options.run not in (None, join_token.run):
+        raise UserError(f"--run {options.run}: the token {options.join} is for run {join_token.run}")
     if options.trust_run_code:
-        trust(made.owner)
-    return made.broker, made.run, made.login
+        trust(join_token.owner)
+    return join_token.broker, join_token.run, join_token.login
 
 
 def _check_consent(bus: Bus, spec: wire.RunSpec, rules: HostRules) -> None:
@@ -402,7 +404,7 @@ async def _wait_until_running(role: str, bus: Bus) -> wire.RunSpec:
     """Return the RunSpec of a run that is not stopped, nor draining if that would end a process of
     this role.
     """
-    ended = ("stopped", "draining") if role == "envhub" else ("stopped",)
+    end_states = ("stopped", "draining") if role == "envhub" else ("stopped",)
     control = bus.key_value(CONTROL)
     reminders = Reminders()
     while True:
@@ -413,7 +415,7 @@ async def _wait_until_running(role: str, bus: Bus) -> wire.RunSpec:
             if desired is not None and isinstance(desired[0], wire.DesiredState)
             else "running"
         )
-        if state not in ended:
+        if state not in end_states:
             return spec
         if reminders.due(time.monotonic()):
             log.info("run %s is %s; waiting for the learner to resume it", bus.run, state)

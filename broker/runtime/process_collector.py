@@ -60,17 +60,17 @@ class ProcessCollector(Collector):
         }
         families.gauge("process_info", "Always 1; what the process is.", {**labels, **about}, 1.0)
         for state in get_args(State):
-            here = float(self._health.state == state)
-            families.gauge("process_state", STATE_HELP, {**labels, "state": state}, here)
+            is_current = float(self._health.state == state)
+            families.gauge("process_state", STATE_HELP, {**labels, "state": state}, is_current)
         families.metrics(self._figures.values, labels)
         for (stream, subject), depth in self._figures.depths.items():
-            where = {"run": labels["run"], "stream": stream, "subject": subject}
-            families.gauge(QUEUE_DEPTH, QUEUE_DEPTH_HELP, where, depth)
+            queue_labels = {"run": labels["run"], "stream": stream, "subject": subject}
+            families.gauge(QUEUE_DEPTH, QUEUE_DEPTH_HELP, queue_labels, depth)
         if (bus := self._figures.bus) is not None:
-            for what, text in COUNTED.items():
-                for stream, count in dict(getattr(bus.counts, what)).items():
+            for counter, text in COUNTED.items():
+                for stream, count in dict(getattr(bus.counts, counter)).items():
                     families.counter(
-                        f"stream_messages_{what}", text, {**labels, "stream": stream}, count
+                        f"stream_messages_{counter}", text, {**labels, "stream": stream}, count
                     )
         return [*families.all(), self._lag.family(labels)]
 
@@ -85,9 +85,9 @@ class LoopLag:
     async def measure(self) -> None:
         """Measure until cancelled."""
         while True:
-            due = time.monotonic() + LAG_EVERY_S
+            wake_at = time.monotonic() + LAG_EVERY_S
             await asyncio.sleep(LAG_EVERY_S)
-            late_s = max(0.0, time.monotonic() - due)
+            late_s = max(0.0, time.monotonic() - wake_at)
             self._counts[bisect_left(LAG_BUCKETS_S, late_s)] += 1
             self._sum_s += late_s
 

@@ -135,10 +135,10 @@ class SharedDevices:
         if self._subscribed is not None:
             await self._subscribed.close()
 
-    async def _news(self, found: Callable[[], bool]) -> None:
+    async def _news(self, has_changed: Callable[[], bool]) -> None:
         """Wait for a change, a second at most: claims also end by the clock."""
         async with self._changed:
-            if found():
+            if has_changed():
                 return
             with suppress(TimeoutError):
                 async with asyncio.timeout(RENEW_S):
@@ -167,26 +167,26 @@ class SharedDevices:
         bucket = self._bus.key_value(DEVICES)
         key = f"{self._bus.run}.{name}"
         while True:
-            found = await bucket.get(key)
-            lease, revision = found if found is not None else (None, 0)
+            entry = await bucket.get(key)
+            lease, revision = entry if entry is not None else (None, 0)
             assert lease is None or isinstance(lease, wire.DeviceLease)
             self._read[name] = _parties_of(lease)
-            wanted = party.next(lease, time.monotonic())
-            if wanted is None:
+            next_lease = party.next(lease, time.monotonic())
+            if next_lease is None:
                 return
             sent_at = time.monotonic()
             try:
-                made = await (
-                    bucket.create(key, wanted)
+                new_revision = await (
+                    bucket.create(key, next_lease)
                     if lease is None
-                    else bucket.update(key, wanted, revision)
+                    else bucket.update(key, next_lease, revision)
                 )
             except LostState:
                 await bucket.ensure()
                 continue
-            if made is not None:
-                self._read[name] = _parties_of(wanted)
-                party.stored(wanted, sent_at)
+            if new_revision is not None:
+                self._read[name] = _parties_of(next_lease)
+                party.stored(next_lease, sent_at)
                 return
 
 

@@ -153,10 +153,10 @@ class SpanRecorder:
             for kind, activity in self._activities.items():
                 activity.report(now, self._parts[kind])
             parts = [
-                (kind, one)
+                (kind, part)
                 for kind, own in self._parts.items()
-                for one in own
-                if one.end > one.start or one.count
+                for part in own
+                if part.end > part.start or part.count
             ]
             samples = self._samples
             self._parts = {kind: [] for kind in self._activities}
@@ -164,13 +164,13 @@ class SpanRecorder:
         spans = [
             wire.Span(
                 kind=kind,
-                start=one.start + shift,
-                end=one.end + shift,
-                seconds=one.seconds,
-                count=one.count,
-                step=one.step,
+                start=part.start + shift,
+                end=part.end + shift,
+                seconds=part.seconds,
+                count=part.count,
+                step=part.step,
             )
-            for kind, one in parts
+            for kind, part in parts
         ]
         spans += [
             wire.Span(

@@ -59,17 +59,18 @@ class PresenceVerifier:
             self._warn(name, f"presence of another process, {message.role}.{message.id}")
             return False
         run = self._run or self._bus.run
-        said = _statement(run, message), message.voucher
-        if self._known.get(name) == said:
+        statement = _statement(run, message)
+        signed = (statement, message.voucher)
+        if self._known.get(name) == signed:
             return True
         try:
-            self._bus.link.login.check_voucher(run, message.role, *said)
+            self._bus.link.login.check_voucher(run, message.role, statement, message.voucher)
         except WireError as error:
             self._warn(name, f"presence ignored: {error}")
             return False
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
-        self._known[name] = said
+        self._known[name] = signed
         return True
 
     def _warn(self, name: str, problem: str) -> None:
@@ -80,10 +81,18 @@ class PresenceVerifier:
 
 def _statement(run: str, presence: wire.Presence) -> bytes:
     """Return what a process signs."""
-    one = presence
     refusal = presence.refusal
-    said = [run, one.role, one.id, one.address, one.channel, one.policy, one.serves, one.key]
+    values = [
+        run,
+        presence.role,
+        presence.id,
+        presence.address,
+        presence.channel,
+        presence.policy,
+        presence.serves,
+        presence.key,
+    ]
     # a refused offer may end the run
     return msgspec.json.encode(
-        said if refusal is None else [*said, refusal.epoch, refusal.version, refusal.kind]
+        values if refusal is None else [*values, refusal.epoch, refusal.version, refusal.kind]
     )

@@ -114,13 +114,13 @@ class WorkHealth:
 
     async def _try(self, key: str, breaker: CircuitBreaker) -> None:
         try:
-            good, why = await self._trial(key, next(self._numbers))
+            good, reason = await self._trial(key, next(self._numbers))
         except Exception as error:
             # an internal fault; the pauses bound how often it is logged
             log.exception("%s %s: a trial", self._noun, key)
             good = False
-            why = described(error)
-        if breaker.probed(good, why, time.monotonic()):
+            reason = described(error)
+        if breaker.probed(good, reason, time.monotonic()):
             self._say_closed(key)
 
     def _say_closed(self, key: str) -> None:

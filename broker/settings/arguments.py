@@ -88,12 +88,12 @@ def names(text: str) -> list[str]:
 
 def tokens(text: str) -> list[str]:
     """Parse names separated by commas that can be parts of subjects, such as domains and pools."""
-    for name in (found := names(text)):
+    for name in (valid_names := names(text)):
         try:
             token(name, "name")
         except ConfigError as error:
             raise argparse.ArgumentTypeError(f"{name!r} is not allowed; {error.allowed}") from None
-    return found
+    return valid_names
 
 
 def add_config(
@@ -104,8 +104,8 @@ def add_config(
     needed: bool = True,
 ) -> None:
     """Add the arguments CONFIG and any number of key=value."""
-    rest = "" if needed else "; without one, only the machine is checked"
-    text = f"YAML file, the name of one of the package ({file}), or a run's folder{rest}"
+    condition = "" if needed else "; without one, only the machine is checked"
+    text = f"YAML file, the name of one of the package ({file}), or a run's folder{condition}"
     parser.add_argument("config", metavar="CONFIG", nargs=None if needed else "?", help=text)
     text = f"settings that override the file, for example {setting}"
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
@@ -128,8 +128,8 @@ def complete(
     for command in commands_of(parser):
         if lines := examples.get(command.prog):
             title = "example" if len(lines) == 1 else "examples"
-            before = f"{command.epilog}\n\n" if command.epilog else ""
-            command.epilog = before + "\n".join([f"{title}:", *(f"  {line}" for line in lines)])
+            prefix = f"{command.epilog}\n\n" if command.epilog else ""
+            command.epilog = prefix + "\n".join([f"{title}:", *(f"  {line}" for line in lines)])
             command.description = textwrap.fill(command.description or "", WIDTH)
             command.formatter_class = argparse.RawDescriptionHelpFormatter
     if "_ARGCOMPLETE" in os.environ:  # a shell requests completions
@@ -201,10 +201,10 @@ def add_broker(
     Args:
         is_noted: whether None is the default, because a run's folder names its broker.
     """
-    named = os.environ.get("RL_BROKER") or None
-    shown = without_passwords(named or DEFAULT_BROKER).replace("%", "%%")
-    default = named if is_noted else named or DEFAULT_BROKER
-    help_text = f"{text} (RL_BROKER, {shown})"
+    url = os.environ.get("RL_BROKER") or None
+    visible_url = without_passwords(url or DEFAULT_BROKER).replace("%", "%%")
+    default = url if is_noted else url or DEFAULT_BROKER
+    help_text = f"{text} (RL_BROKER, {visible_url})"
     parser.add_argument("--broker", metavar="URL", action=_Address, default=default, help=help_text)
     help_text = f"connect to a broker on another host without TLS or without a login ({INSECURE}=1)"
     parser.add_argument(

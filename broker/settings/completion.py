@@ -42,20 +42,20 @@ def settings(prefix: str, **_: object) -> list[str]:
     ``domains`` are free.
     """
     head = prefix.partition(".")[0]
-    found: list[str] = []
-    for name, where in SECTIONS.items():
+    keys: list[str] = []
+    for name, target in SECTIONS.items():
         if name != head:
-            found.append(f"{name}.")
+            keys.append(f"{name}.")
         elif name != "domains":
-            module, attribute = where.split(":")
-            found += _keys(f"{name}.", getattr(import_module(module), attribute))
-    return [one for one in found if one.startswith(prefix)]
+            module, attribute = target.split(":")
+            keys += _keys(f"{name}.", getattr(import_module(module), attribute))
+    return [key for key in keys if key.startswith(prefix)]
 
 
 def _keys(prefix: str, section: type[Section]) -> Iterator[str]:
     for name, field in section.model_fields.items():
         inner = next(
-            (one for one in (field.annotation, *get_args(field.annotation)) if _is_section(one)),
+            (kind for kind in (field.annotation, *get_args(field.annotation)) if _is_section(kind)),
             None,
         )
         if inner is None:

@@ -261,26 +261,26 @@ def check(config: dict[str, Any]) -> None:
             exceeds the context, or the memory is not used.
     """
     for name, domain in config["domains"].items():
-        where = f"domains.{name}"
+        domain_key = f"domains.{name}"
         smallest = domain["min_group_size"]
         size = domain["group_size"]
         if smallest is not None and smallest > size:
             raise ConfigError(
-                f"{where}.min_group_size", smallest, f"at most group_size, which is {size}"
+                f"{domain_key}.min_group_size", smallest, f"at most group_size, which is {size}"
             )
         if domain["straggler_factor"] is not None and (smallest is None or smallest == size):
-            rule = f"left out, or {where}.min_group_size below group_size: only then can a group close early"
-            raise ConfigError(f"{where}.straggler_factor", domain["straggler_factor"], rule)
+            rule = f"left out, or {domain_key}.min_group_size below group_size: only then can a group close early"
+            raise ConfigError(f"{domain_key}.straggler_factor", domain["straggler_factor"], rule)
         if domain["context"] == "full":
             for key, allowed in (("memory", "recent"), ("history_length", "left out")):
                 if (value := domain[key]) != DomainSection.model_fields[key].default:
                     rule = f"{allowed} with context full, which shows the whole conversation"
-                    raise ConfigError(f"{where}.{key}", value, rule)
+                    raise ConfigError(f"{domain_key}.{key}", value, rule)
         tokens = domain["sampling"]["max_tokens"]
         context = domain["max_context_tokens"]
         if tokens >= context:
             raise ConfigError(
-                f"{where}.sampling.max_tokens",
+                f"{domain_key}.sampling.max_tokens",
                 tokens,
                 f"below max_context_tokens, which is {context}",
             )

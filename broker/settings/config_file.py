@@ -87,11 +87,15 @@ def _renamed(config: DictConfig, folder: Path) -> Config:
     """
     settings: Config = OmegaConf.to_container(config, resolve=False)  # type: ignore[assignment]  # of a mapping
     parent = folder.parent
-    here = Path.cwd()
+    working_folder = Path.cwd()
     if isinstance(run := settings.get("run"), dict):
         run |= {
             "name": folder.name,
-            "dir": str(parent.relative_to(here) if parent.is_relative_to(here) else parent),
+            "dir": str(
+                parent.relative_to(working_folder)
+                if parent.is_relative_to(working_folder)
+                else parent
+            ),
         }
     return settings
 
@@ -189,8 +193,8 @@ def _check_keys(path: Path, node: yaml.Node | None, where: str) -> None:
         UserError: if one is; names the file, the line and the key.
     """
     if isinstance(node, yaml.SequenceNode):
-        for number, each in enumerate(node.value):
-            _check_keys(path, each, f"{where}.{number}")
+        for number, item in enumerate(node.value):
+            _check_keys(path, item, f"{where}.{number}")
     if not isinstance(node, yaml.MappingNode):
         return
     first: dict[str, int] = {}
@@ -212,9 +216,9 @@ def _check_keys(path: Path, node: yaml.Node | None, where: str) -> None:
 def _placed(value: Any, folder: str) -> Any:
     """Return plain values with ``${here}`` replaced by the folder of their file."""
     if isinstance(value, dict):
-        return {key: _placed(each, folder) for key, each in value.items()}
+        return {key: _placed(item, folder) for key, item in value.items()}
     if isinstance(value, list):
-        return [_placed(each, folder) for each in value]
+        return [_placed(item, folder) for item in value]
     return value.replace(HERE, folder) if isinstance(value, str) else value
 
 

@@ -73,23 +73,26 @@ def check_consent(spec: wire.RunSpec, rules: HostRules, *, is_trusted: bool) -> 
 
 def _sentence(refusals: list[Refusal]) -> str:
     first = refusals[0]
-    keys = [f"{each.key}: {each.text}" if each.text else each.key for each in refusals[:SHOWN]]
-    shown = ", ".join(dict.fromkeys(keys))
-    shown += f" and {len(refusals) - SHOWN} more" if len(refusals) > SHOWN else ""
+    keys = [
+        f"{refusal.key}: {refusal.text}" if refusal.text else refusal.key
+        for refusal in refusals[:SHOWN]
+    ]
+    key_list = ", ".join(dict.fromkeys(keys))
+    key_list += f" and {len(refusals) - SHOWN} more" if len(refusals) > SHOWN else ""
     if first.need == "trust":
         remedy = "add --trust-run-code once if you trust its owner with this account"
-        return f"runs code of its own or weakens isolation ({shown}); {remedy}"
+        return f"runs code of its own or weakens isolation ({key_list}); {remedy}"
     if first.need == "endpoint":
         remedy = (
             "allow the host with --allow-secret NAME=HOST, or trust the owner with --trust-run-code"
         )
-        return f"lets this host send requests ({shown}); {remedy}"
+        return f"lets this host send requests ({key_list}); {remedy}"
     if first.need == "data":
         remedy = (
             "name their folder with --allow-data FOLDER, or trust the owner with --trust-run-code"
         )
-        return f"names files outside the folders that this host allows ({shown}); {remedy}"
-    return f"wants secrets of this host ({shown}); --allow-secret NAME=HOST allows one"
+        return f"names files outside the folders that this host allows ({key_list}); {remedy}"
+    return f"wants secrets of this host ({key_list}); --allow-secret NAME=HOST allows one"
 
 
 def refused_settings(
@@ -100,7 +103,7 @@ def refused_settings(
     Args:
         is_trusted: whether the host trusts the run's owner; only secrets are refused then.
     """
-    secrets = [each for name in SECTIONS for each in _secrets(name, config.get(name), rules)]
+    secrets = [refusal for name in SECTIONS for refusal in _secrets(name, config.get(name), rules)]
     if is_trusted:
         return secrets
     refusals: list[Refusal] = []
@@ -173,8 +176,8 @@ def _judge(
         if key.rpartition(".")[2] not in (model.harmless or ()):
             yield Refusal(key, "trust")
     elif isinstance(value, list):
-        for number, each in enumerate(value):
-            yield from _search(f"{key}.{number}", section, each, rules)
+        for number, item in enumerate(value):
+            yield from _search(f"{key}.{number}", section, item, rules)
     else:
         yield from _search(key, section, value, rules)
 
@@ -187,19 +190,19 @@ def _secrets(key: str, value: Any, rules: HostRules, name: str = "") -> Iterator
             (``env``).
     """
     if isinstance(value, list | tuple):
-        for number, each in enumerate(value):
-            yield from _secrets(f"{key}.{number}", each, rules, name)
+        for number, item in enumerate(value):
+            yield from _secrets(f"{key}.{number}", item, rules, name)
         return
     if not isinstance(value, Mapping):
         return
     url = value.get("base_url")
-    for part, each in value.items():
+    for part, item in value.items():
         place = f"{key}.{part}"
-        if (is_secret_name(str(part)) or name == "env") and (source := _source(each)):
+        if (is_secret_name(str(part)) or name == "env") and (source := _source(item)):
             if not rules.allow_secret(source, url if isinstance(url, str) else ""):
                 yield Refusal(place, "secret", f"{source} for {url or 'code of the run'}")
         else:
-            yield from _secrets(place, each, rules, str(part))
+            yield from _secrets(place, item, rules, str(part))
 
 
 def _source(value: Any) -> str:

@@ -67,9 +67,9 @@ class HostRules:
     def allow_requests(self, url: str) -> bool:
         """Return whether a run may let this host send requests to the host of a URL."""
         host, _ = _destination(url)
-        named = {host for hosts in self.secrets.values() for host in hosts} - {ANY}
+        allowed_hosts = {host for hosts in self.secrets.values() for host in hosts} - {ANY}
         return bool(host) and (
-            host in named or (url.startswith("https://") and host == OPENAI_HOST)
+            host in allowed_hosts or (url.startswith("https://") and host == OPENAI_HOST)
         )
 
     def allow_data(self, path: str) -> bool:

@@ -51,9 +51,9 @@ def check_call(key: str, name: str, found: Any, parameters: Sequence[str]) -> No
     Raises:
         ConfigError: if it cannot; names the expected and the found parameters.
     """
-    wanted = f"it must be a function of ({', '.join(parameters)}), and is "
+    expected = f"it must be a function of ({', '.join(parameters)}), and is "
     if not callable(found):
-        raise ConfigError(key, name, f"{wanted}an {type(found).__name__}")
+        raise ConfigError(key, name, f"{expected}an {type(found).__name__}")
     try:
         signature = inspect.signature(found)
     except ValueError:  # some callables written in C have no signature
@@ -62,7 +62,7 @@ def check_call(key: str, name: str, found: Any, parameters: Sequence[str]) -> No
         signature.bind(*parameters)
     except TypeError:
         raise ConfigError(
-            key, name, f"{wanted}{getattr(found, '__name__', name)}{signature}"
+            key, name, f"{expected}{getattr(found, '__name__', name)}{signature}"
         ) from None
 
 
@@ -87,11 +87,13 @@ def check_method(
     Raises:
         ConfigError: if the method is missing or takes other arguments; names file and line.
     """
-    wanted = f"({', '.join(('self', *parameters))})"
+    expected = f"({', '.join(('self', *parameters))})"
     own = getattr(found, method, None)
     if not callable(own) or own is getattr(base, method, None):
         raise ConfigError(
-            key, name, f"class {found.__name__}{_place(found)} has no method {method}{wanted}{why}"
+            key,
+            name,
+            f"class {found.__name__}{_place(found)} has no method {method}{expected}{why}",
         )
     is_static = isinstance(inspect.getattr_static(found, method), (staticmethod, classmethod))
     try:
@@ -101,7 +103,7 @@ def check_method(
         return
     except TypeError:
         raise ConfigError(
-            key, name, f"{method}{signature}{_place(own)} must take {wanted}"
+            key, name, f"{method}{signature}{_place(own)} must take {expected}"
         ) from None
 
 
@@ -134,26 +136,28 @@ def _known(kind: str, name: str, table: Mapping[str, str]) -> str:
 
 
 def _load(kind: str, name: str, target: str) -> Any:
-    where, _, attribute = target.rpartition(":")
-    if not where or not attribute:
+    source, _, attribute = target.rpartition(":")
+    if not source or not attribute:
         raise ConfigError(kind, name, "write 'package.module:attribute' or 'file.py:attribute'")
     module = (
-        _from_file(kind, name, Path(where))
-        if where.endswith(".py")
-        else _from_path(kind, name, where)
+        _from_file(kind, name, Path(source))
+        if source.endswith(".py")
+        else _from_path(kind, name, source)
     )
-    found: Any = module
+    plugin: Any = module
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise ConfigError(kind, name, f"{where} has no {attribute!r}")
-        found = getattr(found, part)
-    return found
+        if not hasattr(plugin, part):
+            raise ConfigError(kind, name, f"{source} has no {attribute!r}")
+        plugin = getattr(plugin, part)
+    return plugin
 
 
 def _from_path(kind: str, name: str, module: str) -> ModuleType:
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # last, so that a user's folder never shadows an installed package
+    working_folder = str(Path.cwd())
+    if working_folder not in sys.path and "" not in sys.path:
+        sys.path.append(
+            working_folder
+        )  # last, so that a user's folder never shadows an installed package
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -170,8 +174,8 @@ def _from_path(kind: str, name: str, module: str) -> ModuleType:
 
 def _from_file(kind: str, name: str, path: Path) -> ModuleType:
     if not path.is_file():
-        where = "" if path.is_absolute() else f" in {Path.cwd()}"
-        raise ConfigError(kind, name, f"there is no file {path}{where}")
+        place = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise ConfigError(kind, name, f"there is no file {path}{place}")
     path = path.resolve()
     module_name = f"rlearner_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if module_name in sys.modules:

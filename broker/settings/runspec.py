@@ -162,10 +162,12 @@ def _dump_section(name: str, value: Any, target: str) -> dict[str, Any]:
     if name != "domains":
         return parse(name, value, model).model_dump(mode="json")
     # null removes an inherited domain
-    kept = {token(str(key), "domains"): entry for key, entry in value.items() if entry is not None}
+    entries = {
+        token(str(key), "domains"): entry for key, entry in value.items() if entry is not None
+    }
     return {
         key: parse(f"domains.{key}", entry, model).model_dump(mode="json")
-        for key, entry in kept.items()
+        for key, entry in entries.items()
     }
 
 
@@ -180,8 +182,8 @@ async def newest_epoch(bus: Bus, run: str) -> int:
     Raises:
         UserError: if its RunSpec has another wire version, or does not decode.
     """
-    found = await bus.key_value(RUNS, run).get_bytes(run)
-    return 0 if found is None else _decode(run, found[0]).epoch
+    entry = await bus.key_value(RUNS, run).get_bytes(run)
+    return 0 if entry is None else _decode(run, entry[0]).epoch
 
 
 async def publish_runspec(
@@ -203,14 +205,14 @@ async def publish_runspec(
     await _ensure_consumers(bus, spec.config)
     runs = bus.key_value(RUNS)
     while True:
-        found = await runs.get_bytes(spec.run)
-        newest = 0 if found is None else _decode(spec.run, found[0]).epoch
+        entry = await runs.get_bytes(spec.run)
+        newest = 0 if entry is None else _decode(spec.run, entry[0]).epoch
         if seen is not None and newest > seen:
             raise Fenced(f"run {spec.run}: another learner took epoch {newest}")
         epoch = max(above, newest) + 1
         mine = msgspec.structs.replace(spec, epoch=epoch)
         revision = await (
-            runs.create(spec.run, mine) if found is None else runs.update(spec.run, mine, found[1])
+            runs.create(spec.run, mine) if entry is None else runs.update(spec.run, mine, entry[1])
         )
         if revision is not None:
             return epoch
@@ -218,13 +220,17 @@ async def publish_runspec(
 
 async def _ensure_consumers(bus: Bus, config: dict[str, Any]) -> None:
     """Create the consumers that the hubs of this configuration use; they may not do so themselves."""
-    found = domains(config)
-    pools = {reward.pool for domain in found.values() for reward in domain.rewards}
+    domain_settings = domains(config)
+    pools = {reward.pool for domain in domain_settings.values() for reward in domain.rewards}
     train = config.get("train") or {}
     steps = min(1 + train.get("max_staleness", 0), train.get("steps", 1))
     # all that are open may be in hand at once
     wait_s = ack_wait_s(steps * train.get("groups_per_step", 0))
-    for stream, keys in ((TICKETS, set(found)), (EVALTICKETS, set(found)), (EPISODES, pools)):
+    for stream, keys in (
+        (TICKETS, set(domain_settings)),
+        (EVALTICKETS, set(domain_settings)),
+        (EPISODES, pools),
+    ):
         await bus.ensure_consumers(stream, keys, wait_s)
 
 
@@ -240,11 +246,11 @@ async def wait_for_runspec(bus: Bus, run: str) -> wire.RunSpec:
         if (found := await runs.get_bytes(run)) is not None:
             return _decode(run, found[0])
         if reminders.due(time.monotonic()):
-            others = ", ".join(sorted(await find_runs(bus)))
+            run_names = ", ".join(sorted(await find_runs(bus)))
             log.info(
                 "waiting for the learner to start run %s%s",
                 run,
-                f"; the broker has {others}" if others else "",
+                f"; the broker has {run_names}" if run_names else "",
             )
         await asyncio.sleep(POLL_S)
 

@@ -57,8 +57,8 @@ def _config_error(
         )
     if problem["type"] == "missing":
         return ConfigError(key, None, "it must be given")
-    found = HIDDEN if is_secret_name(location[-1] if location else "") else problem["input"]
-    return ConfigError(key, found, sentence(problem["msg"]))
+    value = HIDDEN if is_secret_name(location[-1] if location else "") else problem["input"]
+    return ConfigError(key, value, sentence(problem["msg"]))
 
 
 def sentence(message: str) -> str:

@@ -123,7 +123,7 @@ def spawn(
         str(nice),
     ]
 
-    started = threading.Event()
+    has_started = threading.Event()
     outcome: list[subprocess.Popen[bytes] | OSError] = []
 
     def keep() -> None:
@@ -141,14 +141,14 @@ def spawn(
             )
         except OSError as error:
             outcome.append(error)
-            started.set()
+            has_started.set()
             return
         outcome.append(child)
-        started.set()
+        has_started.set()
         child.wait()
 
     threading.Thread(target=keep, name="child-keeper", daemon=True).start()
-    started.wait()
+    has_started.wait()
     if isinstance(outcome[0], OSError):
         raise outcome[0]
     return outcome[0]

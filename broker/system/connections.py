@@ -16,12 +16,14 @@ def addresses() -> dict[str, list[str]]:
     """Return the addresses of each interface, IPv4 before IPv6, without those of the link only
     (fe80::).
     """
-    found: dict[str, list[str]] = {}
-    for name, known in psutil.net_if_addrs().items():
-        ordered = [one.address for family in FAMILIES for one in known if one.family == family]
+    usable_addresses: dict[str, list[str]] = {}
+    for name, entries in psutil.net_if_addrs().items():
+        ordered = [
+            entry.address for family in FAMILIES for entry in entries if entry.family == family
+        ]
         if usable := [address for address in ordered if not address.lower().startswith("fe80:")]:
-            found[name] = usable
-    return found
+            usable_addresses[name] = usable
+    return usable_addresses
 
 
 def interface_of(address: str) -> str:
@@ -35,12 +37,12 @@ def address_of(interface: str) -> str:
     Raises:
         ValueError: if there is no such interface, or it has no address; names those that have one.
     """
-    found = addresses()
-    if interface not in found:
+    interfaces = addresses()
+    if interface not in interfaces:
         raise ValueError(
-            f"expected an interface of this host that has an address: {', '.join(sorted(found)) or 'none'}"
+            f"expected an interface of this host that has an address: {', '.join(sorted(interfaces)) or 'none'}"
         )
-    return found[interface][0]
+    return interfaces[interface][0]
 
 
 def address_towards(host: str, port: int = ANY_PORT) -> str:

@@ -53,21 +53,21 @@ def device_names(
     """
     if spec == "cpu":
         return [host_name()]
-    there = found()
+    uuids = found()
     if spec != "auto":
         return [
-            _token(there.get(number, f"{socket.gethostname()}-gpu-{number}"))
+            _token(uuids.get(number, f"{socket.gethostname()}-gpu-{number}"))
             for number in gpus.parse(spec)
         ]
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        chosen = [one.strip() for one in visible.split(",")]
-        there = {
+        selectors = [selector.strip() for selector in visible.split(",")]
+        uuids = {
             i: uuid
-            for i, uuid in there.items()
-            if any(c == str(i) or (c and uuid.startswith(c)) for c in chosen)
+            for i, uuid in uuids.items()
+            if any(c == str(i) or (c and uuid.startswith(c)) for c in selectors)
         }
-    return [_token(uuid) for uuid in there.values()] or [host_name()]
+    return [_token(uuid) for uuid in uuids.values()] or [host_name()]
 
 
 def host_name() -> str:

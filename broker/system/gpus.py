@@ -82,13 +82,13 @@ def select(
     if spec == "cpu":
         environ["CUDA_VISIBLE_DEVICES"] = ""
         return "cpu"
-    asked = parse(spec)
-    there = found()
-    missing = [n for n in asked if n not in there]
+    numbers = parse(spec)
+    present = found()
+    missing = [n for n in numbers if n not in present]
     if missing:
         names = f"GPU{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-        have = f"it has {', '.join(map(str, there))}" if there else "it has no NVIDIA GPU"
+        have = f"it has {', '.join(map(str, present))}" if present else "it has no NVIDIA GPU"
         raise UserError(f"--gpus {spec}: {names} not on this machine; {have}")
     environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # nvidia-smi's order; CUDA's default is by speed
-    environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, asked))
+    environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, numbers))
     return "cuda"

@@ -29,8 +29,8 @@ def is_behind_stderr() -> bool:
     """
     device, _, inode = os.environ.get("JOURNAL_STREAM", "").partition(":")
     try:
-        there = os.fstat(2)
-        return f"{there.st_dev}:{there.st_ino}" == f"{device}:{inode}" and os.path.exists(SOCKET)
+        status = os.fstat(2)
+        return f"{status.st_dev}:{status.st_ino}" == f"{device}:{inode}" and os.path.exists(SOCKET)
     except OSError:
         return False
 

@@ -51,8 +51,8 @@ def rotate_output() -> None:
         behind = os.fstat(2)
         if behind.st_size < limit_bytes() or not stat.S_ISREG(behind.st_mode):
             return
-        there = os.stat(path, follow_symlinks=False)
-        if (there.st_dev, there.st_ino) != (behind.st_dev, behind.st_ino):
+        status = os.stat(path, follow_symlinks=False)
+        if (status.st_dev, status.st_ino) != (behind.st_dev, behind.st_ino):
             return  # a parent's file, not this process's
         rotate(path)
         fresh = os.open(
@@ -87,11 +87,11 @@ class PrivateLogFile(RotatingFileHandler):
 
     def _is_current(self, stream: TextIOWrapper) -> bool:
         try:
-            there = os.stat(self.baseFilename)
+            status = os.stat(self.baseFilename)
             behind = os.fstat(stream.fileno())
         except OSError:
             return False
-        return (there.st_dev, there.st_ino) == (behind.st_dev, behind.st_ino)
+        return (status.st_dev, status.st_ino) == (behind.st_dev, behind.st_ino)
 
     def _open(self) -> TextIOWrapper:
         file = super()._open()

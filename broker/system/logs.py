@@ -71,8 +71,8 @@ class JsonFormatter(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        given = {key: value for key, value in vars(record).items() if key not in _STANDARD}
-        trace = given.pop(TRACEBACK, "")
+        fields = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+        trace = fields.pop(TRACEBACK, "")
         if (
             record.exc_info
             and not isinstance(record.exc_info, bool)
@@ -88,8 +88,8 @@ class JsonFormatter(logging.Formatter):
             **_identity,
             "message": redact(record.getMessage()),
             **(
-                {"extra": {key: _plain(key, value) for key, value in given.items()}}
-                if given
+                {"extra": {key: _plain(key, value) for key, value in fields.items()}}
+                if fields
                 else {}
             ),
             **({TRACEBACK: redact(trace)} if trace else {}),
@@ -175,8 +175,8 @@ def apply(options: argparse.Namespace) -> None:
     try:
         handler = PrivateLogFile(options.log_file)
     except OSError as error:
-        why = f"{error.strerror}; name a file in a folder that exists"
-        raise UserError(f"--log-file: cannot write {options.log_file}: {why}") from None
+        reason = f"{error.strerror}; name a file in a folder that exists"
+        raise UserError(f"--log-file: cannot write {options.log_file}: {reason}") from None
     _set_format(handler, options.log_format)
     root.addHandler(handler)
 
@@ -187,10 +187,12 @@ def say_error(text: str) -> None:
     """
     plain = f"{ERROR_PREFIX}{redact(visible(text, newlines=True))}"
     is_json = os.environ.get(FORMAT) == "json"
-    said = log.makeRecord(log.name, logging.ERROR, __file__, 0, f"{ERROR_PREFIX}%s", (text,), None)
+    record = log.makeRecord(
+        log.name, logging.ERROR, __file__, 0, f"{ERROR_PREFIX}%s", (text,), None
+    )
     # by stderr even to the journal, which cannot tell the unit of a record whose process has ended
     level = journal.ERROR_LEVEL if journal.is_behind_stderr() else ""
-    print(f"{level}{JsonFormatter().format(said) if is_json else plain}", file=sys.stderr)
+    print(f"{level}{JsonFormatter().format(record) if is_json else plain}", file=sys.stderr)
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.FileHandler):
             handler.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, text, (), None))
@@ -212,8 +214,8 @@ def identify(
     *, run: str | None = None, role: str | None = None, process_id: str | None = None
 ) -> None:
     """Set the fields that every line starts with; None keeps a field."""
-    given = {"run": run, "role": role, "id": process_id}
-    _identity.update({key: value for key, value in given.items() if value})
+    values = {"run": run, "role": role, "id": process_id}
+    _identity.update({key: value for key, value in values.items() if value})
 
 
 def identity() -> dict[str, str]:

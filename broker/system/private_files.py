@@ -29,11 +29,11 @@ _RENAMEAT2: Final = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None
 @contextmanager
 def private_umask() -> Iterator[None]:
     """Keep what this process and its children create from other users; every command runs in it."""
-    before = os.umask(PRIVATE_UMASK)
+    old_umask = os.umask(PRIVATE_UMASK)
     try:
         yield
     finally:
-        os.umask(before)
+        os.umask(old_umask)
 
 
 def private_folder(path: Path) -> Path:
@@ -166,7 +166,7 @@ def replace(source: Path, target: Path) -> None:
     sync(target.parent)
 
 
-def exchange(one: Path, other: Path) -> None:
+def exchange(path: Path, other_path: Path) -> None:
     """Swap the names of two folders or files at once, durably (Linux).
 
     Raises:
@@ -174,10 +174,12 @@ def exchange(one: Path, other: Path) -> None:
     """
     if _RENAMEAT2 is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    if _RENAMEAT2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+    if _RENAMEAT2(
+        _AT_FDCWD, os.fsencode(path), _AT_FDCWD, os.fsencode(other_path), _RENAME_EXCHANGE
+    ):
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), str(one))
-    sync(other.parent)
+        raise OSError(number, os.strerror(number), str(path))
+    sync(other_path.parent)
 
 
 def sync(path: Path) -> None:

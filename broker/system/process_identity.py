@@ -54,8 +54,8 @@ def has_ended(identity: str) -> bool:
     parts = identity.rsplit("/", 2)
     if len(parts) != 3 or not parts[1].isdecimal():
         return False
-    machine, pid, started = parts
-    return bool(machine) and machine == this_machine() and _started(int(pid)) != started
+    machine, pid, start_time = parts
+    return bool(machine) and machine == this_machine() and _started(int(pid)) != start_time
 
 
 def is_elsewhere(identity: str) -> bool:

@@ -40,8 +40,8 @@ def told(error: BaseException) -> str:
     """Return ``KeyError: 'no such column' (bad_rewards.py:7 in raises)``, one line."""
     name = type(error).__name__
     words = said(error)
-    where = place(error)
-    return redact(f"{name}{f': {words}' if words else ''}{f' ({where})' if where else ''}")
+    position = place(error)
+    return redact(f"{name}{f': {words}' if words else ''}{f' ({position})' if position else ''}")
 
 
 def place(error: BaseException) -> str:
@@ -63,9 +63,9 @@ def place(error: BaseException) -> str:
         return ""
     entry = frames[first][0]
     inside = [
-        one
-        for one in frames[first:]
-        if one[0] == entry or not (_is_ours(one[0]) or one[0].startswith(("<", *_LIBRARIES)))
+        frame
+        for frame in frames[first:]
+        if frame[0] == entry or not (_is_ours(frame[0]) or frame[0].startswith(("<", *_LIBRARIES)))
     ]
     file, line, name = inside[-1]
     return clean(f"{os.path.basename(file)}:{line} in {name}")

@@ -69,13 +69,16 @@ def resident_mib(pids: Iterable[int]) -> float:
 
 def tree(pid: int) -> list[int]:
     """Return the process and all its descendants."""
-    found = [pid]
-    for one in found:
+    pids = [pid]
+    for process in pids:
         with contextlib.suppress(OSError):
-            found += map(
-                int, Path(f"/proc/{one}/task/{one}/children").read_text(encoding="ascii").split()
+            pids += map(
+                int,
+                Path(f"/proc/{process}/task/{process}/children")
+                .read_text(encoding="ascii")
+                .split(),
             )
-    return found
+    return pids
 
 
 def kill_tree(pid: int) -> None:
@@ -85,9 +88,9 @@ def kill_tree(pid: int) -> None:
     doomed = tree(pid)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    for one in doomed:
+    for process in doomed:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(one, signal.SIGKILL)
+            os.kill(process, signal.SIGKILL)
 
 
 def how_ended(status: int) -> str:

@@ -81,8 +81,8 @@ class WorkClock:
     def __str__(self) -> str:
         load = os.getloadavg()[0]
         cores = len(os.sched_getaffinity(0))
-        used = f"{self.wall_s:.0f} s, in which it used {self.cpu_s:.1f} s of processor time"
-        return f"{used} (the load is {load:.0f} on {cores} processors)"
+        usage = f"{self.wall_s:.0f} s, in which it used {self.cpu_s:.1f} s of processor time"
+        return f"{usage} (the load is {load:.0f} on {cores} processors)"
 
 
 async def answer_within(
@@ -173,15 +173,17 @@ def _look(pid: int, states: str) -> tuple[dict[int, float], bool]:
     """
     cpu_s: dict[int, float] = {}
     waits = False
-    for one in limits.tree(pid):
+    for process in limits.tree(pid):
         try:
-            for thread in os.listdir(f"/proc/{one}/task"):
-                text = Path(f"/proc/{one}/task/{thread}/stat").read_text(
+            for thread in os.listdir(f"/proc/{process}/task"):
+                text = Path(f"/proc/{process}/task/{thread}/stat").read_text(
                     encoding="ascii", errors="replace"
                 )
                 fields = text.rpartition(")")[2].split()
                 waits = waits or (fields[0] in states and int(thread) != threading.get_native_id())
-                cpu_s[one] = cpu_s.get(one, 0.0) + (int(fields[11]) + int(fields[12])) * _TICK_S
+                cpu_s[process] = (
+                    cpu_s.get(process, 0.0) + (int(fields[11]) + int(fields[12])) * _TICK_S
+                )
         except (OSError, IndexError):
             continue  # it has ended
     return cpu_s, waits
