@@ -372,7 +372,9 @@ def _token(options: argparse.Namespace, role: str) -> tuple[str, str | None, Log
         return options.broker, options.run, None
     join_token = tokens.read(options.join, role)
     if options.run not in (None, join_token.run):
-        raise UserError(f"--run {options.run}: the token {options.join} is for run {join_token.run}")
+        raise UserError(
+            f"--run {options.run}: the token {options.join} is for run {join_token.run}"
+        )
     if options.trust_run_code:
         trust(join_token.owner)
     return join_token.broker, join_token.run, join_token.login
