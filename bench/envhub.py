@@ -104,7 +104,7 @@ async def _bare(made: HubScene, folder: Path, seconds: float) -> float:
 async def ask_forever(n: int, url: str, address: str) -> None:
     """Send batches of n requests one after the other."""
     bus = await Bus.connect(url, "bench", name="bench-bare", deadline_s=20)
-    client = carriers.connect("zmq", bus)
+    client = carriers.make_client("zmq", bus)
     context = wire.column(array("i", range(CONTEXT)), "<i4")
     number = 0
     while True:

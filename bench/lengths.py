@@ -130,7 +130,7 @@ def of_rows(path: Path, most: int = 3000) -> list[PlayedEpisode]:
 def of_run(folder: Path) -> list[PlayedEpisode]:
     """Return the episodes that a run has trained on, in log order."""
     found = []
-    for frame in archive.frames(folder / archive.FOLDER):
+    for frame in archive.read_frames(folder / archive.FOLDER):
         if isinstance(group := frame.record().message, wire.Group):
             for one in group.trajectories:
                 ids = array("i", one.token_ids.array().tolist())

@@ -64,7 +64,7 @@ class SkewedServer:
     """
 
     def __init__(self, bus: Bus) -> None:
-        self.channel = carriers.serve("zmq", bus, "bench-server")
+        self.channel = carriers.make_server("zmq", bus, "bench-server")
         self.announcer = Announcer(bus, self._presence, every_s=0.5)
         self.ended = 0.0  # when the last answer left
 

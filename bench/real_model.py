@@ -169,7 +169,7 @@ def success(evaluations: Sequence[Mapping[str, bool]]) -> dict[str, Any]:
     """
     common = set[str].intersection(*map(set, evaluations))
     tries = [[tasks[number] for tasks in evaluations] for number in sorted(common, key=int)]
-    low, high = pass_at_k.interval(tries)
+    low, high = pass_at_k.success_interval(tries)
     mean = sum(map(sum, tries)) / (len(tries) * len(evaluations))
     return {
         "success": round(mean, 4),

@@ -145,7 +145,7 @@ async def serving(
         )
         await runspec.publish_runspec(bus, spec)
         roster = Roster(bus)
-        client = carriers.connect("zmq", bus)
+        client = carriers.make_client("zmq", bus)
         await roster.start()
         command = [
             sys.executable,

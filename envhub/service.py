@@ -103,7 +103,9 @@ class EnvironmentHub:
             domain.check()
             sandboxed.require(domain)
         tokenizer = Tokenizer.of_run(model_path, config)
-        self.client = carriers.connect(section(config, "broker", BrokerSection).channel, member.bus)
+        self.client = carriers.make_client(
+            section(config, "broker", BrokerSection).channel, member.bus
+        )
         context = max(domain.section.max_context_tokens for domain in self.domains.values())
         self.servers = ServerRoster(
             member.bus,

@@ -85,7 +85,7 @@ def _loss_has(trait: str, name: str) -> bool:
     return bool(getattr(loss_traits(resolve("losses", name, LOSSES)), trait, True))
 
 
-def declaring(trait: str) -> list[str]:
+def estimators_with(trait: str) -> list[str]:
     """Return the sorted names of the shipped estimators that declare a trait."""
     traits = {
         name: estimator_traits(resolve("advantages", name, ADVANTAGES)) for name in ADVANTAGES
@@ -100,7 +100,7 @@ def _check_critic(algorithm: AlgorithmSection, traits: EstimatorTraits | None) -
         return
     allowed = f"true with algorithm.adv_estimator {estimator}, which needs a critic"
     if enabled:
-        supporting = ", ".join(declaring("needs_critic"))
+        supporting = ", ".join(estimators_with("needs_critic"))
         allowed = (
             f"false with algorithm.adv_estimator {estimator}; only {supporting} reads a critic"
         )
@@ -140,7 +140,7 @@ def _check_steps(key: str, algorithm: AlgorithmSection, traits: EstimatorTraits 
     """Check settings for step samples: counted as episodes, they would weight long ones more."""
     estimator = algorithm.adv_estimator
     if traits is not None and not traits.counts_episodes:
-        supporting = ", ".join(declaring("counts_episodes"))
+        supporting = ", ".join(estimators_with("counts_episodes"))
         allowed = f"full with algorithm.adv_estimator {estimator}; with steps: {supporting}"
         raise ConfigError(f"{key}.context", "steps", allowed)
     if (

@@ -12,7 +12,7 @@ import logging
 from broker.contract import wire
 from broker.contract.streams import REQUESTS
 from broker.jetstream.bus import Bus
-from broker.jetstream.core_messages import respond
+from broker.jetstream.core_messages import answer_requests
 from broker.runtime.process import Stop
 from learner.checkpoints.saver import CheckpointSaver
 from learner.credit.ledger import Ledger
@@ -47,7 +47,7 @@ class OperatorRequests:
 
     async def serve(self) -> None:
         """Answer requests until cancelled."""
-        subscription = await respond(self._bus, REQUESTS, ID, self.answer)
+        subscription = await answer_requests(self._bus, REQUESTS, ID, self.answer)
         try:
             await asyncio.Event().wait()
         finally:

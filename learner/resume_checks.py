@@ -54,11 +54,13 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
     return settings
 
 
-def changes(old: Any, new: Any, key: str = "") -> Iterator[Change]:
+def setting_changes(old: Any, new: Any, key: str = "") -> Iterator[Change]:
     """Yield the differences key by key; a mapping that only one side has is one change."""
     if isinstance(old, dict) and isinstance(new, dict):
         for name in dict.fromkeys([*old, *new]):
-            yield from changes(old.get(name), new.get(name), f"{key}.{name}" if key else str(name))
+            yield from setting_changes(
+                old.get(name), new.get(name), f"{key}.{name}" if key else str(name)
+            )
     elif old != new:
         yield key, old, new
 
@@ -91,7 +93,7 @@ def check_changes(folder: Path, config: dict[str, Any], *, force: bool) -> list[
         _refuse_model(weights_folder, settings, config, force=force)
     if noted_epoch(folder) or checkpoint.list_checkpoints(folder / "checkpoints"):
         _refuse_domains(settings, config, force=force)
-    return [format_change(change) for change in changes(settings, config)]
+    return [format_change(change) for change in setting_changes(settings, config)]
 
 
 def _find_weights(folder: Path) -> Path | None:
@@ -122,12 +124,12 @@ def _refuse_model(
     # The file of another version may lack a key.
     old_model = {**new_model, **_first_weights(old_config.get("model") or {})}
     if new_model["path"] is None:
-        model_changes = list(changes(old_model, new_model, "model"))
+        model_changes = list(setting_changes(old_model, new_model, "model"))
         for key, old_value, value in model_changes:
             if key not in NO_SHAPE:
                 raise ConfigError(key, value, f"run {run} began with {old_value!r}: {FIXED_ADVICE}")
     else:
-        model_changes = list(changes(old_model["path"], new_model["path"], "model.path"))
+        model_changes = list(setting_changes(old_model["path"], new_model["path"], "model.path"))
         if model_changes or is_local(new_model["path"]):
             _refuse_shapes(weights_folder, new_model["path"])
             _refuse_tokenizer(

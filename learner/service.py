@@ -15,7 +15,7 @@ from broker.contract import wire
 from broker.contract.streams import RUNS, SAMPLES
 from broker.errors import ConfigError, Fenced, LostState, NotFinite, UserError
 from broker.jetstream.bus import Bus
-from broker.jetstream.stored_message import peek
+from broker.jetstream.stored_message import peek_message
 from broker.runtime.presence import Roster
 from broker.runtime.process import Member, Stop, Stopped, unless_stopped
 from broker.runtime.shared_devices import SharedDevices, sharing
@@ -64,7 +64,7 @@ log = logging.getLogger(__name__)
 ALL_DONE: Final = wire.DesiredState(state="stopped", reason="all steps are done")
 
 
-async def serve(
+async def serve_learner(
     config: dict[str, Any],
     url: str,
     stop: Stop,
@@ -374,7 +374,7 @@ class LearnerService:
 
     async def _first_rules(self) -> TicketRules:
         """Return the first rules of the log: a learner killed early may have appended some."""
-        first_message = await peek(self.bus, SAMPLES, 1)
+        first_message = await peek_message(self.bus, SAMPLES, 1)
         if first_message is not None and isinstance(first_message.record.message, wire.RulesChange):
             update = rules_change(first_message.record.message).record
             if isinstance(update, RulesUpdate):

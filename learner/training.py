@@ -23,7 +23,7 @@ from broker.contract import wire
 from broker.errors import UserError
 from broker.runtime.spans import SpanRecorder
 from learner.algorithm.assembly import SampleAssembler
-from learner.algorithm.batch_adjust import adjust
+from learner.algorithm.batch_adjust import adjust_samples
 from learner.algorithm.episodes import num_bytes, without_episodes
 from learner.algorithm.packing import MicroBatchCutter
 from learner.algorithm.samples import TrainSample
@@ -327,7 +327,9 @@ class TrainingThread:
                 )
         if (mode := self._algorithm.batch_adjust) is not None:
             trained_samples = [sample for sample in samples if sample.num_tokens]
-            samples = adjust(trained_samples, self._algorithm.num_minibatches, mode, version)
+            samples = adjust_samples(
+                trained_samples, self._algorithm.num_minibatches, mode, version
+            )
         if self._abandoned.is_set():
             return None
         values = self.backend.update(samples)

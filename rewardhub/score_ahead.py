@@ -17,7 +17,7 @@ from broker.contract import codec, wire
 from broker.contract.streams import SCORES
 from broker.errors import WireError
 from broker.jetstream.bus import Bus
-from broker.jetstream.core_messages import respond
+from broker.jetstream.core_messages import answer_requests
 from broker.nats.subscription import LinkSubscription
 from broker.runtime.spans import SpanRecorder
 from broker.settings.config import DomainSection, RewardConfig
@@ -67,7 +67,7 @@ class AheadScorer:
         for pool in self._answering.keys() - wanted:
             await self._answering.pop(pool).close()
         for pool in wanted - self._answering.keys():
-            self._answering[pool] = await respond(
+            self._answering[pool] = await answer_requests(
                 self._bus, SCORES, pool, partial(self.answer, pool), shared=True
             )
 

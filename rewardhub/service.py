@@ -23,7 +23,7 @@ from broker.contract import wire
 from broker.contract.streams import EPISODES, RERUNS
 from broker.errors import TooLarge, UserError, WireError, described
 from broker.jetstream.bus import Delivery
-from broker.jetstream.core_messages import respond
+from broker.jetstream.core_messages import answer_requests
 from broker.jetstream.pulling import fetch_unless
 from broker.jetstream.ticket_results import close_ticket, ticket_key
 from broker.nats.subscription import LinkSubscription
@@ -151,7 +151,9 @@ class RewardhubService:
             else:
                 log.info("no domain of this run has a reward for a hub; waiting until one has")
             self._state = "serving"
-            reruns = await respond(self.bus, RERUNS, f"rewardhub.{self.member.id}", self.rerun)
+            reruns = await answer_requests(
+                self.bus, RERUNS, f"rewardhub.{self.member.id}", self.rerun
+            )
             self.member.poke()
             self._open_feeds()
             while not asked.done():

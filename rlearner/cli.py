@@ -130,7 +130,7 @@ def _start_learner(options: argparse.Namespace) -> int:
     from broker.settings.runspec import load, validate
     from learner.gpu_selection import assign_gpus, forget_gpus, shared_devices
     from learner.nodes.layout import lay_out
-    from learner.nodes.placement import Placement, place
+    from learner.nodes.placement import Placement, find_placement
     from learner.prepare import exit_code, name_run, run_folder
     from rlearner.doctor.preflight import format_finding, learner_findings, require_installed
     from rlearner.doctor.references import reference_findings
@@ -152,11 +152,11 @@ def _start_learner(options: argparse.Namespace) -> int:
     def shared_here(config: dict[str, Any]) -> list[str]:
         return shared_devices(config, options.gpus) if options.share_gpus else []
 
-    placement = place(options.nnodes, options.node_rank, options.rendezvous, os.environ)
+    placement = find_placement(options.nnodes, options.node_rank, options.rendezvous, os.environ)
     # Other nodes than the first have no event loop: their ranks follow those of the first.
     if placement is not None and not placement.leads:
         config, num_here = load_config(placement)
-        return nodes.follow(placement, config, num_here, options, shared_here(config))
+        return nodes.join_rank_0(placement, config, num_here, options, shared_here(config))
 
     async def body(stop: process.Stop) -> int:
         logs.apply(options)
@@ -166,7 +166,7 @@ def _start_learner(options: argparse.Namespace) -> int:
             log.warning("%s", format_finding(finding))
         if placement is None:
             return await train(config, stop, shared_here(config))
-        gathered = nodes.gathered(
+        gathered = nodes.gather_nodes(
             placement,
             config,
             num_here,
@@ -179,7 +179,7 @@ def _start_learner(options: argparse.Namespace) -> int:
             return outcome.code
 
     async def train(config: dict[str, Any], stop: process.Stop, shared: list[str]) -> int:
-        from learner.service import serve
+        from learner.service import serve_learner
         from rlearner.ops.continue_line import continue_line_at_exit
         from rlearner.ops.folder_cleanup import removed_on_failure
 
@@ -189,7 +189,7 @@ def _start_learner(options: argparse.Namespace) -> int:
             removed_on_failure(run_folder(config)),
             continue_line_at_exit(config, options.broker),
         ):
-            await serve(
+            await serve_learner(
                 config,
                 options.broker,
                 stop,
@@ -217,7 +217,7 @@ def _check_config(options: argparse.Namespace) -> int:
     if "domains" not in config and "data" in config:  # offline training
         from learner.offline import config as offline
 
-        checked = offline.validate(offline.pipeline_of(config), config)
+        checked = offline.validate_config(offline.pipeline_of(config), config)
         findings = learner_findings(checked)
         notes = []
     else:

@@ -36,20 +36,20 @@ def run_offline(options: argparse.Namespace) -> int:
     from broker.settings.runspec import load
     from broker.system import logs
     from broker.system.visible_text import visible_json
-    from learner.offline.config import validate
+    from learner.offline.config import validate_config
     from learner.prepare import name_run, run_folder
     from rlearner.doctor.preflight import learner_findings, require_installed
 
     logs.configure()
     logs.identify(role=options.pipeline)
     config = name_run(
-        validate(options.pipeline, load(options.config, options.overrides)), options.config
+        validate_config(options.pipeline, load(options.config, options.overrides)), options.config
     )
     require_installed(learner_findings(config))
     folder = run_folder(config)
     run_name = config["run"]["name"]
     # Not at the top of the file: it imports torch.
-    from learner.offline.run import run as train
+    from learner.offline.run import run_pipeline as train
 
     try:
         result = train(options.pipeline, config, getattr(options, "broker", ""))

@@ -40,7 +40,7 @@ def _jsonl(path: str | Path, key: str) -> Iterator[tuple[int, Row]]:
 
 def _object(path: str, number: int, line: bytes) -> Row:
     try:
-        row = strict.loads(line.decode())
+        row = strict.parse_json(line.decode())
     except UnicodeDecodeError as error:
         raise DataError(path, number, f"not UTF-8: {error.reason}") from None
     except strict.BadJson as error:

@@ -100,7 +100,7 @@ class ToolSyntax:
         arguments = value.get(self.arguments_key, {})
         if isinstance(arguments, str):  # some templates write the object as a string
             try:
-                arguments = strict.loads(arguments)
+                arguments = strict.parse_json(arguments)
             except strict.BadJson:
                 arguments = None
         if not isinstance(arguments, dict):

@@ -22,7 +22,7 @@ from typing import Final
 
 import numpy as np
 
-from broker.contract.lengths import remaining
+from broker.contract.lengths import remaining_tokens
 from rollout.job_queue import ENDED, WAITING, GenerationJob, JobHeap, JobQueue, Tokens
 
 # a job with at most this many tokens still to come keeps its slot: reading it again costs more
@@ -157,7 +157,9 @@ class Scheduler:
         for job in sorted(able, key=lambda job: (-job.step, -job.started, job.slot)):
             count = generated(job)
             if (
-                remaining(job.expected_tokens, job.expected_high, count, job.max_tokens - count)[0]
+                remaining_tokens(
+                    job.expected_tokens, job.expected_high, count, job.max_tokens - count
+                )[0]
                 > ENDS_SOON
             ):
                 self._leaving = job

@@ -214,7 +214,7 @@ class RolloutService:
         self._engine = engine
         self._broker = runspec.section(spec.config, "broker", BrokerSection)
         bind = self._broker.bind if bind is None else bind
-        self._channel = carriers.serve(self._broker.channel, member.bus, member.id, bind=bind)
+        self._channel = carriers.make_server(self._broker.channel, member.bus, member.id, bind=bind)
         self._receiver: WeightReceiver | None = None
         self._snapshots: SnapshotSource | None = None
         self._http: HttpApi | None = None

@@ -26,8 +26,8 @@ from typing import Any, Final
 from bench.advice.real_run import run_at_once
 from bench.advice.speeds import CASES, Case, FleetSpeeds
 from bench.advice.virtual_run import config_of, run_fleet
-from rlearner.advise.advice import advice_of, predict
-from rlearner.advise.fit import fit
+from rlearner.advise.advice import advice_of, predict_change
+from rlearner.advise.fit import fit_run
 from rlearner.advise.run_model import STAGES
 
 VIRTUAL_STEPS: Final = 30
@@ -59,8 +59,8 @@ def true_bottleneck(speeds: FleetSpeeds) -> str:
 
 def compare(case: Case, rows: Rows, config: Mapping[str, Any], true: float) -> dict[str, Any]:
     """Return the row of a fleet, given its metrics and the samples/s of the changed one."""
-    run = fit(rows, config)
-    predicted = predict(run, case.change).samples_per_s
+    run = fit_run(rows, config)
+    predicted = predict_change(run, case.change).samples_per_s
     found = advice_of(run)
     row: dict[str, Any] = {"fleet": case.name, "real": case.is_real, "change": case.change}
     row |= {

@@ -13,7 +13,7 @@ from bench.families.reference import DifferenceError
 from bench.families.scene import Scene, Trained
 from learner.algorithm.samples import TrainSample
 from learner.checkpoints import checkpoint
-from learner.checkpoints.export import export
+from learner.checkpoints.export import export_model
 from learner.config import LoraSection
 from rlearner.plan.model_reader import read_folder
 
@@ -106,9 +106,9 @@ def run_export(scene: Scene) -> float:
     _require_change(trained)
     folder = scene.work / "parts"
     made = checkpoint.read_checkpoint(
-        checkpoint.write(folder, trained.backend, {"version": 1}, 1, hf_max_gib=0)
+        checkpoint.write_checkpoint(folder, trained.backend, {"version": 1}, 1, hf_max_gib=0)
     )
-    export(made, out, SHARD_BYTES)
+    export_model(made, out, SHARD_BYTES)
     for path in (out, trained.checkpoint.path):
         _same_names(scene.folder, path)
         if not (path / "chat_template.jinja").is_file():
@@ -140,7 +140,9 @@ def _resume(trained: Trained) -> None:
     checkpoint.load_state(first, resumed)
     if not torch.equal(resumed.logprobs(trained.probe), trained.logprobs):
         raise DifferenceError("the resumed model is another one")
-    again = checkpoint.write(scene.work / f"{trained.name}-again", resumed, {"version": 1}, 1)
+    again = checkpoint.write_checkpoint(
+        scene.work / f"{trained.name}-again", resumed, {"version": 1}, 1
+    )
     states = [
         {file.name: file.read_bytes() for file in path.glob("learner/part-*")}
         for path in (first.path, again)

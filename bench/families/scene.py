@@ -152,7 +152,9 @@ class Trained:
     def checkpoint(self) -> checkpoint.Checkpoint:
         """Its checkpoint on disk, with the model in the format of transformers."""
         return checkpoint.read_checkpoint(
-            checkpoint.write(self.scene.work / self.name, self.backend, {"version": 1}, 1)
+            checkpoint.write_checkpoint(
+                self.scene.work / self.name, self.backend, {"version": 1}, 1
+            )
         )
 
     @cached_property

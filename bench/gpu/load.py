@@ -124,7 +124,7 @@ async def served(
         )
         await runspec.publish_runspec(bus, spec)
         roster = Roster(bus)
-        client = carriers.connect("zmq", bus)
+        client = carriers.make_client("zmq", bus)
         await roster.start()
         log_path = Path(folder) / "server.log"
         gpus = "cpu" if options.device == "cpu" else "auto"

@@ -25,7 +25,7 @@ import uvloop
 from broker.contract import wire
 from broker.contract.streams import CONTROL, EPISODES, EVALTICKETS, RERUNS, TICKETS, WEIGHTS
 from broker.jetstream.bus import Bus
-from broker.jetstream.core_messages import respond
+from broker.jetstream.core_messages import answer_requests
 from broker.jetstream.pulling import fetch_unless
 from broker.nats.connection import NatsLink
 from broker.runtime.presence import Roster
@@ -207,7 +207,7 @@ async def _answer_reruns(member: Member) -> None:
     async def nothing(_: wire.Message) -> None:
         return None
 
-    await respond(member.bus, RERUNS, member.id, nothing)
+    await answer_requests(member.bus, RERUNS, member.id, nothing)
 
 
 async def _learner(stack: AsyncExitStack, url: str) -> None:

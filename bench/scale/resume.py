@@ -102,7 +102,7 @@ def _write_checkpoint(folder: Path, ledger: Ledger) -> None:
     }
     body["parts"] = [{"file": PART, "size": 0, "digest": ""}]
     (own / "learner.json").write_text(json.dumps(body))
-    checkpoint.prune(folder / "checkpoints", 2)
+    checkpoint.prune_checkpoints(folder / "checkpoints", 2)
 
 
 def resume(folder: Path) -> dict[str, float]:

@@ -30,7 +30,7 @@ from learner.credit.record_intake import read_record
 from learner.credit.records import LedgerRecorder
 from learner.credit.ticket_rules import rules_of
 from learner.prepare import write_config
-from learner.reporting.metrics import MetricsFile, count_tickets, finite, step_metrics
+from learner.reporting.metrics import MetricsFile, count_tickets, finite_values, step_metrics
 from rlearner_text.config import TinyModel
 from rlearner_text.tiny import build_tiny
 from rlearner_text.tokenizer import Tokenizer
@@ -325,7 +325,7 @@ class MadeUpRun:
             if name.startswith("ticket/")
         }
         head = {"step": step, "policy_version": step, "time": self.time}
-        self.metrics.write(head | finite(values) | counts)
+        self.metrics.write(head | finite_values(values) | counts)
 
 
 async def write_run(

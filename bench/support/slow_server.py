@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from broker.channel import local_sockets
-from broker.channel.bundle import unpack
+from broker.channel.bundle import unpack_bundle
 from broker.channel.zmq_address import ServerAddress
 from broker.channel.zmq_socket import LoopSocket
 from broker.contract import wire
@@ -83,7 +83,7 @@ class SlowServer:
         route, bundle = frames
         loop = asyncio.get_running_loop()
         now = loop.time()
-        for token, request in unpack(bundle):
+        for token, request in unpack_bundle(bundle):
             if not token:
                 continue  # an abort: the answer comes soon anyway
             due = math.ceil(

@@ -30,7 +30,7 @@ pack: Final = msgspec.msgpack.Encoder().encode
 _unpack: Final = msgspec.msgpack.Decoder(_Entries).decode
 
 
-def cut(entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
+def cut_bundles(entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
     """Yield the entries in order, each time as many as fit into one bundle."""
     begin = size = 0
     for index, (_, data) in enumerate(entries):
@@ -43,7 +43,7 @@ def cut(entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
         yield entries[begin:]
 
 
-def unpack(data: bytes) -> list[Entry]:
+def unpack_bundle(data: bytes) -> list[Entry]:
     """Return the entries of a bundle.
 
     Raises:

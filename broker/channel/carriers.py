@@ -112,7 +112,7 @@ def load_channel(kind: str) -> RequestChannel:
     return channel
 
 
-def serve(kind: str, bus: Bus, server_id: str, *, bind: str = "127.0.0.1") -> ChannelServer:
+def make_server(kind: str, bus: Bus, server_id: str, *, bind: str = "127.0.0.1") -> ChannelServer:
     """Return a server of a channel of the registry.
 
     Args:
@@ -124,7 +124,7 @@ def serve(kind: str, bus: Bus, server_id: str, *, bind: str = "127.0.0.1") -> Ch
     return load_channel(kind).server(bus, server_id, bind)
 
 
-def connect(kind: str, bus: Bus) -> ChannelClient:
+def make_client(kind: str, bus: Bus) -> ChannelClient:
     """Return a client of a channel of the registry.
 
     Raises:

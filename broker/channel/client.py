@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, Protocol
 
-from broker.channel.endpoint import bury
+from broker.channel.endpoint import store_dead_letter
 from broker.contract import codec, wire
 from broker.errors import RequestFailed, WireError
 from broker.jetstream.bus import Bus
@@ -126,7 +126,7 @@ class RequestClient:
         """Store an unreadable message as a dead letter and fail all requests to its sender, as any
         may be meant.
         """
-        bury(self._bus, self._background, reason, data)
+        store_dead_letter(self._bus, self._background, reason, data)
         self.fail_all(reason, address)
 
     async def close(self) -> None:
@@ -187,7 +187,7 @@ class RequestClient:
         try:
             reply = codec.decode(data, wire.GenerateReply)
         except WireError as error:
-            bury(self._bus, self._background, str(error), data)
+            store_dead_letter(self._bus, self._background, str(error), data)
             raise RequestFailed(f"{self._format_address(address)}: {error}") from None
         # empty: the server could not read the request
         if reply.request_id not in (request.request_id, ""):

@@ -23,7 +23,9 @@ log = logging.getLogger(__name__)
 Reply = Callable[[bytes], Awaitable[None]]
 
 CLOSE_WITHIN_S: Final = 2.0  # for aborted handlers to return their partial output
-MAX_LETTERS: Final = 16  # dead letters being stored; further malformed messages leave none
+MAX_PENDING_DEAD_LETTERS: Final = (
+    16  # dead letters being stored; further malformed messages leave none
+)
 MAX_TASKS: Final = 65_536  # of all clients, replies that wait for a slow broker included
 
 
@@ -115,9 +117,9 @@ class RequestEndpoint:
 
     def refuse(self, reason: str, data: bytes) -> None:
         """Store an unreadable request as a dead letter."""
-        if len(self._dead_letter_tasks) < MAX_LETTERS:
+        if len(self._dead_letter_tasks) < MAX_PENDING_DEAD_LETTERS:
             log.warning("malformed request: %s", reason)
-        bury(self._bus, self._dead_letter_tasks, reason, data)
+        store_dead_letter(self._bus, self._dead_letter_tasks, reason, data)
 
     async def close(self) -> None:
         """Abort pending requests; cancel slow handlers and reply with an error for them."""
@@ -199,9 +201,9 @@ class RequestEndpoint:
         await reply(data)
 
 
-def bury(bus: Bus, pending: set[asyncio.Task[None]], reason: str, data: bytes) -> None:
+def store_dead_letter(bus: Bus, pending: set[asyncio.Task[None]], reason: str, data: bytes) -> None:
     """Start storing unusable bytes as a dead letter, unless many are being stored."""
-    if len(pending) >= MAX_LETTERS:
+    if len(pending) >= MAX_PENDING_DEAD_LETTERS:
         return
 
     async def store() -> None:

@@ -16,7 +16,7 @@ from broker.contract import wire
 from broker.contract.streams import PRESENCE
 from broker.errors import RlearnerError
 from broker.jetstream.bus import Bus
-from broker.jetstream.delivery import decode
+from broker.jetstream.delivery import decode_message
 from broker.nats.client import Msg
 from broker.nats.subscription import LinkSubscription
 from broker.runtime.presence import beat_of
@@ -112,7 +112,7 @@ class HubAdmission:
         self._forget(key)
 
     async def _on_beat(self, message: Msg) -> None:
-        presence, _ = decode(message.data, PRESENCE.messages)
+        presence, _ = decode_message(message.data, PRESENCE.messages)
         if (
             not isinstance(presence, wire.Presence)
             or presence.role not in ROLES

@@ -35,7 +35,7 @@ def listening_address(
             return _bracket_ipv6(address_of(interface))
         except ValueError as error:
             raise ConfigError("--interface", interface, str(error)) from None
-    host = urlsplit(addresses.split(broker_url)[0]).hostname or LOOPBACK
+    host = urlsplit(addresses.split_servers(broker_url)[0]).hostname or LOOPBACK
     try:
         address = address_towards(host)
     # reached by a name that only a proxy knows, or the route has just gone

@@ -32,7 +32,7 @@ class UnsafeFolder(Exception):
     """The folder cannot be used: another user owns it, or others can enter or replace it."""
 
 
-def folder() -> Path:
+def socket_folder() -> Path:
     """Return the folder of this user's sockets: ``$XDG_RUNTIME_DIR/rlearner``, else
     ``rlearner-UID`` in /tmp.
 
@@ -63,13 +63,13 @@ def path_of(name: str) -> str:
     Raises:
         UnsafeFolder: if the folder cannot be used, or the path is too long for a socket.
     """
-    path = str(folder() / name)
+    path = str(socket_folder() / name)
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
         raise UnsafeFolder(f"{path} is longer than {MAX_PATH_BYTES} bytes, too long for a socket")
     return path
 
 
-def find(name: str) -> str:
+def find_socket(name: str) -> str:
     """Return the path of a server's socket if it is on this host and of this user, else an empty
     text.
     """
@@ -83,10 +83,10 @@ def find(name: str) -> str:
     return path if stat.S_ISSOCK(status.st_mode) and status.st_uid == os.geteuid() else ""
 
 
-def sweep() -> None:
+def remove_dead_sockets() -> None:
     """Delete the sockets of servers that were killed: those that refuse connections."""
     with suppress(UnsafeFolder, OSError):
-        for index, entry in enumerate(os.scandir(folder())):
+        for index, entry in enumerate(os.scandir(socket_folder())):
             if index == MAX_SWEPT:
                 return
             if NAME.fullmatch(entry.name) and _is_dead(entry):

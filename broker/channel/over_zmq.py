@@ -25,14 +25,14 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from broker.channel import local_sockets
-from broker.channel.bundle import unpack
+from broker.channel.bundle import unpack_bundle
 from broker.channel.carriers import AbortHandler, Handler, RequestChannel
 from broker.channel.connection_limits import Connection, ConnectionLimits
 from broker.channel.endpoint import Reply, RequestEndpoint
 from broker.channel.hub_admission import HubAdmission
 from broker.channel.zmq_address import ServerAddress, this_host
 from broker.channel.zmq_client import ZmqClient
-from broker.channel.zmq_options import open_socket, terminate
+from broker.channel.zmq_options import open_socket, terminate_context
 from broker.channel.zmq_socket import Frames, LoopSocket
 from broker.errors import ConfigError, WireError
 from broker.jetstream.bus import Bus
@@ -95,7 +95,7 @@ class ZmqServer:
 
     def _bind_local(self) -> str:
         """Bind the local socket and return its name; empty if this host has no folder for it."""
-        local_sockets.sweep()
+        local_sockets.remove_dead_sockets()
         name = local_sockets.new_name()
         try:
             self._local_path = local_sockets.path_of(name)
@@ -127,7 +127,7 @@ class ZmqServer:
             if self._network is not None:
                 await self._network.close()
             self._endpoint = None
-        await terminate(self._context)
+        await terminate_context(self._context)
         if self._local_path:
             with suppress(FileNotFoundError):
                 os.unlink(self._local_path)
@@ -279,7 +279,7 @@ def _receive_bundle(
 ) -> None:
     """Pass on the messages of a bundle."""
     try:
-        entries = unpack(data)
+        entries = unpack_bundle(data)
     except WireError as error:
         endpoint.refuse(str(error), data)
         return

@@ -83,7 +83,7 @@ class ServerAddress:
         Raises:
             BadAddress: if it cannot be reached from here: a local address of another host or user.
         """
-        if self.local and (path := local_sockets.find(self.local)):
+        if self.local and (path := local_sockets.find_socket(self.local)):
             return f"ipc://{path}", ""
         if not self.tcp:
             raise BadAddress("it takes requests only from its own host and user")
@@ -92,7 +92,7 @@ class ServerAddress:
         return self.tcp, self.key
 
 
-def shown(address: str) -> str:
+def display_address(address: str) -> str:
     """Return the part of an address that a message to a user shows."""
     return address.partition(" ")[0]
 

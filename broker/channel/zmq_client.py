@@ -10,10 +10,10 @@ from typing import Final
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from broker.channel.bundle import unpack
+from broker.channel.bundle import unpack_bundle
 from broker.channel.client import RequestClient
-from broker.channel.zmq_address import BadAddress, ServerAddress, shown
-from broker.channel.zmq_options import MAX_UNREAD, open_socket, terminate
+from broker.channel.zmq_address import BadAddress, ServerAddress, display_address
+from broker.channel.zmq_options import MAX_UNREAD, open_socket, terminate_context
 from broker.channel.zmq_socket import Frames, LoopSocket
 from broker.errors import RequestFailed, WireError
 from broker.jetstream.bus import Bus
@@ -53,7 +53,7 @@ class ZmqClient:
         self.key = public.decode()
         self.announce: Callable[[], None] = lambda: None
         self._lines: dict[str, _Line] = {}
-        self._asker = RequestClient(bus, self, shown)
+        self._asker = RequestClient(bus, self, display_address)
         self._closed = False
         self.generate = self._asker.generate
         self.abort = self._asker.abort
@@ -86,7 +86,7 @@ class ZmqClient:
         self._lines.clear()
         for line in lines:
             _hang_up(line)
-        await terminate(self._context)
+        await terminate_context(self._context)
 
     def _drop(self, address: str, reason: str) -> None:
         line = self._lines.pop(address, None)
@@ -96,7 +96,7 @@ class ZmqClient:
 
     def _connect(self, address: str) -> _Line:
         if self._closed:
-            raise RequestFailed(f"{shown(address)}: the client was closed")
+            raise RequestFailed(f"{display_address(address)}: the client was closed")
         try:
             endpoint, server_key = ServerAddress.parse(address).endpoint()
         except BadAddress as error:
@@ -115,14 +115,18 @@ class ZmqClient:
         except zmq.ZMQError as error:
             if socket is not None:
                 socket.close(0)
-            raise RequestFailed(f"{shown(address)}: no connection can be opened: {error}") from None
+            raise RequestFailed(
+                f"{display_address(address)}: no connection can be opened: {error}"
+            ) from None
         try:
             socket.connect(endpoint)
         except zmq.ZMQError as error:
             socket.disable_monitor()
             monitor.close(0)
             socket.close(0)
-            raise RequestFailed(f"{shown(address)} is not a server address: {error}") from None
+            raise RequestFailed(
+                f"{display_address(address)} is not a server address: {error}"
+            ) from None
         line = LoopSocket(socket, lambda frames: self._receive(address, frames))
         watch = LoopSocket(monitor, lambda frames: self._lost(address, line, frames))
         self._lines[address] = _Line(line, watch, socket)
@@ -140,7 +144,7 @@ class ZmqClient:
             self._asker.refuse(address, f"{len(frames)} parts where one is allowed", frames[0])
             return
         try:
-            entries = unpack(frames[0])
+            entries = unpack_bundle(frames[0])
         except WireError as error:
             self._asker.refuse(address, str(error), frames[0])
             return

@@ -38,7 +38,7 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socke
     return socket
 
 
-async def terminate(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+async def terminate_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     """Wait in a thread until pending messages are sent or the linger time is over."""
     with contextlib.suppress(zmq.ZMQError):  # already terminated
         await asyncio.to_thread(context.term)

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import zmq
 
-from broker.channel.bundle import Entry, cut, pack
+from broker.channel.bundle import Entry, cut_bundles, pack
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class LoopSocket:
             route, waiting = next(iter(self._unsent.items()))
             entries = [entry for entry, asker in waiting if asker is None or not asker.done()]
             num_sent = 0
-            for bundle in cut(entries):
+            for bundle in cut_bundles(entries):
                 try:
                     self._send(route, pack(bundle))
                 except zmq.Again:

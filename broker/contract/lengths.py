@@ -22,7 +22,7 @@ _Z_HIGH: Final = _NORMAL.inv_cdf(HIGH)
 _FAR: Final = 6.0
 
 
-def remaining(expected: int, high: int, generated: int, limit: int) -> tuple[int, int]:
+def remaining_tokens(expected: int, high: int, generated: int, limit: int) -> tuple[int, int]:
     """Return median and 0.9 quantile of the tokens that follow the first ``generated`` ones, about
     1 microsecond.
 

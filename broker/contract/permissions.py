@@ -71,7 +71,7 @@ class Permissions:
     subscribe: tuple[str, ...]
 
 
-def inbox(role: str, run: str, name: str) -> str:
+def inbox_prefix(role: str, run: str, name: str) -> str:
     """Return the subject prefix of an identity's replies, which no other identity may read.
 
     It stays the same when a broker makes new keys, so that connections survive that.
@@ -95,7 +95,7 @@ def permissions(role: str, run: str, name: str = "") -> Permissions:
     if role not in (*ROLES, OBSERVER):
         raise ConfigError("role", role, f"one of {', '.join(ROLES)}, {OBSERVER}, {OPERATOR}")
     publish = dict[str, None]()
-    subscribe = {f"{inbox(role, run, name)}.>": None}
+    subscribe = {f"{inbox_prefix(role, run, name)}.>": None}
     for stream in STREAMS:
         publish |= dict.fromkeys(stored_requests(stream, role, run))
         if stream.writes(role) and role != OBSERVER:
@@ -104,12 +104,12 @@ def permissions(role: str, run: str, name: str = "") -> Permissions:
     if role in (LEARNER, OBSERVER):
         publish[f"{API}.INFO"] = None  # how full the store is
     # a link measures its own delay with messages to itself
-    publish[f"{inbox(role, run, name)}.>"] = None
+    publish[f"{inbox_prefix(role, run, name)}.>"] = None
     if any(stream.kind is REQUEST and stream.reads(role) for stream in STREAMS):
         publish[f"{REPLIES}.>"] = None
     if role == LEARNER:
         # answers the operator, who has the same account
-        publish[f"{inbox(OPERATOR, '', '')}.>"] = None
+        publish[f"{inbox_prefix(OPERATOR, '', '')}.>"] = None
     return Permissions(tuple(publish), tuple(subscribe))
 
 
@@ -136,7 +136,7 @@ def stored_requests(stream: Stream, role: str, run: str) -> list[str]:
     ]
 
 
-def hears(stream: Stream, role: str) -> bool:
+def can_hear(stream: Stream, role: str) -> bool:
     """Return whether a role subscribes to a row: to requests, to what is not kept, and to the news
     of last values.
 
@@ -154,7 +154,7 @@ def hears(stream: Stream, role: str) -> bool:
 
 
 def _subscribed_subjects(stream: Stream, role: str, run: str) -> list[str]:
-    if not hears(stream, role):
+    if not can_hear(stream, role):
         return []
     if stream.kind is KV:
         return [f"{stream.key_prefix(run)}>"]

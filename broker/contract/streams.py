@@ -32,7 +32,7 @@ EVERYONE: Final = "all"
 ROLES: Final = ("learner", "rollout", "envhub", "rewardhub")
 
 
-def token(value: str, name: str) -> str:
+def check_token(value: str, name: str) -> str:
     """Return a value after checking that it can be one part of a subject.
 
     Raises:
@@ -68,13 +68,18 @@ class Stream:
     # bounded by number and size, since a stream's maximum of bytes would be reserved for each run
 
     def __post_init__(self) -> None:
-        token(self.name, "stream")
+        check_token(self.name, "stream")
 
     def subject(self, run: str, key: str = "") -> str:
         """Return the subject for one run and key, for example ``rl.demo.tickets.lake``."""
         tokens = key.split(".", self.key.count(".")) if self.key else []
         return ".".join(
-            ["rl", token(run, "run"), self.name, *(token(part, self.name) for part in tokens)]
+            [
+                "rl",
+                check_token(run, "run"),
+                self.name,
+                *(check_token(part, self.name) for part in tokens),
+            ]
         )
 
     def all_subjects(self, run: str, *first: str) -> str:
@@ -86,22 +91,22 @@ class Stream:
         return ".".join(
             [
                 "rl",
-                token(run, "run"),
+                check_token(run, "run"),
                 self.name,
-                *(token(part, self.name) for part in first),
+                *(check_token(part, self.name) for part in first),
                 *["*"] * free,
             ]
         )
 
     def bucket(self, run: str) -> str:
         """Return the name of a KV row's bucket."""
-        return f"rl_{token(run, 'run')}_{self.name}"
+        return f"rl_{check_token(run, 'run')}_{self.name}"
 
     def stream_name(self, run: str) -> str:
         """Return JetStream's name of the stream, of the one behind the bucket for KV."""
         if self.kind is StreamKind.KV:
             return f"KV_{self.bucket(run)}"
-        return f"rl_{token(run, 'run')}_{self.name}"
+        return f"rl_{check_token(run, 'run')}_{self.name}"
 
     def key_prefix(self, run: str) -> str:
         """Return the part of a KV row's subjects before the key."""

@@ -26,7 +26,7 @@ def text_problem(text: str) -> str:
     return ""
 
 
-def loads(data: str | bytes | bytearray) -> Any:
+def parse_json(data: str | bytes | bytearray) -> Any:
     """Parse a JSON text; bytes must be UTF-8.
 
     Raises:

@@ -63,7 +63,7 @@ class Column(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
         return np.frombuffer(self.data, dtype=self.dtype)
 
 
-def growing(column: Column) -> array[Any]:
+def growable_array(column: Column) -> array[Any]:
     """Return the values of a column as a growable array; for short columns several times faster
     than numpy.
     """

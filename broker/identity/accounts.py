@@ -29,7 +29,7 @@ from broker.contract.permissions import (
     OBSERVER,
     OPERATOR,
     STORED,
-    hears,
+    can_hear,
     own_subjects,
     stored_requests,
 )
@@ -83,7 +83,7 @@ class Import:
     @property
     def local_subject(self) -> str:
         """The subject in the importing account."""
-        return mapped(self.subject)
+        return map_subject(self.subject)
 
 
 @dataclass
@@ -100,14 +100,14 @@ def account_of(role: str, run: str) -> str:
     return ACCOUNT if role in (OPERATOR, LEARNER) else f"{ACCOUNT}_{run}_{role}"
 
 
-def mapped(subject: str) -> str:
+def map_subject(subject: str) -> str:
     """Return a subject as the account of a joining role has it."""
     if subject.startswith(f"{API}."):
         return subject.replace(f"{API}.", f"{MAPPED_API}.", 1)
     return subject
 
 
-def unmapped(subject: str) -> str:
+def unmap_subject(subject: str) -> str:
     """Return the subject that a client used, from one that a server names in a refusal, in any
     case.
     """
@@ -196,7 +196,7 @@ def _list_news(
         own = own_subjects(stream, role, run) if _may_write(stream, role) else ""
         if own and stream.kind not in STORED:  # what is stored is sent to be stored
             yield account, Import(ACCOUNT, own), False
-        if not hears(stream, role):
+        if not can_hear(stream, role):
             continue
         for writer in ROLES:
             subject = own_subjects(stream, writer, run)

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Final
 
 from broker.contract.permissions import OPERATOR, permissions
-from broker.contract.streams import token
+from broker.contract.streams import check_token
 from broker.errors import UserError
 from broker.identity.keys import Key
 from broker.identity.reloads import reload_server
-from broker.identity.server_config import ServerUser, account_names, accounts, nkey_user
+from broker.identity.server_config import ServerUser, account_names, format_accounts, nkey_user
 from broker.system.locks import lock
 from broker.system.private_files import private_write
 from broker.system.process_identity import has_ended, identity_of, is_elsewhere, this_machine
@@ -102,11 +102,11 @@ class KeyFolder:
 
     def role(self, role: str, run: str) -> Key:
         """Return the key of this user's processes of a role and run; make it at the first call."""
-        return self._key(self.path / token(run, "run") / f"{role}.key", role, run)
+        return self._key(self.path / check_token(run, "run") / f"{role}.key", role, run)
 
     def owner(self, run: str) -> Key:
         """Return the key of the owner of a run, a new one at the first call."""
-        return self._key(self.path / token(run, "run") / "owner.key", "", run)
+        return self._key(self.path / check_token(run, "run") / "owner.key", "", run)
 
     def _key(self, file: Path, role: str, run: str) -> Key:
         """Return the key in a file; a new one if there is none, which the broker accepts if it is
@@ -239,7 +239,7 @@ class KeyFolder:
         self.refresh()
 
     def _reload(self) -> None:
-        text = accounts(map(as_server_user, self.users()))
+        text = format_accounts(map(as_server_user, self.users()))
         file = self.path / AUTHORIZATION
         if file.is_file() and file.read_text(encoding="utf-8") == text:
             return

@@ -81,7 +81,7 @@ class Key:
         return base64.b64encode(self.sign(nonce.encode()))
 
 
-def verify(public_key: str, data: bytes, signature: bytes) -> bool:
+def verify_signature(public_key: str, data: bytes, signature: bytes) -> bool:
     """Return whether a signature of some bytes was made by the owner of a public key."""
     try:
         raw = base64.b32decode(public_key)  # a prefix, 32 bytes, and a checksum

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from broker.contract.permissions import INBOX, OPERATOR, inbox
+from broker.contract.permissions import INBOX, OPERATOR, inbox_prefix
 from broker.contract.sizes import Buffer
 from broker.errors import UserError
 from broker.identity import cluster_login, signatures, vouchers
@@ -60,7 +60,7 @@ class Login:
     @property
     def inbox(self) -> str:
         """The subject prefix of replies to this identity."""
-        return inbox(self.role, self.run, self.name) if self.role else INBOX
+        return inbox_prefix(self.role, self.run, self.name) if self.role else INBOX
 
     def tls_context(self) -> ssl.SSLContext | None:
         """Return a context that accepts only a broker with a certificate of its authority; None:
@@ -94,7 +94,7 @@ class Login:
         """
         if self.keys is None or not self.manages:
             return {}
-        return signatures.signed(self.keys.owner(run), subject, data, above=above)
+        return signatures.sign_value(self.keys.owner(run), subject, data, above=above)
 
     def stamp(self, run: str, subject: str, headers: dict[str, str] | None, data: Buffer) -> int:
         """Return when the owner of a run signed a value, in milliseconds; 0 on brokers without
@@ -104,13 +104,15 @@ class Login:
             WireError: if the owner did not sign it.
         """
         owner = self._owner(run)
-        return signatures.stamp(owner, subject, headers, data) if owner else 0
+        return signatures.verify_stamp(owner, subject, headers, data) if owner else 0
 
     def vouch(self, run: str, statement: bytes) -> str:
         """Return the voucher of this identity for a statement; empty on brokers without keys."""
         if self.keys is not None:
-            return vouchers.vouch(self.keys.owner(run), statement)
-        return vouchers.vouch(self.signer, statement, self.certificate) if self.signer else ""
+            return vouchers.make_voucher(self.keys.owner(run), statement)
+        return (
+            vouchers.make_voucher(self.signer, statement, self.certificate) if self.signer else ""
+        )
 
     def check_voucher(self, run: str, role: str, statement: bytes, voucher: str) -> None:
         """Check that a process of a role made a statement; on brokers without keys nothing is
@@ -120,7 +122,7 @@ class Login:
             WireError: if the voucher does not prove it.
         """
         if owner := self._owner(run):
-            vouchers.check(owner, run, role, statement, voucher)
+            vouchers.check_voucher(owner, run, role, statement, voucher)
 
     def _owner(self, run: str) -> str:
         return self.keys.owner(run).public if self.keys is not None else self.owner
@@ -204,7 +206,7 @@ def client_options(url: str) -> dict[str, Any]:
     return options | ({"tls": context} if (context := login.tls_context()) is not None else {})
 
 
-def note(url: str, folder: Path) -> None:
+def note_keys(url: str, folder: Path) -> None:
     """Note the folder of keys of a broker of this user.
 
     Raises:
@@ -221,7 +223,7 @@ def note(url: str, folder: Path) -> None:
         ) from None
 
 
-def forget(url: str, folder: Path) -> None:
+def forget_keys(url: str, folder: Path) -> None:
     """Remove the note of a broker that has ended, unless another one took its address."""
     if _noted_folder(url) == folder.absolute():
         with suppress(FileNotFoundError):

@@ -19,7 +19,7 @@ from broker.identity.accounts import (
     Import,
     account_of,
     accounts_of,
-    mapped,
+    map_subject,
 )
 
 REPLY_WITHIN: Final = '"10m"'  # the server forgets where the reply to a request goes
@@ -81,7 +81,7 @@ def require_distinct(users: Sequence[ServerUser]) -> None:
             )
 
 
-def accounts(users: Iterable[ServerUser]) -> str:
+def format_accounts(users: Iterable[ServerUser]) -> str:
     """Return the block of accounts of these users, which no other account of the server reaches."""
     members: dict[str, list[ServerUser]] = {}
     for user in users:
@@ -112,7 +112,7 @@ def _format_users(users: Iterable[ServerUser]) -> list[str]:
         allowed = permissions(user.role, user.run, user.name)
         publish = list(allowed.publish)
         if account_of(user.role, user.run) != ACCOUNT:
-            publish = list(map(mapped, publish))
+            publish = list(map(map_subject, publish))
         lines.append(f"      # {user.role} {user.run} {user.name}".rstrip())
         lines.append(f"      {{ {user.shows}, permissions: {{")
         lines.append(f"        publish: {{ allow: {json.dumps(publish)} }}")

@@ -13,13 +13,13 @@ from typing import Final
 
 from broker.contract.sizes import Buffer
 from broker.errors import WireError
-from broker.identity.keys import Key, verify
+from broker.identity.keys import Key, verify_signature
 
 HEADER: Final = "Rl-Signature"
 MAX_DIGITS: Final = 15
 
 
-def signed(owner: Key, subject: str, data: Buffer, *, above: int = 0) -> dict[str, str]:
+def sign_value(owner: Key, subject: str, data: Buffer, *, above: int = 0) -> dict[str, str]:
     """Return the header that signs a value.
 
     Args:
@@ -31,7 +31,7 @@ def signed(owner: Key, subject: str, data: Buffer, *, above: int = 0) -> dict[st
     return {HEADER: f"{stamp}.{base64.b64encode(signature).decode()}"}
 
 
-def stamp(owner: str, subject: str, headers: dict[str, str] | None, data: Buffer) -> int:
+def verify_stamp(owner: str, subject: str, headers: dict[str, str] | None, data: Buffer) -> int:
     """Return when a value was signed, in milliseconds; later values of a subject have larger ones.
 
     Args:
@@ -46,7 +46,9 @@ def stamp(owner: str, subject: str, headers: dict[str, str] | None, data: Buffer
     except (binascii.Error, ValueError):
         signature = b""
     is_number = number.isascii() and number.isdigit() and len(number) <= MAX_DIGITS
-    if not is_number or not verify(owner, _signed_bytes(subject, int(number), data), signature):
+    if not is_number or not verify_signature(
+        owner, _signed_bytes(subject, int(number), data), signature
+    ):
         raise WireError("the owner of the run did not sign it")
     return int(number)
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from broker.contract.permissions import JOINING, OBSERVER
-from broker.contract.streams import token
+from broker.contract.streams import check_token
 from broker.errors import ConfigError, UserError
 from broker.identity import cluster_login, vouchers
 from broker.identity.key_folder import BrokerUser, KeyFolder
@@ -86,7 +86,7 @@ class JoinToken:
         )
 
 
-def duration(text: str) -> float:
+def parse_duration(text: str) -> float:
     """Return the seconds in a text such as ``30m``, ``24h`` or ``7d``.
 
     Raises:
@@ -98,7 +98,7 @@ def duration(text: str) -> float:
     return float(int(match[1]) * SECONDS[match[2]])
 
 
-def invite(
+def make_join_token(
     keys: KeyFolder, broker: str, role: str, run: str, *, name: str = "", expires_s: float
 ) -> JoinToken:
     """Make a token and let the broker accept its key.
@@ -112,16 +112,16 @@ def invite(
     """
     if role not in INVITED:
         raise ConfigError("role", role, f"one of {', '.join(INVITED)}")
-    name = token(name or f"{role}-{secrets.token_hex(3)}", "--name")
+    name = check_token(name or f"{role}-{secrets.token_hex(3)}", "--name")
     if any(user.name == name for user in keys.users()):
         raise UserError(
             f"--name {name}: the broker already has a token of this name; `rlearner revoke "
             f"{name}` ends it"
         )
     key = Key.generate()
-    owner = keys.owner(token(run, "--run"))
+    owner = keys.owner(check_token(run, "--run"))
     expires_at = time.time() + expires_s
-    certificate = vouchers.certify(owner, run, role, key.public, expires_at)
+    certificate = vouchers.certify_key(owner, run, role, key.public, expires_at)
     authority = keys.authority() if keys.makes_keys else cluster_login.named_authority()
     join_token = JoinToken(
         broker,
@@ -138,7 +138,7 @@ def invite(
     return join_token
 
 
-def write(join_token: JoinToken, path: Path) -> None:
+def write_token(join_token: JoinToken, path: Path) -> None:
     """Write a token to a new file that only its owner can read.
 
     Raises:
@@ -161,7 +161,7 @@ def write_private(text: str, path: Path) -> None:
         file.write(text)
 
 
-def read(place: str, role: str) -> JoinToken:
+def read_token(place: str, role: str) -> JoinToken:
     """Return the token in a file, or on standard input for ``-``.
 
     Args:

@@ -13,7 +13,7 @@ from broker.identity.login import state_folder
 FILE = "trusted_owners"
 
 
-def trust(owner: str) -> None:
+def trust_owner(owner: str) -> None:
     """Trust the owner of a public key from now on.
 
     Raises:

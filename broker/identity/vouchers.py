@@ -15,12 +15,12 @@ import binascii
 from typing import Final
 
 from broker.errors import WireError
-from broker.identity.keys import Key, verify
+from broker.identity.keys import Key, verify_signature
 
 MAX_DIGITS: Final = 12
 
 
-def certify(owner: Key, run: str, role: str, public_key: str, expires_at: float) -> str:
+def certify_key(owner: Key, run: str, role: str, public_key: str, expires_at: float) -> str:
     """Return a certificate: the owner of a run says that a key belongs to a process of a role.
 
     Args:
@@ -31,7 +31,7 @@ def certify(owner: Key, run: str, role: str, public_key: str, expires_at: float)
     return f"{public_key}.{expires}.{_encode_base64(signature)}"
 
 
-def vouch(key: Key, statement: bytes, certificate: str = "") -> str:
+def make_voucher(key: Key, statement: bytes, certificate: str = "") -> str:
     """Return a voucher for a statement.
 
     Args:
@@ -41,7 +41,7 @@ def vouch(key: Key, statement: bytes, certificate: str = "") -> str:
     return f"{certificate}.{signature}" if certificate else signature
 
 
-def check(owner: str, run: str, role: str, statement: bytes, voucher: str) -> None:
+def check_voucher(owner: str, run: str, role: str, statement: bytes, voucher: str) -> None:
     """Check that a process of a role made a statement.
 
     Args:
@@ -54,7 +54,7 @@ def check(owner: str, run: str, role: str, statement: bytes, voucher: str) -> No
     signer = owner
     if certificate:
         signer = _certified_key(owner, run, role, certificate)
-    if not verify(signer, _statement_bytes(statement), _decode_base64(signature)):
+    if not verify_signature(signer, _statement_bytes(statement), _decode_base64(signature)):
         raise WireError("it has no valid voucher")
 
 
@@ -72,7 +72,7 @@ def _certified_key(owner: str, run: str, role: str, certificate: list[str]) -> s
     except ValueError:
         raise WireError("its voucher is malformed") from None
     is_number = expires.isascii() and expires.isdigit() and len(expires) <= MAX_DIGITS
-    if not is_number or not verify(
+    if not is_number or not verify_signature(
         owner, _certificate_bytes(run, role, public_key, expires), _decode_base64(signature)
     ):
         raise WireError(f"the owner of the run did not certify its key for the role {role}")

@@ -44,7 +44,9 @@ class StoredEntry:
     stored_ns: int = 0
 
 
-async def ask(link: NatsLink, request: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+async def call_api(
+    link: NatsLink, request: str, body: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Send a request and return the reply.
 
     Raises:
@@ -96,7 +98,7 @@ async def ask(link: NatsLink, request: str, body: dict[str, Any] | None = None) 
         await asyncio.sleep(0.2)
 
 
-async def find(
+async def find_message(
     link: NatsLink, stream_name: str, *, seq: int | None = None, last_of: str = ""
 ) -> StoredEntry | None:
     """Return one message from the stream's leader, by its sequence or the newest of a subject; None
@@ -104,7 +106,7 @@ async def find(
     """
     query: dict[str, Any] = {"last_by_subj": last_of} if seq is None else {"seq": seq}
     try:
-        message = (await ask(link, f"STREAM.MSG.GET.{stream_name}", query))["message"]
+        message = (await call_api(link, f"STREAM.MSG.GET.{stream_name}", query))["message"]
     except ApiError as error:
         if error.err_code == NO_MESSAGE:
             return None
@@ -131,7 +133,7 @@ def unix_ns(text: str) -> int:
     return round(since.total_seconds()) * 10**9 + int(fraction.ljust(9, "0") or 0)
 
 
-async def bounds(link: NatsLink, stream_name: str, *, known: int = 0) -> tuple[int, int]:
+async def stream_bounds(link: NatsLink, stream_name: str, *, known: int = 0) -> tuple[int, int]:
     """Return the (first kept, last ever stored) sequence of a stream; (last + 1, last) if it is
     empty.
 
@@ -142,7 +144,7 @@ async def bounds(link: NatsLink, stream_name: str, *, known: int = 0) -> tuple[i
     """
     started_at = time.monotonic()
     while True:
-        answer = await ask(link, f"STREAM.INFO.{stream_name}")
+        answer = await call_api(link, f"STREAM.INFO.{stream_name}")
         state = answer["state"]
         first = int(state["first_seq"])
         last = int(state["last_seq"])

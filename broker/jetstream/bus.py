@@ -32,17 +32,24 @@ from broker.errors import LostState, StoreFull, TooLarge, WireError
 from broker.identity.login import Login, find_login
 from broker.jetstream import provision
 from broker.jetstream.ack_progress import AckProgress
-from broker.jetstream.api import StoredEntry, ask, bounds, find
-from broker.jetstream.consumers import ensure_consumer, find_consumer, settings
-from broker.jetstream.delivery import DEAD_BYTES, Decoded, Delivery, decode, decode_aside, ticket_of
+from broker.jetstream.api import StoredEntry, call_api, find_message, stream_bounds
+from broker.jetstream.consumers import consumer_settings, ensure_consumer, find_consumer
+from broker.jetstream.delivery import (
+    DEAD_BYTES,
+    Decoded,
+    Delivery,
+    decode_aside,
+    decode_message,
+    ticket_of,
+)
 from broker.jetstream.kv import KeyValue
-from broker.jetstream.log_reader import follow
+from broker.jetstream.log_reader import follow_stream
 from broker.jetstream.news import newer_values
 from broker.jetstream.parts import EVALUATION, TRAINING, GroupParts
 from broker.jetstream.provision import REPLICAS_IN_CLUSTER, ensure_stream, stream_config
-from broker.jetstream.publish import EXPECTED_LAST_SEQ, MESSAGE_ID, store
+from broker.jetstream.publish import EXPECTED_LAST_SEQ, MESSAGE_ID, store_message
 from broker.jetstream.read_ahead import LogWindow, PendingRecord
-from broker.jetstream.reserve import release
+from broker.jetstream.reserve import release_reserve
 from broker.jetstream.stream_counts import StreamCounts
 from broker.jetstream.work_queue import WorkQueue
 from broker.nats.connection import NatsLink
@@ -167,7 +174,9 @@ class Bus:
     ) -> None:
         """Create the consumers of a work queue's keys; hubs may only use them."""
         name = stream.stream_name(self.run)
-        configs = (settings(key, stream.all_subjects(self.run, key), ack_wait_s) for key in keys)
+        configs = (
+            consumer_settings(key, stream.all_subjects(self.run, key), ack_wait_s) for key in keys
+        )
         await asyncio.gather(*(ensure_consumer(self.link, name, config) for config in configs))
 
     async def _ensure(self, stream: Stream, run: str) -> None:
@@ -180,7 +189,7 @@ class Bus:
             if stream.reads(role) or stream.writes(role):
                 await provision.wait_for_stream(self.link, config["name"])
         # faster than a creation request
-        elif not await provision.exists(self.link, config["name"]):
+        elif not await provision.stream_exists(self.link, config["name"]):
             await ensure_stream(self.link, config)
 
     async def runs(self) -> list[str]:
@@ -252,10 +261,10 @@ class Bus:
             name = stream.stream_name(self.run)
             subject = stream.subject(self.run, key)
             essential = is_essential or stream.essential or isinstance(message, wire.RulesChange)
-            make_room = partial(release, self.link, self.run) if essential else None
+            make_room = partial(release_reserve, self.link, self.run) if essential else None
             if stream.signed:
                 headers |= self.link.login.sign(self.run, subject, data)
-            seq = await store(
+            seq = await store_message(
                 self.link,
                 name,
                 subject,
@@ -284,7 +293,7 @@ class Bus:
             known: a sequence that was stored; waits for replicas that are behind it, see
                 ``api.bounds``.
         """
-        return await bounds(self.link, stream.stream_name(self.run), known=known)
+        return await stream_bounds(self.link, stream.stream_name(self.run), known=known)
 
     async def missing(self, stream: Stream, seqs: Collection[int]) -> set[int]:
         """Return those of these sequences that were stored and are no longer kept."""
@@ -304,7 +313,7 @@ class Bus:
         """Return JetStream's description of a stream: its configuration and state, with the
         requested details.
         """
-        return await ask(self.link, f"STREAM.INFO.{stream.stream_name(self.run)}", details)
+        return await call_api(self.link, f"STREAM.INFO.{stream.stream_name(self.run)}", details)
 
     async def depth(self, stream: Stream) -> dict[str, int]:
         """Return the unacknowledged messages per key of a work queue, or {'': messages kept} of a
@@ -325,7 +334,7 @@ class Bus:
     async def trim(self, stream: Stream, before_seq: int) -> None:
         """Delete every message with a sequence below ``before_seq``."""
         if before_seq > 1:
-            await ask(
+            await call_api(
                 self.link, f"STREAM.PURGE.{stream.stream_name(self.run)}", {"seq": before_seq}
             )
 
@@ -336,12 +345,12 @@ class Bus:
         """
         name = stream.stream_name(self.run)
         try:
-            await ask(self.link, f"STREAM.MSG.DELETE.{name}", {"seq": seq, "no_erase": True})
+            await call_api(self.link, f"STREAM.MSG.DELETE.{name}", {"seq": seq, "no_erase": True})
         except ApiError as error:
             # servers use several codes, including a general one, for a missing message
             if (
                 error.err_code not in DELETE_FAILED
-                or await find(self.link, name, seq=seq) is not None
+                or await find_message(self.link, name, seq=seq) is not None
             ):
                 raise
             return False
@@ -354,7 +363,9 @@ class Bus:
         subjects = EPISODES.all_subjects(self.run).removesuffix("*") + ticket_key(
             number, evaluation=evaluation
         )
-        await ask(self.link, f"STREAM.PURGE.{EPISODES.stream_name(self.run)}", {"filter": subjects})
+        await call_api(
+            self.link, f"STREAM.PURGE.{EPISODES.stream_name(self.run)}", {"filter": subjects}
+        )
 
     async def last_delivered(self, stream: Stream, key: str) -> int:
         """Return the highest sequence of a work queue's key that was ever delivered, 0 if none."""
@@ -362,7 +373,7 @@ class Bus:
         consumer = key
         while True:
             try:
-                info = await ask(self.link, f"CONSUMER.INFO.{name}.{consumer}")
+                info = await call_api(self.link, f"CONSUMER.INFO.{name}.{consumer}")
             except ApiError as error:
                 if error.err_code != NO_CONSUMER:
                     raise
@@ -458,7 +469,7 @@ class Bus:
 
         async def start() -> dict[str, Any]:
             read = following - 1
-            first, last = await bounds(self.link, name, known=read)
+            first, last = await stream_bounds(self.link, name, known=read)
             if last < read:
                 raise LostState(
                     f"{name} ends at {last}, but {read} was already read; the broker lost its store"
@@ -469,14 +480,14 @@ class Bus:
                     "too far"
                 )
             seq, stored_ns = newest
-            newest_entry = await find(self.link, name, seq=seq) if seq else None
+            newest_entry = await find_message(self.link, name, seq=seq) if seq else None
             # in an older store, which has grown since
             if newest_entry is not None and newest_entry.stored_ns != stored_ns:
                 problem = f"{name} holds another record {seq} than the one that was read"
                 raise LostState(f"{problem}; the broker's store was replaced by an older one")
             return {"deliver_policy": "by_start_sequence", "opt_start_seq": following}
 
-        async with aclosing(follow(self.link, name, start)) as entries:
+        async with aclosing(follow_stream(self.link, name, start)) as entries:
             async for entry in entries:
                 # a replica back from a crash or a partition may lack messages that the others have
                 skipped = range(following, entry.seq) if not stream.max_bytes else ()
@@ -487,7 +498,7 @@ class Bus:
                         seq,
                         entry.seq,
                     )
-                    if (missed := await find(self.link, name, seq=seq)) is not None:
+                    if (missed := await find_message(self.link, name, seq=seq)) is not None:
                         following = seq + 1
                         newest = (seq, missed.stored_ns)
                         yield missed
@@ -552,7 +563,7 @@ class Bus:
         subject = stream.subject(self.run)
 
         async def read() -> tuple[int, int, StoredEntry] | None:
-            entry = await find(self.link, name, last_of=subject)
+            entry = await find_message(self.link, name, last_of=subject)
             return None if entry is None else (entry.seq, entry.stored_ns, entry)
 
         async with aclosing(newer_values(self.link, subject, read)) as values:
@@ -569,7 +580,7 @@ class Bus:
                 self.link.login.stamp(self.run, entry.subject, entry.headers, entry.data)
             except WireError as error:
                 return None, str(error)
-        return decode(entry.data, stream.messages)
+        return decode_message(entry.data, stream.messages)
 
     def key_value(self, stream: Stream, run: str = "") -> KeyValue:
         """Return the bucket of a KV row, of this run or of another."""

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from broker.contract.streams import ACK_WAIT_S, LONGEST_ACK_WAIT_S
 from broker.errors import UserError
-from broker.jetstream.api import ask
+from broker.jetstream.api import call_api
 from broker.nats.connection import NatsLink
 from broker.nats.nats_errors import ApiError, NoStream
 from broker.system.reminders import Reminders
@@ -31,7 +31,7 @@ UNSET: Final[tuple[Any, ...]] = (None, "", 0, False, [], "none")
 SECONDS: Final = ("ack_wait", "max_expires", "inactive_threshold")  # in nanoseconds on the wire
 
 
-def settings(name: str, subject: str, ack_wait_s: float = ACK_WAIT_S) -> dict[str, Any]:
+def consumer_settings(name: str, subject: str, ack_wait_s: float = ACK_WAIT_S) -> dict[str, Any]:
     """Return JetStream's configuration of one queue's consumer."""
     return {
         "durable_name": name,
@@ -46,7 +46,9 @@ def settings(name: str, subject: str, ack_wait_s: float = ACK_WAIT_S) -> dict[st
     }
 
 
-def differences(existing: dict[str, Any], required: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+def compare_settings(
+    existing: dict[str, Any], required: dict[str, Any]
+) -> dict[str, tuple[Any, Any]]:
     """Return the settings in which a consumer differs from what is wanted, with both values."""
     pairs = {
         name: (existing.get(name), value) for name, value in (FIXED_SETTINGS | required).items()
@@ -56,7 +58,7 @@ def differences(existing: dict[str, Any], required: dict[str, Any]) -> dict[str,
     }
 
 
-def adopted(existing: dict[str, Any], required: dict[str, Any]) -> dict[str, Any]:
+def adopt_settings(existing: dict[str, Any], required: dict[str, Any]) -> dict[str, Any]:
     """Return the settings for another program's consumer: the wanted ones, except harmless ones of
     its own.
     """
@@ -109,8 +111,8 @@ async def _wait_for_consumer(
                 "waiting for the learner to create the consumer of %s", required["filter_subject"]
             )
         await asyncio.sleep(WAIT_S)
-    if existing["filter_subject"] != required["filter_subject"] or differences(
-        existing, adopted(existing, required)
+    if existing["filter_subject"] != required["filter_subject"] or compare_settings(
+        existing, adopt_settings(existing, required)
     ):
         raise _unusable_consumer(stream_name, existing, required, "the learner could not change it")
     return _name_and_wait(existing)
@@ -120,9 +122,9 @@ async def _adopt_consumer(
     link: NatsLink, stream_name: str, existing: dict[str, Any], required: dict[str, Any]
 ) -> tuple[str, float]:
     name = existing["durable_name"]
-    config = adopted(existing, required)
+    config = adopt_settings(existing, required)
     try:
-        if existing["filter_subject"] == required["filter_subject"] and differences(
+        if existing["filter_subject"] == required["filter_subject"] and compare_settings(
             existing, config
         ):
             await _create_consumer(link, stream_name, config)
@@ -130,7 +132,7 @@ async def _adopt_consumer(
             raise ApiError(400, 0, "it takes messages of other subjects")
     except ApiError as error:
         raise _unusable_consumer(stream_name, existing, required, error.description) from None
-    if deviations := differences(config, required):
+    if deviations := compare_settings(config, required):
         deviations.pop("durable_name", None)
         log.info(
             "using the consumer %s of stream %s, which has %s",
@@ -152,7 +154,7 @@ def _unusable_consumer(
     return UserError(
         f"the consumer {name} of stream {stream_name}, created by another program, cannot serve "
         f"{required['filter_subject']}: {reason}; it has "
-        f"{_describe_differences(differences(existing, adopted(existing, required)))}; "
+        f"{_describe_differences(compare_settings(existing, adopt_settings(existing, required)))}; "
         f"delete it with `nats consumer rm {stream_name} {name}` to have it created as in "
         "docs/wire.md"
     )
@@ -166,7 +168,7 @@ async def find_consumer(
     """
     configs: list[dict[str, Any]] = []
     while True:
-        page = await ask(link, f"CONSUMER.LIST.{stream_name}", {"offset": len(configs)})
+        page = await call_api(link, f"CONSUMER.LIST.{stream_name}", {"offset": len(configs)})
         configs += [config["config"] for config in page.get("consumers") or []]
         if not page.get("consumers") or len(configs) >= int(page.get("total", 0)):
             break
@@ -175,12 +177,15 @@ async def find_consumer(
         config["durable_name"] = config.get("durable_name") or config.get("name", "")
     matches = [config for config in configs if config["durable_name"] == name]
     return next(
-        iter(matches + [config for config in configs if _takes(config["filter_subject"], subject)]),
+        iter(
+            matches
+            + [config for config in configs if _matches_filter(config["filter_subject"], subject)]
+        ),
         None,
     )
 
 
-def _takes(pattern: str, subject: str) -> bool:
+def _matches_filter(pattern: str, subject: str) -> bool:
     """Return whether a filter matches a subject; an empty one matches all."""
     tokens = (pattern or ">").split(".")
     parts = subject.split(".")
@@ -207,4 +212,4 @@ async def _create_consumer(
     link: NatsLink, stream_name: str, config: dict[str, Any], **more: str
 ) -> None:
     request = f"CONSUMER.DURABLE.CREATE.{stream_name}.{config['durable_name']}"
-    await ask(link, request, {"stream_name": stream_name, "config": config, **more})
+    await call_api(link, request, {"stream_name": stream_name, "config": config, **more})

@@ -15,7 +15,7 @@ from broker.contract import codec, wire
 from broker.contract.streams import METRICS, Stream
 from broker.errors import RequestFailed, RequestInvalid, TooLarge, WireError
 from broker.jetstream.bus import Bus
-from broker.jetstream.delivery import decode
+from broker.jetstream.delivery import decode_message
 from broker.nats.client import Msg
 from broker.nats.nats_errors import Disconnected, NoResponders
 from broker.nats.subscription import LinkSubscription
@@ -59,7 +59,7 @@ async def watch_metrics(bus: Bus, role: str = "") -> AsyncGenerator[wire.Metrics
             arrived.clear()
             while waiting:
                 message = waiting.popleft()
-                decoded, error = decode(message.data, METRICS.messages)
+                decoded, error = decode_message(message.data, METRICS.messages)
                 if isinstance(decoded, wire.Metrics):
                     yield decoded
                 else:
@@ -68,7 +68,7 @@ async def watch_metrics(bus: Bus, role: str = "") -> AsyncGenerator[wire.Metrics
         await subscribed.close()
 
 
-async def request(
+async def send_request(
     bus: Bus,
     stream: Stream,
     key: str,
@@ -102,7 +102,7 @@ async def request(
         raise RequestInvalid(f"{subject}: {error}") from None
 
 
-async def respond(
+async def answer_requests(
     bus: Bus, stream: Stream, key: str, handle: Handler, *, shared: bool = False
 ) -> LinkSubscription:
     """Answer requests, each in its own task, until the returned subscription is closed.
@@ -117,7 +117,7 @@ async def respond(
     tasks: set[asyncio.Task[None]] = set()
 
     async def answer(request: Msg) -> None:
-        message, error = decode(request.data, stream.messages)
+        message, error = decode_message(request.data, stream.messages)
         if message is None:
             await bus.dead_letter(stream, seq=0, ticket=0, reason=error, data=request.data)
             return

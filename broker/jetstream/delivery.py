@@ -202,7 +202,7 @@ def number_of(headers: dict[str, str] | None, name: str, otherwise: int) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS else otherwise
 
 
-def decode(data: Buffer, types: tuple[type[wire.Message], ...]) -> Decoded:
+def decode_message(data: Buffer, types: tuple[type[wire.Message], ...]) -> Decoded:
     """Return the message, or None and why it does not decode."""
     try:
         return codec.decode(data, *types), ""
@@ -212,7 +212,7 @@ def decode(data: Buffer, types: tuple[type[wire.Message], ...]) -> Decoded:
 
 async def decode_aside(data: Buffer, types: tuple[type[wire.Message], ...]) -> Decoded:
     """Decode as ``decode`` does, a large message in a thread."""
-    return await aside(len(data), partial(decode, data, types))
+    return await aside(len(data), partial(decode_message, data, types))
 
 
 def nak_payload(delay_s: float) -> bytes:

@@ -9,13 +9,13 @@ from functools import partial
 from typing import Final
 
 from broker.contract import codec, wire
-from broker.contract.streams import Stream, token
+from broker.contract.streams import Stream, check_token
 from broker.errors import ConfigError, WireError
-from broker.jetstream.api import StoredEntry, find
-from broker.jetstream.latest import latest, latest_one_by_one
+from broker.jetstream.api import StoredEntry, find_message
+from broker.jetstream.latest import latest_entries, latest_one_by_one
 from broker.jetstream.news import newer_values
-from broker.jetstream.publish import EXPECTED_LAST_KEY_SEQ, MESSAGE_ID, store
-from broker.jetstream.reserve import release
+from broker.jetstream.publish import EXPECTED_LAST_KEY_SEQ, MESSAGE_ID, store_message
+from broker.jetstream.reserve import release_reserve
 from broker.nats.client import Msg
 from broker.nats.connection import NatsLink
 from broker.nats.nats_errors import NoStream
@@ -110,7 +110,7 @@ class KeyValue:
         """Return every key below a prefix of whole parts (``demo.rollout``) that holds a value,
         with the value.
         """
-        read = latest if self._link.login.manages else latest_one_by_one
+        read = latest_entries if self._link.login.manages else latest_one_by_one
         try:
             entries = await read(self._link, self._stream_name, f"{self._prefix}{prefix}.>")
         except NoStream:
@@ -172,7 +172,9 @@ class KeyValue:
     async def _store(self, key: str, data: bytes, headers: dict[str, str]) -> int | None:
         headers[MESSAGE_ID] = f"{self._link.inbox}.{self._link.next_token()}"
         make_room = (
-            partial(release, self._link, key.partition(".")[0]) if self._stream.essential else None
+            partial(release_reserve, self._link, key.partition(".")[0])
+            if self._stream.essential
+            else None
         )
         subject = self._prefix + _check_key(key, self._stream.name)
         if self._stream.signed:
@@ -182,7 +184,7 @@ class KeyValue:
             headers |= self._link.login.sign(
                 self._run, subject, data, above=self._stamps.get(key, 0)
             )
-        revision = await store(
+        revision = await store_message(
             self._link,
             self._stream_name,
             subject,
@@ -201,7 +203,7 @@ class KeyValue:
             (value, revision, whether it is a deletion, unix time in ns at which it was stored)
         """
         subject = self._prefix + _check_key(key, self._stream.name)
-        entry = await find(self._link, self._stream_name, last_of=subject)
+        entry = await find_message(self._link, self._stream_name, last_of=subject)
         if entry is None:
             return None
         is_deletion = _is_deletion(entry.headers) or not self._is_valid(key, entry)
@@ -232,7 +234,7 @@ def _check_key(key: str, setting: str) -> str:
     if not key:
         raise ConfigError(setting, key, "a key must not be empty")
     for part in key.split("."):
-        token(part, setting)
+        check_token(part, setting)
     return key
 
 

@@ -9,7 +9,7 @@ import json
 from contextlib import suppress
 from typing import Final
 
-from broker.jetstream.api import EPHEMERAL, StoredEntry, ask, find
+from broker.jetstream.api import EPHEMERAL, StoredEntry, call_api, find_message
 from broker.jetstream.delivery import delivery_numbers
 from broker.nats.client import Msg
 from broker.nats.connection import PAUSE_S, NatsLink
@@ -22,7 +22,7 @@ NO_MORE: Final = ("404", "408")
 AT_ONCE: Final = 32  # requests of a process that may have no consumer
 
 
-async def latest(link: NatsLink, stream_name: str, pattern: str) -> list[StoredEntry]:
+async def latest_entries(link: NatsLink, stream_name: str, pattern: str) -> list[StoredEntry]:
     """Return the newest message of each matching subject, in stream order, retrying until the
     broker answers.
 
@@ -45,12 +45,12 @@ async def latest_one_by_one(link: NatsLink, stream_name: str, pattern: str) -> l
     Raises:
         NoStream: if the stream does not exist.
     """
-    info = await ask(link, f"STREAM.INFO.{stream_name}", {"subjects_filter": pattern})
+    info = await call_api(link, f"STREAM.INFO.{stream_name}", {"subjects_filter": pattern})
     few = asyncio.Semaphore(AT_ONCE)
 
     async def newest(subject: str) -> StoredEntry | None:
         async with few:
-            return await find(link, stream_name, last_of=subject)
+            return await find_message(link, stream_name, last_of=subject)
 
     entries = await asyncio.gather(*map(newest, info["state"].get("subjects") or ()))
     return sorted((entry for entry in entries if entry is not None), key=lambda entry: entry.seq)
@@ -60,7 +60,7 @@ async def _read_once(link: NatsLink, stream_name: str, pattern: str) -> list[Sto
     """Read the messages once; return None if an answer was lost."""
     config = EPHEMERAL | {"deliver_policy": "last_per_subject", "filter_subject": pattern}
     config["inactive_threshold"] = int(FORGET_AFTER_S * 1e9)
-    response = await ask(
+    response = await call_api(
         link, f"CONSUMER.CREATE.{stream_name}", {"stream_name": stream_name, "config": config}
     )
     if not response.get("num_pending"):

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, Final
 
-from broker.jetstream.api import EPHEMERAL, StoredEntry, ask, bounds
+from broker.jetstream.api import EPHEMERAL, StoredEntry, call_api, stream_bounds
 from broker.jetstream.delivery import delivery_numbers, stored_ns
 from broker.nats.client import Msg
 from broker.nats.connection import NatsLink
@@ -29,7 +29,7 @@ REFUSED_PAUSE_S: Final = 0.5
 GOES_ON: Final = ("404", "408")  # the pull has ended, the consumer still exists
 
 
-async def follow(
+async def follow_stream(
     link: NatsLink, stream_name: str, start: Callable[[], Awaitable[dict[str, Any]]]
 ) -> AsyncGenerator[StoredEntry, None]:
     """Yield stored and new entries in order, until the link is closed.
@@ -87,9 +87,9 @@ class _Attachment:
         if (first := start.get("opt_start_seq")) is not None:
             self._newest = first - 1
         else:  # before the consumer is created: it delivers what is stored in between
-            self._newest = (await bounds(self._link, self._stream_name))[1]
+            self._newest = (await stream_bounds(self._link, self._stream_name))[1]
         body = {"stream_name": self._stream_name, "config": config}
-        answer = await ask(self._link, f"CONSUMER.CREATE.{self._stream_name}", body)
+        answer = await call_api(self._link, f"CONSUMER.CREATE.{self._stream_name}", body)
         self._consumer = str(answer["name"])
         self._pending = int(answer.get("num_pending", 0))
 
@@ -152,7 +152,7 @@ class _Attachment:
         new messages. A consumer of some subjects is replaced needlessly when others grow; it then
         reads its last values once more.
         """
-        last = (await bounds(self._link, self._stream_name))[1]
+        last = (await stream_bounds(self._link, self._stream_name))[1]
         newest_received = self._newest
         self._newest = max(last, self._newest)
         if last > newest_received:

@@ -23,9 +23,9 @@ from broker.contract import codec, wire
 from broker.contract.sizes import HEADER_BYTES, INLINE_BYTES, LEAST_PART_BYTES, PART_BYTES, Buffer
 from broker.contract.streams import PARTS
 from broker.errors import TooLarge, WireError
-from broker.jetstream.api import TIMEOUTS_S, ask, find
+from broker.jetstream.api import TIMEOUTS_S, call_api, find_message
 from broker.jetstream.flight_window import FlightWindow
-from broker.jetstream.publish import MESSAGE_ID, require_stream, store
+from broker.jetstream.publish import MESSAGE_ID, require_stream, store_message
 from broker.nats.connection import PAUSE_S, NatsLink
 from broker.nats.nats_errors import Disconnected, NoResponders
 from broker.system.aside import aside
@@ -97,7 +97,7 @@ class GroupParts:
                 wire.TICKET_HEADER: str(parted.ticket),
             }
             async with self._out:
-                await store(
+                await store_message(
                     self._link,
                     PARTS.stream_name(self._run()),
                     self._subject(parted, number),
@@ -105,7 +105,7 @@ class GroupParts:
                     headers=headers,
                 )
 
-        digesting = aside(len(data), partial(digest, data))
+        digesting = aside(len(data), partial(hash_encoding, data))
         sending = _run_each(parted.num_parts, send, IN_FLIGHT)
         data_digest, _ = await asyncio.gather(digesting, sending)
         return msgspec.structs.replace(parted, digest=data_digest)
@@ -183,7 +183,7 @@ class GroupParts:
         name = PARTS.stream_name(run)
         tickets = ended_tickets(await self._subjects(kind), keep)
         for ticket in tickets:
-            await ask(
+            await call_api(
                 self._link,
                 f"STREAM.PURGE.{name}",
                 {"filter": PARTS.all_subjects(run, kind, str(ticket))},
@@ -195,7 +195,7 @@ class GroupParts:
         subjects = list[str]()
         while True:
             body = {"subjects_filter": PARTS.all_subjects(run, *first), "offset": len(subjects)}
-            answer = await ask(self._link, f"STREAM.INFO.{PARTS.stream_name(run)}", body)
+            answer = await call_api(self._link, f"STREAM.INFO.{PARTS.stream_name(run)}", body)
             page = answer["state"].get("subjects") or {}
             subjects += page
             if not page or len(subjects) >= int(answer.get("total", 0)):
@@ -277,7 +277,7 @@ class GroupParts:
             if "Status" not in (answer.headers or {}):
                 return answer.data
             # from the leader: a replica may lack the part
-            entry = await find(self._link, name, last_of=subject)
+            entry = await find_message(self._link, name, last_of=subject)
             return entry.data if entry is not None else None
 
 
@@ -285,7 +285,7 @@ def _ticket_kind(parted: wire.Parted) -> str:
     return EVALUATION if parted.eval_step >= 0 else TRAINING
 
 
-def digest(data: Buffer) -> str:
+def hash_encoding(data: Buffer) -> str:
     """Return the digest of an encoding; SHA-256 is several times faster than BLAKE2 on most
     processors.
     """

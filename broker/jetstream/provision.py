@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from broker.contract.streams import STREAMS, Stream, StreamKind
 from broker.errors import UserError
-from broker.jetstream.api import ask
+from broker.jetstream.api import call_api
 from broker.nats.connection import NatsLink
 from broker.nats.nats_errors import ApiError, NoStream
 from broker.system.reminders import Reminders
@@ -57,12 +57,12 @@ async def ensure_stream(link: NatsLink, config: dict[str, Any]) -> None:
     reminders = Reminders()
     while True:
         try:
-            await ask(link, f"STREAM.CREATE.{config['name']}", config)
+            await call_api(link, f"STREAM.CREATE.{config['name']}", config)
         except ApiError as error:
             if error.err_code == STREAM_EXISTS:
                 return
             if error.err_code in NO_ROOM:
-                if await exists(link, config["name"]):
+                if await stream_exists(link, config["name"]):
                     return  # a nearly full store refuses before it checks whether the stream exists
                 raise UserError(
                     f"the broker at {link.where} has no room for {config['name']}: "
@@ -87,16 +87,16 @@ async def ensure_stream(link: NatsLink, config: dict[str, Any]) -> None:
 async def wait_for_stream(link: NatsLink, name: str) -> None:
     """Wait until the learner has created a stream; only it and the operator may."""
     reminders = Reminders()
-    while not await exists(link, name):
+    while not await stream_exists(link, name):
         if reminders.due(time.monotonic()):
             log.info("waiting for the learner to create %s", name)
         await asyncio.sleep(WAIT_S)
 
 
-async def exists(link: NatsLink, name: str) -> bool:
+async def stream_exists(link: NatsLink, name: str) -> bool:
     """Return whether the broker has a stream of that name."""
     try:
-        await ask(link, f"STREAM.INFO.{name}")
+        await call_api(link, f"STREAM.INFO.{name}")
     except NoStream:
         return False
     return True
@@ -108,7 +108,7 @@ async def stream_names(link: NatsLink, pattern: str) -> set[str]:
     """
     names: set[str] = set()
     while True:
-        answer = await ask(link, "STREAM.NAMES", {"subject": pattern, "offset": len(names)})
+        answer = await call_api(link, "STREAM.NAMES", {"subject": pattern, "offset": len(names)})
         page = answer.get("streams") or []
         names.update(page)
         if not page or len(names) >= int(answer.get("total", 0)):
@@ -118,7 +118,7 @@ async def stream_names(link: NatsLink, pattern: str) -> set[str]:
 async def delete_stream(link: NatsLink, name: str) -> None:
     """Delete a stream with all its messages, if it exists."""
     try:
-        await ask(link, f"STREAM.DELETE.{name}")
+        await call_api(link, f"STREAM.DELETE.{name}")
     except NoStream:
         log.debug("%s did not exist", name)
 

@@ -13,7 +13,7 @@ import msgspec
 
 from broker.contract.sizes import Buffer
 from broker.errors import LostState, RlearnerError, StoreFull
-from broker.jetstream.api import ask, bounds, find
+from broker.jetstream.api import call_api, find_message, stream_bounds
 from broker.nats.connection import PAUSE_S, NatsLink
 from broker.nats.nats_errors import Disconnected, ErrorDescription, NoResponders, NoStream
 from broker.nats.refusals import FIRST_PAUSE_S, FULL, PendingPublish
@@ -40,7 +40,7 @@ class PubAck(msgspec.Struct):
 _PUB_ACK: Final = msgspec.json.Decoder(PubAck)
 
 
-async def store(
+async def store_message(
     link: NatsLink,
     stream_name: str,
     subject: str,
@@ -161,7 +161,7 @@ async def require_stream(link: NatsLink, stream_name: str, subject: str) -> None
         LostState: if it does not.
     """
     try:
-        await ask(link, f"STREAM.INFO.{stream_name}")
+        await call_api(link, f"STREAM.INFO.{stream_name}")
     except NoStream:
         message = (
             f"the broker at {link.where} has no stream for {subject}; it was purged, or lost its "
@@ -177,8 +177,8 @@ async def _still_expected(
     awaits its majority.
     """
     if (expected := headers.get(EXPECTED_LAST_SEQ)) is not None:
-        return (await bounds(link, stream_name))[1] == int(expected)
-    entry = await find(link, stream_name, last_of=subject)
+        return (await stream_bounds(link, stream_name))[1] == int(expected)
+    entry = await find_message(link, stream_name, last_of=subject)
     return (entry.seq if entry else 0) == int(headers[EXPECTED_LAST_KEY_SEQ])
 
 
@@ -191,7 +191,7 @@ async def _already_stored(
     Newer servers check the sequence before duplicates, older ones after.
     """
     expected = headers.get(EXPECTED_LAST_SEQ)
-    entry = await find(
+    entry = await find_message(
         link, stream_name, seq=None if expected is None else int(expected) + 1, last_of=subject
     )
     if entry and (entry.headers or {}).get(MESSAGE_ID) == headers[MESSAGE_ID]:

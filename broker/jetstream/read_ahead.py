@@ -16,7 +16,7 @@ from typing import Final
 
 from broker.contract import wire
 from broker.jetstream.api import StoredEntry
-from broker.jetstream.delivery import Decoded, decode
+from broker.jetstream.delivery import Decoded, decode_message
 from broker.jetstream.parts import FetchedParts, GroupParts
 
 # a record that refers to parts has fewer; what is larger is decoded when its turn comes
@@ -108,7 +108,9 @@ class LogWindow:
             async with aclosing(self._entries) as entries:
                 async for entry in entries:
                     decoded = (
-                        decode(entry.data, self._types) if len(entry.data) <= PARTED_BYTES else None
+                        decode_message(entry.data, self._types)
+                        if len(entry.data) <= PARTED_BYTES
+                        else None
                     )
                     record = PendingRecord(entry, decoded, len(entry.data) + ENTRY_BYTES)
                     while self._used and self._used + record.num_bytes > self._window_bytes:

@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from broker.contract.streams import RESERVE
-from broker.jetstream.api import ask
+from broker.jetstream.api import call_api
 from broker.jetstream.publish import PubAck
 from broker.nats.connection import NatsLink
 from broker.nats.nats_errors import ApiError, NoStream
@@ -26,10 +26,10 @@ PIECE_BYTES: Final = 1 << 19  # below the default max_payload of a server
 PIECES: Final = 16
 
 
-async def release(link: NatsLink, run: str) -> None:
+async def release_reserve(link: NatsLink, run: str) -> None:
     """Purge the reserve of a run, if any."""
     try:
-        purged = (await ask(link, f"STREAM.PURGE.{RESERVE.stream_name(run)}")).get("purged", 0)
+        purged = (await call_api(link, f"STREAM.PURGE.{RESERVE.stream_name(run)}")).get("purged", 0)
     except NoStream:
         return
     if purged:
@@ -48,7 +48,7 @@ async def has_room(link: NatsLink, run: str) -> bool:
     return await _put_piece(link, run, "probe", b"")
 
 
-async def fill(link: NatsLink, run: str, held_bytes: int) -> bool:
+async def fill_reserve(link: NatsLink, run: str, held_bytes: int) -> bool:
     """Fill the reserve, given the bytes that it holds; return False if there is no room.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from broker.contract.streams import Stream
-from broker.jetstream.api import find
+from broker.jetstream.api import find_message
 from broker.jetstream.bus import Bus, LogRecord
 
 
@@ -17,7 +17,7 @@ class StoredRecord:
     time: str
 
 
-async def peek(bus: Bus, stream: Stream, seq: int) -> StoredRecord | None:
+async def peek_message(bus: Bus, stream: Stream, seq: int) -> StoredRecord | None:
     """Return the message, None if it is not kept."""
-    entry = await find(bus.link, stream.stream_name(bus.run), seq=seq)
+    entry = await find_message(bus.link, stream.stream_name(bus.run), seq=seq)
     return None if entry is None else StoredRecord(await bus.record(entry, stream), entry.time)

@@ -14,7 +14,7 @@ from typing import Any, Final
 from broker.contract.sizes import INLINE_BYTES
 from broker.contract.streams import ACK_WAIT_S, Stream
 from broker.jetstream.ack_progress import AckProgress
-from broker.jetstream.consumers import ensure_consumer, settings
+from broker.jetstream.consumers import consumer_settings, ensure_consumer
 from broker.jetstream.delivery import Delivery, delivery_numbers, nak_payload
 from broker.jetstream.log_reader import PROTOCOL_BYTES
 from broker.jetstream.parts import GroupParts
@@ -364,7 +364,7 @@ class WorkQueue:
             log.debug("not connected; the broker delivers the message again when its wait ends")
 
     async def _ensure(self) -> None:
-        config = settings(self._key, self._filter)
+        config = consumer_settings(self._key, self._filter)
         self._consumer, self._ack_wait_s = await ensure_consumer(
             self._link, self._stream_name, config
         )

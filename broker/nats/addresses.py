@@ -23,7 +23,7 @@ CERTIFICATE_ALERTS: Final = tuple(
 SCHEMES: Final = ("nats", "tls", "ws", "wss")
 
 
-def split(url: str) -> list[str]:
+def split_servers(url: str) -> list[str]:
     """Return the URL of each server; later ones without a scheme get that of the first:
     ``nats://a:4222,b:4222``.
 

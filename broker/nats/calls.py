@@ -53,10 +53,10 @@ class PendingCalls:
         """
         for answer, sent_to in self._waiting.values():
             if subject.lower() in ("", sent_to.lower()):
-                fail(answer, error)
+                fail_call(answer, error)
 
 
-def fail(answer: asyncio.Future[Msg], error: Exception) -> None:
+def fail_call(answer: asyncio.Future[Msg], error: Exception) -> None:
     """Fail the call with this error unless it has its reply."""
     if not answer.done():
         answer.set_exception(error)

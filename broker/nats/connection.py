@@ -22,10 +22,10 @@ from urllib.parse import urlsplit
 from broker.contract.permissions import INBOX
 from broker.contract.sizes import Buffer
 from broker.errors import BrokerUnreachable, UserError
-from broker.identity.accounts import unmapped
+from broker.identity.accounts import unmap_subject
 from broker.identity.login import Login
 from broker.nats import addresses
-from broker.nats.calls import PendingCalls, fail
+from broker.nats.calls import PendingCalls, fail_call
 from broker.nats.client import GuardedClient, Msg, Unprotected, nats_errors
 from broker.nats.nats_errors import Disconnected, NoResponders
 from broker.nats.refusals import RefusalTracker
@@ -108,7 +108,7 @@ class NatsLink:
             BrokerUnreachable: if no broker answers before the deadline, it refuses the login, or an
                 address is not valid.
         """
-        addresses.split(self.url)
+        addresses.split_servers(self.url)
         try:
             async with asyncio.timeout(deadline_s):
                 await self._connect_unless_refused()
@@ -264,7 +264,7 @@ class NatsLink:
 
     def _servers(self) -> list[str]:
         """Return configured and discovered servers in random order, the one to avoid last."""
-        servers = addresses.split(self.url)
+        servers = addresses.split_servers(self.url)
         if "@" not in self.url:
             configured = {urlsplit(server).netloc for server in servers}
             servers += [
@@ -377,7 +377,7 @@ class NatsLink:
 
     async def _on_error(self, error: Exception) -> None:
         if (denied := _DENIED.search(str(error))) is not None:
-            subject = unmapped(denied["subject"])
+            subject = unmap_subject(denied["subject"])
             self._calls.drop(self._denied(subject), subject)
             return
         self._error = addresses.why_unreachable(error)
@@ -511,7 +511,7 @@ class NatsLink:
 
     async def _expire(self, answered: asyncio.Future[Msg], timeout_s: float) -> None:
         await self.overdue(timeout_s)
-        fail(answered, TimeoutError())
+        fail_call(answered, TimeoutError())
 
     async def overdue(self, allowed_s: float) -> None:
         """Return when a message due within ``allowed_s`` can no longer be on the wire.

@@ -14,7 +14,7 @@ from broker.contract import codec, wire
 from broker.contract.streams import RERUNS
 from broker.errors import RequestFailed, UserError, WireError
 from broker.jetstream.bus import Bus
-from broker.jetstream.core_messages import request
+from broker.jetstream.core_messages import send_request
 from broker.runtime.presence import census
 
 SHOWN_CHARS: Final = 200
@@ -92,7 +92,7 @@ async def _ask(
     try:
         key = f"{role}.{target.id}"
         reply = (wire.Group, wire.Closed)
-        answer = await request(bus, RERUNS, key, message, timeout_s=timeout_s, reply=reply)
+        answer = await send_request(bus, RERUNS, key, message, timeout_s=timeout_s, reply=reply)
     except RequestFailed as error:
         raise UserError(f"{target.id} did not answer: {error}") from None
     assert isinstance(answer, (wire.Group, wire.Closed))

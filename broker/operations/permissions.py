@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Final
 
 from broker.contract.permissions import OBSERVER, OPERATOR
-from broker.contract.streams import ROLES, token
+from broker.contract.streams import ROLES, check_token
 from broker.errors import UserError
 from broker.identity.key_folder import KeyFolder, as_server_user
 from broker.identity.login import KEYS
 from broker.identity.server_config import (
     LOGINS,
     ServerUser,
-    accounts,
     certificate_user,
+    format_accounts,
     password_user,
     require_distinct,
 )
@@ -55,7 +55,7 @@ def show_permissions(options: argparse.Namespace) -> None:
     Raises:
         UserError: if the folder of keys is not named, or cannot be used.
     """
-    runs = [token(run, "--run") for run in dict.fromkeys(options.run)]
+    runs = [check_token(run, "--run") for run in dict.fromkeys(options.run)]
     every = (*ROLES, OBSERVER, OPERATOR)
     usual = every if options.login == "nkey" else (*ROLES, OPERATOR)
     roles = [role for role in every if role in (options.role or usual)]
@@ -64,7 +64,7 @@ def show_permissions(options: argparse.Namespace) -> None:
     print(ABOUT.format(runs=", ".join(runs), roles=", ".join(roles)), end="")
     if options.login == "certificate":
         print(CERTIFICATES, end="")
-    print(accounts(users), end="")
+    print(format_accounts(users), end="")
     if options.login == "nkey":
         text = f"seeds are in {options.keys}: set {KEYS} to it on this host; elsewhere use `rlearner invite`"
         print(text, file=sys.stderr)

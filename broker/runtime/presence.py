@@ -13,7 +13,7 @@ from typing import Final
 from broker.contract import wire
 from broker.contract.streams import MEMBERS, PRESENCE, ROLES
 from broker.jetstream.bus import Bus
-from broker.jetstream.delivery import decode
+from broker.jetstream.delivery import decode_message
 from broker.nats.client import Msg
 from broker.nats.subscription import LinkSubscription
 from broker.runtime.vouching import PresenceVerifier
@@ -183,7 +183,7 @@ class Roster:
         event.set()
 
     async def _on_beat(self, message: Msg) -> None:
-        presence, error = decode(message.data, PRESENCE.messages)
+        presence, error = decode_message(message.data, PRESENCE.messages)
         key = beat_of(message.subject)
         if presence is None:
             log.warning("%s: %s", message.subject, error)
@@ -252,7 +252,7 @@ async def census(bus: Bus, run: str, within_s: float = CENSUS_S) -> list[wire.Pr
     verifier = PresenceVerifier(bus, run)
 
     async def on_beat(message: Msg) -> None:
-        presence, _ = decode(message.data, PRESENCE.messages)
+        presence, _ = decode_message(message.data, PRESENCE.messages)
         if verifier.accepts(presence, beat_of(message.subject)):
             presences[f"{run}.{presence.role}.{presence.id}"] = presence
             news.set()

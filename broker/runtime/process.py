@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import uvloop
 
 from broker.contract import wire
-from broker.contract.streams import CONTROL, RUNS, token
+from broker.contract.streams import CONTROL, RUNS, check_token
 from broker.errors import ConfigError, LostState, RlearnerError, StartAgain, UserError, described
 from broker.identity import tokens
 from broker.identity.login import Login
-from broker.identity.trust import is_trusted, trust
+from broker.identity.trust import is_trusted, trust_owner
 from broker.jetstream.bus import Bus
 from broker.runtime.member import Member, Stop
 from broker.runtime.service_manager import ServiceManager
@@ -328,7 +328,7 @@ async def join(
 
 def _check_option(name: str, value: str) -> None:
     try:
-        token(value, name)
+        check_token(value, name)
     except ConfigError as error:
         raise UserError(str(error)) from None
 
@@ -370,13 +370,13 @@ def _token(options: argparse.Namespace, role: str) -> tuple[str, str | None, Log
                     f"--{option} goes with --join; runs of this machine's own user are trusted"
                 )
         return options.broker, options.run, None
-    join_token = tokens.read(options.join, role)
+    join_token = tokens.read_token(options.join, role)
     if options.run not in (None, join_token.run):
         raise UserError(
             f"--run {options.run}: the token {options.join} is for run {join_token.run}"
         )
     if options.trust_run_code:
-        trust(join_token.owner)
+        trust_owner(join_token.owner)
     return join_token.broker, join_token.run, join_token.login
 
 

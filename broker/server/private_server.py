@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Final
 
 from broker.contract import wire
-from broker.contract.streams import token
+from broker.contract.streams import check_token
 from broker.errors import ConfigError, UserError
 from broker.identity import login
 from broker.identity.key_folder import AUTHORIZATION, KeyFolder
@@ -111,7 +111,7 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         for option, value in (("--cluster", self.name), ("--node", self.node)):
-            token(value, option)
+            check_token(value, option)
         if not self.routes:
             allowed = (
                 "the cluster ports of the other servers, for example 127.0.0.1:6223,127.0.0.1:6224"
@@ -252,7 +252,7 @@ class BrokerServer:
         try:
             keys.serve(self.pid, self.log_path)
             self.url = self._wait_ready(start_of_log)
-            login.note(self.url, self.keys_path)
+            login.note_keys(self.url, self.keys_path)
             keys.refresh()  # a key that was made before this server could be told
             # restarted, it must have the same address
             self._port = int(self.url.rpartition(":")[2])
@@ -294,7 +294,7 @@ class BrokerServer:
         child.wait()
         (self.store / f"nats-server_{child.pid}.ports").unlink(missing_ok=True)
         if hasattr(self, "url"):
-            login.forget(self.url, self.keys_path)
+            login.forget_keys(self.url, self.keys_path)
         self._child = None
 
     def __enter__(self) -> BrokerServer:

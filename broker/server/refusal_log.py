@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from broker.identity.accounts import unmapped
+from broker.identity.accounts import unmap_subject
 from broker.identity.key_folder import BrokerUser
 from broker.system.visible_text import visible
 
@@ -86,7 +86,7 @@ def _refusals(data: bytes) -> Iterable[Refusal]:
         if (refused := _REFUSED.search(line)) is None:
             continue
         key = _KEY.search(line)
-        subject = visible(unmapped(refused["subject"].decode("utf-8", "replace")))
+        subject = visible(unmap_subject(refused["subject"].decode("utf-8", "replace")))
         yield (key[0].decode() if key else "", refused["what"].decode(), subject)
 
 

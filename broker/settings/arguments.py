@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
-from broker.contract.streams import token
+from broker.contract.streams import check_token
 from broker.errors import ConfigError, UserError
 from broker.nats.addresses import DEFAULT_BROKER, INSECURE, without_passwords
 from broker.system.entry import EXIT_USER_ERROR
@@ -90,7 +90,7 @@ def tokens(text: str) -> list[str]:
     """Parse names separated by commas that can be parts of subjects, such as domains and pools."""
     for name in (valid_names := names(text)):
         try:
-            token(name, "name")
+            check_token(name, "name")
         except ConfigError as error:
             raise argparse.ArgumentTypeError(f"{name!r} is not allowed; {error.allowed}") from None
     return valid_names

@@ -19,7 +19,7 @@ from pydantic import (
     PositiveInt,
 )
 
-from broker.contract.streams import token
+from broker.contract.streams import check_token
 from broker.errors import ConfigError
 
 Harmless = tuple[str, ...] | None  # see Section
@@ -74,7 +74,7 @@ class PluginMark:
 
 def _token(value: str) -> str:
     try:
-        return token(value, "name")
+        return check_token(value, "name")
     except ConfigError as error:
         raise ValueError(error.allowed) from None
 

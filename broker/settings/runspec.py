@@ -13,7 +13,15 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from broker.contract import codec, wire
-from broker.contract.streams import CONTROL, EPISODES, EVALTICKETS, RUNS, TICKETS, ack_wait_s, token
+from broker.contract.streams import (
+    CONTROL,
+    EPISODES,
+    EVALTICKETS,
+    RUNS,
+    TICKETS,
+    ack_wait_s,
+    check_token,
+)
 from broker.errors import ConfigError, Fenced, UserError, WireError
 from broker.jetstream.bus import Bus
 from broker.settings import timeouts
@@ -163,7 +171,7 @@ def _dump_section(name: str, value: Any, target: str) -> dict[str, Any]:
         return parse(name, value, model).model_dump(mode="json")
     # null removes an inherited domain
     entries = {
-        token(str(key), "domains"): entry for key, entry in value.items() if entry is not None
+        check_token(str(key), "domains"): entry for key, entry in value.items() if entry is not None
     }
     return {
         key: parse(f"domains.{key}", entry, model).model_dump(mode="json")

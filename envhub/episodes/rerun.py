@@ -11,7 +11,7 @@ from typing import Final
 from broker.contract import codec, wire
 from broker.contract.streams import RERUNS
 from broker.errors import TooLarge, WireError, described
-from broker.jetstream.core_messages import respond
+from broker.jetstream.core_messages import answer_requests
 from broker.runtime.process import Member
 from envhub.domain import Domain
 from envhub.episodes.runners import EpisodeRunners
@@ -36,7 +36,7 @@ class TicketReruns:
 
     async def serve(self) -> None:
         """Answer requests until cancelled."""
-        subscribed = await respond(
+        subscribed = await answer_requests(
             self._member.bus, RERUNS, f"envhub.{self._member.id}", self.answer
         )
         try:

@@ -20,7 +20,7 @@ import msgspec
 from broker.channel.carriers import ChannelClient
 from broker.contract import wire
 from broker.contract.checks import MAX_REQUEST_S
-from broker.contract.lengths import remaining
+from broker.contract.lengths import remaining_tokens
 from broker.errors import RequestFailed, RlearnerError, WireError
 from broker.system.reminders import Reminders
 from envhub.servers.choose import ServerLoad, choose
@@ -306,7 +306,7 @@ class TurnGenerator:
             sampling = msgspec.structs.replace(
                 sampling, max_tokens=sampling.max_tokens - count, seed=seed
             )
-            expected, high = remaining(expected, high, count, sampling.max_tokens)
+            expected, high = remaining_tokens(expected, high, count, sampling.max_tokens)
         return wire.GenerateRequest(
             request_id=f"{self._name}.{next(self._numbers)}",
             conversation_id=ask.conversation_id,
@@ -405,7 +405,7 @@ def stirred(mixed: int, *values: int) -> int:
 def _with(done: SampledTurn | None, reply: wire.GenerateReply) -> SampledTurn:
     """Return what was sampled before, if anything, followed by a reply."""
     ids, logprobs, runs = (
-        wire.growing(one) for one in (reply.token_ids, reply.logprobs, reply.version_runs)
+        wire.growable_array(one) for one in (reply.token_ids, reply.logprobs, reply.version_runs)
     )
     if done is not None:
         ids = done.token_ids + ids

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from broker.contract import wire
-from broker.contract.lengths import remaining
+from broker.contract.lengths import remaining_tokens
 from envhub.servers.choose import ServerLoad
 
 # engines that compute a prompt once for several conversations
@@ -168,4 +168,4 @@ class OpenEpisodes:
     def _left(self, turn: OpenTurn, now: float) -> tuple[int, int]:
         """Return the tokens that a turn has, and those still to come."""
         grown = min(round((now - turn.started) * self._rate), turn.max_tokens)
-        return grown, remaining(turn.expected, turn.high, grown, turn.max_tokens - grown)[0]
+        return grown, remaining_tokens(turn.expected, turn.high, grown, turn.max_tokens - grown)[0]

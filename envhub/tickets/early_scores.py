@@ -19,7 +19,7 @@ from broker.contract import wire
 from broker.contract.streams import SCORES
 from broker.errors import RequestFailed, RequestInvalid
 from broker.jetstream.bus import Bus
-from broker.jetstream.core_messages import request
+from broker.jetstream.core_messages import send_request
 from broker.settings.config import DomainSection
 from envhub.task import EpisodeResult
 from envhub.tickets.assignment import TicketAssignment, reward_pools
@@ -123,7 +123,7 @@ class EarlyScores:
         delay_s, most_s = ASK_AGAIN_S
         while True:
             try:
-                reply = await request(
+                reply = await send_request(
                     self._bus,
                     SCORES,
                     pool,

@@ -225,7 +225,7 @@ async def distribute(options: argparse.Namespace) -> None:
 def broker_address(text: str) -> str:
     """Parse the address of a broker."""
     try:
-        addresses.split(text)
+        addresses.split_servers(text)
     except BrokerUnreachable:
         shown, allowed = (
             addresses.without_passwords(text),

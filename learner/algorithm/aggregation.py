@@ -50,7 +50,7 @@ def token_weights(mode: str, sequence: Tensor, num_sequences: int) -> Tensor:
     return torch.ones(len(sequence), device=sequence.device)
 
 
-def denominator(mode: str, counts: BatchCounts, max_length: int | None = None) -> float:
+def loss_denominator(mode: str, counts: BatchCounts, max_length: int | None = None) -> float:
     """Return the divisor of the sum over the global batch; 1 for a batch without tokens.
 
     Args:

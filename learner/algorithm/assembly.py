@@ -21,7 +21,7 @@ from learner.algorithm.advantages.base import (
     sampled_positions,
 )
 from learner.algorithm.samples import Array, SampleScores, TrainSample, from_trajectory
-from learner.algorithm.shaping import is_truncated, minus_kl, needs_batch, shape
+from learner.algorithm.shaping import is_truncated, minus_kl, needs_batch, shape_rewards
 from learner.algorithm.traits import EstimatorTraits, estimator_traits
 from learner.config import AlgorithmSection, kl_in_reward, num_updates
 
@@ -50,7 +50,7 @@ class SampleAssembler:
 
     def stream(self, group: wire.Group) -> list[TrainSample]:
         """Return one sample per trajectory of a scored group, in its order."""
-        (shaped,) = shape([group], self._algorithm)
+        (shaped,) = shape_rewards([group], self._algorithm)
         estimates = self._estimator(shaped.trajectories, self._algorithm)
         return [
             self._sample(group, trajectory, advantages)
@@ -90,13 +90,13 @@ class SampleAssembler:
             self._kl_penalties(trajectory, sample_scores, kl_coef)
             for (_, trajectory), sample_scores in zip(pairs, scores, strict=True)
         ]
-        shaped = shape(groups, algorithm)
+        shaped = shape_rewards(groups, algorithm)
         if self._over_rows:
             estimates = self._estimate_rows(shaped, scores, kl)
         else:
             estimates = self._estimate_groups(shaped, kl)
         if algorithm.whiten_advantages:
-            white = base.whiten(
+            white = base.whiten_arrays(
                 [estimate.advantages for estimate in estimates],
                 [self._is_trained(trajectory) for _, trajectory in pairs],
             )

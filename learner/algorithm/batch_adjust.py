@@ -13,7 +13,7 @@ T = TypeVar("T")
 Mode = Literal["copy", "delete", "auto", "random_sample"]
 
 
-def adjust(samples: Sequence[T], divisor: int, mode: Mode, seed: int) -> list[T]:
+def adjust_samples(samples: Sequence[T], divisor: int, mode: Mode, seed: int) -> list[T]:
     """Return the samples, in their order, with their number adjusted to a multiple of ``divisor``.
 
     Args:

@@ -7,7 +7,7 @@ import msgspec
 from broker.contract import wire
 
 
-def episodes(group: wire.Group) -> list[wire.Trajectory]:
+def final_trajectories(group: wire.Group) -> list[wire.Trajectory]:
     """Return the last trajectory of each episode, in order, without greedy baselines."""
     last = {
         trajectory.episode: trajectory for trajectory in group.trajectories if not trajectory.greedy
@@ -17,7 +17,7 @@ def episodes(group: wire.Group) -> list[wire.Trajectory]:
 
 def episode_rewards(group: wire.Group) -> tuple[float, ...]:
     """Return each episode's total reward."""
-    return tuple(trajectory.reward for trajectory in episodes(group))
+    return tuple(trajectory.reward for trajectory in final_trajectories(group))
 
 
 def num_bytes(group: wire.Group) -> int:

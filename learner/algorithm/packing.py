@@ -76,7 +76,7 @@ class MicroBatchCutter(Generic[S]):
         return max(self._longest, num_inputs) * (len(self._samples) + 1)
 
 
-def cut(samples: Sequence[S], budget: int, *, packed: bool = False) -> list[list[S]]:
+def cut_micro_batches(samples: Sequence[S], budget: int, *, packed: bool = False) -> list[list[S]]:
     """Return all micro-batches of a sequence of samples."""
     cutter = MicroBatchCutter[S](budget, packed=packed)
     batches = [batch for sample in samples if (batch := cutter.add(sample))]
@@ -85,7 +85,7 @@ def cut(samples: Sequence[S], budget: int, *, packed: bool = False) -> list[list
     return batches
 
 
-def minibatches(samples: Sequence[S], count: int, seed: Sequence[int]) -> list[list[S]]:
+def split_minibatches(samples: Sequence[S], count: int, seed: Sequence[int]) -> list[list[S]]:
     """Return a step's samples in ``count`` shuffled parts of similar size, or in as many as it can.
 
     Args:
@@ -102,7 +102,7 @@ def by_length(samples: Sequence[S], budget: int) -> list[list[S]]:
 
     They need less padding and cache. The gradient, a sum over rows, does not change.
     """
-    return cut(sorted(samples, key=lambda sample: sample.num_inputs), budget)
+    return cut_micro_batches(sorted(samples, key=lambda sample: sample.num_inputs), budget)
 
 
 def num_distinct_tokens(samples: Sequence[T]) -> int:

@@ -20,7 +20,7 @@ from learner.config import AlgorithmSection, RewardNormalization
 EPS: Final = 1e-6
 
 
-def shape(groups: Sequence[wire.Group], algorithm: AlgorithmSection) -> list[wire.Group]:
+def shape_rewards(groups: Sequence[wire.Group], algorithm: AlgorithmSection) -> list[wire.Group]:
     """Return the groups with shaped rewards, normalized over these groups.
 
     Greedy baselines are shaped like the rest, but do not count in means and standard deviations.
@@ -65,7 +65,7 @@ def overlong_penalty(length: int, max_length: int, buffer: int, factor: float = 
     return max(min(-(length - (max_length - buffer)) / buffer * factor, 0.0), -factor)
 
 
-def normalise(
+def normalize_rewards(
     rewards: FloatArray,
     keys: Sequence[object],
     mean_type: str | None,
@@ -155,7 +155,7 @@ def _normalize_groups(
     groups: Sequence[wire.Group], section: RewardNormalization
 ) -> list[wire.Group]:
     pairs = [(group, trajectory) for group in groups for trajectory in group.trajectories]
-    shift, scale = normalise(
+    shift, scale = normalize_rewards(
         np.array([trajectory.reward for _, trajectory in pairs], dtype=np.float64),
         [_group_key(group, trajectory, section.grouping) for group, trajectory in pairs],
         mean_type=section.norm_mean_type,

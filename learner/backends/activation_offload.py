@@ -18,10 +18,14 @@ def activations_in_host_memory(enabled: bool) -> AbstractContextManager[Any]:
     Weights stay in place. Copies run on the stream of the pass and so lengthen it; on a CPU nothing
     is copied.
     """
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack) if enabled else nullcontext()
+    return (
+        torch.autograd.graph.saved_tensors_hooks(pack_tensor, unpack_tensor)
+        if enabled
+        else nullcontext()
+    )
 
 
-def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+def pack_tensor(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
     """Return what autograd saves of a tensor."""
     if not _is_offloaded(tensor):
         return tensor
@@ -30,7 +34,7 @@ def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
     return tensor.device, host_copy
 
 
-def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+def unpack_tensor(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
     """Return the tensor on its device."""
     if isinstance(packed, Tensor):
         return packed

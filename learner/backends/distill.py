@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from broker.errors import ConfigError
-from learner.algorithm.losses.distill import candidates, kl, with_rest
+from learner.algorithm.losses.distill import candidate_logprobs, distillation_kl, with_rest
 from learner.algorithm.samples import Array, TrainSample
 from learner.backends.models.batch import TokenBatch
 from learner.backends.models.policy import PolicyModel
@@ -113,13 +113,23 @@ class DivergenceNumerator:
         student = logits.float()[:, : self._width]
         if self._top_k:
             best = teacher.topk(self._top_k, -1).indices
-            divergence = kl(candidates(student, best), candidates(teacher, best), self._direction)
+            divergence = distillation_kl(
+                candidate_logprobs(student, best),
+                candidate_logprobs(teacher, best),
+                self._direction,
+            )
         else:
-            divergence = kl(student.log_softmax(-1), teacher.log_softmax(-1), self._direction)
+            divergence = distillation_kl(
+                student.log_softmax(-1), teacher.log_softmax(-1), self._direction
+            )
         return (divergence,)
 
     def _to_teacher_elsewhere(self, logits: Tensor, ids: Tensor, logprobs: Tensor) -> tuple[Tensor]:
-        return (kl(candidates(logits.float(), ids), with_rest(logprobs), self._direction),)
+        return (
+            distillation_kl(
+                candidate_logprobs(logits.float(), ids), with_rest(logprobs), self._direction
+            ),
+        )
 
 
 def _teacher_column(samples: Sequence[TrainSample], name: str) -> Tensor:

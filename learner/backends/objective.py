@@ -7,7 +7,11 @@ from torch import Tensor
 from broker.settings.registry import resolve
 from learner.algorithm.aggregation import token_weights
 from learner.algorithm.corrections import CORRECTIONS
-from learner.algorithm.corrections.base import CorrectionFunction, CorrectionInputs, interpolate
+from learner.algorithm.corrections.base import (
+    CorrectionFunction,
+    CorrectionInputs,
+    interpolate_logprobs,
+)
 from learner.algorithm.kl import kl_penalty
 from learner.algorithm.losses import LOSSES
 from learner.algorithm.losses.base import LossTokens, PolicyLoss
@@ -88,7 +92,9 @@ class PolicyObjective:
     def _proximal(self, batch: TokenBatch, logprobs: Tensor, version: int) -> Tensor:
         """Return logprobs at the start of the step, (T,), without gradient."""
         if self._algorithm.prox_logp_method == "interpolate":
-            return interpolate(logprobs.detach(), batch.rollout_logprobs, batch.versions, version)
+            return interpolate_logprobs(
+                logprobs.detach(), batch.rollout_logprobs, batch.versions, version
+            )
         if batch.proximal_logprobs is None:
             # The step has one update only, so this pass is at its start.
             return logprobs.detach()

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from learner.backends.optimizer import MasterOptimizer
 
 
-def held_tensors(
+def device_tensors(
     modules: Sequence[nn.Module], optimizers: Sequence[MasterOptimizer], device: torch.device
 ) -> Iterator[Tensor]:
     """Yield all tensors on the device, some of which share memory.

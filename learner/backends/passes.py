@@ -17,7 +17,7 @@ from learner.algorithm.samples import Array, TrainSample
 from learner.algorithm.token_figures import TokenFigures
 from learner.backends.activation_offload import activations_in_host_memory
 from learner.backends.context import RunContext
-from learner.backends.models.batch import TokenBatch, collate
+from learner.backends.models.batch import TokenBatch, collate_samples
 from learner.backends.models.model_set import ModelSet
 from learner.backends.objective import PolicyObjective
 from learner.backends.optimizer import MasterOptimizer
@@ -109,7 +109,7 @@ class ModelPasses:
 
     def collate(self, samples: Sequence[TrainSample]) -> TokenBatch:
         """Return the tensors of a slice."""
-        return collate(samples, self.device, packed=self.packs)
+        return collate_samples(samples, self.device, packed=self.packs)
 
     def run(self, jobs: Sequence[Job]) -> list[dict[str, float]]:
         """Run each slice forward, and backward where it is trained; return its sums."""

@@ -17,8 +17,8 @@ from torch import Tensor
 from broker.contract import wire
 from broker.errors import ConfigError, WireError
 from broker.weights.plan import LayoutPlan
-from learner.algorithm.aggregation import BatchCounts, denominator
-from learner.algorithm.packing import MicroBatchCutter, cut, minibatches
+from learner.algorithm.aggregation import BatchCounts, loss_denominator
+from learner.algorithm.packing import MicroBatchCutter, cut_micro_batches, split_minibatches
 from learner.algorithm.samples import Array, SampleScores, TrainSample
 from learner.algorithm.token_figures import TokenFigures
 from learner.backends.base import Snapshot
@@ -174,7 +174,7 @@ class TorchBackend:
         trains_policy = self._models.critic is None or self.version >= algorithm.critic.warmup_steps
         updates: list[dict[str, float]] = []
         for epoch in range(algorithm.num_epochs):
-            for part in minibatches(
+            for part in split_minibatches(
                 rows, algorithm.num_minibatches, (self._passes.seed, self.version, epoch)
             ):
                 updates.append(self._update(part, trains_policy))
@@ -192,7 +192,7 @@ class TorchBackend:
             work = partial(self.worker.critic_step, sums, self.version, self._steps)
             metrics = self._ranks.together(command, work)
         if trains_policy:
-            for micro in cut(part, self.cutter().budget, packed=self._passes.packs):
+            for micro in cut_micro_batches(part, self.cutter().budget, packed=self._passes.packs):
                 self.forward_backward(micro)
             metrics |= self._take()
         return metrics
@@ -244,7 +244,7 @@ class TorchBackend:
     def _take(self) -> dict[str, float]:
         """Update the policy; return the metrics."""
         algorithm = self._context.algorithm
-        scale = denominator(algorithm.loss_agg_mode, self._counts, self._context.max_length)
+        scale = loss_denominator(algorithm.loss_agg_mode, self._counts, self._context.max_length)
         command = StepCommand(scale, self.version, self._steps)
         update = self._ranks.together(
             command, partial(self.worker.step, scale, self.version, self._steps)

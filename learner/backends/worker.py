@@ -20,11 +20,11 @@ from learner.backends.context import RunContext
 from learner.backends.models.fake_quantization import quantized_as_sent
 from learner.backends.models.model_set import ModelSet
 from learner.backends.models.policy import pick_device
-from learner.backends.offload import held_tensors
+from learner.backends.offload import device_tensors
 from learner.backends.optimizer import UPDATES, MasterOptimizer, shapes_below
 from learner.backends.parts.names import CRITIC, KL_COEF, OPTIMIZER, RNG, VERSION
 from learner.backends.parts.part_file import PartFile
-from learner.backends.parts.slices import Slice, stage
+from learner.backends.parts.slices import Slice, copy_slices
 from learner.backends.parts.stored import StoredTensors
 from learner.backends.passes import ModelPasses
 from learner.backends.ranks import messages
@@ -126,7 +126,7 @@ class RankWorker:
         size = self.ranks.size
         staged = list[Slice]()
         for slices in (self.policy_slices(), self.critic_slices(), self.numbers()):
-            staged += stage(slices, rank, size)
+            staged += copy_slices(slices, rank, size)
         return StagedPart(staged, rank, size)
 
     def offload(self, folder: str) -> None:
@@ -139,7 +139,7 @@ class RankWorker:
         optimizers = [self.optimizer]
         if self.models.critic is not None:
             optimizers.append(self.models.critic.optimizer)
-        self.offloaded.release(held_tensors(self.models.modules(), optimizers, self.device))
+        self.offloaded.release(device_tensors(self.models.modules(), optimizers, self.device))
 
     def reload(self) -> None:
         """Move everything back."""

@@ -53,7 +53,7 @@ class Checkpoint:
     parts: Sequence[PartFile] = ()
 
 
-def write(
+def write_checkpoint(
     folder: Path,
     backend: Backend,
     ledger: dict[str, Any],
@@ -74,16 +74,16 @@ def write(
     """
     snapshot = backend.snapshot()
     try:
-        work = stage(folder, backend, snapshot, ledger, epoch, hf_max_gib=hf_max_gib)
+        work = stage_checkpoint(folder, backend, snapshot, ledger, epoch, hf_max_gib=hf_max_gib)
     finally:
         snapshot.drop()
     try:
-        return commit(work, folder, ledger["version"])
+        return commit_checkpoint(work, folder, ledger["version"])
     finally:
-        discard(work)
+        discard_staged(work)
 
 
-def stage(
+def stage_checkpoint(
     folder: Path,
     backend: Backend,
     snapshot: Snapshot,
@@ -127,23 +127,23 @@ def stage(
         (own / "learner.json").write_text(json.dumps(body) + "\n", encoding="utf-8")
         sync_tree(work)
     except SafetensorError as error:
-        discard(work)
+        discard_staged(work)
         raise _os_error(error) from None
     except BaseException:
         # Whatever the error: no half-written folder stays, which may be large.
-        discard(work)
+        discard_staged(work)
         raise
     return work
 
 
-def commit(work: Path, folder: Path, step: int) -> Path:
+def commit_checkpoint(work: Path, folder: Path, step: int) -> Path:
     """Rename a staged folder, which makes it the run's newest checkpoint."""
     target = folder / name_of(step)
     finish_folder(work, target)
     return target
 
 
-def discard(work: Path) -> None:
+def discard_staged(work: Path) -> None:
     """Delete a staged folder unless committed."""
     shutil.rmtree(work, ignore_errors=True)
 
@@ -230,7 +230,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return checkpoint
 
 
-def verify(path: Path) -> Checkpoint:
+def verify_checkpoint(path: Path) -> Checkpoint:
     """Read all of a checkpoint's parts and return it without its weights.
 
     Raises:
@@ -271,7 +271,7 @@ def set_aside(path: Path) -> Path:
     return target
 
 
-def prune(folder: Path, keep: int) -> list[Path]:
+def prune_checkpoints(folder: Path, keep: int) -> list[Path]:
     """Delete all but the newest ``keep`` checkpoints; return those kept, oldest first."""
     paths = list_checkpoints(folder)
     for path in paths[:-keep]:

@@ -17,7 +17,7 @@ from rlearner_text.atomic_folders import atomic_folder
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
-def export(checkpoint: Checkpoint, out: Path, max_shard_bytes: int) -> None:
+def export_model(checkpoint: Checkpoint, out: Path, max_shard_bytes: int) -> None:
     """Write configuration, tokenizer and weights into a new folder, a few megabytes at a time.
 
     Raises:

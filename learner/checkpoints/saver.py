@@ -129,7 +129,7 @@ class CheckpointSaver:
     async def _is_whole(self, path: Path) -> bool:
         """Return whether a checkpoint has the bytes that were written; if not, make one due."""
         try:
-            await asyncio.to_thread(checkpoint.verify, path)
+            await asyncio.to_thread(checkpoint.verify_checkpoint, path)
         except UserError as error:
             log.error("%s; the log is not trimmed behind this checkpoint", error)
             self._schedule.press()
@@ -273,7 +273,9 @@ class CheckpointSaver:
         self._written_step = ledger["version"]
         self._times["time/checkpoint_write"] = time.monotonic() - began
         log.info("checkpoint %s", path)
-        paths = await self._disk_retry.in_thread(checkpoint.prune, self._folder, self._keep)
+        paths = await self._disk_retry.in_thread(
+            checkpoint.prune_checkpoints, self._folder, self._keep
+        )
         # If it is the only one, nothing but the log could replace it, so it is read first.
         if len(paths) > 1 or await self._is_whole(paths[0]):
             await self._trim(paths[0])
@@ -296,7 +298,7 @@ class CheckpointSaver:
         """
         await self._watch.refuse_if_fenced()
         stage = partial(
-            checkpoint.stage,
+            checkpoint.stage_checkpoint,
             self._folder,
             self._training.backend,
             snapshot,
@@ -307,10 +309,12 @@ class CheckpointSaver:
         work = await asyncio.to_thread(stage)
         try:
             await self._watch.refuse_if_fenced()
-            return await asyncio.to_thread(checkpoint.commit, work, self._folder, ledger["version"])
+            return await asyncio.to_thread(
+                checkpoint.commit_checkpoint, work, self._folder, ledger["version"]
+            )
         except FileNotFoundError:
             # A newer learner deletes half-written folders: then this raises Fenced.
             await self._watch.refuse_if_fenced()
             raise
         finally:
-            await asyncio.to_thread(checkpoint.discard, work)
+            await asyncio.to_thread(checkpoint.discard_staged, work)

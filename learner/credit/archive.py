@@ -21,9 +21,9 @@ from typing import BinaryIO, Final
 
 from broker.contract.streams import SAMPLES
 from broker.jetstream.bus import LogRecord
-from broker.jetstream.delivery import decode
+from broker.jetstream.delivery import decode_message
 from broker.system.private_files import open_private, private_folder, sync
-from learner.credit.ledger_file import digest
+from learner.credit.ledger_file import digest_record
 from learner.credit.ledger_segments import write_at
 
 FOLDER: Final = "samples"
@@ -48,7 +48,7 @@ class ArchiveFrame:
 
     def record(self) -> LogRecord:
         """Return the record as the log reader would."""
-        message, error = decode(self.data, SAMPLES.messages)
+        message, error = decode_message(self.data, SAMPLES.messages)
         return LogRecord(self.seq, message, error, self.ticket, self.data)
 
 
@@ -173,7 +173,7 @@ def truncate_after(folder: Path, position: int) -> None:
         return
 
 
-def frames(folder: Path, start: int = 1) -> Iterator[ArchiveFrame]:
+def read_frames(folder: Path, start: int = 1) -> Iterator[ArchiveFrame]:
     """Yield every record from sequence ``start`` on, in order; ignore half a frame at the end."""
     files = archive_files(folder)
     for i, (_, path) in enumerate(files):
@@ -223,7 +223,7 @@ def _pick_from(path: Path, seqs: set[int]) -> Iterator[ArchiveFrame]:
             if seq in seqs:
                 seqs.remove(seq)
                 data = os.pread(file.fileno(), length, position)
-                if bytes.fromhex(digest(data)) == expected_digest:
+                if bytes.fromhex(digest_record(data)) == expected_digest:
                     yield ArchiveFrame(seq, ticket, data)
             position += length
 
@@ -275,7 +275,7 @@ def _frames_of(path: Path, start: int, *, is_last: bool) -> Iterator[ArchiveFram
                     )
                 return
             seq, ticket, _, expected_digest = header
-            if bytes.fromhex(digest(data)) != expected_digest:
+            if bytes.fromhex(digest_record(data)) != expected_digest:
                 yield ArchiveFrame(
                     seq, 0, b"", error=f"{path.name}: the bytes of record {seq} are damaged"
                 )

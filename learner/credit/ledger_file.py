@@ -86,7 +86,7 @@ _ENCODER: Final = msgspec.json.Encoder()
 _DECODER: Final = msgspec.json.Decoder(LedgerLine)
 
 
-def digest(data: bytes | bytearray) -> str:
+def digest_record(data: bytes | bytearray) -> str:
     """Return the digest of a record's bytes, 16 hex digits."""
     return blake2b(data, digest_size=8).hexdigest()
 
@@ -196,7 +196,7 @@ class LedgerLineBuilder:
                         LedgerLine(state=action.outcome, ticket=action.number, reason="late"),
                     )
                 )
-        return [*lines, self._note(boundary(ledger))]
+        return [*lines, self._note(boundary_line(ledger))]
 
     def lost(self, entries: Sequence[LedgerEntry]) -> list[LedgerLine]:
         """Return the lines of arrived groups that the broker has lost."""
@@ -218,7 +218,7 @@ class LedgerLineBuilder:
 
     def begin(self, actions: Sequence[Action], ledger: Ledger) -> list[LedgerLine]:
         """Return the lines of opening the credit; none if the newest boundary is the same."""
-        end = boundary(ledger)
+        end = boundary_line(ledger)
         issued = [
             self._note(_issued_line(action))
             for action in actions
@@ -281,7 +281,7 @@ def _skipped_lines(action: SkipTickets, seq: int, data_digest: str) -> list[Ledg
     return lines
 
 
-def boundary(ledger: Ledger) -> LedgerLine:
+def boundary_line(ledger: Ledger) -> LedgerLine:
     """Return the line that ends a step."""
     state = ledger.state
     rules = ledger.rules
@@ -331,12 +331,12 @@ def final_counts(lines: Iterable[LedgerLine]) -> tuple[dict[str, int], dict[str,
     return counts if line else {}, reasons
 
 
-def encode(lines: Sequence[LedgerLine]) -> bytes:
+def encode_lines(lines: Sequence[LedgerLine]) -> bytes:
     """Encode lines as the file holds them."""
     return b"".join(_ENCODER.encode(line) + b"\n" for line in lines)
 
 
-def decode(row: bytes) -> LedgerLine:
+def decode_line(row: bytes) -> LedgerLine:
     """Decode one line without its newline.
 
     Raises:

@@ -92,7 +92,7 @@ def read_segment(path: Path, first: int, *, is_last: bool) -> tuple[list[LedgerL
     *rows, half_line = path.read_bytes().split(b"\n")
     for number, row in enumerate(rows, start=1):
         try:
-            lines.append(ledger_file.decode(row))
+            lines.append(ledger_file.decode_line(row))
         except ValueError as error:
             return lines, f"{path.name}:{number}: {error}"
     if not lines or lines[0].state not in ("summary", "unrecorded") or lines[0].step != first:
@@ -220,7 +220,7 @@ class LedgerFile:
         It gets no name if the previous file has lost its own: a later learner has taken over.
         """
         name = f"step-{first:06d}{SUFFIX}"
-        data = ledger_file.encode(lines)
+        data = ledger_file.encode_lines(lines)
         temporary = self._folder / f".{name}-{token_hex(4)}"
         file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:

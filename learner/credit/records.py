@@ -16,7 +16,7 @@ from learner.config import SamplesSection
 from learner.credit import archive, ledger_file, ledger_segments
 from learner.credit.archive import SampleArchive
 from learner.credit.ledger import Action, Ledger, LedgerEntry, RulesUpdate, TicketEnd
-from learner.credit.ledger_file import LedgerLine, LedgerLineBuilder, digest
+from learner.credit.ledger_file import LedgerLine, LedgerLineBuilder, digest_record
 from learner.credit.record_intake import RecordIntake, version_bounds
 from learner.credit.token_files import TokenFiles
 from learner.disk_retry import DiskRetry
@@ -74,7 +74,7 @@ class LedgerRecorder:
         self, entry: LogRecord, intake: RecordIntake, actions: Sequence[Action]
     ) -> None:
         """Write the lines of an applied record, and archive it."""
-        record_digest = digest(entry.data)
+        record_digest = digest_record(entry.data)
         # Without its name, a later incarnation archives this record.
         if self._archive is not None and self._file.has_name:
             await self._archive_record(self._archive, entry, record_digest)
@@ -123,7 +123,7 @@ class LedgerRecorder:
 
     async def _write(self, lines: Sequence[LedgerLine]) -> None:
         if lines:
-            await self._disk_retry(partial(self._append, ledger_file.encode(lines)))
+            await self._disk_retry(partial(self._append, ledger_file.encode_lines(lines)))
 
     async def _leave_full_file(self) -> None:
         """Begin a new file at a boundary, by its lines alone: every incarnation writes the same."""

@@ -34,11 +34,11 @@ from typing import Final
 from broker.contract import wire
 from broker.contract.streams import SAMPLES, TICKETS, Stream
 from broker.errors import LostState
-from broker.jetstream.api import find
+from broker.jetstream.api import find_message
 from broker.jetstream.bus import Bus, LogRecord
 from learner.credit import archive, ledger_segments, record_intake
 from learner.credit.ledger import LOST, Ledger, LedgerEntry
-from learner.credit.ledger_file import digest
+from learner.credit.ledger_file import digest_record
 from learner.credit.tickets import REBASE
 from learner.run_folder import previous_broker
 
@@ -187,7 +187,7 @@ class Recovery:
         ):
             return
         # Another digest belongs to a record of an older store.
-        if self._known.digests.get(record.seq) in (None, digest(record.data)):
+        if self._known.digests.get(record.seq) in (None, digest_record(record.data)):
             self._groups[entry.number] = record.message
 
     async def _is_replaced(self, seq: int) -> bool:
@@ -195,8 +195,8 @@ class Recovery:
         known_digest = self._known.digests.get(seq)
         if known_digest is None:
             return False
-        stored = await find(self._bus.link, SAMPLES.stream_name(self._bus.run), seq=seq)
-        if stored is None or digest(stored.data) == known_digest:
+        stored = await find_message(self._bus.link, SAMPLES.stream_name(self._bus.run), seq=seq)
+        if stored is None or digest_record(stored.data) == known_digest:
             return False
         # The known digest may be that of a group whose parts were fetched.
         record = await self._bus.record(stored, SAMPLES)
@@ -205,7 +205,7 @@ class Recovery:
         ):
             # Its parts are deleted, so it cannot be compared.
             return False
-        return digest(record.data) != known_digest
+        return digest_record(record.data) != known_digest
 
     async def _not_closed(self) -> list[LedgerEntry]:
         """Return the missing groups that an earlier, interrupted rebase has not closed as lost."""

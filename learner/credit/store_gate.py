@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from broker.contract.streams import EPISODES, PARTS, RESERVE, SAMPLES, TICKETS
 from broker.jetstream import reserve
-from broker.jetstream.api import ask
+from broker.jetstream.api import call_api
 from broker.jetstream.bus import Bus
 from broker.nats.nats_errors import ApiError, Disconnected, NoResponders
 from learner.credit.ledger import Ledger
@@ -94,7 +94,7 @@ class StoreGate:
             usage, reserved = await self._usage()
             self._budget.look(usage, under_way + self._admitted)
             if not self._budget.pressed:
-                await reserve.fill(self._bus.link, self._bus.run, reserved)
+                await reserve.fill_reserve(self._bus.link, self._bus.run, reserved)
             if self._is_closed or not usage.stores:
                 await self._relieve()
         except (Disconnected, TimeoutError, NoResponders, ApiError) as error:
@@ -114,7 +114,7 @@ class StoreGate:
             *(self._bus.info(stream) for stream in (RESERVE, *GROWING))
         )
         # After the streams: messages stored in between count as others'.
-        account = await ask(self._bus.link, "INFO")
+        account = await call_api(self._bus.link, "INFO")
         used, limit = replica_usage(account, int(reserved["config"]["num_replicas"]))
         states = [info["state"] for info in infos]
         run_bytes = sum(int(state["bytes"]) for state in states)

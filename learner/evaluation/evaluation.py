@@ -12,7 +12,7 @@ from broker.contract import wire
 from broker.contract.wire import ACTOR
 from broker.settings.config import DomainSection
 from broker.settings.timeouts import seconds
-from learner.algorithm.episodes import episodes
+from learner.algorithm.episodes import final_trajectories
 from learner.config import EvalSection
 from learner.credit.record_intake import version_bounds
 from learner.credit.ticket_rules import task_seed
@@ -74,7 +74,7 @@ class Evaluation:
 
     def add(self, group: wire.Group) -> None:
         """Add the group of a finished task."""
-        trajectories = episodes(group)
+        trajectories = final_trajectories(group)
         successes = tuple(trajectory.success for trajectory in trajectories)
         rewards = tuple(trajectory.reward for trajectory in trajectories)
         self.measured.append(

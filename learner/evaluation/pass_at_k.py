@@ -46,7 +46,7 @@ def pass_at_k_metrics(tasks: Sequence[Sequence[bool]]) -> dict[str, float]:
     return values
 
 
-def interval(tasks: Sequence[Sequence[bool]]) -> tuple[float, float]:
+def success_interval(tasks: Sequence[Sequence[bool]]) -> tuple[float, float]:
     """Return the 95 % interval of the mean success.
 
     It is Wilson's for tasks tried once, else the normal interval of the task means. Tries of one

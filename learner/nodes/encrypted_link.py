@@ -18,7 +18,7 @@ from learner.backends.ranks.link import LinkClosedError
 from learner.nodes.key import NodeKey
 
 RANK_0: Final = "rank-0"
-OTHERS: Final = "others"
+OTHER_RANKS: Final = "others"
 HEARTBEAT_MS: Final = 2000
 # Without an answer to a heartbeat for this long, the other end counts as gone.
 SILENT_MS: Final = 15_000
@@ -54,11 +54,11 @@ class EncryptedFrames:
         """Connect to rank 0."""
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         socket.curve_serverkey = key.curve_public(RANK_0).encode()
-        socket.curve_publickey = key.curve_public(OTHERS).encode()
-        socket.curve_secretkey = key.curve_secret(OTHERS)
+        socket.curve_publickey = key.curve_public(OTHER_RANKS).encode()
+        socket.curve_secretkey = key.curve_secret(OTHER_RANKS)
         # Never reconnect: a connection that was lost has lost frames.
         socket.reconnect_ivl = -1
-        prepare(socket)
+        prepare_socket(socket)
         frames = cls(socket)
         socket.ipv6 = ":" in host
         socket.connect(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
@@ -105,7 +105,7 @@ class EncryptedFrames:
             self._socket.close(LINGER_MS)
 
 
-def prepare(socket: zmq.Socket[bytes]) -> None:
+def prepare_socket(socket: zmq.Socket[bytes]) -> None:
     """Set heartbeats and limits of a socket that is not connected yet."""
     socket.heartbeat_ivl = HEARTBEAT_MS
     socket.heartbeat_timeout = SILENT_MS

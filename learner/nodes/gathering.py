@@ -18,11 +18,17 @@ from broker.system.connections import addresses
 from broker.weights.rendezvous.board_server import BoardServer
 from learner.backends.ranks.link import LinkClosedError, RankLink
 from learner.backends.ranks.messages import EndCommand
-from learner.nodes.encrypted_link import OTHERS, RANK_0, EncryptedFrames, LinkWatch, prepare
-from learner.nodes.hello import Hello, Roll, greet
+from learner.nodes.encrypted_link import (
+    OTHER_RANKS,
+    RANK_0,
+    EncryptedFrames,
+    LinkWatch,
+    prepare_socket,
+)
+from learner.nodes.hello import Hello, Roll, make_hello
 from learner.nodes.key import read_key
 from learner.nodes.local_ranks import spawn_rank, start_of
-from learner.nodes.meeting_keys import ARRIVALS, Arrival, answer_key, arrivals
+from learner.nodes.meeting_keys import ARRIVALS, Arrival, answer_key, parse_arrivals
 from learner.nodes.node_ranks import NodeRanks, RemoteRank
 from learner.nodes.placement import Placement
 
@@ -104,9 +110,9 @@ class Gathering:
             raise UserError(
                 f"--rendezvous {placement.where}: cannot listen there: {error.strerror}"
             ) from None
-        self._server.admit(OTHERS, key.curve_public(OTHERS))
+        self._server.admit(OTHER_RANKS, key.curve_public(OTHER_RANKS))
         self._store = self._server.store(STORE_S)
-        self._roll = Roll(placement.num_nodes, greet(0, 0, size_here, config, self._shared))
+        self._roll = Roll(placement.num_nodes, make_hello(0, 0, size_here, config, self._shared))
         self._num_read = 0
         self._waiting: dict[EncryptedFrames, RankLink] = {}
         self._ranks: dict[tuple[int, int], RemoteRank] = {}
@@ -198,13 +204,13 @@ class Gathering:
 
     def _read_arrivals(self) -> None:
         value = self._store.peek(ARRIVALS)
-        all_arrivals = [] if value is None else arrivals(value)
+        all_arrivals = [] if value is None else parse_arrivals(value)
         for arrival in all_arrivals[self._num_read :]:
             self._answer(arrival)
         self._num_read = len(all_arrivals)
 
     def _answer(self, arrival: Arrival) -> None:
-        pair, port = self._server.open_pair(prepare)
+        pair, port = self._server.open_pair(prepare_socket)
         frames = EncryptedFrames(pair)
         self._waiting[frames] = RankLink(frames)
         self._store.set(answer_key(arrival.token), str(port))

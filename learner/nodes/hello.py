@@ -47,7 +47,7 @@ class Hello(msgspec.Struct, frozen=True):
         return f"node {self.node} ({self.host}, pid {self.pid})"
 
 
-def greet(
+def make_hello(
     node: int, local_rank: int, local_size: int, config: dict[str, Any], shared: list[str]
 ) -> Hello:
     """Return this process's message."""

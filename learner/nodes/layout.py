@@ -28,10 +28,10 @@ def lay_out(
     # Under torchrun or srun this node's other ranks may use them already.
     if numbers and not share and placement.local_rank is None:
         refuse_taken(numbers, spec)
-    return divide(config, placement, spec, len(numbers))
+    return divide_ranks(config, placement, spec, len(numbers))
 
 
-def divide(
+def divide_ranks(
     config: dict[str, Any], placement: Placement, spec: str, num_gpus: int
 ) -> tuple[dict[str, Any], int]:
     """Return the configuration with ``train.ranks``, and the number of ranks on this node.

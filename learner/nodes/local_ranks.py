@@ -22,7 +22,7 @@ FAREWELL_S: Final = 5.0
 POLL_S: Final = 0.1
 # Sent to ranks for the first signal that stops their node. Slurm signals every process of a node,
 # so the same signal again would count as a second one.
-FORWARDED: Final = signal.SIGUSR1
+FORWARDED_SIGNAL: Final = signal.SIGUSR1
 
 
 class RankStart(msgspec.Struct, frozen=True):
@@ -87,7 +87,7 @@ def spawn_rank(start: RankStart) -> subprocess.Popen[bytes]:
         os.close(memory)
 
 
-def worst(codes: Sequence[int]) -> int:
+def worst_code(codes: Sequence[int]) -> int:
     """Return a node's exit code from its ranks': user errors, then failures, then a stop."""
     if EXIT_USER_ERROR in codes:
         return EXIT_USER_ERROR
@@ -110,7 +110,7 @@ def run_node(starts: Sequence[RankStart]) -> int:
         nonlocal count
         count += 1
         for rank in ranks:
-            rank.send_signal(FORWARDED if count == 1 else signal.SIGKILL)
+            rank.send_signal(FORWARDED_SIGNAL if count == 1 else signal.SIGKILL)
         if count > 1:
             os._exit(EXIT_STOPPED)
 
@@ -133,4 +133,4 @@ def _wait_for_ranks(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
             for rank in ranks:
                 rank.kill()
         time.sleep(POLL_S)
-    return worst([rank.returncode for rank in ranks])
+    return worst_code([rank.returncode for rank in ranks])

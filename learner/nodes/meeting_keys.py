@@ -30,7 +30,7 @@ def arrival_line(node: int, local_rank: int, token: str) -> bytes:
     return msgspec.json.encode(Arrival(node, local_rank, token)) + b"\n"
 
 
-def arrivals(value: bytes) -> list[Arrival]:
+def parse_arrivals(value: bytes) -> list[Arrival]:
     """Return the ranks that have appended lines."""
     return [msgspec.json.decode(line, type=Arrival) for line in value.splitlines()]
 

@@ -33,7 +33,7 @@ def list_folder(folder: Path) -> Listing:
     return listing
 
 
-def difference(rank_0: Listing, local: Listing) -> str:
+def listing_difference(rank_0: Listing, local: Listing) -> str:
     """Return how a folder differs from rank 0's, as a line; empty if it does not."""
     for name in dict.fromkeys([*rank_0, *local]):
         theirs = rank_0.get(name)
@@ -49,7 +49,7 @@ def difference(rank_0: Listing, local: Listing) -> str:
     return ""
 
 
-def compare(command: FoldersCommand, node: str) -> FoldersReply:
+def compare_folders(command: FoldersCommand, node: str) -> FoldersReply:
     """Compare this host's folders with rank 0's.
 
     Args:
@@ -60,6 +60,6 @@ def compare(command: FoldersCommand, node: str) -> FoldersReply:
             return FoldersReply(
                 f"{node} has no {path}: run.dir and model folders must be there on all nodes"
             )
-        if differs := difference(listing, list_folder(Path(path))):
+        if differs := listing_difference(listing, list_folder(Path(path))):
             return FoldersReply(f"{path} on {node} is not the folder of node 0: {differs}")
     return FoldersReply("")

@@ -60,7 +60,7 @@ class Placement:
         return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
 
-def place(
+def find_placement(
     nnodes: int | None, node_rank: int | None, rendezvous: str | None, environ: Mapping[str, str]
 ) -> Placement | None:
     """Return the place of this process, None for a learner on one node.

@@ -29,17 +29,17 @@ from broker.system import logs
 from broker.system.connections import address_towards
 from broker.system.entry import EXIT_FAULT, EXIT_STOPPED, EXIT_USER_ERROR
 from broker.weights.rendezvous.board_client import BoardClient, KeyPair, RendezvousAddress
-from learner.backends.ranks.follower import serve
+from learner.backends.ranks.follower import serve_commands
 from learner.backends.ranks.leader import exit_at_once
 from learner.backends.ranks.link import LinkClosedError, RankLink
 from learner.backends.ranks.messages import BuildCommand
 from learner.backends.ranks.rendezvous import Meeting
-from learner.nodes.encrypted_link import OTHERS, RANK_0, EncryptedFrames, LinkWatch
-from learner.nodes.hello import greet
+from learner.nodes.encrypted_link import OTHER_RANKS, RANK_0, EncryptedFrames, LinkWatch
+from learner.nodes.hello import make_hello
 from learner.nodes.key import APPEARS_S, NodeKey, read_key
-from learner.nodes.local_ranks import FORWARDED, RankStart
+from learner.nodes.local_ranks import FORWARDED_SIGNAL, RankStart
 from learner.nodes.meeting_keys import ARRIVALS, Farewell, answer_key, arrival_line, farewell_key
-from learner.nodes.model_folders import compare
+from learner.nodes.model_folders import compare_folders
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class JoiningRank:
         """
         start = self.start
         address = RendezvousAddress(start.host, start.port, key.curve_public(RANK_0))
-        own = KeyPair(key.curve_public(OTHERS), key.curve_secret(OTHERS))
+        own = KeyPair(key.curve_public(OTHER_RANKS), key.curve_secret(OTHER_RANKS))
         deadline = time.monotonic() + start.deadline_s
         remind_at = 0.0
         while True:
@@ -181,7 +181,9 @@ class JoiningRank:
 
         # Called at the end only, once rank 0 knows why.
         self._close = close
-        hello = greet(start.node, start.local_rank, start.size_here, start.config, start.shared)
+        hello = make_hello(
+            start.node, start.local_rank, start.size_here, start.config, start.shared
+        )
         link.send(hello)
         self.joined = True
         log.info(
@@ -192,7 +194,7 @@ class JoiningRank:
         def meet(build: BuildCommand) -> Meeting:
             return Meeting(PrefixStore(build.store, client), address)
 
-        end = serve(link, meet, partial(compare, node=hello.name))
+        end = serve_commands(link, meet, partial(compare_folders, node=hello.name))
         if end.reason:
             log.error("%s", end.reason)
         return end.code
@@ -234,7 +236,7 @@ def _handle_signals(rank: JoiningRank) -> Iterator[None]:
     received: list[int] = []
 
     def handle(number: int, _: FrameType | None) -> None:
-        if not rank.joined or (number in received and number != FORWARDED):
+        if not rank.joined or (number in received and number != FORWARDED_SIGNAL):
             os._exit(EXIT_STOPPED)
         received.append(number)
         if len(received) == 1:
@@ -242,7 +244,7 @@ def _handle_signals(rank: JoiningRank) -> Iterator[None]:
                 2, f"{signal.Signals(number).name}: this rank ends when rank 0 does\n".encode()
             )
 
-    handled = (signal.SIGINT, signal.SIGTERM, FORWARDED)
+    handled = (signal.SIGINT, signal.SIGTERM, FORWARDED_SIGNAL)
     handlers: dict[signal.Signals, Any] = {
         forwarded: signal.signal(forwarded, handle) for forwarded in handled
     }

@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--nodes-deadline", metavar="SECONDS", type=positive, default=DEADLINE_S, help=text)
 
 
-def follow(
+def join_rank_0(
     placement: Placement,
     config: dict[str, Any],
     num_here: int,
@@ -93,7 +93,7 @@ class Outcome:
 
 
 @asynccontextmanager
-async def gathered(
+async def gather_nodes(
     placement: Placement,
     config: dict[str, Any],
     num_here: int,
@@ -118,9 +118,9 @@ async def gathered(
     )
     outcome = Outcome(shared=sorted({*shared, *ranks.shared}))
     try:
-        from learner.backends.ranks.group import others_elsewhere
+        from learner.backends.ranks.group import use_other_ranks
 
-        with others_elsewhere(ranks):
+        with use_other_ranks(ranks):
             yield outcome
     except BaseException as error:
         if isinstance(error, UserError) or (

@@ -95,7 +95,7 @@ def pipeline_of(config: Mapping[str, Any]) -> str:
     return next((name for name in SECTIONS if name in config), "sft")
 
 
-def validate(pipeline: str, config: dict[str, Any]) -> dict[str, Any]:
+def validate_config(pipeline: str, config: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration of a pipeline with all defaults filled in.
 
     Raises:

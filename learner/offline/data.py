@@ -70,11 +70,11 @@ def _read_messages(row: Row) -> Messages:
     if "messages" in row:
         return check_messages(row["messages"])
     if "prompt" in row and "response" in row:
-        return conversation(row["prompt"], row["response"], "response")
+        return join_conversation(row["prompt"], row["response"], "response")
     raise ValueError("expected an object with the key 'messages', or with 'prompt' and 'response'")
 
 
-def conversation(prompt: Any, answer: Any, key: str) -> Messages:
+def join_conversation(prompt: Any, answer: Any, key: str) -> Messages:
     """Return the messages of a prompt and its answer.
 
     A text is one message. A list of messages as the answer continues the prompt; one that begins

@@ -47,7 +47,7 @@ def answer_logprobs(backend: Backend, pairs: Sequence[SamplePair]) -> Tensor:
     return torch.tensor(sums, dtype=torch.float64).reshape(-1, 2)
 
 
-def compare(
+def compare_pairs(
     loss: PreferenceLoss, beta: float, logprobs: Tensor, ref: Tensor, pairs: Sequence[SamplePair]
 ) -> tuple[Tensor, Tensor]:
     """Return losses and margins, (P,) each, with gradient for ``logprobs``, (P, 2) like ``ref``."""
@@ -68,7 +68,7 @@ def compare(
     return loss(pair_logprobs, beta)
 
 
-def weighted(pairs: Sequence[SamplePair], slopes: Tensor) -> list[TrainSample]:
+def weight_answers(pairs: Sequence[SamplePair], slopes: Tensor) -> list[TrainSample]:
     """Return the answers, with tokens weighted by minus the derivative of the mean loss, (P, 2).
 
     The weights are multiplied by the number of answers, by which ``seq-mean-token-sum`` divides.
@@ -81,7 +81,7 @@ def weighted(pairs: Sequence[SamplePair], slopes: Tensor) -> list[TrainSample]:
     ]
 
 
-def summary(
+def summarize_pairs(
     prefix: str, losses: Tensor, margins: Tensor, *, logprobs: Tensor, ref: Tensor, beta: float
 ) -> dict[str, float]:
     """Return means over pairs; the implicit rewards are ``beta (log p - log ref)``."""
@@ -120,11 +120,11 @@ class PreferencePipeline:
         pairs = [self._rows[row] for row in rows]
         ref = self._ref[list(rows)]
         logprobs = answer_logprobs(self.backend, pairs).requires_grad_()
-        losses, margins = compare(self._loss, self._beta, logprobs, ref, pairs)
+        losses, margins = compare_pairs(self._loss, self._beta, logprobs, ref, pairs)
         (slopes,) = torch.autograd.grad(losses.mean(), logprobs)
-        samples = weighted(pairs, slopes)
+        samples = weight_answers(pairs, slopes)
         metrics = optimizer_metrics(self.backend.update(samples), samples)
-        return metrics | summary(
+        return metrics | summarize_pairs(
             "train",
             losses.detach(),
             margins.detach(),
@@ -139,10 +139,10 @@ class PreferencePipeline:
         if not self._held_out:
             return {}
         logprobs = answer_logprobs(self.backend, self._held_out)
-        losses, margins = compare(
+        losses, margins = compare_pairs(
             self._loss, self._beta, logprobs, self._ref_held_out, self._held_out
         )
-        return summary(
+        return summarize_pairs(
             "eval",
             losses,
             margins,

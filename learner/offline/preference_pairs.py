@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from broker.errors import ConfigError, DataError
-from learner.offline.data import Messages, TokenizedExample, conversation
+from learner.offline.data import Messages, TokenizedExample, join_conversation
 from learner.offline.unusable_rows import UnusableRows
 from rlearner_text.data_rows import Row, read_rows
 from rlearner_text.supervised_masks import encode_supervised
@@ -68,7 +68,7 @@ def _read_conversations(row: Row) -> tuple[Messages, Messages, int]:
     if missing := [key for key in ("chosen", "rejected") if key not in row]:
         raise ValueError(f"the row has no key {missing[0]!r}; known: prompt, chosen, rejected")
     chosen_messages, rejected_messages = (
-        conversation(row.get("prompt"), row[key], key) for key in ("chosen", "rejected")
+        join_conversation(row.get("prompt"), row[key], key) for key in ("chosen", "rejected")
     )
     num_shared = 0
     while (

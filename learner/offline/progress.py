@@ -10,7 +10,7 @@ Show = Callable[[int, Mapping[str, float]], None]
 
 
 @contextmanager
-def progress(name: str, first: int, steps: int) -> Iterator[Show]:
+def show_progress(name: str, first: int, steps: int) -> Iterator[Show]:
     """Yield a function to call with each step, from 1, and the metrics to show.
 
     Args:

@@ -29,9 +29,9 @@ from learner.offline import PIPELINES
 from learner.offline.base import REFERENCE, OfflineJob, OfflinePipeline, check_finite
 from learner.offline.config import first_changed_key
 from learner.offline.data import shuffled_batches
-from learner.offline.progress import Show, progress
+from learner.offline.progress import Show, show_progress
 from learner.prepare import base_model, make_folder, run_folder, write_config
-from learner.reporting.metrics import MetricsFile, finite
+from learner.reporting.metrics import MetricsFile, finite_values
 from learner.reporting.starts import note_start
 from learner.reporting.trackers import TrackerGroup
 from rlearner_text.config import ModelSection
@@ -53,7 +53,7 @@ class OfflineResult:
     seconds: float
 
 
-def run(name: str, config: dict[str, Any], url: str = "") -> OfflineResult:
+def run_pipeline(name: str, config: dict[str, Any], url: str = "") -> OfflineResult:
     """Train to the last step, from the newest checkpoint in the run's folder if there is one.
 
     Args:
@@ -168,7 +168,7 @@ class _Loop:
         train = self._job.train
         began_at = time.monotonic()
         try:
-            with progress(self._name, self._first, train.steps) as show:
+            with show_progress(self._name, self._first, train.steps) as show:
                 if not self._is_resumed and self._job.held_out.at_start:
                     self._write(0, self._pipeline.evaluate())
                 batches = shuffled_batches(
@@ -211,8 +211,10 @@ class _Loop:
             summary = {"version": step, "pipeline": self._name}
             backend = self._pipeline.backend
             hf_max_gib = self._job.checkpoint.hf_max_gib
-            checkpoint.write(self._checkpoints, backend, summary, EPOCH, hf_max_gib=hf_max_gib)
-            checkpoint.prune(self._checkpoints, keep)
+            checkpoint.write_checkpoint(
+                self._checkpoints, backend, summary, EPOCH, hf_max_gib=hf_max_gib
+            )
+            checkpoint.prune_checkpoints(self._checkpoints, keep)
         except OSError as error:
             raise UserError(
                 f"{self._checkpoints}: step {step} cannot be written: {error.strerror or error}"
@@ -221,7 +223,7 @@ class _Loop:
     def _write(self, step: int, values: Mapping[str, float]) -> None:
         if not values:
             return
-        numbers = finite(values)
+        numbers = finite_values(values)
         try:
             self._file.write({"step": step, "time": time.time()} | numbers)
         except OSError as error:

@@ -133,7 +133,7 @@ class _TeacherClient:
         self._bus = bus
         self._roster = roster
         self._distill = distill
-        self._client = carriers.connect(carrier, bus)
+        self._client = carriers.make_client(carrier, bus)
         # Servers on other hosts admit the key of a presence only.
         self.announcer = Announcer(bus, self._presence)
         self._client.announce = self.announcer.poke

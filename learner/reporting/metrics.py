@@ -17,7 +17,7 @@ import numpy as np
 
 from broker.contract import wire
 from broker.system.private_files import open_private, replace, sync
-from learner.algorithm.episodes import episode_rewards, episodes
+from learner.algorithm.episodes import episode_rewards, final_trajectories
 from learner.credit.ledger import Ledger, is_zero_variance
 
 QUANTILES: Final = {
@@ -76,7 +76,7 @@ class StepFigures:
 
     def add_group(self, group: wire.Group) -> None:
         """Count a group."""
-        for episode in episodes(group):
+        for episode in final_trajectories(group):
             self._all_rewards.append(episode.reward)
             self._rewards[group.domain].append(episode.reward)
             self._successes[group.domain].append(episode.success)
@@ -279,7 +279,7 @@ def damaged_line(path: Path) -> int:
     return number if path.is_file() and path.read_bytes().count(b"\n") >= number else 0
 
 
-def damage(path: Path) -> str:
+def describe_damage(path: Path) -> str:
     """Return one line on the part that ``read_lines`` does not read; empty if it reads all."""
     number = damaged_line(path)
     if not number:
@@ -302,7 +302,7 @@ def newest_line(path: Path) -> dict[str, Any]:
     return {}
 
 
-def finite(values: Mapping[str, float]) -> dict[str, float]:
+def finite_values(values: Mapping[str, float]) -> dict[str, float]:
     """Return the values without NaN and infinities, which JSON and trackers cannot hold."""
     return {name: value for name, value in values.items() if math.isfinite(value)}
 

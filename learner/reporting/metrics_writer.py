@@ -19,7 +19,7 @@ from broker.runtime.process import Stop
 from learner.credit.ledger import Ledger
 from learner.disk_retry import DiskRetry
 from learner.reporting.fleet_figures import NAMES, fleet_figures
-from learner.reporting.metrics import MetricsFile, count_tickets, finite
+from learner.reporting.metrics import MetricsFile, count_tickets, finite_values
 from learner.reporting.showcase import EpisodeShowcase
 from learner.reporting.trackers import TrackerGroup
 from learner.reporting.training_signals import TrainingWarnings
@@ -76,7 +76,7 @@ class MetricsWriter:
         fleet = {"rollouter/idle_ratio": self._idle_ratio()}
         for role in NAMES:
             fleet |= fleet_figures(role, self._roster.alive(role))
-        return head | finite(values) | count_tickets(self._ledger) | fleet | self._depths
+        return head | finite_values(values) | count_tickets(self._ledger) | fleet | self._depths
 
     async def write(self, line: dict[str, float]) -> None:
         """Write a composed line to the file, the trackers, the log and the live view."""

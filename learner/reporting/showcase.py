@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from broker.contract import wire
 from broker.errors import UserError
-from learner.algorithm.episodes import episodes
+from learner.algorithm.episodes import final_trajectories
 from learner.config import TrackersSection
 from learner.reporting.trackers import TrackerGroup
 from learner.reporting.transcripts import Transcript, TranscriptFactory
@@ -65,7 +65,8 @@ class EpisodeShowcase:
         for domain, group in sorted(self._newest.items()):
             heading = f"task {group.task_index}, ticket {group.ticket}"
             transcripts = [
-                self._transcripts.of(episode) for episode in episodes(group)[:max_episodes]
+                self._transcripts.of(episode)
+                for episode in final_trajectories(group)[:max_episodes]
             ]
             texts[f"samples/{domain}"] = transcripts[0].markdown(heading)
             rows += [
@@ -103,7 +104,7 @@ class EpisodeShowcase:
         with tempfile.TemporaryDirectory() as place:
             out = Path(place, "episode.gif")
             try:
-                render(self._folder, row, step, out)
+                render_episode(self._folder, row, step, out)
             except UserError as error:
                 log.info("no pictures of domain %s: %s", row["domain"], error)
                 self._undrawable.add(row["domain"])
@@ -142,7 +143,7 @@ def _table_row(
     )
 
 
-def render(folder: Path, row: Mapping[str, Any], step: int, out: Path) -> None:
+def render_episode(folder: Path, row: Mapping[str, Any], step: int, out: Path) -> None:
     """Draw the first episode of an evaluated task with ``envhub render``, in a separate process.
 
     Args:

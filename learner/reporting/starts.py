@@ -48,7 +48,7 @@ def note_start(
             "time": time.time(),
             "epoch": epoch,
             "host": socket.gethostname(),
-            "versions": versions(),
+            "versions": package_versions(),
             "code": {"rlearner": own_digest(), **code_digests(config)},
             "data": dict(data),
             "model": {"path": model, "digest": model_digest(Path(model))},
@@ -81,7 +81,7 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
     return starts
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Return the versions of Python, the wire, and the packages that decide a run's numbers."""
     versions_by_name = {"python": platform.python_version(), "wire": str(WIRE_VERSION)}
     for name in PACKAGES:

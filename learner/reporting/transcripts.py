@@ -33,7 +33,7 @@ def load_tokenizer(config: Mapping[str, Any], folder: Path) -> tuple[Tokenizer |
         return None, f"none, so tokens are shown by their numbers: {error}"
 
 
-def decode(ids: Iterable[Any], tokenizer: Tokenizer | None) -> str:
+def decode_tokens(ids: Iterable[Any], tokenizer: Tokenizer | None) -> str:
     """Return the text of tokens, including special ones; their numbers without a tokenizer."""
     if tokenizer is None:
         return " ".join(str(int(number)) for number in ids)
@@ -79,6 +79,6 @@ class TranscriptFactory:
         """Return the text of a trajectory."""
         ids = trajectory.token_ids.array()
         start = trajectory.turns[0].start if trajectory.turns else len(ids)
-        prompt = decode(ids[:start], self._tokenizer)
-        text = decode(ids[start:], self._tokenizer)
+        prompt = decode_tokens(ids[:start], self._tokenizer)
+        text = decode_tokens(ids[start:], self._tokenizer)
         return Transcript(prompt, text, trajectory.reward, trajectory.success)

@@ -31,7 +31,7 @@ def weights_address(interface: str | None, broker_url: str, hosts_address: str =
             return address_of(interface)
         except ValueError as error:
             raise ConfigError("train.weights_interface", interface, str(error)) from None
-    host = urlsplit(addresses.split(broker_url)[0]).hostname or LOOPBACK
+    host = urlsplit(addresses.split_servers(broker_url)[0]).hostname or LOOPBACK
     try:
         address = address_towards(host)
         return hosts_address if hosts_address and is_loopback(address) else address

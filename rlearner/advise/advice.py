@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from rlearner.advise.changes import KEYS, apply, usual
-from rlearner.advise.fit import FittedRun, NotFitted, fit
+from rlearner.advise.changes import KEYS, apply_changes, usual_changes
+from rlearner.advise.fit import FittedRun, NotFitted, fit_run
 from rlearner.advise.run_model import STAGES, RunModel, Stage
 from rlearner.advise.simulation import simulate
 
@@ -84,7 +84,7 @@ def advise(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> Advi
     Raises:
         NotFitted: if there are too few steps, or a figure was not measured.
     """
-    return advice_of(fit(rows, config))
+    return advice_of(fit_run(rows, config))
 
 
 def advice_of(run: FittedRun) -> Advice:
@@ -92,7 +92,7 @@ def advice_of(run: FittedRun) -> Advice:
     base = simulate(run.model)
     relief = {stage: _relieved_rate(run.model, stage) / base.samples_per_s - 1 for stage in STAGES}
     stage = max(STAGES, key=relief.__getitem__)
-    changes = [predict(run, changes, text) for changes, text in usual(run.model)]
+    changes = [predict_change(run, changes, text) for changes, text in usual_changes(run.model)]
     return Advice(
         bottleneck=stage if relief[stage] >= CLEAR else None,
         relief=relief,
@@ -110,9 +110,9 @@ def _relieved_rate(model: RunModel, stage: Stage) -> float:
     return max(simulate(model).samples_per_s, simulate(model.relieved(stage)).samples_per_s)
 
 
-def predict(run: FittedRun, changes: Mapping[str, float], text: str = "") -> Change:
+def predict_change(run: FittedRun, changes: Mapping[str, float], text: str = "") -> Change:
     """Predict the samples/s after changes: the measured rate times the simulated gain."""
-    gain = samples_per_s(apply(run.model, changes)) / samples_per_s(run.model) - 1
+    gain = samples_per_s(apply_changes(run.model, changes)) / samples_per_s(run.model) - 1
     return Change(changes, text, run.samples_per_s * (1 + gain), gain)
 
 

@@ -119,7 +119,7 @@ KEYS: Final[dict[str, Key]] = {
 }
 
 
-def parse(text: str) -> dict[str, float]:
+def parse_changes(text: str) -> dict[str, float]:
     """Return the changes of ``servers=8,hubs=2``.
 
     Raises:
@@ -158,14 +158,14 @@ def _parse_number(name: str, value: str) -> float:
     return float(number)
 
 
-def apply(model: RunModel, changes: Mapping[str, float]) -> RunModel:
+def apply_changes(model: RunModel, changes: Mapping[str, float]) -> RunModel:
     """Return the model with all changes."""
     for name, value in changes.items():
         model = KEYS[name].apply(model, value)
     return model
 
 
-def usual(model: RunModel) -> Sequence[tuple[dict[str, float], str]]:
+def usual_changes(model: RunModel) -> Sequence[tuple[dict[str, float], str]]:
     """Return the changes that the table lists, each with its text."""
     servers = round(model.servers)
     hubs = round(model.hubs)

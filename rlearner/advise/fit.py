@@ -68,7 +68,7 @@ class FittedRun:
     steps: tuple[int, int]
 
 
-def fit(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> FittedRun:
+def fit_run(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> FittedRun:
     """Fit the model to the newest steps that the present fleet made.
 
     Args:

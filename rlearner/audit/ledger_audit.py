@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from learner.credit.ledger import LOST
 from learner.credit.ledger_file import FINAL, LedgerLine
-from rlearner.audit.report import AuditReport, ranges
+from rlearner.audit.report import AuditReport, format_ranges
 
 # The counts of a boundary line that the lines before it must add up to.
 SUMS: Final = ("issued", *FINAL, "open", "duplicate", "unknown")
@@ -227,7 +227,7 @@ class LedgerAudit:
         }:
             report.notes.append(
                 "rebase: the broker had lost its store; "
-                f"tickets {ranges(lost_tickets)} were counted dead"
+                f"tickets {format_ranges(lost_tickets)} were counted dead"
             )
         counts = {
             state: sum(1 for lines in self.ended.values() if lines[0].state == state)

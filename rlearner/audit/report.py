@@ -44,7 +44,7 @@ class AuditReport:
     def fail_all(self, template: str, numbers: Iterable[int]) -> None:
         """Add one problem for all ``numbers``, if any; ``{}`` becomes their ranges."""
         if distinct := set(numbers):
-            self.fail(template.format(ranges(distinct)))
+            self.fail(template.format(format_ranges(distinct)))
 
     def to_json(self) -> dict[str, Any]:
         """Return the counts, problems and notes by their published keys."""
@@ -59,7 +59,7 @@ class AuditReport:
         return figures | {"problems": self.problems, "notes": self.notes}
 
 
-def ranges(numbers: Iterable[int]) -> str:
+def format_ranges(numbers: Iterable[int]) -> str:
     """Return ``1-3, 7`` for {1, 2, 3, 7}, at most ``MAX_RANGES`` ranges."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):

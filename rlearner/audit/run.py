@@ -13,14 +13,14 @@ from learner.credit import archive, ledger_file, ledger_segments
 from learner.reporting.metrics import damaged_line, read_lines
 from rlearner.audit import sources, tap_records
 from rlearner.audit.ledger_audit import LedgerAudit
-from rlearner.audit.report import AuditReport, ranges
+from rlearner.audit.report import AuditReport, format_ranges
 from rlearner.audit.sources import (
     AuditedRecord,
     SourceCoverage,
+    audited_record,
     check_lost,
     check_metrics,
     check_source,
-    stored,
 )
 
 
@@ -42,7 +42,7 @@ class RunRecords:
     problems: list[str]
 
 
-def read_books(folder: Path) -> RunRecords:
+def read_run_records(folder: Path) -> RunRecords:
     """Read the learner's files, before the other sources, which hold all that it consumed.
 
     Raises:
@@ -68,7 +68,7 @@ def read_books(folder: Path) -> RunRecords:
     return RunRecords(folder, rows, checkpoints, lines, problems)
 
 
-def reconcile(
+def reconcile_run(
     run_records: RunRecords,
     *,
     log: tuple[int, Sequence[AuditedRecord]] | None = None,
@@ -121,18 +121,18 @@ def _check_archive(folder: Path, tally: LedgerAudit, report: AuditReport) -> lis
     if not archive.archive_files(folder):
         return []
     archived: list[sources.AuditedRecord] = []
-    for frame in archive.frames(folder):
+    for frame in archive.read_frames(folder):
         if frame.error:
             report.fail(f"the archive: {frame.error}")
         else:
-            archived.append(stored(frame.record()))
+            archived.append(audited_record(frame.record()))
     coverage = check_source(
         archived, tally, report, "the archive", left_out=archive.paused_ranges(folder)
     )
     if coverage.left_out:
         report.not_archived = len(coverage.left_out)
         report.notes.append(
-            f"not archived: {len(coverage.left_out)} records ({ranges(coverage.left_out)}), "
+            f"not archived: {len(coverage.left_out)} records ({format_ranges(coverage.left_out)}), "
             "consumed while samples.keep was off"
         )
     return [coverage]

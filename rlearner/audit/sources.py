@@ -10,10 +10,10 @@ from typing import Any, Final
 
 from broker.contract import wire
 from broker.jetstream.bus import LogRecord
-from learner.credit.ledger_file import FINAL, LedgerLine, digest
+from learner.credit.ledger_file import FINAL, LedgerLine, digest_record
 from learner.credit.record_intake import version_bounds
 from rlearner.audit.ledger_audit import LedgerAudit, check_staleness
-from rlearner.audit.report import AuditReport, ranges
+from rlearner.audit.report import AuditReport, format_ranges
 
 TICKET_STATES: Final = ("issued", *FINAL, "open")
 
@@ -39,13 +39,13 @@ class SourceCoverage:
     left_out: Set[int]
 
 
-def stored(record: LogRecord) -> AuditedRecord:
+def audited_record(record: LogRecord) -> AuditedRecord:
     """Return a record without its data."""
     message = record.message
     if isinstance(message, wire.Parted):
         return AuditedRecord(record.seq, message.ticket, "", is_group=True)
     ticket = message.ticket if isinstance(message, wire.Group | wire.Closed) else record.ticket
-    audited = AuditedRecord(record.seq, ticket, digest(record.data), is_group=False)
+    audited = AuditedRecord(record.seq, ticket, digest_record(record.data), is_group=False)
     if not isinstance(message, wire.Group):
         return audited
     oldest, newest = version_bounds([message]) or (-1, -1)
@@ -130,7 +130,7 @@ def check_source(
     excused = {seq for seq in missing if any(low <= seq <= high for low, high in left_out)}
     missing -= excused
     report.fail_all(f"{name}: records {{}} are missing", missing)
-    compared = f"{len(records_by_seq)} records compared ({ranges(records_by_seq) or 'none'})"
+    compared = f"{len(records_by_seq)} records compared ({format_ranges(records_by_seq) or 'none'})"
     note = f"{compared}, {beyond} not consumed yet"
     if first is None and begin > tally.position >= 1 and not beyond:
         note = f"holds none of the {tally.position} records that were consumed"

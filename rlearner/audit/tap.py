@@ -145,7 +145,7 @@ def _describe_message(message: Msg) -> dict[str, Any]:
     }
 
 
-async def tap(
+async def record_messages(
     url: str, run: str, out: Path, stop: asyncio.Event, ready: asyncio.Event | None = None
 ) -> None:
     """Append messages to ``out`` until ``stop``; set ``ready`` once none can be missed any more."""
@@ -209,7 +209,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         ready = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        listening = asyncio.create_task(tap(options.broker, options.run, options.out, stop, ready))
+        listening = asyncio.create_task(
+            record_messages(options.broker, options.run, options.out, stop, ready)
+        )
         waiting = asyncio.create_task(ready.wait())
         await asyncio.wait([listening, waiting], return_when=asyncio.FIRST_COMPLETED)
         if ready.is_set():

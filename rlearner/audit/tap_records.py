@@ -18,7 +18,7 @@ from rlearner.audit.ledger_audit import LedgerAudit, check_staleness
 from rlearner.audit.report import AuditReport
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read_tap(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a tap, without an incomplete last one.
 
     Raises:

@@ -17,7 +17,7 @@ from broker.operations import dead_letter_retry, runs
 from broker.operations.dead_letters import stored_letters
 from broker.runtime.presence import census
 from rlearner.ops.control import STATES, drain_actions
-from rlearner.ops.learner_requests import Action, follow, text_of
+from rlearner.ops.learner_requests import Action, follow_action, text_of
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ async def request(bus: Bus, action: Action, who: str) -> AsyncGenerator[str, Non
         UserError: if no learner answers, or it refuses.
     """
     log.warning("%s of run %s from the console, by session %s", action, bus.run, who)
-    async with aclosing(follow(bus, action)) as replies:
+    async with aclosing(follow_action(bus, action)) as replies:
         async for reply in replies:
             yield text_of(action, reply)
 

@@ -13,14 +13,14 @@ from urllib.parse import urlsplit
 
 from broker.errors import BrokerUnreachable, UserError
 from broker.jetstream.provision import OLDEST_CLUSTER
-from broker.nats.addresses import split, without_passwords
+from broker.nats.addresses import split_servers, without_passwords
 from broker.server.private_server import (
     binary_version,
     find_binary,
     refuse_taken,
 )
 from broker.settings.preflight import PreflightFinding, Status
-from rlearner.doctor.machine import nearest
+from rlearner.doctor.machine import nearest_folder
 from rlearner.doctor.requirements import MachineRequirements
 
 DEFAULT: Final = "nats://127.0.0.1:4222"
@@ -47,7 +47,7 @@ def address_findings(
     url = environ.get("RL_BROKER") or DEFAULT
     is_named = bool(environ.get("RL_BROKER"))
     try:
-        servers = split(url)
+        servers = split_servers(url)
     except BrokerUnreachable as error:
         return [
             _finding(
@@ -144,7 +144,7 @@ def port_findings(needs: MachineRequirements) -> list[PreflightFinding]:
 
 def store_finding(folder: Path) -> PreflightFinding | None:
     """Return a finding if the folder of the runs cannot be written, else None."""
-    folder = nearest(folder)
+    folder = nearest_folder(folder)
     if os.access(folder, os.W_OK):
         return None
     text = f"{folder} cannot be written"

@@ -26,9 +26,9 @@ def run_doctor(options: argparse.Namespace) -> int:
     Raises:
         UserError: if the configuration itself is wrong.
     """
-    from rlearner.doctor.examine import examine
-    from rlearner.doctor.findings import as_json, exit_code, table
+    from rlearner.doctor.examine import examine_machine
+    from rlearner.doctor.findings import as_json, exit_code, format_table
 
-    findings = examine(options.config, options.overrides)
-    print((as_json if options.json else table)(findings, options.config or "this machine"))
+    findings = examine_machine(options.config, options.overrides)
+    print((as_json if options.json else format_table)(findings, options.config or "this machine"))
     return exit_code(findings)

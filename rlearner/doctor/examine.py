@@ -37,7 +37,7 @@ AREAS: Final = (
 OLDEST_PYTHON: Final = (3, 11)
 
 
-def examine(path: str | None, overrides: Sequence[str] = ()) -> list[PreflightFinding]:
+def examine_machine(path: str | None, overrides: Sequence[str] = ()) -> list[PreflightFinding]:
     """Return all findings about this machine, judged by a configuration if one is given.
 
     Raises:
@@ -55,7 +55,7 @@ def examine(path: str | None, overrides: Sequence[str] = ()) -> list[PreflightFi
     with ThreadPoolExecutor(max_workers=4) as pool:
         futures = [pool.submit(check) for check in _machine_checks(resolved or {}, needs)]
         if path is not None and resolved is not None:
-            findings.append(configuration(path, resolved))
+            findings.append(check_configuration(path, resolved))
         for future in futures:
             findings += future.result()
     return sorted(findings, key=lambda finding: AREAS.index(finding.area))
@@ -74,7 +74,7 @@ def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     return validate(config, checks=())
 
 
-def configuration(path: str, config: dict[str, Any]) -> PreflightFinding:
+def check_configuration(path: str, config: dict[str, Any]) -> PreflightFinding:
     """Run the processes' own checks on a configuration; a missing package is a finding.
 
     Raises:
@@ -84,7 +84,7 @@ def configuration(path: str, config: dict[str, Any]) -> PreflightFinding:
         if _is_offline(config):
             from learner.offline import config as offline
 
-            offline.validate(offline.pipeline_of(config), config)
+            offline.validate_config(offline.pipeline_of(config), config)
         else:
             validate(config)
     except (ConfigError, NotInstalled) as error:
@@ -104,9 +104,9 @@ def _machine_checks(config: dict[str, Any], needs: MachineRequirements) -> list[
     return [
         *preflight.preflight_checks(config, needs),
         lambda: sandbox.sandbox_findings(needs),
-        lambda: preflight.gpus(needs),
+        lambda: preflight.check_gpus(needs),
         lambda: [*server_findings(), *address_findings(needs), *port_findings(needs)],
-        lambda: [*python(), *packages.base_findings(project)],
+        lambda: [*check_python(), *packages.base_findings(project)],
         lambda: _check_machine(needs),
     ]
 
@@ -119,7 +119,7 @@ def _check_machine(needs: MachineRequirements) -> list[PreflightFinding]:
     return findings
 
 
-def python(version: tuple[int, ...] = sys.version_info[:3]) -> list[PreflightFinding]:
+def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> list[PreflightFinding]:
     """Check the interpreter and the project itself."""
     text = f"{'.'.join(map(str, version))} at {sys.executable}"
     if version < OLDEST_PYTHON:

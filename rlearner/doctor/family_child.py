@@ -181,7 +181,7 @@ def try_learner(folder: Path, plain: Any, *, trust: bool) -> None:
     Raises:
         UserError: if it cannot.
     """
-    from learner.backends.models.batch import collate
+    from learner.backends.models.batch import collate_samples
 
     train = TrainSection(lr=1e-3, device="cpu")
     model = ModelSection(path=str(folder), trust_remote_code=trust)
@@ -196,7 +196,7 @@ def try_learner(folder: Path, plain: Any, *, trust: bool) -> None:
     samples = [_make_sample(ids, number) for number, ids in enumerate(make_prompts())]
     with torch.no_grad():
         logprobs, _ = backend.policy.score(
-            collate(samples, backend.device, packed=backend.worker.passes.packs)
+            collate_samples(samples, backend.device, packed=backend.worker.passes.packs)
         )
     expected = torch.cat([plain_logprobs(plain, ids) for ids in make_prompts()])
     _compare_logprobs(logprobs, expected)

@@ -26,7 +26,7 @@ def exit_code(findings: Sequence[PreflightFinding]) -> int:
     return RUNS
 
 
-def table(findings: Sequence[PreflightFinding], subject: str) -> str:
+def format_table(findings: Sequence[PreflightFinding], subject: str) -> str:
     """Return the findings as text, each with its fix on the next line, and the verdict."""
     lines: list[str] = []
     width = max((len(finding.name) for finding in findings), default=0)
@@ -38,10 +38,10 @@ def table(findings: Sequence[PreflightFinding], subject: str) -> str:
             )
             if finding.remedy:
                 lines.append(f"  {'':<8} {'':<{width}}  -> {finding.remedy}")
-    return "\n".join([*lines, "", verdict(findings, subject)])
+    return "\n".join([*lines, "", format_verdict(findings, subject)])
 
 
-def verdict(findings: Sequence[PreflightFinding], subject: str) -> str:
+def format_verdict(findings: Sequence[PreflightFinding], subject: str) -> str:
     """Return the last line."""
     missing = [finding.name for finding in findings if finding.status == "missing"]
     warnings = sum(finding.status == "warning" for finding in findings)

@@ -49,7 +49,7 @@ def measure_machine(run_dir: str) -> MachineResources:
     import psutil
 
     memory = psutil.virtual_memory()
-    folder = str(nearest(Path(run_dir).absolute()))
+    folder = str(nearest_folder(Path(run_dir).absolute()))
     disk = _disk_usage(folder)
     shm = _disk_usage("/dev/shm")
     if hasattr(os, "sched_getaffinity"):
@@ -67,7 +67,7 @@ def measure_machine(run_dir: str) -> MachineResources:
     )
 
 
-def nearest(folder: Path) -> Path:
+def nearest_folder(folder: Path) -> Path:
     """Return the folder itself, or its first visible parent."""
     return next(path for path in (folder, *folder.parents) if os.path.exists(path))
 

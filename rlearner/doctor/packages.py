@@ -99,11 +99,12 @@ def find_project(folder: Path = SOURCE) -> ProjectRequirements:
     if file.is_file():
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
         extras = {
-            name: parsed(lines) for name, lines in project.get("optional-dependencies", {}).items()
+            name: parse_requirements(lines)
+            for name, lines in project.get("optional-dependencies", {}).items()
         }
-        return ProjectRequirements(parsed(project["dependencies"]), extras, folder)
+        return ProjectRequirements(parse_requirements(project["dependencies"]), extras, folder)
     try:
-        lines = parsed(requires(PROJECT) or [])
+        lines = parse_requirements(requires(PROJECT) or [])
     except PackageNotFoundError:
         return ProjectRequirements((), {}, None)
     base = tuple(requirement for requirement in lines if requirement.marker is None)
@@ -115,7 +116,7 @@ def find_project(folder: Path = SOURCE) -> ProjectRequirements:
     return ProjectRequirements(base, extras, None)
 
 
-def parsed(lines: Sequence[str]) -> tuple[Requirement, ...]:
+def parse_requirements(lines: Sequence[str]) -> tuple[Requirement, ...]:
     """Parse requirements as pip does; skip invalid ones."""
     requirements = []
     for line in lines:
@@ -133,7 +134,7 @@ def _extras_of(requirement: Requirement) -> list[str]:
     ]
 
 
-def installed(name: str) -> str | None:
+def distribution_version(name: str) -> str | None:
     """Return a distribution's version, None if it is not installed."""
     try:
         return version(name)
@@ -142,7 +143,7 @@ def installed(name: str) -> str | None:
 
 
 def base_findings(
-    project: ProjectRequirements, find_version: Installed = installed
+    project: ProjectRequirements, find_version: Installed = distribution_version
 ) -> list[PreflightFinding]:
     """Return base packages that are missing or too old, and the versions of the important ones."""
     findings = []
@@ -159,7 +160,7 @@ def base_findings(
 def tool_findings(
     project: ProjectRequirements,
     plugins: Mapping[str, str],
-    find_version: Installed = installed,
+    find_version: Installed = distribution_version,
     *,
     gpus: bool = True,
 ) -> list[PreflightFinding]:

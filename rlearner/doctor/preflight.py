@@ -30,7 +30,7 @@ def preflight_checks(config: dict[str, Any], needs: MachineRequirements) -> list
     """Return checks, for threads, of packages, programs and each role's part of a valid config."""
     project = packages.find_project()
     checks: list[Look] = [
-        lambda: [*packages.program_findings(needs.programs), *tools(project, needs)]
+        lambda: [*packages.program_findings(needs.programs), *check_tools(project, needs)]
     ]
     checks.append(lambda: family_findings(config))
     if config.get("domains"):
@@ -45,7 +45,7 @@ def _role_check(name: str, config: dict[str, Any]) -> Look:
     return lambda: list(resolve("looks", name, {})(config))
 
 
-def tools(
+def check_tools(
     project: packages.ProjectRequirements, needs: MachineRequirements
 ) -> list[PreflightFinding]:
     """Check the packages of engines, trainers and extras."""
@@ -55,7 +55,7 @@ def tools(
     return packages.tool_findings(project, plugins, gpus=bool(existing()))
 
 
-def gpus(needs: MachineRequirements) -> list[PreflightFinding]:
+def check_gpus(needs: MachineRequirements) -> list[PreflightFinding]:
     """Check GPUs, driver and CUDA, and how weights would travel between GPUs."""
     devices, problem = hardware.find_gpus()
     return hardware.gpu_findings(
@@ -66,7 +66,7 @@ def gpus(needs: MachineRequirements) -> list[PreflightFinding]:
 def fleet_findings(config: dict[str, Any]) -> list[PreflightFinding]:
     """Return what would stop or disturb a complete run on this machine; ``config`` is validated."""
     needs = requirements_of(config)
-    checks: list[Look] = [lambda: broker_checks.port_findings(needs), lambda: gpus(needs)]
+    checks: list[Look] = [lambda: broker_checks.port_findings(needs), lambda: check_gpus(needs)]
     if needs.sandbox:
         checks.append(lambda: sandbox.sandbox_findings(needs))
     with ThreadPoolExecutor(max_workers=4) as pool:
@@ -84,7 +84,7 @@ def learner_findings(config: dict[str, Any]) -> list[PreflightFinding]:
     needs = requirements_of(config)
     # Servers and hubs may run on other machines, with their packages.
     own = {key: name for key, name in needs.plugins.items() if not key.startswith(NOT_THE_LEARNERS)}
-    findings = tools(
+    findings = check_tools(
         packages.find_project(), MachineRequirements(plugins=own, parquet=needs.parquet)
     )
     findings += family_findings(config)

@@ -31,12 +31,12 @@ def sandbox_findings(
     except UserError as error:
         problem = str(error)
     return [
-        judge(problem, _bwrap_version(), needs),
-        namespaces(Path("/proc/sys"), os.geteuid() == 0),
+        judge_probe(problem, _bwrap_version(), needs),
+        check_namespaces(Path("/proc/sys"), os.geteuid() == 0),
     ]
 
 
-def judge(problem: str, version: str, needs: MachineRequirements) -> PreflightFinding:
+def judge_probe(problem: str, version: str, needs: MachineRequirements) -> PreflightFinding:
     """Return the finding about the probe; ``problem`` is empty if a program ran."""
     if not problem:
         return _finding("bubblewrap", "ok", f"{version or 'bubblewrap'}, a program ran in it")
@@ -53,7 +53,7 @@ def judge(problem: str, version: str, needs: MachineRequirements) -> PreflightFi
     return _finding("bubblewrap", "absent", problem, command)
 
 
-def namespaces(settings: Path, is_root: bool) -> PreflightFinding:
+def check_namespaces(settings: Path, is_root: bool) -> PreflightFinding:
     """Report user namespaces, which bubblewrap needs except for root; the probe decides."""
     most = _read_setting(settings / "user/max_user_namespaces")
     allowed = _read_setting(settings / "kernel/unprivileged_userns_clone")

@@ -52,7 +52,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
     async def body(stop: Stop) -> None:
         from broker.settings.runspec import load, validate
         from rlearner.doctor.preflight import require_fleet
-        from rlearner.evaluate.run import evaluate
+        from rlearner.evaluate.run import evaluate_model
         from rlearner.evaluate.tasks import task_counts, with_whole_files
 
         config = with_own_run_name(load(arguments.config, arguments.overrides), arguments.config)
@@ -61,7 +61,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
         num_tasks = task_counts(config, files)
         config["eval"]["tasks"] = min(num_tasks.values())
         await asyncio.to_thread(require_fleet, config)
-        await evaluate(
+        await evaluate_model(
             config,
             arguments.model,
             stop,

@@ -32,7 +32,7 @@ def result_of(
 def _measure_domain(evaluation: Evaluation, domain: str | None) -> dict[str, Any]:
     tries = evaluation.tries(domain)
     rewards = evaluation.rewards(domain)
-    low, high = pass_at_k.interval(tries)
+    low, high = pass_at_k.success_interval(tries)
     flat = [success for task in tries for success in task]
     return {
         "tasks": len(tries),
@@ -44,7 +44,7 @@ def _measure_domain(evaluation: Evaluation, domain: str | None) -> dict[str, Any
     }
 
 
-def report(result: dict[str, Any], folder: Path) -> str:
+def format_report(result: dict[str, Any], folder: Path) -> str:
     """Return the result as text."""
     lines = [
         f"{result['model']}: {result['tasks']} tasks, {result['episodes']} episodes "

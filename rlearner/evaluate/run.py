@@ -39,7 +39,7 @@ from learner.evaluation.evaluator import Evaluator
 from learner.prepare import data_digests, make_folder, run_folder, write_config
 from learner.reporting.transcripts import TranscriptFactory
 from learner.run_folder import STORE, UP_LOCK
-from rlearner.evaluate.report import report, result_of
+from rlearner.evaluate.report import format_report, result_of
 from rlearner.up.fleet import ProcessFleet
 from rlearner_text.config import check_model_path
 from rlearner_text.model_checks import KEY, check_trained_model
@@ -50,7 +50,7 @@ WATCH_EVERY_S: Final = 0.25
 PRINT_EVERY: Final = 0.1
 
 
-async def evaluate(
+async def evaluate_model(
     config: dict[str, Any],
     model: str,
     stop: Stop,
@@ -118,7 +118,7 @@ async def evaluate(
     if as_json:
         print(json.dumps(result))
     else:
-        print(visible(report(result, folder), newlines=True))
+        print(visible(format_report(result, folder), newlines=True))
 
 
 def _busy_message(folder: Path) -> str:

@@ -15,12 +15,12 @@ from prometheus_client.registry import Collector
 
 from broker.contract import wire
 from broker.contract.streams import METRICS, ROLES, SAMPLES
-from broker.jetstream.delivery import decode
+from broker.jetstream.delivery import decode_message
 from broker.runtime.figures import newest_values
 from broker.runtime.presence import CENSUS_S
 from broker.telemetry.families import QUEUE_DEPTH, QUEUE_DEPTH_HELP, Families
 from rlearner.advise.advice import desired_servers
-from rlearner.advise.fit import NotFitted, fit
+from rlearner.advise.fit import NotFitted, fit_run
 from rlearner.advise.follow import StepHistory
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class RunFigures(Collector):
         if subject.split(".")[-2] != "learner":
             self._raw[subject] = (self._clock(), data)
             return
-        message, _ = decode(data, METRICS.messages)
+        message, _ = decode_message(data, METRICS.messages)
         if not isinstance(message, wire.Metrics):
             self._malformed += 1
             return
@@ -116,7 +116,7 @@ class RunFigures(Collector):
             return
         began = time.monotonic()
         try:
-            self._desired_servers = desired_servers(fit(rows, spec.config).model)
+            self._desired_servers = desired_servers(fit_run(rows, spec.config).model)
         except NotFitted:
             self._desired_servers = None
         except Exception:
@@ -182,7 +182,7 @@ class RunFigures(Collector):
             if at >= since
         ]
         for subject, (at, data) in list(self._raw.items()):
-            message, _ = decode(data, METRICS.messages)
+            message, _ = decode_message(data, METRICS.messages)
             if isinstance(message, wire.Metrics):
                 # which the broker lets only this process use
                 role, process_id = subject.split(".")[-2:]

@@ -29,9 +29,9 @@ from broker.contract.streams import (
 from broker.errors import LostState, UserError
 from broker.identity import tokens
 from broker.identity.login import Login
-from broker.jetstream.api import ask
+from broker.jetstream.api import call_api
 from broker.jetstream.bus import Bus
-from broker.jetstream.stored_message import peek
+from broker.jetstream.stored_message import peek_message
 from broker.nats.client import Msg
 from broker.nats.nats_errors import ApiError, Disconnected
 from broker.runtime.presence import Roster
@@ -115,7 +115,7 @@ def _where(options: argparse.Namespace) -> tuple[str, str, Login | None]:
             be used.
     """
     if options.join is not None:
-        login = tokens.read(options.join, OBSERVER)
+        login = tokens.read_token(options.join, OBSERVER)
         if options.run_name != login.run:
             raise UserError(
                 f"exporter {options.run_name}: the token {options.join} is for run {login.run}"
@@ -213,7 +213,7 @@ async def ask_broker(bus: Bus) -> BrokerFigures:
     desired = await bus.key_value(CONTROL).get(bus.run)
     config = spec[0].config if spec is not None and isinstance(spec[0], wire.RunSpec) else {}
     replicas = int(infos[0]["config"].get("num_replicas", 1))
-    used_bytes, limit = replica_usage(await ask(bus.link, "INFO"), replicas)
+    used_bytes, limit = replica_usage(await call_api(bus.link, "INFO"), replicas)
     configured = (config.get("broker") or {}).get("store_max_gib")
     if configured is not None:
         limit = min(limit or int(configured * 2**30), int(configured * 2**30))
@@ -248,7 +248,7 @@ def _dead_letters(state: dict[str, Any]) -> dict[str, int]:
 
 async def _queues(bus: Bus, stream: Stream) -> list[Queue]:
     """Return the queue of each subject, also of those without a message."""
-    listed = await ask(bus.link, f"CONSUMER.LIST.{stream.stream_name(bus.run)}")
+    listed = await call_api(bus.link, f"CONSUMER.LIST.{stream.stream_name(bus.run)}")
     return [
         Queue(
             stream=stream.name,
@@ -263,7 +263,7 @@ async def _queues(bus: Bus, stream: Stream) -> list[Queue]:
 
 
 async def _offer(bus: Bus, last: int) -> wire.WeightsOffer | None:
-    record = await peek(bus, WEIGHTS, last) if last else None
+    record = await peek_message(bus, WEIGHTS, last) if last else None
     message = record.record.message if record is not None else None
     return message if isinstance(message, wire.WeightsOffer) else None
 

@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
-from broker.contract.streams import token
+from broker.contract.streams import check_token
 from broker.errors import UserError
 from broker.settings.arguments import add_json
 from broker.system.visible_text import visible_json
@@ -45,7 +45,7 @@ def run_new(options: argparse.Namespace) -> int:
     Raises:
         UserError: if the name has other characters, or there is such a file or folder.
     """
-    name = token(options.name, "NAME")
+    name = check_token(options.name, "NAME")
     folder = Path(name)
     try:
         folder.mkdir()

@@ -13,11 +13,11 @@ from broker.errors import UserError
 from broker.settings.sections import parse
 from broker.system.visible_text import visible
 from learner.config import TrainSection
-from learner.reporting.metrics import damage, read_lines
+from learner.reporting.metrics import describe_damage, read_lines
 from learner.run_folder import find_run
 from rlearner.advise import changes
-from rlearner.advise.advice import Advice, advice_of, desired_servers, predict
-from rlearner.advise.fit import FittedRun, NotFitted, fit
+from rlearner.advise.advice import Advice, advice_of, desired_servers, predict_change
+from rlearner.advise.fit import FittedRun, NotFitted, fit_run
 from rlearner.advise.run_model import STAGES
 
 # The settings of train that the model reads.
@@ -33,16 +33,16 @@ async def advise_run(options: argparse.Namespace) -> int:
     requested = None
     # A wrong argument is reported before the run is read.
     if options.simulate is not None:
-        requested = changes.parse(options.simulate)
+        requested = changes.parse_changes(options.simulate)
     place = find_run(options.run_name, options.dir)
     metrics = place.folder / "metrics.jsonl"
-    if damaged := damage(metrics):
+    if damaged := describe_damage(metrics):
         print(f"warning: {damaged}", file=sys.stderr)
     train = place.config.get("train") or {}
     # The file may have been damaged since it was written.
     parse("train", {name: train[name] for name in TRAIN_SETTINGS if name in train}, TrainSection)
     try:
-        run = fit(read_lines(metrics), place.config)
+        run = fit_run(read_lines(metrics), place.config)
     except NotFitted as error:
         raise UserError(f"run {place.name}: {error}") from None
     except (KeyError, TypeError) as error:
@@ -91,11 +91,11 @@ def _advice_table(run: FittedRun, advice: Advice, desired: int) -> list[str]:
 
 def _simulate_changes(run: FittedRun, requested: Mapping[str, float]) -> dict[str, Any]:
     """Return the present and the changed run, side by side."""
-    prediction = predict(run, requested)
+    prediction = predict_change(run, requested)
     # Its measured idle shares are those of the present run.
     changed_run = replace(
         run,
-        model=changes.apply(run.model, requested),
+        model=changes.apply_changes(run.model, requested),
         samples_per_s=prediction.samples_per_s,
         idle={},
     )

@@ -16,8 +16,8 @@ from broker.system.visible_text import visible
 from learner.run_folder import connect_run, find_run
 from rlearner.audit import tap_records
 from rlearner.audit.report import AuditReport
-from rlearner.audit.run import read_books, reconcile
-from rlearner.audit.sources import AuditedRecord, stored
+from rlearner.audit.run import read_run_records, reconcile_run
+from rlearner.audit.sources import AuditedRecord, audited_record
 
 # A running learner trims the log now and then, hardly ever twice during one read.
 TRIES: Final = 3
@@ -30,10 +30,10 @@ async def audit_run(options: argparse.Namespace) -> int:
     place = find_run(options.run_name, options.dir)
     async with connect_run(options, place.name, place.folder) as (bus, problem):
         # The learner's files come first: the log has all that the learner consumed.
-        run_records = read_books(place.folder)
+        run_records = read_run_records(place.folder)
         log = await read_log(bus) if bus else None
-    tap = tap_records.read(Path(options.tap)) if options.tap else None
-    report = reconcile(run_records, log=log, tap=tap)
+    tap = tap_records.read_tap(Path(options.tap)) if options.tap else None
+    report = reconcile_run(run_records, log=log, tap=tap)
     if not bus:
         report.notes.append(f"the broker's log was not compared: {problem}")
     _print_report(report, place.name, as_json=options.json)
@@ -65,7 +65,7 @@ async def _read_log(bus: Bus) -> tuple[int, list[AuditedRecord]]:
         while not audited or audited[-1].seq < last:
             try:
                 async with asyncio.timeout(SILENCE_S):
-                    audited.append(stored(await anext(records)))
+                    audited.append(audited_record(await anext(records)))
             except TimeoutError:
                 break
     return first, audited

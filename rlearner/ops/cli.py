@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from importlib import import_module
 from typing import Any
 
-from broker.identity.tokens import INVITED, duration
+from broker.identity.tokens import INVITED, parse_duration
 from broker.runtime.process import Stop, main, unless_stopped
 from broker.settings.arguments import add_broker, add_json, count, natural, positive
 from broker.system.entry import EXIT_STOPPED
@@ -220,7 +220,7 @@ def _add_api_keys(subparsers: Any) -> None:
 
 def _parse_duration(text: str) -> float:
     try:
-        return duration(text)
+        return parse_duration(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

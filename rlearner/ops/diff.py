@@ -16,7 +16,7 @@ from broker.system.visible_text import visible, visible_json
 from learner.checkpoints.checkpoint import newest_checkpoint
 from learner.reporting.metrics import read_lines
 from learner.reporting.starts import read_starts
-from learner.reporting.trackers import flatten
+from learner.reporting.trackers import flatten_settings
 from learner.run_folder import RunPlace, find_run
 
 # Values of the first and the second run; None: it has no such thing.
@@ -85,7 +85,9 @@ def _read_side(place: RunPlace) -> dict[str, Any]:
     if newest is not None and starts:
         digest = _combine_digests([part.digest for part in newest.parts])
         side["model"]["checkpoint"] = f"step {newest.step}, {digest}"
-    settings = {name: value for name, value in flatten(place.config).items() if name not in PLACE}
+    settings = {
+        name: value for name, value in flatten_settings(place.config).items() if name not in PLACE
+    }
     run = {"name": place.name, "folder": str(place.folder), "step": step, "starts": len(starts)}
     return side | {
         "run": run,

@@ -11,7 +11,7 @@ from typing import Any
 from broker.errors import UserError
 from broker.system.visible_text import visible_json
 from learner.reporting.metrics import read_lines
-from learner.reporting.showcase import render
+from learner.reporting.showcase import render_episode
 from learner.run_folder import find_run
 
 Row = dict[str, Any]
@@ -37,7 +37,7 @@ async def draw_run(options: argparse.Namespace) -> int:
     return 0
 
 
-def baselines(lines: list[Row]) -> dict[str, float]:
+def baseline_rates(lines: list[Row]) -> dict[str, float]:
     """Return the success rates of the other evaluated policies by policy."""
     values = [(name.split("/"), value) for line in lines for name, value in line.items()]
     return {
@@ -62,11 +62,15 @@ def draw_rewards(run: str, lines: list[Row], out: Path) -> Path | None:
     from matplotlib.ticker import MaxNLocator
 
     figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6.5))
-    _plot_points(above, curve(lines, "reward/mean"), "training", color="tab:gray", linewidth=2)
-    _plot_points(below, curve(lines, "env/success_rate"), "training", color="tab:blue", linewidth=2)
+    _plot_points(
+        above, metric_curve(lines, "reward/mean"), "training", color="tab:gray", linewidth=2
+    )
+    _plot_points(
+        below, metric_curve(lines, "env/success_rate"), "training", color="tab:blue", linewidth=2
+    )
     _plot_points(
         below,
-        curve(lines, "eval/success_rate"),
+        metric_curve(lines, "eval/success_rate"),
         "held-out tasks",
         color="tab:green",
         linewidth=2,
@@ -76,11 +80,13 @@ def draw_rewards(run: str, lines: list[Row], out: Path) -> Path | None:
     if len(names) == 1:  # its curves would hide those of the whole run
         names = []
     for name in names:
-        _plot_points(above, curve(lines, f"reward/{name}/mean"), name, linewidth=1)
-        _plot_points(below, curve(lines, f"env/domain/{name}/success_rate"), name, linewidth=1)
-        rates = curve(lines, f"eval/domain/{name}/success_rate")
+        _plot_points(above, metric_curve(lines, f"reward/{name}/mean"), name, linewidth=1)
+        _plot_points(
+            below, metric_curve(lines, f"env/domain/{name}/success_rate"), name, linewidth=1
+        )
+        rates = metric_curve(lines, f"eval/domain/{name}/success_rate")
         _plot_points(below, rates, f"held-out tasks, {name}", linewidth=1, marker=".")
-    for name, value in baselines(lines).items():
+    for name, value in baseline_rates(lines).items():
         below.axhline(
             value, linestyle="--", color="tab:red", label=f"{name} engine, held-out tasks"
         )
@@ -100,7 +106,7 @@ def draw_rewards(run: str, lines: list[Row], out: Path) -> Path | None:
     return out
 
 
-def curve(lines: list[Row], name: str) -> tuple[list[int], list[float]]:
+def metric_curve(lines: list[Row], name: str) -> tuple[list[int], list[float]]:
     """Return steps and values of one metric; an evaluation counts at the step that it measured."""
     rows = [line for line in lines if name in line]
     key = "eval/step" if name.startswith("eval/") else "step"
@@ -151,7 +157,7 @@ def render_before_and_after(folder: Path) -> list[Path]:
     ):
         out = folder / f"{name}.gif"
         try:
-            render(folder, row, int(file.stem.rsplit("-", 1)[1]), out)
+            render_episode(folder, row, int(file.stem.rsplit("-", 1)[1]), out)
             paths.append(out)
         except UserError as error:
             print(f"no {name}.gif: {error}", file=sys.stderr)

@@ -15,7 +15,7 @@ from learner.checkpoints.checkpoint import (
     newest_checkpoint,
     read_checkpoint,
 )
-from learner.checkpoints.export import export
+from learner.checkpoints.export import export_model
 from learner.run_folder import find_run
 
 
@@ -33,7 +33,7 @@ async def export_run(options: argparse.Namespace) -> int:
     step = checkpoint.step
     out = Path(options.out) if options.out else place.folder / "exported" / name_of(step)
     # In a thread, because it writes for minutes and the event loop must receive signals.
-    await asyncio.to_thread(export, checkpoint, out, int(options.max_shard_gib * 2**30))
+    await asyncio.to_thread(export_model, checkpoint, out, int(options.max_shard_gib * 2**30))
     files = sorted(file.name for file in out.glob("*.safetensors"))
     if options.json:
         print(visible_json({"run": place.name, "step": step, "folder": str(out), "files": files}))

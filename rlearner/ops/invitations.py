@@ -19,7 +19,7 @@ from broker.system.visible_text import visible_json
 async def write_token(options: argparse.Namespace) -> int:
     """Write a join token; print where, and how to use it."""
     keys = keys_of(options.broker)
-    token = tokens.invite(
+    token = tokens.make_join_token(
         keys,
         without_logins(options.broker),
         options.role,
@@ -29,7 +29,7 @@ async def write_token(options: argparse.Namespace) -> int:
     )
     path = Path(options.out)
     try:
-        tokens.write(token, path)
+        tokens.write_token(token, path)
     except UserError:
         # Nobody has the token, so it must not stay valid.
         keys.revoke(next(user for user in keys.users() if user.name == token.name))

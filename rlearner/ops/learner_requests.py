@@ -15,7 +15,7 @@ from broker.contract import wire
 from broker.contract.streams import REQUESTS
 from broker.errors import BrokerUnreachable, RequestFailed, UserError
 from broker.jetstream.bus import Bus
-from broker.jetstream.core_messages import request
+from broker.jetstream.core_messages import send_request
 from broker.runtime.presence import census
 from broker.system.visible_text import visible
 from learner.reporting.metrics import newest_line
@@ -41,7 +41,7 @@ async def ask_learner(bus: Bus, action: Action, step: int = -1) -> wire.Operator
     """
     message = wire.OperatorRequest(action=action, step=step)
     try:
-        reply = await request(
+        reply = await send_request(
             bus, REQUESTS, ID, message, timeout_s=ANSWER_S, reply=wire.OperatorReply
         )
     except RequestFailed as error:
@@ -56,7 +56,7 @@ async def ask_learner(bus: Bus, action: Action, step: int = -1) -> wire.Operator
     return reply
 
 
-async def follow(bus: Bus, action: Action) -> AsyncGenerator[wire.OperatorReply, None]:
+async def follow_action(bus: Bus, action: Action) -> AsyncGenerator[wire.OperatorReply, None]:
     """Begin the action, and yield each new reply until it is done.
 
     Raises:
@@ -97,7 +97,7 @@ async def request_now(options: argparse.Namespace) -> int:
     try:
         async with (
             asyncio.timeout(None if options.no_wait else options.timeout),
-            aclosing(follow(bus, action)) as replies,
+            aclosing(follow_action(bus, action)) as replies,
         ):
             async for reply in replies:
                 _print_reply(action, reply, as_json=options.json)

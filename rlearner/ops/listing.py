@@ -61,7 +61,7 @@ class RunSummary:
 
 async def list_runs(options: argparse.Namespace) -> int:
     """Print the runs, or prune them, and return the exit code."""
-    runs = await asyncio.gather(*(look(folder) for folder in _run_folders(options.folder)))
+    runs = await asyncio.gather(*(summarize_run(folder) for folder in _run_folders(options.folder)))
     if options.prune:
         _prune_runs(runs, sure=options.yes, as_json=options.json)
     elif options.json:
@@ -164,7 +164,7 @@ def read_files(
     )
 
 
-async def look(folder: Path) -> RunSummary:
+async def summarize_run(folder: Path) -> RunSummary:
     """Return the row of a run, from its folder and, if it answers, its broker."""
     files = await asyncio.to_thread(read_files, folder)
     is_training = False
@@ -202,7 +202,7 @@ def _print_table(runs: list[RunSummary]) -> None:
     table.add_column("size", no_wrap=True, justify="right")
     table.add_column("last change", no_wrap=True)
     for run in runs:
-        changed = f"{age(time.time() - run.changed)} ago"
+        changed = f"{format_age(time.time() - run.changed)} ago"
         table.add_row(
             run.name, run.state, f"{run.step}/{run.steps}", size_text(run.size_bytes), changed
         )
@@ -217,7 +217,7 @@ def size_text(size_bytes: int) -> str:
     return f"{mib / 1024:.1f} GiB"
 
 
-def age(seconds: float) -> str:
+def format_age(seconds: float) -> str:
     """Format a duration in one unit."""
     for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:

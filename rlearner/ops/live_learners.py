@@ -26,7 +26,7 @@ async def ask_broker_of_runs(
 ) -> dict[str, tuple[list[wire.Presence], str]]:
     """Return what ``ask_broker`` does for several runs of one broker, over one connection."""
     answers = await asyncio.gather(
-        *(asyncio.to_thread(read_server_info, server) for server in addresses.split(url))
+        *(asyncio.to_thread(read_server_info, server) for server in addresses.split_servers(url))
     )
     # A client that cannot connect would retry until its deadline; this answers within a second.
     if not any(info for info, _ in answers):

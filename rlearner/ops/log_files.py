@@ -242,7 +242,7 @@ def _decode_line(line: bytes) -> str:
     return line.decode("utf-8", "replace").rstrip("\r\n")
 
 
-def merged(files: Iterable[LogFile], since: float = 0.0) -> Iterator[LogEntry]:
+def merge_logs(files: Iterable[LogFile], since: float = 0.0) -> Iterator[LogEntry]:
     """Yield the entries of several logs by time."""
     return heapq.merge(*(file.entries(since) for file in files), key=lambda entry: entry.time)
 

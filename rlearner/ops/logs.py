@@ -24,7 +24,7 @@ from broker.jetstream.bus import Bus
 from broker.runtime.presence import census, display_name
 from broker.system.visible_text import visible, visible_json
 from learner.run_folder import STORE, RunPlace, connect_run, find_run
-from rlearner.ops.log_files import LEVELS, LogEntry, LogFile, merged
+from rlearner.ops.log_files import LEVELS, LogEntry, LogFile, merge_logs
 
 POLL_S: Final = 0.2
 # Entries before those that follow, unless --lines or --since is given: about a screen.
@@ -53,7 +53,7 @@ async def show_logs(options: argparse.Namespace) -> int:
     files = {name: LogFile(path, name) for name, path in paths.items()}
     show = _Printer(options)
     try:
-        entries: Iterable[LogEntry] = filter(show.wants, merged(files.values(), options.since))
+        entries: Iterable[LogEntry] = filter(show.wants, merge_logs(files.values(), options.since))
         num_entries = options.lines
         if num_entries is None and options.follow and not options.since:
             num_entries = FOLLOWED

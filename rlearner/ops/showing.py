@@ -14,14 +14,14 @@ from broker.contract import wire
 from broker.contract.streams import SAMPLES
 from broker.errors import ConfigError, UserError
 from broker.jetstream.bus import LogRecord
-from broker.jetstream.stored_message import peek
+from broker.jetstream.stored_message import peek_message
 from broker.system.visible_text import visible, visible_json
 from learner.algorithm.token_figures import TokenFigures
 from learner.credit import archive
 from learner.credit.token_files import read_figures
-from learner.reporting.transcripts import decode, load_tokenizer
+from learner.reporting.transcripts import decode_tokens, load_tokenizer
 from learner.run_folder import RunPlace, connect_run, find_run
-from rlearner.ops.tracing import describe, spans, ticket_lines, ticket_summary
+from rlearner.ops.tracing import describe_record, sampled_spans, ticket_lines, ticket_summary
 from rlearner_text.tokenizer import Tokenizer
 
 NO_RECORD: Final = ("duplicate", "unknown")
@@ -35,7 +35,7 @@ async def show_run(options: argparse.Namespace) -> int:
     record = await _find_record(options, place, seqs[-1] if seqs else 0)
     group = ticket_summary(lines)
     if not isinstance(record.message, wire.Group):
-        description = describe(record)
+        description = describe_record(record)
         reason = description.get("reason", "malformed")
         detail = description.get("detail") or "no details"
         raise UserError(f"ticket {options.group} has no group: {reason}, {detail}")
@@ -64,7 +64,7 @@ async def _find_record(options: argparse.Namespace, place: RunPlace, seq: int) -
     if frame is not None:
         return frame.record()
     async with connect_run(options, place.name, place.folder) as (bus, problem):
-        message = await peek(bus, SAMPLES, seq) if bus else None
+        message = await peek_message(bus, SAMPLES, seq) if bus else None
     if message is None:
         text = (
             f"record {seq} of ticket {options.group} is "
@@ -118,12 +118,16 @@ def trajectory_of(
     measured = {} if figures is None else figures.by_position(trajectory)
     pieces: list[dict[str, Any]] = []
     position = 0
-    for span in [*spans(trajectory), {"start": len(ids), "end": len(ids)}]:
+    for span in [*sampled_spans(trajectory), {"start": len(ids), "end": len(ids)}]:
         start = span["start"]
         end = span["end"]
         if position < start:
             pieces.append(
-                {"start": position, "end": start, "text": decode(ids[position:start], tokenizer)}
+                {
+                    "start": position,
+                    "end": start,
+                    "text": decode_tokens(ids[position:start], tokenizer),
+                }
             )
         if start < end:
             number = numbers.get(start, pieces[-1].get("turn", 0) if pieces else 0)
@@ -133,7 +137,7 @@ def trajectory_of(
                 token = {
                     "position": at,
                     "id": int(ids[at]),
-                    "text": decode(ids[at : at + 1], tokenizer),
+                    "text": decode_tokens(ids[at : at + 1], tokenizer),
                     "logprob": float(logprobs[at]),
                     "policy_version": version,
                     "reward": float(rewards[at]),
@@ -142,7 +146,7 @@ def trajectory_of(
                     token["entropy"], token["ratio"] = measured[at]
                 tokens.append(token)
             piece = {
-                "text": decode(ids[start:end], tokenizer),
+                "text": decode_tokens(ids[start:end], tokenizer),
                 "turn": number,
                 "logprob": float(logprobs[start:end].sum(dtype=np.float64)),
                 "tokens": tokens,

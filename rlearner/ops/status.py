@@ -26,7 +26,7 @@ from broker.runtime.presence import CENSUS_S, census, display_name
 from broker.system.visible_text import visible
 from learner.checkpoints import checkpoint
 from learner.credit import ledger_file, ledger_segments
-from learner.reporting.metrics import damage, read_lines
+from learner.reporting.metrics import describe_damage, read_lines
 from learner.reporting.training_signals import RECENT, active_warnings
 from learner.run_folder import STARTING, UNKNOWN, connect_run, find_run
 from rlearner.advise.advice import advise
@@ -79,7 +79,7 @@ async def show_status(options: argparse.Namespace) -> int:
         return 0
     lines = text_of(status, time.time())
     if sys.stdout.isatty():
-        lines = wrapped(lines, shutil.get_terminal_size().columns)
+        lines = wrap_lines(lines, shutil.get_terminal_size().columns)
     print(visible("\n".join(lines), newlines=True))
     return 0
 
@@ -92,7 +92,7 @@ def on_disk(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     lines, problem = ledger_segments.read_newest(folder / ledger_segments.FOLDER)
     counts, dead = ledger_file.final_counts(lines)
     warnings = list(active_warnings(rows[-RECENT:]))
-    if damaged := damage(metrics):
+    if damaged := describe_damage(metrics):
         warnings.insert(0, damaged)
     return {
         "step": last.get("step", 0),
@@ -268,7 +268,7 @@ def _format_pairs(items: Iterable[tuple[str, Any]], form: str = "") -> str:
     return ", ".join(f"{name} {value:{form}}" for name, value in items)
 
 
-def wrapped(lines: list[str], width: int) -> list[str]:
+def wrap_lines(lines: list[str], width: int) -> list[str]:
     """Wrap lines at ``width`` characters, between words; the rest starts at the second column."""
     wrapper = textwrap.TextWrapper(
         width, subsequent_indent=" " * COLUMN, break_long_words=False, break_on_hyphens=False

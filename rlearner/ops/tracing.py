@@ -11,7 +11,7 @@ from broker.contract import wire
 from broker.contract.streams import SAMPLES
 from broker.errors import UserError
 from broker.jetstream.bus import LogRecord
-from broker.jetstream.stored_message import peek
+from broker.jetstream.stored_message import peek_message
 from broker.system.visible_text import visible, visible_json
 from learner.credit import archive, ledger_file, ledger_segments
 from learner.reporting.metrics import read_lines
@@ -38,7 +38,7 @@ async def trace_run(options: argparse.Namespace) -> int:
     if "step" in trace:
         trace["step_time"] = _step_time(place.folder, trace["step"])
     if record is not None:
-        trace |= describe(record)
+        trace |= describe_record(record)
     if options.json:
         print(visible_json(trace))
     else:
@@ -55,7 +55,7 @@ async def _find_record(
     # Looked for first: a broker that does not answer takes seconds.
     frame = archive.find_frame(folder / archive.FOLDER, seq)
     async with connect_run(options, run, folder) as (bus, problem):
-        message = await peek(bus, SAMPLES, seq) if bus else None
+        message = await peek_message(bus, SAMPLES, seq) if bus else None
     # The broker's message comes first, because only it has the time.
     if message is not None:
         return message.record, message.time, "the broker's log"
@@ -113,7 +113,7 @@ def ticket_summary(lines: list[ledger_file.LedgerLine]) -> dict[str, Any]:
     return summary
 
 
-def describe(record: LogRecord) -> dict[str, Any]:
+def describe_record(record: LogRecord) -> dict[str, Any]:
     """Return the content of the record itself."""
     message = record.message
     if isinstance(message, wire.Closed):
@@ -142,11 +142,11 @@ def _describe_trajectory(trajectory: wire.Trajectory) -> dict[str, Any]:
         "reward_parts": trajectory.reward_parts,
         "success": trajectory.success,
         "end": trajectory.end,
-        "spans": spans(trajectory),
+        "spans": sampled_spans(trajectory),
     }
 
 
-def spans(trajectory: wire.Trajectory) -> list[dict[str, Any]]:
+def sampled_spans(trajectory: wire.Trajectory) -> list[dict[str, Any]]:
     """Return the spans of sampled tokens, cut at turns and versions; ``end`` is exclusive."""
     pairs = trajectory.version_runs.array().reshape(-1, 2)
     runs = [(int(version), int(count)) for version, count in pairs if count > 0]

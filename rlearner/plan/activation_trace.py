@@ -104,7 +104,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now -= self._sizes.pop(key, 0)
 
 
-def trace(model: Any, hidden: int) -> tuple[ActivationFacts, Traced]:
+def trace_model(model: Any, hidden: int) -> tuple[ActivationFacts, Traced]:
     """Trace a causal language model on the meta device, whose attention is replaced.
 
     Raises:
@@ -140,7 +140,7 @@ def trace(model: Any, hidden: int) -> tuple[ActivationFacts, Traced]:
     return facts, traced
 
 
-def adapt(model: Any, rank: int, targets: Callable[[str], bool]) -> None:
+def add_adapters(model: Any, rank: int, targets: Callable[[str], bool]) -> None:
     """Freeze a model and give linear layers in its blocks float32 factors, as peft does.
 
     Args:

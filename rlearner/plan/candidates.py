@@ -56,12 +56,12 @@ class Plan:
     shared: bool = False
 
 
-def candidates(work: Workload, machine: Machine) -> Iterator[Plan]:
+def find_candidates(work: Workload, machine: Machine) -> Iterator[Plan]:
     """Yield every plan that fits."""
     model = work.model
     demands = work.demands
     rewards = work.rewards
-    server_memories = serving(work, machine)
+    server_memories = serving_layouts(work, machine)
     is_in_turns = is_shared(work, machine)
     for ranks in _learner_ranks(work, machine):
         servers = _count_places(work, machine, ranks, server_memories)
@@ -108,9 +108,9 @@ def candidates(work: Workload, machine: Machine) -> Iterator[Plan]:
                 )
 
 
-def fits(work: Workload, machine: Machine) -> bool:
+def fits_machine(work: Workload, machine: Machine) -> bool:
     """Return whether there is a plan."""
-    server_memories = serving(work, machine)
+    server_memories = serving_layouts(work, machine)
     return any(
         learner_memory(work.model, work.demands.train, layout).total() <= machine.available
         for ranks in _learner_ranks(work, machine)
@@ -130,7 +130,7 @@ def most_ranks(work: Workload, machine: Machine) -> int:
     return machine.gpus - work.reward_gpus - has_servers
 
 
-def serving(work: Workload, machine: Machine) -> dict[ServerLayout, ServerMemory]:
+def serving_layouts(work: Workload, machine: Machine) -> dict[ServerLayout, ServerMemory]:
     """Return the memory of each layout of a server that has room for a sequence."""
     if work.demands.serve is None:
         return {}

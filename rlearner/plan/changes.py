@@ -44,20 +44,20 @@ def gpus_of(plan: Plan, machine: Machine) -> dict[str, str]:
     first = 0 if plan.shared else plan.learner.ranks
     last = machine.gpus - plan.rewards
     return {
-        "learner": span(0, plan.learner.ranks),
-        "servers": span(first, last),
-        "rewards": span(last, machine.gpus),
+        "learner": gpu_range(0, plan.learner.ranks),
+        "servers": gpu_range(first, last),
+        "rewards": gpu_range(last, machine.gpus),
     }
 
 
-def span(first: int, last: int) -> str:
+def gpu_range(first: int, last: int) -> str:
     """Return GPUs from ``first`` to before ``last`` as ``--gpus`` takes them."""
     if first >= last:
         return ""
     return str(first) if last - first == 1 else f"{first}-{last - 1}"
 
 
-def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
+def nest_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return dotted keys as sections."""
     sections: dict[str, Any] = {}
     for key, value in keys.items():
@@ -80,6 +80,6 @@ def gpus_on(plan: Plan, machine: Machine, host: int) -> dict[str, str]:
         "rewardhub": (last, machine.gpus),
     }
     return {
-        role: span(max(first, begin) - begin, min(stop, end) - begin)
+        role: gpu_range(max(first, begin) - begin, min(stop, end) - begin)
         for role, (first, stop) in spans.items()
     }

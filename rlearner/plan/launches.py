@@ -39,7 +39,7 @@ class Launch:
         return self.options[1] if self.options[:1] == ("--gpus",) else ""
 
 
-def launches(plan: Plan, machine: Machine, host: int, environments: int) -> list[Launch]:
+def host_launches(plan: Plan, machine: Machine, host: int, environments: int) -> list[Launch]:
     """Return the processes of one host, the learner last.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rlearner.plan.candidates import Workload, most_ranks, serving
+from rlearner.plan.candidates import Workload, most_ranks, serving_layouts
 from rlearner.plan.facts import GIB, Machine, Memory, Part
 from rlearner.plan.layouts import learner_layouts, rank_choices, server_layouts
 from rlearner.plan.serving_memory import server_memory, slot_bytes
@@ -73,7 +73,7 @@ def _too_few(work: Workload, machine: Machine, size: str) -> Misfit | None:
         keys = [key for key in fixed if key in _DIVIDED]
     settings = ", ".join(f"{key}={fixed[key]}" for key in keys)
     ranks = int(fixed.get("train.ranks", _least_ranks(fixed)))
-    server = min((layout.tensor for layout in serving(work, machine)), default=0)
+    server = min((layout.tensor for layout in serving_layouts(work, machine)), default=0)
     # On a single GPU learner and server take turns.
     if machine.gpus == 1 == ranks and not work.reward_gpus:
         return None
@@ -104,7 +104,7 @@ def _server_misfit(work: Workload, machine: Machine) -> Misfit | None:
     model = work.model
     serve = work.demands.serve
     fixed = work.demands.fixed
-    if serve is None or serving(work, machine):
+    if serve is None or serving_layouts(work, machine):
         return None
     layouts = list(server_layouts(model, work.demands, machine))
     if not layouts:

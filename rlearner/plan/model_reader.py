@@ -48,7 +48,7 @@ def read_folder(
     import_transformers()
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from rlearner.plan.activation_trace import adapt, blocks_of, trace
+    from rlearner.plan.activation_trace import add_adapters, blocks_of, trace_model
 
     trusted = section.trust_remote_code
     try:
@@ -79,8 +79,8 @@ def read_folder(
     total = sum(parameter.numel() for parameter in model.parameters())
     unused = _unused_parameters(model, text)
     if lora is not None:
-        adapt(model, lora.rank, lambda layer: is_target(layer, lora))
-    activations, traced = trace(model.eval(), int(text.hidden_size))
+        add_adapters(model, lora.rank, lambda layer: is_target(layer, lora))
+    activations, traced = trace_model(model.eval(), int(text.hidden_size))
     linears = [
         (path.rpartition(".")[2], layer.in_features, layer.out_features)
         for block in blocks

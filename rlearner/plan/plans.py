@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from broker.errors import UserError
-from rlearner.plan.candidates import Plan, Workload, candidates
+from rlearner.plan.candidates import Plan, Workload, find_candidates
 from rlearner.plan.facts import Machine
 from rlearner.plan.misfits import find_misfit
-from rlearner.plan.remedies import advice
+from rlearner.plan.remedies import describe_remedies
 
 
 def make_plans(
@@ -24,13 +24,13 @@ def make_plans(
         UserError: if nothing fits; says by how much, and what to change.
     """
     fastest: dict[tuple[str, int], Plan] = {}
-    for plan in candidates(work, machine):
+    for plan in find_candidates(work, machine):
         key = (plan.learner.backend, plan.learner.stage)
         if key not in fastest or _sort_key(plan) < _sort_key(fastest[key]):
             fastest[key] = plan
     if not fastest:
         misfit = find_misfit(work, machine)
-        raise UserError(f"{misfit.text}; {advice(misfit, work, machine, reread)}")
+        raise UserError(f"{misfit.text}; {describe_remedies(misfit, work, machine, reread)}")
     return sorted(fastest.values(), key=_sort_key)[:number]
 
 

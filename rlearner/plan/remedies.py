@@ -10,7 +10,7 @@ from itertools import product
 from typing import Final
 
 from broker.errors import UserError
-from rlearner.plan.candidates import Workload, fits
+from rlearner.plan.candidates import Workload, fits_machine
 from rlearner.plan.demands import SHARES
 from rlearner.plan.facts import GIB, MOST_GPUS, Machine
 from rlearner.plan.misfits import Misfit, find_misfit
@@ -30,18 +30,18 @@ MEMORIES: Final = (16, 24, 32, 40, 48, 80, 96, 141, 192, 288)
 Reread = Callable[[Sequence[str]], Workload]
 
 
-def advice(misfit: Misfit, work: Workload, machine: Machine, reread: Reread) -> str:
+def describe_remedies(misfit: Misfit, work: Workload, machine: Machine, reread: Reread) -> str:
     """Return which changes, each tried, make a run fit; what is still too large if none does."""
     candidates = list(_leaner_settings(work, machine)) if misfit.memory else []
     settings = _fewest_settings(candidates, machine, reread)
     machines = list(_larger_machines(misfit, machine))
     remedies = [f"with {' '.join(settings)}"] if settings else []
-    if (larger := next((more for more in machines if fits(work, more)), None)) is not None:
+    if (larger := next((more for more in machines if fits_machine(work, more)), None)) is not None:
         remedies.append(f"with {_machine_options(larger)}")
     else:
         for gib in MEMORIES:
             bigger = replace(machine, memory=gib * GIB)
-            if bigger.memory > machine.memory and fits(work, bigger):
+            if bigger.memory > machine.memory and fits_machine(work, bigger):
                 remedies.append(f"with --gpu-memory {gib:g}")
                 break
         for more in machines if not settings else ():
@@ -119,7 +119,7 @@ def _all_that_fit(candidates: Sequence[str], machine: Machine, reread: Reread) -
 
 def _fits_with(settings: Sequence[str], machine: Machine, reread: Reread) -> bool:
     with suppress(UserError):  # not allowed together with the others
-        return fits(reread(settings), machine)
+        return fits_machine(reread(settings), machine)
     return False
 
 
@@ -156,13 +156,13 @@ def _keys_to_remove(work: Workload, machine: Machine) -> list[str]:
     """Return a choice without which the run fits, else several that must all go, else none."""
     fixed = list(work.demands.fixed)
     for key in fixed:
-        if fits(work.without(key), machine):
+        if fits_machine(work.without(key), machine):
             return [key]
-    if not fits(work.without(*fixed), machine):
+    if not fits_machine(work.without(*fixed), machine):
         return []
     keys = fixed
     for key in fixed:
         fewer = [name for name in keys if name != key]
-        if fits(work.without(*fewer), machine):
+        if fits_machine(work.without(*fewer), machine):
             keys = fewer
     return keys

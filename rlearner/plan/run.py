@@ -13,7 +13,7 @@ from rlearner.plan.facts import GIB, MOST_GPUS, Machine
 from rlearner.plan.plans import make_plans
 from rlearner.plan.reader import WorkloadReader
 from rlearner.plan.report import as_json, as_text
-from rlearner.plan.write import check_folder, difference, write_plan
+from rlearner.plan.write import check_folder, diff_sections, write_plan
 
 
 def plan_run(options: argparse.Namespace) -> int:
@@ -30,7 +30,7 @@ def plan_run(options: argparse.Namespace) -> int:
     plans = make_plans(work, machine, options.plans, reader.read)
     notes: list[str] = []
     if options.write is not None:
-        overrides = difference(load(options.config), reader.settings)
+        overrides = diff_sections(load(options.config), reader.settings)
         config = name_run(reader.config, options.config)
         run = str(config["run"]["name"])
         source = locate(options.config)

@@ -7,7 +7,7 @@ from typing import Final
 
 from rlearner.plan.candidates import Plan
 from rlearner.plan.facts import Machine
-from rlearner.plan.launches import PROGRAMS, joining_roles, launches
+from rlearner.plan.launches import PROGRAMS, host_launches, joining_roles
 
 CONFIG: Final = "plan.yaml"
 BROKER: Final = ' --broker "tls://$HOST0:4222"'
@@ -53,7 +53,7 @@ WAIT_FOR_BROKER: Final = (
 )
 
 
-def script(plan: Plan, machine: Machine, host: int, run: str, environments: int) -> str:
+def host_script(plan: Plan, machine: Machine, host: int, run: str, environments: int) -> str:
     """Return the shell file of one host."""
     head = [f"#!/bin/sh\n# Host {host} of {machine.hosts}. By rlearner plan.\n"]
     if machine.hosts > 1:
@@ -81,7 +81,7 @@ def launch_lines(plan: Plan, machine: Machine, host: int, environments: int) -> 
     has_hosts = machine.hosts > 1
     lines = list[str]()
     broker = BROKER * has_hosts
-    for launch in launches(plan, machine, host, environments):
+    for launch in host_launches(plan, machine, host, environments):
         login = f' --join "$here/$RUN.{launch.role}.token"' if launch.joins else broker
         options = "".join(f" {option}" for option in launch.options)
         match launch.role:

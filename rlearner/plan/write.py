@@ -11,10 +11,10 @@ import yaml
 from broker.errors import UserError
 from broker.settings.runspec import load, validate
 from rlearner.plan.candidates import Plan
-from rlearner.plan.changes import changed_keys, nested
+from rlearner.plan.changes import changed_keys, nest_keys
 from rlearner.plan.demands import Demands
 from rlearner.plan.facts import Machine
-from rlearner.plan.scripts import CONFIG, script
+from rlearner.plan.scripts import CONFIG, host_script
 
 REMEDY: Final = "name a new folder, or one that you can write to"
 
@@ -58,11 +58,11 @@ def write_plan(
     """
     out = Path(folder)
     number = f"{plan.servers} server{'s' * (plan.servers != 1)}"
-    settings = merged(overrides, nested(changed_keys(plan, demands)))
+    settings = merge_sections(overrides, nest_keys(changed_keys(plan, demands)))
     text = yaml.safe_dump({"inherit": str(source.resolve())} | settings, sort_keys=False)
     contents = {out / CONFIG: f"# By rlearner plan: {plan.learner.words}; {number}.\n{text}"}
     for host in range(machine.hosts):
-        contents[out / f"host-{host}.sh"] = script(
+        contents[out / f"host-{host}.sh"] = host_script(
             plan, machine, host, run=run, environments=demands.environments
         )
     try:
@@ -89,24 +89,24 @@ def write_plan(
     return list(contents)
 
 
-def merged(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+def merge_sections(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """Return two mappings of sections as one; the overrides win."""
     sections = dict(base)
     for key, value in overrides.items():
         base_value = sections.get(key)
         if isinstance(base_value, dict) and isinstance(value, dict):
-            value = merged(base_value, value)
+            value = merge_sections(base_value, value)
         sections[key] = value
     return sections
 
 
-def difference(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+def diff_sections(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """Return what ``new`` has that ``old`` has not, by section; null for what it lacks."""
     changes: dict[str, Any] = {key: None for key in old if key not in new}
     for key, value in new.items():
         old_value = old.get(key)
         if isinstance(old_value, dict) and isinstance(value, dict):
-            if inner := difference(old_value, value):
+            if inner := diff_sections(old_value, value):
                 changes[key] = inner
         elif key not in old or old_value != value:
             changes[key] = value

@@ -17,7 +17,7 @@ from rlearner.replay.run import ReplayedStep
 CLOCKS = ("time", "perf")
 
 
-def differences(values: Mapping[str, float], row: Mapping[str, Any] | None) -> list[str]:
+def find_differences(values: Mapping[str, float], row: Mapping[str, Any] | None) -> list[str]:
     """Return one line for each number that differs from ``row``, the run's line of the step."""
     if row is None:
         return ["metrics.jsonl has no line"]
@@ -77,7 +77,7 @@ class ReplayComparison:
 
     def step(self, replayed: ReplayedStep, replay_path: Path | None) -> str:
         """Compare one step, and the replay's checkpoint if there is one; return a line about it."""
-        problems = differences(replayed.values, self._rows.get(replayed.step))
+        problems = find_differences(replayed.values, self._rows.get(replayed.step))
         run_tickets = self._tickets.get(replayed.step)
         if replayed.tickets != run_tickets:
             problems.insert(0, f"made of tickets {replayed.tickets}, the run of {run_tickets}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from broker.contract.streams import token
+from broker.contract.streams import check_token
 from broker.errors import UserError
 from learner.prepare import write_config
 from learner.reporting.metrics import MetricsFile
@@ -37,7 +37,7 @@ class ReplayOutput:
         self.folder = folder.absolute()
         run = {
             **config["run"],
-            "name": token(self.folder.name, "--out"),
+            "name": check_token(self.folder.name, "--out"),
             "dir": str(self.folder.parent),
         }
         write_config(self.folder, {**config, "run": run})

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from broker.errors import ConfigError
-from learner.reporting.trackers import flatten
+from learner.reporting.trackers import flatten_settings
 
 SECTIONS: Final = ("algorithm", "train")
 # Settings of these sections that decide which tickets go out, which records count, or when the run
@@ -39,8 +39,8 @@ def changed_settings(recorded: Mapping[str, Any], requested: Mapping[str, Any]) 
         ConfigError: if one of them would change which data is consumed, or has no meaning in a
             replay.
     """
-    old = flatten(recorded)
-    new = flatten(requested)
+    old = flatten_settings(recorded)
+    new = flatten_settings(requested)
     changes = {
         key: new.get(key) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
     }

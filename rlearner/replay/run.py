@@ -18,7 +18,7 @@ from learner.config import CheckpointSection
 from learner.consumer import RecordConsumer
 from learner.credit import archive
 from learner.credit.ledger import Ledger
-from learner.reporting.metrics import count_tickets, finite
+from learner.reporting.metrics import count_tickets, finite_values
 from learner.training import TrainingThread
 from learner.training_setup import open_training
 from rlearner.replay.start import ReplayStart
@@ -79,7 +79,7 @@ class ReplayTraining:
                     continue
                 completed = await consumer.complete()
                 assert completed is not None, "a replay abandons no step"
-                values = finite(completed.result.values) | count_tickets(self.ledger)
+                values = finite_values(completed.result.values) | count_tickets(self.ledger)
                 tickets = [entry.number for entry in completed.entries]
                 # The caller compares the step before the next one changes model and ledger.
                 yield ReplayedStep(self.ledger.state.version, tickets, values)
@@ -93,7 +93,7 @@ class ReplayTraining:
         ledger = self.ledger.dump()
         hf_max_gib = section(self._config, "checkpoint", CheckpointSection).hf_max_gib
         return await self.training.call(
-            partial(checkpoint.write, folder, backend, ledger, 0, hf_max_gib=hf_max_gib)
+            partial(checkpoint.write_checkpoint, folder, backend, ledger, 0, hf_max_gib=hf_max_gib)
         )
 
     def _arrived(self) -> dict[int, wire.Group]:
@@ -115,7 +115,7 @@ class ReplayTraining:
             UserError: if one of them is missing.
         """
         next_seq = first
-        for frame in archive.frames(self._samples, first):
+        for frame in archive.read_frames(self._samples, first):
             if frame.error:
                 raise UserError(f"{self._samples}: {frame.error}")
             if frame.seq != next_seq:

@@ -13,8 +13,8 @@ from rlearner.units.services import (
     SYSUSERS,
     TARGET,
     TARGET_NAME,
-    render,
-    services,
+    list_services,
+    render_service,
 )
 
 PORT: Final = 4222
@@ -75,8 +75,8 @@ def host_files(fleet: Fleet, host: str, launches: Sequence[Launch]) -> dict[str,
     files = {f"{system}/{TARGET_NAME}": TARGET, "etc/sysusers.d/rlearner.conf": SYSUSERS}
     names = {_unit_file(launch) for launch in launches}
     files |= {
-        f"{system}/{service.name}": render(service)
-        for service in services(fleet.bin)
+        f"{system}/{service.name}": render_service(service)
+        for service in list_services(fleet.bin)
         if service.name in names
     }
     common = {"RL_RUN": fleet.run}

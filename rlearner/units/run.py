@@ -13,12 +13,12 @@ from broker.errors import UserError
 from broker.settings.config_file import locate
 from broker.settings.runspec import load, validate
 from learner.prepare import to_yaml
-from rlearner.plan.changes import changed_keys, nested
-from rlearner.plan.launches import Launch, joining_roles, launches
+from rlearner.plan.changes import changed_keys, nest_keys
+from rlearner.plan.launches import Launch, host_launches, joining_roles
 from rlearner.plan.plans import make_plans
 from rlearner.plan.reader import CHECKS, WorkloadReader
 from rlearner.plan.run import machine_of
-from rlearner.plan.write import check_folder, merged
+from rlearner.plan.write import check_folder, merge_sections
 from rlearner.units.host_files import README, Fleet, host_files, units_of
 
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,62}")
@@ -127,12 +127,12 @@ def _plan_host(
         reader = WorkloadReader(options.config, options.overrides)
         work = reader.read()
         plan = make_plans(work, machine, 1, reader.read)[0]
-        starts = launches(plan, machine, number, work.demands.environments)
+        starts = host_launches(plan, machine, number, work.demands.environments)
         tokens = tuple(joining_roles(plan, machine))
         keys = changed_keys(plan, work.demands)
-    config = merged(config_in_file, nested(keys))
+    config = merge_sections(config_in_file, nest_keys(keys))
     run = str((config.get("run") or {}).get("name") or _default_run(options.config))
-    config = merged(config, {"run": {"name": run}})
+    config = merge_sections(config, {"run": {"name": run}})
     validate(config, checks=CHECKS)
     return Fleet(run, hosts, tokens, to_yaml(config), _check_bin_folder(options.bin)), starts
 

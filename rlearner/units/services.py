@@ -76,7 +76,7 @@ class Service:
         return self.name == BROKER_NAME
 
 
-def services(bin_folder: str = BIN) -> tuple[Service, ...]:
+def list_services(bin_folder: str = BIN) -> tuple[Service, ...]:
     """Return the units of every role; ``%i`` is a run, a list of GPUs, or any number."""
     learner = f"{bin_folder}/rlearner start /etc/rlearner/%i.yaml run.name=%i $OPTIONS"
     return (
@@ -122,7 +122,7 @@ def services(bin_folder: str = BIN) -> tuple[Service, ...]:
     )
 
 
-def render(service: Service) -> str:
+def render_service(service: Service) -> str:
     """Return the text of a unit."""
     env_file = "%p@%i.env" if "@" in service.name else "%p.env"
     lines = [
@@ -181,7 +181,7 @@ def render(service: Service) -> str:
 
 def static_files() -> dict[str, str]:
     """Return the files of ``deploy/systemd`` by name."""
-    units = {service.name: render(service) for service in services()}
+    units = {service.name: render_service(service) for service in list_services()}
     return {**units, TARGET_NAME: TARGET, "join.conf": JOIN, "rlearner.sysusers": SYSUSERS}
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from learner.credit import ledger_file, ledger_segments
 from learner.reporting.metrics import read_lines
-from rlearner.ops.drawing import Row, baselines, draw_rewards, render_before_and_after
+from rlearner.ops.drawing import Row, baseline_rates, draw_rewards, render_before_and_after
 from rlearner.up.failed_groups import NO_FAULT, by_reason
-from rlearner.up.live_state import duration
+from rlearner.up.live_state import format_duration
 from rlearner.up.output import Output
 
 
@@ -85,7 +85,7 @@ def _summary_lines(
     """
     last = lines[-1]
     evals = [line for line in lines if "eval/success_rate" in line]
-    texts = ["", f"{last['step']} steps in {duration(seconds)}"]
+    texts = ["", f"{last['step']} steps in {format_duration(seconds)}"]
     if evals:
         rates = ", ".join(
             f"{line['eval/success_rate']:.3f} after step {line.get('eval/step', line['step']):.0f}"
@@ -94,7 +94,7 @@ def _summary_lines(
         texts.append(f"success on held-out tasks: {rates}")
     texts += [
         f"success of the {name} engine on the same tasks: {rate:.3f}"
-        for name, rate in baselines(lines).items()
+        for name, rate in baseline_rates(lines).items()
     ]
     states = ("trained", "filtered", "dropped", "dead", "open")
     counts = " + ".join(f"{last.get(f'ticket/{name}', 0):.0f} {name}" for name in states)

@@ -61,7 +61,7 @@ def run_up(arguments: argparse.Namespace) -> int:
         from learner.prepare import exit_code, name_run
         from rlearner.doctor.preflight import require_fleet
         from rlearner.up.output import Output
-        from rlearner.up.run import is_completed, up
+        from rlearner.up.run import is_completed, run_processes
 
         config = name_run(load(arguments.config, arguments.overrides), arguments.config)
         if arguments.share_gpus:
@@ -77,7 +77,7 @@ def run_up(arguments: argparse.Namespace) -> int:
         if arguments.metrics_port is not None:
             start_args += ["--metrics-port", str(arguments.metrics_port)]
             start_args += ["--metrics-bind", arguments.metrics_bind]
-        await up(
+        await run_processes(
             config,
             start_args,
             stop,

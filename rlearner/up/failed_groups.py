@@ -79,13 +79,13 @@ class FailedGroups:
         role = next(
             (role for role in ("rewardhub", "envhub") if self.by.startswith(role)), "learner"
         )
-        last = shortened(self.last) or "unknown"
+        last = shorten_text(self.last) or "unknown"
         return (
             f"{self.total} {groups} failed so far, {trained}; last: {last}, see {logs / role}.log"
         )
 
 
-def shortened(text: str) -> str:
+def shorten_text(text: str) -> str:
     """Return the text, without its middle if it is long."""
     if len(text) <= MAX_CHARS:
         return text

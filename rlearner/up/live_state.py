@@ -26,7 +26,7 @@ def sparkline(values: list[float], width: int = 30) -> str:
     return "".join(SPARKS[int((value - low) / span * 7.999)] for value in finite)
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format seconds: 65 becomes ``1:05``."""
     whole = max(0, round(seconds))
     hours, remainder = divmod(whole, 3600)
@@ -161,5 +161,5 @@ class LiveRunState:
         if self.failures.total:
             parts.append(f"failed groups {self.failures.total}")
         if (eta := self.eta_s()) is not None:
-            parts.append(f"eta {duration(eta)}")
+            parts.append(f"eta {format_duration(eta)}")
         return "  ".join(parts)

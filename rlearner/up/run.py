@@ -42,7 +42,7 @@ from rlearner.up.live_state import LiveRunState
 from rlearner.up.output import Output
 from rlearner.up.run_claim import RunClaim, refuse_other_broker
 from rlearner.up.shutdown_display import ShutdownDisplay
-from rlearner.up.view import screen
+from rlearner.up.view import draw_screen
 from rollout.checks import refuse_sleepless
 
 LOOPBACK = "127.0.0.1"
@@ -87,7 +87,7 @@ def _name_and_folder(config: dict[str, Any]) -> tuple[str, Path]:
     return config["run"]["name"], Path(config["run"]["dir"]) / config["run"]["name"]
 
 
-async def up(
+async def run_processes(
     config: dict[str, Any],
     args: list[str],
     stop: Stop,
@@ -275,7 +275,7 @@ async def _show_run(
                 news = board.news
                 board.news = []
                 if live is not None:
-                    live.update(screen(board, events, fleet.logs))
+                    live.update(draw_screen(board, events, fleet.logs))
                     continue
                 for line in new_events:
                     say.stamped("process", line)

@@ -12,21 +12,27 @@ from rich.text import Text
 
 from broker.contract import wire
 from broker.runtime.presence import display_name
-from rlearner.up.live_state import LiveRunState, duration, sparkline
+from rlearner.up.live_state import LiveRunState, format_duration, sparkline
 
 STATE_COLOUR = {"serving": "green", "starting": "yellow", "draining": "yellow", "failed": "red"}
 
 
-def screen(board: LiveRunState, events: list[str], logs: Path) -> RenderableType:
+def draw_screen(board: LiveRunState, events: list[str], logs: Path) -> RenderableType:
     """Return the whole screen. ``logs``: the folder of the processes' logs."""
     recent = [Text(line, style="dim") for line in events[-4:]]
-    parts = Group(progress(board), *trouble(board, logs), figures(board), health(board), *recent)
+    parts = Group(
+        draw_progress(board),
+        *trouble_lines(board, logs),
+        figures_table(board),
+        health_table(board),
+        *recent,
+    )
     title = f"rlearner  {board.run}"
     subtitle = "Ctrl-C stops everything cleanly"
     return Panel(parts, title=title, subtitle=subtitle, border_style="cyan")
 
 
-def progress(board: LiveRunState) -> RenderableType:
+def draw_progress(board: LiveRunState) -> RenderableType:
     """Return a progress bar with step and remaining time; before the first step, the phase."""
     row = Table.grid(padding=(0, 1), expand=True)
     row.add_column(ratio=1)
@@ -34,12 +40,12 @@ def progress(board: LiveRunState) -> RenderableType:
     eta = board.eta_s()
     label = f"step {board.step}/{board.total_steps}" if board.step else board.phase
     if eta is not None:
-        label += f"  eta {duration(eta)}"
+        label += f"  eta {format_duration(eta)}"
     row.add_row(ProgressBar(total=board.total_steps, completed=board.step), label)
     return row
 
 
-def trouble(board: LiveRunState, logs: Path) -> list[RenderableType]:
+def trouble_lines(board: LiveRunState, logs: Path) -> list[RenderableType]:
     """Return the lines about idle hubs, failed groups, learning signals and logged warnings.
 
     Failed groups are red until a group is trained after the newest failure.
@@ -54,7 +60,7 @@ def trouble(board: LiveRunState, logs: Path) -> list[RenderableType]:
     return lines
 
 
-def figures(board: LiveRunState) -> RenderableType:
+def figures_table(board: LiveRunState) -> RenderableType:
     """Return a table of reward, success, staleness, idle shares, throughput, queues."""
     get = board.line.get
     table = Table.grid(padding=(0, 2))
@@ -87,7 +93,7 @@ def figures(board: LiveRunState) -> RenderableType:
     return table
 
 
-def health(board: LiveRunState) -> RenderableType:
+def health_table(board: LiveRunState) -> RenderableType:
     """Return one row for each process; a narrow screen cuts what it serves, never its state."""
     processes = sorted(board.processes.values(), key=lambda presence: (presence.role, presence.id))
     rows = [_process_row(presence) for presence in processes]

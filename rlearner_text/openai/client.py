@@ -139,7 +139,7 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
 
 def _object(raw: bytes) -> dict[str, Any]:
     try:
-        found = strict.loads(raw)
+        found = strict.parse_json(raw)
     except strict.BadJson as error:
         raise ValueError(f"the answer is not valid JSON: {error}") from None
     if not isinstance(found, dict):

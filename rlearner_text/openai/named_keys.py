@@ -19,7 +19,7 @@ from typing import Final
 
 import msgspec
 
-from broker.contract.streams import token
+from broker.contract.streams import check_token
 from broker.errors import ConfigError, UserError
 from broker.system.locks import lock
 from broker.system.private_files import private_write
@@ -87,7 +87,7 @@ class KeyStore:
         try:
             found = msgspec.json.decode(data, type=list[NamedKey])
             for key in found:
-                token(key.name, "name")
+                check_token(key.name, "name")
         except (msgspec.MsgspecError, RecursionError, ConfigError):
             raise UserError(
                 f"{self.file} is not a file of API keys that `rlearner api-key` wrote"
@@ -109,7 +109,7 @@ class KeyStore:
         Raises:
             UserError: if the name is taken or not allowed, or the file cannot be used.
         """
-        if token(name, "NAME") == DEFAULT:
+        if check_token(name, "NAME") == DEFAULT:
             raise ConfigError(
                 "NAME",
                 name,

@@ -98,7 +98,7 @@ class CalledFunction(StrictModel):
     @classmethod
     def _object(cls, value: str) -> str:
         try:
-            found = strict.loads(value or "{}")
+            found = strict.parse_json(value or "{}")
         except strict.BadJson:
             found = None
         if not isinstance(found, dict):
@@ -377,7 +377,7 @@ def parse(raw: bytes, model: type[B]) -> B:
     if any(raw.count(mark) > MOST_OBJECTS for mark in (b"{", b"[", b'":')):
         raise HttpError(400, f"the body has more than {MOST_OBJECTS} objects, lists or keys")
     try:
-        values = strict.loads(raw)
+        values = strict.parse_json(raw)
     except strict.BadJson as error:
         raise HttpError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(values, dict):

@@ -22,7 +22,7 @@ from nats.aio.client import Client
 
 from broker.contract import codec, wire
 from broker.contract.examples import EXAMPLES
-from broker.contract.permissions import inbox
+from broker.contract.permissions import inbox_prefix
 from broker.contract.streams import (
     CONTROL,
     EPISODES,
@@ -40,7 +40,7 @@ from broker.identity import signatures
 from broker.identity.key_folder import BrokerUser, KeyFolder
 from broker.identity.keys import Key
 from broker.identity.login import find_login
-from broker.jetstream.api import find
+from broker.jetstream.api import find_message
 from broker.jetstream.bus import Bus
 from broker.nats.nats_errors import NoStream
 from broker.runtime.process import Stop
@@ -310,7 +310,7 @@ async def test_a_revoked_key_is_cut_off_at_once_and_others_go_on(run: Bus, broke
     keys = Path((folder / broker_url.removeprefix("nats://").replace(":", "_")).read_text().strip())
     guest, places = Key.generate(), KeyFolder(keys)
     user = BrokerUser(guest.public, "envhub", run.run, name="guest")
-    prefix = inbox(user.role, user.run, user.name)
+    prefix = inbox_prefix(user.role, user.run, user.name)
     places.admit(user)
     await asyncio.sleep(0.3)
     client, cut = Client(), asyncio.Event()
@@ -357,7 +357,7 @@ async def test_no_unsigned_value_is_followed(
     )
     data = codec.encode(FORGED[stream])
     await put_unsigned(run, target, data)
-    stored = await find(run.link, stream.stream_name(run.run), last_of=target)
+    stored = await find_message(run.link, stream.stream_name(run.run), last_of=target)
     assert stored is not None
     assert stored.data == data  # the broker has it, so all depends on the readers
     for reader in (run, server):
@@ -387,13 +387,13 @@ async def followed(reader: Bus, stream: Stream) -> wire.Message | None:
 async def test_an_old_desired_state_cannot_be_sent_again(run: Bus, broker_url: str) -> None:
     control = run.key_value(CONTROL)
     place = f"{CONTROL.key_prefix(run.run)}{run.run}"
-    old = await find(run.link, CONTROL.stream_name(run.run), last_of=place)
+    old = await find_message(run.link, CONTROL.stream_name(run.run), last_of=place)
     assert old is not None
     assert old.headers is not None
     await control.put(run.run, wire.DesiredState(state="paused"))
     headers = {signatures.HEADER: old.headers[signatures.HEADER]}
     await put_unsigned(run, place, old.data, **headers)
-    stored = await find(run.link, CONTROL.stream_name(run.run), last_of=place)
+    stored = await find_message(run.link, CONTROL.stream_name(run.run), last_of=place)
     assert stored is not None
     assert stored.data == old.data
     assert (stored.headers or {})[signatures.HEADER] == headers[signatures.HEADER]
@@ -417,7 +417,7 @@ async def test_the_learner_writes_a_replaced_runspec_again(run: Bus, broker_url:
         await put_unsigned(run, target, codec.encode(FORGED[RUNS]))
         async with asyncio.timeout(10):
             while True:
-                stored = await find(run.link, RUNS.stream_name(run.run), last_of=target)
+                stored = await find_message(run.link, RUNS.stream_name(run.run), last_of=target)
                 if (
                     stored is not None
                     and codec.decode(stored.data, wire.RunSpec).epoch == watch.epoch

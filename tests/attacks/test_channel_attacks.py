@@ -362,7 +362,7 @@ print("succeeded")
     ],
 )
 async def test_another_user_cannot_use_the_local_socket(scene: Scene, what: str) -> None:
-    path = local_sockets.find(ServerAddress.parse(scene.address).local)
+    path = local_sockets.find_socket(ServerAddress.parse(scene.address).local)
     assert path
     program = AS_NOBODY.format(
         nobody=NOBODY, what=what.format(path=path, folder=str(Path(path).parent))
@@ -372,7 +372,7 @@ async def test_another_user_cannot_use_the_local_socket(scene: Scene, what: str)
     )
     assert "PermissionError" in done.stderr
     assert "succeeded" not in done.stdout
-    assert local_sockets.find(Path(path).name) == path
+    assert local_sockets.find_socket(Path(path).name) == path
     reply = await scene.good.generate(scene.address, ask("local"), timeout_s=LONG_S)
     assert reply.finish_reason == "length"
 

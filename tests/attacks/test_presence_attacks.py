@@ -70,7 +70,9 @@ async def test_a_reward_hub_announces_no_other_process(
 
 
 def hub_login(bus: Bus, broker_url: str) -> Login:
-    return tokens.invite(keys_of(broker_url), broker_url, "rewardhub", bus.run, expires_s=600).login
+    return tokens.make_join_token(
+        keys_of(broker_url), broker_url, "rewardhub", bus.run, expires_s=600
+    ).login
 
 
 @pytest.mark.parametrize(
@@ -94,8 +96,10 @@ async def test_a_vouched_hub_announces_no_server(bus: Bus, broker_url: str, mean
     if means == "its own token":
         voucher = login.vouch(bus.run, statement)
     elif means == "a certificate of its own":
-        forged = vouchers.certify(login.key, bus.run, "rollout", login.key.public, time.time() + 60)
-        voucher = vouchers.vouch(login.key, statement, forged)
+        forged = vouchers.certify_key(
+            login.key, bus.run, "rollout", login.key.public, time.time() + 60
+        )
+        voucher = vouchers.make_voucher(login.key, statement, forged)
     else:
         voucher = signer.signed(msgspec.structs.replace(SERVER, id="r1", address="")).voucher
     data = codec.encode(msgspec.structs.replace(SERVER, voucher=voucher))
@@ -123,7 +127,7 @@ async def test_a_forged_hub_is_not_admitted_to_a_server(bus: Bus, broker_url: st
 
     assert not await admits(HUB)
     assert not await admits(
-        msgspec.structs.replace(HUB, voucher=vouchers.vouch(Key.generate(), b"x"))
+        msgspec.structs.replace(HUB, voucher=vouchers.make_voucher(Key.generate(), b"x"))
     )
     assert await admits(PresenceSigner(bus).signed(HUB))
     await admission.close()

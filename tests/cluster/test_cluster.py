@@ -18,7 +18,7 @@ from broker_cluster import NODES, ClusterNodes
 from broker.contract import wire
 from broker.contract.examples import EXAMPLES
 from broker.contract.streams import CONTROL, SAMPLES, TICKETS
-from broker.jetstream.api import ask
+from broker.jetstream.api import call_api
 from broker.jetstream.bus import Bus, Delivery
 
 SECONDS_DOWN = 1.5
@@ -138,7 +138,9 @@ async def test_any_one_server_may_be_killed_under_load(nodes: ClusterNodes) -> N
     ]
     await buses[0].ensure_streams()
     for stream in ("rl_demo_tickets", "rl_demo_samples", "KV_rl_demo_control"):
-        assert (await ask(buses[0].link, f"STREAM.INFO.{stream}"))["config"]["num_replicas"] == 3
+        assert (await call_api(buses[0].link, f"STREAM.INFO.{stream}"))["config"][
+            "num_replicas"
+        ] == 3
     load = Load(buses)
     ending = [asyncio.create_task(work()) for work in (load.issue, load.swap)]
     endless = [asyncio.create_task(work()) for work in (load.work, load.follow, load.watch)]

@@ -39,7 +39,7 @@ async def test_a_run_has_three_replicas(tmp_path: Path) -> None:
         info = await bus.info(TICKETS)
         assert info["config"]["num_replicas"] == 3
         await nodes.settled(bus)
-        made = tokens.invite(keys_of(nodes.url), nodes.url, "envhub", "team", expires_s=60)
+        made = tokens.make_join_token(keys_of(nodes.url), nodes.url, "envhub", "team", expires_s=60)
         hub = await Bus.connect(
             nodes.url, "team", name="hub", role="envhub", login=made.login, deadline_s=60
         )
@@ -67,7 +67,7 @@ async def test_a_server_follows_what_a_process_of_another_host_changed(tmp_path:
         # which this process must not signal
         note.write_text(f"another boot/pid:[1]/{server.pid}/1")
         reloads = reloads_of(server)
-        made = tokens.invite(keys, server.url, "envhub", "demo", expires_s=60)
+        made = tokens.make_join_token(keys, server.url, "envhub", "demo", expires_s=60)
         await asyncio.sleep(0.3)
         assert reloads_of(server) == reloads
         note.write_text(identity)

@@ -14,7 +14,7 @@ from loop_kit import opened_ledger, running_loop, scored_group
 from waits import until
 
 from broker.contract.streams import PARTS, SAMPLES
-from broker.jetstream.api import ask
+from broker.jetstream.api import call_api
 from broker.jetstream.bus import Bus
 from broker.nats.nats_errors import ApiError
 
@@ -29,7 +29,7 @@ async def change_leaders(bus: Bus, stop: asyncio.Event) -> int:
         if stop.is_set():
             return times
         try:
-            await ask(bus.link, f"STREAM.LEADER.STEPDOWN.{stream.stream_name(bus.run)}")
+            await call_api(bus.link, f"STREAM.LEADER.STEPDOWN.{stream.stream_name(bus.run)}")
             times += 1
         except ApiError:  # no leader at the moment
             pass

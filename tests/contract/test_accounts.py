@@ -35,7 +35,12 @@ from broker.contract.streams import (
 from broker.errors import RequestFailed, UserError
 from broker.identity.login import find_login
 from broker.jetstream.bus import Bus
-from broker.jetstream.core_messages import publish_metrics, request, respond, watch_metrics
+from broker.jetstream.core_messages import (
+    answer_requests,
+    publish_metrics,
+    send_request,
+    watch_metrics,
+)
 from broker.jetstream.parts import GroupParts
 from broker.nats.client import Msg
 
@@ -265,11 +270,11 @@ async def test_requests_are_answered(
         return EXAMPLES[answer]
 
     with pytest.raises(RequestFailed, match="nothing listens"):
-        await request(buses[asker], stream, key, EXAMPLES[question], timeout_s=5, reply=answer)
-    subscribed = await respond(buses[answerer], stream, key, handle, shared=shared)
+        await send_request(buses[asker], stream, key, EXAMPLES[question], timeout_s=5, reply=answer)
+    subscribed = await answer_requests(buses[answerer], stream, key, handle, shared=shared)
     await buses[answerer].link.overdue(1.0)
     replies = [
-        request(buses[asker], stream, key, EXAMPLES[question], timeout_s=LONG_S, reply=answer)
+        send_request(buses[asker], stream, key, EXAMPLES[question], timeout_s=LONG_S, reply=answer)
         for _ in range(20)
     ]
     assert await asyncio.gather(*replies) == [EXAMPLES[answer]] * 20

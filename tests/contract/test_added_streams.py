@@ -104,9 +104,9 @@ async def test_a_channel_is_a_file_and_one_line(
     (tmp_path / "added_channel.py").write_text(CHANNEL)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match="mine"):
-        carriers.connect("mine", bus)
+        carriers.make_client("mine", bus)
     monkeypatch.setitem(carriers.CHANNELS, "mine", "added_channel:CHANNEL")
-    server, client = carriers.serve("mine", bus, "s1"), carriers.connect("mine", bus)
+    server, client = carriers.make_server("mine", bus, "s1"), carriers.make_client("mine", bus)
 
     async def echo(request: wire.GenerateRequest) -> wire.GenerateReply:
         ids = request.token_ids.array()

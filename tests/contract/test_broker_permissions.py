@@ -20,10 +20,10 @@ from own_server import own_server
 
 from broker.contract import codec, wire
 from broker.contract.examples import EXAMPLES
-from broker.contract.permissions import inbox
+from broker.contract.permissions import inbox_prefix
 from broker.contract.streams import CONTROL, EPISODES, RUNS, SAMPLES, TICKETS, WEIGHTS
 from broker.identity import cluster_login
-from broker.identity.accounts import mapped
+from broker.identity.accounts import map_subject
 from broker.identity.login import KEYS, find_login
 from broker.jetstream.bus import Bus
 from broker.settings.runspec import publish_runspec
@@ -189,13 +189,15 @@ async def test_a_hub_writes_neither_what_the_run_follows_nor_another_run(
         shown = {"user": f"{RUN}.{role}", "password": password}
     client = Client()
     await client.connect(
-        url, error_cb=note, allow_reconnect=False, inbox_prefix=inbox(role, RUN, ""), **shown
+        url, error_cb=note, allow_reconnect=False, inbox_prefix=inbox_prefix(role, RUN, ""), **shown
     )
     for subject in subjects:
         await client.publish(subject, codec.encode(wire.DesiredState(state="stopped")))
     await client.flush()
     await asyncio.sleep(0.1)
-    assert [line.split('"')[1] for line in refused] == [mapped(one).lower() for one in subjects]
+    assert [line.split('"')[1] for line in refused] == [
+        map_subject(one).lower() for one in subjects
+    ]
     await client.subscribe(f"rl.{OTHER}.>")
     await client.flush()
     await asyncio.sleep(0.1)

@@ -73,7 +73,7 @@ async def test_a_disconnect_logs_no_warning_of_asyncio(
 async def test_a_token_is_enough_elsewhere(
     server: BrokerServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    made = tokens.invite(keys_of(server.url), server.url, "envhub", "demo", expires_s=60)
+    made = tokens.make_join_token(keys_of(server.url), server.url, "envhub", "demo", expires_s=60)
     assert made.authority.startswith("-----BEGIN CERTIFICATE-----")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     bus = await Bus.connect(

@@ -20,7 +20,7 @@ from broker.jetstream.bus import Bus
 from broker.runtime.announce import Announcer
 from broker.runtime.process import Stop
 from learner.credit import ledger_segments
-from learner.service import serve
+from learner.service import serve_learner
 
 LAKE = {
     "env": "frozenlake",
@@ -55,7 +55,7 @@ async def life(
 ) -> list[wire.Ticket]:
     """One life of the learner with a made-up hub; the tickets that the hub was given."""
     async with fleet.Hub(bus, **{"answer": good, **hub}) as made, asyncio.timeout(120):
-        await serve(config, url, stop or Stop(), connect_deadline_s=60)
+        await serve_learner(config, url, stop or Stop(), connect_deadline_s=60)
     return made.tickets
 
 
@@ -101,7 +101,9 @@ async def test_settings_apply_from_the_end_of_the_log_on(
     await bus.ensure_streams()
     path, queue = tmp_path / run_name / "metrics.jsonl", await bus.work_queue(TICKETS, "lake")
     async with asyncio.timeout(120):
-        first = asyncio.create_task(serve(config, broker_url, Stop(), connect_deadline_s=60))
+        first = asyncio.create_task(
+            serve_learner(config, broker_url, Stop(), connect_deadline_s=60)
+        )
         for _ in range(4):
             (delivery,) = await queue.fetch(1, 60.0)
             assert isinstance(delivery.message, wire.Ticket)
@@ -117,7 +119,9 @@ async def test_settings_apply_from_the_end_of_the_log_on(
         checkpoint={"every_steps": 100},
     )
     async with asyncio.timeout(120):
-        second = asyncio.create_task(serve(strict, broker_url, Stop(), connect_deadline_s=60))
+        second = asyncio.create_task(
+            serve_learner(strict, broker_url, Stop(), connect_deadline_s=60)
+        )
         async for entry in bus.read_log(SAMPLES, 6):  # behind the first rules and four groups
             assert isinstance(entry.message, wire.RulesChange)
             break
@@ -155,7 +159,9 @@ async def test_log_decides_how_many_groups_are_trained_on(
     await bus.ensure_streams()
     path, queue = tmp_path / run_name / "metrics.jsonl", await bus.work_queue(TICKETS, "lake")
     async with asyncio.timeout(120):
-        first = asyncio.create_task(serve(config, broker_url, Stop(), connect_deadline_s=60))
+        first = asyncio.create_task(
+            serve_learner(config, broker_url, Stop(), connect_deadline_s=60)
+        )
         for _ in range(4):
             (delivery,) = await queue.fetch(1, 60.0)
             assert isinstance(delivery.message, wire.Ticket)
@@ -172,7 +178,9 @@ async def test_log_decides_how_many_groups_are_trained_on(
     assert (before["actor/num_rows"], len(trained)) == (4.0, 2)
     changed = settings({"pg_variant": "ppo"})
     async with asyncio.timeout(120):
-        second = asyncio.create_task(serve(changed, broker_url, Stop(), connect_deadline_s=60))
+        second = asyncio.create_task(
+            serve_learner(changed, broker_url, Stop(), connect_deadline_s=60)
+        )
         async for entry in bus.read_log(SAMPLES, 6):  # behind the first rules and four groups
             assert isinstance(entry.message, wire.RulesChange)
             break
@@ -199,7 +207,9 @@ async def test_fewer_steps_end_the_run_even_if_the_log_holds_groups_for_more(
     )
     path = tmp_path / run_name / "metrics.jsonl"
     async with asyncio.timeout(120), fleet.Hub(bus, good):
-        first = asyncio.create_task(serve(config, broker_url, Stop(), connect_deadline_s=60))
+        first = asyncio.create_task(
+            serve_learner(config, broker_url, Stop(), connect_deadline_s=60)
+        )
         await until(lambda: path.exists() and len(lines(config)) >= 2)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
@@ -232,7 +242,7 @@ async def test_a_checkpoint_that_is_ahead_of_the_tickets_stream(
     with monkeypatch.context() as patched:
         patched.setattr(Bus, "publish", slow)
         async with asyncio.timeout(120):
-            await serve(config, broker_url, stop, connect_deadline_s=60)
+            await serve_learner(config, broker_url, stop, connect_deadline_s=60)
     assert await bus.last_seq(TICKETS) == 5
     played = await life(bus, broker_url, config)
     assert sorted(ticket.number for ticket in played) == list(range(1, 41))
@@ -290,7 +300,9 @@ async def test_a_ticket_that_its_hub_forgot_is_closed_and_withdrawn(
     announcer, queue = Announcer(bus, lambda: here), await bus.work_queue(TICKETS, "lake")
     await announcer.start()
     async with asyncio.timeout(120):
-        learner = asyncio.create_task(serve(config, broker_url, Stop(), connect_deadline_s=60))
+        learner = asyncio.create_task(
+            serve_learner(config, broker_url, Stop(), connect_deadline_s=60)
+        )
         (held,) = await queue.fetch(1, 60.0)  # never acknowledged, never ended
         hub = fleet.Hub(bus, good)
         async with hub:

@@ -19,7 +19,7 @@ import zmq.asyncio
 from waits import LONG_S, until
 
 from broker.channel import carriers, local_sockets
-from broker.channel.bundle import pack, unpack
+from broker.channel.bundle import pack, unpack_bundle
 from broker.channel.carriers import ChannelClient, ChannelServer
 from broker.channel.zmq_address import ServerAddress, this_host
 from broker.channel.zmq_client import ZmqClient
@@ -100,7 +100,7 @@ async def serve(kind: str, bus: Bus) -> AsyncIterator[Serve]:
     servers: list[ChannelServer] = []
 
     async def start(engine: Engine, server_id: str = "s1") -> ChannelServer:
-        server = carriers.serve(kind, bus, server_id)
+        server = carriers.make_server(kind, bus, server_id)
         await server.start(engine.handle, engine.abort)
         servers.append(server)
         return server
@@ -112,7 +112,7 @@ async def serve(kind: str, bus: Bus) -> AsyncIterator[Serve]:
 
 @pytest.fixture
 async def client(kind: str, bus: Bus) -> AsyncIterator[ChannelClient]:
-    made = carriers.connect(kind, bus)
+    made = carriers.make_client(kind, bus)
     yield made
     await made.close()
 
@@ -169,7 +169,7 @@ async def test_two_askers_and_two_servers_do_not_mix(
 ) -> None:
     one, two = Engine(), Engine()
     first, second = await serve(one, "s1"), await serve(two, "s2")
-    other = carriers.connect(kind, bus)
+    other = carriers.make_client(kind, bus)
     try:
         replies = await asyncio.gather(
             client.generate(first.address, request("same", 1), timeout_s=60),
@@ -309,7 +309,7 @@ async def send_raw(kind: str, bus: Bus, address: str, data: bytes) -> bytes:
     try:
         socket.connect(ServerAddress.parse(address).endpoint()[0])  # a local socket
         await socket.send(pack([("7", data)]))
-        ((token, answer),) = unpack(await socket.recv())
+        ((token, answer),) = unpack_bundle(await socket.recv())
         assert token == "7"
         return bytes(answer)
     finally:
@@ -354,7 +354,7 @@ async def answer_raw(
         while True:
             identity, asked = await socket.recv_multipart()
             await socket.send_multipart(
-                [identity, pack([(token, answer) for token, _ in unpack(asked)])]
+                [identity, pack([(token, answer) for token, _ in unpack_bundle(asked)])]
             )
 
     task = asyncio.create_task(loop())
@@ -462,12 +462,12 @@ async def test_a_large_request_and_reply_pass(serve: Serve, client: ChannelClien
 def test_a_server_is_bound_to_one_address_only(bind: str) -> None:
     refused = rf"--bind: '{re.escape(bind)}' is not allowed; expected an IP address of one interface .*127\.0\.0\.1"
     with pytest.raises(ConfigError, match=refused):
-        carriers.serve("zmq", None, "s1", bind=bind)  # type: ignore[arg-type]
+        carriers.make_server("zmq", None, "s1", bind=bind)  # type: ignore[arg-type]
 
 
 def test_an_unknown_kind_lists_the_known() -> None:
     with pytest.raises(ConfigError, match="nats, zmq"):
-        carriers.connect("carrier-pigeon", None)  # type: ignore[arg-type]
+        carriers.make_client("carrier-pigeon", None)  # type: ignore[arg-type]
 
 
 SERVER_PROGRAM = """
@@ -489,7 +489,7 @@ async def test_a_killed_zmq_server_fails_its_requests_at_once(bus: Bus) -> None:
     program = [sys.executable, "-c", SERVER_PROGRAM]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:  # noqa: ASYNC220
         assert process.stdout is not None
-        client = carriers.connect("zmq", bus)
+        client = carriers.make_client("zmq", bus)
         try:
             address = (await asyncio.to_thread(process.stdout.readline)).strip()
             task = asyncio.create_task(client.generate(address, request(), timeout_s=60))
@@ -520,7 +520,7 @@ async def ask_closed_ports(
 
 async def test_a_client_asks_more_servers_than_a_context_has_sockets_by_default(bus: Bus) -> None:
     """ZeroMQ's default of 1,023 sockets is enough for 341 servers."""
-    client = carriers.connect("zmq", bus)
+    client = carriers.make_client("zmq", bus)
     outcomes = await ask_closed_ports(client, range(1, 501))
     await client.close()
     assert {type(outcome) for outcome in outcomes} == {RequestFailed}

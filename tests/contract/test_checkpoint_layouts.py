@@ -63,7 +63,7 @@ def test_any_number_of_ranks_and_any_backend_continues(
     try:
         run(first, range(2))
         # Without weights in Hugging Face format: these come from the parts, too.
-        written = checkpoint.write(tmp_path, first, {"version": 2}, 1, hf_max_gib=0)
+        written = checkpoint.write_checkpoint(tmp_path, first, {"version": 2}, 1, hf_max_gib=0)
         expected = losses(run(first, range(2, 5)))
         weights = {name: tensor.clone() for name, tensor in first.weights().items()}
     finally:
@@ -164,7 +164,7 @@ def test_a_model_that_transformers_converts_is_loaded_whole(
         line = "every rank loads the whole model: transformers stores its weights under other names"
         assert line in caplog.text
         torch.testing.assert_close(backend.logprobs(ids), expected, rtol=0, atol=1e-6)
-        written = checkpoint.write(tmp_path / "checkpoints", backend, {"version": 0}, 1)
+        written = checkpoint.write_checkpoint(tmp_path / "checkpoints", backend, {"version": 0}, 1)
     finally:
         backend.close()
     again = AutoModelForCausalLM.from_pretrained(written, dtype=torch.float32).eval()
@@ -223,7 +223,7 @@ def test_a_critic_and_a_reference_next_to_a_divided_policy(path: str, tmp_path: 
         {"adv_estimator": "gae", "critic": {"enabled": True}, "kl_coef": 0.1}
     )
     alone = make("torch", path, algorithm=algorithm, model=ModelSection(dtype="bfloat16"))
-    checkpoint.write(tmp_path, alone, {"version": 0}, 1, hf_max_gib=0)
+    checkpoint.write_checkpoint(tmp_path, alone, {"version": 0}, 1, hf_max_gib=0)
     made = checkpoint.newest_checkpoint(tmp_path)
     assert made is not None
     pair = make(

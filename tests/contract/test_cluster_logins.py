@@ -24,7 +24,12 @@ from broker.identity.cluster_login import CA, CERT, CERT_KEY, CREDS, NKEY, PASSW
 from broker.identity.key_folder import KeyFolder, as_server_user
 from broker.identity.keys import Key
 from broker.identity.login import KEYS, client_options, find_login
-from broker.identity.server_config import ServerUser, accounts, certificate_user, password_user
+from broker.identity.server_config import (
+    ServerUser,
+    certificate_user,
+    format_accounts,
+    password_user,
+)
 from broker.jetstream.bus import Bus
 from broker.settings.runspec import publish_runspec
 
@@ -68,7 +73,9 @@ def with_nkeys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     files = {"operator": keys.path / "operator.key"} | {
         one: keys.path / RUN / f"{one}.key" for one in ROLES[:2]
     }
-    with own_server(folder / "server", include=accounts(map(as_server_user, keys.users()))) as url:
+    with own_server(
+        folder / "server", include=format_accounts(map(as_server_user, keys.users()))
+    ) as url:
         yield Place(url, {role: {NKEY: str(file)} for role, file in files.items()}, folder)
 
 
@@ -82,7 +89,9 @@ def with_passwords(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         role: {USER: name, PASSWORD: private(folder / role, f"hunter-{role}\n")}
         for role, name in names.items()
     }
-    with own_server(folder / "server", include=accounts(users(password_user)), env=env) as url:
+    with own_server(
+        folder / "server", include=format_accounts(users(password_user)), env=env
+    ) as url:
         yield Place(url, logins, folder)
 
 
@@ -105,7 +114,9 @@ def with_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plac
         certificate, key = authority.certificate(role if role == "operator" else f"{RUN}.{role}")
         logins[role] = {CERT: str(certificate), CERT_KEY: str(key), CA: str(authority.file)}
     more = tls_lines(authority, more="verify_and_map: true")
-    with own_server(folder / "server", include=accounts(users(certificate_user)), more=more) as url:
+    with own_server(
+        folder / "server", include=format_accounts(users(certificate_user)), more=more
+    ) as url:
         yield Place(url.replace("nats://", "tls://"), logins, folder, authority=authority)
 
 

@@ -18,7 +18,7 @@ from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import watch_metrics
 from broker.runtime.process import Stop
 from learner.reporting.metrics import read_lines
-from learner.service import serve
+from learner.service import serve_learner
 from rlearner.console.index.follower import RunFollower
 from rlearner.console.index.timeline import LEARNER
 
@@ -77,7 +77,9 @@ async def test_the_timeline_of_a_learner_is_that_of_its_metrics(
         fleet.Hub(bus, lambda ticket: [fleet.group(ticket, ticket.min_version)], work_s=0.4),
         asyncio.timeout(200),
     ):
-        learner = asyncio.create_task(serve(config, broker_url, Stop(), connect_deadline_s=60))
+        learner = asyncio.create_task(
+            serve_learner(config, broker_url, Stop(), connect_deadline_s=60)
+        )
         await until((folder / "config.yaml").exists)
         follower.start()
         await learner

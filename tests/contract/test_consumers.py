@@ -14,9 +14,15 @@ from broker.contract.examples import EXAMPLES
 from broker.contract.streams import TICKETS
 from broker.contract.wire import Ticket
 from broker.errors import UserError
-from broker.jetstream.api import ask
+from broker.jetstream.api import call_api
 from broker.jetstream.bus import Bus
-from broker.jetstream.consumers import _takes, adopted, differences, ensure_consumer, settings
+from broker.jetstream.consumers import (
+    _matches_filter,
+    adopt_settings,
+    compare_settings,
+    consumer_settings,
+    ensure_consumer,
+)
 
 
 async def make(bus: Bus, **changes: Any) -> None:
@@ -28,7 +34,7 @@ async def make(bus: Bus, **changes: Any) -> None:
         "ack_policy": "explicit",
         **changes,
     }
-    await ask(
+    await call_api(
         bus.link,
         f"CONSUMER.DURABLE.CREATE.{name}.{config['durable_name']}",
         {"stream_name": name, "config": config},
@@ -37,7 +43,7 @@ async def make(bus: Bus, **changes: Any) -> None:
 
 async def found(bus: Bus, name: str = "lake") -> dict[str, Any]:
     config: dict[str, Any] = (
-        await ask(bus.link, f"CONSUMER.INFO.{TICKETS.stream_name(bus.run)}.{name}")
+        await call_api(bus.link, f"CONSUMER.INFO.{TICKETS.stream_name(bus.run)}.{name}")
     )["config"]
     return config
 
@@ -105,7 +111,7 @@ async def test_a_hub_ends_with_one_line_where_it_cannot_use_the_consumer(
 ) -> None:
     world = World(bus, broker_url, tmp_path)
     await world.publish_spec({"lake": LAKE})
-    await ask(bus.link, f"CONSUMER.DELETE.{TICKETS.stream_name(bus.run)}.lake")
+    await call_api(bus.link, f"CONSUMER.DELETE.{TICKETS.stream_name(bus.run)}.lake")
     await make(bus, deliver_subject="elsewhere")
     child = world.spawn("--n", "2")
     _, said = await asyncio.to_thread(child.communicate, timeout=100)
@@ -122,16 +128,16 @@ async def test_a_hub_ends_with_one_line_where_it_cannot_use_the_consumer(
 async def test_ours_is_made_once_and_not_changed(bus: Bus) -> None:
     await bus.work_queue(TICKETS, "lake")
     before = await found(bus)
-    wanted = settings("lake", TICKETS.subject(bus.run, "lake"))
+    wanted = consumer_settings("lake", TICKETS.subject(bus.run, "lake"))
     assert await ensure_consumer(bus.link, TICKETS.stream_name(bus.run), wanted) == ("lake", 6.0)
     assert await found(bus) == before
-    assert differences(before, wanted) == {}
+    assert compare_settings(before, wanted) == {}
     assert await bus.last_delivered(TICKETS, "lake") == 0
     assert await bus.last_delivered(TICKETS, "sea") == 0
 
 
 def test_what_is_kept_of_another_programs_settings() -> None:
-    wanted = settings("lake", "rl.r.tickets.lake")
+    wanted = consumer_settings("lake", "rl.r.tickets.lake")
     theirs = {
         "durable_name": "mine",
         "ack_wait": 30_000_000_000,
@@ -139,7 +145,7 @@ def test_what_is_kept_of_another_programs_settings() -> None:
         "max_deliver": 3,
         "replay_policy": "instant",
     }
-    assert adopted(theirs, wanted) == wanted | {
+    assert adopt_settings(theirs, wanted) == wanted | {
         "durable_name": "mine",
         "ack_wait": 30_000_000_000,
         "max_waiting": 7,
@@ -159,4 +165,4 @@ def test_what_is_kept_of_another_programs_settings() -> None:
     ],
 )
 def test_which_filters_take_a_subject(pattern: str, takes: bool) -> None:
-    assert _takes(pattern, "rl.r.tickets.lake") is takes
+    assert _matches_filter(pattern, "rl.r.tickets.lake") is takes

@@ -22,7 +22,7 @@ from broker.jetstream.bus import Bus
 from broker.runtime.process import Stop
 from broker.settings.runspec import newest_epoch
 from learner.prepare import to_yaml
-from learner.service import serve
+from learner.service import serve_learner
 from rlearner_text.config import TinyModel
 from rlearner_text.tiny import build_tiny
 
@@ -34,7 +34,7 @@ async def life(bus: Bus, url: str, config: dict[str, Any], *, force: bool = Fals
         return [fleet.group(ticket, ticket.min_version)]
 
     async with fleet.Hub(bus, answer, domains=list(config["domains"])), asyncio.timeout(120):
-        await serve(config, url, Stop(), connect_deadline_s=60, force=force)
+        await serve_learner(config, url, Stop(), connect_deadline_s=60, force=force)
 
 
 async def test_a_second_life_says_what_changed_and_makes_no_warm_start(

@@ -19,7 +19,7 @@ from broker.contract import wire
 from broker.contract.streams import DEAD, EPISODES, SCORES
 from broker.identity.login import find_login
 from broker.jetstream.bus import Bus
-from broker.jetstream.core_messages import respond
+from broker.jetstream.core_messages import answer_requests
 from broker.settings.config import DomainSection, RewardConfig
 from envhub.task import EpisodeResult
 from envhub.tickets.assignment import assignment, group
@@ -51,7 +51,7 @@ async def silent(bus: Bus, broker_url: str) -> AsyncIterator[list[wire.Message]]
     hub = await Bus.connect(
         broker_url, bus.run, name="silent", role="rewardhub", login=login, deadline_s=60
     )
-    swallowing = await respond(hub, SCORES, "default", swallow, shared=True)
+    swallowing = await answer_requests(hub, SCORES, "default", swallow, shared=True)
     await hub.link.overdue(1.0)
     yield asked
     await swallowing.close()
@@ -266,7 +266,7 @@ async def test_a_long_answer_is_scored_early_unless_no_message_can_hold_it(
         assert len(request.response) == size
         return wire.EpisodeScoreReply(rewards="digest", scores=[score])
 
-    answering = await respond(bus, SCORES, "default", answer, shared=True)
+    answering = await answer_requests(bus, SCORES, "default", answer, shared=True)
     section = DomainSection(env="qa", rewards=[RewardConfig(name="my.py:length")])
     early = EarlyScores(bus, assignment(TICKET), section, 0.1, lambda *_: None)
     last = replace(trajectory(1, 0.0), response="a" * size)
@@ -288,7 +288,8 @@ async def test_a_partial_reply_counts_but_ends_the_visit(bus: Bus) -> None:
         return wire.EpisodeScoreReply(rewards="digest", scores=[score], success=True, partial=True)
 
     answering = [
-        await respond(bus, SCORES, pool, answer, shared=True) for pool in ("first", "second")
+        await answer_requests(bus, SCORES, pool, answer, shared=True)
+        for pool in ("first", "second")
     ]
     rewards = [RewardConfig(name="my.py:length", pool=pool) for pool in ("first", "second")]
     section = DomainSection(env="qa", rewards=rewards)

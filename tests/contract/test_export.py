@@ -31,7 +31,7 @@ def checkpoint_in_run(folder: Path, backend: Any, step: int) -> Path:
     (folder / "run" / "config.yaml").write_text(
         yaml.safe_dump({"run": {"name": "run", "dir": str(folder)}})
     )
-    return checkpoint.write(
+    return checkpoint.write_checkpoint(
         folder / "run" / "checkpoints", backend, {"version": step}, 1, hf_max_gib=0
     )
 

@@ -252,8 +252,11 @@ async def test_an_observers_token_sees_the_run_until_it_is_revoked(
     await bus.ensure_consumers(TICKETS, ["lake"])
     await bus.publish(TICKETS, ticket(1), key="lake", ticket=1)
     keys, place = keys_of(broker_url), tmp_path / "observer.token"
-    tokens.write(
-        tokens.invite(keys, broker_url, "observer", bus.run, name="grafana", expires_s=600), place
+    tokens.write_token(
+        tokens.make_join_token(
+            keys, broker_url, "observer", bus.run, name="grafana", expires_s=600
+        ),
+        place,
     )
     made, stop, shown = options(bus.run, None, tmp_path), Stop(), list[RunFigures]()
     monkeypatch.setattr(
@@ -282,8 +285,8 @@ async def test_a_token_of_another_run_or_role_is_one_line(
 ) -> None:
     keys = keys_of(broker_url)
     for role in ("observer", "envhub"):
-        tokens.write(
-            tokens.invite(keys, broker_url, role, bus.run, name=role, expires_s=600),
+        tokens.write_token(
+            tokens.make_join_token(keys, broker_url, role, bus.run, name=role, expires_s=600),
             tmp_path / role,
         )
     other = options("other", None, tmp_path)

@@ -22,7 +22,7 @@ from broker.jetstream.bus import Bus
 from broker.runtime.process import Stop
 from learner.checkpoints import checkpoint
 from learner.reporting.metrics import read_lines
-from learner.service import serve
+from learner.service import serve_learner
 from learner.training_setup import SLOW_MODULES
 
 SIZE_MIB = 4
@@ -116,7 +116,9 @@ async def test_a_learner_waits_for_space_and_goes_on(
         return any(text in record.getMessage() for record in caplog.records)
 
     async with paced(bus):
-        learner = asyncio.create_task(serve(config, broker_url, Stop(), connect_deadline_s=60))
+        learner = asyncio.create_task(
+            serve_learner(config, broker_url, Stop(), connect_deadline_s=60)
+        )
         await until(
             lambda: learner.done() or len(checkpoint.list_checkpoints(run / "checkpoints")) == 2
         )
@@ -164,7 +166,9 @@ async def test_a_stop_on_a_full_folder_ends_with_one_line(
     folder = small(tmp_path / run_name / "checkpoints")
     filler, stop = Filler(folder), Stop()
     async with paced(bus):
-        learner = asyncio.create_task(serve(config, broker_url, stop, connect_deadline_s=60))
+        learner = asyncio.create_task(
+            serve_learner(config, broker_url, stop, connect_deadline_s=60)
+        )
         await until(lambda: learner.done() or len(checkpoint.list_checkpoints(folder)) == 2)
         filler.fill()
         await until(
@@ -190,6 +194,6 @@ def test_what_safetensors_says_of_a_full_disk_is_the_operating_systems_word(
     folder = small(tmp_path / "small")
     backend = FakeBackend({"moments": torch.zeros(SIZE_MIB << 20)})
     with pytest.raises(OSError, match="No space left on device") as raised:
-        checkpoint.stage(folder, backend, backend.snapshot(), {"version": 3}, 1)  # type: ignore[arg-type]
+        checkpoint.stage_checkpoint(folder, backend, backend.snapshot(), {"version": 3}, 1)  # type: ignore[arg-type]
     assert raised.value.errno == errno.ENOSPC
     assert list(folder.iterdir()) == []

@@ -123,7 +123,9 @@ async def test_a_supervised_broker_ends_a_token_that_expires_unless_it_is_renewe
     with BrokerServer(str(tmp_path / "store")) as server:
         supervisor, keys = ServerSupervisor(server), keys_of(server.url)
         assert supervisor.look() == []
-        made = tokens.invite(keys, server.url, "envhub", "demo", name="host-2", expires_s=LONG_S)
+        made = tokens.make_join_token(
+            keys, server.url, "envhub", "demo", name="host-2", expires_s=LONG_S
+        )
         bus = await Bus.connect(
             server.url, "demo", name="x", role="envhub", login=made.login, deadline_s=60
         )
@@ -142,8 +144,8 @@ async def test_a_supervised_broker_ends_a_token_that_expires_unless_it_is_renewe
         await bus.close()
         # an expired one is accepted again, by the file that it has
         keys.renew("host-2", time.time() + 600)
-        tokens.write(made, tmp_path / "hub.token")
-        login = tokens.read(str(tmp_path / "hub.token"), "envhub").login
+        tokens.write_token(made, tmp_path / "hub.token")
+        login = tokens.read_token(str(tmp_path / "hub.token"), "envhub").login
         await (
             await Bus.connect(
                 server.url, "demo", name="y", role="envhub", login=login, deadline_s=60
@@ -171,7 +173,7 @@ def test_status_warns_a_day_ahead() -> None:
 
 def test_a_token_that_expires_is_no_longer_rendered(tmp_path: Path) -> None:
     keys = KeyFolder(tmp_path / "keys")
-    made = tokens.invite(keys, "nats://x:1", "envhub", "demo", expires_s=0.2)
+    made = tokens.make_join_token(keys, "nats://x:1", "envhub", "demo", expires_s=0.2)
     text = keys.path / "authorization.conf"
     public = made.login.key.public if made.login.key else ""
     assert public in text.read_text()
@@ -234,7 +236,7 @@ def test_a_bad_token_is_refused_in_one_line(
 ) -> None:
     place = token_file(tmp_path, text, mode)
     with pytest.raises(UserError) as caught:
-        tokens.read(place, "envhub")
+        tokens.read_token(place, "envhub")
     assert says in str(caught.value)
     assert str(caught.value).startswith(f"--join {place}")
     assert "\n" not in str(caught.value)
@@ -250,14 +252,14 @@ def test_a_group_may_read_a_token_of_root_as_kubernetes_mounts_it(
     place = token_file(tmp_path, good(), mode)
     os.chown(place, owner, 1000)
     if accepted:
-        assert tokens.read(place, "envhub").run == "demo"
+        assert tokens.read_token(place, "envhub").run == "demo"
     else:
         with pytest.raises(UserError, match="other users can read this file"):
-            tokens.read(place, "envhub")
+            tokens.read_token(place, "envhub")
 
 
 def test_a_good_token_is_read(tmp_path: Path) -> None:
-    made = tokens.read(token_file(tmp_path, good()), "envhub")
+    made = tokens.read_token(token_file(tmp_path, good()), "envhub")
     assert (made.broker, made.run, made.role, made.login.inbox) == (
         "nats://x:1", "demo", "envhub", "_INBOX.envhub.demo.n",
     )  # fmt: skip
@@ -288,19 +290,19 @@ def test_a_bad_command_line_is_refused_in_one_line(
 
 def test_the_name_of_a_token_is_unique(tmp_path: Path) -> None:
     keys = KeyFolder(tmp_path / "keys")
-    tokens.invite(keys, "nats://x:1", "envhub", "demo", name="a", expires_s=60)
+    tokens.make_join_token(keys, "nats://x:1", "envhub", "demo", name="a", expires_s=60)
     with pytest.raises(
         UserError,
         match="--name a: the broker already has a token of this name; `rlearner revoke a`",
     ):
-        tokens.invite(keys, "nats://x:1", "rollout", "demo", name="a", expires_s=60)
+        tokens.make_join_token(keys, "nats://x:1", "rollout", "demo", name="a", expires_s=60)
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"), [("1s", 1), ("30m", 1800), ("24h", 86_400), ("7d", 604_800)]
 )
 def test_durations(text: str, seconds: float) -> None:
-    assert tokens.duration(text) == seconds
+    assert tokens.parse_duration(text) == seconds
 
 
 def test_commands_for_keys_need_the_broker_of_this_user(tmp_path: Path) -> None:

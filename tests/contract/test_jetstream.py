@@ -38,11 +38,16 @@ from broker.contract.streams import (
 )
 from broker.errors import BrokerUnreachable, ConfigError, LostState, RequestFailed, WireError
 from broker.jetstream import log_reader as reader
-from broker.jetstream.api import StoredEntry, ask
+from broker.jetstream.api import StoredEntry, call_api
 from broker.jetstream.bus import Bus, LogRecord
-from broker.jetstream.core_messages import publish_metrics, request, respond, watch_metrics
-from broker.jetstream.log_reader import follow
-from broker.jetstream.publish import MESSAGE_ID, store
+from broker.jetstream.core_messages import (
+    answer_requests,
+    publish_metrics,
+    send_request,
+    watch_metrics,
+)
+from broker.jetstream.log_reader import follow_stream
+from broker.jetstream.publish import MESSAGE_ID, store_message
 from broker.nats.nats_errors import ApiError, Disconnected
 from broker.server.private_server import BrokerServer
 
@@ -234,7 +239,7 @@ async def test_impatient_fetchers_of_one_queue_get_on(bus: Bus) -> None:
 async def test_a_malformed_message_still_names_its_ticket(bus: Bus) -> None:
     name = TICKETS.stream_name(bus.run)
     headers = {MESSAGE_ID: "bad", wire.TICKET_HEADER: "41"}
-    await store(bus.link, name, TICKETS.subject(bus.run, "lake"), b"\x81\xa1x", headers)
+    await store_message(bus.link, name, TICKETS.subject(bus.run, "lake"), b"\x81\xa1x", headers)
     await bus.publish(TICKETS, ticket(2), key="lake")
     bad, good = await (await bus.work_queue(TICKETS, "lake")).fetch(5, 5.0)
     assert (bad.message, bad.ticket, bad.data) == (None, 41, b"\x81\xa1x")
@@ -396,7 +401,7 @@ async def test_a_long_log_comes_in_order_across_many_pulls(bus: Bus) -> None:
 
 async def test_a_malformed_record_is_an_error_in_its_place(bus: Bus) -> None:
     await bus.publish(SAMPLES, closed(1), ticket=1)
-    await store(
+    await store_message(
         bus.link,
         SAMPLES.stream_name(bus.run),
         SAMPLES.subject(bus.run),
@@ -458,8 +463,8 @@ async def test_a_deleted_consumer_is_replaced_without_a_gap(bus: Bus) -> None:
     await bus.publish(SAMPLES, closed(1), ticket=1)
     await until(lambda: records == [1])
     name = SAMPLES.stream_name(bus.run)
-    for consumer in (await ask(bus.link, f"CONSUMER.NAMES.{name}"))["consumers"]:
-        await ask(bus.link, f"CONSUMER.DELETE.{name}.{consumer}")
+    for consumer in (await call_api(bus.link, f"CONSUMER.NAMES.{name}"))["consumers"]:
+        await call_api(bus.link, f"CONSUMER.DELETE.{name}.{consumer}")
     await bus.publish(SAMPLES, closed(2), ticket=2)
     await until(lambda: records == [1, 2])
     reading.cancel()
@@ -543,7 +548,7 @@ async def test_a_malformed_value_goes_to_the_dead_letters_once(bus: Bus, other: 
     control = bus.key_value(CONTROL)
     subject = f"$KV.rl_{bus.run}_control.{bus.run}"
     headers = {MESSAGE_ID: f"junk-{bus.run}"} | bus.link.login.sign(bus.run, subject, b"junk")
-    seq = await store(bus.link, CONTROL.stream_name(bus.run), subject, b"junk", headers)
+    seq = await store_message(bus.link, CONTROL.stream_name(bus.run), subject, b"junk", headers)
 
     async def first_change(one: Bus) -> wire.Message | None:
         async with aclosing(one.key_value(CONTROL).watch(bus.run)) as changes:
@@ -597,13 +602,13 @@ async def test_requests_are_answered_or_fail(bus: Bus, other: Bus) -> None:
             timeout_s=1.0,
         )
 
-    serving = await respond(bus, WEIGHTSYNC, "1", answer)
+    serving = await answer_requests(bus, WEIGHTSYNC, "1", answer)
 
     async def ask(server: str, key: str = "1", timeout_s: float = LONG_S) -> wire.WeightsSession:
         join = wire.WeightsJoin(
             server=server, epoch=1, version=3, plan="p0", key="k" * 40, carriers={"gloo": 1}
         )
-        return await request(
+        return await send_request(
             other, WEIGHTSYNC, key, join, timeout_s=timeout_s, reply=wire.WeightsSession
         )
 
@@ -860,7 +865,7 @@ async def test_a_record_that_a_replica_skips_is_asked_of_the_leader(
     """As seen in a cluster: the consumer's own count has no gap, the log has one."""
     for number in range(1, 7):
         await bus.publish(SAMPLES, closed(number), ticket=number)
-    whole = follow
+    whole = follow_stream
 
     async def with_a_gap(*arguments: Any) -> AsyncGenerator[StoredEntry, None]:
         async with aclosing(whole(*arguments)) as entries:
@@ -868,9 +873,9 @@ async def test_a_record_that_a_replica_skips_is_asked_of_the_leader(
                 if entry.seq not in (2, 4, 5):
                     yield entry
 
-    monkeypatch.setattr("broker.jetstream.bus.follow", with_a_gap)
+    monkeypatch.setattr("broker.jetstream.bus.follow_stream", with_a_gap)
     # and one is gone everywhere
-    await ask(bus.link, f"STREAM.MSG.DELETE.{SAMPLES.stream_name(bus.run)}", {"seq": 5})
+    await call_api(bus.link, f"STREAM.MSG.DELETE.{SAMPLES.stream_name(bus.run)}", {"seq": 5})
     read = []
     async with aclosing(bus.read_log(SAMPLES, 1)) as records:
         async for record in records:
@@ -892,9 +897,9 @@ async def test_a_log_is_read_on_when_the_broker_refuses_for_a_moment(
         if request.startswith("CONSUMER.CREATE") and len(refused) < 2:
             refused.append(request)
             raise ApiError(500, 10012, "consumer store failed")
-        return await ask(link, request, body)
+        return await call_api(link, request, body)
 
-    monkeypatch.setattr(reader, "ask", refuse_twice)
+    monkeypatch.setattr(reader, "call_api", refuse_twice)
     monkeypatch.setattr(reader, "REFUSED_PAUSE_S", 0.01)
     async with asyncio.timeout(LONG_S), aclosing(bus.read_log(SAMPLES, 1)) as records:
         record = await anext(records)
@@ -938,7 +943,7 @@ async def test_a_watcher_has_no_consumer(bus: Bus) -> None:
     await control.put(bus.run, wire.DesiredState(state="running"))
     async with aclosing(control.watch(bus.run)) as changes:
         await anext(changes)
-        before = (await ask(bus.link, f"STREAM.INFO.{CONTROL.stream_name(bus.run)}"))["state"][
+        before = (await call_api(bus.link, f"STREAM.INFO.{CONTROL.stream_name(bus.run)}"))["state"][
             "consumer_count"
         ]
     assert before == 0

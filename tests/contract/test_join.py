@@ -23,7 +23,7 @@ from broker.contract.streams import CONTROL, RUNS
 from broker.errors import BrokerUnreachable, UserError
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import watch_metrics
-from broker.jetstream.publish import MESSAGE_ID, store
+from broker.jetstream.publish import MESSAGE_ID, store_message
 from broker.runtime.presence import Roster
 from broker.runtime.process import Member, Stop, Stopped, add_join_options, join
 from broker.server.private_server import BrokerServer
@@ -322,7 +322,7 @@ async def test_another_wire_version_is_refused_even_with_unknown_fields(
     )
     place = f"{RUNS.key_prefix(bus.run)}{bus.run}"
     headers = {MESSAGE_ID: f"newer-{bus.run}"} | bus.link.login.sign(bus.run, place, newer)
-    await store(bus.link, RUNS.stream_name(bus.run), place, newer, headers)
+    await store_message(bus.link, RUNS.stream_name(bus.run), place, newer, headers)
     with pytest.raises(
         UserError,
         match=rf"run {bus.run} uses wire version {wire.WIRE_VERSION + 1}, this program {wire.WIRE_VERSION}",

@@ -25,7 +25,7 @@ from broker.weights.group import WaitMonitor
 from broker.weights.memory.staging import FlatBuffer
 from broker.weights.snapshots.snapshot_source import SnapshotSource
 from learner.checkpoints import checkpoint
-from learner.service import serve
+from learner.service import serve_learner
 
 Answer = Callable[[wire.Ticket], list[wire.Message | bytes]]
 
@@ -38,7 +38,7 @@ async def run(
     bus: Bus, url: str, config: dict[str, Any], answer: Answer = plain, stop: Stop | None = None
 ) -> fleet.Hub:
     async with fleet.Hub(bus, answer) as hub, asyncio.timeout(240):
-        await serve(config, url, stop or Stop(), connect_deadline_s=60)
+        await serve_learner(config, url, stop or Stop(), connect_deadline_s=60)
     return hub
 
 

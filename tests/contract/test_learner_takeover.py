@@ -22,7 +22,7 @@ from broker.server.private_server import BrokerServer
 from broker.settings.runspec import publish_runspec
 from learner.checkpoints import checkpoint
 from learner.run_watch import EpochWatch
-from learner.service import serve
+from learner.service import serve_learner
 from learner.training_setup import open_training
 
 Meanwhile = Callable[[], Awaitable[None] | None]
@@ -55,7 +55,7 @@ async def train(bus: Bus, url: str, config: dict[str, Any], stop: Stop | None = 
         fleet.Hub(bus, lambda ticket: [fleet.group(ticket, ticket.min_version)]),
         asyncio.timeout(240),
     ):
-        await serve(config, url, stop or Stop(), connect_deadline_s=60)
+        await serve_learner(config, url, stop or Stop(), connect_deadline_s=60)
 
 
 async def epoch(bus: Bus) -> int:
@@ -184,7 +184,7 @@ async def test_asked_to_stop_while_there_is_no_broker_it_ends(
     hub = fleet.Hub(bus, answer)
     try:
         async with hub, asyncio.timeout(LONG_S):
-            await serve(
+            await serve_learner(
                 fleet.config(str(tmp_path), "alone", train={"steps": 50}),
                 server.url,
                 stop,

@@ -19,7 +19,7 @@ from learner.credit.ledger import IssueTicket, Ledger, TicketEnd
 from learner.credit.orphans import OrphanReaper
 from learner.credit.ticket_rules import DomainRule, TicketRules
 from learner.credit.tickets import TicketIssuer
-from learner.service import serve
+from learner.service import serve_learner
 
 
 async def test_what_is_gone_from_a_queue(bus: Bus) -> None:
@@ -131,7 +131,7 @@ async def test_a_learner_replaces_a_ticket_that_was_acknowledged_without_a_recor
 
     config = fleet.config(str(tmp_path), run_name, train={"steps": 1, "ticket_timeout_s": 1800.0})
     async with fleet.Hub(bus, answer) as hub, asyncio.timeout(240):
-        await serve(config, broker_url, Stop(), connect_deadline_s=60)
+        await serve_learner(config, broker_url, Stop(), connect_deadline_s=60)
     assert [(ticket.number, ticket.task_index) for ticket in hub.tickets] == [
         (1, 0),
         (2, 1),

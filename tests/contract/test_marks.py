@@ -18,7 +18,7 @@ from broker.contract.streams import (
     marking_period_s,
 )
 from broker.jetstream.ack_progress import IN_PROGRESS
-from broker.jetstream.api import ask
+from broker.jetstream.api import call_api
 from broker.jetstream.bus import Bus
 from broker.nats.client import Msg
 from broker.settings.runspec import publish_runspec
@@ -35,7 +35,7 @@ def freeze_marks(bus: Bus, *, frozen: bool) -> None:
 
 
 async def ack_wait_of(bus: Bus, key: str = "lake") -> float:
-    info = await ask(bus.link, f"CONSUMER.INFO.{TICKETS.stream_name(bus.run)}.{key}")
+    info = await call_api(bus.link, f"CONSUMER.INFO.{TICKETS.stream_name(bus.run)}.{key}")
     return float(info["config"]["ack_wait"]) / 1e9
 
 

@@ -18,7 +18,7 @@ from learner.backends.parts.part_file import DamagedFileError, part_name
 from learner.backends.parts.stored import StoredTensors
 from learner.backends.torch import TorchBackend
 from learner.checkpoints import checkpoint
-from learner.checkpoints.export import export
+from learner.checkpoints.export import export_model
 from rlearner_text.config import ModelSection
 
 pytest.importorskip("megatron.core", reason="megatron is not installed: make test-megatron")
@@ -64,7 +64,7 @@ def test_any_layout_and_any_backend_continues(path: str, tmp_path: Path, layout:
     try:
         run(first, range(2))
         before = weights(first)
-        written = checkpoint.write(tmp_path, first, {"version": 2}, 1, hf_max_gib=0)
+        written = checkpoint.write_checkpoint(tmp_path, first, {"version": 2}, 1, hf_max_gib=0)
         expected = losses(run(first, range(2, 5)))
         after = weights(first)
     finally:
@@ -89,7 +89,7 @@ def test_any_layout_and_any_backend_continues(path: str, tmp_path: Path, layout:
         finally:
             other.close()
 
-    export(made, tmp_path / "out", 20_000)
+    export_model(made, tmp_path / "out", 20_000)
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"]
@@ -102,7 +102,7 @@ def test_torchs_checkpoint_continues(path: str, tmp_path: Path, layout: str) -> 
     alone = make("torch", path)
     run(alone, range(2))
     made = checkpoint.read_checkpoint(
-        checkpoint.write(tmp_path, alone, {"version": 2}, 1, hf_max_gib=0)
+        checkpoint.write_checkpoint(tmp_path, alone, {"version": 2}, 1, hf_max_gib=0)
     )
     expected = losses(run(alone, range(2, 5)))
     backend = four(layout, str(made.path))
@@ -141,7 +141,9 @@ def test_each_rank_writes_what_it_holds_and_nothing_twice(
 def test_a_damaged_part_is_named(path: str, tmp_path: Path) -> None:
     backend = four("tp2-pp2", path)
     try:
-        made = checkpoint.read_checkpoint(checkpoint.write(tmp_path, backend, {"version": 0}, 1))
+        made = checkpoint.read_checkpoint(
+            checkpoint.write_checkpoint(tmp_path, backend, {"version": 0}, 1)
+        )
         for part in made.parts:
             file = Path(part.path)
             data = file.read_bytes()
@@ -176,7 +178,7 @@ def test_adapters_continue_in_another_backend_and_bit_for_bit(path: str, tmp_pat
     try:
         run(first, range(2))
         made = checkpoint.read_checkpoint(
-            checkpoint.write(tmp_path, first, {"version": 2}, 1, hf_max_gib=0)
+            checkpoint.write_checkpoint(tmp_path, first, {"version": 2}, 1, hf_max_gib=0)
         )
         expected = losses(run(first, range(2, 5)))
         after = weights(first)
@@ -210,7 +212,7 @@ def test_bfloat16_with_an_output_layer_of_its_own(tmp_path: Path, offload: bool)
     try:
         run(first, range(2))
         made = checkpoint.read_checkpoint(
-            checkpoint.write(tmp_path, first, {"version": 2}, 1, hf_max_gib=0)
+            checkpoint.write_checkpoint(tmp_path, first, {"version": 2}, 1, hf_max_gib=0)
         )
         expected = run(first, [2])
         after = weights(first)

@@ -47,10 +47,10 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 def held_bytes(backend: Any) -> int:
-    from learner.backends.offload import held_tensors
+    from learner.backends.offload import device_tensors
 
     worker = backend.worker
-    held = held_tensors(worker.models.modules(), [worker.optimizer], worker.device)
+    held = device_tensors(worker.models.modules(), [worker.optimizer], worker.device)
     return sum(
         {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in held}.values()
     )

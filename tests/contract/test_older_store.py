@@ -22,7 +22,7 @@ from broker.contract.streams import CONTROL, SAMPLES, WEIGHTS
 from broker.errors import LostState
 from broker.jetstream import bus as jetstream
 from broker.jetstream import kv, log_reader
-from broker.jetstream.api import bounds, find, unix_ns
+from broker.jetstream.api import find_message, stream_bounds, unix_ns
 from broker.jetstream.bus import Bus
 from broker.server.private_server import BrokerServer
 
@@ -78,10 +78,10 @@ async def test_reader_notices_another_record_at_its_place(
     async def bounds_in_time(link: Any, name: str, **options: Any) -> tuple[int, int]:
         if link is reader.link:
             await may_attach.wait()
-        return await bounds(link, name, **options)
+        return await stream_bounds(link, name, **options)
 
-    monkeypatch.setattr(jetstream, "bounds", bounds_in_time)
-    monkeypatch.setattr(log_reader, "bounds", bounds_in_time)
+    monkeypatch.setattr(jetstream, "stream_bounds", bounds_in_time)
+    monkeypatch.setattr(log_reader, "stream_bounds", bounds_in_time)
 
     async def read() -> None:
         async with aclosing(reader.read_log(SAMPLES, 1)) as records:
@@ -120,7 +120,7 @@ async def test_restarted_reader_goes_on_with_its_own_store(broker: Restarts) -> 
             await asyncio.to_thread(broker.restart, with_older=False) if ticket == 2 else None
         await bus.trim(SAMPLES, 4)  # nothing is left to compare with
         log_name = SAMPLES.stream_name(bus.run)
-        assert await find(bus.link, log_name, seq=3) is None
+        assert await find_message(bus.link, log_name, seq=3) is None
     await bus.close()
 
 

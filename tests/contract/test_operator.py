@@ -20,14 +20,14 @@ from waits import LONG_S
 
 from broker.contract import wire
 from broker.contract.streams import CONTROL, RUNS, SAMPLES
-from broker.jetstream.api import ask
+from broker.jetstream.api import call_api
 from broker.jetstream.bus import Bus
 from broker.nats.nats_errors import ApiError
 from broker.runtime.announce import Announcer
 from broker.runtime.process import Stop
 from learner.credit.archive import archive_files
 from learner.prepare import to_yaml
-from learner.service import serve
+from learner.service import serve_learner
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,7 +93,7 @@ async def a_run(
     async with tapped(url, bus.run, tap_file):
         for life, told in ((stop, answer), (Stop(), eventful)):
             async with fleet.Hub(bus, told), asyncio.timeout(120):
-                await serve(config, url, life, connect_deadline_s=60)
+                await serve_learner(config, url, life, connect_deadline_s=60)
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -140,7 +140,7 @@ async def test_audit_of_a_real_run(
         assert last - first > 1
         # a busy broker that answers late is asked again, and has no such message then
         with suppress(ApiError):
-            await ask(
+            await call_api(
                 bus.link,
                 f"STREAM.MSG.DELETE.{SAMPLES.stream_name(run_name)}",
                 {"seq": first + 1, "no_erase": True},
@@ -261,7 +261,7 @@ async def test_a_closed_pipe_ends_a_command_without_a_word(
         str(tmp_path), run_name, train={"steps": 1, "max_staleness": 0}, samples={"keep": True}
     )
     async with fleet.Hub(bus, eventful), asyncio.timeout(120):
-        await serve(config, broker_url, Stop(), connect_deadline_s=60)
+        await serve_learner(config, broker_url, Stop(), connect_deadline_s=60)
     run = (run_name, "--dir", str(tmp_path))
     file = str(tmp_path / run_name / "config.yaml")
     commands = [
@@ -309,7 +309,9 @@ async def test_pause_resume_drain_stop(
         return found[0]
 
     async with fleet.Hub(bus, answer), asyncio.timeout(120):
-        learning = asyncio.create_task(serve(config, broker_url, Stop(), connect_deadline_s=60))
+        learning = asyncio.create_task(
+            serve_learner(config, broker_url, Stop(), connect_deadline_s=60)
+        )
         await pausing.wait()
         where = (run_name, "--dir", str(tmp_path))
         assert await command("pause", *where, "--reason", "look at it") == (
@@ -365,7 +367,9 @@ async def test_status_says_first_that_no_learner_is_running_and_how_to_start_it(
 
     stopping = asyncio.Event()
     async with fleet.Hub(bus, answer), asyncio.timeout(120):
-        learning = asyncio.create_task(serve(config, broker_url, stop, connect_deadline_s=60))
+        learning = asyncio.create_task(
+            serve_learner(config, broker_url, stop, connect_deadline_s=60)
+        )
         await stopping.wait()
         _, out, _ = await command("status", *where, "--json")
         assert json.loads(out)["learner"] == "running"

@@ -24,8 +24,8 @@ from broker.jetstream.bus import Bus
 from broker.runtime.presence import census
 from broker.runtime.process import Stop
 from learner.checkpoints.checkpoint import list_checkpoints, read_checkpoint
-from learner.service import serve
-from rlearner.ops.learner_requests import ask_learner, follow
+from learner.service import serve_learner
+from rlearner.ops.learner_requests import ask_learner, follow_action
 
 
 class HeldHub(fleet.Hub):
@@ -53,7 +53,7 @@ def settings(folder: Path, run: str, **sections: dict[str, Any]) -> dict[str, An
 async def learner(bus: Bus, url: str, config: dict[str, Any]) -> AsyncIterator[HeldHub]:
     stop = Stop()
     async with HeldHub(bus) as hub:
-        work = asyncio.create_task(serve(config, url, stop, connect_deadline_s=60))
+        work = asyncio.create_task(serve_learner(config, url, stop, connect_deadline_s=60))
         try:
             yield hub
         finally:
@@ -155,7 +155,7 @@ async def test_evaluation_is_begun_once_and_enters_the_metrics(
         hub.allow(2)
         await until(lambda: len(lines(folder)) == 1)
         await first_reply(bus, "evaluate")
-        async with aclosing(follow(bus, "evaluate")) as replies, asyncio.timeout(LONG_S):
+        async with aclosing(follow_action(bus, "evaluate")) as replies, asyncio.timeout(LONG_S):
             last = [reply async for reply in replies][-1]
         assert (last.state, last.step) == ("done", 1)
         assert last.detail == "success rate 0.5000 on 4 episodes"

@@ -24,8 +24,8 @@ from broker.identity.login import client_options
 from broker.jetstream import bus as jetstream
 from broker.jetstream.bus import Bus, LogRecord
 from broker.jetstream.parts import ended_tickets
-from broker.jetstream.publish import MESSAGE_ID, store
-from broker.jetstream.stored_message import peek
+from broker.jetstream.publish import MESSAGE_ID, store_message
+from broker.jetstream.stored_message import peek_message
 from broker.server.private_server import BrokerServer
 
 SIZE = 5 * MB
@@ -76,7 +76,7 @@ async def test_a_group_in_parts_arrives_as_it_was(bus: Bus) -> None:
     assert bytes(large.data) == codec.encode(sent)
     assert closed.message == small
     assert await num_parts(bus) == COUNT
-    found = await peek(bus, SAMPLES, 1)
+    found = await peek_message(bus, SAMPLES, 1)
     assert found is not None
     assert found.record == large
 
@@ -145,9 +145,9 @@ async def test_a_record_that_lies_is_refused(bus: Bus) -> None:
     subject = SAMPLES.subject(bus.run)
     name = SAMPLES.stream_name(bus.run)
     huge = msgspec.msgpack.encode(msgspec.structs.replace(honest, size=(1 << 30) + 1))
-    await store(bus.link, name, subject, huge, {MESSAGE_ID: "huge"})
+    await store_message(bus.link, name, subject, huge, {MESSAGE_ID: "huge"})
     whole = msgspec.structs.replace(honest, domain="gsm8k")
-    await store(bus.link, name, subject, codec.encode(whole), {MESSAGE_ID: "other"})
+    await store_message(bus.link, name, subject, codec.encode(whole), {MESSAGE_ID: "other"})
     _, large, other = await read(bus, 3)
     assert large.error == "Parted.size: 1073741825; 1 to 2^30"
     assert other.error.endswith("it holds the group of ticket 7, domain lake, evaluation step -1")
@@ -279,9 +279,11 @@ async def test_many_subjects_are_listed_page_by_page(
     """The broker lists so many subjects at a time, 100,000 of them."""
     for ticket in range(1, 31):
         subject = PARTS.subject(bus.run, f"t.{ticket}.up.0")
-        await store(bus.link, PARTS.stream_name(bus.run), subject, b"x", {MESSAGE_ID: str(ticket)})
+        await store_message(
+            bus.link, PARTS.stream_name(bus.run), subject, b"x", {MESSAGE_ID: str(ticket)}
+        )
     pages = []
-    ask = jetstream.ask
+    ask = jetstream.call_api
 
     async def small_pages(
         link: object, request: str, body: dict[str, object] | None = None
@@ -292,7 +294,7 @@ async def test_many_subjects_are_listed_page_by_page(
             answer["state"]["subjects"] = dict.fromkeys(sorted(answer["state"]["subjects"])[:10], 1)
         return answer
 
-    monkeypatch.setattr("broker.jetstream.parts.ask", small_pages)
+    monkeypatch.setattr("broker.jetstream.parts.call_api", small_pages)
     assert await bus.trim_parts(SAMPLES, keep=lambda ticket: ticket % 2 == 0) == 15
     assert pages == [0, 10, 20]
 

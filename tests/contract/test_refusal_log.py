@@ -24,7 +24,7 @@ LINE = (
 async def test_a_refused_publish_is_named_with_its_identity(tmp_path: Path) -> None:
     with BrokerServer(str(tmp_path / "store"), store_max_gib=64) as server:
         supervisor = ServerSupervisor(server)
-        tokens.invite(
+        tokens.make_join_token(
             keys_of(server.url), server.url, "envhub", "quick", name="host-2", expires_s=600
         )
         async with stranger(server.url, "rewardhub", "quick") as one:

@@ -113,7 +113,7 @@ def test_the_first_difference_is_named(copied: Path, capsys: pytest.CaptureFixtu
 def test_other_records_make_a_difference(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two groups of the first step change places: every number says so, the ledger's word first."""
     folder = copied / archive.FOLDER
-    found = [frame for frame in archive.frames(folder)]
+    found = [frame for frame in archive.read_frames(folder)]
     shutil.rmtree(folder)
     rules, one, two = found[:3]
     swapped = [
@@ -124,7 +124,7 @@ def test_other_records_make_a_difference(copied: Path, capsys: pytest.CaptureFix
     ]
     writer = archive.SampleArchive(folder, 0, 1 << 30)
     for frame in swapped:
-        writer.append(frame.record(), archive.digest(frame.data))
+        writer.append(frame.record(), archive.digest_record(frame.data))
     writer.close()
     code, out, _ = replay(capsys, copied, "--from", "0", "--to", "1", "--json")
     assert code == 1

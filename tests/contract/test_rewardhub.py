@@ -23,7 +23,7 @@ from broker.contract import codec, wire
 from broker.contract.streams import CONTROL, DEAD, EPISODES, EVALS, PARTS, SAMPLES, Stream
 from broker.jetstream.bus import Bus, LogRecord
 from broker.jetstream.core_messages import watch_metrics
-from broker.jetstream.publish import store
+from broker.jetstream.publish import store_message
 from broker.runtime.presence import Roster, census
 from broker.settings import runspec
 
@@ -140,7 +140,7 @@ async def put_bytes(bus: Bus, pool: str, data: bytes, ticket: int, eval_step: in
     headers = {wire.TICKET_HEADER: str(ticket)} if ticket else {}
     if eval_step >= 0:
         headers[wire.EVAL_HEADER] = str(eval_step)
-    await store(
+    await store_message(
         bus.link,
         EPISODES.stream_name(bus.run),
         EPISODES.subject(bus.run, f"{pool}.tickets-9"),

@@ -71,7 +71,7 @@ class Fleet:
 
     def __init__(self, bus: Bus, url: str, kind: str) -> None:
         self.bus, self.url = bus, url
-        self.roster, self.client = Roster(bus), carriers.connect(kind, bus)
+        self.roster, self.client = Roster(bus), carriers.make_client(kind, bus)
         self.servers: list[Server] = []
 
     async def start(self, name: str, *options: str) -> Server:

@@ -19,7 +19,7 @@ from broker.runtime.process import Stop
 from broker.server.private_server import BrokerServer
 from learner.prepare import to_yaml
 from learner.run_folder import STORE, note_broker, private_addresses
-from learner.service import serve
+from learner.service import serve_learner
 from rlearner.up.run_claim import RunClaim
 
 
@@ -100,7 +100,7 @@ async def test_up_goes_on_with_a_run_that_it_trained_before(tmp_path: Path) -> N
             fleet.Hub(bus, lambda ticket: [fleet.group(ticket, ticket.min_version)]),
             asyncio.timeout(4 * LONG_S),
         ):
-            await serve(config, server.url, Stop(), connect_deadline_s=60)
+            await serve_learner(config, server.url, Stop(), connect_deadline_s=60)
         await bus.close()
     assert private_addresses(folder) == [server.url]
     async with asyncio.timeout(4 * LONG_S):

@@ -21,10 +21,10 @@ from broker.contract.streams import DEAD, RUNS, TICKETS
 from broker.identity.cluster_login import CA, CERT, CERT_KEY, NKEY
 from broker.identity.login import KEYS, find_login
 from broker.identity.signatures import HEADER
-from broker.jetstream.api import find
+from broker.jetstream.api import find_message
 from broker.jetstream.bus import Bus
 from broker.runtime.process import Stop
-from learner.service import serve
+from learner.service import serve_learner
 
 RUN = "own"
 
@@ -68,7 +68,7 @@ async def train(
     ending = [asyncio.create_task(end(child)) for child in children]
     try:
         async with asyncio.timeout(240):
-            await serve(config, url, stop, connect_deadline_s=60)
+            await serve_learner(config, url, stop, connect_deadline_s=60)
             ends = await asyncio.gather(*ending)
     finally:
         for child in children:
@@ -129,7 +129,7 @@ async def test_with_client_certificates_only(
 async def check_signatures(operator: Bus, url: str) -> None:
     """The learner signed its RunSpec, and a process with the owner's public key follows no other."""
     place = f"{RUNS.key_prefix(RUN)}{RUN}"
-    stored = await find(operator.link, RUNS.stream_name(RUN), last_of=place)
+    stored = await find_message(operator.link, RUNS.stream_name(RUN), last_of=place)
     assert stored is not None
     assert HEADER in (stored.headers or {})
     hub = await Bus.connect(

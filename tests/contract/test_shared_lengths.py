@@ -22,7 +22,7 @@ from broker.jetstream import publish
 from broker.jetstream.bus import Bus
 from broker.jetstream.kv import KeyValue
 from broker.jetstream.provision import delete_stream
-from broker.jetstream.publish import store
+from broker.jetstream.publish import store_message
 from envhub.lengths.base import UpcomingTurn
 from envhub.lengths.corrections import LengthCalibration
 from envhub.lengths.predictor import LengthPredictor
@@ -200,7 +200,7 @@ async def test_the_hub_that_writes_second_tries_again(
 async def test_a_record_that_does_not_fit_is_replaced(bus: Bus, record: Any) -> None:
     data = record if isinstance(record, bytes) else codec.encode(record)
     subject = f"{LENGTHS.key_prefix(bus.run)}{bus.run}.lake"
-    await store(bus.link, LENGTHS.stream_name(bus.run), subject, data, {})
+    await store_message(bus.link, LENGTHS.stream_name(bus.run), subject, data, {})
     hub = Hub(bus)
     hub.play(1, 50, 50)
     await hub.store.exchange()

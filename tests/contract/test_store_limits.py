@@ -43,7 +43,7 @@ from learner.credit.store_gate import StoreGate
 from learner.credit.ticket_rules import DomainRule, TicketRules
 from learner.credit.tickets import close_by_timeout
 from learner.reporting.metrics import read_lines
-from learner.service import serve
+from learner.service import serve_learner
 
 
 class Small(BrokerServer):
@@ -90,7 +90,7 @@ async def held(bus: Bus) -> int:
 
 
 async def test_what_a_restart_needs_is_stored_in_a_full_broker(bus: Bus, filler: Filler) -> None:
-    assert await reserve.fill(bus.link, bus.run, 0)
+    assert await reserve.fill_reserve(bus.link, bus.run, 0)
     assert await held(bus) == reserve.PIECES
     await filler.fill()
     assert not await reserve.has_room(bus.link, bus.run)
@@ -115,7 +115,7 @@ async def test_full_store_stops_no_closing_for_a_dead_letter(
     """Letters are dropped, the learner's closings use the reserve, and a hub stores its closing
     before the letter.
     """
-    await reserve.fill(bus.link, bus.run, 0)
+    await reserve.fill_reserve(bus.link, bus.run, 0)
     await bus.publish(TICKETS, EXAMPLES[wire.Ticket], key="lake", ticket=1)
     (delivery,) = await (await bus.work_queue(TICKETS, "lake")).fetch(1, LONG_S)
     await filler.fill()
@@ -321,7 +321,9 @@ async def test_a_run_of_many_times_the_store_gets_through_it(
         broker={"store_max_gib": LIMIT_MIB / 1024},
     )
     async with fleet.Hub(bus, lambda ticket: [big_group(ticket)]), asyncio.timeout(2 * LONG_S):
-        learner = asyncio.create_task(serve(config, broker_url, Stop(), connect_deadline_s=60))
+        learner = asyncio.create_task(
+            serve_learner(config, broker_url, Stop(), connect_deadline_s=60)
+        )
         await learner
     lines = read_lines(tmp_path / run_name / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
@@ -349,7 +351,9 @@ async def test_a_learner_takes_a_run_over_in_a_full_store_and_trims_it(
         asyncio.timeout(2 * LONG_S),
     ):
         stop = Stop()
-        learner = asyncio.create_task(serve(config, broker_url, stop, connect_deadline_s=60))
+        learner = asyncio.create_task(
+            serve_learner(config, broker_url, stop, connect_deadline_s=60)
+        )
         await until(lambda: len(checkpoint.list_checkpoints(folder / "checkpoints")) == 2)
         stop.request("test")
         await learner
@@ -357,7 +361,9 @@ async def test_a_learner_takes_a_run_over_in_a_full_store_and_trims_it(
         before = steps()[-1]
         await filler.fill()
         stop = Stop()
-        learner = asyncio.create_task(serve(config, broker_url, stop, connect_deadline_s=60))
+        learner = asyncio.create_task(
+            serve_learner(config, broker_url, stop, connect_deadline_s=60)
+        )
         await until(lambda: epoch(bus, 2))
         assert not learner.done()
         await filler.free()

@@ -18,7 +18,7 @@ from broker.identity import tokens
 from broker.identity.login import keys_of
 from broker.jetstream.bus import Bus
 from broker.runtime.process import Stop
-from learner.service import serve
+from learner.service import serve_learner
 
 HUB = Path(__file__).parents[2] / "docs" / "third_party_hub.py"
 
@@ -40,8 +40,9 @@ async def test_its_groups_are_trained(
     train = {"steps": 2, "groups_per_step": 2, "max_staleness": 1}
     config = fleet.config(str(tmp_path), run_name, train=train)
     token = tmp_path / "hub.token"
-    tokens.write(
-        tokens.invite(keys_of(broker_url), broker_url, "envhub", run_name, expires_s=600), token
+    tokens.write_token(
+        tokens.make_join_token(keys_of(broker_url), broker_url, "envhub", run_name, expires_s=600),
+        token,
     )
     children = [
         subprocess.Popen([sys.executable, *arguments], stderr=subprocess.PIPE, text=True)  # noqa: ASYNC220
@@ -72,7 +73,7 @@ async def test_its_groups_are_trained(
     ending = [asyncio.create_task(end(child)) for child in children]
     try:
         async with asyncio.timeout(240):
-            await serve(config, broker_url, stop, connect_deadline_s=60)
+            await serve_learner(config, broker_url, stop, connect_deadline_s=60)
             ends = await asyncio.gather(*ending)
     finally:
         for child in children:

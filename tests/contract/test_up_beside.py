@@ -18,8 +18,8 @@ from broker.runtime.presence import census
 from broker.runtime.process import Stop
 from learner.prepare import to_yaml
 from learner.run_folder import note_broker, noted_address
-from learner.service import serve
-from rlearner.ops.listing import look
+from learner.service import serve_learner
+from rlearner.ops.listing import summarize_run
 
 COMMAND = [sys.executable, "-m", "rlearner.cli"]
 
@@ -49,7 +49,9 @@ async def test_a_run_that_is_live_is_left_alone(
 
     stop = Stop()
     async with fleet.Hub(bus, answer), asyncio.timeout(4 * LONG_S):
-        learning = asyncio.create_task(serve(config, broker_url, stop, connect_deadline_s=60))
+        learning = asyncio.create_task(
+            serve_learner(config, broker_url, stop, connect_deadline_s=60)
+        )
         await working.wait()
         here = next(one for one in await census(bus, run_name) if one.role == "learner")
         left = {
@@ -64,10 +66,10 @@ async def test_a_run_that_is_live_is_left_alone(
         )
         assert {path: path.read_bytes() for path in left} == left
         assert [path for path in (".lock", "logs", "broker") if (folder / path).exists()] == []
-        assert (await look(folder)).state == "training"
+        assert (await summarize_run(folder)).state == "training"
         stop.request("SIGTERM")
         await learning
-    assert (await look(folder)).state == "stopped"
+    assert (await summarize_run(folder)).state == "stopped"
     code, _, err = await up(tmp_path / "run.yaml")  # it has left, and its streams are still there
     assert code == 2
     assert err == (
@@ -88,7 +90,7 @@ async def test_a_learner_notes_its_broker_once_it_holds_the_run(
         fleet.Hub(bus, lambda ticket: [fleet.group(ticket, ticket.min_version)]),
         asyncio.timeout(4 * LONG_S),
     ):
-        await serve(
+        await serve_learner(
             fleet.config(str(tmp_path), run_name, train=train),
             broker_url,
             Stop(),
@@ -101,7 +103,7 @@ async def test_a_learner_notes_its_broker_once_it_holds_the_run(
         with pytest.raises(
             UserError, match=r"tickets end at number 0, but 4 were issued"
         ) as refused:
-            await serve(
+            await serve_learner(
                 fleet.config(str(tmp_path), run_name, train={"steps": 3}),
                 broker_url,
                 Stop(),

@@ -17,7 +17,7 @@ from broker.contract import wire
 from broker.contract.streams import WEIGHTSYNC
 from broker.errors import TransferFailed
 from broker.jetstream.bus import Bus
-from broker.jetstream.core_messages import request
+from broker.jetstream.core_messages import send_request
 from broker.weights.memory.staging import plan_of
 from broker.weights.rendezvous.board_client import BoardClient, KeyPair, RendezvousAddress
 from broker.weights.sender import admission
@@ -55,7 +55,7 @@ async def ask(bus: Bus, sender: WeightSender, server: str, keys: KeyPair) -> wir
         key=keys.public,
         carriers={"gloo": 1},
     )
-    return await request(bus, WEIGHTSYNC, "1", join, timeout_s=10.0, reply=wire.WeightsSession)
+    return await send_request(bus, WEIGHTSYNC, "1", join, timeout_s=10.0, reply=wire.WeightsSession)
 
 
 def connect(answer: wire.WeightsSession, keys: KeyPair) -> BoardClient:

@@ -16,7 +16,7 @@ from broker.contract import wire
 from broker.contract.streams import WEIGHTSYNC
 from broker.errors import RlearnerError
 from broker.jetstream.bus import Bus
-from broker.jetstream.core_messages import request
+from broker.jetstream.core_messages import send_request
 from broker.nats.nats_errors import NoResponders
 from broker.weights.group import WaitMonitor
 from broker.weights.memory.staging import plan_of
@@ -49,7 +49,7 @@ async def haunt(bus: Bus, sender: WeightSender, does: str, joined: list[str]) ->
             carriers={"gloo": 1},
         )
         try:
-            answer = await request(
+            answer = await send_request(
                 bus, WEIGHTSYNC, "1", join, timeout_s=6.0, reply=wire.WeightsSession
             )
         except (RlearnerError, NoResponders):

@@ -178,10 +178,10 @@ def test_secrets_as_kubernetes_mounts_them_are_used(
         broker_parser().parse_args(["permissions", "--run", "main", "--keys", str(keys)])
     )
     secret.mkdir()
-    made = tokens.invite(
+    made = tokens.make_join_token(
         KeyFolder(keys), "nats://10.255.255.1:4222", "envhub", "main", expires_s=600
     )
-    tokens.write(made, secret / "token")
+    tokens.write_token(made, secret / "token")
     for key in (keys / "operator.key", keys / "main" / "learner.key", keys / "main" / "owner.key"):
         (secret / key.name).write_bytes(key.read_bytes())
     for file in secret.iterdir():

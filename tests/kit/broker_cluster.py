@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.support.fleet import RunFleet, free_port
 from broker.contract.streams import STREAMS
-from broker.jetstream.api import ask
+from broker.jetstream.api import call_api
 from broker.jetstream.bus import Bus
 from broker.jetstream.provision import stream_config
 from broker.server.private_server import BrokerServer, ClusterConfig
@@ -121,7 +121,7 @@ async def settled(bus: Bus, monitors: list[str], within_s: float = 60.0) -> None
     for name in [
         str(config["name"]) for stream in STREAMS if (config := stream_config(stream, bus.run))
     ]:
-        while not _complete((await ask(bus.link, f"STREAM.INFO.{name}"))["cluster"]):
+        while not _complete((await call_api(bus.link, f"STREAM.INFO.{name}"))["cluster"]):
             if time.monotonic() > deadline:
                 raise TimeoutError(name)
             await asyncio.sleep(0.2)

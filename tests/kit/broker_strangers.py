@@ -13,7 +13,7 @@ from typing import Any
 import nats
 from nats.aio.client import Client
 
-from broker.contract.permissions import inbox
+from broker.contract.permissions import inbox_prefix
 from broker.identity.login import find_login
 
 ANSWER_S = 0.3  # the broker refuses at once; a request that it allows is answered in milliseconds
@@ -81,7 +81,7 @@ async def stranger(url: str, role: str, run: str) -> AsyncIterator[Stranger]:
     """Connect with the key of a role of a run."""
     login = find_login(url, role, run)
     assert login.key is not None
-    one = Stranger(Client(), inbox(role, run, ""))
+    one = Stranger(Client(), inbox_prefix(role, run, ""))
 
     async def note(error: Exception) -> None:
         one.refused.append(str(error))

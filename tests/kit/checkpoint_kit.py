@@ -14,7 +14,7 @@ from torch import Tensor
 
 from learner.backends.parts.hugging_face import write_adapters, write_model
 from learner.backends.parts.part_file import PartFile
-from learner.backends.parts.slices import Slice, stage
+from learner.backends.parts.slices import Slice, copy_slices
 from learner.backends.parts.stored import StoredTensors
 from learner.backends.parts.stored_model import StoredModel
 from learner.backends.parts.writing import write_part
@@ -54,7 +54,9 @@ class FakeSnapshot:
     """One part with these tensors."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._slices = stage([Slice.whole(name, tensor) for name, tensor in tensors.items()], 0, 1)
+        self._slices = copy_slices(
+            [Slice.whole(name, tensor) for name, tensor in tensors.items()], 0, 1
+        )
 
     def write(self, folder: Path) -> list[PartFile]:
         return [write_part(folder / "part-00001-of-00001.safetensors", self._slices)]

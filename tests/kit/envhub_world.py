@@ -18,7 +18,7 @@ from broker.channel import carriers
 from broker.contract import wire
 from broker.contract.streams import EVALTICKETS, SAMPLES, TICKETS, Stream
 from broker.jetstream.bus import Bus
-from broker.jetstream.publish import MESSAGE_ID, store
+from broker.jetstream.publish import MESSAGE_ID, store_message
 from broker.runtime.announce import Announcer
 from broker.runtime.process import Stop, add_join_options
 from broker.settings import runspec
@@ -53,7 +53,7 @@ class Server:
         )
         self.asked: list[wire.GenerateRequest] = []
         self.aborted: list[str] = []
-        self.channel = carriers.serve("zmq", world.bus, name)
+        self.channel = carriers.make_server("zmq", world.bus, name)
         self.announcer = Announcer(world.bus, self.presence, every_s=0.5)
 
     async def start(self) -> None:
@@ -186,7 +186,7 @@ class World:
             MESSAGE_ID: f"raw-{self._issued[stream]}",
             **({wire.TICKET_HEADER: str(ticket)} if ticket else {}),
         }
-        await store(
+        await store_message(
             self.bus.link,
             stream.stream_name(self.bus.run),
             stream.subject(self.bus.run, domain),

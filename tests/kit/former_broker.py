@@ -58,7 +58,7 @@ def former_authorization(users: Iterable[ServerUser]) -> str:
 def former_configuration() -> Iterator[None]:
     """Let brokers of this process start as they did, and keys that it makes be told to them so."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(key_folder, "accounts", former_authorization)
+        patch.setattr(key_folder, "format_accounts", former_authorization)
         patch.setattr(private_server, "move_streams", lambda *_, **__: None)
         yield
 

@@ -20,7 +20,7 @@ from broker.identity.accounts import (
     Account,
     account_of,
     accounts_of,
-    mapped,
+    map_subject,
 )
 
 UNLIMITED = {
@@ -124,7 +124,7 @@ class JwtAccounts:
     def _scope(self, role: str) -> dict[str, Any]:
         allowed = permissions(role, self._run)
         publish = (
-            map(mapped, allowed.publish)
+            map(map_subject, allowed.publish)
             if account_of(role, self._run) != ACCOUNT
             else allowed.publish
         )

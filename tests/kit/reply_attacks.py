@@ -30,7 +30,7 @@ from broker.contract.streams import (
     Stream,
 )
 from broker.jetstream.bus import Bus
-from broker.jetstream.core_messages import respond
+from broker.jetstream.core_messages import answer_requests
 from broker.nats.nats_errors import NoStream
 
 ATTACKERS: Final = (*JOINING, OBSERVER)
@@ -217,7 +217,7 @@ async def harm_done(
         async def handle(_: wire.Message) -> wire.Message:
             return reply
 
-        subscribed = await respond(responder, stream, key, handle)
+        subscribed = await answer_requests(responder, stream, key, handle)
         await responder.link.overdue(1.0)
     async with stranger(url, role, own.run) as one:
         for target in targets(role, victim.run, is_own=own is victim):

@@ -15,14 +15,14 @@ from bare_checkpoints import write_bare_checkpoint
 from broker.contract import codec, wire
 from broker.contract.streams import SAMPLES
 from broker.jetstream.bus import LogRecord
-from broker.jetstream.delivery import decode
+from broker.jetstream.delivery import decode_message
 from broker.runtime.process import Stop
 from learner.algorithm.selection import num_kept
 from learner.checkpoints import checkpoint
 from learner.config import SamplesSection
 from learner.credit import ledger_segments, record_intake
 from learner.credit.ledger import Action, IssueTicket, Ledger, LedgerEntry
-from learner.credit.ledger_file import LedgerLine, digest
+from learner.credit.ledger_file import LedgerLine, digest_record
 from learner.credit.records import LedgerRecorder
 from learner.credit.ticket_rules import DomainRule, TicketRules
 from learner.reporting.metrics import MetricsFile, count_tickets
@@ -229,7 +229,10 @@ class World:
                     name: getattr(ticket, name) for name in ("domain", "task_index", "min_version")
                 }
                 self._see(
-                    "ticket", ticket=ticket.number, digest=digest(codec.encode(ticket)), **content
+                    "ticket",
+                    ticket=ticket.number,
+                    digest=digest_record(codec.encode(ticket)),
+                    **content,
                 )
                 for one in self.answer(ticket):
                     self.store(ticket.number, one)
@@ -237,14 +240,18 @@ class World:
     def store(self, ticket: int, one: wire.Message | bytes) -> None:
         """Append to the log; the tap looks on."""
         data = one if isinstance(one, bytes) else codec.encode(one)
-        message, error = decode(data, SAMPLES.messages)
+        message, error = decode_message(data, SAMPLES.messages)
         self.log.append(LogRecord(len(self.log) + 1, message, error, ticket, data))
         bounds = (
             record_intake.version_bounds([message]) if isinstance(message, wire.Group) else None
         )
         versions = {"oldest": bounds[0], "newest": bounds[1]} if bounds else {}
         self._see(
-            "sample", ticket=ticket, digest=digest(data), kind=type(message).__name__, **versions
+            "sample",
+            ticket=ticket,
+            digest=digest_record(data),
+            kind=type(message).__name__,
+            **versions,
         )
 
     def _see(self, event: str, **values: Any) -> None:

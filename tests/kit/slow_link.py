@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
-from broker.identity.login import keys_of, note
+from broker.identity.login import keys_of, note_keys
 
 # of the proxy's sockets: what a socket holds has crossed the link already
 BUFFER_BYTES: Final = 64 * 1024
@@ -85,7 +85,7 @@ async def slow_link(
     server = await asyncio.start_server(accept, sock=listening, limit=BUFFER_BYTES)
     link.url = f"nats://127.0.0.1:{listening.getsockname()[1]}"
     # clients log in at the proxy's address as at the broker's
-    note(link.url, keys_of(broker_url).path)
+    note_keys(link.url, keys_of(broker_url).path)
     try:
         yield link
     finally:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from broker.settings.registry import resolve
-from learner.algorithm.aggregation import BatchCounts, denominator, token_weights
+from learner.algorithm.aggregation import BatchCounts, loss_denominator, token_weights
 from learner.algorithm.corrections import CORRECTIONS
 from learner.algorithm.corrections.base import CorrectionInputs
 from learner.algorithm.kl import kl_penalty
@@ -90,7 +90,7 @@ def ours(batch, algorithm):
     if algorithm.kl_coef:
         losses = losses + algorithm.kl_coef * kl_penalty(new, batch.ref[kept], "k3")
     weights = token_weights(algorithm.loss_agg_mode, sequence, ROWS)
-    return (weights * losses).sum() / denominator(
+    return (weights * losses).sum() / loss_denominator(
         algorithm.loss_agg_mode, BatchCounts(len(new), ROWS), MAX_LENGTH
     )
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from learner.algorithm.losses.distill import kl
+from learner.algorithm.losses.distill import distillation_kl
 from learner.algorithm.losses.preference import PairLogprobs
 from learner.offline import PREFERENCES
 
@@ -95,7 +95,9 @@ def test_divergences(direction, beta, seed):
     labels = torch.where(torch.rand(PAIRS, LENGTH, generator=random) < 0.6, 1, -100)
     expected = GKDTrainer.generalized_jsd_loss(student, teacher, labels=labels, beta=beta)
     kept = labels != -100
-    found = kl(student[kept].log_softmax(-1), teacher[kept].log_softmax(-1), direction).mean()
+    found = distillation_kl(
+        student[kept].log_softmax(-1), teacher[kept].log_softmax(-1), direction
+    ).mean()
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
     (a,), (b,) = (
         torch.autograd.grad(loss, student, retain_graph=True) for loss in (found, expected)

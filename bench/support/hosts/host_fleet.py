@@ -57,8 +57,10 @@ class HostFleet(RunFleet):
         host = self.hosts[name] = next(self._turns[role])
         own = self.folder.parent / f"host-{host}"
         own.mkdir(exist_ok=True)
-        tokens.write(
-            tokens.invite(keys_of(self.url), self.url, role, self.run, name=name, expires_s=HOURS),
+        tokens.write_token(
+            tokens.make_join_token(
+                keys_of(self.url), self.url, role, self.run, name=name, expires_s=HOURS
+            ),
             own / f"{name}.token",
         )
         hide = [str(folder) for folder in (self.folder, *self.hidden)]

@@ -9,7 +9,7 @@ from broker.contract import wire
 from broker.contract.streams import WEIGHTSYNC
 from broker.errors import RequestFailed, TransferFailed, WireError
 from broker.jetstream.bus import Bus
-from broker.jetstream.core_messages import request
+from broker.jetstream.core_messages import send_request
 from broker.weights import plan as plans
 from broker.weights.plan import LayoutPlan
 from broker.weights.rendezvous.board_client import BoardClient, KeyPair, RendezvousAddress
@@ -59,7 +59,7 @@ class WeightRequests:
             key=self._keys.public,
             carriers=dict(carriers),
         )
-        return await request(
+        return await send_request(
             self._bus, WEIGHTSYNC, str(epoch), join, timeout_s=waits_s, reply=wire.WeightsSession
         )
 

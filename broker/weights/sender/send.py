@@ -26,7 +26,7 @@ from broker.contract import wire
 from broker.contract.streams import WEIGHTSYNC
 from broker.errors import ConfigError, Fenced, TransferFailed
 from broker.jetstream.bus import Bus
-from broker.jetstream.core_messages import respond
+from broker.jetstream.core_messages import answer_requests
 from broker.nats.nats_errors import Disconnected
 from broker.nats.subscription import LinkSubscription
 from broker.runtime.presence import Roster
@@ -187,7 +187,9 @@ class WeightSender:
             server.keep(
                 STRIPES_KEY, msgspec.json.encode([plan.text for plan in self._stripes.plans])
             )
-        self._subscribed = await respond(self._bus, WEIGHTSYNC, str(self.epoch), self._on_join)
+        self._subscribed = await answer_requests(
+            self._bus, WEIGHTSYNC, str(self.epoch), self._on_join
+        )
         self._tasks = ChannelTasks()
         self._tasks.spawn(self._publish_versions())
         self._tasks.spawn(self._decide())

@@ -157,7 +157,7 @@ class OpenEnv(Environment):
                 f"{kind}: the server closed the connection ({message.type.name.lower()})"
             )
         try:
-            answer = strict.loads(message.data)
+            answer = strict.parse_json(message.data)
             told = answer["data"]
             if answer["type"] == "error":
                 problem = f"{told['message']} ({told['code']})"
@@ -179,7 +179,7 @@ class OpenEnv(Environment):
         if self.args.action == "field":
             return {**self.args.action_args, self.args.action_field: text}
         try:
-            action = strict.loads(text)
+            action = strict.parse_json(text)
         except strict.BadJson:
             return None
         return {**self.args.action_args, **action} if isinstance(action, dict) else None

@@ -59,7 +59,9 @@ def rewards_of(trajectories: Sequence[wire.Trajectory]) -> FloatArray:
     )
 
 
-def spread(values: FloatArray, trajectories: Sequence[wire.Trajectory]) -> list[FloatArray]:
+def spread_over_tokens(
+    values: FloatArray, trajectories: Sequence[wire.Trajectory]
+) -> list[FloatArray]:
     """Repeat each episode's value, in ``rewards_of`` order, on the episode's sampled tokens."""
     by_episode = dict(
         zip(dict.fromkeys(trajectory.episode for trajectory in trajectories), values, strict=True)
@@ -93,7 +95,7 @@ def token_rewards(trajectory: wire.Trajectory) -> FloatArray:
     return rewards
 
 
-def discounted(rewards: FloatArray, gamma: float) -> FloatArray:
+def discounted_returns(rewards: FloatArray, gamma: float) -> FloatArray:
     """Return ``sum over k >= 0 of gamma^k r[t + k]``, (T,) to (T,)."""
     returns = np.empty_like(rewards)
     running = 0.0
@@ -103,7 +105,7 @@ def discounted(rewards: FloatArray, gamma: float) -> FloatArray:
     return returns
 
 
-def whiten(arrays: Sequence[FloatArray], is_trained: Sequence[bool]) -> list[FloatArray]:
+def whiten_arrays(arrays: Sequence[FloatArray], is_trained: Sequence[bool]) -> list[FloatArray]:
     """Return ``(A - mean) / (std + 1e-8)`` over all tokens, ddof 1; exactly 0 if all are equal.
 
     Args:

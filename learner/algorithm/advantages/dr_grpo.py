@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from broker.contract import wire
 from learner.algorithm.advantages import grpo
-from learner.algorithm.advantages.base import FloatArray, rewards_of, spread
+from learner.algorithm.advantages.base import FloatArray, rewards_of, spread_over_tokens
 from learner.algorithm.traits import EstimatorTraits, declares
 from learner.config import AlgorithmSection
 
@@ -16,4 +16,6 @@ def estimate(
     trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection
 ) -> list[FloatArray]:
     """Return ``R - mean`` on each sampled token; to combine with seq-mean-token-sum-norm."""
-    return spread(grpo.advantages(rewards_of(trajectories), norm_std=False), trajectories)
+    return spread_over_tokens(
+        grpo.group_advantages(rewards_of(trajectories), norm_std=False), trajectories
+    )

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from learner.algorithm.advantages.base import AdvantageEstimate, BatchRow, FloatArray, whiten
+from learner.algorithm.advantages.base import AdvantageEstimate, BatchRow, FloatArray, whiten_arrays
 from learner.algorithm.traits import EstimatorTraits, declares
 from learner.config import AlgorithmSection
 
 
-def gae(rewards: FloatArray, values: FloatArray, gamma: float, lam: float) -> FloatArray:
+def generalized_advantages(
+    rewards: FloatArray, values: FloatArray, gamma: float, lam: float
+) -> FloatArray:
     """Return ``A_t = sum over k of (gamma lam)^k delta_{t+k}``.
 
     There ``delta_t = r_t + gamma V_{t+1} - V_t``, and ``V_T = 0``.
@@ -37,13 +39,16 @@ def gae(rewards: FloatArray, values: FloatArray, gamma: float, lam: float) -> Fl
 def estimate(rows: Sequence[BatchRow], algorithm: AlgorithmSection) -> list[AdvantageEstimate]:
     """Return advantages whitened over the batch, and targets ``A + V`` before whitening."""
     raw_advantages = [
-        gae(row.rewards, _critic_values(row), algorithm.gamma, algorithm.gae_lambda) for row in rows
+        generalized_advantages(
+            row.rewards, _critic_values(row), algorithm.gamma, algorithm.gae_lambda
+        )
+        for row in rows
     ]
     targets = [
         advantages + _critic_values(row)
         for row, advantages in zip(rows, raw_advantages, strict=True)
     ]
-    whitened = whiten(raw_advantages, [row.trained for row in rows])
+    whitened = whiten_arrays(raw_advantages, [row.trained for row in rows])
     return [
         AdvantageEstimate(advantages, returns)
         for advantages, returns in zip(whitened, targets, strict=True)

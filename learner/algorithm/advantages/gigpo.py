@@ -13,7 +13,7 @@ import numpy as np
 from broker.contract import wire
 from broker.errors import ConfigError
 from learner.algorithm.advantages import grpo
-from learner.algorithm.advantages.base import FloatArray, discounted
+from learner.algorithm.advantages.base import FloatArray, discounted_returns
 from learner.algorithm.traits import EstimatorTraits, declares
 from learner.config import AlgorithmSection
 
@@ -64,7 +64,9 @@ def step_advantages(
     group_ids = np.array(groups, dtype=np.int64)
     values = np.zeros_like(returns)
     for group in np.unique(group_ids):
-        values[group_ids == group] = grpo.advantages(returns[group_ids == group], norm_std=norm_std)
+        values[group_ids == group] = grpo.group_advantages(
+            returns[group_ids == group], norm_std=norm_std
+        )
     return values
 
 
@@ -90,7 +92,7 @@ def estimate(
     numbers = sorted({trajectory.episode for trajectory in trajectories})
     # The last trajectory of an episode has its total reward.
     totals = {trajectory.episode: trajectory.reward for trajectory in trajectories}
-    normalized = grpo.advantages(
+    normalized = grpo.group_advantages(
         np.array([totals[n] for n in numbers]), norm_std=algorithm.norm_std
     )
     episode_advantages = dict(zip(numbers, normalized, strict=True))
@@ -100,7 +102,7 @@ def estimate(
         rewards = np.array([steps[i][1].reward for i in indices])
         if len(indices):
             rewards[-1] += totals[number] - rewards.sum()
-            returns[indices] = discounted(rewards, algorithm.gamma)
+            returns[indices] = discounted_returns(rewards, algorithm.gamma)
     groups = step_groups([turn.anchor for _, turn in steps], algorithm.anchor_similarity)
     relative_values = step_advantages(returns, groups, norm_std=algorithm.norm_std)
     advantages = [np.zeros(len(trajectory.loss_mask.array())) for trajectory in trajectories]

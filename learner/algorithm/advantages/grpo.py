@@ -12,14 +12,14 @@ from typing import Final
 import numpy as np
 
 from broker.contract import wire
-from learner.algorithm.advantages.base import FloatArray, rewards_of, spread
+from learner.algorithm.advantages.base import FloatArray, rewards_of, spread_over_tokens
 from learner.algorithm.traits import EstimatorTraits, declares
 from learner.config import AlgorithmSection
 
 EPS: Final = 1e-6
 
 
-def advantages(rewards: FloatArray, *, norm_std: bool = True) -> FloatArray:
+def group_advantages(rewards: FloatArray, *, norm_std: bool = True) -> FloatArray:
     """Return ``(R - mean) / (std + 1e-6)`` with ddof 1; exactly 0 if all rewards are equal.
 
     Args:
@@ -41,4 +41,6 @@ def estimate(
     trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection
 ) -> list[FloatArray]:
     """Return the group's advantages on each trajectory's sampled tokens."""
-    return spread(advantages(rewards_of(trajectories), norm_std=algorithm.norm_std), trajectories)
+    return spread_over_tokens(
+        group_advantages(rewards_of(trajectories), norm_std=algorithm.norm_std), trajectories
+    )

@@ -9,7 +9,7 @@ import numpy as np
 from broker.contract import wire
 from learner.algorithm.advantages.base import (
     FloatArray,
-    discounted,
+    discounted_returns,
     sampled_positions,
     token_rewards,
 )
@@ -31,5 +31,5 @@ def estimate(
 
 def _returns_to_go(trajectory: wire.Trajectory, gamma: float) -> FloatArray:
     values = np.zeros(len(trajectory.loss_mask.array()))
-    values[sampled_positions(trajectory)] = discounted(token_rewards(trajectory), gamma)
+    values[sampled_positions(trajectory)] = discounted_returns(token_rewards(trajectory), gamma)
     return values

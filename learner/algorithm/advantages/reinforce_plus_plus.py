@@ -13,8 +13,8 @@ from learner.algorithm.advantages.base import (
     AdvantageEstimate,
     BatchRow,
     FloatArray,
-    discounted,
-    whiten,
+    discounted_returns,
+    whiten_arrays,
 )
 from learner.algorithm.traits import EstimatorTraits, declares
 from learner.config import AlgorithmSection
@@ -23,10 +23,10 @@ from learner.config import AlgorithmSection
 @declares(EstimatorTraits(whole_batch=True))
 def estimate(rows: Sequence[BatchRow], algorithm: AlgorithmSection) -> list[AdvantageEstimate]:
     """Return the discounted return-to-go, KL penalty included, whitened over the batch."""
-    returns = [discounted(row.rewards, algorithm.gamma) for row in rows]
+    returns = [discounted_returns(row.rewards, algorithm.gamma) for row in rows]
     return [
         AdvantageEstimate(advantages)
-        for advantages in whiten(returns, [row.trained for row in rows])
+        for advantages in whiten_arrays(returns, [row.trained for row in rows])
     ]
 
 
@@ -41,7 +41,7 @@ def estimate_baseline(
     tokens = [np.full(len(row.rewards), value) for row, value in zip(rows, centred, strict=True)]
     return [
         AdvantageEstimate(advantages)
-        for advantages in whiten(tokens, [row.trained for row in rows])
+        for advantages in whiten_arrays(tokens, [row.trained for row in rows])
     ]
 
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from broker.contract import wire
-from learner.algorithm.advantages.base import FloatArray, rewards_of, spread
+from learner.algorithm.advantages.base import FloatArray, rewards_of, spread_over_tokens
 from learner.algorithm.traits import EstimatorTraits, declares
 from learner.config import AlgorithmSection
 
 
-def advantages(rewards: FloatArray, greedy_reward: float) -> FloatArray:
+def advantages_over_greedy(rewards: FloatArray, greedy_reward: float) -> FloatArray:
     """Return ``R - R_greedy``, (group_size,)."""
     return rewards - greedy_reward
 
@@ -33,8 +33,8 @@ def estimate(
     )
     rewards = rewards_of(trajectories)
     if not is_greedy.any():
-        return spread(np.zeros_like(rewards), trajectories)
-    return spread(
-        np.where(is_greedy, 0.0, advantages(rewards, float(rewards[is_greedy].mean()))),
+        return spread_over_tokens(np.zeros_like(rewards), trajectories)
+    return spread_over_tokens(
+        np.where(is_greedy, 0.0, advantages_over_greedy(rewards, float(rewards[is_greedy].mean()))),
         trajectories,
     )

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from broker.contract import wire
-from learner.algorithm.advantages.base import FloatArray, rewards_of, spread
+from learner.algorithm.advantages.base import FloatArray, rewards_of, spread_over_tokens
 from learner.algorithm.traits import EstimatorTraits, declares
 from learner.config import AlgorithmSection
 
 
-def advantages(rewards: FloatArray) -> FloatArray:
+def leave_one_out_advantages(rewards: FloatArray) -> FloatArray:
     """Return ``R_i - mean of R_j over j != i``; exactly 0 for equal rewards and for a group of one.
 
     Args:
@@ -36,4 +36,4 @@ def estimate(
     trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection
 ) -> list[FloatArray]:
     """Return the group's advantages on each trajectory's sampled tokens."""
-    return spread(advantages(rewards_of(trajectories)), trajectories)
+    return spread_over_tokens(leave_one_out_advantages(rewards_of(trajectories)), trajectories)

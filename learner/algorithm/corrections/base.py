@@ -62,19 +62,19 @@ def log_ratio(facts: CorrectionInputs, level: str) -> Tensor:
     return reduce(tokens, facts.sequence, facts.num_sequences)
 
 
-def exp(log_values: Tensor) -> Tensor:
+def clamped_exp(log_values: Tensor) -> Tensor:
     """Return the exponential of logarithms clamped to ±20."""
     return log_values.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def keep(facts: CorrectionInputs, weights: Tensor, mask: Tensor) -> CorrectionResult:
+def mask_weights(facts: CorrectionInputs, weights: Tensor, mask: Tensor) -> CorrectionResult:
     """Return a correction with the weights where ``mask`` is true, 0 elsewhere."""
     return CorrectionResult(
         facts.proximal_logprobs, torch.where(mask, weights, 0.0), torch.zeros_like(mask), ~mask
     )
 
 
-def interpolate(
+def interpolate_logprobs(
     logprobs: Tensor, rollout_logprobs: Tensor, versions: Tensor, version: int
 ) -> Tensor:
     """Return proximal logprobs ``log β + α (log θ - log β)``.

@@ -10,20 +10,20 @@ import torch
 from learner.algorithm.corrections.base import (
     CorrectionInputs,
     CorrectionResult,
-    exp,
-    keep,
+    clamped_exp,
     log_ratio,
+    mask_weights,
 )
 from learner.config import AlgorithmSection
 
 
 def decoupled(facts: CorrectionInputs, algorithm: AlgorithmSection) -> CorrectionResult:
     """Weight the loss on θ/p by ``sg(p/β)``, truncated or masked above ``correction_high``."""
-    raw = exp(log_ratio(facts, "token"))
+    raw = clamped_exp(log_ratio(facts, "token"))
     high = algorithm.correction_high
     above = raw > high
     if algorithm.correction_mode == "mask":
-        return keep(facts, raw, ~above)
+        return mask_weights(facts, raw, ~above)
     return CorrectionResult(
         facts.proximal_logprobs, raw.clamp_max(high), above, torch.zeros_like(above)
     )

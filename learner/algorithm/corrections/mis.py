@@ -12,9 +12,9 @@ from torch import Tensor
 from learner.algorithm.corrections.base import (
     CorrectionInputs,
     CorrectionResult,
-    exp,
-    keep,
+    clamped_exp,
     log_ratio,
+    mask_weights,
 )
 from learner.algorithm.losses.base import MAX_LOG_RATIO
 from learner.algorithm.sequences import sequence_mean, sequence_sum
@@ -30,15 +30,15 @@ def mis(facts: CorrectionInputs, algorithm: AlgorithmSection) -> CorrectionResul
     over the sequence, must not exceed correction_high.
     """
     level = algorithm.mis_mask_level or algorithm.correction_level
-    weight = exp(log_ratio(facts, algorithm.correction_level))
+    weight = clamped_exp(log_ratio(facts, algorithm.correction_level))
     if algorithm.mis_estimator == "k1":
-        ratio = exp(log_ratio(facts, level))
-        return keep(
+        ratio = clamped_exp(log_ratio(facts, level))
+        return mask_weights(
             facts,
             weight,
             (ratio >= algorithm.correction_low) & (ratio <= algorithm.correction_high),
         )
-    return keep(
+    return mask_weights(
         facts,
         weight,
         _divergence_values(facts, algorithm.mis_estimator, level) <= algorithm.correction_high,

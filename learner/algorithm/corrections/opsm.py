@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from learner.algorithm.corrections.base import CorrectionInputs, CorrectionResult, keep
+from learner.algorithm.corrections.base import CorrectionInputs, CorrectionResult, mask_weights
 from learner.algorithm.sequences import sequence_mean
 from learner.config import AlgorithmSection
 
@@ -21,4 +21,4 @@ def opsm(facts: CorrectionInputs, algorithm: AlgorithmSection) -> CorrectionResu
         facts.rollout_logprobs - facts.logprobs, facts.sequence, facts.num_sequences
     )
     dropped = (facts.advantages < 0) & (divergence > algorithm.opsm_delta)
-    return keep(facts, torch.ones_like(divergence), ~dropped)
+    return mask_weights(facts, torch.ones_like(divergence), ~dropped)

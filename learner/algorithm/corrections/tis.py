@@ -6,13 +6,18 @@ Yao et al., "Your efficient RL framework secretly brings you off-policy training
 
 from __future__ import annotations
 
-from learner.algorithm.corrections.base import CorrectionInputs, CorrectionResult, exp, log_ratio
+from learner.algorithm.corrections.base import (
+    CorrectionInputs,
+    CorrectionResult,
+    clamped_exp,
+    log_ratio,
+)
 from learner.config import AlgorithmSection
 
 
 def tis(facts: CorrectionInputs, algorithm: AlgorithmSection) -> CorrectionResult:
     """Weight by ``min(p/β, correction_high)`` of the token, the sequence or its geometric mean."""
-    raw = exp(log_ratio(facts, algorithm.correction_level))
+    raw = clamped_exp(log_ratio(facts, algorithm.correction_level))
     weights = raw.clamp_max(algorithm.correction_high)
     clipped = raw > algorithm.correction_high
     return CorrectionResult(

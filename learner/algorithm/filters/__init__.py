@@ -14,7 +14,7 @@ from broker.contract import wire
 from broker.contract.pass_rate import is_within
 from broker.errors import UserError
 from broker.settings.registry import resolve
-from learner.algorithm.episodes import episodes
+from learner.algorithm.episodes import final_trajectories
 
 FILTERS: Final[dict[str, str]] = {
     "mixed_success": "learner.algorithm.filters.mixed_success:has_mixed_success",
@@ -50,7 +50,7 @@ def passes_pass_rate(bounds: tuple[float, float] | None, group: wire.Group) -> b
     """
     if bounds is None:
         return True
-    successes = [episode.success for episode in episodes(group)]
+    successes = [episode.success for episode in final_trajectories(group)]
     return is_within(sum(successes), len(successes), *bounds)
 
 

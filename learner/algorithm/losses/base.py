@@ -37,6 +37,6 @@ class PolicyLoss(Protocol):
     ) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
-def ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+def clamped_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """Return ``exp(logprobs - old_logprobs)``, (T,), the log clamped to ±20."""
     return torch.exp((logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))

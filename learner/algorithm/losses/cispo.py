@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from learner.algorithm.losses.base import LossTokens, ratio
+from learner.algorithm.losses.base import LossTokens, clamped_ratio
 from learner.algorithm.traits import LossTraits, declares
 from learner.config import AlgorithmSection
 
@@ -18,6 +18,6 @@ def cispo(tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict
     Returns:
         Losses (T,), and the sum ``clipped``: tokens whose weight was clipped.
     """
-    r = ratio(tokens.logprobs, tokens.old_logprobs).detach()
+    r = clamped_ratio(tokens.logprobs, tokens.old_logprobs).detach()
     weight = r.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
     return -weight * tokens.advantages * tokens.logprobs, {"clipped": (weight != r).sum()}

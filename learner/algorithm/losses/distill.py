@@ -23,7 +23,7 @@ def categorical_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (log_p.exp() * gap).sum(-1)
 
 
-def kl(student: Tensor, teacher: Tensor, direction: str) -> Tensor:
+def distillation_kl(student: Tensor, teacher: Tensor, direction: str) -> Tensor:
     """Return KL(teacher || student) if ``forward`` (mode-covering), KL(student || teacher) if not.
 
     Args:
@@ -39,7 +39,7 @@ def kl(student: Tensor, teacher: Tensor, direction: str) -> Tensor:
     return categorical_kl(student, teacher)
 
 
-def candidates(logits: Tensor, ids: Tensor) -> Tensor:
+def candidate_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
     """Return the student's logprobs of a teacher's k candidates, and of all other tokens together.
 
     The mass outside the top-k is neither dropped nor spread over the candidates, but kept as one

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learner.algorithm.losses.base import LossTokens, ratio
+from learner.algorithm.losses.base import LossTokens, clamped_ratio
 from learner.algorithm.losses.ppo import clipped_surrogate
 from learner.algorithm.sequences import sequence_mean
 from learner.algorithm.traits import LossTraits, declares
@@ -30,5 +30,7 @@ def gspo(tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[
     log_ratio = sequence_mean(
         (tokens.logprobs - tokens.old_logprobs).detach(), tokens.sequence, tokens.num_sequences
     )
-    s = ratio(log_ratio + tokens.logprobs - tokens.logprobs.detach(), torch.zeros_like(log_ratio))
+    s = clamped_ratio(
+        log_ratio + tokens.logprobs - tokens.logprobs.detach(), torch.zeros_like(log_ratio)
+    )
     return clipped_surrogate(s, tokens.advantages, algorithm.clip_low, algorithm.clip_high)

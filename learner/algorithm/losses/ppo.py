@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learner.algorithm.losses.base import LossTokens, ratio
+from learner.algorithm.losses.base import LossTokens, clamped_ratio
 from learner.algorithm.traits import LossTraits, declares
 from learner.config import AlgorithmSection
 
@@ -23,7 +23,7 @@ def ppo(tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[s
         Losses (T,), and the sums ``clipped`` (tokens whose clipped branch is larger) and
         ``dual_clipped``.
     """
-    r = ratio(tokens.logprobs, tokens.old_logprobs)
+    r = clamped_ratio(tokens.logprobs, tokens.old_logprobs)
     advantages = tokens.advantages
     losses, stats = clipped_surrogate(r, advantages, algorithm.clip_low, algorithm.clip_high)
     if algorithm.dual_clip is not None:

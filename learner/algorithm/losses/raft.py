@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from learner.algorithm.losses.base import LossTokens, ratio
+from learner.algorithm.losses.base import LossTokens, clamped_ratio
 from learner.algorithm.losses.ppo import clipped_surrogate
 from learner.algorithm.traits import LossTraits, declares
 from learner.config import AlgorithmSection
@@ -25,7 +25,7 @@ def raft_plus_plus(
     Returns:
         Losses (T,), and the sum ``clipped``.
     """
-    r = ratio(tokens.logprobs, tokens.old_logprobs)
+    r = clamped_ratio(tokens.logprobs, tokens.old_logprobs)
     return clipped_surrogate(
         r, tokens.advantages.clamp_min(0.0), algorithm.clip_low, algorithm.clip_high
     )

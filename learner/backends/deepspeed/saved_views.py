@@ -52,13 +52,13 @@ def save_views_as_places(offloaded: bool) -> AbstractContextManager[Any]:
         if (place := _find_place(tensor)) is not None:
             return place
         if offloaded:
-            return activation_offload.pack(tensor)
+            return activation_offload.pack_tensor(tensor)
         return tensor
 
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, SavedView):
             return packed.view()
-        return activation_offload.unpack(packed)
+        return activation_offload.unpack_tensor(packed)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 

@@ -104,7 +104,7 @@ def check_sizes(shape: ModelSizes, tensor_parallel: int, pipeline_parallel: int)
     }
     for kind, count in sizes.items():
         if count % tensor_parallel:
-            fitting = [size for size in range(1, shape.num_groups + 1) if divides(shape, size)]
+            fitting = [size for size in range(1, shape.num_groups + 1) if can_divide(shape, size)]
             allowed = (
                 f"one of {', '.join(map(str, fitting))}: it must divide the model's {count} {kind}"
             )
@@ -114,7 +114,7 @@ def check_sizes(shape: ModelSizes, tensor_parallel: int, pipeline_parallel: int)
         raise ConfigError("train.megatron.pipeline_parallel", pipeline_parallel, allowed)
 
 
-def divides(shape: ModelSizes, size: int) -> bool:
+def can_divide(shape: ModelSizes, size: int) -> bool:
     """Return whether ``size`` ranks can divide a layer."""
     return not any(
         count % size for count in (shape.num_heads, shape.num_groups, shape.intermediate)

@@ -123,7 +123,7 @@ def megatron_library() -> Any:
     )
 
 
-def build(
+def build_stage(
     shape: DecoderArchitecture,
     freqs: Tensor,
     dtype: torch.dtype,

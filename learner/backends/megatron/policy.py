@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from learner.backends.megatron.adapters import MegatronAdapters
 from learner.backends.megatron.grid import ProcessGroups, RankGrid
 from learner.backends.megatron.mapping import parts_of, share_size
-from learner.backends.megatron.model import RowLayout, build, megatron_library
+from learner.backends.megatron.model import RowLayout, build_stage, megatron_library
 from learner.backends.megatron.model_shell import ModelShell
 from learner.backends.megatron.pipeline import StagePipeline
 from learner.backends.megatron.tensor_exchange import TensorExchange
@@ -62,7 +62,7 @@ class MegatronPolicy:
         self._parts = parts_of(shape, grid.tp, grid.pp)
         self.adapters: MegatronAdapters | None = None
         dtype = self.module.dtype
-        self.model = build(shape, shell.inv_freq, dtype, grid, groups)
+        self.model = build_stage(shape, shell.inv_freq, dtype, grid, groups)
         self.exchange = TensorExchange(grid, groups, self._parts, self._like, device)
         holders = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         # Rows behind the vocabulary's end are padding, and stay zeros.

@@ -54,7 +54,7 @@ class TokenBatch:
         return arguments | {"attention_mask": torch.ones_like(self.input_ids)}
 
 
-def collate(
+def collate_samples(
     samples: Sequence[TrainSample], device: torch.device, *, packed: bool = False
 ) -> TokenBatch:
     """Build the tensors of a slice; every sample has at least one trained token.

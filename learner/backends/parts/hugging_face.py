@@ -21,7 +21,7 @@ from learner.backends.parts.sources import (
 )
 from learner.backends.parts.stored import INDEX, StoredTensors
 from learner.backends.parts.stored_model import StoredBase, StoredModel
-from learner.backends.parts.writing import CODES, header, pieces
+from learner.backends.parts.writing import CODES, encode_header, iter_bytes
 from rlearner_text.stored_form import keeps_names, use_conversions
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,9 @@ def write_adapters(model: StoredModel, parts: Sequence[str | Path], folder: Path
             for name, factor in _read_factors(StoredTensors(parts)).items()
         }
         _write_tensors(
-            folder / ADAPTER_FOLDER / ADAPTER_WEIGHTS, factors, lambda name: pieces(factors[name])
+            folder / ADAPTER_FOLDER / ADAPTER_WEIGHTS,
+            factors,
+            lambda name: iter_bytes(factors[name]),
         )
 
 
@@ -164,7 +166,7 @@ def _write_tensors(
     names = sorted(like, key=lambda name: -like[name].itemsize)
     with file.open("wb") as output:
         output.write(
-            header([(name, like[name].dtype, list(like[name].shape)) for name in names], {})
+            encode_header([(name, like[name].dtype, list(like[name].shape)) for name in names], {})
         )
         for name in names:
             for piece in bytes_of(name):

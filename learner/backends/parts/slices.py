@@ -67,7 +67,7 @@ class Slice:
 
 
 @torch.no_grad()
-def stage(slices: Iterable[Slice], rank: int, size: int) -> list[Slice]:
+def copy_slices(slices: Iterable[Slice], rank: int, size: int) -> list[Slice]:
     """Return host copies of what a rank of ``size`` writes; training does not change them."""
     copies = (piece.host_copy(rank, size) for piece in slices)
     return [copy for copy in copies if copy.tensor.numel()]

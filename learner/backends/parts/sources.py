@@ -18,7 +18,7 @@ from learner.backends.parts.original import find_original
 from learner.backends.parts.part_file import DamagedFileError
 from learner.backends.parts.stored import StoredTensors, weights_in_files
 from learner.backends.parts.stored_model import StoredBase, StoredModel
-from learner.backends.parts.writing import pieces
+from learner.backends.parts.writing import iter_bytes
 from rlearner_text.hub import model_folder
 from rlearner_text.stored_form import stored_form, stored_groups, use_conversions
 from rlearner_text.transformers_import import import_transformers
@@ -81,7 +81,7 @@ class MergedWeights:
         self._weights = MergedModel(weights, factors, base.targets, base.scale, base.transposed)
 
     def pieces(self, name: str) -> Iterator[memoryview]:
-        yield from pieces(self.tensor(name))
+        yield from iter_bytes(self.tensor(name))
 
     def tensor(self, name: str) -> Tensor:
         return self._weights[name].contiguous()
@@ -123,7 +123,7 @@ class ConvertedWeights:
         self._current: tuple[list[str], dict[str, Tensor]] = ([], {})
 
     def pieces(self, name: str) -> Iterator[memoryview]:
-        yield from pieces(self.tensor(name).contiguous())
+        yield from iter_bytes(self.tensor(name).contiguous())
 
     def tensor(self, name: str) -> Tensor:
         if (weights := self._weights[name]) != self._current[0]:
@@ -160,7 +160,7 @@ class KeptWeights:
 
 def _stored_pieces(tensors: StoredTensors, name: str) -> Iterator[memoryview]:
     for _, piece in tensors.chunks(name, 0, tensors.entries[name].numel):
-        yield from pieces(piece)
+        yield from iter_bytes(piece)
 
 
 class CastWeights(OnDemand):

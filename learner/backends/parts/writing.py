@@ -48,8 +48,8 @@ def write_part(path: Path, slices: Sequence[Slice]) -> PartFile:
     hasher = new_hash()
     size = 0
     with path.open("wb") as file:
-        data = (chunk for piece in ordered for chunk in pieces(piece.tensor))
-        for chunk in chain([memoryview(header(entries, about))], data):
+        data = (chunk for piece in ordered for chunk in iter_bytes(piece.tensor))
+        for chunk in chain([memoryview(encode_header(entries, about))], data):
             hasher.update(chunk)
             size += file.write(chunk)
         _sync_file(file)
@@ -62,7 +62,9 @@ def _offsets_of(piece: Slice) -> list[int]:
     return [piece.start]
 
 
-def header(entries: Sequence[tuple[str, torch.dtype, list[int]]], about: dict[str, str]) -> bytes:
+def encode_header(
+    entries: Sequence[tuple[str, torch.dtype, list[int]]], about: dict[str, str]
+) -> bytes:
     """Return the start of a safetensors file with tensors of these names, dtypes and shapes."""
     fields: dict[str, object] = {"__metadata__": {"format": "pt"} | about}
     end = 0
@@ -75,7 +77,7 @@ def header(entries: Sequence[tuple[str, torch.dtype, list[int]]], about: dict[st
     return len(text).to_bytes(8, "little") + text
 
 
-def pieces(tensor: Tensor) -> Iterator[memoryview]:
+def iter_bytes(tensor: Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a contiguous tensor in host memory."""
     flat = tensor.reshape(-1)
     data = bytes_of(flat)

@@ -42,7 +42,7 @@ def main(descriptor: int) -> int:
     logs.configure()
     link = RankLink(SocketFrames(socket.socket(fileno=descriptor)))
     try:
-        serve(link, lambda build: Meeting.in_file(build.store, build.size))
+        serve_commands(link, lambda build: Meeting.in_file(build.store, build.size))
     except LinkClosedError:
         return 0
     except UserError as error:
@@ -58,7 +58,7 @@ def main(descriptor: int) -> int:
     return 0
 
 
-def serve(
+def serve_commands(
     link: RankLink,
     meet: Callable[[BuildCommand], Meeting],
     compare: Callable[[FoldersCommand], Reply] | None = None,

@@ -37,7 +37,7 @@ _elsewhere: list[OtherRanks] = []
 
 
 @contextmanager
-def others_elsewhere(ranks: OtherRanks) -> Iterator[None]:
+def use_other_ranks(ranks: OtherRanks) -> Iterator[None]:
     """Build backends of several ranks on these instead of on children of this process."""
     _elsewhere.append(ranks)
     try:

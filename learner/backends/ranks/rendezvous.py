@@ -100,7 +100,7 @@ def join_group(meeting: Meeting, rank: int, size: int, device: torch.device) -> 
         dist.all_reduce(torch.zeros(1, device=device))
     except RuntimeError as error:
         raise GroupFailedError(
-            failure(
+            describe_failure(
                 error,
                 backend,
                 rank,
@@ -126,7 +126,7 @@ def group_environment(interface: str, address: str) -> dict[str, str]:
     return variables
 
 
-def failure(
+def describe_failure(
     error: Exception,
     backend: str,
     rank: int,

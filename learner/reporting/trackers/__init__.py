@@ -126,10 +126,12 @@ class TrackerGroup:
             self._open.clear()
 
 
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_settings(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return settings by dotted name; a list is one setting."""
     settings: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
-        settings |= flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+        settings |= (
+            flatten_settings(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+        )
     return settings

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from broker.errors import ConfigError
 from broker.system.private_files import private_folder
-from learner.reporting.trackers import flatten
+from learner.reporting.trackers import flatten_settings
 
 # MLflow reads it when it is imported.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -95,7 +95,7 @@ class MLflow:
         """Log every setting as a parameter, which is final, and the current ones as a file."""
         self._client.log_dict(self._run_id, dict(config), "config.json")
         logged = self._client.get_run(self._run_id).data.params
-        settings = {_valid_name(key): str(value) for key, value in flatten(config).items()}
+        settings = {_valid_name(key): str(value) for key, value in flatten_settings(config).items()}
         new = [Param(key, value) for key, value in settings.items() if key not in logged]
         for start in range(0, len(new), PARAMS_PER_CALL):
             self._client.log_batch(self._run_id, params=new[start : start + PARAMS_PER_CALL])

@@ -23,7 +23,7 @@ from tensorboard.plugins.text.metadata import create_summary_metadata as text_me
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from broker.system.private_files import open_private, private_folder
-from learner.reporting.trackers import flatten
+from learner.reporting.trackers import flatten_settings
 
 
 class TensorBoard:
@@ -101,7 +101,7 @@ def _text_value(name: str, text: str) -> Summary.Value:
 def _settings_value(run: str, config: Mapping[str, Any]) -> Summary.Value:
     """Return every setting under its dotted name, for the HPARAMS page."""
     session = SessionStartInfo(group_name=run, start_time_secs=time.time())
-    for name, value in flatten(config).items():
+    for name, value in flatten_settings(config).items():
         field = session.hparams[name]
         if isinstance(value, bool):
             field.bool_value = value

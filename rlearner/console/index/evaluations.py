@@ -6,7 +6,7 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from learner.evaluation.pass_at_k import interval
+from learner.evaluation.pass_at_k import success_interval
 from rlearner.console.index.answers import EvaluatedTask, EvaluationResult
 from rlearner.console.index.artifacts import evaluated_row
 
@@ -25,7 +25,7 @@ def evaluations(connection: sqlite3.Connection) -> list[EvaluationResult]:
 def _result(rows: list[tuple[Any, ...]]) -> EvaluationResult:
     step, policy, mtime = rows[0][:3]
     tries = [[True] * row[5] + [False] * (row[4] - row[5]) for row in rows if row[4]]
-    low, high = interval(tries) if tries else (0.0, 1.0)
+    low, high = success_interval(tries) if tries else (0.0, 1.0)
     episodes = sum(row[4] for row in rows)
     successes = sum(row[5] for row in rows)
     domains: dict[str, list[int]] = {}

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from learner.credit import ledger_file
-from learner.resume_checks import changes, format_change
+from learner.resume_checks import format_change, setting_changes
 from rlearner.console.index.answers import Event
 from rlearner.console.index.series import step_at
 
@@ -49,12 +49,12 @@ def _epochs(connection: sqlite3.Connection) -> Iterator[Event]:
     for seq, body in connection.execute(
         "SELECT seq, body FROM ledger_lines WHERE state = 'rules' ORDER BY first, end"
     ):
-        rules = ledger_file.decode(body).rules
+        rules = ledger_file.decode_line(body).rules
         row = connection.execute(
             "SELECT epoch FROM frames WHERE seq = ? AND kind = 'RulesChange'", (seq,)
         ).fetchone()
         lines = (
-            [format_change(change) for change in changes(old_rules, rules)]
+            [format_change(change) for change in setting_changes(old_rules, rules)]
             if old_rules is not None
             else []
         )
@@ -72,7 +72,7 @@ def _first_rules(connection: sqlite3.Connection) -> dict[str, Any] | None:
         "SELECT l.body FROM ledger_lines l JOIN sources s ON s.id = l.source"
         " WHERE s.kind = 'ledger' AND s.first = 0 AND l.state = 'summary' ORDER BY l.end LIMIT 1"
     ).fetchone()
-    return ledger_file.decode(row[0]).rules if row else None
+    return ledger_file.decode_line(row[0]).rules if row else None
 
 
 def _place(connection: sqlite3.Connection, seq: int) -> tuple[int, float]:

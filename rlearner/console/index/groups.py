@@ -26,7 +26,7 @@ from rlearner.console.index.records import read_record
 from rlearner.console.index.runs import settings
 from rlearner.ops.showing import trajectory_of
 from rlearner.ops.trace_text import text_of
-from rlearner.ops.tracing import describe, ticket_summary
+from rlearner.ops.tracing import describe_record, ticket_summary
 from rlearner_text.tokenizer import Tokenizer
 
 ARCHIVE: Final = "the archive"
@@ -46,7 +46,7 @@ def group(connection: sqlite3.Connection, folder: Path, ticket: int) -> GroupVie
             else f"record {way.seq} is {NOWHERE}"
         )
     if not isinstance(record.message, wire.Group):
-        summary = describe(record)
+        summary = describe_record(record)
         raise UserError(
             f"ticket {ticket} has no group: {summary.get('reason', 'malformed')}, {summary.get('detail')}"
         )
@@ -93,7 +93,7 @@ def provenance(
             datetime.fromtimestamp(time, UTC).isoformat(timespec="milliseconds") if time else ""
         )
     if record is not None:
-        summary |= describe(record)
+        summary |= describe_record(record)
     head = (ticket, summary["state"], summary.get("domain", ""), summary.get("task_index", -1))
     way = Provenance(*head, step=step, seq=seq, text=text_of(summary))
     return way, record

@@ -1,6 +1,6 @@
 """Indexes the archive of consumed records: where each frame is, and the trajectories in it.
 
-A file ends where the next one begins, as for ``learner.credit.archive.frames``: of two files that
+A file ends where the next one begins, as for ``learner.credit.archive.read_frames``: of two files that
 hold the same record the newer one counts. A damaged frame hides the rest of its file.
 """
 
@@ -16,9 +16,9 @@ from typing import Any, Final
 from broker.contract import wire
 from broker.contract.streams import SAMPLES
 from broker.jetstream.bus import LogRecord
-from broker.jetstream.delivery import decode
+from broker.jetstream.delivery import decode_message
 from learner.credit import archive
-from learner.credit.ledger_file import digest
+from learner.credit.ledger_file import digest_record
 from rlearner.console.index import followed
 from rlearner.console.index.followed import Source
 from rlearner.console.index.texts import preview, searchable
@@ -114,7 +114,7 @@ def _frame_at(file: int, source: Source, size: int, *, is_last: bool) -> _Frame 
         source.problem = f"{archive.FOLDER}/{source.name}: begins with record {seq}"
         return None
     data = os.pread(file, length, place + archive.HEADER_BYTES)
-    if bytes.fromhex(digest(data)) != check:
+    if bytes.fromhex(digest_record(data)) != check:
         source.problem = f"{archive.FOLDER}/{source.name}: the bytes of record {seq} are damaged"
         return None
     return _Frame(seq, ticket, data, check)
@@ -136,7 +136,10 @@ def _same_frames(connection: sqlite3.Connection, file: int, source: Source, size
             or (header[0], header[2], header[3]) != (seq, length, check)
         ):
             break
-        if bytes.fromhex(digest(os.pread(file, length, offset + archive.HEADER_BYTES))) != check:
+        if (
+            bytes.fromhex(digest_record(os.pread(file, length, offset + archive.HEADER_BYTES)))
+            != check
+        ):
             break
         end = behind
     return end
@@ -189,7 +192,7 @@ class _Rows:
 
     def add(self, frame: _Frame) -> int:
         """Add one record at the source's offset, and return its ticket."""
-        message, _ = decode(frame.data, SAMPLES.messages)
+        message, _ = decode_message(frame.data, SAMPLES.messages)
         kind = type(message).__name__ if message is not None else "malformed"
         epoch = message.epoch if isinstance(message, wire.RulesChange) else 0
         ticket = message.ticket if isinstance(message, wire.Group | wire.Closed) else frame.ticket
@@ -229,7 +232,7 @@ class _Rows:
 
 
 def _figures(trajectory: wire.Trajectory) -> tuple[Any, ...]:
-    runs = wire.growing(trajectory.version_runs)
+    runs = wire.growable_array(trajectory.version_runs)
     versions = [
         version for version, length in zip(runs[::2], runs[1::2], strict=True) if length > 0
     ] or [-1]
@@ -265,7 +268,7 @@ def read_record(connection: sqlite3.Connection, folder: Path, seq: int) -> LogRe
         data = os.pread(file, length, offset + archive.HEADER_BYTES)
     finally:
         os.close(file)
-    if bytes.fromhex(digest(data)) != check:  # cut or written again since it was indexed
+    if bytes.fromhex(digest_record(data)) != check:  # cut or written again since it was indexed
         return None
-    message, error = decode(data, SAMPLES.messages)
+    message, error = decode_message(data, SAMPLES.messages)
     return LogRecord(seq, message, error, ticket, data)

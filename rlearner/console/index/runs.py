@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from broker.errors import RlearnerError
 from broker.nats.nats_errors import ApiError, Disconnected
-from learner.reporting.trackers import flatten
+from learner.reporting.trackers import flatten_settings
 from rlearner.console.index.answers import RunRow, SettingDifference
 from rlearner.ops.listing import RunFiles, read_files, read_settings
 from rlearner.ops.live_learners import ask_broker_of_runs
@@ -148,7 +148,7 @@ def setting_differences(folders: Sequence[Path]) -> list[SettingDifference]:
     """Return the settings that are not the same in all of these runs, by dotted key, except name
     and folder.
     """
-    flat = {folder.name: flatten(settings(folder)) for folder in folders}
+    flat = {folder.name: flatten_settings(settings(folder)) for folder in folders}
     keys = dict.fromkeys(key for settings in flat.values() for key in settings)
     differences = []
     for key in sorted(keys):

@@ -95,7 +95,7 @@ def _read(connection: sqlite3.Connection, file: int, source: Source) -> tuple[bo
 def _row(source: Source, line: Line) -> tuple[int, int, int, int, int, str, int, int, bytes]:
     head = (source.id, line.end, line.crc, source.first)
     try:
-        record = ledger_file.decode(line.data)
+        record = ledger_file.decode_line(line.data)
         if max(record.ticket, record.seq, abs(record.step)) >= 2**63:
             raise ValueError("out of range")
     except ValueError:
@@ -133,7 +133,7 @@ def lines_of(connection: sqlite3.Connection, ticket: int) -> list[LedgerLine]:
     # as the index says
     query = "SELECT body FROM ledger_lines WHERE ticket = ? AND ticket > 0 ORDER BY first, end"
     rows = connection.execute(query, (ticket,))
-    return [ledger_file.decode(body) for (body,) in rows]
+    return [ledger_file.decode_line(body) for (body,) in rows]
 
 
 def record_of(lines: Iterable[LedgerLine]) -> int:

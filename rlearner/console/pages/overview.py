@@ -18,7 +18,7 @@ from rlearner.console.live import BrokerView
 from rlearner.console.pages.frame import Page, ask, frame, index_banners
 from rlearner.console.state import ConsoleRun, ConsoleState
 from rlearner.ops.status import HISTORY
-from rlearner.up.live_state import duration
+from rlearner.up.live_state import format_duration
 
 POINTS: Final = 300  # of a curve, a few hundred pixels wide
 SLOWLY_S: Final = 5.0  # between looks for events and evaluations
@@ -269,7 +269,7 @@ def _state(run: ConsoleRun, step: int, live: BrokerView) -> tuple[str, str, str]
 def _left(run: ConsoleRun, step: int, last: dict[str, float]) -> str:
     seconds = last.get("time/step")
     return (
-        f", {duration(seconds * (run.steps - step))} left"
+        f", {format_duration(seconds * (run.steps - step))} left"
         if seconds and 0 < step < run.steps
         else ""
     )

@@ -21,7 +21,7 @@ from rlearner.console.index.answers import RunRow, SettingDifference
 from rlearner.console.index.runs import setting_differences
 from rlearner.console.pages.frame import Page, ask, frame, link
 from rlearner.console.state import ConsoleState
-from rlearner.ops.listing import age
+from rlearner.ops.listing import format_age
 
 METRIC: Final = "reward/mean"
 MAX_COMPARED: Final = 8
@@ -117,7 +117,7 @@ def _rows(rows: list[RunRow], compared: list[str]) -> list[dict[str, Any]]:
             "speed": row.last.get("perf/tokens_per_s"),
             "algorithm": row.algorithm,
             "domains": ", ".join(row.domains),
-            "changed": f"{age(now - row.changed)} ago" if row.changed else "–",
+            "changed": f"{format_age(now - row.changed)} ago" if row.changed else "–",
             "changed_sort": -row.changed,
         }
         for row in sorted(rows, key=lambda row: (row.state != "training", -row.changed))

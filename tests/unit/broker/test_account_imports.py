@@ -13,7 +13,7 @@ from broker.contract.permissions import (
     LEARNER,
     OBSERVER,
     OPERATOR,
-    inbox,
+    inbox_prefix,
     permissions,
 )
 from broker.identity.accounts import (
@@ -22,10 +22,10 @@ from broker.identity.accounts import (
     Import,
     account_of,
     accounts_of,
-    mapped,
-    unmapped,
+    map_subject,
+    unmap_subject,
 )
-from broker.identity.server_config import account_names, accounts, nkey_user
+from broker.identity.server_config import account_names, format_accounts, nkey_user
 
 EVERY_ROLE = (LEARNER, *JOINING, OBSERVER)
 USERS = [(OPERATOR, ""), *((role, run) for run in ("quick", "other") for role in EVERY_ROLE)]
@@ -51,8 +51,10 @@ def test_the_joining_roles_of_a_run_get_their_accounts_together() -> None:
 def test_an_account_imports_exactly_the_services_that_its_role_may_publish_to(role: str) -> None:
     account = ACCOUNTS[account_of(role, "quick")]
     services = {one.local_subject for one in account.imports}
-    own = {f"{inbox(role, 'quick', '')}.>", "_R_.>"}
-    assert services == {mapped(subject) for subject in permissions(role, "quick").publish} - own
+    own = {f"{inbox_prefix(role, 'quick', '')}.>", "_R_.>"}
+    assert (
+        services == {map_subject(subject) for subject in permissions(role, "quick").publish} - own
+    )
 
 
 @pytest.mark.parametrize("role", [*JOINING, OBSERVER])
@@ -113,11 +115,11 @@ def test_no_subject_crosses_both_ways(name: str) -> None:
 
 
 def test_names_in_the_configuration_and_of_refusals() -> None:
-    text = accounts([nkey_user("U" * 56, role, run) for role, run in USERS])
+    text = format_accounts([nkey_user("U" * 56, role, run) for role, run in USERS])
     assert account_names(text) == set(ACCOUNTS)
     assert text.count(f'mappings = {{ "{API}.>": "{MAPPED_API}.>" }}') == len(ACCOUNTS) - 1
     assert "allow_responses" not in text
     for subject in ("$JS.API.STREAM.INFO.x", "rl.quick.samples", "$JS.ACK.x.>"):
-        assert unmapped(mapped(subject)) == subject
+        assert unmap_subject(map_subject(subject)) == subject
     # nats-py lowers what servers say
-    assert unmapped("rljs.stream.info.x") == "$JS.API.stream.info.x"
+    assert unmap_subject("rljs.stream.info.x") == "$JS.API.stream.info.x"

@@ -22,9 +22,9 @@ from broker.channel.bundle import (
     MAX_BUNDLE_BYTES,
     MAX_TOKEN_CHARS,
     Entry,
-    cut,
+    cut_bundles,
     pack,
-    unpack,
+    unpack_bundle,
 )
 from broker.channel.zmq_socket import SEND_AT, Frames, LoopSocket
 from broker.contract.sizes import MAX_PAYLOAD_BYTES
@@ -41,7 +41,7 @@ ENTRIES = st.lists(
 @settings(deadline=None)
 @given(ENTRIES)
 def test_cutting_keeps_every_entry_in_order_and_within_bounds(entries: list[Entry]) -> None:
-    bundles = list(cut(entries))
+    bundles = list(cut_bundles(entries))
     assert [entry for bundle in bundles for entry in bundle] == entries
     for bundle in bundles:
         assert 1 <= len(bundle) <= FULL_AT
@@ -56,7 +56,7 @@ def test_cutting_keeps_every_entry_in_order_and_within_bounds(entries: list[Entr
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.text(max_size=MAX_TOKEN_CHARS), st.binary(max_size=30)), max_size=50))
 def test_a_bundle_is_a_list_of_pairs_and_comes_back_as_it_was(entries: list[Entry]) -> None:
-    assert unpack(pack(entries)) == entries
+    assert unpack_bundle(pack(entries)) == entries
     assert msgpack.unpackb(pack(entries)) == [list(entry) for entry in entries]
 
 
@@ -77,7 +77,7 @@ def test_a_bundle_is_a_list_of_pairs_and_comes_back_as_it_was(entries: list[Entr
 )
 def test_what_is_no_bundle_is_refused(data: bytes) -> None:
     with pytest.raises(WireError, match="not a bundle of messages"):
-        unpack(data)
+        unpack_bundle(data)
 
 
 def test_the_largest_message_fits() -> None:
@@ -112,7 +112,7 @@ async def pair(
 
 async def test_a_burst_travels_in_few_messages_and_in_order() -> None:
     got: list[list[Entry]] = []
-    async with pair(lambda frames: got.append(unpack(frames[1]))) as (asker, _):
+    async with pair(lambda frames: got.append(unpack_bundle(frames[1]))) as (asker, _):
         asker.post(b"", "first", b"")
         await until(lambda: got)
         for number in range(100):
@@ -128,7 +128,7 @@ async def test_what_was_posted_before_somebody_listens_arrives_unless_nobody_wai
     None
 ):
     got: list[Entry] = []
-    async with pair(lambda frames: got.extend(unpack(frames[1])), listening=False) as (
+    async with pair(lambda frames: got.extend(unpack_bundle(frames[1])), listening=False) as (
         asker,
         listen,
     ):
@@ -146,7 +146,7 @@ async def test_what_was_posted_before_somebody_listens_arrives_unless_nobody_wai
 
 async def test_closing_sends_what_was_posted() -> None:
     got: list[Entry] = []
-    async with pair(lambda frames: got.extend(unpack(frames[1]))) as (asker, _):
+    async with pair(lambda frames: got.extend(unpack_bundle(frames[1]))) as (asker, _):
         asker.post(b"", "0", b"")
         await until(lambda: got)
         for number in range(1, 50):
@@ -168,7 +168,9 @@ async def test_answers_to_several_askers_each_travel_in_a_bundle_of_their_own() 
         socket = context.socket(zmq.DEALER)
         socket.connect(f"tcp://127.0.0.1:{port}")
         askers.append(
-            LoopSocket(socket, lambda frames, number=number: got[number].append(unpack(frames[0])))
+            LoopSocket(
+                socket, lambda frames, number=number: got[number].append(unpack_bundle(frames[0]))
+            )
         )  # type: ignore[misc]
         askers[-1].post(b"", "hello", b"")
         await until(lambda: len(routes) == len(askers))

@@ -81,7 +81,7 @@ def test_a_token_next_to_another_login_signs_only(
     monkeypatch: pytest.MonkeyPatch, files: Path
 ) -> None:
     keys = KeyFolder(files / "folder")
-    made = tokens.invite(keys, URL, "envhub", "quick", expires_s=60)
+    made = tokens.make_join_token(keys, URL, "envhub", "quick", expires_s=60)
     alone = made.login
     assert (alone.key, alone.inbox) == (Key(made.seed), f"_INBOX.envhub.quick.{made.name}")
     name(monkeypatch, files, **{NKEY: "key"})

@@ -28,7 +28,7 @@ import zmq.asyncio
 
 from broker.channel.bundle import pack
 from broker.channel.client import RequestClient
-from broker.channel.endpoint import MAX_LETTERS
+from broker.channel.endpoint import MAX_PENDING_DEAD_LETTERS
 from broker.channel.over_zmq import ZmqServer
 from broker.channel.zmq_address import ServerAddress
 from broker.channel.zmq_client import ZmqClient
@@ -38,7 +38,7 @@ from broker.contract.streams import SAMPLES, STREAMS
 from broker.errors import RequestFailed, TransferFailed, UserError, WireError
 from broker.jetstream import parts
 from broker.jetstream.bus import LogRecord
-from broker.jetstream.delivery import decode, number_of
+from broker.jetstream.delivery import decode_message, number_of
 from broker.settings.runspec import SECTIONS, validate
 from broker.weights import plan as plans
 from broker.weights.group import WaitMonitor
@@ -96,7 +96,7 @@ def round_trip(data: bytes) -> None:
 def of_each_stream(data: bytes) -> None:
     """As readers of streams and buckets take them: the types of the row, and an error as a text."""
     for stream in (one for one in STREAMS if one.messages):
-        message, problem = decode(data, stream.messages)
+        message, problem = decode_message(data, stream.messages)
         assert (message is None) == bool(problem)
         assert "\n" not in problem
 
@@ -110,7 +110,7 @@ def put_together(data: bytes) -> None:
             upload="u",
             size=len(data),
             part_bytes=sizes.PART_BYTES,
-            digest=parts.digest(data),
+            digest=parts.hash_encoding(data),
         )
         checks.check(parted)
         assert parts.put_together(parted, bytearray(data), parted.digest).ticket == 417
@@ -124,7 +124,7 @@ def taken_in(data: bytes) -> None:
     """As the learner takes a record of the log."""
     ledger = Ledger(RULES)
     ledger.open_credit()
-    message, error = decode(data, SAMPLES.messages)
+    message, error = decode_message(data, SAMPLES.messages)
     ledger.apply(
         record_intake.read_record(LogRecord(1, message, error, 1, data), ledger, 100).record, 1
     )
@@ -172,7 +172,7 @@ def frames_of(folder: Path) -> Callable[[bytes], None]:
 
     def call(data: bytes) -> None:
         (folder / "samples" / "000000000001.frames").write_bytes(data)
-        found = list(archive.frames(folder / "samples"))
+        found = list(archive.read_frames(folder / "samples"))
         assert sum(len(frame.data) for frame in found) <= len(data)
         for frame in [*found, *archive.select_frames(folder / "samples", [1, 2])]:
             frame.record()
@@ -250,7 +250,7 @@ def safetensors() -> bytes:
 def frame(number: int, data: bytes) -> bytes:
     return (
         archive._HEADER.pack(
-            archive.MAGIC, number, number, len(data), bytes.fromhex(ledger_file.digest(data))
+            archive.MAGIC, number, number, len(data), bytes.fromhex(ledger_file.digest_record(data))
         )
         + data
     )
@@ -262,11 +262,11 @@ def decoders(folder: Path) -> list[Decoder]:
     ledger = Ledger(RULES)
     ledger.open_credit()
     held = ledger_file.LedgerLine(state="arrived", ticket=1, seq=1)
-    summary = ledger_file.encode(
+    summary = ledger_file.encode_lines(
         [ledger_file.LedgerLine(state="summary", held=(held,), reasons={"env_error": 2})]
     )
     lines = [
-        summary + ledger_file.encode([ledger_file.boundary(ledger)]) * 2,
+        summary + ledger_file.encode_lines([ledger_file.boundary_line(ledger)]) * 2,
         summary + b'{"state":"issued","ticket":1,"domain":"a"}\n',
     ]
     made = json.dumps({"format": 1, "step": 0, "epoch": 1, "ledger": ledger.dump()}).encode()
@@ -453,7 +453,7 @@ async def test_a_server_goes_on_whatever_frames_arrive() -> None:
     class Bus:
         async def dead_letter(self, stream: object, *, data: bytes, **more: object) -> None:
             buried.append(data)
-            if len(buried) >= MAX_LETTERS:  # of many at once, further ones leave none
+            if len(buried) >= MAX_PENDING_DEAD_LETTERS:  # of many at once, further ones leave none
                 enough.set()
 
     async def handle(request: wire.GenerateRequest) -> wire.GenerateReply:

@@ -10,21 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.contract.lengths import remaining
+from broker.contract.lengths import remaining_tokens
 
 FEW, MANY = st.integers(0, 300), st.integers(0, 100_000)
 
 
 def test_before_the_first_token_the_prediction_holds_within_the_limit() -> None:
-    assert remaining(40, 90, 0, 1000) == (40, 90)
-    assert remaining(40, 90, 0, 60) == (40, 60)
-    assert remaining(40, 90, 0, 30) == (30, 30)
-    assert remaining(40, 0, 0, 1000) == (40, 40)  # a prediction without an upper quantile
+    assert remaining_tokens(40, 90, 0, 1000) == (40, 90)
+    assert remaining_tokens(40, 90, 0, 60) == (40, 60)
+    assert remaining_tokens(40, 90, 0, 30) == (30, 30)
+    assert remaining_tokens(40, 0, 0, 1000) == (40, 40)  # a prediction without an upper quantile
 
 
 @pytest.mark.parametrize(("expected", "limit"), [(0, 100), (40, 0), (0, 0)])
 def test_without_a_prediction_or_room_there_is_none(expected: int, limit: int) -> None:
-    assert remaining(expected, 90, 7, limit) == (0, 0)
+    assert remaining_tokens(expected, 90, 7, limit) == (0, 0)
 
 
 def test_at_the_median_the_upper_half_is_left() -> None:
@@ -33,7 +33,7 @@ def test_at_the_median_the_upper_half_is_left() -> None:
     spread = math.log(4) / NormalDist().inv_cdf(0.9)
     whole = [100 * math.exp(spread * NormalDist().inv_cdf(p)) for p in (0.75, 0.95)]
     assert (
-        remaining(100, 400, 100, 10_000)
+        remaining_tokens(100, 400, 100, 10_000)
         == (round(whole[0] - 100), round(whole[1] - 100))
         == (107, 493)
     )
@@ -44,7 +44,7 @@ def test_the_quantiles_are_those_of_the_answers_that_got_so_far(generated: int) 
     spread = math.log(4) / NormalDist().inv_cdf(0.9)
     lengths = 100 * np.exp(spread * np.random.default_rng(0).standard_normal(2_000_000))
     left = lengths[lengths > generated] - generated
-    median, high = remaining(100, 400, generated, 10**9)
+    median, high = remaining_tokens(100, 400, generated, 10**9)
     assert np.mean(left <= median) == pytest.approx(0.5, abs=0.01)
     assert np.mean(left <= high) == pytest.approx(0.9, abs=0.01)
 
@@ -53,7 +53,7 @@ def test_the_quantiles_are_those_of_the_answers_that_got_so_far(generated: int) 
 def test_it_is_within_the_request_and_in_order(
     expected: int, high: int, generated: int, limit: int
 ) -> None:
-    median, top = remaining(expected, high, generated, limit)
+    median, top = remaining_tokens(expected, high, generated, limit)
     if expected and limit:
         assert 1 <= median <= top <= limit
     else:
@@ -65,7 +65,7 @@ def test_the_whole_never_shrinks_while_the_answer_grows(
     expected: int, wider: int, generated: int
 ) -> None:
     one, other = (
-        remaining(expected, expected + wider, at, 10**9) for at in (generated, generated + 1)
+        remaining_tokens(expected, expected + wider, at, 10**9) for at in (generated, generated + 1)
     )
     assert all(
         after + generated + 1 >= before + generated

@@ -138,9 +138,9 @@ class OlderStoreMachine(RuleBasedStateMachine):
 
 def test_older_store_under_any_interleaving() -> None:
     with (
-        patch.object(jetstream, "follow", _follow),
-        patch.object(jetstream, "bounds", _bounds),
-        patch.object(jetstream, "find", _find),
+        patch.object(jetstream, "follow_stream", _follow),
+        patch.object(jetstream, "stream_bounds", _bounds),
+        patch.object(jetstream, "find_message", _find),
     ):
         run_state_machine_as_test(
             OlderStoreMachine,

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from broker.contract.permissions import JOINING, OBSERVER, OPERATOR, Permissions, inbox, permissions
+from broker.contract.permissions import (
+    JOINING,
+    OBSERVER,
+    OPERATOR,
+    Permissions,
+    inbox_prefix,
+    permissions,
+)
 from broker.contract.streams import ROLES
 from broker.errors import ConfigError
 
@@ -117,7 +124,7 @@ def test_an_observer_changes_nothing_and_reads_no_message(subject: str) -> None:
 
 
 def test_an_observer_asks_only_what_has_a_reply_in_json() -> None:
-    own = f"{inbox(OBSERVER, 'r', '')}.>"
+    own = f"{inbox_prefix(OBSERVER, 'r', '')}.>"
     asked = {
         subject.removeprefix("$JS.API.")
         for subject in permissions(OBSERVER, "r").publish
@@ -133,15 +140,15 @@ def test_no_subject_of_another_run_and_no_other_inbox(role: str) -> None:
     for name in ("publish", "subscribe"):
         mine, theirs = getattr(allowed, name), getattr(others, name)
         # replies, which name no run
-        shared = {"$JS.API.INFO", "_R_.>", f"{inbox(OPERATOR, '', '')}.>"}
+        shared = {"$JS.API.INFO", "_R_.>", f"{inbox_prefix(OPERATOR, '', '')}.>"}
         assert set(mine) & set(theirs) == shared & set(mine)
         assert not any(
             allows(mine, one.replace("*", "x").replace(">", "x")) for one in set(theirs) - shared
         )
         assert ">" not in mine
-    assert allows(allowed.subscribe, f"{inbox(role, 'r', 'host2')}.a.1")
-    assert not allows(allowed.subscribe, f"{inbox(role, 'r', '')}.a.1")
-    assert not allows(allowed.subscribe, f"{inbox(role, 'r2', 'host2')}.a.1")
+    assert allows(allowed.subscribe, f"{inbox_prefix(role, 'r', 'host2')}.a.1")
+    assert not allows(allowed.subscribe, f"{inbox_prefix(role, 'r', '')}.a.1")
+    assert not allows(allowed.subscribe, f"{inbox_prefix(role, 'r2', 'host2')}.a.1")
 
 
 @pytest.mark.parametrize("role", [*ROLES, OBSERVER])

@@ -18,7 +18,7 @@ from broker.contract.streams import SAMPLES
 from broker.errors import LostState
 from broker.jetstream.api import StoredEntry
 from broker.jetstream.bus import Bus, LogRecord
-from broker.jetstream.parts import FetchedParts, GroupParts, digest
+from broker.jetstream.parts import FetchedParts, GroupParts, hash_encoding
 from broker.jetstream.read_ahead import ENTRY_BYTES
 
 SIZE = 20_000
@@ -40,7 +40,7 @@ class StoredParts(GroupParts):
             upload=upload,
             size=len(data),
             part_bytes=65536,
-            digest=digest(data),
+            digest=hash_encoding(data),
         )
 
     async def fetch(self, parted: wire.Parted) -> FetchedParts:
@@ -52,7 +52,7 @@ class StoredParts(GroupParts):
                 await asyncio.sleep(0)
             if (data := self.uploads.get(parted.upload)) is None:
                 return FetchedParts(bytearray(), "", "part 0 of 1 is missing")
-            return FetchedParts(bytearray(data), digest(data))
+            return FetchedParts(bytearray(data), hash_encoding(data))
         finally:
             self.under_way -= parted.size
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from broker.errors import UserError, WireError
 from broker.identity.keys import Key
 from broker.identity.login import Login
-from broker.identity.signatures import HEADER, signed, stamp
-from broker.identity.trust import is_trusted, trust
+from broker.identity.signatures import HEADER, sign_value, verify_stamp
+from broker.identity.trust import is_trusted, trust_owner
 
 OWNER, OTHER = Key.generate(), Key.generate()
 SUBJECT = "$KV.rl_demo_runs.demo"
@@ -22,19 +22,25 @@ SUBJECT = "$KV.rl_demo_runs.demo"
 
 @given(data=st.binary(max_size=100), above=st.integers(0, 1 << 40))
 def test_what_the_owner_signed_is_valid(data: bytes, above: int) -> None:
-    assert stamp(OWNER.public, SUBJECT, signed(OWNER, SUBJECT, data, above=above), data) > above
+    assert (
+        verify_stamp(OWNER.public, SUBJECT, sign_value(OWNER, SUBJECT, data, above=above), data)
+        > above
+    )
 
 
 def test_a_later_value_has_a_larger_stamp_even_if_the_clock_went_back() -> None:
     future = 10**14
-    first = stamp(OWNER.public, SUBJECT, signed(OWNER, SUBJECT, b"x", above=future), b"x")
+    first = verify_stamp(
+        OWNER.public, SUBJECT, sign_value(OWNER, SUBJECT, b"x", above=future), b"x"
+    )
     assert first == future + 1
     assert (
-        stamp(OWNER.public, SUBJECT, signed(OWNER, SUBJECT, b"y", above=first), b"y") == future + 2
+        verify_stamp(OWNER.public, SUBJECT, sign_value(OWNER, SUBJECT, b"y", above=first), b"y")
+        == future + 2
     )
 
 
-GOOD = signed(OWNER, SUBJECT, b"value")[HEADER]
+GOOD = sign_value(OWNER, SUBJECT, b"value")[HEADER]
 NUMBER, _, SIGNATURE = GOOD.partition(".")
 
 
@@ -76,14 +82,14 @@ NUMBER, _, SIGNATURE = GOOD.partition(".")
     ],
 )
 def test_anything_else_is_not(owner: str, subject: str, header: str, data: bytes) -> None:
-    assert stamp(OWNER.public, SUBJECT, {HEADER: GOOD}, b"value") == int(NUMBER)
+    assert verify_stamp(OWNER.public, SUBJECT, {HEADER: GOOD}, b"value") == int(NUMBER)
     with pytest.raises(WireError, match="the owner of the run did not sign it"):
-        stamp(owner, subject, {HEADER: header}, data)
+        verify_stamp(owner, subject, {HEADER: header}, data)
 
 
 def test_a_value_without_headers_is_not_signed() -> None:
     with pytest.raises(WireError, match="did not sign"):
-        stamp(OWNER.public, SUBJECT, None, b"value")
+        verify_stamp(OWNER.public, SUBJECT, None, b"value")
 
 
 def test_a_broker_without_keys_has_no_signatures() -> None:
@@ -95,7 +101,7 @@ def test_a_broker_without_keys_has_no_signatures() -> None:
 def test_a_token_verifies_and_cannot_sign() -> None:
     login = Login("envhub", "demo", "far", OTHER, OWNER.public)
     assert login.sign("demo", SUBJECT, b"x") == {}
-    assert login.stamp("demo", SUBJECT, signed(OWNER, SUBJECT, b"x"), b"x") > 0
+    assert login.stamp("demo", SUBJECT, sign_value(OWNER, SUBJECT, b"x"), b"x") > 0
     with pytest.raises(WireError, match="did not sign"):
         login.stamp("demo", SUBJECT, {}, b"x")
 
@@ -103,8 +109,8 @@ def test_a_token_verifies_and_cannot_sign() -> None:
 def test_trust_is_remembered_for_one_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert not is_trusted(OWNER.public)
-    trust(OWNER.public)
-    trust(OWNER.public)
+    trust_owner(OWNER.public)
+    trust_owner(OWNER.public)
     assert is_trusted(OWNER.public)
     assert not is_trusted(OTHER.public)
     file = tmp_path / "rlearner" / "trusted_owners"

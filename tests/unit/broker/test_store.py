@@ -13,8 +13,13 @@ import pytest
 from broker.errors import BrokerUnreachable, LostState, RlearnerError
 from broker.jetstream import publish as module
 from broker.jetstream.api import NO_MESSAGE, NO_STREAM
-from broker.jetstream.publish import EXPECTED_LAST_KEY_SEQ, EXPECTED_LAST_SEQ, MESSAGE_ID, store
-from broker.nats.addresses import split, without_passwords
+from broker.jetstream.publish import (
+    EXPECTED_LAST_KEY_SEQ,
+    EXPECTED_LAST_SEQ,
+    MESSAGE_ID,
+    store_message,
+)
+from broker.nats.addresses import split_servers, without_passwords
 from broker.nats.nats_errors import NoResponders
 from broker.nats.refusals import RefusalTracker
 
@@ -74,7 +79,7 @@ def found(seq: int, message_id: str) -> Answer:
 
 
 async def put(script: Script, **headers: str) -> int | None:
-    return await store(
+    return await store_message(
         script,
         "S",
         "s",
@@ -122,7 +127,7 @@ async def test_what_must_be_stored_makes_room_before_each_repetition(
     async def make_room() -> None:
         made.append(len(script.answers))
 
-    assert await store(script, "S", "s", b"x", ID, make_room) == 8  # type: ignore[arg-type]
+    assert await store_message(script, "S", "s", b"x", ID, make_room) == 8  # type: ignore[arg-type]
     assert made == [2, 1]
 
 
@@ -182,7 +187,7 @@ async def test_a_stream_without_a_leader_is_waited_for_and_one_that_is_gone_is_t
 
 
 def test_several_addresses() -> None:
-    assert split("nats://a:1,b:2, tls://c") == ["nats://a:1", "nats://b:2", "tls://c"]
+    assert split_servers("nats://a:1,b:2, tls://c") == ["nats://a:1", "nats://b:2", "tls://c"]
     assert without_passwords("nats://u:p@a:1,nats://u:p@b:2") == "a:1,b:2"
     with pytest.raises(BrokerUnreachable, match="a:1,b:x is not a broker address"):
-        split("nats://u:p@a:1,u:p@b:x")
+        split_servers("nats://u:p@a:1,u:p@b:x")

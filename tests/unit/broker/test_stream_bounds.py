@@ -26,7 +26,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, replicas: int, *lasts: int) -> li
             "state": {"first_seq": 1, "last_seq": last, "messages": last},
         }
 
-    monkeypatch.setattr(api, "ask", ask)
+    monkeypatch.setattr(api, "call_api", ask)
     monkeypatch.setattr(api, "CATCH_UP_PAUSE_S", 0.001)
     return asked
 
@@ -35,7 +35,7 @@ async def test_a_replica_that_lags_behind_is_asked_until_it_has_caught_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = answering(monkeypatch, 3, 12, 13, 14, 15)
-    assert await api.bounds(LINK, "s", known=14) == (1, 14)
+    assert await api.stream_bounds(LINK, "s", known=14) == (1, 14)
     assert asked == ["STREAM.INFO.s"] * 3
 
 
@@ -43,7 +43,7 @@ async def test_a_stream_of_one_replica_has_lost_what_it_does_not_have(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = answering(monkeypatch, 1, 12, 14)
-    assert await api.bounds(LINK, "s", known=14) == (1, 12)
+    assert await api.stream_bounds(LINK, "s", known=14) == (1, 12)
     assert len(asked) == 1
 
 
@@ -52,5 +52,5 @@ async def test_replicas_that_never_catch_up_have_lost_it_too(
 ) -> None:
     asked = answering(monkeypatch, 3, 12)
     monkeypatch.setattr(api, "CATCH_UP_S", 0.05)
-    assert await api.bounds(LINK, "s", known=14) == (1, 12)
+    assert await api.stream_bounds(LINK, "s", known=14) == (1, 12)
     assert len(asked) > 1

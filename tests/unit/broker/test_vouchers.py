@@ -16,45 +16,51 @@ SAID = b'["demo","envhub","hub-1"]'
 
 def accepted(voucher: str, *, run: str = "demo", role: str = "envhub", said: bytes = SAID) -> str:
     try:
-        vouchers.check(OWNER.public, run, role, said, voucher)
+        vouchers.check_voucher(OWNER.public, run, role, said, voucher)
     except WireError as error:
         return str(error)
     return "accepted"
 
 
 def certificate(expires_at: float = 0.0, *, by: Key = OWNER, role: str = "envhub") -> str:
-    return vouchers.certify(by, "demo", role, MEMBER.public, expires_at)
+    return vouchers.certify_key(by, "demo", role, MEMBER.public, expires_at)
 
 
 def test_the_owner_may_say_anything() -> None:
-    voucher = vouchers.vouch(OWNER, SAID)
+    voucher = vouchers.make_voucher(OWNER, SAID)
     assert accepted(voucher) == "accepted"
     assert accepted(voucher, said=SAID + b" ") == "it has no valid voucher"
-    assert accepted(vouchers.vouch(STRANGER, SAID)) == "it has no valid voucher"
+    assert accepted(vouchers.make_voucher(STRANGER, SAID)) == "it has no valid voucher"
 
 
 def test_signer_is_the_join_token() -> None:
-    assert vouchers.signer_of(vouchers.vouch(MEMBER, SAID, certificate())) == MEMBER.public
-    assert vouchers.signer_of(vouchers.vouch(OWNER, SAID)) == vouchers.signer_of("") == ""
+    assert vouchers.signer_of(vouchers.make_voucher(MEMBER, SAID, certificate())) == MEMBER.public
+    assert vouchers.signer_of(vouchers.make_voucher(OWNER, SAID)) == vouchers.signer_of("") == ""
 
 
 def test_a_certified_key_speaks_for_its_role_and_run() -> None:
     uncertified = "the owner of the run did not certify its key for the role "
-    voucher = vouchers.vouch(MEMBER, SAID, certificate(time.time() + 60))
+    voucher = vouchers.make_voucher(MEMBER, SAID, certificate(time.time() + 60))
     assert len(voucher) <= 512
     assert accepted(voucher) == "accepted"
     assert accepted(voucher, role="rollout") == uncertified + "rollout"
     assert accepted(voucher, run="other") == uncertified + "envhub"
     assert accepted(voucher, said=b"else") == "it has no valid voucher"
-    assert accepted(vouchers.vouch(MEMBER, SAID, certificate())) == "accepted"
+    assert accepted(vouchers.make_voucher(MEMBER, SAID, certificate())) == "accepted"
     # the broker decides until when
-    renewed = vouchers.vouch(MEMBER, SAID, certificate(time.time() - 1))
-    assert accepted(renewed) == accepted(vouchers.vouch(MEMBER, SAID, certificate()))
-    assert accepted(vouchers.vouch(STRANGER, SAID, certificate())) == "it has no valid voucher"
+    renewed = vouchers.make_voucher(MEMBER, SAID, certificate(time.time() - 1))
+    assert accepted(renewed) == accepted(vouchers.make_voucher(MEMBER, SAID, certificate()))
     assert (
-        accepted(vouchers.vouch(MEMBER, SAID, certificate(by=STRANGER))) == uncertified + "envhub"
+        accepted(vouchers.make_voucher(STRANGER, SAID, certificate())) == "it has no valid voucher"
     )
-    assert accepted(vouchers.vouch(MEMBER, SAID, certificate(by=MEMBER))) == uncertified + "envhub"
+    assert (
+        accepted(vouchers.make_voucher(MEMBER, SAID, certificate(by=STRANGER)))
+        == uncertified + "envhub"
+    )
+    assert (
+        accepted(vouchers.make_voucher(MEMBER, SAID, certificate(by=MEMBER)))
+        == uncertified + "envhub"
+    )
 
 
 def test_a_certificate_cannot_be_changed() -> None:
@@ -63,10 +69,10 @@ def test_a_certificate_cannot_be_changed() -> None:
         f"{STRANGER.public}.{expires}.{signature}",
         f"{public}.{int(expires) + 1}.{signature}",
     ):
-        assert accepted(vouchers.vouch(MEMBER, SAID, changed)).startswith(
+        assert accepted(vouchers.make_voucher(MEMBER, SAID, changed)).startswith(
             "the owner of the run did not certify"
         )
-        assert accepted(vouchers.vouch(STRANGER, SAID, changed)).startswith(
+        assert accepted(vouchers.make_voucher(STRANGER, SAID, changed)).startswith(
             "the owner of the run did not certify"
         )
 

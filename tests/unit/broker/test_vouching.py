@@ -23,10 +23,10 @@ class Login:
     """The keys of a broker's owner."""
 
     def vouch(self, run: str, statement: bytes) -> str:
-        return vouchers.vouch(OWNER, statement)
+        return vouchers.make_voucher(OWNER, statement)
 
     def check_voucher(self, run: str, role: str, statement: bytes, voucher: str) -> None:
-        vouchers.check(OWNER.public, run, role, statement, voucher)
+        vouchers.check_voucher(OWNER.public, run, role, statement, voucher)
 
 
 class Bus:
@@ -63,6 +63,6 @@ def test_refusal_of_an_offer_is_signed() -> None:
 def test_statement_without_refusal_is_as_documented() -> None:
     statement = b'["demo","rollout","r1","","","actor",[],""]'
     signed = PresenceSigner(Bus()).signed(presence())  # type: ignore[arg-type]
-    vouchers.check(OWNER.public, "demo", "rollout", statement, signed.voucher)
+    vouchers.check_voucher(OWNER.public, "demo", "rollout", statement, signed.voucher)
     with pytest.raises(WireError):
-        vouchers.check(OWNER.public, "demo", "rollout", statement + b" ", signed.voucher)
+        vouchers.check_voucher(OWNER.public, "demo", "rollout", statement + b" ", signed.voucher)

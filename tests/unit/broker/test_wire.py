@@ -677,7 +677,7 @@ def test_an_array_of_another_type_is_converted() -> None:
 )
 def test_a_column_grows_as_an_array_and_goes_back(dtype: wire.Dtype, numbers: list[float]) -> None:
     column = wire.column(numbers, dtype)
-    grown = wire.growing(column)
+    grown = wire.growable_array(column)
     assert list(grown) == numbers
     assert wire.column(grown, dtype) == column
     grown.append(numbers[0])

@@ -15,7 +15,7 @@ import pytest
 from envhub_kit import domain, write_tokenizer
 
 from broker.contract import wire
-from broker.contract.lengths import remaining
+from broker.contract.lengths import remaining_tokens
 from broker.errors import RequestFailed, WireError
 from envhub.episodes.rerun import TicketReruns
 from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
@@ -174,7 +174,7 @@ async def test_a_continued_request_expects_what_is_still_to_come() -> None:
     asked = [
         (one.expected_tokens, one.expected_high, one.priority, one.step) for _, one in client.asked
     ]
-    assert asked == [(4, 8, 1, 2), (*remaining(4, 8, 2, 6), 1, 2)]
+    assert asked == [(4, 8, 1, 2), (*remaining_tokens(4, 8, 2, 6), 1, 2)]
     assert asked[1][:2] == (2, 6)
 
 

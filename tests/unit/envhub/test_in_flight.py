@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from broker.contract import wire
-from broker.contract.lengths import remaining
+from broker.contract.lengths import remaining_tokens
 from envhub.servers.in_flight import OpenEpisodes, OpenTurn, RequestsInFlight
 from envhub.tally import HubMetrics
 
@@ -59,7 +59,7 @@ def test_an_open_episode_grows_at_the_rate_of_earlier_turns() -> None:
     assert (episodes.length("e", 10.0), episodes.left_s("e", 10.0)) == (100, 0.0)
     episodes.began(OpenTurn("e", 10.0, 80, 200, 1000))
     assert episodes.left_s("e", 10.0) == 8.0
-    left = remaining(80, 200, 120, 10**9)[0]  # it has outgrown its prediction
+    left = remaining_tokens(80, 200, 120, 10**9)[0]  # it has outgrown its prediction
     assert left > 40
     assert episodes.left_s("e", 22.0) == left / 10
     assert episodes.length("e", 22.0) == 100 + 120 + left

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from broker.contract import wire
 from broker.settings.registry import resolve
 from learner.algorithm.advantages import ADVANTAGES, grpo, reinforce, rloo
-from learner.algorithm_checks import declaring
+from learner.algorithm_checks import estimators_with
 from learner.config import AlgorithmSection
 
 REWARDS = st.lists(st.floats(-100, 100, allow_subnormal=False), min_size=1, max_size=12)
@@ -37,19 +37,21 @@ def trajectory(reward: float, spans: list[tuple[int, int, float]], n: int) -> wi
 def test_grpo_by_hand():
     # Mean 0.5; squared deviations 4 * 0.25 = 1, over 3 degrees of freedom: std = sqrt(1/3) =
     # 0.5773502692. 0.5 / (0.5773502692 + 1e-6) = 0.8660239.
-    got = grpo.advantages(np.array([1.0, 0.0, 0.0, 1.0]))
+    got = grpo.group_advantages(np.array([1.0, 0.0, 0.0, 1.0]))
     assert got == pytest.approx([0.8660239, -0.8660239, -0.8660239, 0.8660239], abs=1e-7)
 
 
 def test_grpo_without_std_by_hand():
-    assert grpo.advantages(np.array([3.0, 1.0, 2.0]), norm_std=False) == pytest.approx(
+    assert grpo.group_advantages(np.array([3.0, 1.0, 2.0]), norm_std=False) == pytest.approx(
         [1.0, -1.0, 0.0]
     )
 
 
 def test_rloo_by_hand():
     # 3 - (1 + 2) / 2 = 1.5;  1 - (3 + 2) / 2 = -1.5;  2 - (3 + 1) / 2 = 0.
-    assert rloo.advantages(np.array([3.0, 1.0, 2.0])) == pytest.approx([1.5, -1.5, 0.0])
+    assert rloo.leave_one_out_advantages(np.array([3.0, 1.0, 2.0])) == pytest.approx(
+        [1.5, -1.5, 0.0]
+    )
 
 
 def test_reinforce_by_hand():
@@ -74,18 +76,18 @@ def test_reinforce_discounts_over_sampled_tokens_only():
 def test_equal_rewards_give_exactly_zero(reward, size):
     # thrice 0.1 has a mean that is not 0.1: rounding must not become a signal
     rewards = np.full(size, reward)
-    assert not grpo.advantages(rewards).any()
-    assert not grpo.advantages(rewards, norm_std=False).any()
-    assert not rloo.advantages(rewards).any()
+    assert not grpo.group_advantages(rewards).any()
+    assert not grpo.group_advantages(rewards, norm_std=False).any()
+    assert not rloo.leave_one_out_advantages(rewards).any()
 
 
 @given(REWARDS)
 def test_group_advantages_sum_to_zero_and_keep_the_order(rewards):
     values = np.array(rewards)
     for advantages in (
-        grpo.advantages(values),
-        grpo.advantages(values, norm_std=False),
-        rloo.advantages(values),
+        grpo.group_advantages(values),
+        grpo.group_advantages(values, norm_std=False),
+        rloo.leave_one_out_advantages(values),
     ):
         assert advantages.sum() == pytest.approx(
             0.0, abs=1e-6 * len(values) * max(1.0, np.abs(values).max())
@@ -97,8 +99,8 @@ def test_group_advantages_sum_to_zero_and_keep_the_order(rewards):
 def test_rloo_is_the_centred_reward_scaled(rewards):
     # R_i - (S - R_i)/(n - 1) = n/(n - 1) (R_i - S/n)
     values, n = np.array(rewards), len(rewards)
-    expected = grpo.advantages(values, norm_std=False) * (n / (n - 1) if n > 1 else 1.0)
-    assert rloo.advantages(values) == pytest.approx(expected, abs=1e-9)
+    expected = grpo.group_advantages(values, norm_std=False) * (n / (n - 1) if n > 1 else 1.0)
+    assert rloo.leave_one_out_advantages(values) == pytest.approx(expected, abs=1e-9)
 
 
 def test_spread_over_sampled_tokens():
@@ -118,7 +120,7 @@ def test_reinforce_gives_each_turn_what_came_after():
     assert values.tolist() == [0, 4, 4, 0, 3, 0]
 
 
-@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - set(declaring("whole_batch"))))
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - set(estimators_with("whole_batch"))))
 def test_every_estimator_gives_one_finite_array_per_trajectory_and_nothing_off_the_mask(name):
     group = [trajectory(r, [(2, 4, r / 2), (5, 7, r / 2)], 8) for r in (0.0, 1.0, 0.25)] + [
         trajectory(0.5, [], 3)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.algorithm.aggregation import MODES, BatchCounts, denominator, token_weights
+from learner.algorithm.aggregation import MODES, BatchCounts, loss_denominator, token_weights
 
 ROWS = st.lists(st.lists(st.floats(-10, 10), max_size=6), min_size=1, max_size=8)
 
@@ -18,7 +18,7 @@ def aggregate(mode, batches, max_length):
         losses = torch.tensor([value for row in rows for value in row], dtype=torch.float64)
         total += (token_weights(mode, sequence, len(rows)).double() * losses).sum().item()
         counts.add(len(losses), sum(1 for row in rows if row))
-    return total / denominator(mode, counts, max_length)
+    return total / loss_denominator(mode, counts, max_length)
 
 
 # Rows [1, 3], [2], and one without tokens. All 6; row sums 4 and 2, row means 2 and 2.
@@ -65,4 +65,4 @@ def test_equals_the_definition(mode, rows):
 
 def test_norm_needs_its_constant():
     with pytest.raises(ValueError, match="maximum length"):
-        denominator("seq-mean-token-sum-norm", BatchCounts(3, 1))
+        loss_denominator("seq-mean-token-sum-norm", BatchCounts(3, 1))

@@ -16,7 +16,7 @@ from learner.algorithm.advantages import ADVANTAGES
 from learner.algorithm.corrections import CORRECTIONS
 from learner.algorithm.losses import LOSSES
 from learner.algorithm.traits import EstimatorTraits
-from learner.algorithm_checks import declaring
+from learner.algorithm_checks import estimators_with
 from learner.config import AlgorithmSection
 from rollout.engines.args import HFArgs
 
@@ -84,7 +84,7 @@ def test_an_unknown_preset_lists_those_there_are(name: str) -> None:
 
 
 def test_what_the_estimators_and_losses_declare() -> None:
-    assert {trait.name: declaring(trait.name) for trait in fields(EstimatorTraits)} == {
+    assert {trait.name: estimators_with(trait.name) for trait in fields(EstimatorTraits)} == {
         "whole_batch": ["gae", "reinforce++", "reinforce++_baseline"],
         "needs_critic": ["gae"],
         "compares_group": ["dr_grpo", "gigpo", "grpo", "reinforce++_baseline", "rloo"],

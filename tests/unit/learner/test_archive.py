@@ -14,11 +14,11 @@ from learner.credit.archive import (
     SampleArchive,
     archive_files,
     find_frame,
-    frames,
+    read_frames,
     select_frames,
     truncate_after,
 )
-from learner.credit.ledger_file import digest
+from learner.credit.ledger_file import digest_record
 
 
 def record(seq: int, size: int = 100) -> LogRecord:
@@ -28,13 +28,13 @@ def record(seq: int, size: int = 100) -> LogRecord:
 def write(folder: Path, *seqs: int, position: int = 0, max_file_bytes: int = 300) -> None:
     opened = SampleArchive(folder, position, max_file_bytes)
     for seq in seqs:
-        opened.append(record(seq), digest(record(seq).data))
+        opened.append(record(seq), digest_record(record(seq).data))
     opened.sync()
     opened.close()
 
 
 def held(folder: Path, start: int = 1) -> list[int]:
-    found = list(frames(folder, start))
+    found = list(read_frames(folder, start))
     assert all(not frame.error for frame in found)
     assert all(
         (frame.ticket, frame.data) == (frame.seq + 100, bytes([frame.seq]) * 100) for frame in found
@@ -89,10 +89,10 @@ def test_a_sync_while_a_file_is_left(
         synced.append(os.readlink(f"/proc/self/fd/{file}"))
         real(file)
         if len(synced) == moment:
-            opened.append(record(3), digest(record(3).data))
+            opened.append(record(3), digest_record(record(3).data))
 
     for seq in (1, 2):
-        opened.append(record(seq), digest(record(seq).data))
+        opened.append(record(seq), digest_record(record(seq).data))
     monkeypatch.setattr(os, "fsync", fsync)
     opened.sync()
     assert {str(path) for first, path in archive_files(tmp_path) if first < 3} <= set(synced)
@@ -111,7 +111,7 @@ def test_a_cut_reads_no_older_file(tmp_path: Path, position: int, kept: list[int
         path.write_bytes(b"gibberish")
     truncate_after(tmp_path, position)
     assert [path.read_bytes() for path in older] == [b"gibberish"] * len(older)
-    assert [frame.seq for frame in frames(tmp_path, kept[0])] == kept
+    assert [frame.seq for frame in read_frames(tmp_path, kept[0])] == kept
 
 
 def test_a_record_is_found_without_reading_those_before_it(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_record_is_found_without_reading_those_before_it(tmp_path: Path) -> No
     frame = find_frame(tmp_path, 6)
     assert frame is not None
     assert frame.data == bytes([6]) * 100
-    assert [(frame.seq, frame.error) for frame in frames(tmp_path, 5)] == [
+    assert [(frame.seq, frame.error) for frame in read_frames(tmp_path, 5)] == [
         (5, ""),
         (6, ""),
         (7, ""),
@@ -161,10 +161,10 @@ def test_half_a_frame_at_the_end_is_none(tmp_path: Path) -> None:
 def test_what_an_earlier_incarnation_goes_on_to_write_is_not_read(tmp_path: Path) -> None:
     zombie = SampleArchive(tmp_path, 0, 10_000)
     for seq in (1, 2, 3):
-        zombie.append(record(seq), digest(record(seq).data))
+        zombie.append(record(seq), digest_record(record(seq).data))
     write(tmp_path, 2, 3, 4, position=1)
     # behind a hole in its own file, which the new incarnation has left
-    zombie.append(record(4), digest(record(4).data))
+    zombie.append(record(4), digest_record(record(4).data))
     zombie.close()
     assert [path.name for _, path in archive_files(tmp_path)] == [
         "000000000001.frames",
@@ -179,9 +179,9 @@ def test_nor_what_it_writes_behind_a_hole(tmp_path: Path) -> None:
     """
     zombie = SampleArchive(tmp_path, 0, 10_000)
     for seq in (1, 2, 3):
-        zombie.append(record(seq), digest(record(seq).data))
+        zombie.append(record(seq), digest_record(record(seq).data))
     write(tmp_path, 3, 4, position=2)
-    zombie.append(record(4), digest(record(4).data))
+    zombie.append(record(4), digest_record(record(4).data))
     zombie.close()
     _, path = archive_files(tmp_path)[0]
     assert path.stat().st_size == 4 * 132
@@ -195,15 +195,15 @@ def test_damage_is_named(tmp_path: Path) -> None:
     flipped = bytearray(whole)
     flipped[132 + 40] ^= 1
     path.write_bytes(bytes(flipped))
-    assert [(frame.seq, frame.error) for frame in frames(tmp_path) if frame.error] == [
+    assert [(frame.seq, frame.error) for frame in read_frames(tmp_path) if frame.error] == [
         (5, "000000000004.frames: the bytes of record 5 are damaged")
     ]
     path.write_bytes(whole[:200])
-    assert [frame.error for frame in frames(tmp_path) if frame.error] == [
+    assert [frame.error for frame in read_frames(tmp_path) if frame.error] == [
         "000000000004.frames: no frame at byte 132, after record 4"
     ]
     path.write_bytes(whole[132:])
-    assert [frame.error for frame in frames(tmp_path) if frame.error] == [
+    assert [frame.error for frame in read_frames(tmp_path) if frame.error] == [
         "000000000004.frames: begins with record 5"
     ]
 
@@ -214,7 +214,7 @@ async def test_a_learner_keeps_every_record_however_often_it_dies(tmp_path: Path
         with pytest.raises(kit.Killed):
             await world.learn(die_at=die_at)
     await world.learn()
-    kept = [frame.record() for frame in frames(tmp_path / "run" / archive.FOLDER)]
+    kept = [frame.record() for frame in read_frames(tmp_path / "run" / archive.FOLDER)]
     assert kept == world.log[: len(kept)]
     assert len(kept) == max(r.seq for r in kept) >= 12
     assert (kept[0].message, kept[0].ticket) == (None, 1)

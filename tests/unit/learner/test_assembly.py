@@ -16,7 +16,7 @@ from learner.algorithm.advantages import ADVANTAGES
 from learner.algorithm.assembly import SampleAssembler, scores_needed
 from learner.algorithm.samples import SampleScores, TrainSample
 from learner.algorithm.selection import most_varied
-from learner.algorithm_checks import declaring
+from learner.algorithm_checks import estimators_with
 from learner.config import AlgorithmSection, CriticSection, RewardNormalization
 
 
@@ -66,7 +66,7 @@ def trained(samples: Sequence[TrainSample]) -> list[list[float]]:
     return [one.advantages[one.positions].tolist() for one in samples]
 
 
-@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - set(declaring("whole_batch"))))
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - set(estimators_with("whole_batch"))))
 def test_a_whole_step_gives_what_streaming_gives(name: str) -> None:
     settings: dict[str, Any] = {"reward_clip": 3.0, "advantage_clip": 0.6, "format_penalty": 0.1}
     streamed = [one for each in GROUPS for one in assembly(name, **settings).stream(each)]
@@ -82,7 +82,7 @@ def test_what_waits_for_the_whole_step() -> None:
     assert not assembly().needs_batch
     assert all(
         assembly(name, critic=CriticSection(enabled=name == "gae")).needs_batch
-        for name in declaring("whole_batch")
+        for name in estimators_with("whole_batch")
     )
     reasons: list[dict[str, Any]] = [
         {"num_epochs": 2},

@@ -48,7 +48,7 @@ def test_written_found_and_loaded(tmp_path: Path) -> None:
     folder, backend = tmp_path / "checkpoints", Stub()
     assert checkpoint.newest_checkpoint(folder) is None
     for step in (2, 10):
-        path = checkpoint.write(folder, backend, ledger_at(step), epoch=3)  # type: ignore[arg-type]
+        path = checkpoint.write_checkpoint(folder, backend, ledger_at(step), epoch=3)  # type: ignore[arg-type]
         assert path == folder / f"step-{step:06d}"
     found = checkpoint.newest_checkpoint(folder)
     assert found is not None
@@ -66,8 +66,8 @@ def test_written_found_and_loaded(tmp_path: Path) -> None:
 
 
 def test_the_same_step_is_replaced(tmp_path: Path) -> None:
-    checkpoint.write(tmp_path, Stub(), ledger_at(1), epoch=1)  # type: ignore[arg-type]
-    checkpoint.write(tmp_path, Stub(), ledger_at(1), epoch=2)  # type: ignore[arg-type]
+    checkpoint.write_checkpoint(tmp_path, Stub(), ledger_at(1), epoch=1)  # type: ignore[arg-type]
+    checkpoint.write_checkpoint(tmp_path, Stub(), ledger_at(1), epoch=2)  # type: ignore[arg-type]
     assert [
         checkpoint.read_checkpoint(path).epoch for path in checkpoint.list_checkpoints(tmp_path)
     ] == [2]
@@ -77,26 +77,32 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     backend = Stub()
     backend.broken = True
     with pytest.raises(RuntimeError, match="the disk is full"):
-        checkpoint.write(tmp_path, backend, ledger_at(1), epoch=1)  # type: ignore[arg-type]
+        checkpoint.write_checkpoint(tmp_path, backend, ledger_at(1), epoch=1)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_pruned_from_the_oldest(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
-        checkpoint.write(tmp_path, Stub(), ledger_at(step), epoch=1)  # type: ignore[arg-type]
+        checkpoint.write_checkpoint(tmp_path, Stub(), ledger_at(step), epoch=1)  # type: ignore[arg-type]
     (tmp_path / "step-notes").mkdir()
-    assert [path.name for path in checkpoint.prune(tmp_path, 2)] == ["step-000003", "step-000004"]
+    assert [path.name for path in checkpoint.prune_checkpoints(tmp_path, 2)] == [
+        "step-000003",
+        "step-000004",
+    ]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "step-000003",
         "step-000004",
         "step-notes",
     ]
-    assert [path.name for path in checkpoint.prune(tmp_path, 5)] == ["step-000003", "step-000004"]
+    assert [path.name for path in checkpoint.prune_checkpoints(tmp_path, 5)] == [
+        "step-000003",
+        "step-000004",
+    ]
 
 
 @pytest.mark.parametrize("body", ["", "[]", "not json", json.dumps({"format": 99})])
 def test_an_unreadable_one_is_named(tmp_path: Path, body: str) -> None:
-    path = checkpoint.write(tmp_path, Stub(), ledger_at(1), epoch=1)  # type: ignore[arg-type]
+    path = checkpoint.write_checkpoint(tmp_path, Stub(), ledger_at(1), epoch=1)  # type: ignore[arg-type]
     (path / "learner" / "learner.json").write_text(body)
     with pytest.raises(UserError, match=r"learner\.json: (cannot be read|format)"):
         checkpoint.newest_checkpoint(tmp_path)
@@ -104,7 +110,7 @@ def test_an_unreadable_one_is_named(tmp_path: Path, body: str) -> None:
 
 def test_what_a_killed_learner_left_half_written_is_deleted(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    checkpoint.write(folder, Stub(), ledger_at(2), epoch=1)  # type: ignore[arg-type]
+    checkpoint.write_checkpoint(folder, Stub(), ledger_at(2), epoch=1)  # type: ignore[arg-type]
     for name in (".step-000004.abcd", ".step-000002.old.efgh"):
         (folder / name / "learner").mkdir(parents=True)
         (folder / name / "model.safetensors").write_bytes(b"half")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from broker.errors import UserError
 from learner.backends.parts.hugging_face import shards_of
 from learner.backends.parts.part_file import DamagedFileError, PartFile
-from learner.backends.parts.slices import Slice, stage
+from learner.backends.parts.slices import Slice, copy_slices
 from learner.backends.parts.stored import StoredTensors
 from learner.backends.parts.stored_model import StoredModel
 from learner.backends.parts.writing import write_part
@@ -28,7 +28,8 @@ def parts(folder: Path, tensor: torch.Tensor, size: int) -> list[PartFile]:
     """A tensor that every rank holds, as they write it."""
     whole = [Slice.whole("w", tensor), Slice.whole("count", torch.tensor(7))]
     return [
-        write_part(folder / f"{rank}.safetensors", stage(whole, rank, size)) for rank in range(size)
+        write_part(folder / f"{rank}.safetensors", copy_slices(whole, rank, size))
+        for rank in range(size)
     ]
 
 
@@ -53,7 +54,7 @@ def test_what_all_hold_is_written_once_in_equal_ranges(tmp_path: Path) -> None:
 
 def test_training_does_not_change_the_copies() -> None:
     live = torch.zeros(4, requires_grad=True)
-    (copied,) = stage([Slice("w", (8,), 4, live)], 1, 2)
+    (copied,) = copy_slices([Slice("w", (8,), 4, live)], 1, 2)
     with torch.no_grad():
         live.add_(1)
     assert (copied.start, copied.tensor.tolist()) == (4, [0, 0, 0, 0])

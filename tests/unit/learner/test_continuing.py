@@ -11,7 +11,7 @@ import pytest
 
 from broker.errors import ConfigError, UserError
 from learner.prepare import to_yaml
-from learner.resume_checks import changes, check_changes, format_change
+from learner.resume_checks import check_changes, format_change, setting_changes
 from learner.run_folder import note_epoch
 from rlearner_text.config import TinyModel
 from rlearner_text.tiny import build_tiny
@@ -79,7 +79,7 @@ def test_each_setting_that_changed_is_one_line() -> None:
         "train": {"lr": 2e-5, "steps": 4, "lora": {"rank": 8}},
         "domains": {"a": {"env": "qa", "args": {"n": [1]}}},
     }
-    assert [format_change(change) for change in changes(before, after)] == [
+    assert [format_change(change) for change in setting_changes(before, after)] == [
         "train.lr: 1e-05 -> 2e-05",
         'train.lora: null -> {"rank": 8}',
         'domains.a.args: null -> {"n": [1]}',

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from broker.settings.registry import resolve
 from learner.algorithm.corrections import CORRECTIONS
-from learner.algorithm.corrections.base import CorrectionInputs, interpolate
+from learner.algorithm.corrections.base import CorrectionInputs, interpolate_logprobs
 from learner.algorithm.corrections.decoupled import decoupled
 from learner.algorithm.corrections.icepop import icepop
 from learner.algorithm.corrections.mis import mis
@@ -176,9 +176,9 @@ def test_interpolation_by_hand():
     # v_p = 5. v_β = 5: α = 0, p = β. v_β = 4: α = 1/2. v_β = 2: α = 3/4. β = -1, θ = -3: -1, -2,
     # -2.5. A future version counts as 5.
     rollout, now = torch.full((4,), -1.0), torch.full((4,), -3.0)
-    assert interpolate(now, rollout, torch.tensor([5, 4, 2, 6]), 5).tolist() == pytest.approx(
-        [-1.0, -2.0, -2.5, -1.0]
-    )
+    assert interpolate_logprobs(
+        now, rollout, torch.tensor([5, 4, 2, 6]), 5
+    ).tolist() == pytest.approx([-1.0, -2.0, -2.5, -1.0])
 
 
 def test_figures_by_hand():

@@ -61,7 +61,7 @@ def test_its_keys_belong_to_it_alone(tmp_path):
     with pytest.raises(
         ConfigError, match=r"^train.backend: 'deepspeed' is not allowed; torch, ddp or fsdp2"
     ):
-        offline.validate(
+        offline.validate_config(
             "sft",
             {
                 "model": {"path": str(tmp_path)},

@@ -18,7 +18,7 @@ from learner.backends.models.attention import (
     InexactAttentionError,
     SequenceAttention,
 )
-from learner.backends.models.batch import collate
+from learner.backends.models.batch import collate_samples
 from learner.backends.models.policy import PolicyModel, load_model
 from learner.backends.models.support import training_problem
 from rlearner_text.config import ModelSection
@@ -81,7 +81,7 @@ def policy(path: str, *, packing: bool = True, dtype: str = "float32") -> Policy
 
 
 def scores(model: PolicyModel) -> torch.Tensor:
-    return model.score(collate(ROWS, CPU, packed=not model.unpackable))[0]
+    return model.score(collate_samples(ROWS, CPU, packed=not model.unpackable))[0]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

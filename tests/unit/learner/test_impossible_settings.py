@@ -15,7 +15,7 @@ from broker.settings.runspec import load, validate
 from learner.checks import check_layers, check_name
 from learner.config import LoraSection
 from learner.offline.config import OfflineTrainSection, backend_train
-from learner.offline.config import validate as validate_offline
+from learner.offline.config import validate_config as validate_offline
 from rlearner_text.config import ModelSection, TinyModel
 from rlearner_text.hub import expert_names, layer_names
 from rlearner_text.tiny import LAYERS, build_tiny

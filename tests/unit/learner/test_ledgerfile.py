@@ -59,7 +59,7 @@ async def test_lines_by_hand(tmp_path: Path) -> None:
         ("boundary", 2, 9, 7, 0),
     ]
     assert (lines[0].domain, lines[1].task_index, lines[0].min_version) == ("lake", 1, 0)
-    assert lines[8].digest == ledger_file.digest(world.log[2].data) != ""
+    assert lines[8].digest == ledger_file.digest_record(world.log[2].data) != ""
 
 
 async def test_a_tally_counts_on_from_the_last_boundary(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ async def test_a_full_disk_is_waited_for(
 ) -> None:
     monkeypatch.setattr(disk_retry, "FIRST_WAIT_S", 0.001)
     real, attempts = os.pwrite, 0
-    start = ledger_file.encode([LedgerLineBuilder().summary(kit.rules())])
+    start = ledger_file.encode_lines([LedgerLineBuilder().summary(kit.rules())])
 
     def pwrite(file: int, data: bytes, offset: int) -> int:
         nonlocal attempts

@@ -149,7 +149,7 @@ def test_checkpoint_for_transformers_and_for_peft(tmp_path):
     path = save_model(tmp_path / "first")
     trainer = start(path)
     move(trainer, range(3))
-    folder = checkpoint.write(tmp_path / "checkpoints", trainer, {"version": 3}, 1)
+    folder = checkpoint.write_checkpoint(tmp_path / "checkpoints", trainer, {"version": 3}, 1)
     ids = np.arange(30) % VOCAB
     want = trainer.logprobs(ids)
     assert (want - backend(path).logprobs(ids)).abs().max() > 0.05
@@ -186,7 +186,7 @@ def test_resume_is_bit_identical(tmp_path, dtype, more):
     path = save_model(tmp_path / "first", dtype=getattr(torch, dtype))
     whole = start(path, dtype=dtype, **more)
     move(whole, range(2))
-    written = checkpoint.write(tmp_path / "checkpoints", whole, {"version": 2}, 1)
+    written = checkpoint.write_checkpoint(tmp_path / "checkpoints", whole, {"version": 2}, 1)
     expected = move(whole, range(2, 4))
     again = start(str(written), ref_path=path, dtype=dtype, **more)
     checkpoint.load_state(checkpoint.read_checkpoint(written), again)
@@ -268,14 +268,14 @@ def test_refused(tmp_path, monkeypatch):
     ):
         start(path, lora={"target_modules": ["q", "q_proj", "lm_head"]})
     full = backend(path)
-    full_folder = checkpoint.write(tmp_path / "full", full, {"version": 1}, 1)
+    full_folder = checkpoint.write_checkpoint(tmp_path / "full", full, {"version": 1}, 1)
     with pytest.raises(
         ConfigError,
         match=r"train.lora: .* is not allowed; null: .*step-000001 was trained without adapters",
     ):
         start(str(full_folder), ref_path=path)
     trainer = start(path)
-    folder = checkpoint.write(tmp_path / "lora", trainer, {"version": 1}, 1)
+    folder = checkpoint.write_checkpoint(tmp_path / "lora", trainer, {"version": 1}, 1)
     with pytest.raises(
         ConfigError,
         match=r"train.lora.rank: 5 is not allowed; 4, as in .*: adapters cannot change their shape",
@@ -297,7 +297,7 @@ def test_a_new_run_from_a_checkpoint_with_adapters_begins_with_its_merged_weight
     path = save_model(tmp_path / "first")
     trainer = start(path)
     move(trainer, range(2))
-    folder = Path(checkpoint.write(tmp_path / "checkpoints", trainer, {"version": 2}, 1))
+    folder = Path(checkpoint.write_checkpoint(tmp_path / "checkpoints", trainer, {"version": 2}, 1))
     fresh = start(str(folder))
     assert all(
         torch.equal(fresh.weights()[name], tensor) for name, tensor in trainer.weights().items()

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from learner.backends.torch import TorchBackend
 from learner.checkpoints import checkpoint
-from learner.checkpoints.export import export
+from learner.checkpoints.export import export_model
 from learner.config import TrainSection
 from rlearner_text.config import ModelSection
 
@@ -68,7 +68,7 @@ def test_adapters_are_merged_and_read_by_peft(name: str, tmp_path: Path) -> None
     path = save_parts(name, tmp_path / "model")
     trainer = trained(path, lora=True)
     expected = trainer.logprobs(IDS.numpy())
-    written = checkpoint.write(tmp_path / "steps", trainer, {"version": 1}, 1)
+    written = checkpoint.write_checkpoint(tmp_path / "steps", trainer, {"version": 1}, 1)
     merged = plain_logprobs(loaded(written))
     torch.testing.assert_close(merged, expected, rtol=0, atol=2e-5)
     adapted = peft.PeftModel.from_pretrained(loaded(path), written / "adapter")
@@ -89,9 +89,11 @@ def test_checkpoints_have_the_names_of_the_original_files(name: str, tmp_path: P
     path = save_parts(name, tmp_path / "model")
     trainer = trained(path, lora=False)
     expected = trainer.logprobs(IDS.numpy())
-    small = checkpoint.write(tmp_path / "small", trainer, {"version": 1}, 1)
-    large = checkpoint.write(tmp_path / "large", trainer, {"version": 1}, 1, hf_max_gib=0)
-    export(checkpoint.read_checkpoint(large), tmp_path / "out", 20_000)
+    small = checkpoint.write_checkpoint(tmp_path / "small", trainer, {"version": 1}, 1)
+    large = checkpoint.write_checkpoint(
+        tmp_path / "large", trainer, {"version": 1}, 1, hf_max_gib=0
+    )
+    export_model(checkpoint.read_checkpoint(large), tmp_path / "out", 20_000)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     original = {n: t.shape for n, t in stored_in(tmp_path / "model").items()}
     for folder in (small, tmp_path / "out"):
@@ -100,7 +102,7 @@ def test_checkpoints_have_the_names_of_the_original_files(name: str, tmp_path: P
     resumed = start(str(large), lora=False, first=path)
     checkpoint.load_state(checkpoint.read_checkpoint(large), resumed)
     assert torch.equal(resumed.logprobs(IDS.numpy()), expected)
-    again = checkpoint.write(tmp_path / "again", resumed, {"version": 1}, 1)
+    again = checkpoint.write_checkpoint(tmp_path / "again", resumed, {"version": 1}, 1)
     assert {n: t.shape for n, t in stored_in(again).items()} == original
 
 
@@ -110,7 +112,7 @@ def test_towers_are_kept_byte_for_byte(name: str, lora: bool, tmp_path: Path) ->
     path = save_parts(name, tmp_path / "model", dtype=torch.bfloat16)
     (tmp_path / "model" / "preprocessor_config.json").write_text('{"kept": true}')
     trainer = trained(path, lora=lora, weight_decay=0.1)
-    written = checkpoint.write(tmp_path / "steps", trainer, {"version": 1}, 1)
+    written = checkpoint.write_checkpoint(tmp_path / "steps", trainer, {"version": 1}, 1)
     before, after = stored_in(tmp_path / "model"), stored_in(written)
     towers = [key for key in before if "vision" in key or "visual" in key or "projector" in key]
     assert len(towers) > 10
@@ -139,17 +141,17 @@ def test_further_tensors_of_the_files_are_kept(tmp_path: Path) -> None:
         {"format": "pt"},
     )
     for lora in (False, True):
-        written = checkpoint.write(
+        written = checkpoint.write_checkpoint(
             tmp_path / f"steps-{lora}", trained(path, lora=lora), {"version": 1}, 1
         )
         assert stored_in(written).keys() == held.keys() | {"mtp.layers.0.weight"}
         assert torch.equal(stored_in(written)["mtp.layers.0.weight"], extra)
-    large = checkpoint.write(
+    large = checkpoint.write_checkpoint(
         tmp_path / "large", trained(path, lora=False), {"version": 1}, 1, hf_max_gib=0
     )
     (tmp_path / "model" / "model.safetensors").unlink()
     with pytest.raises(Exception, match=r"lacks 1 tensors of it.*the first is mtp.layers.0.weight"):
-        export(checkpoint.read_checkpoint(large), tmp_path / "out", 1 << 30)
+        export_model(checkpoint.read_checkpoint(large), tmp_path / "out", 1 << 30)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
@@ -171,7 +173,7 @@ def test_gradient_checkpointing_with_stacked_experts(name: str, tmp_path: Path) 
 def test_bfloat16_experts(name: str, tmp_path: Path) -> None:
     path = save_parts(name, tmp_path / "model", dtype=torch.bfloat16)
     trainer = trained(path, lora=True, dtype="bfloat16")
-    written = checkpoint.write(tmp_path / "steps", trainer, {"version": 1}, 1)
+    written = checkpoint.write_checkpoint(tmp_path / "steps", trainer, {"version": 1}, 1)
     merged = AutoModelForCausalLM.from_pretrained(written, dtype=torch.bfloat16)
     torch.testing.assert_close(
         plain_logprobs(merged), trainer.logprobs(IDS.numpy()), rtol=0, atol=0.05

@@ -28,7 +28,7 @@ from learner.backends.megatron.row_exchange import RowExchange
 from learner.backends.megatron.tensor_exchange import TensorExchange
 from learner.backends.parts.names import MODEL
 from learner.backends.parts.slices import Slice
-from learner.backends.parts.slices import stage as stage_slices
+from learner.backends.parts.slices import copy_slices as stage_slices
 from learner.backends.parts.stored import StoredTensors
 from learner.backends.parts.writing import write_part
 from learner.backends.sent_runs import RunsInOrder
@@ -513,7 +513,7 @@ def test_offline_training_has_one_rank(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"^train.backend: 'megatron' is not allowed; torch, ddp or fsdp2"
     ):
-        offline.validate(
+        offline.validate_config(
             "sft",
             {
                 "model": {"path": str(tmp_path)},

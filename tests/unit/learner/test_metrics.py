@@ -14,7 +14,13 @@ from learner.credit.ledger import GroupArrival, Ledger, TicketEnd
 from learner.credit.ticket_rules import DomainRule, TicketRules
 from learner.reporting import metrics
 from learner.reporting.fleet_figures import fleet_figures
-from learner.reporting.metrics import MetricsFile, count_tickets, finite, read_lines, step_metrics
+from learner.reporting.metrics import (
+    MetricsFile,
+    count_tickets,
+    finite_values,
+    read_lines,
+    step_metrics,
+)
 
 
 def trajectory(
@@ -218,7 +224,7 @@ def test_an_earlier_incarnation_writes_its_metrics_into_the_void(tmp_path: Path)
 
 
 def test_a_line_is_json_of_finite_numbers(tmp_path: Path) -> None:
-    assert finite({"a": 1.0, "b": math.nan, "c": math.inf}) == {"a": 1.0}
+    assert finite_values({"a": 1.0, "b": math.nan, "c": math.inf}) == {"a": 1.0}
     file = MetricsFile(tmp_path / "metrics.jsonl")
     with pytest.raises(ValueError, match="not JSON compliant"):
         file.write({"step": 1, "a": math.nan})

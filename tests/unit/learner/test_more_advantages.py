@@ -20,8 +20,13 @@ from learner.algorithm.advantages import (
     reinforce_plus_plus,
     remax,
 )
-from learner.algorithm.advantages.base import BatchRow, discounted, token_rewards, whiten
-from learner.algorithm_checks import declaring
+from learner.algorithm.advantages.base import (
+    BatchRow,
+    discounted_returns,
+    token_rewards,
+    whiten_arrays,
+)
+from learner.algorithm_checks import estimators_with
 from learner.config import AlgorithmSection
 
 some = settings(max_examples=60, deadline=None)
@@ -62,7 +67,7 @@ def row(
 
 def test_discounting_by_hand() -> None:
     # 4; 2 + 0.5 * 4 = 4; 1 + 0.5 * 4 = 3.
-    assert discounted(np.array([1.0, 2.0, 4.0]), 0.5).tolist() == [3.0, 4.0, 4.0]
+    assert discounted_returns(np.array([1.0, 2.0, 4.0]), 0.5).tolist() == [3.0, 4.0, 4.0]
 
 
 def test_rewards_stand_on_the_last_token_of_their_turn() -> None:
@@ -80,7 +85,7 @@ def test_rewards_stand_on_the_last_token_of_their_turn() -> None:
 def test_whitening_by_hand() -> None:
     # 1, 2, 3, 6: mean 3, squared deviations 4 + 1 + 0 + 9 = 14, over 3: std 2.1602469. What is not
     # counted becomes 0.
-    first, second, left = whiten(
+    first, second, left = whiten_arrays(
         [np.array([1.0, 2.0]), np.array([3.0, 6.0]), np.array([99.0])], [True, True, False]
     )
     assert np.concatenate([first, second]).tolist() == pytest.approx(
@@ -93,7 +98,7 @@ def test_whitening_by_hand() -> None:
 @given(st.lists(REWARDS, min_size=1, max_size=4))
 def test_whitened_tokens_have_mean_zero_and_deviation_one(rows: list[list[float]]) -> None:
     everything = np.concatenate([np.array(r) for r in rows])
-    white = np.concatenate(whiten([np.array(r) for r in rows], [True] * len(rows)))
+    white = np.concatenate(whiten_arrays([np.array(r) for r in rows], [True] * len(rows)))
     if everything.min() == everything.max():
         assert not white.any()
     elif everything.std(ddof=1) > 1e-3:
@@ -122,7 +127,7 @@ def test_remax_by_hand() -> None:
     ]
     # without a baseline there is nothing to learn
     assert not any(a.any() for a in remax.estimate(group[:2], AlgorithmSection()))
-    assert remax.advantages(np.array([1.0, 0.0]), 0.5).tolist() == [0.5, -0.5]
+    assert remax.advantages_over_greedy(np.array([1.0, 0.0]), 0.5).tolist() == [0.5, -0.5]
 
 
 def test_reinforce_plus_plus_by_hand() -> None:
@@ -150,7 +155,7 @@ def test_gae_by_hand() -> None:
     # gamma 0.9, lambda 0.5, r = 0, 1, 2, V = 1, 2, 3. delta_2 = 2 - 3 = -1; delta_1 = 1 + 2.7 - 2 =
     # 1.7; delta_0 = 1.8
     # - 1 = 0.8. A_2 = -1; A_1 = 1.7 - 0.45 = 1.25; A_0 = 0.8 + 0.45 * 1.25 = 1.3625.
-    assert gae.gae(
+    assert gae.generalized_advantages(
         np.array([0.0, 1.0, 2.0]), np.array([1.0, 2.0, 3.0]), 0.9, 0.5
     ).tolist() == pytest.approx([1.3625, 1.25, -1.0])
 
@@ -171,11 +176,11 @@ def test_gae_with_lambda_one_is_the_return_minus_the_value(
     pairs: list[tuple[float, float]],
 ) -> None:
     rewards, values = (np.array(column) for column in zip(*pairs, strict=True))
-    assert gae.gae(rewards, values, 0.9, 1.0) == pytest.approx(
-        discounted(rewards, 0.9) - values, abs=1e-9
+    assert gae.generalized_advantages(rewards, values, 0.9, 1.0) == pytest.approx(
+        discounted_returns(rewards, 0.9) - values, abs=1e-9
     )
     following = np.append(values[1:], 0.0)
-    assert gae.gae(rewards, values, 0.9, 0.0) == pytest.approx(
+    assert gae.generalized_advantages(rewards, values, 0.9, 0.0) == pytest.approx(
         rewards + 0.9 * following - values, abs=1e-9
     )
 
@@ -228,7 +233,7 @@ def test_step_independent_samples_are_the_same_steps() -> None:
     )
 
 
-@pytest.mark.parametrize("name", sorted(set(declaring("counts_episodes")) - {"gigpo"}))
+@pytest.mark.parametrize("name", sorted(set(estimators_with("counts_episodes")) - {"gigpo"}))
 def test_an_episode_cut_into_steps_counts_once(name: str) -> None:
     whole = [
         trajectory([(1, 2, 0.0, "A"), (3, 5, 2.0, "B")], 5, episode=0),
@@ -269,7 +274,7 @@ def test_gigpo_with_a_weight_of_zero_is_grpo(rewards: list[float]) -> None:
 # properties
 
 
-@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - set(declaring("whole_batch"))))
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - set(estimators_with("whole_batch"))))
 def test_masking_a_token_equals_removing_it(name: str) -> None:
     # What the environment says between turns may be long or short, or anything at all.
     short = [
@@ -288,7 +293,7 @@ def test_masking_a_token_equals_removing_it(name: str) -> None:
         assert a[x.loss_mask.array() == 1] == pytest.approx(b[y.loss_mask.array() == 1])
 
 
-@pytest.mark.parametrize("name", declaring("whole_batch"))
+@pytest.mark.parametrize("name", estimators_with("whole_batch"))
 def test_whole_batch_estimators_leave_out_what_is_not_trained(name: str) -> None:
     # A row without gradient changes no whitening; where it has a group it still counts in the
     # group's mean.

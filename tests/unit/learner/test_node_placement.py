@@ -9,8 +9,14 @@ from typing import Any, Final
 import pytest
 
 from broker.errors import ConfigError, UserError
-from learner.nodes.layout import divide
-from learner.nodes.placement import Placement, first_host, parse_rendezvous, place, tasks_per_node
+from learner.nodes.layout import divide_ranks
+from learner.nodes.placement import (
+    Placement,
+    find_placement,
+    first_host,
+    parse_rendezvous,
+    tasks_per_node,
+)
 
 TORCHRUN: Final = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
@@ -54,13 +60,13 @@ ON_NODE_1: Final = Placement(1, 2, "10.0.0.1", 7100, "--nnodes 2")
     ],
 )
 def test_place_in_an_environment(environ: dict[str, str], expected: Placement | None) -> None:
-    assert place(None, None, None, environ) == expected
+    assert find_placement(None, None, None, environ) == expected
 
 
 def test_options_give_a_place_and_agree_with_the_environment() -> None:
-    assert place(2, 1, "10.0.0.1:7100", {}) == ON_NODE_1
-    assert place(1, None, None, SRUN) is place(1, 0, "a:1", {}) is None
-    moved = place(2, 1, "[fd00::1]:99", TORCHRUN)
+    assert find_placement(2, 1, "10.0.0.1:7100", {}) == ON_NODE_1
+    assert find_placement(1, None, None, SRUN) is find_placement(1, 0, "a:1", {}) is None
+    moved = find_placement(2, 1, "[fd00::1]:99", TORCHRUN)
     assert moved == Placement(1, 2, "fd00::1", 99, "torchrun", 1, 4, 8)
     assert moved.where == "[fd00::1]:99"
 
@@ -113,7 +119,7 @@ def test_contradictions_give_one_line(
     given: tuple[Any, Any, Any], environ: dict[str, str], line: str
 ) -> None:
     with pytest.raises(UserError) as error:
-        place(*given, environ)
+        find_placement(*given, environ)
     assert str(error.value) == line
 
 
@@ -153,7 +159,7 @@ def test_ranks_are_divided(
     num_gpus: int,
     expected: tuple[dict[str, Any], int],
 ) -> None:
-    config, here = divide({"train": train, "run": {}}, placement, spec, num_gpus)
+    config, here = divide_ranks({"train": train, "run": {}}, placement, spec, num_gpus)
     assert (config["train"], here) == expected
 
 
@@ -194,7 +200,7 @@ def test_ranks_that_do_not_divide_are_refused(
     placement: Placement, train: dict[str, Any], spec: str, num_gpus: int, text: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        divide({"train": train}, placement, spec, num_gpus)
+        divide_ranks({"train": train}, placement, spec, num_gpus)
     assert str(error.value).startswith(text)
 
 
@@ -202,4 +208,4 @@ def test_a_launcher_with_more_ranks_than_gpus_is_refused() -> None:
     with pytest.raises(
         UserError, match="--gpus 0-1: torchrun starts 4 ranks on this node, which need a GPU each"
     ):
-        divide({}, UNDER_TORCHRUN, "0-1", 2)
+        divide_ranks({}, UNDER_TORCHRUN, "0-1", 2)

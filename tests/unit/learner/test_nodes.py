@@ -11,13 +11,13 @@ import pytest
 
 from broker.errors import UserError
 from learner.backends.ranks.messages import FoldersCommand
-from learner.nodes.encrypted_link import OTHERS, RANK_0
+from learner.nodes.encrypted_link import OTHER_RANKS, RANK_0
 from learner.nodes.gathering import own_address
 from learner.nodes.hello import Hello, Roll, first_difference
 from learner.nodes.key import NodeKey, read_key
-from learner.nodes.local_ranks import worst
-from learner.nodes.meeting_keys import Arrival, arrival_line, arrivals
-from learner.nodes.model_folders import compare, list_folder
+from learner.nodes.local_ranks import worst_code
+from learner.nodes.meeting_keys import Arrival, arrival_line, parse_arrivals
+from learner.nodes.model_folders import compare_folders, list_folder
 
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0"}
 
@@ -118,7 +118,7 @@ def test_a_key_is_made_once_and_only_for_its_owner(tmp_path: Path) -> None:
 
 def test_both_ends_have_keys_of_their_own() -> None:
     one, other = NodeKey(bytes(32)), NodeKey(b"\1" + bytes(31))
-    keys = {key.curve_public(end) for key in (one, other) for end in (RANK_0, OTHERS)}
+    keys = {key.curve_public(end) for key in (one, other) for end in (RANK_0, OTHER_RANKS)}
     assert len(keys) == 4
     assert one.curve_secret(RANK_0) == NodeKey(bytes(32)).curve_secret(RANK_0)
 
@@ -138,12 +138,12 @@ def test_a_key_that_appears_late_is_read(tmp_path: Path) -> None:
 
 def test_arrivals_cross_unchanged() -> None:
     lines = arrival_line(1, 0, "ab") + arrival_line(2, 3, "cd")
-    assert arrivals(lines) == [Arrival(1, 0, "ab"), Arrival(2, 3, "cd")]
-    assert arrivals(b"") == []
+    assert parse_arrivals(lines) == [Arrival(1, 0, "ab"), Arrival(2, 3, "cd")]
+    assert parse_arrivals(b"") == []
 
 
 def test_exit_code_of_a_node() -> None:
-    assert [worst(codes) for codes in ([0, 0], [0, 130], [130, -9], [1, 2], [0, 3])] == [
+    assert [worst_code(codes) for codes in ([0, 0], [0, 130], [130, -9], [1, 2], [0, 3])] == [
         0,
         130,
         1,
@@ -176,18 +176,18 @@ def test_a_folder_that_is_missing_or_differs_is_named(tmp_path: Path) -> None:
         "adapter/adapter.json": 2, "config.json": 2, "empty.txt": 0, "model.safetensors": 7,
     }  # fmt: skip
     same = FoldersCommand({str(source): listing})
-    assert compare(same, "node 1").problem == ""
-    missing = compare(FoldersCommand({"/only/on/node/0": listing}), "node 1").problem
+    assert compare_folders(same, "node 1").problem == ""
+    missing = compare_folders(FoldersCommand({"/only/on/node/0": listing}), "node 1").problem
     assert (
         missing
         == "node 1 has no /only/on/node/0: run.dir and model folders must be there on all nodes"
     )
     (source / "config.json").write_bytes(b"[]")
     differs = f"{source} on node 1 is not the folder of node 0: the content of config.json differs"
-    assert compare(same, "node 1").problem == differs
+    assert compare_folders(same, "node 1").problem == differs
     (source / "model.safetensors").write_bytes(b"")
     (source / "config.json").unlink()
-    assert compare(same, "node 1").problem.endswith("config.json is only there")
+    assert compare_folders(same, "node 1").problem.endswith("config.json is only there")
 
 
 def test_node_0_listens_at_an_address_of_its_own() -> None:

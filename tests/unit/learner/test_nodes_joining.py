@@ -25,7 +25,13 @@ from learner.backends.ranks.rendezvous import Meeting, join_group
 from learner.nodes import gathering as gathering_module
 from learner.nodes import node_ranks as node_ranks_module
 from learner.nodes import rank as rank_module
-from learner.nodes.encrypted_link import OTHERS, RANK_0, EncryptedFrames, LinkWatch, prepare
+from learner.nodes.encrypted_link import (
+    OTHER_RANKS,
+    RANK_0,
+    EncryptedFrames,
+    LinkWatch,
+    prepare_socket,
+)
 from learner.nodes.gathering import Gathering
 from learner.nodes.key import NodeKey, read_key
 from learner.nodes.local_ranks import RankStart
@@ -294,8 +300,8 @@ class TestEncryptedLink:
             BoardServer("127.0.0.1", secret=self.key.curve_secret(RANK_0)),
             list[EncryptedFrames](),
         )
-        server.admit(OTHERS, self.key.curve_public(OTHERS))
-        pair, port = server.open_pair(prepare)
+        server.admit(OTHER_RANKS, self.key.curve_public(OTHER_RANKS))
+        pair, port = server.open_pair(prepare_socket)
         self.frames, self.watch = EncryptedFrames(pair), LinkWatch(lost.append)
         yield self.frames, port, lost
         self.watch.close()

@@ -14,7 +14,7 @@ import pytest
 
 from broker.errors import ConfigError, DataError
 from envhub.demos import write_demonstrations
-from learner.offline.data import conversation, load_examples, read_conversations
+from learner.offline.data import join_conversation, load_examples, read_conversations
 from learner.offline.preference_pairs import load_pairs
 from rlearner_text.config import TinyModel
 from rlearner_text.supervised_masks import encode_supervised
@@ -136,7 +136,9 @@ def test_prompt_and_response_are_a_conversation(tokenizer: Tokenizer, tmp_path: 
     sample = first.sample()
     assert sample.loss_mask.tolist() == sample.advantages.tolist() == first.loss_mask
     assert (
-        conversation([{"role": "system", "content": "s"}, user("p")], "r", "response")[0]["role"]
+        join_conversation([{"role": "system", "content": "s"}, user("p")], "r", "response")[0][
+            "role"
+        ]
         == "system"
     )
 

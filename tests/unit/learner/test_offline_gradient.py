@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from broker.errors import ConfigError
 from broker.settings.registry import resolve
-from learner.algorithm.losses.distill import candidates, kl
+from learner.algorithm.losses.distill import candidate_logprobs, distillation_kl
 from learner.algorithm.losses.preference import PairLogprobs
 from learner.backends.distill import DistillBackend
 from learner.config import AlgorithmSection, TrainSection
 from learner.offline import PREFERENCES
 from learner.offline.distillation import with_candidates
-from learner.offline.preference import LIKELIHOOD, answer_logprobs, compare, weighted
+from learner.offline.preference import LIKELIHOOD, answer_logprobs, compare_pairs, weight_answers
 from rlearner_text.config import ModelSection
 
 BETA = 0.3
@@ -56,10 +56,10 @@ def test_a_preference_step(paths, name, budget, packing):
         train=TrainSection(device="cpu", micro_batch_tokens=budget, packing=packing),
     )
     logprobs = answer_logprobs(trainer, pairs).requires_grad_()
-    found = compare(loss, BETA, logprobs, ref.double(), pairs)[0].mean()
+    found = compare_pairs(loss, BETA, logprobs, ref.double(), pairs)[0].mean()
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     (slopes,) = torch.autograd.grad(found, logprobs)
-    trainer.forward_backward(weighted(pairs, slopes))
+    trainer.forward_backward(weight_answers(pairs, slopes))
     difference = gradient(trainer) / len(rows) - plain
     assert difference.norm() <= 2e-6 * plain.norm()
 
@@ -90,9 +90,11 @@ def plain_divergence(student, teacher, one, direction, top_k):
         theirs = teacher(input_ids=ids).logits[0, where]
     ours = student(input_ids=ids).logits[0, where]
     if not top_k:
-        return kl(ours.log_softmax(-1), theirs.log_softmax(-1), direction)
+        return distillation_kl(ours.log_softmax(-1), theirs.log_softmax(-1), direction)
     top = theirs.topk(top_k, -1).indices
-    return kl(candidates(ours, top), candidates(theirs, top), direction)
+    return distillation_kl(
+        candidate_logprobs(ours, top), candidate_logprobs(theirs, top), direction
+    )
 
 
 @pytest.mark.parametrize(("budget", "packing"), CUTS)

@@ -14,8 +14,8 @@ from torch_backend_kit import VOCAB, backend, gradient, plain_logprobs, sample, 
 
 from broker.errors import ConfigError
 from learner.algorithm.aggregation import MODES
-from learner.algorithm.packing import cut
-from learner.backends.models.batch import collate
+from learner.algorithm.packing import cut_micro_batches
+from learner.backends.models.batch import collate_samples
 from learner.backends.models.packed_rows import MAX_LENGTH_RATIO, SharedRow, pack_row
 from learner.config import AlgorithmSection, CriticSection, TrainSection
 from rlearner_text.config import ModelSection
@@ -128,7 +128,7 @@ def test_a_packed_batch_by_hand():
     rng = np.random.default_rng(0)
     first, second = sorted((sample(rng, 6), sample(rng, 4)), key=lambda one: one.token_ids[0])
     assert first.token_ids[0] < second.token_ids[0]
-    found = collate([first, second], CPU, packed=True)
+    found = collate_samples([first, second], CPU, packed=True)
     ends = [one.num_inputs for one in (first, second)]
     assert found.input_ids.tolist() == [[*first.token_ids[: ends[0]], *second.token_ids[: ends[1]]]]
     assert found.position_ids.tolist() == [[*range(ends[0]), *range(ends[1])]]
@@ -149,7 +149,7 @@ def groups(seed, number, size, prompt):
 
 def test_a_groups_prompt_is_computed_once(path):
     rows, algorithm = groups(0, 3, 4, 9), AlgorithmSection()
-    found = collate(rows, CPU, packed=True)
+    found = collate_samples(rows, CPU, packed=True)
     read = [one.token_ids[: one.num_inputs].tolist() for one in rows]
     distinct = {tuple(one[:n]) for one in read for n in range(1, len(one) + 1)}
     assert found.input_ids.numel() == len(distinct) < 0.6 * sum(map(len, read))
@@ -161,7 +161,7 @@ def test_a_groups_prompt_is_computed_once(path):
 def test_logprobs_equal_those_of_one_row_at_a_time(path, temperature):
     trainer, rows = backend(path, train=PACKED), samples(1, 20, temperature=temperature)
     with torch.no_grad():
-        logprobs, entropies = trainer.policy.score(collate(rows, CPU, packed=True))
+        logprobs, entropies = trainer.policy.score(collate_samples(rows, CPU, packed=True))
         expected = [plain_logprobs(trainer.policy.module, one) for one in rows]
     torch.testing.assert_close(
         logprobs, torch.cat([chosen for chosen, _ in expected]), rtol=0, atol=2e-6
@@ -196,7 +196,7 @@ def test_steps_are_the_same_packed_or_padded(path, tmp_path, algorithm):
         trainer = backend(path, algorithm=algorithm, train=train, ref_path=other)
         metrics = []
         for step in range(2):
-            for micro in cut(samples(step, 20), 90, packed=train is PACKED):
+            for micro in cut_micro_batches(samples(step, 20), 90, packed=train is PACKED):
                 trainer.forward_backward(micro)
             metrics.append(trainer.step())
         found.append(metrics)
@@ -242,7 +242,7 @@ def _plain(one):
 def test_other_architectures_are_exact(tmp_path, name):
     trainer, rows = backend(save(tmp_path, *GOOD[name]), train=PACKED), samples(2, 12)
     with torch.no_grad():
-        logprobs, _ = trainer.policy.score(collate(rows, CPU, packed=True))
+        logprobs, _ = trainer.policy.score(collate_samples(rows, CPU, packed=True))
         expected = torch.cat([plain_logprobs(trainer.policy.module, one)[0] for one in rows])
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=5e-6)
 

@@ -10,7 +10,7 @@ from learner.algorithm.packing import (
     MicroBatchCutter,
     by_length,
     by_prefix,
-    cut,
+    cut_micro_batches,
     num_distinct_tokens,
     prefix_order,
 )
@@ -35,7 +35,7 @@ def lengths_of(batches):
 def test_by_hand():
     # Budget 20. 5, 5, 5: 15 padded. A 6 would make 4 x 6 = 24: cut. 6, 9: 18. A 3 would make 3 x 9
     # = 27: cut. 3, then 40 alone exceeds the budget: cut before it and after it.
-    assert lengths_of(cut(rows([5, 5, 5, 6, 9, 3, 40, 2]), 20)) == [
+    assert lengths_of(cut_micro_batches(rows([5, 5, 5, 6, 9, 3, 40, 2]), 20)) == [
         [5, 5, 5],
         [6, 9],
         [3],
@@ -61,7 +61,7 @@ def test_budget_must_be_positive():
 
 @given(LENGTHS, st.integers(1, 120))
 def test_order_budget_and_completeness(lengths, budget):
-    batches = cut(rows(lengths), budget)
+    batches = cut_micro_batches(rows(lengths), budget)
     assert [row.number for batch in batches for row in batch] == [
         i for i, n in enumerate(lengths) if n
     ]
@@ -71,7 +71,7 @@ def test_order_budget_and_completeness(lengths, budget):
 
 @given(LENGTHS, st.integers(1, 120))
 def test_no_micro_batch_could_have_taken_the_next_sample(lengths, budget):
-    batches = lengths_of(cut(rows(lengths), budget))
+    batches = lengths_of(cut_micro_batches(rows(lengths), budget))
     for batch, following in itertools.pairwise(batches):
         assert (len(batch) + 1) * max(*batch, following[0]) > budget
 

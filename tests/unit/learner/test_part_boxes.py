@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from learner.backends.parts import stored as stored_module
 from learner.backends.parts.boxes import Box, boxes_between, first_gap, stored_boxes
 from learner.backends.parts.part_file import DamagedFileError
-from learner.backends.parts.slices import Slice, stage
+from learner.backends.parts.slices import Slice, copy_slices
 from learner.backends.parts.stored import StoredTensors
 from learner.backends.parts.writing import write_part
 
@@ -98,7 +98,8 @@ def test_any_division_reads_any_other(
         with tempfile.TemporaryDirectory() as folder:
             files = [Path(folder) / f"{index}" for index in range(len(held))]
             parts = [
-                write_part(file, stage([one], 0, 1)) for file, one in zip(files, held, strict=True)
+                write_part(file, copy_slices([one], 0, 1))
+                for file, one in zip(files, held, strict=True)
             ]
             stored = StoredTensors(part.path for part in parts)
             assert torch.equal(stored["w"], tensor)
@@ -115,7 +116,7 @@ def test_any_division_reads_any_other(
 
 def test_a_block_too_few_is_named_by_its_tensor(tmp_path: Path) -> None:
     first, _ = columns(torch.arange(12.0).view(3, 4), 2, 1)
-    part = write_part(tmp_path / "a", stage([first], 0, 1))
+    part = write_part(tmp_path / "a", copy_slices([first], 0, 1))
     with pytest.raises(DamagedFileError, match=r"element 2 of 12 of w is in none of its parts"):
         StoredTensors([part.path])
 
@@ -124,7 +125,7 @@ def test_a_block_too_few_is_named_by_its_tensor(tmp_path: Path) -> None:
 def test_torch_reads_blocks(tmp_path: Path) -> None:
     tensor = torch.arange(12.0).view(3, 4)
     for index, one in enumerate(columns(tensor, 2, 1)):
-        write_part(tmp_path / f"{index}.safetensors", stage([one], 0, 1))
+        write_part(tmp_path / f"{index}.safetensors", copy_slices([one], 0, 1))
     data = (tmp_path / "1.safetensors").read_bytes()
     about = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
     assert json.loads(about["DCP_SHARDING_INFO"]) == {"w": {"saved_offsets": [0, 2]}}

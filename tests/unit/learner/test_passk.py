@@ -58,7 +58,7 @@ def test_six_tries_show_powers_of_two_and_all() -> None:
 def test_the_interval_of_single_tries_is_wilsons() -> None:
     # n = 100, p = 0.2, z = 1.959964: centre (0.2 + 0.0192073) / 1.0384146 = 0.211098,
     # half 1.959964 * sqrt(0.0016 + 0.0000960365) / 1.0384146
-    low, high = pass_at_k.interval([[True]] * 20 + [[False]] * 80)
+    low, high = pass_at_k.success_interval([[True]] * 20 + [[False]] * 80)
     assert low == pytest.approx(0.13337, abs=1e-5)
     assert high == pytest.approx(0.28883, abs=1e-5)
 
@@ -66,9 +66,9 @@ def test_the_interval_of_single_tries_is_wilsons() -> None:
 def test_the_interval_of_several_tries_goes_by_tasks() -> None:
     # Means 0, 0.5, 1: mean 0.5, standard deviation 0.5, half width 1.959964 * 0.5 / sqrt(3) =
     # 0.5658, cut at 0 and 1.
-    assert pass_at_k.interval([[False, False], [True, False], [True, True]]) == (0.0, 1.0)
-    low, high = pass_at_k.interval([[True, False]] * 50)
+    assert pass_at_k.success_interval([[False, False], [True, False], [True, True]]) == (0.0, 1.0)
+    low, high = pass_at_k.success_interval([[True, False]] * 50)
     assert (low, high) == (0.5, 0.5)
     # mean 0.75, sd 0.25126, half 0.049246
-    low, high = pass_at_k.interval([[True, True], [True, False]] * 50)
+    low, high = pass_at_k.success_interval([[True, True], [True, False]] * 50)
     assert (low, high) == (pytest.approx(0.700754, abs=1e-6), pytest.approx(0.799246, abs=1e-6))

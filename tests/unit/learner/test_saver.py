@@ -212,7 +212,7 @@ async def test_log_stays_behind_an_only_checkpoint_that_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run can begin again at the log's first record."""
-    prune = checkpoint.prune
+    prune = checkpoint.prune_checkpoints
 
     def damaging(folder: Path, keep: int) -> list[Path]:
         kept = prune(folder, keep)
@@ -220,7 +220,7 @@ async def test_log_stays_behind_an_only_checkpoint_that_is_damaged(
             flip_bit(kept[0])
         return kept
 
-    monkeypatch.setattr(checkpoint, "prune", damaging)
+    monkeypatch.setattr(checkpoint, "prune_checkpoints", damaging)
     world = World(tmp_path, every_steps=2, keep=3)
     await world.train_to(2)
     await until(lambda: world.steps() == [2] and not world.saver._busy)

@@ -15,9 +15,9 @@ from broker.errors import UserError
 from learner.checkpoints import checkpoint
 from learner.credit import ledger_segments, recovery
 from learner.credit.ledger import Ledger
-from learner.credit.ledger_file import LedgerLine, encode
+from learner.credit.ledger_file import LedgerLine, encode_lines
 
-SUMMARY = encode([LedgerLine(state="summary", reasons={}, rules=kit.rules().plain())])
+SUMMARY = encode_lines([LedgerLine(state="summary", reasons={}, rules=kit.rules().plain())])
 # One boundary to a file, a few to a file, all in one.
 SIZES = pytest.mark.parametrize("segment_bytes", [1, 2000, ledger_segments.MAX_BYTES])
 

@@ -15,9 +15,9 @@ from learner.algorithm.shaping import (
     is_truncated,
     minus_kl,
     needs_batch,
-    normalise,
+    normalize_rewards,
     overlong_penalty,
-    shape,
+    shape_rewards,
 )
 from learner.config import AlgorithmSection, RewardNormalization
 
@@ -48,7 +48,7 @@ def rewards(groups: list[wire.Group]) -> list[list[float]]:
 
 def test_nothing_is_asked_for_and_nothing_changes() -> None:
     given_groups = [group(1, [1.0, 0.0])]
-    assert shape(given_groups, AlgorithmSection()) == given_groups
+    assert shape_rewards(given_groups, AlgorithmSection()) == given_groups
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_penalties_by_hand() -> None:
         one, turns=[msgspec.structs.replace(t, valid=i == 2) for i, t in enumerate(one.turns)]
     )
     given_group = msgspec.structs.replace(group(1, [0.0]), trajectories=[one])
-    (shaped,) = shape(
+    (shaped,) = shape_rewards(
         [given_group], AlgorithmSection(format_penalty=0.1, overlong_length=4, overlong_buffer=2)
     )
     assert shaped.trajectories[0].reward == pytest.approx(0.3)
@@ -79,7 +79,7 @@ def test_penalties_by_hand() -> None:
 
 
 def test_the_clip_comes_last() -> None:
-    assert rewards(shape([group(1, [5.0, -0.5])], AlgorithmSection(reward_clip=1.0))) == [
+    assert rewards(shape_rewards([group(1, [5.0, -0.5])], AlgorithmSection(reward_clip=1.0))) == [
         [1.0, -0.5]
     ]
 
@@ -128,7 +128,7 @@ def test_normalisation_by_hand(
             grouping=grouping, norm_mean_type=mean, norm_std_type=std
         )  # type: ignore[arg-type]
     )
-    shaped = shape(BY_HAND, section)
+    shaped = shape_rewards(BY_HAND, section)
     assert np.concatenate(rewards(shaped)).tolist() == pytest.approx(expected, abs=1e-6)
 
 
@@ -138,7 +138,7 @@ def test_turns_are_scaled_with_their_trajectory() -> None:
     section = AlgorithmSection(
         reward_normalization=RewardNormalization(norm_mean_type="group", norm_std_type="group")
     )
-    one = shape([group(1, [0.0, 2.0])], section)[0].trajectories[1]
+    one = shape_rewards([group(1, [0.0, 2.0])], section)[0].trajectories[1]
     assert one.turns[0].reward == pytest.approx(2**0.5, abs=1e-5)
     assert one.reward == pytest.approx(0.5**0.5, abs=1e-5)
 
@@ -150,9 +150,9 @@ def test_every_sample_keeps_a_value_and_equal_rewards_become_zero(
 ) -> None:
     values, keys = np.array([value for value, _ in pairs]), [key for _, key in pairs]
     for kinds in (("group", "group"), ("batch", "group"), ("group", "batch"), ("batch", "batch")):
-        shift, scale = normalise(values, keys, *kinds)
+        shift, scale = normalize_rewards(values, keys, *kinds)
         assert np.isfinite((values - shift) / scale).all()
-    shift, _ = normalise(np.full(len(pairs), 0.1), keys, "group", "group")
+    shift, _ = normalize_rewards(np.full(len(pairs), 0.1), keys, "group", "group")
     assert (shift == 0.1).all()
 
 
@@ -160,7 +160,7 @@ def test_greedy_baselines_have_no_part_in_means() -> None:
     given_group = group(1, [0.0, 2.0, 100.0])
     given_group.trajectories[2] = msgspec.structs.replace(given_group.trajectories[2], greedy=True)
     section = AlgorithmSection(reward_normalization=RewardNormalization(norm_mean_type="group"))
-    assert rewards(shape([given_group], section)) == [[-1.0, 1.0, 99.0]]
+    assert rewards(shape_rewards([given_group], section)) == [[-1.0, 1.0, 99.0]]
 
 
 @pytest.mark.parametrize(

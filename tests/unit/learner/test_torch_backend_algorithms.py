@@ -17,7 +17,7 @@ from broker.errors import UserError
 from learner.algorithm.corrections import CORRECTIONS
 from learner.algorithm.kl import KlCoefficient
 from learner.algorithm.losses import LOSSES
-from learner.algorithm.packing import minibatches
+from learner.algorithm.packing import split_minibatches
 from learner.backends.models.critic import ValueModel, value_losses
 from learner.config import AlgorithmSection, CriticSection, TrainSection
 
@@ -183,14 +183,14 @@ def test_one_update_at_once_is_the_streamed_step(path):
 
 def test_minibatches_cover_each_sample_once_in_a_reproducible_order():
     rows = samples(7, 10)
-    parts = minibatches(rows, 3, (0, 4, 1))
+    parts = split_minibatches(rows, 3, (0, 4, 1))
     assert [len(part) for part in parts] == [4, 3, 3]
     assert sorted(id(one) for part in parts for one in part) == sorted(id(one) for one in rows)
-    assert minibatches(rows, 3, (0, 4, 1)) == parts
-    assert minibatches(rows, 3, (0, 5, 1)) != parts
-    assert minibatches(rows, 1, (0, 0, 0)) == [rows]
-    assert [len(part) for part in minibatches(rows[:2], 3, (0, 0, 0))] == [1, 1]
-    assert minibatches([], 3, (0, 0, 0)) == [[]]
+    assert split_minibatches(rows, 3, (0, 4, 1)) == parts
+    assert split_minibatches(rows, 3, (0, 5, 1)) != parts
+    assert split_minibatches(rows, 1, (0, 0, 0)) == [rows]
+    assert [len(part) for part in split_minibatches(rows[:2], 3, (0, 0, 0))] == [1, 1]
+    assert split_minibatches([], 3, (0, 0, 0)) == [[]]
 
 
 def test_epochs_and_minibatches_are_that_many_updates_of_plain_steps(path):
@@ -199,7 +199,7 @@ def test_epochs_and_minibatches_are_that_many_updates_of_plain_steps(path):
     trainer, by_hand = backend(path, algorithm=algorithm), backend(path)
     metrics = trainer.update(rows)
     for epoch in range(2):
-        for part in minibatches(rows, 3, (0, 0, epoch)):
+        for part in split_minibatches(rows, 3, (0, 0, epoch)):
             by_hand.forward_backward(part)
             by_hand.step()
     for name, tensor in trainer.weights().items():

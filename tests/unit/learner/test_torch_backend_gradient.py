@@ -12,9 +12,9 @@ from torch_backend_kit import backend, gradient, plain_logprobs, sample, samples
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from learner.algorithm.aggregation import MODES
-from learner.algorithm.packing import cut
+from learner.algorithm.packing import cut_micro_batches
 from learner.backends.models import policy as policy_module
-from learner.backends.models.batch import collate
+from learner.backends.models.batch import collate_samples
 from learner.config import AlgorithmSection
 
 CPU = torch.device("cpu")
@@ -72,7 +72,7 @@ def reference_gradient(path, rows, algorithm):
 def test_logprobs_and_entropies_equal_one_unpadded_row_at_a_time(path, temperature):
     trainer, rows = backend(path), samples(1, temperature=temperature)
     with torch.no_grad():
-        logprobs, entropies = trainer.policy.score(collate(rows, CPU))
+        logprobs, entropies = trainer.policy.score(collate_samples(rows, CPU))
         expected = [plain_logprobs(trainer.policy.module, one) for one in rows]
     torch.testing.assert_close(
         logprobs, torch.cat([chosen for chosen, _ in expected]), rtol=0, atol=2e-6
@@ -89,7 +89,7 @@ def test_each_row_keeps_its_own_temperature(path):
         for one, t in zip(samples(2, 3), (1.0, 0.5, 2.0), strict=True)
     ]
     with torch.no_grad():
-        logprobs, _ = trainer.policy.score(collate(rows, CPU))
+        logprobs, _ = trainer.policy.score(collate_samples(rows, CPU))
         expected = torch.cat([plain_logprobs(trainer.policy.module, one)[0] for one in rows])
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=2e-6)
 
@@ -103,7 +103,7 @@ def test_step_equals_the_definition(path, mode, entropy_coef):
     rows = samples(3)
     expected, loss = reference_gradient(path, rows, algorithm)
     trainer = backend(path, algorithm=algorithm, max_length=50)
-    for batch in cut(rows, 60):
+    for batch in cut_micro_batches(rows, 60):
         trainer.forward_backward(batch)
     raw = gradient(trainer)
     metrics = trainer.step()
@@ -257,7 +257,7 @@ def test_a_model_that_caps_its_logits(tmp_path):
     trainer, rows = backend(str(tmp_path)), samples(10)
     assert not trainer.policy._plain_head
     with torch.no_grad():
-        logprobs, _ = trainer.policy.score(collate(rows, CPU))
+        logprobs, _ = trainer.policy.score(collate_samples(rows, CPU))
         expected = torch.cat([plain_logprobs(trainer.policy.module, one)[0] for one in rows])
         hidden = trainer.policy.module.model(input_ids=torch.tensor([[1, 2, 3]])).last_hidden_state
         assert trainer.policy.head(hidden).abs().max() > 2

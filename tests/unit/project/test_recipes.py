@@ -21,7 +21,7 @@ from learner.algorithm.filters import FILTERS
 from learner.algorithm.losses import LOSSES
 from learner.backends import BACKENDS
 from learner.offline import PREFERENCES
-from learner.offline.config import validate as validate_offline
+from learner.offline.config import validate_config as validate_offline
 from learner.reporting.trackers import TRACKERS
 from rewardhub import protocol
 from rewardhub.rewards import REWARDS

@@ -25,7 +25,7 @@ from broker.errors import UserError
 from learner.prepare import to_yaml
 from rlearner.advise import advice, changes
 from rlearner.advise.advice import bottleneck_line
-from rlearner.advise.fit import NotFitted, fit
+from rlearner.advise.fit import NotFitted, fit_run
 from rlearner.advise.follow import StepHistory
 from rlearner.advise.run_model import Lengths, RunModel
 from rlearner.advise.simulation import Prediction, simulate
@@ -33,7 +33,7 @@ from rlearner.cli import main
 from rlearner.ops import status
 from rlearner.ops.status import advice_on_disk
 from rlearner.up.live_state import LiveRunState
-from rlearner.up.view import figures
+from rlearner.up.view import figures_table
 
 ALIKE = Lengths(((0.0, 100.0),))  # every episode has 100 tokens: 1 s at 0.01 s a token
 TWO_STAGES = RunModel(
@@ -152,7 +152,9 @@ def test_a_step_waits_for_the_groups_that_are_due() -> None:
     speeds = FleetSpeeds(max_staleness=0, median=20, spread=1.0, most=600)
     run, patient = fitted(speeds), run_fleet(replace(speeds, max_staleness=1), 30)[3:28]
     true = sum(32 for _ in patient) / sum(row["time/step"] for row in patient)
-    assert advice.predict(run, {"max_staleness": 1}).samples_per_s == pytest.approx(true, rel=0.2)
+    assert advice.predict_change(run, {"max_staleness": 1}).samples_per_s == pytest.approx(
+        true, rel=0.2
+    )
     passing = simulate(replace(run.model, max_staleness=1, drops_late=True)).samples_per_s
     assert passing > 1.3 * simulate(replace(run.model, max_staleness=1)).samples_per_s
 
@@ -208,7 +210,7 @@ def test_the_line_names_two_changes_of_different_kinds() -> None:
 
 
 def fitted(speeds: FleetSpeeds, **more: Any) -> Any:
-    return replace(fit(run_fleet(speeds, 12), config_of(speeds, 12)), **more)
+    return replace(fit_run(run_fleet(speeds, 12), config_of(speeds, 12)), **more)
 
 
 def test_the_fit_finds_the_speeds_of_a_fleet() -> None:
@@ -231,16 +233,16 @@ def test_too_few_steps_say_how_many_more() -> None:
     speeds = FleetSpeeds(max_staleness=1)
     rows, config = run_fleet(speeds, 12), config_of(speeds, 12)
     with pytest.raises(NotFitted, match="needs 6 steps"):
-        fit([], config)
+        fit_run([], config)
     with pytest.raises(NotFitted, match="needs 2 more steps of the present fleet"):
-        fit(rows[:4], config)
+        fit_run(rows[:4], config)
     rows[5]["fleet/servers"] = 3.0  # one left since
     with pytest.raises(NotFitted, match="needs 1 more steps of the present fleet"):
-        fit(rows[:8], config)
-    assert fit(rows[:9], config).steps == (7, 9)
+        fit_run(rows[:8], config)
+    assert fit_run(rows[:9], config).steps == (7, 9)
     del rows[8]["fleet/token_s"]
     with pytest.raises(NotFitted, match="the newest step has no fleet/token_s"):
-        fit(rows[:9], config)
+        fit_run(rows[:9], config)
 
 
 def test_a_run_that_will_not_make_enough_steps_is_not_told_to_make_more() -> None:
@@ -249,18 +251,18 @@ def test_a_run_that_will_not_make_enough_steps_is_not_told_to_make_more() -> Non
     too_few = "the run has too few steps: it needs 3 of the present fleet besides its first 3 and its last 2"
     for made in (4, 7):
         with pytest.raises(NotFitted) as caught:
-            fit(rows[:made], config)
+            fit_run(rows[:made], config)
         assert (str(caught.value), caught.value.steps) == (too_few, 0)
     with pytest.raises(NotFitted, match="needs 2 more steps of the present fleet"):
-        fit(rows[:4], config_of(speeds, 8))
+        fit_run(rows[:4], config_of(speeds, 8))
 
 
 def test_a_line_without_a_step_is_skipped() -> None:
     rows, config = run_fleet(FleetSpeeds(), 12), config_of(FleetSpeeds(), 12)
     damaged = [{name: value for name, value in row.items() if name != "step"} for row in rows]
-    assert fit([*rows[:6], damaged[6], *rows[6:], damaged[-1]], config) == fit(rows, config)
+    assert fit_run([*rows[:6], damaged[6], *rows[6:], damaged[-1]], config) == fit_run(rows, config)
     with pytest.raises(NotFitted, match="needs 6 steps"):
-        fit(damaged, config)
+        fit_run(damaged, config)
 
 
 def test_episodes_without_tokens_are_half_a_token_long() -> None:
@@ -268,7 +270,7 @@ def test_episodes_without_tokens_are_half_a_token_long() -> None:
         row | {name: 0.0 for name in row if "episode_tokens/" in name}
         for row in run_fleet(FleetSpeeds(), 12)
     ]
-    assert fit(rows, config_of(FleetSpeeds(), 12)).model.tokens.mean == 0.5
+    assert fit_run(rows, config_of(FleetSpeeds(), 12)).model.tokens.mean == 0.5
 
 
 @pytest.mark.parametrize(
@@ -292,7 +294,7 @@ def test_episodes_without_tokens_are_half_a_token_long() -> None:
 )
 def test_impossible_changes_are_named(text: str, says: str) -> None:
     with pytest.raises(UserError) as caught:
-        changes.parse(text)
+        changes.parse_changes(text)
     assert says in str(caught.value)
 
 
@@ -446,7 +448,7 @@ def test_status_and_the_live_view_name_the_bottleneck(folder: Path) -> None:
     board.bottleneck = bottleneck_line(rows, config)
     assert board.bottleneck == found["line"]
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(figures(board))
+    console.print(figures_table(board))
     assert f"bottleneck {found['line']}" in " ".join(console.export_text().split())
     (folder / "metrics.jsonl").write_text("")
     assert advice_on_disk(folder, config)["line"] == "not known: needs 6 steps"

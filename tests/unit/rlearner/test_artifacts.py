@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from rlearner.ops.drawing import curve, domains_of, draw_rewards
+from rlearner.ops.drawing import domains_of, draw_rewards, metric_curve
 
 LINES: list[dict[str, Any]] = [
     {
@@ -51,7 +51,7 @@ LINES: list[dict[str, Any]] = [
 def test_a_curve_has_the_steps_that_were_measured(
     name: str, steps: list[int], values: list[float]
 ) -> None:
-    assert curve(LINES, name) == (steps, values)
+    assert metric_curve(LINES, name) == (steps, values)
 
 
 def test_domains_are_those_with_a_reward() -> None:

@@ -24,9 +24,9 @@ from learner.credit.ledger import GroupArrival, Ledger
 from learner.credit.ledger_file import LedgerLine, LedgerLineBuilder
 from rlearner.audit import tap_records
 from rlearner.audit.ledger_audit import LedgerAudit
-from rlearner.audit.report import AuditReport, ranges
-from rlearner.audit.run import read_books, reconcile
-from rlearner.audit.sources import check_metrics, stored
+from rlearner.audit.report import AuditReport, format_ranges
+from rlearner.audit.run import read_run_records, reconcile_run
+from rlearner.audit.sources import audited_record, check_metrics
 
 CLEAN = {
     "tickets": 12,
@@ -54,8 +54,8 @@ async def a_run(folder: Path, **more: Any) -> kit.World:
 
 
 def check(world: kit.World, *, log: bool = False, tap: bool = False) -> AuditReport:
-    broker = (1, [stored(record) for record in world.log]) if log else None
-    return reconcile(read_books(world.folder), log=broker, tap=world.tap if tap else None)
+    broker = (1, [audited_record(record) for record in world.log]) if log else None
+    return reconcile_run(read_run_records(world.folder), log=broker, tap=world.tap if tap else None)
 
 
 def figures(report: AuditReport) -> dict[str, Any]:
@@ -172,7 +172,9 @@ async def test_an_archive_that_is_off_keeps_what_an_earlier_life_wrote(tmp_path:
         await world.learn(die_at=14)
     archived = archive.paused_ranges(world.folder / "samples")
     assert archived == [(11, sys.maxsize - 1)]
-    assert [frame.seq for frame in archive.frames(world.folder / "samples")] == list(range(1, 11))
+    assert [frame.seq for frame in archive.read_frames(world.folder / "samples")] == list(
+        range(1, 11)
+    )
     assert figures(check(world))["not_archived"] == 3
     world.keep = True
     await world.learn()
@@ -195,8 +197,8 @@ async def test_a_ticket_whose_record_is_gone_before_its_step_is_lost(tmp_path: P
     world = kit.World(tmp_path / "run", kit.group_only, keep=False)
     with pytest.raises(kit.Killed):
         await world.learn(die_at=4)
-    broker = [stored(record) for record in world.log if record.seq != 3]
-    report = reconcile(read_books(world.folder), log=(1, broker))
+    broker = [audited_record(record) for record in world.log if record.seq != 3]
+    report = reconcile_run(read_run_records(world.folder), log=(1, broker))
     assert report.problems == ["the broker's log: records 3 are missing"]
     assert report.lost == {3}
 
@@ -296,13 +298,13 @@ async def test_each_archived_record_removed_or_doubled_fails(tmp_path: Path) -> 
 
 async def test_each_record_removed_from_the_log_fails(tmp_path: Path) -> None:
     world = await a_run(tmp_path, keep=False)
-    whole = [stored(record) for record in world.log]
+    whole = [audited_record(record) for record in world.log]
     for i, record in enumerate(whole):
-        report = reconcile(read_books(world.folder), log=(1, whole[:i] + whole[i + 1 :]))
+        report = reconcile_run(read_run_records(world.folder), log=(1, whole[:i] + whole[i + 1 :]))
         if record.seq > 15:  # after the last step nothing was consumed
             continue
         assert f"the broker's log: records {record.seq} are missing" in report.problems
-    trimmed = reconcile(read_books(world.folder), log=(9, whole[8:]))
+    trimmed = reconcile_run(read_run_records(world.folder), log=(9, whole[8:]))
     assert trimmed.ok
     assert any("records compared (9-" in note for note in trimmed.notes)
 
@@ -325,9 +327,11 @@ async def test_another_record_in_the_log_fails(tmp_path: Path) -> None:
     world.log[2:3] = []
     world.store(2, kit.group(ticket, 0, hub="hub-2"))
     other = world.log.pop()
-    forged = [stored(r) for r in world.log]
-    forged.insert(2, stored(other).__class__(3, 2, stored(other).digest, True, 0, 0))
-    report = reconcile(read_books(world.folder), log=(1, forged))
+    forged = [audited_record(r) for r in world.log]
+    forged.insert(
+        2, audited_record(other).__class__(3, 2, audited_record(other).digest, True, 0, 0)
+    )
+    report = reconcile_run(read_run_records(world.folder), log=(1, forged))
     assert len(report.problems) == 1
     assert report.problems[0].startswith("the broker's log: record 3 is of ticket 2 (")
 
@@ -407,10 +411,10 @@ async def test_tokens_beyond_the_bound_fail(tmp_path: Path) -> None:
     change(path, "trained", lambda line: line.update(newest=2))
     assert check(world).ok
     # books that agree with each other, and a log that says otherwise
-    forged = [stored(record) for record in world.log]
+    forged = [audited_record(record) for record in world.log]
     last = forged[7]
     forged[7] = last.__class__(last.seq, last.ticket, last.digest, True, 0, 2)
-    report = reconcile(read_books(world.folder), log=(1, forged))
+    report = reconcile_run(read_run_records(world.folder), log=(1, forged))
     assert report.problems == [
         "ticket 8, trained in step 4: the broker's log has a token of version 0, the bound is 1"
     ]
@@ -538,16 +542,16 @@ def test_a_long_run_is_audited_in_linear_time() -> None:
 def test_a_tap_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "tap.jsonl"
     with pytest.raises(UserError, match=r"^\S*tap\.jsonl: No such file or directory$"):
-        tap_records.read(path)
+        tap_records.read_tap(path)
     path.write_text('{"n": 1, "event": "open"}\n{"event": "open"}\n')
     with pytest.raises(
         DataError, match=r"tap\.jsonl:2: expected a tap's line, with `n` and `event`"
     ):
-        tap_records.read(path)
+        tap_records.read_tap(path)
     path.write_text('{"n": 1, "event": "open"}\n{"n": 2, "ev')
-    assert tap_records.read(path) == [{"n": 1, "event": "open"}]
+    assert tap_records.read_tap(path) == [{"n": 1, "event": "open"}]
 
 
 def test_ranges() -> None:
-    assert ranges([3, 1, 2, 7, 9, 10]) == "1-3, 7, 9-10"
-    assert ranges(range(0, 40, 2)) == "0, 2, 4, 6, 8, 10, 12, 14 and 12 more places"
+    assert format_ranges([3, 1, 2, 7, 9, 10]) == "1-3, 7, 9-10"
+    assert format_ranges(range(0, 40, 2)) == "0, 2, 4, 6, 8, 10, 12, 14 and 12 more places"

@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console
 
 from broker.contract import wire
-from rlearner.up.failed_groups import FailedGroups, by_reason, shortened
-from rlearner.up.live_state import LiveRunState, duration, sparkline
-from rlearner.up.view import health, screen
+from rlearner.up.failed_groups import FailedGroups, by_reason, shorten_text
+from rlearner.up.live_state import LiveRunState, format_duration, sparkline
+from rlearner.up.view import draw_screen, health_table
 
 LOGS = Path("runs/r/logs")
 
@@ -29,7 +29,12 @@ def test_sparkline_scales_between_minimum_and_maximum() -> None:
 
 
 def test_durations() -> None:
-    assert [duration(s) for s in (0, 65, 3600, 3725.4)] == ["0:00", "1:05", "1:00:00", "1:02:05"]
+    assert [format_duration(s) for s in (0, 65, 3600, 3725.4)] == [
+        "0:00",
+        "1:05",
+        "1:00:00",
+        "1:02:05",
+    ]
 
 
 def test_only_a_new_step_counts_and_the_eta_follows_the_pace() -> None:
@@ -80,7 +85,7 @@ def test_the_screen_names_every_process() -> None:
         ]
     )
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(screen(board, ["envhub died"], LOGS))
+    console.print(draw_screen(board, ["envhub died"], LOGS))
     shown = console.export_text()
     console.file.close()
     for expected in (
@@ -120,7 +125,7 @@ def test_names_and_states_are_whole_at_80_columns() -> None:
         ]
     )
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(health(board))
+    console.print(health_table(board))
     rows = console.export_text().splitlines()
     assert [line.split()[:6] for line in rows[1:]] == [
         [ids[role], "draining", "1234567", "12", "12/64", "3"] for role in sorted(ids)
@@ -149,7 +154,7 @@ def test_a_hub_that_takes_no_work_is_shown_and_told_once() -> None:
     board.see([hub("domain d: no disk")])
     with open("/dev/null", "w") as nowhere:
         console = Console(width=120, record=True, file=nowhere)
-        console.print(screen(board, [], LOGS))
+        console.print(draw_screen(board, [], LOGS))
     assert "envhub e1: domain d: no disk" in console.export_text()
 
 
@@ -194,7 +199,7 @@ def test_the_screen_shows_failed_groups_as_long_as_the_run_lasts() -> None:
     board.take(failing(0, env_error=1), 0.0)
     with open("/dev/null", "w") as nowhere:
         console = Console(width=200, record=True, file=nowhere)
-        console.print(screen(board, [], LOGS))
+        console.print(draw_screen(board, [], LOGS))
     shown = console.export_text()
     assert (
         "1 group failed so far, none trained yet; last: reward_error: episode 0: KeyError: 'x' (bad.py:7 in f), see "
@@ -205,7 +210,7 @@ def test_the_screen_shows_failed_groups_as_long_as_the_run_lasts() -> None:
 def test_failures_in_few_words() -> None:
     assert by_reason({"env_error": 2, "reward_error": 33}) == "35 (reward_error 33, env_error 2)"
     assert FailedGroups().line(LOGS).endswith("see runs/r/logs/learner.log")
-    assert (len(shortened("a" * 1000)), shortened("a" * 400)) == (403, "a" * 400)
+    assert (len(shorten_text("a" * 1000)), shorten_text("a" * 400)) == (403, "a" * 400)
 
 
 def test_a_warning_about_learning_is_told_once_and_stays_on_the_screen_until_it_is_over() -> None:
@@ -217,7 +222,7 @@ def test_a_warning_about_learning_is_told_once_and_stays_on_the_screen_until_it_
         board.news.clear()
         with open("/dev/null", "w") as nowhere:
             console = Console(width=120, record=True, file=nowhere)
-            console.print(screen(board, [], LOGS))
+            console.print(draw_screen(board, [], LOGS))
         assert ("warning: 60% of the responses" in console.export_text()) == (2 <= step <= 5)
     assert told == [
         [],
@@ -246,7 +251,7 @@ def test_what_a_process_logged_is_shown_and_told_at_growing_intervals() -> None:
     assert told[0][1] == "rollout r1: 2026-11-22 18:03:01 ERROR no model 1"
     with open("/dev/null", "w") as nowhere:
         console = Console(width=120, record=True, file=nowhere)
-        console.print(screen(board, [], LOGS))
+        console.print(draw_screen(board, [], LOGS))
     assert "rollout r1: 2026-11-22 18:03:59 ERROR no model 59" in console.export_text()
     board.see([saying("")], 60.0)
     assert board.said() == []

@@ -50,7 +50,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         monkeypatch.setattr(
             starts,
-            "versions",
+            "package_versions",
             lambda name=name: {"wire": "12", "numpy": {"a": "2.1", "b": "2.2"}[name]},
         )
         starts.note_start(folder, config, 1, {"train.jsonl": name * 4}, str(folder / "model"))

@@ -23,26 +23,26 @@ from rlearner.doctor.broker_checks import (
     port_findings,
     read_server_info,
 )
-from rlearner.doctor.findings import as_json, exit_code, table, verdict
+from rlearner.doctor.findings import as_json, exit_code, format_table, format_verdict
 from rlearner.doctor.hardware import GpuInfo, TorchBuild, gpu_findings, parse_smi, parse_torch
 from rlearner.doctor.machine import GIB, MachineResources, machine_findings, model_bytes
 from rlearner.doctor.packages import (
     ProjectRequirements,
     base_findings,
     find_project,
-    parsed,
+    parse_requirements,
     program_findings,
     tool_findings,
 )
 from rlearner.doctor.requirements import MachineRequirements, requirements_of
-from rlearner.doctor.sandbox import judge, namespaces, sandbox_findings
+from rlearner.doctor.sandbox import check_namespaces, judge_probe, sandbox_findings
 
 PROJECT = ProjectRequirements(
-    base=parsed(["torch>=2.9", "numpy"]),
+    base=parse_requirements(["torch>=2.9", "numpy"]),
     extras={
-        "vllm": parsed(["vllm>=0.10"]),
-        "parquet": parsed(["pyarrow"]),
-        "gem": parsed(["reasoning-gym>=0.1.23", "nltk"]),
+        "vllm": parse_requirements(["vllm>=0.10"]),
+        "parquet": parse_requirements(["pyarrow"]),
+        "gem": parse_requirements(["reasoning-gym>=0.1.23", "nltk"]),
         "dev": (),
     },
     folder=None,
@@ -57,9 +57,9 @@ def test_the_exit_code_and_the_last_line_count_what_is_missing() -> None:
     )
     missing = PreflightFinding("b", "z", "missing", "3", "remedy it")
     assert [exit_code(one) for one in ([], [fine, warning], [fine, missing])] == [0, 0, 1]
-    assert verdict([fine, warning], "c.yaml") == "c.yaml can run; 1 warning"
-    assert verdict([fine, missing], "c.yaml") == "c.yaml lacks 1: z"
-    assert table([fine, missing, warning], "c.yaml").splitlines() == [
+    assert format_verdict([fine, warning], "c.yaml") == "c.yaml can run; 1 warning"
+    assert format_verdict([fine, missing], "c.yaml") == "c.yaml lacks 1: z"
+    assert format_table([fine, missing, warning], "c.yaml").splitlines() == [
         "a", "  ok       x  1", "  WARNING  y  2", "              -> do", "b", "  MISSING  z  3", "              -> "
         "remedy it", "",
         "c.yaml lacks 1: z; 1 warning",
@@ -164,7 +164,7 @@ def test_an_engine_that_is_started_from_another_environment() -> None:
 
 
 def test_without_a_gpu_vllm_is_another_package(tmp_path: Path) -> None:
-    project = ProjectRequirements((), {"vllm": parsed(["vllm"])}, tmp_path)
+    project = ProjectRequirements((), {"vllm": parse_requirements(["vllm"])}, tmp_path)
     remedies = [
         next(
             one.remedy
@@ -241,7 +241,7 @@ def test_extras_are_read_from_the_source_beside_the_code(tmp_path: Path) -> None
     assert project.base == (Requirement("torch>=2.9"),)
     assert project.extras == {"x": (Requirement("y>=1"),)}
     assert project.install("x") == f"{PIP} -e '{tmp_path}[x]'"
-    assert find_project(tmp_path / "nothing").extras.get("parquet") == parsed(
+    assert find_project(tmp_path / "nothing").extras.get("parquet") == parse_requirements(
         ['pyarrow; extra == "parquet"']
     )
 
@@ -543,9 +543,9 @@ def test_an_address_is_asked_and_a_taken_port_found() -> None:
     ],
 )
 def test_the_sandbox_probe_names_the_command(problem: str, command: str) -> None:
-    asked = judge(problem, "", MachineRequirements(sandbox=True))
+    asked = judge_probe(problem, "", MachineRequirements(sandbox=True))
     assert (asked.status, asked.remedy) == ("missing", command)
-    assert judge(problem, "", MachineRequirements()).status == "absent"
+    assert judge_probe(problem, "", MachineRequirements()).status == "absent"
 
     def fails() -> None:
         raise UserError(problem)
@@ -557,9 +557,9 @@ def test_the_sandbox_probe_names_the_command(problem: str, command: str) -> None
 def test_user_namespaces(tmp_path: Path) -> None:
     (tmp_path / "user").mkdir()
     (tmp_path / "user/max_user_namespaces").write_text("96235\n")
-    assert namespaces(tmp_path, is_root=False).found == "at most 96235"
+    assert check_namespaces(tmp_path, is_root=False).found == "at most 96235"
     (tmp_path / "user/max_user_namespaces").write_text("0\n")
-    assert namespaces(tmp_path, is_root=True) == PreflightFinding(
+    assert check_namespaces(tmp_path, is_root=True) == PreflightFinding(
         "sandbox", "user namespaces", "absent", "disabled; root needs none"
     )
 
@@ -577,7 +577,9 @@ def test_a_package_that_the_configuration_lacks_is_missing_and_a_wrong_key_is_ba
 ) -> None:
     gem = LAKE.replace("env: frozenlake", "env: gem, env_args: {id: x}")
     if not doctor.packages.installed("gem-llm"):
-        lacking = doctor.configuration("c", doctor.with_defaults(doctor.load(write(tmp_path, gem))))
+        lacking = doctor.check_configuration(
+            "c", doctor.with_defaults(doctor.load(write(tmp_path, gem)))
+        )
         assert (lacking.status, "environment gem: No module named 'gem'" in lacking.found) == (
             "missing",
             True,
@@ -587,7 +589,7 @@ def test_a_package_that_the_configuration_lacks_is_missing_and_a_wrong_key_is_ba
     ):
         doctor.with_defaults(doctor.load(write(tmp_path, LAKE + "train: {stps: 4}\n")))
     with pytest.raises(ConfigError, match="known: "):
-        doctor.configuration(
+        doctor.check_configuration(
             "c",
             doctor.with_defaults(doctor.load(write(tmp_path, LAKE + "train: {backend: tortch}\n"))),
         )
@@ -622,7 +624,7 @@ def test_the_command_says_what_is_missing_without_importing_torch(tmp_path: Path
 
 
 def test_the_quickstart_can_run_here() -> None:
-    findings = doctor.examine("configs/quickstart.yaml")
+    findings = doctor.examine_machine("configs/quickstart.yaml")
     assert exit_code(findings) == 0
     # it has none
     assert {finding.area for finding in findings} == set(doctor.AREAS) - {

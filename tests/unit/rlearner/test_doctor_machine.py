@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlearner.doctor.machine import GIB, MachineResources, machine_findings, nearest
+from rlearner.doctor.machine import GIB, MachineResources, machine_findings, nearest_folder
 from rlearner.doctor.requirements import MachineRequirements
 
 
@@ -25,6 +25,6 @@ def test_adapters_have_no_optimizer_of_the_whole_model() -> None:
 
 def test_the_nearest_folder_that_is_there(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert nearest(tmp_path / "a" / "b") == tmp_path
-    assert nearest(tmp_path) == tmp_path
-    assert nearest(tmp_path / "file" / "below") == tmp_path / "file"
+    assert nearest_folder(tmp_path / "a" / "b") == tmp_path
+    assert nearest_folder(tmp_path) == tmp_path
+    assert nearest_folder(tmp_path / "file" / "below") == tmp_path / "file"

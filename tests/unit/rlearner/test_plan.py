@@ -14,14 +14,14 @@ import yaml
 from broker.settings.runspec import load, validate
 from rlearner.cli import main
 from rlearner.plan.candidates import Workload
-from rlearner.plan.changes import nested, span
+from rlearner.plan.changes import gpu_range, nest_keys
 from rlearner.plan.facts import GIB, Machine, Memory, Part, TrainFacts
 from rlearner.plan.layouts import count_servers, rank_choices
 from rlearner.plan.plans import make_plans
 from rlearner.plan.scripts import launch_lines
 from rlearner.plan.serving_memory import ServerLayout, server_memory
 from rlearner.plan.training_memory import LearnerLayout, learner_memory
-from rlearner.plan.write import difference, merged
+from rlearner.plan.write import diff_sections, merge_sections
 from tests.kit.plans import H100, MODEL, demands, plans
 
 TRAIN = TrainFacts(slice_tokens=16_384)
@@ -149,7 +149,7 @@ def test_servers_do_not_cross_hosts() -> None:
         0,
     ]
     assert [two.hosts_of(0, 8), two.hosts_of(0, 9), two.hosts_of(6, 4)] == [1, 2, 2]
-    assert [span(0, 4), span(7, 8), span(3, 3)] == ["0-3", "7", ""]
+    assert [gpu_range(0, 4), gpu_range(7, 8), gpu_range(3, 3)] == ["0-3", "7", ""]
 
 
 def test_few_numbers_of_ranks_are_tried_on_many_hosts() -> None:
@@ -189,12 +189,12 @@ def test_launch_lines_of_two_hosts() -> None:
 
 
 def test_sections() -> None:
-    assert nested({"a.b.c": 1, "a.d": 2}) == {"a": {"b": {"c": 1}, "d": 2}}
-    assert difference({"a": {"b": 1, "c": 2}, "d": 1}, {"a": {"b": 1, "c": 3}}) == {
+    assert nest_keys({"a.b.c": 1, "a.d": 2}) == {"a": {"b": {"c": 1}, "d": 2}}
+    assert diff_sections({"a": {"b": 1, "c": 2}, "d": 1}, {"a": {"b": 1, "c": 3}}) == {
         "d": None,
         "a": {"c": 3},
     }
-    assert merged({"a": {"b": 1}, "c": 1}, {"a": {"d": 2}, "c": 2}) == {
+    assert merge_sections({"a": {"b": 1}, "c": 1}, {"a": {"d": 2}, "c": 2}) == {
         "a": {"b": 1, "d": 2},
         "c": 2,
     }

@@ -11,7 +11,7 @@ import pytest
 
 from rlearner.plan.candidates import Plan
 from rlearner.plan.facts import Machine, Memory, Part
-from rlearner.plan.scripts import launch_lines, script
+from rlearner.plan.scripts import host_script, launch_lines
 from rlearner.plan.serving_memory import ServerLayout
 from rlearner.plan.throughput import StepTimes
 from rlearner.plan.training_memory import LearnerLayout
@@ -48,7 +48,7 @@ def launch(
     folder = programs.parent
     file, notes = folder / f"host-{host}.sh", folder / "notes"
     notes.unlink(missing_ok=True)
-    file.write_text(script(PLAN, TWO, host, run, 8))
+    file.write_text(host_script(PLAN, TWO, host, run, 8))
     env = {
         "PATH": f"{programs}:{os.environ['PATH']}",
         "NOTES": str(notes),

@@ -9,7 +9,7 @@ import yaml
 from learner.run_folder import note_broker, note_epoch
 from rlearner.cli import main
 from rlearner.evaluate.cli import with_own_run_name
-from rlearner.ops.listing import age, size_text
+from rlearner.ops.listing import format_age, size_text
 from rlearner.up.run_claim import RunClaim
 
 DEAD = "nats://127.0.0.1:9"
@@ -127,7 +127,7 @@ def test_a_folder_that_is_none_and_figures_for_people(
         == f"error: {tmp_path / 'no'}: no such folder; name the folder that holds the runs\n"
     )
     assert [size_text(n) for n in (0, 3 << 19, 5 << 29)] == ["0.0 MiB", "1.5 MiB", "2.5 GiB"]
-    assert [age(n) for n in (3, 119, 600, 7200, 400_000)] == [
+    assert [format_age(n) for n in (3, 119, 600, 7200, 400_000)] == [
         "3 s",
         "119 s",
         "10 min",

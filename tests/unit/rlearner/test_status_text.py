@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from rlearner.ops.status import missing_learner_lines, wrapped
+from rlearner.ops.status import missing_learner_lines, wrap_lines
 
 
 def test_what_does_not_fit_goes_below_the_second_column() -> None:
     line = "  figures      reward/mean 0.3457, env/success_rate 0.5, staleness/max 2"
-    assert wrapped([line], 80) == [line]
-    assert wrapped([line], 50) == [
+    assert wrap_lines([line], 80) == [line]
+    assert wrap_lines([line], 50) == [
         "  figures      reward/mean 0.3457,",
         "               env/success_rate 0.5, staleness/max",
         "               2",
@@ -17,7 +17,7 @@ def test_what_does_not_fit_goes_below_the_second_column() -> None:
 
 def test_an_id_or_a_path_is_never_broken() -> None:
     path = "/a/very-long/path/" + "x" * 60
-    assert wrapped([f"  warning      see {path}"], 40) == [
+    assert wrap_lines([f"  warning      see {path}"], 40) == [
         "  warning      see",
         f"               {path}",
     ]

@@ -12,7 +12,7 @@ import pytest
 from rlearner.cli import main
 from rlearner.plan.candidates import Plan
 from rlearner.plan.facts import Machine, Memory, Part
-from rlearner.plan.launches import Launch, launches
+from rlearner.plan.launches import Launch, host_launches
 from rlearner.plan.serving_memory import ServerLayout
 from rlearner.plan.throughput import StepTimes
 from rlearner.plan.training_memory import LearnerLayout
@@ -50,7 +50,9 @@ def files_of(host: str, starts: list[Launch], hosts: dict[str, str] = HOSTS) -> 
 
 def test_the_launches_of_each_host_become_units() -> None:
     machine, fleet = Machine(12, 1.0, 3), Fleet("lake", HOSTS, (), "", "/opt/r/bin")
-    units = [units_of(fleet, launches(plan(6, rewards=2), machine, host, 8)) for host in range(3)]
+    units = [
+        units_of(fleet, host_launches(plan(6, rewards=2), machine, host, 8)) for host in range(3)
+    ]
     assert units == [
         ["rlearner-broker.service", "envhub@1.service", "rlearner@lake.service"],
         ["rollout-server@2-3.service", "rlearner@lake.service"],
@@ -59,7 +61,7 @@ def test_the_launches_of_each_host_become_units() -> None:
 
 
 def test_the_first_host_has_the_broker_and_writes_the_tokens() -> None:
-    found = files_of("train", launches(plan(6, rewards=2), Machine(12, 1.0, 3), 0, 8))
+    found = files_of("train", host_launches(plan(6, rewards=2), Machine(12, 1.0, 3), 0, 8))
     assert found["etc/rlearner/rlearner-broker.env"] == 'OPTIONS="--bind 10.0.0.1 --port 4222"\n'
     assert found["etc/rlearner/rlearner.env"] == 'RL_RUN="lake"\nRL_BROKER="tls://10.0.0.1:4222"\n'
     assert found["etc/rlearner/envhub@1.env"] == 'OPTIONS="--n 8"\n'
@@ -75,7 +77,7 @@ def test_the_first_host_has_the_broker_and_writes_the_tokens() -> None:
 
 def test_other_hosts_join_with_tokens_and_a_further_node_does_not_report() -> None:
     machine = Machine(12, 1.0, 3)
-    second = files_of("gen1", launches(plan(6, rewards=2), machine, 1, 8))
+    second = files_of("gen1", host_launches(plan(6, rewards=2), machine, 1, 8))
     assert (
         second["etc/systemd/system/rollout-server@.service.d/join.conf"]
         == static_files()["join.conf"]
@@ -86,7 +88,7 @@ def test_other_hosts_join_with_tokens_and_a_further_node_does_not_report() -> No
     assert "--gpus 0-1 --nnodes 2 --node-rank 1" in second["etc/rlearner/rlearner@lake.env"]
     assert "rollout-server.token" in second["README.md"]
     assert "nodes.key" in second["README.md"]
-    third = files_of("gen2", launches(plan(6, rewards=2), machine, 2, 8))
+    third = files_of("gen2", host_launches(plan(6, rewards=2), machine, 2, 8))
     assert third["etc/rlearner/rewardhub@1.env"] == 'OPTIONS="--gpus 2-3"\n'
     assert "etc/rlearner/lake.yaml" not in third
     assert "rewardhub.token and rollout-server.token" in third["README.md"]
@@ -94,7 +96,7 @@ def test_other_hosts_join_with_tokens_and_a_further_node_does_not_report() -> No
 
 def test_learner_and_server_share_the_only_gpu() -> None:
     found = files_of(
-        "one", launches(plan(1, servers=1, shared=True), Machine(1, 1.0), 0, 8), {"one": ""}
+        "one", host_launches(plan(1, servers=1, shared=True), Machine(1, 1.0), 0, 8), {"one": ""}
     )
     assert found["etc/rlearner/rollout-server@0.env"] == 'OPTIONS="--share-gpus"\n'
     assert found["etc/rlearner/rlearner@lake.env"] == 'OPTIONS="--gpus 0 --share-gpus"\n'

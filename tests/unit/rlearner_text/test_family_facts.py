@@ -94,8 +94,8 @@ def test_training_is_refused_offline_too(matrix: Matrix, tmp_path: Path) -> None
     with pytest.raises(
         ConfigError, match=r"model.path: .* llama cannot be trained: positions turn"
     ):
-        offline.validate("sft", {"model": {"path": path}, "data": {"train": str(rows)}})
-    offline.validate(
+        offline.validate_config("sft", {"model": {"path": path}, "data": {"train": str(rows)}})
+    offline.validate_config(
         "sft", {"model": {"path": folder(tmp_path, "bloom")}, "data": {"train": str(rows)}}
     )
 

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from broker.contract.lengths import remaining
+from broker.contract.lengths import remaining_tokens
 from rollout.job_queue import ENDED, WAITING, GenerationJob
 from rollout.scheduler import ENDS_SOON, Scheduler
 
@@ -94,7 +94,7 @@ class Machine(RuleBasedStateMachine):
         assert job.step > first.step >= 0
         assert job.priority == 0
         left = [
-            (j, remaining(j.expected_tokens, 0, generated, 10**9)[0])
+            (j, remaining_tokens(j.expected_tokens, 0, generated, 10**9)[0])
             for j in self.scheduler.running
         ]
         able = [j for j, tokens in left if j.resumable and not j.priority and tokens > ENDS_SOON]
