@@ -70,8 +70,14 @@ class RewardProcess:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                given = ("rewardhub.reward_process", theirs, output.file)
-                child = await asyncio.to_thread(start, *given, env=env, passed=passed)
+                child = await asyncio.to_thread(
+                    start,
+                    "rewardhub.reward_process",
+                    theirs,
+                    output.file,
+                    env=env,
+                    passed=passed,
+                )
         except BaseException:
             ours.close()
             raise
@@ -278,7 +284,12 @@ class RewardProcesses:
             num_places = found.at_once * len(envs)
             room = asyncio.Semaphore(num_places)
             self._kinds[key] = _Kind(
-                reward, envs, found.timeout_s + GRACE_S, num_places, room, [None] * len(envs)
+                reward,
+                envs,
+                found.timeout_s + GRACE_S,
+                num_places=num_places,
+                room=room,
+                processes=[None] * len(envs),
             )
         return self._kinds[key]
 

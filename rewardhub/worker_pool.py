@@ -88,8 +88,14 @@ class RewardWorkerProcess:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                given = (theirs, output.file, (str(memory_mib or 0),))
-                child = await asyncio.to_thread(start, "rewardhub.worker", *given, passed=passed)
+                child = await asyncio.to_thread(
+                    start,
+                    "rewardhub.worker",
+                    theirs,
+                    output.file,
+                    arguments=(str(memory_mib or 0),),
+                    passed=passed,
+                )
         except BaseException:
             ours.close()
             raise

@@ -66,8 +66,12 @@ class MathAnswerReward:
     def __init__(self, args: MathAnswerArgs) -> None:
         math_compare.warm_up()
         self._args = args
-        digits = args.float_rounding, args.numeric_precision
-        self._options = ComparisonOptions(*digits, args.strict, args.allow_set_relation_comp)
+        self._options = ComparisonOptions(
+            args.float_rounding,
+            args.numeric_precision,
+            args.strict,
+            allow_set_relation_comp=args.allow_set_relation_comp,
+        )
         self._bounded = BoundedFunction(
             math_compare.answer, cpu_s=args.cpu_s, memory_mib=MEMORY_MIB
         )

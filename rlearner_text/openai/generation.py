@@ -81,7 +81,15 @@ async def generate(
     most = min(limit or desk.served.max_context_tokens, desk.served.max_context_tokens)
     conversation = _conversation(body) or reply_id
     asks = [
-        _ask(body, prompts, index, most, reply_id, conversation, guides)
+        _ask(
+            body,
+            prompts,
+            index,
+            max_tokens=most,
+            reply_id=reply_id,
+            conversation=conversation,
+            guides=guides,
+        )
         for index in range(len(prompts) * body.n)
     ]
     news = asyncio.Event()

@@ -118,7 +118,12 @@ class KeyStore:
         secret = f"rl-{secrets.token_urlsafe(32)}"
         expires_at = time.time() + expires_s
         made = NamedKey(
-            name, _hash(secret), expires_at, requests_per_minute, tokens_per_minute, concurrent
+            name,
+            _hash(secret),
+            expires_at,
+            requests_per_minute=requests_per_minute,
+            tokens_per_minute=tokens_per_minute,
+            concurrent=concurrent,
         )
         with self._locked():
             known = self.read()

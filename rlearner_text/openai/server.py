@@ -300,13 +300,17 @@ class HttpServer:
         body = await _parsed(await read_body(request, wire.MAX_PAYLOAD_BYTES), ChatBody)
         made = partial(ChatFormat, body, self._tokenizer)
         limit = body.max_completion_tokens or body.max_tokens
-        return await generate(request, self._desk_of(request), self._tokenizer, body, limit, made)
+        return await generate(
+            request, self._desk_of(request), self._tokenizer, body=body, limit=limit, form=made
+        )
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await _parsed(await read_body(request, wire.MAX_PAYLOAD_BYTES), CompletionBody)
         made = partial(ChatFormat, body, self._tokenizer)
         limit = body.max_tokens or COMPLETION_TOKENS
-        return await generate(request, self._desk_of(request), self._tokenizer, body, limit, made)
+        return await generate(
+            request, self._desk_of(request), self._tokenizer, body=body, limit=limit, form=made
+        )
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         desk = self._desk_of(request)
@@ -325,7 +329,12 @@ class HttpServer:
 
         made = partial(ResponsesFormat, body, chat, self._tokenizer, keep)
         return await generate(
-            request, desk, self._tokenizer, chat, body.max_output_tokens or body.max_tokens, made
+            request,
+            desk,
+            self._tokenizer,
+            body=chat,
+            limit=body.max_output_tokens or body.max_tokens,
+            form=made,
         )
 
 
