@@ -88,7 +88,9 @@ async def _ask(
     ]
     if not candidates:
         raise UserError(f"run {bus.run} has no {role} that serves {served_kind} {serves!r} now")
-    target = min(candidates, key=lambda one: (one.id == last_resort, one.running, one.id))
+    target = min(
+        candidates, key=lambda member: (member.id == last_resort, member.running, member.id)
+    )
     try:
         key = f"{role}.{target.id}"
         reply = (wire.Group, wire.Closed)

@@ -181,7 +181,7 @@ class SegmentReader:
                 what was copied is invalid then.
         """
         try:
-            return self._take(version, bucket, watch, timeout_s, done, peek)
+            return self._take(version, bucket, watch, timeout_s=timeout_s, done=done, peek=peek)
         except TransferFailed as error:
             reason = str(error)
         # a copy, because the frames of the original would keep the memory alive with the error
@@ -209,7 +209,13 @@ class SegmentReader:
         if lent is not None and device is not None:
             words = _words(memory, sides[0])
             reading = MemoryRead(
-                words, version, watch, timeout_s, peek, self._fetch, DEVICE_PIECE_BYTES
+                words,
+                version,
+                watch,
+                timeout_s=timeout_s,
+                peek=peek,
+                copy=self._fetch,
+                piece=DEVICE_PIECE_BYTES,
             )
             try:
                 with device.reading():
@@ -219,7 +225,13 @@ class SegmentReader:
                     f"the learner's memory cannot be read: {first_line(error)}"
                 ) from None
         reading = MemoryRead(
-            _words(memory, sides[0]), version, watch, timeout_s, peek, np.copyto, PIECE_BYTES
+            _words(memory, sides[0]),
+            version,
+            watch,
+            timeout_s=timeout_s,
+            peek=peek,
+            copy=np.copyto,
+            piece=PIECE_BYTES,
         )
         source = np.frombuffer(
             memory, np.uint8, self._plan.size_bytes, _offset(self._plan, sides[0])

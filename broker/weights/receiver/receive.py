@@ -218,8 +218,10 @@ class WeightReceiver:
                 self._state.refuse(offer, "base" if problem else "layout", difference)
                 is_known = self._difference == difference
                 self._difference = difference
-                whose = f"epoch {offer.epoch} version {offer.version} is another model than the one here"
-                self.refused = problem or f"{whose}: {difference}"
+                self.refused = problem or (
+                    f"epoch {offer.epoch} version {offer.version} "
+                    f"is another model than the one here: {difference}"
+                )
                 if not is_known:  # all versions of a run have the same layout
                     log.error("weights: %s", self.refused)
             elif refused:
@@ -451,7 +453,14 @@ class WeightReceiver:
             raise
         try:
             return follow(
-                store, answer, offer.digest, arrival, communicator, settings, watch, window
+                store,
+                answer,
+                offer.digest,
+                arrival=arrival,
+                communicator=communicator,
+                settings=settings,
+                watch=watch,
+                window=window,
             )
         except TransferFailed:
             store.close()  # a new connection is made: this one may have lost a reply

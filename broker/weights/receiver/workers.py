@@ -167,11 +167,11 @@ class WorkerReceiver:
                 self._store,
                 session,
                 transfer.digest,
-                running.stream,
-                group,
-                settings,
-                running.watch,
-                window,
+                arrival=running.stream,
+                communicator=group,
+                settings=settings,
+                watch=running.watch,
+                window=window,
             )
         except TransferFailed:
             self._store.close()

@@ -132,7 +132,7 @@ class WeightSender:
         )
         readable = {read_by} if self._segment is not None else set()
         self._carriers = [
-            carrier for carrier in dict.fromkeys(read_by if one in READ else one for one in carriers)
+            carrier for carrier in dict.fromkeys(read_by if name in READ else name for name in carriers)
             if carrier in readable or carrier not in READ
         ]  # fmt: skip
         self._bases = {
@@ -448,7 +448,15 @@ class WeightSender:
                     if start.alone and start.carrier in self._communicators
                     else self._bases.get(start.carrier)
                 )
-                return lead(self._store, start, staged, communicator, self.settings, watch, base)
+                return lead(
+                    self._store,
+                    start,
+                    staged,
+                    communicator=communicator,
+                    settings=self.settings,
+                    watch=watch,
+                    base=base,
+                )
         except SessionFailed:
             raise
         except TransferFailed as error:  # overwritten before it started, while the members wait

@@ -1,12 +1,14 @@
 """One learner rank's end of transfers in stripes: it stages what it holds, and broadcasts it when
 rank 0 orders it.
 
-rank 0 (lead)                                     rank r                           receivers order/n
-= session, version, world size, carrier   waits for it in the rendezvous go = stripes
-learn who sends what stripe/0 = digest; broadcast in its communicator  stripe/r; the same in its own
-receive all at the same time waits for sent/r  <-----------------------------  sent/r = "" or a
-reason collects done/…, as ever  <------------------------------------------------------  done/… =
-"" or a reason
+    rank 0 (lead)                          rank r                         receivers
+    order/n = session, version, world      waits for it in the store
+    size, carrier
+    go = stripes                                                          learn who sends what
+    stripe/0 = digest; broadcast in        stripe/r; the same in its own  receive all at once
+    its communicator
+    waits for sent/r              <-----   sent/r = "" or a reason
+    collects done/..., as always  <-------------------------------------  done/... = "" or a reason
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def text_of(families: Families) -> list[str]:
 
 
 def test_samples_have_the_labels_of_their_process(caplog: pytest.LogCaptureFixture) -> None:
-    families_module._said.clear()
+    families_module._reported_names.clear()
     families, labels = Families(), {"run": "quick", "role": "learner", "id": "learner"}
     values = {
         "reward/mean": 0.5,
