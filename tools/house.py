@@ -56,7 +56,26 @@ AT_MOST: Final = {
 }
 AT_LEAST: Final = {"comment_lines": 0.02}
 # Where the limit is not reached yet, no figure may become worse than this.
-REACHED: Final[Mapping[str, float]] = {}
+REACHED: Final[Mapping[str, float]] = {
+    "pronoun_names": 0.0299,
+    "one_names": 136,
+    "one_word_functions": 0.2953,
+    "conditional_per_1k": 15.4,
+    "comment_lines": 0.014,
+    "lines_over_100": 509,
+    "positional_over_5": 50,
+    "tuple_splats": 21,
+    "one_word_classes": 0.194,
+    "repeated_class_names": 10,
+    "max_modules_per_folder": 26,
+    "functions_over_45_statements": 9,
+    "settings_as_dict": 219,
+    "files_spelling_nccl": 22,
+    "stray_unit_tests": 163,
+    "archaic": 132,
+    "statements_share": 1.011,
+    "bench_lines": 23_086,
+}
 
 
 def find_excess(figures: Mapping[str, float]) -> list[str]:

@@ -228,6 +228,8 @@ class AckProgress:
                 for mark in self._held.values():
                     mark.is_certain = mark.is_certain and now - mark.marked_at <= mark.wait_s
                     mark.marked_at = now
+                    # Nothing was sent to this server yet, which the next proof would cover.
+                    mark.due_at = 0.0
         self._server = link.server_id
 
     def _forget_unproven(self) -> None:

@@ -220,8 +220,7 @@ async def wait_until_measured(
                 print(visible(str(event)), file=sys.stderr)
             num_measured = total - len(evaluation.waiting)
             bar.update(line, completed=num_measured)
-            share = num_measured / total
-            if bar.disable and not quiet and share >= printed_share + PRINT_EVERY:
-                printed_share = share
+            if bar.disable and not quiet and num_measured >= total * (printed_share + PRINT_EVERY):
+                printed_share = num_measured / max(total, 1)
                 now = time.strftime("%Y-%m-%d %H:%M:%S")
                 print(f"{now}  {num_measured} of {total} tasks", flush=True)

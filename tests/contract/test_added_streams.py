@@ -46,7 +46,7 @@ STREAM = [
         "STREAMS: Final",
         'NOTES: Final = Stream("notes", StreamKind.LOG, (wire.Note,), "topic", "a", "b", "c")\n',
     ),
-    ("streams.py", "    *(TICKETS,", "    NOTES,\n"),
+    ("streams.py", "        TICKETS,\n        EPISODES,", "        NOTES,\n"),
 ]
 PROGRAM = """
 import asyncio, sys

@@ -204,10 +204,10 @@ async def audited(
 
 
 def _in_its_own_loop(arguments: list[str]) -> int:
-    from rlearner.cli import _parse
+    from rlearner.cli import _parse_arguments
     from rlearner.ops.auditing import audit_run
 
-    return asyncio.run(audit_run(_parse(arguments)))
+    return asyncio.run(audit_run(_parse_arguments(arguments)))
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["log-only", "with-archive"])
@@ -261,12 +261,14 @@ async def test_the_whole_store_is_lost(
 
 
 def _replay(folder: Path) -> int:
-    from rlearner.cli import _parse
+    from rlearner.cli import _parse_arguments
     from rlearner.ops.replaying import replay_run
 
     return asyncio.run(
         replay_run(
-            _parse(["replay", RUN, "--dir", str(folder.parent), "--from", "0", "--to", str(STEPS)])
+            _parse_arguments(
+                ["replay", RUN, "--dir", str(folder.parent), "--from", "0", "--to", str(STEPS)]
+            )
         )
     )
 

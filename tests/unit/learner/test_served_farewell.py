@@ -38,7 +38,7 @@ async def test_a_broker_that_is_gone_is_not_waited_for(
 ) -> None:
     everything: Any = Silent()
     monkeypatch.setattr(served_teacher, "STOP_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(served_teacher.carriers, "connect", lambda carrier, bus: everything)
+    monkeypatch.setattr(served_teacher.carriers, "make_client", lambda carrier, bus: everything)
     asker = served_teacher._TeacherClient(
         everything, everything, DistillSection(teacher="t"), "zmq"
     )

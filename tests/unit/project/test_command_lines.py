@@ -21,7 +21,7 @@ from envhub.cli import main as envhub
 from envhub.cli import parser as envhub_parser
 from rewardhub.cli import main as rewardhub
 from rewardhub.cli import parser as rewardhub_parser
-from rlearner.cli import _parse, make_parser
+from rlearner.cli import _parse_arguments, make_parser
 from rlearner.cli import main as rlearner
 from rollout.cli import main as rollout
 from rollout.cli import parser as rollout_parser
@@ -92,7 +92,7 @@ def test_every_command_that_prints_a_result_prints_it_as_json_too() -> None:
 def take(parser: argparse.ArgumentParser, words: list[str]) -> None:
     """Parse as the program does."""
     if parser.prog == "rlearner":
-        _parse(words)
+        _parse_arguments(words)
     elif parser.prog.startswith("envhub "):
         parser.parse_intermixed_args(words)
     else:

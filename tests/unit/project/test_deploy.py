@@ -27,7 +27,7 @@ from broker.telemetry.families import QUEUE_DEPTH
 from envhub.cli import parser as envhub_parser
 from learner.config import TrainSection
 from rewardhub.cli import parser as rewardhub_parser
-from rlearner.cli import _parse
+from rlearner.cli import _parse_arguments
 from rollout.cli import parser as rollout_parser
 
 ROOT = Path(__file__).parents[3]
@@ -76,7 +76,7 @@ def parse(command: list[str]) -> Any:
     """Parse a command line as its program does."""
     try:
         return (
-            _parse(command[1:])
+            _parse_arguments(command[1:])
             if command[0] == "rlearner"
             else PARSERS[command[0]]().parse_args(command[1:])
         )

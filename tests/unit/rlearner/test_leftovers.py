@@ -84,5 +84,5 @@ def test_up_that_cannot_start_its_broker_leaves_no_folder(
     assert list(tmp_path.iterdir()) == []
 
 
-def refuse(**_: object) -> str:
+def refuse(binary: str | None = None) -> str:
     raise UserError("no nats-server found")
