@@ -190,7 +190,7 @@ async def test_a_certificate_of_another_time(
     keys = KeyFolder(tmp_path / "store.keys")
     keys.certificate(OWN[0])
     (keys.path / "tls" / f"{OWN[0]}.pem").unlink()
-    make_certificate(keys.path, monkeypatch, _now=lambda: then, RENEW_DAYS=-10_000)
+    make_certificate(keys.path, monkeypatch, _utc_now=lambda: then, RENEW_DAYS=-10_000)
     monkeypatch.setattr(certificates, "RENEW_DAYS", -10_000)
     with BrokerServer(str(tmp_path / "store"), bind=OWN[0]) as server:
         said = await why_refused(server.url)
@@ -206,7 +206,7 @@ async def test_a_start_renews_a_certificate_that_ends_soon(
     keys.certificate(OWN[0])
     authority = keys.authority()
     (keys.path / "tls" / f"{OWN[0]}.pem").unlink()
-    make_certificate(keys.path, monkeypatch, _now=lambda: then, RENEW_DAYS=-10_000)
+    make_certificate(keys.path, monkeypatch, _utc_now=lambda: then, RENEW_DAYS=-10_000)
     with BrokerServer(str(tmp_path / "store"), bind=OWN[0]) as server:
         bus = await Bus.connect(server.url, "demo", name="x", deadline_s=LONG_S)
         await bus.close()

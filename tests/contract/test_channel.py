@@ -477,7 +477,7 @@ async def hang(request):
     print("got", flush=True)
     await asyncio.sleep(600)
 async def main():
-    server = carriers.serve("zmq", None, "s1", bind="")
+    server = carriers.make_server("zmq", None, "s1", bind="")
     await server.start(hang, lambda request_id: None)
     print(server.address, flush=True)
     await asyncio.sleep(600)

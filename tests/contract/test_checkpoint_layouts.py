@@ -185,7 +185,7 @@ KILLED = """
     folder = Path(sys.argv[2])
     backend = make("ddp", sys.argv[1])
     run(backend, range(1))
-    checkpoint.write(folder, backend, {"version": 1}, 1)
+    checkpoint.write_checkpoint(folder, backend, {"version": 1}, 1)
     run(backend, range(1, 2))
     own = staged_part.write_part
 
@@ -195,7 +195,7 @@ KILLED = """
         return own(path, slices)
 
     staged_part.write_part = slow
-    checkpoint.write(folder, backend, {"version": 2}, 1)
+    checkpoint.write_checkpoint(folder, backend, {"version": 2}, 1)
 """
 
 

@@ -576,7 +576,7 @@ def test_a_package_that_the_configuration_lacks_is_missing_and_a_wrong_key_is_ba
     tmp_path: Path,
 ) -> None:
     gem = LAKE.replace("env: frozenlake", "env: gem, env_args: {id: x}")
-    if not doctor.packages.installed("gem-llm"):
+    if not doctor.packages.distribution_version("gem-llm"):
         lacking = doctor.check_configuration(
             "c", doctor.with_defaults(doctor.load(write(tmp_path, gem)))
         )
